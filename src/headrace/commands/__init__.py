@@ -1,4 +1,6 @@
-"""The commands, one module each: ``add_arguments(parser)`` and ``run(args) -> int``. A module is imported only when its command is chosen.
+"""The commands, one module each: ``add_arguments(parser)`` and ``run(args) -> int``. A module is imported only when its
+command is chosen.
 
-What lives here: reading arguments, calling the engine's public face, printing. What may not: anything another command or a library needs.
+What lives here: reading arguments, calling the engine's public interface, printing. What may not: anything another
+command or a library needs.
 """

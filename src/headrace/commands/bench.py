@@ -1,7 +1,7 @@
-"""``headrace bench``: which benchmark, with which engine.
+"""``headrace bench``: selects a benchmark and its engine.
 
-What lives here: the list of benchmarks, and the flags of a list's when one is chosen. What may not: any measuring (bench/).
-A benchmark's module is imported only when it is the one that runs, so ``headrace bench --help`` needs none of them.
+What lives here: the list of benchmarks, and the flags of the selected one. What may not: any measuring (bench/). A
+benchmark's module is imported only when it runs, so ``headrace bench --help`` needs none of them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from headrace.flags import CommandParser, add_config_flags, add_model_argument, 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One sub-command: functions ``arguments`` and ``run`` of ``module``. ``flags``: the module that has ``arguments``, where that is
-    another, because ``module`` itself imports torch. ``model``: takes MODEL; ``engine``: the engine's flags.
-    """
+    """One sub-command: functions ``arguments`` and ``run`` of ``module``. ``flags``: the module that has ``arguments``,
+    if it is a different one because ``module`` itself imports torch. ``model``: takes MODEL; ``engine``: takes the
+    engine's flags."""
 
     module: str
     help: str
@@ -60,7 +60,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 class _LateParser(CommandParser):
-    """Gets its arguments when it is used."""
+    """Adds its arguments when it is used."""
 
     benchmark: Benchmark | None = None
 

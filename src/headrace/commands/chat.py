@@ -1,6 +1,7 @@
-"""``headrace chat``: a conversation in the terminal, or one answer for one message.
+"""``headrace chat``: a conversation in the terminal, or one answer to one message.
 
-What lives here: reading lines, showing answers, the slash commands. What may not: templates, sampling, anything of the engine.
+What lives here: reading lines, showing answers, the slash commands. What may not: templates, sampling, anything of the
+engine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """Turns so far, and the next answer."""
+    """The turns so far, and the next answer."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, clamp: bool = False) -> None:
         self._llm = llm
@@ -61,7 +62,7 @@ class Conversation:
         self.cut = False  # the last answer reached its longest length
 
     def answer(self, message: str) -> Generator[str, None, None]:
-        """Pieces of text. An answer that was stopped midway stays in the conversation as far as it was shown."""
+        """Pieces of text. An interrupted answer stays in the conversation as far as it was shown."""
         messages = [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns, {"role": "user", "content": message}]
         shown: list[str] = []
         deltas = self._llm.stream(messages, self._params, clamp=self._clamp)
@@ -79,7 +80,7 @@ class Conversation:
 
 
 def _message(words: list[str]) -> str | None:
-    """The words given, or what is piped in; None at a terminal."""
+    """The words on the command line, or the piped input; None at a terminal."""
     if len(words) == 1 and (os.path.isdir(words[0]) or words[0].endswith(".gguf")):
         raise ConfigError(f"{words[0]!r} reads as a model, but `headrace chat` takes a message; write --model {words[0]}.")
     if words:
@@ -113,7 +114,7 @@ def _converse(conversation: Conversation) -> None:
 
 
 def _reply(conversation: Conversation, line: str) -> None:
-    """One turn; whatever goes wrong with it, the conversation goes on."""
+    """One turn; if it fails, the conversation continues."""
     try:
         _show(conversation.answer(line))
         if conversation.cut:

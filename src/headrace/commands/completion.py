@@ -1,6 +1,6 @@
-"""``headrace completion``: scripts for bash, zsh and fish, written from the parsers themselves.
+"""``headrace completion``: scripts for bash, zsh and fish, generated from the parsers themselves.
 
-What lives here: asking all parsers. What may not: lists of commands or flags of its own, the scripts' frame
+What lives here: reading all parsers. What may not: lists of commands or flags of its own, the scripts' frame
 (data/completion.*).
 """
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 def _tree(
     parsers: Mapping[str, CommandParser], above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
-    """Every command with the words before it."""
+    """Every command with the words that lead to it."""
     for name, parser in parsers.items():
         parser.declare()
         yield (*above, name), parser
@@ -49,7 +49,7 @@ def _flags(parser: CommandParser) -> list[str]:
 
 
 def _words(parser: CommandParser) -> list[str]:
-    """What may stand where no flag is: sub-commands, and choices of what has no flag."""
+    """What may be typed where no flag is: sub-commands, and choices of positional arguments."""
     chosen = [
         str(each)
         for action in parser._actions
@@ -60,7 +60,7 @@ def _words(parser: CommandParser) -> list[str]:
 
 
 def _choices(parsers: Mapping[tuple[str, ...], CommandParser]) -> dict[str, str]:
-    """The values of each flag that has some to choose from."""
+    """The values of each flag that has a choice of values."""
     found: dict[str, dict[str, None]] = {}
     for parser in parsers.values():
         for flag, action in parser.options().items():
@@ -71,7 +71,7 @@ def _choices(parsers: Mapping[tuple[str, ...], CommandParser]) -> dict[str, str]
 
 
 def _bash(parsers: Mapping[tuple[str, ...], CommandParser]) -> str:
-    """``shared``: flags that chat and serve have, said once."""
+    """``shared``: flags that chat and serve have in common, listed once."""
     shared = set(_flags(parsers["chat",])) & set(_flags(parsers["serve",]))
     values = "\n".join(f'    {flag}) words="{words}" ;;' for flag, words in _choices(parsers).items())
     top = [path[0] for path in parsers if len(path) == 1]
@@ -88,7 +88,7 @@ def _bash(parsers: Mapping[tuple[str, ...], CommandParser]) -> str:
 
 
 def _fish(parsers: Mapping[tuple[str, ...], CommandParser]) -> str:
-    """One line a flag, for all commands that have it."""
+    """One line per flag, for all commands that have it."""
     top = {path[0]: parser.description or "" for path, parser in parsers.items() if len(path) == 1}
     lines = [
         f"complete -c headrace -n __fish_use_subcommand -xa {name} -d {_quoted(text)}" for name, text in top.items()
@@ -108,7 +108,7 @@ def _fish(parsers: Mapping[tuple[str, ...], CommandParser]) -> str:
 
 
 def _at(paths: Sequence[tuple[str, ...]], rest: str) -> str:
-    """Behind these commands, all of so many words."""
+    """After these commands, all with the same number of words."""
     spelled = " ".join(f'"{" ".join(path)}"' for path in paths)
     return f"complete -c headrace -n '__headrace_at {len(paths[0])} {spelled}' {rest}"
 

@@ -1,6 +1,6 @@
-"""``headrace doctor``: what was found on this machine, what was chosen and why, where the memory is.
+"""``headrace doctor``: what was found on this machine, what was chosen and why, where the memory goes.
 
-What lives here: asking the parts that know, and printing. What may not: choices, measuring (worker/).
+What lives here: asking the components that know, and printing. What may not: choices, measuring (worker/).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
 
 
 def _limits_now(device: str) -> str:
-    """A card that is full is no reason to say nothing of it."""
+    """The limits measured now. A full card is reported as the reason for having none."""
     from headrace.worker.profile import limits_now
 
     try:
@@ -100,7 +100,8 @@ def _limits_now(device: str) -> str:
 
 
 def _card(gpu: GPU) -> str:
-    """The card with its driver and memory, or why there is none to compute on. Asked of the driver: torch would make a context for it."""
+    """The card with its driver and memory, or why there is none to compute on. Uses the driver, because torch would
+    create a context for it."""
     import torch
 
     from headrace.worker.driver import ask_driver
@@ -121,7 +122,7 @@ def _onednn(build: str) -> str:
 
 
 def _measure(device: str, *, quiet: bool) -> DeviceProfile:
-    """Measured now, and kept. Raises ConfigError when the machine was busy."""
+    """Measures the profile now and saves it. Raises ConfigError if the machine was busy."""
     from headrace.worker.profile import measure_profile
 
     profile = measure_profile(lambda line: None if quiet else print(line, file=sys.stderr), device)
@@ -163,7 +164,7 @@ def _in_a_graph(profile: DeviceProfile) -> str:
 
 
 def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[str, Any]:
-    """Starts the engine as every command does, takes its largest step, and closes it."""
+    """Starts the engine as every command does, runs its largest step, and closes it."""
     from headrace.engine.assembly import create_engine
     from headrace.worker.residency import resident_memory
 
@@ -193,8 +194,8 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
 
 
 def examine_batch(config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile | None) -> dict[str, Any]:
-    """``config`` as it was asked for, ``model``: its config.json, ``info``: of the engine that was made of both. Why nothing can be said is a
-    sentence, too."""
+    """``config``: as requested; ``model``: its config.json; ``info``: of the engine built from both. If nothing can be
+    said, the reason is a sentence, too."""
     if config.device.executor != "model":
         return {"said": [NO_MODEL]}
     if profile is None:
@@ -214,7 +215,7 @@ def _advice(config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, 
 
 
 def examine_dialect(config: EngineConfig) -> list[dict[str, Any]]:
-    """How the model writes tool calls and reasoning, as a server would find out."""
+    """How the model writes tool calls and reasoning, determined as a server would."""
     from headrace.engine.resolve import find_source
     from headrace.engine.tokenizer import load_tokenizer
     from headrace.server.parsing.choice import dialect_of
@@ -229,7 +230,7 @@ def examine_dialect(config: EngineConfig) -> list[dict[str, Any]]:
 
 
 def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[str, Any]:
-    """What the model's dimensions cost on this device. Called with no engine there."""
+    """What the model's dimensions cost on this device. Call it when no engine is running."""
     import torch
 
     from headrace.bench.shape_advice import ShapeBench, advise
@@ -248,7 +249,8 @@ def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[
 
 
 def _account(engine: Engine, bookkeeping: int) -> dict[str, Any]:
-    """Every resident byte by purpose, after the largest step; ``bookkeeping``: bytes the scheduler and its pools took."""
+    """Resident memory by purpose, after the largest step; ``bookkeeping``: bytes used by the scheduler and its
+    pools."""
     from headrace.worker.residency import create_ledger, peak_memory, resident_memory, touched_memory
 
     info = engine.info
@@ -261,7 +263,7 @@ def _account(engine: Engine, bookkeeping: int) -> dict[str, Any]:
 
 
 def _account_gpu(engine: Engine) -> dict[str, Any]:
-    """Every byte in use on the card by purpose, after the largest step."""
+    """Memory in use on the card by purpose, after the largest step."""
     import torch
 
     from headrace.worker.device_memory import device_use, measured_peak
@@ -275,7 +277,7 @@ def _account_gpu(engine: Engine) -> dict[str, Any]:
 
 
 def _take_largest_step(engine: Engine) -> str:
-    """Says which it was."""
+    """Returns a description of it."""
     from headrace.bench.driver import drive
     from headrace.planner.workload.asked import Lengths
     from headrace.planner.workload.dialogues import random_dialogues
@@ -314,7 +316,7 @@ def _section(title: str, facts: Mapping[str, Any]) -> str:
 
 
 def _render_memory(report: Mapping[str, Any]) -> str:
-    """Announced sizes, then what is really there, purpose by purpose, with the residual. A GPU's purposes are what was announced."""
+    """Announced sizes, then actual ones, by purpose, with the residual. On a GPU, purposes are as announced."""
     announced = [[f"set aside for {name}", _mib(size)] for name, size in report["announced"].items() if name not in ("process", "kernels")]
     text = table(("announced", "MiB"), announced)
     if "memory" not in report:
@@ -329,7 +331,7 @@ def _render_memory(report: Mapping[str, Any]) -> str:
 
 
 def _render_shape(shape: Mapping[str, Any]) -> str:
-    """Dimensions that cost something here, the dearest first; the others by name."""
+    """Dimensions that cost something here, the most expensive first; the others by name."""
     findings = sorted(shape["findings"], key=lambda each: -(each["step"] or 0.0))
     told = [each for each in findings if each["cost"] != "nothing"]
     rows = [[each[name] for name in ("dimension", "tokens", "cost", "better", "why", "remedy")] for each in told]

@@ -1,10 +1,11 @@
-"""``headrace generate``: prompts in a JSONL file, answers in another.
+"""``headrace generate``: prompts from a JSONL file, answers into another.
 
-What lives here: lines to requests, outputs to lines. What may not: sampling, batching (the engine's), terminals beyond a progress line.
+What lives here: lines to requests, outputs to lines. What may not: sampling, batching (the engine's), terminals beyond
+a progress line.
 
 An input line is an object with one of "prompt", "prompt_token_ids" and "messages", and optionally "id", "tools",
-"chat_template_kwargs", "cache_salt", "priority" and any sampling field. A line that cannot be served becomes an error line
-in the output; the others run.
+"chat_template_kwargs", "cache_salt", "priority" and any sampling field. A line that cannot be served becomes an error
+line in the output; the others run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 1 when at least one line could not be served."""
+    """Exit status 1 if at least one line could not be served."""
     if (args.input is None) == (args.prompt is None):
         raise ConfigError("give either --input FILE or --prompt TEXT.")
     config, flags = engine_config(args), sampling_values(args)
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class _Job:
-    """One line under way. ``failure``: the error object, if it never ran."""
+    """One line in progress. ``failure``: the error object, if it never ran."""
 
     number: int
     given_id: Any
@@ -97,7 +98,7 @@ class _Batch:
         self._failed = 0
 
     def run(self, lines: Iterator[str], write: Callable[[dict[str, Any]], Any]) -> int:
-        """Writes a result a line, in order; returns how many failed."""
+        """Writes one result per line, in order; returns how many failed."""
         window = _PER_ROW * self._llm.info.max_num_seqs
         try:
             for number, line in enumerate(lines, 1):
@@ -202,7 +203,7 @@ def _scores(position: Mapping[int, Logprob]) -> list[dict[str, Any]]:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinity: a token that cannot occur has no number."""
+    """JSON has no infinity: None for the logprob of a token that cannot occur."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,6 +1,7 @@
-"""``headrace models``: what the hub's cache holds, fetching into it, removing from it.
+"""``headrace models``: lists the hub's cache, fetches into it, removes from it.
 
-What lives here: printing, asking before something is removed. What may not: the cache's form (models/hub_cache.py), choosing files (models/hub.py).
+What lives here: printing, and asking before something is removed. What may not: the cache's layout
+(models/hub_cache.py), choosing files (models/hub.py).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _pull(text: str) -> int:
 
 
 def _remove(names: list[str], *, ask: bool) -> int:
-    """All or nothing: a name that is not there, or an answer that is not yes, removes none."""
+    """All or nothing: if one name is not there, or the answer is not yes, nothing is removed."""
     found = {each.name: each for each in cached_models()}
     for name in names:
         if name not in found:

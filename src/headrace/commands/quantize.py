@@ -1,6 +1,6 @@
-"""``headrace quantize``: a checkpoint in fewer bits.
+"""``headrace quantize``: writes a checkpoint in fewer bits.
 
-What lives here: the flags, what is printed. What may not: how it is done (quantize/).
+What lives here: the flags and the output. What may not: how it is done (quantize/).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``said``: what a folder that is gone on with must have been made by. ``config``, ``form``: of the folder."""
+    """``said``: what a folder to be resumed must have been created with. ``config``, ``form``: of the folder."""
 
     said: str
     config: dict[str, Any]
@@ -104,7 +104,7 @@ class _Plan:
 
 
 def _plan(args: argparse.Namespace, choice: Choice, source: ModelSource, spec: DecoderSpec, checkpoint: Checkpoint) -> _Plan:
-    """Whatever cannot be done is said here, before anything is read or written."""
+    """Reports whatever cannot be done before anything is read or written."""
     from headrace.models.source import read_json
 
     config = dict(read_json(source.path / "config.json"))

@@ -32,14 +32,16 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given on the command line, by SamplingParams field. Raises ConfigError for a value out of range: no model is needed to see it."""
+    """Values from the command line, by SamplingParams field. Raises ConfigError for a value out of range, which needs
+    no model to detect."""
     values = {name: value for name, value in vars(args).items() if name in (*_FLAGS, "stop")}
     over_defaults(SamplingParams(), values)
     return values
 
 
 def over_defaults(defaults: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:
-    """What the flags make of the model's own defaults. Raises ConfigError: a wrong flag is wrong usage, not a request that failed."""
+    """The model's own defaults, overridden by the flags. Raises ConfigError: a wrong flag is wrong usage, not a request
+    that failed."""
     try:
         return with_values(defaults, values)
     except InvalidRequest as error:
@@ -56,7 +58,7 @@ def with_values(base: SamplingParams, values: Mapping[str, Any]) -> SamplingPara
 
 
 def _ids_as_numbers(bias: Any) -> Any:
-    """JSON has text keys only."""
+    """JSON object keys are strings."""
     if not isinstance(bias, Mapping):
         return bias
     return {int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token: value for token, value in bias.items()}

@@ -1,4 +1,4 @@
-"""``headrace serve``: the OpenAI HTTP API over an engine in a process of its own.
+"""``headrace serve``: the OpenAI HTTP API over an engine in its own process.
 
 What lives here: flags to configs, and the engine's start. What may not: the server itself (server/).
 """
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 2 for flags that cannot be honoured, as for flags that do not exist."""
+    """Exit status 2 for flags that cannot be honored, as for flags that do not exist."""
     began = time.time()
     try:
         engine, server = engine_config(args), server_config(args)

@@ -1,7 +1,7 @@
-"""``headrace simulate``: the engine's figures on a device that is not there, on virtual time.
+"""``headrace simulate``: the engine's figures for a device that need not be present, on virtual time.
 
-What lives here: flags to a device, which of them go together, and printing. What may not: the load (simulate_load.py), curves
-(simulate_curve.py), modelling (planner/).
+What lives here: flags to a device, which of them go together, and printing. What may not: the load (simulate_load.py),
+curves (simulate_curve.py), modelling (planner/).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, c
 
 
 def _source(config: EngineConfig) -> ModelSource:
-    """The model's description; its weights are not looked for. A config.json may be named itself."""
+    """The model's description, without looking for its weights. A config.json may be named directly."""
     model = config.model.model
     if model is not None and Path(model).name == "config.json":
         model = str(Path(model).parent)
@@ -168,7 +168,7 @@ AGAINST = {  # flag: what it says nothing to
 
 
 def check_modes(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that would be ignored."""
+    """Raises ConfigError for flags that would have no effect."""
     modes = [name for name in ONE_OF if _given(args, name)]
     if len(modes) > 1 and set(modes) not in TOGETHER:
         raise ConfigError(f"{_flag(modes[0])} and {_flag(modes[1])} ask for different things; give one of them.")

@@ -1,7 +1,8 @@
-"""``headrace simulate --calibrate``: prices fitted to measured steps, printed and kept; and which prices a simulation takes.
+"""``headrace simulate --calibrate``: fits prices to measured steps, prints and saves them; and selects a simulation's
+prices.
 
-What lives here: those flags, the way from runs to a file, and what is said of it: every fitted parameter with its confidence, what was
-kept and why, how far it reaches. What may not: fitting (planner/calibrate.py), simulating.
+What lives here: those flags, the way from runs to a file, and the report: every fitted parameter with its standard
+error, what was kept and why, how far it reaches. What may not: fitting (planner/calibrate.py), simulating.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def popularity(args: argparse.Namespace, spec: DecoderSpec) -> tuple[float, ...]
 
 
 def with_prices(args: argparse.Namespace, device: Device) -> Device:
-    """The device with the calibration that was asked for."""
+    """The device with the calibration that was requested."""
     if args.assumed_prices:
         return replace(device, calibrated=())
     return device if args.calibration is None else with_calibration(device, args.calibration)
@@ -84,7 +85,7 @@ COLUMNS = ("parameter", "fitted", "±", "of the limit", "steps")
 
 
 def report(found: CalibratedSteps) -> Iterator[str]:
-    """Lines."""
+    """The report as lines."""
     fitted = found.fitted
     yield f"{found}, engine {found.version}"
     yield f"runs: {', '.join(f'{run.name} ({run.steps} steps, sha256 {run.sha256[:12]}…)' for run in found.runs)}"

@@ -1,7 +1,7 @@
-"""``headrace simulate --sweep-rate … --compare …``: a load curve, as a table, JSON and a picture.
+"""``headrace simulate --sweep-rate … --compare …``: a load curve, as a table, JSON and a plot.
 
-What lives here: which configurations are compared, and showing their points. What may not: flags of a load (simulate_load.py), running
-points (planner/curve.py).
+What lives here: which configurations are compared, and showing their points. What may not: flags of a load
+(simulate_load.py), running points (planner/curve.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
-    """Every combination of what is compared: its name, and the arguments that say it. Raises ConfigError."""
+    """Every combination of compared values: its name, and its arguments. Raises ConfigError."""
     compared = [_values(entry) for entry in args.compare]
     for combination in itertools.product(*compared):
         changed = argparse.Namespace(**{**vars(args), "compare": []})
@@ -58,7 +58,7 @@ def _values(entry: str) -> list[tuple[str, str]]:
 
 
 def _set(args: argparse.Namespace, name: str, value: str) -> None:
-    """As if the flag stood on the command line, after all others."""
+    """As if the flag were on the command line, after all others."""
     if name == "device":
         args.simulated = value
         return
@@ -92,7 +92,7 @@ def _word(flag: str, value: str, action: argparse.Action) -> str:
 
 
 def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespace], Sequence[Trial]]) -> int:
-    """``trials``: of one configuration, at each rate. Exit status 1 when no request of any point was answered."""
+    """``trials``: one configuration at each rate. Exit status 1 if no request of any point was answered."""
     if args.plot and not args.sweep_rate:
         raise ConfigError("A picture of a comparison is one over rates; give --sweep-rate, or leave --plot out.")
     if args.against:
@@ -123,7 +123,7 @@ def _shape(args: argparse.Namespace, trials: Sequence[Trial]) -> str:
 
 
 def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace, sweep: Sweep) -> tuple[list[Point], list[str]]:
-    """All points, and the columns to show. A column that there is not is told with the first point."""
+    """All points, and the columns to show. An unknown column is reported with the first point."""
     columns: list[str] = []
 
     def run() -> Iterator[Point]:
@@ -149,7 +149,7 @@ def _short(column: str) -> str:
 
 
 def _plot(path: Path, facts: dict[str, Any], points: Sequence[Point], columns: Sequence[str]) -> None:
-    """A panel for what is served, one for each tail, one for every column asked for."""
+    """A panel for the served rate, one for each tail, and one for each requested column."""
     served = "request_goodput" if "request_goodput" in columns else "request_throughput"
     tails = [column for column in columns if column.startswith("p") and column.endswith(("ttft_ms", "tpot_ms", "itl_ms"))]
     usual = columns.index("failed")

@@ -1,6 +1,7 @@
 """The load of ``headrace simulate``: flags, and what they mean.
 
-What lives here: flags to requests and the limits they are held against. What may not: drawing or reading them (planner/workload/).
+What lives here: flags to requests and the limits that they are checked against. What may not: drawing or reading them
+(planner/workload/).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _check_tenants(args: argparse.Namespace) -> None:
 
 
 def load_of(args: argparse.Namespace, config: EngineConfig, server: ServerConfig, rate: float | None) -> Load:
-    """``rate`` stands for --request-rate. Raises ConfigError."""
+    """``rate`` replaces --request-rate. Raises ConfigError."""
     open_loop = rate is not None or args.workload == "trace"
     room = args.max_concurrency or (None if open_loop else CLOSED_LOOP)
     asked = asked_of(args, trace=args.trace_file, rate=rate, seed=config.model.seed)
@@ -89,7 +90,7 @@ def load_of(args: argparse.Namespace, config: EngineConfig, server: ServerConfig
 
 
 def what_is_asked(args: argparse.Namespace, count: int) -> str:
-    """The requests in words, without when they come."""
+    """The requests in words, without their arrivals."""
     what = f"trace {args.trace_file.name}" if args.workload == "trace" else f"{args.workload}, {lengths_in_words(args)}"
     return f"{what}, {count} requests{_of_tenants(args)}"
 

@@ -1,6 +1,7 @@
 """``headrace simulate --advise`` and ``--four-costs``: reports about a model on a device that need no load.
 
-What lives here: their flags, their tables, and the simulated sweep beside the advice. What may not: the arithmetic (planner/).
+What lives here: their flags, their tables, and the simulated sweep shown with the advice. What may not: the arithmetic
+(planner/).
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _show_advice(found: Priced, context: int) -> dict[str, Any]:
 
 
 def _of_preemptions(points: list[dict[str, Any]]) -> list[str]:
-    """Why some points have nothing simulated beside them."""
+    """Why some points have no simulation next to them."""
     return [
         f"note: {point['sequences']:,} sequences were simulated, too, but do not all stay in memory until the last of them writes: "
         f"{point['preempted']} preemptions, so there is nothing to compare with."
@@ -120,7 +121,7 @@ def sentences(advice: Advice) -> list[str]:
 
 
 def of_prices(found: Priced, context: int) -> list[str]:
-    """What the steps that were asked for so far were priced by, and what of them nobody measured."""
+    """Where the prices of the steps so far came from, and which of them were never measured."""
     return [f"prices: {found.pricing.origin}", *(f"extrapolated: {each}" for each in found.pricing.extrapolated(context))]
 
 
@@ -141,8 +142,8 @@ def _point(found: Priced, batch: int, context: int) -> dict[str, Any]:
 
 
 def _simulated(found: Priced, batch: int, context: int) -> tuple[float | None, int]:
-    """The time between tokens while all of them write, through the engine's own scheduler, and how many were preempted meanwhile; None where
-    the context is too short to tell, or where preemptions made it another load."""
+    """The time between tokens while all sequences decode, through the engine's own scheduler, and how many were
+    preempted meanwhile; None if the context is too short to tell, or if preemptions made it a different load."""
     most = found.config.scheduler.max_num_batched_tokens or 1
     steps = -(-batch * context // max(1, most - batch)) + 2  # until the last prompt is computed
     prompt = context - steps // 2 - 8

@@ -1,4 +1,4 @@
-"""``headrace techniques``: the register, for people and for programs.
+"""``headrace techniques``: the register of techniques, as text or JSON.
 
 What lives here: printing. What may not: the register itself (techniques/).
 """
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(width: int = 110) -> str:
-    """One paragraph a technique: name and switch, then what it is for."""
+    """One paragraph per technique: name and switch, then its purpose."""
     blocks = []
     for item in techniques.describe():
         values = "on|off" if isinstance(item["off"], bool) else "on|off|N"

@@ -1,1 +1,2 @@
-"""What is computed: one decoder for every family, and configs, weights and vocabularies in the forms they come in."""
+"""Models: one decoder for all families, and their configs, weights and vocabularies in the forms in which they are
+published."""

@@ -1,7 +1,7 @@
 """Weights on disk as named tensors, whatever the container; read one at a time.
 
-What lives here: the Checkpoint protocol, the safetensors one, and the choice between containers.
-What may not: names that mean something to a model (families.py), placing tensors (loader.py).
+What lives here: the Checkpoint protocol, the safetensors implementation, and the choice between containers. What may
+not: names that mean something to a model (families.py), placing tensors (loader.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class Checkpoint(Protocol):
-    """Named tensors. ``read`` may give a view of the file: copy it before the checkpoint is closed, and never write to it."""
+    """Named tensors. ``read`` may return a view of the file: copy it before the checkpoint is closed, and never write
+    to it."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -40,14 +41,15 @@ class Checkpoint(Protocol):
 
 
 class MappedFiles:
-    """Files mapped into memory: pages are read when touched, cost no private memory, and leave when the next tensor is asked for."""
+    """Files mapped into memory: pages are read when touched, cost no private memory, and are released when the next
+    tensor is requested."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
         self._last: tuple[mmap.mmap, int, int] | None = None
 
     def tensor(self, file: Path, dtype: torch.dtype, start: int, num_bytes: int) -> Tensor:
-        """A flat tensor over ``num_bytes`` bytes from ``start``; copied only where the file misaligns it."""
+        """A flat tensor over ``num_bytes`` bytes from ``start``; copied only if it is misaligned in the file."""
         if num_bytes == 0:
             return torch.empty(0, dtype=dtype)
         mapped = self._map(file)
@@ -66,7 +68,7 @@ class MappedFiles:
         return self._maps[file]
 
     def _move_on(self, mapped: mmap.mmap, start: int, num_bytes: int) -> None:
-        """Reads ahead what comes, and lets go of the tensor before: should somebody still look at it, it is read again."""
+        """Reads ahead, and releases the previous tensor; if it is used again, it is read again."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if self._last is not None:
             before, begin, length = self._last
@@ -108,7 +110,8 @@ class SafetensorsCheckpoint:
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
-    """Opens a source's weights: as they are held, or widened. Raises ModelError for damaged files and for sources without weights (dummy)."""
+    """Opens a source's weights, as stored or dequantized. Raises ModelError for damaged files and for sources without
+    weights (dummy)."""
     if source.weights is WeightFormat.GGUF:
         from headrace.models.gguf_checkpoint import GGUFCheckpoint
 

@@ -1,7 +1,7 @@
-"""The decoder: one block, shaped by a DecoderSpec, for every family.
+"""The decoder: one block, configured by a DecoderSpec, for every family.
 
-What lives here: how layers are put together and in which order they compute. What may not: names of families or of checkpoint
-tensors (families.py, weight_rules.py), loading, batching, sampling.
+What lives here: how layers are put together and in which order they compute. What may not: names of families or of
+checkpoint tensors (families.py, weight_rules.py), loading, batching, sampling.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Halves = Sequence[Sequence[Tensor]]  # of each KV group, keys and values of its 
 
 
 class Block(nn.Module):
-    """norm, attention, norm, feed-forward, each sum with the residual fused into the norm that follows it.
+    """Norm, attention, norm, feed-forward, with each residual addition fused into the norm that follows it.
 
-    With sandwich norms each of the two results passes a norm of its own before it is added.
+    With sandwich norms, each of the two results passes through its own norm before it is added.
     """
 
     def __init__(self, spec: DecoderSpec, index: int, cos_sin: Tensor | None, context: LayerContext) -> None:
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """As ``StepWeights.layers`` has them, before loading has finished; of a block without experts and biases."""
+        """The fields of ``StepWeights.layers``, before loading has finished; for a block without experts and biases."""
         assert isinstance(self.feed_forward, FeedForward)
         products = (self.attention.qkv, self.attention.output, self.feed_forward.up, self.feed_forward.down)
         weights = (*(product.weight for product in products), self.attention_norm.weight, self.feed_forward_norm.weight)
@@ -74,9 +74,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer over packed tokens and paged KV.
 
-    Made with memory for its parameters but no values: fill ``named_parameters()``, then call ``finish_loading`` once.
-    Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` the model does not allow.
-    ``kv``: how the cache holds keys and values; None: in ``dtype``. ``group``: the ranks of which one computes this; ``spec`` is its share.
+    Created with memory for its parameters but no values: fill ``named_parameters()``, then call ``finish_loading``
+    once. Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` that the model does
+    not allow. ``kv``: how the cache stores keys and values; None: in ``dtype``.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class Decoder(nn.Module):
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
 
     def finish_loading(self) -> None:
-        """Brings the filled parameters into the form their kernels want (packed weights, offsets added). Once."""
+        """Converts the filled parameters to the form that their kernels need (packed weights, offsets added). Call it
+        once."""
         if self._make_step is not None:
             self._step = self._make_step(self._step_weights())
         finish_modules(self)
@@ -119,12 +120,12 @@ class Decoder(nn.Module):
         self._takes_sums = all(each.takes_sums for each in linears)
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
-        """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm, [tokens, hidden].
+        """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm,
+        [tokens, hidden].
 
-        Of ``inputs.wanted`` tokens only, where it names them: of others the last block computes keys and values, and without ``inputs.alone``
-        attention, too.
-        ``kv_caches``: one tensor a KV group, [blocks, layers, 2, kv_heads, block_size, head_dim], or bytes in place of
-        the last (KVSpec).
+        If ``inputs.wanted`` names tokens, only theirs are returned: for the others, the last block computes keys and
+        values, and without ``inputs.alone`` attention, too. ``kv_caches``: one tensor per KV group, [blocks, layers, 2,
+        kv_heads, block_size, head_dim], or bytes in place of the last (KVSpec).
         """
         alone = inputs.adapters is None  # else nothing is taken in by a product
         if self._step is not None and alone and inputs.wanted is None and (whole := self._step(inputs, kv_caches)) is not None:
@@ -144,20 +145,22 @@ class Decoder(nn.Module):
         return stream.normed(self.norm)
 
     def embedded(self, inputs: ForwardInputs) -> Tensor:  # [tokens, hidden]
-        """What the first block begins with."""
+        """The input of the first block."""
         x = self.embedding.forward(inputs.token_ids, inputs.adapters)
         return x if self.positions is None else x + self.positions.forward(inputs.positions)
 
     def composed(self, tokens: int) -> tuple[bool, bool]:
-        """Whether products of so many rows take in norms and sums, or sums alone; in all blocks, or in none."""
+        """Whether GEMMs of this many rows include norms and sums, or sums only; in all blocks, or in none."""
         return self._takes_norms and tokens <= MOST_ROWS, self._takes_sums and tokens >= LEAST_ADDED
 
     def megakernel_context(self, rows: int, block_size: int) -> int:
-        """Up to which context steps of so many rows are computed in one launch; 0: none are. ``block_size``: of the KV cache."""
+        """The longest context for which steps of this many rows are computed in one launch; 0: none. ``block_size``: of
+        the KV cache."""
         return 0 if self._step is None else self._step.longest(rows, block_size)
 
     def least_shared(self, rows: int) -> int | None:
-        """From how many shared tokens on steps of so many rows read keys that sequences share once for all; None: never."""
+        """The number of shared tokens from which steps of this many rows read the keys that sequences share once for
+        all; None: never."""
         return min((least for block, *_ in self._steps if (least := block.attention.least_shared(rows)) is not None), default=None)
 
     @property
@@ -165,13 +168,14 @@ class Decoder(nn.Module):
         return tuple(block for block, *_ in self._steps)
 
     def _step_weights(self) -> StepWeights:
-        """What all layers in one launch are made from."""
+        """The weights for computing all layers in one launch."""
         assert isinstance(self.cos_sin, Tensor) and self.embedding.weight is not None
         layers, table, norm = tuple(block.tensors for block in self.blocks), self.embedding.weight.data, self.norm.weight.data
         return StepWeights(layers, table, norm, self.cos_sin, self.spec.qkv_heads, self.spec.norm_eps, self.spec.attention_scale)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [n, hidden] → [n, vocab], float32, or as the head gives them
-        """The LM head, for the rows whose logits are wanted. Who only wants the largest needs no copy in float32."""
+        """The LM head, for the rows whose logits are needed. Callers that only need the largest need no copy in
+        float32."""
         logits = self.head.forward(hidden, adapters)
         if self._group is not None:
             logits = self._group.all_gather(logits, self.spec.vocab_size)
@@ -186,7 +190,7 @@ def finish_modules(parent: nn.Module) -> None:
 
 
 def _wanted(inputs: ForwardInputs, group: int) -> Wanted | None:
-    """For the last block, whose keys and values lie in this KV group."""
+    """For the last block, whose keys and values are in this KV group."""
     if inputs.wanted is None:
         return None
     return Wanted(inputs.wanted, None if inputs.alone is None else attention_alone(inputs.attention[group], inputs.alone))
@@ -199,7 +203,7 @@ def _norm(spec: DecoderSpec, context: LayerContext) -> RMSNorm | LayerNorm:
 
 
 def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding) -> Linear:
-    """The LM head; a tied one is made without memory of its own."""
+    """The LM head; a tied one is created without memory of its own."""
     site = head(spec)
     if not site.tied:
         return Linear(site, context)
@@ -209,13 +213,13 @@ def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding) -> Lin
 
 
 def _composes(spec: DecoderSpec) -> bool:
-    """Whether norms, sums and activation can be parts of the products they stand beside, in every block."""
+    """Whether norms, sums and activation can be fused into the adjacent GEMMs, in every block."""
     dense = all(layer.moe is None for layer in spec.layers)
     return dense and spec.gated_mlp and spec.norm is NormKind.RMS and not spec.sandwich_norm
 
 
 def _steps(spec: DecoderSpec, layers: nn.ModuleList, last: Norm) -> tuple[tuple[Block, Norm, int, int], ...]:
-    """(block, the norm behind it, KV group, index of its keys among that group's halves) in the order of computation."""
+    """(block, the norm after it, KV group, index of its keys among that group's halves) in the order of computation."""
     places = {
         layer: (group, 2 * index) for group, (_, layers) in enumerate(attention_groups(spec)) for index, layer in enumerate(layers)
     }

@@ -1,6 +1,8 @@
-"""The model families: one row each, from a Hugging Face ``config.json`` (as transformers 4 or 5 writes it) to a DecoderSpec.
+"""The model families, one row each: from a Hugging Face ``config.json`` (as written by transformers 4 or 5) to a
+DecoderSpec.
 
-What lives here: rows, and the few readers that rows share. What may not: torch, tensors, names of weights (weight_rules.py).
+What lives here: rows, and the few readers that rows share. What may not: torch, tensors, names of weights
+(weight_rules.py).
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ def _no_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def _same_window(fields: Fields, num_layers: int) -> Windows:
-    """One window for every layer."""
+    """The same window for every layer."""
     return (fields.optional_integer("sliding_window"),) * num_layers
 
 
 def _switched_window(fields: Fields, num_layers: int) -> Windows:
-    """One window for every layer, if ``use_sliding_window`` says so."""
+    """The same window for every layer, if ``use_sliding_window`` is set."""
     fields.raw("max_window_layers")  # the family's reference implementation does not look at it
     window = fields.optional_integer("sliding_window")
     return (window if fields.boolean("use_sliding_window", False) else None,) * num_layers
 
 
 def _upper_windows(fields: Fields, num_layers: int) -> Windows:
-    """A window from layer ``max_window_layers`` on, if ``use_sliding_window`` says so; ``layer_types`` overrides."""
+    """A window from layer ``max_window_layers`` on, if ``use_sliding_window`` is set; ``layer_types`` overrides."""
     first = fields.integer("max_window_layers", 28, low=0)
     window = fields.optional_integer("sliding_window", 4096)
     if not fields.boolean("use_sliding_window", False):
@@ -60,7 +62,7 @@ def _upper_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def _alternating_windows(fields: Fields, num_layers: int) -> Windows:
-    """A window at every other layer, the first one included; ``layer_types`` overrides."""
+    """A window for every other layer, starting with the first; ``layer_types`` overrides."""
     window = fields.optional_integer("sliding_window", 4096)
     if fields.has("sliding_window_size") and fields.optional_integer("sliding_window_size") != window:
         raise fields.error("sliding_window_size", f"differs from sliding_window ({window}); make them equal")
@@ -123,7 +125,7 @@ def _rotary_decoder(
     default_activation: str = "silu",
     **more: Any,
 ) -> DecoderSpec:
-    """RMS norms, rotary positions, a gated feed-forward: Llama and what descends from it. ``more`` goes into the spec."""
+    """RMS norms, rotary positions, a gated feed-forward: Llama and its descendants. ``more`` goes into the spec."""
     num_layers, hidden, heads = _sizes(fields, "num_hidden_layers", "hidden_size", "num_attention_heads")
     head_size = fields.optional_integer("head_dim", head_dim, high=4096) or _even_share(fields, hidden, heads)
     positions = fields.integer("max_position_embeddings", 2048, high=2**31 - 1)
@@ -210,7 +212,7 @@ def _common(fields: Fields, tied: bool) -> dict[str, Any]:
 
 
 def _layers(windows: Windows, feed_forwards: Sequence[MoESpec | None], max_positions: int) -> tuple[LayerSpec, ...]:
-    """A window no context can outgrow is no window: such layers share a KV group with those of full attention."""
+    """A window that no context can exceed is no window: such layers share a KV group with those of full attention."""
     bounded = (None if window is None or window >= max_positions else window for window in windows)
     return tuple(LayerSpec(window, moe) for window, moe in zip(bounded, feed_forwards, strict=True))
 
@@ -259,10 +261,10 @@ FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
-    """Normalises a config, strictly.
+    """Normalizes a config, strictly.
 
-    Raises ModelError, one sentence that names the family or the field: an unsupported family and what it would need, a field
-    that is not understood, a value out of bounds.
+    Raises ModelError, one sentence that names the family or the field: an unsupported family and what it would need, a
+    field that is not understood, a value out of bounds.
     """
     fields = Fields(config, _family(config))
     spec, quantization = FAMILIES[fields.family](fields), fields.raw("quantization_config")

@@ -1,6 +1,6 @@
-"""A strict reader of ``config.json``: every field is read, known to be harmless, or refused by name.
+"""A strict reader of ``config.json``: every field is read, known to be harmless, or rejected by name.
 
-What lives here: typed access to a config's fields with bounds. What is known of fields that no family reads:
+What lives here: typed access to a config's fields with bounds. What is known about fields that no family reads:
 known_configs.toml. What may not: torch, file reading, anything about one family (families.py).
 """
 
@@ -29,8 +29,8 @@ _REQUIRED: Any = object()
 class Fields:
     """One family's view of a config (or of a mapping inside it). Reading a field marks it as understood.
 
-    A missing field gives ``default``; without one it is an error. Every error is a ModelError that names family and
-    field.
+    A missing field yields ``default``; without a default it is an error. Every error is a ModelError that names family
+    and field.
     """
 
     def __init__(self, config: Mapping[str, Any], family: str, prefix: str = "") -> None:
@@ -43,11 +43,11 @@ class Fields:
         return ModelError(f"config.json ({self.family}): {self._prefix}{name} {problem}.", param=name)
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self._config.get(name) is not None
 
     def raw(self, name: str, default: Any = None) -> Any:
-        """The field as it stands, null included; ``default`` when it is missing."""
+        """The field unchanged, including null; ``default`` if it is missing."""
         self._read.add(name)
         value = self._config.get(name, default)
         if value is _REQUIRED:
@@ -82,7 +82,7 @@ class Fields:
         return None if self.raw(name, default) is None else self.number(name, default)
 
     def integers(self, name: str, *, high: int = MAX_SIZE) -> tuple[int, ...]:
-        """A list of non-negative integers; a lone one counts as a list, null as an empty one."""
+        """A list of non-negative integers; a single one counts as a list, null as an empty one."""
         value = self.raw(name)
         items = value if isinstance(value, list) else [] if value is None else [value]
         if len(items) > 4096 or any(
@@ -102,7 +102,7 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def choice(self, name: str, choices: Mapping[str, Any], default: Any = _REQUIRED) -> Any:
-        """The value a word stands for."""
+        """The value that a word stands for."""
         value = self.raw(name, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(
@@ -111,7 +111,7 @@ class Fields:
         return choices[value]
 
     def mapping(self, name: str) -> Fields | None:
-        """A mapping inside this one, None when it is missing, null or empty."""
+        """A mapping inside this one, None if it is missing, null or empty."""
         value = self.raw(name)
         if value is None or value == {}:
             return None
@@ -120,7 +120,7 @@ class Fields:
         return Fields(value, self.family, f"{self._prefix}{name}.")
 
     def finish(self) -> None:
-        """Refuses the first field that was neither read nor known to be harmless."""
+        """Rejects the first field that was neither read nor known to be harmless."""
         for name in sorted(set(self._config) - self._read):
             value = self._config[name]
             if value is None or (not self._prefix and name in _HARMLESS):

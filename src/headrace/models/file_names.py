@@ -1,4 +1,4 @@
-"""What a repository's file names say: which of them are a model, in which form, and what to fetch of them.
+"""What the file names of a repository say: which files are a model, in which form, and which of them to fetch.
 
 What lives here: choosing files. What may not: network access (hub.py), reading files.
 """
@@ -28,7 +28,7 @@ _NO_MODEL = ("mmproj", "imatrix")  # GGUF files beside a model: what sees its im
 
 
 def gguf_files(files: Sequence[str]) -> dict[str, list[str]]:
-    """Models in GGUF among a repository's files, by the path of each without its ending; a model in shards has several."""
+    """GGUF models among a repository's files, by path without the extension; a sharded model has several files."""
     found: dict[str, list[str]] = {}
     for name in sorted(files):
         folder, _, file = name.rpartition("/")
@@ -44,7 +44,7 @@ def gguf_files(files: Sequence[str]) -> dict[str, list[str]]:
 
 
 def quantisations(files: Sequence[str]) -> list[str]:
-    """How the GGUF files are quantised, as their names say."""
+    """The quantizations of the GGUF files, as their names say."""
     named = (_QUANTISATION.search(stem) for stem in gguf_files(files))
     return sorted({match[1] for match in named if match})
 
@@ -55,7 +55,7 @@ def _quantisation(stem: str) -> str:
 
 
 def select_gguf(files: Sequence[str], hub_id: str, quantisation: str) -> list[str]:
-    """The files of that quantisation, shards in order. Raises ModelError that lists those there are."""
+    """The files with that quantization, shards in order. Raises ModelError that lists the available ones."""
     models, wanted = gguf_files(files), quantisation.lower()
     fitting = [
         stem for spelling in (wanted, f"ud-{wanted}") for stem in models if _quantisation(stem).lower() == spelling
@@ -76,15 +76,15 @@ def select_gguf(files: Sequence[str], hub_id: str, quantisation: str) -> list[st
 
 
 def needed_files(files: Sequence[str], *, with_weights: bool) -> list[str]:
-    """What to fetch of a repository: small files and one form of the weights. Nothing that is not named here is ever
+    """What to fetch from a repository: small files and one form of the weights. Nothing that is not named here is ever
     fetched."""
     small = [name for name in files if name in SMALL or _NAMED_TEMPLATE.fullmatch(name)]
     return small + (weight_files(files) if with_weights else [])
 
 
 def weight_files(files: Sequence[str]) -> list[str]:
-    """Shards with their index, else the single file, else a lone model in GGUF; other copies of the weights are left
-    where they are."""
+    """Shards with their index, otherwise the single file, otherwise a lone GGUF model; other copies of the weights are
+    not fetched."""
     if _INDEX in files:
         return [_INDEX, *(name for name in files if _SHARD.fullmatch(name))]
     if "model.safetensors" in files:

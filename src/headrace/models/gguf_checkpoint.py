@@ -1,7 +1,7 @@
-"""A GGUF file's tensors as a Checkpoint: as Hugging Face has them, quantised ones as rows of bytes or widened.
+"""A GGUF file's tensors as a Checkpoint: in Hugging Face's layout, quantized ones as rows of bytes or dequantized.
 
-What lives here: reading bytes, calling the gguf library's dequantisers, and undoing what the converter changed.
-What may not: names (gguf_names.py), the container (gguf_file.py).
+What lives here: reading bytes, calling the gguf library's dequantizers, and undoing what the converter changed. What
+may not: names (gguf_names.py), the container (gguf_file.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: the library's temporaries ar
 
 
 class GGUFCheckpoint:
-    """Tensors of F32, F16 and BF16 are views of the file; others are dequantised to float32 when they are read, or with ``packed`` are the
-    bytes of their rows."""
+    """Tensors of F32, F16 and BF16 are views of the file; others are dequantized to float32 when they are read, or with
+    ``packed`` are the bytes of their rows."""
 
     def __init__(self, path: Path, *, packed: bool = False) -> None:
         file = read_gguf(path)
@@ -101,7 +101,7 @@ class GGUFCheckpoint:
             self._check_gapless(path, size)
 
     def _check_gapless(self, path: Path, size: int) -> None:
-        """Tensors share no byte, and nothing but padding lies between and behind them."""
+        """Tensors do not overlap, and there is nothing but padding between and after them."""
         placed = sorted((tensor.start, tensor.start + _num_bytes(tensor), name) for name, tensor in self._tensors.items() if tensor.file == path)
         at = placed[0][0]
         for start, end, name in [*placed, (size, size, "the end")]:
@@ -113,7 +113,7 @@ class GGUFCheckpoint:
 
 @cache
 def _block_sizes() -> Mapping[int, tuple[int, int]]:
-    """type → (elements, bytes) of one quantisation block. Imported here: only GGUF models pay for the library."""
+    """type → (elements, bytes) of one quantization block. Imported here, so that only GGUF models load the library."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
@@ -125,7 +125,7 @@ def _num_bytes(tensor: GGUFTensor) -> int:
 
 
 def _dequantised(data: Tensor, kind: int) -> Tensor:
-    """Flat float32 from flat quantised bytes."""
+    """Flat float32 from flat quantized bytes."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

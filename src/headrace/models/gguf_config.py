@@ -1,7 +1,7 @@
-"""GGUF metadata as a Hugging Face config: one row an architecture.
+"""GGUF metadata as a Hugging Face config: one row per architecture.
 
-What lives here: reading metadata keys (and the small tensors that hold rotary factors) into config.json's fields.
-What may not: torch, reading weights (gguf_checkpoint.py), deciding what a field means (families.py).
+What lives here: reading metadata keys (and the small tensors that hold rotary factors) into config.json's fields. What
+may not: torch, reading weights (gguf_checkpoint.py), deciding what a field means (families.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class _Values:
-    """An architecture's own metadata: keys without its prefix, numbers as their writers meant them."""
+    """An architecture's own metadata: keys without its prefix, numbers as they were intended."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
@@ -81,7 +81,7 @@ class _Values:
 
 
 def shortest_float(value: float) -> float:
-    """A float32 that was widened, as it was written: 1e-05 instead of 9.999999747378752e-06."""
+    """A widened float32 as it was originally written: 1e-05 instead of 9.999999747378752e-06."""
     if not math.isfinite(value) or abs(value) > 3e38:
         return value
     bits = struct.pack("<f", value)
@@ -105,7 +105,7 @@ def _common(file: GGUFFile) -> dict[str, Any]:
 
 
 def _packed_types(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, str]:
-    """The type of each matrix that is not stored in plain numbers, by its name in a checkpoint."""
+    """The type of each quantized matrix, by its name in a checkpoint."""
     packed = {name: tensor.type for name, tensor in file.tensors.items() if tensor.type not in _TYPE_NAMES and len(tensor.shape) >= 2}
     if not packed:
         return {}
@@ -117,13 +117,13 @@ def _packed_types(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _weight_type(file: GGUFFile) -> int:
-    """The type of the first matrix of the first block: norms are kept in float32 whatever the rest is."""
+    """The type of the first matrix of the first block: norms are in float32 whatever the rest is."""
     matrices = (tensor.type for name, tensor in file.tensors.items() if name.startswith("blk.0.") and len(tensor.shape) >= 2)
     return next(matrices, F32)
 
 
 def _ends(file: GGUFFile) -> int | list[int] | None:
-    """End of text and, where it is another token, end of turn."""
+    """The end-of-text token and, if it is another one, the end-of-turn token."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = dict.fromkeys(file.get(f"tokenizer.ggml.{key}", int) for key in keys)
     ends = [token for token in found if token is not None]
@@ -173,7 +173,8 @@ def _rope_scaling(values: _Values, head_dim: int) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(values: _Values, factors: list[float], head_dim: int) -> dict[str, Any]:
-    """GGUF keeps only the finished factors of Llama 3's scaling: find the parameters that make them, or refuse."""
+    """GGUF stores only the computed factors of Llama 3's scaling: finds the parameters that produce them, or rejects
+    the file."""
     theta = values.number("rope.freq_base") or 10000.0
     factor = max(factors)
     for low, high in ((1.0, 4.0), (1.0, 2.0)):
@@ -186,7 +187,7 @@ def _llama3_scaling(values: _Values, factors: list[float], head_dim: int) -> dic
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> list[float]:
-    """What each frequency is divided by: 1 for short waves, ``factor`` for long ones, a smooth passage between."""
+    """What each frequency is divided by: 1 for short waves, ``factor`` for long ones, with a smooth transition."""
     result = []
     for pair in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * pair / head_dim)
@@ -204,7 +205,7 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high:
 
 
 def _llama(values: _Values) -> dict[str, Any]:
-    """Llama, Mistral and Mixtral are all written as ``llama``; experts or a window tell them apart."""
+    """Llama, Mistral and Mixtral are all written as ``llama``; experts or a window distinguish them."""
     experts, window = values.integer("expert_count"), values.window()
     if experts:
         return {
@@ -228,7 +229,7 @@ def _qwen3(values: _Values) -> dict[str, Any]:
 
 
 def _qwen3moe(values: _Values) -> dict[str, Any]:
-    """Every layer is sparse; router weights are renormalised, as in all published models of this architecture."""
+    """Every layer is sparse; router weights are renormalized, as in all published models of this architecture."""
     return {
         **_rotary(values, "qwen3_moe", "Qwen3MoeForCausalLM"),
         "num_experts": values.need("expert_count"),
@@ -239,7 +240,8 @@ def _qwen3moe(values: _Values) -> dict[str, Any]:
 
 
 def _gemma2(values: _Values) -> dict[str, Any]:
-    """The query's scale is not in the metadata: it is the head's size in all models but the 27B, where it is hidden / heads."""
+    """The query's scale is not in the metadata: it is the head's size in all models except the 27B, where it is
+    hidden / heads."""
     config = _rotary(values, "gemma2", "Gemma2ForCausalLM")
     heads = config["num_attention_heads"]
     scalar = config["hidden_size"] // heads if config["num_hidden_layers"] == 46 else config["head_dim"]

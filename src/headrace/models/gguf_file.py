@@ -1,7 +1,7 @@
 """The GGUF container: metadata and a table of tensors, read once, with every size checked against the file's.
 
-What lives here: parsing the heads of a little-endian GGUF file of version 2 or 3 and of its further shards. What may not: torch,
-numpy, what keys mean (gguf_config.py), names of models, dequantising (gguf_checkpoint.py).
+What lives here: parsing the headers of a little-endian GGUF file of version 2 or 3 and of its further shards. What may
+not: torch, numpy, what keys mean (gguf_config.py), names of models, dequantizing (gguf_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensor]
 
     def get(self, key: str, kind: type[T] | tuple[type[T], ...], default: T | None = None) -> T | None:
-        """A metadata value of the type expected, or ``default``. Raises ModelError for another type."""
+        """A metadata value of the expected type, or ``default``. Raises ModelError for another type."""
         value = self.metadata.get(key)
         if value is None:
             return default
@@ -68,7 +68,8 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """With all shards, where ``path`` is the first of several. Raises ModelError for anything that is not a whole GGUF head."""
+    """Includes all shards if ``path`` is the first of several. Raises ModelError for anything that is not a complete
+    GGUF header."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -78,7 +79,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 @lru_cache(maxsize=1)
 def _read_cached(path: Path, size: int, _modified: int) -> GGUFFile:
-    """The last file read is kept: config, tokenizer and tensors each ask for it during one start."""
+    """Keeps the last file read: config, tokenizer and tensors each ask for it during one start."""
     return _with_shards(_read_head(path, size))
 
 
@@ -115,7 +116,7 @@ def _read_head(path: Path, size: int) -> GGUFFile:
 
 
 class _Reader:
-    """A cursor over the file; every read is checked against what is left."""
+    """A cursor over the file; every read is checked against the remaining size."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at, self._size = path, data, 0, len(data)
@@ -151,7 +152,7 @@ class _Reader:
         return ModelError(f"{self._path} is damaged or truncated: {what}. Download or convert it again.")
 
     def _take(self, count: int) -> int:
-        """Moves past ``count`` bytes; gives where they begin."""
+        """Skips ``count`` bytes; returns where they begin."""
         start = self._at
         if count > self._end - start:
             raise self._damaged(f"{count} bytes are wanted at byte {start} of {self._end} that a head may have here")

@@ -1,7 +1,7 @@
-"""GGUF tensors under Hugging Face names: which tensor, which part of it, and how it was changed when it was written.
+"""GGUF tensors under Hugging Face names: which tensor, which part of it, and how the converter changed it.
 
-What lives here: GGUF's words. What may not: torch, names in checkpoints (weight_rules.py), reading tensors
-(gguf_checkpoint.py applies the changes).
+What lives here: GGUF's names. What may not: torch, names in checkpoints (weight_rules.py), reading tensors
+(gguf_checkpoint.py undoes the changes).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.models.weight_rules import names_of
 
 
 class Change(Enum):
-    """What the converter did to a tensor, to be undone."""
+    """What the converter did to a tensor, and what reading undoes."""
 
     NONE = "none"
     INTERLEAVED = "interleaved"  # rows of each head reordered for a rotation of neighbouring elements
@@ -64,7 +64,8 @@ _CONSTANTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sho
 
 
 def origins(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Origin]:
-    """Every tensor of the file by its checkpoint name; one that has none keeps its own, so that the loader names it."""
+    """Every tensor of the file by its checkpoint name; a tensor without one keeps its own name, so that the loader can
+    report it."""
     found: dict[str, Origin] = {}
     for tensor in file.tensors:
         if tensor not in _CONSTANTS:
@@ -98,7 +99,7 @@ def _named(file: GGUFFile, tensor: str, config: Mapping[str, Any]) -> Iterator[t
 
 @cache
 def _checkpoint_words(family: str) -> Mapping[str, str]:
-    """GGUF's word → the checkpoint's, with braces for an expert's number."""
+    """GGUF's name → the checkpoint's, with braces for an expert's number."""
     words = names_of(family).words
     found: dict[str, str] = {}
     for name, *own in _WORDS:

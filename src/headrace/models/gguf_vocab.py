@@ -1,7 +1,7 @@
 """The tokenizer in GGUF metadata, as the files of a Hugging Face tokenizer.
 
-What lives here: vocabularies of kind ``llama`` (SentencePiece) and ``gpt2`` (byte-level BPE), the splitting rules that GGUF only
-names, special tokens, chat templates. What may not: torch, tokenizing.
+What lives here: vocabularies of kind ``llama`` (SentencePiece) and ``gpt2`` (byte-level BPE), the splitting rules that
+GGUF only names, special tokens, chat templates. What may not: torch, tokenizing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SPLITS: dict[str, _Split] = {
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles | None:
-    """None when the file holds no vocabulary. Raises ModelError for a kind that is not supported."""
+    """None if the file has no vocabulary. Raises ModelError for a kind that is not supported."""
     file = read_gguf(path)
     kind = file.get(_PREFIX + "model", str)
     templates = _templates(file)
@@ -74,7 +74,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles | None:
 
 
 def _config(file: GGUFFile, bos_by_default: bool | None) -> dict[str, Any]:
-    """What tokenizer_config.json would say. Named tokens are those of their ids."""
+    """The equivalent of tokenizer_config.json, with special tokens named by their ids."""
     tokens = file.get(_PREFIX + "tokens", list) or []
     found: dict[str, Any] = {}
     for name, key in _NAMED.items():
@@ -145,7 +145,7 @@ def _pre_tokenizer(patterns: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _merges(file: GGUFFile) -> list[str]:
-    """Pairs with a space between, which is how tokenizer.json may have them too: byte-level tokens hold no space."""
+    """Pairs separated by a space, which tokenizer.json allows, too: byte-level tokens contain no space."""
     pairs: list[str] = _listed(file, "merges", str)
     if not pairs or any(pair.count(" ") != 1 for pair in pairs):
         raise file.damaged(f"{_PREFIX}merges holds {len(pairs)} entries, not all of them pairs")

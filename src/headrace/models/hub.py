@@ -1,9 +1,9 @@
 """Models by hub id: which files of a repository are needed, fetched through huggingface_hub (extra ``[hf]``) into its
 shared cache.
 
-What lives here: asking for them, and sentences for what goes wrong. What may not: choosing files (file_names.py),
-torch, credentials (the library reads HF_TOKEN itself), anything but data files: code in a repository is never fetched,
-so it can never run.
+What lives here: requesting them, and messages for what goes wrong. What may not: choosing files (file_names.py), torch,
+credentials (the library reads HF_TOKEN itself), anything but data files: code in a repository is never fetched, so it
+can never run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HUB_ID = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """``org/name[@revision][:quantisation]``, the last of a repository of GGUF files."""
+    """``org/name[@revision][:quantization]``, the last part for a repository of GGUF files."""
 
     repository: str
     revision: str | None = None
@@ -39,7 +39,7 @@ class HubId:
 
     @property
     def name(self) -> str:
-        """What it is served as."""
+        """The name under which it is served."""
         return self.repository + (f":{self.quantisation}" if self.quantisation else "")
 
     def __str__(self) -> str:
@@ -51,8 +51,8 @@ class HubId:
 
 
 def download_model(model: HubId, *, with_weights: bool) -> Path:
-    """Its folder in the cache, complete, or its .gguf file. Offline (HF_HUB_OFFLINE, or no network) the cache alone is
-    asked. Raises ModelError."""
+    """The model's complete folder in the cache, or its .gguf file. Offline (HF_HUB_OFFLINE, or no network), only the
+    cache is used. Raises ModelError."""
     hub = _library(str(model))
     try:
         # Not list_repo_files: that one asks a hub that is gone five times, with pauses.
@@ -111,7 +111,8 @@ def _fetch(hub: Any, model: HubId, wanted: Sequence[str]) -> Path:
 
 
 def _patient_bars(hub: Any) -> type[Any]:
-    """The library's bars, on a terminal alone and only for what takes a second: usually there is nothing to fetch."""
+    """The library's progress bars, only on a terminal and only for what takes a second: usually there is nothing to
+    fetch."""
 
     class Bar(hub.utils.tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +122,7 @@ def _patient_bars(hub: Any) -> type[Any]:
 
 
 def _cached(hub: Any, model: HubId, error: Exception) -> Path:
-    """The snapshot that an earlier run has fetched, when the hub cannot be asked (not when it said no)."""
+    """The snapshot fetched by an earlier run, for when the hub cannot be reached (not when it refused)."""
     if _refused(error):
         raise _explained(model, error) from error
     try:

@@ -1,13 +1,13 @@
-"""What the hub's shared cache holds: a folder a repository, as huggingface_hub lays it out; read, removed and filled.
+"""The hub's shared cache, with one folder per repository in huggingface_hub's layout: reading, removing and filling it.
 
     models--org--name/ blobs/ (files by their content)  snapshots/COMMIT/ (their names, links into blobs)  refs/ (revisions' commits)
 
 huggingface_hub retries within one call, but starts a file again in the next. So files over LARGE_FILE are fetched into
-``blobs/<etag>.part`` first and renamed when they are whole, and a download that was killed goes on at its last byte;
-the library then finds them done. Files in Xet storage are left to its own client, which keeps what it has fetched.
+``blobs/<etag>.part`` first and renamed when complete, and a killed download resumes at its last byte; the library then
+finds them done. Files in Xet storage are left to its own client, which keeps what it has fetched.
 
-What lives here: looking, measuring, removing, and large files kept as far as they came. What may not: torch, choosing
-files (file_names.py), printing.
+What lives here: looking, measuring, removing, and large files kept as far as they were fetched. What may not: torch,
+choosing files (file_names.py), printing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SHA256_HEX = 64
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One repository with all its revisions. ``format``: of the weights that are there, or what is missing of them.
-    ``bytes``: on disk."""
+    """One repository with all its revisions. ``format``: that of the weights present, or what is missing. ``bytes``: on
+    disk."""
 
     name: str
     format: str
@@ -57,7 +57,7 @@ def hub_cache() -> Path:
 
 
 def cached_models() -> list[CachedModel]:
-    """By name. Raises ModelError for a cache that cannot be read."""
+    """Sorted by name. Raises ModelError for a cache that cannot be read."""
     try:
         folders = sorted(path for path in hub_cache().glob(f"{_PREFIX}*--*") if path.is_dir() and not path.is_symlink())
         return [_described(folder) for folder in folders]
@@ -68,7 +68,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def remove_cached(model: CachedModel) -> None:
-    """All of it. Raises ModelError."""
+    """Removes all of it. Raises ModelError."""
     try:
         shutil.rmtree(model.folder)
     except OSError as error:
@@ -107,7 +107,7 @@ def _formats(names: list[str], unfinished: bool) -> Iterator[str]:
 
 
 def fetch_large_files(hub: Any, repository: str, revision: str | None, names: Sequence[str]) -> None:
-    """Fetches those of ``names`` that are weights and large. Errors are the library's own, with what has come kept on
+    """Fetches those of ``names`` that are large weight files. Errors are the library's own; partial downloads stay on
     disk."""
     try:
         for name in names:
@@ -136,7 +136,7 @@ def _fetch(hub: Any, repository: str, revision: str | None, name: str) -> None:
 
 
 def _plain(etag: str) -> bool:
-    """An etag becomes a file's name, so nothing but letters and digits may be in it."""
+    """An etag becomes a file name, so it may contain only letters and digits."""
     return etag.isascii() and etag.isalnum()
 
 
@@ -161,7 +161,7 @@ def _download(url: str, found: Any, blob: Path, name: str) -> None:
 
 
 def _check(part: Path, found: Any, *, resumed: bool) -> None:
-    """What was put together from two downloads must be what the hub names; a mismatch is not kept."""
+    """A file assembled from two downloads must match the hub's hash; a mismatch is not kept."""
     if not resumed or len(found.etag) != _SHA256_HEX:
         return
     with part.open("rb") as stream:

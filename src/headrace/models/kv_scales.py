@@ -1,7 +1,7 @@
-"""Scales that a checkpoint keeps for keys and values in FP8, one a layer or one a KV head.
+"""Scales in a checkpoint for keys and values in FP8, one per layer or per KV head.
 
-What lives here: finding, checking and filling in. What may not: what a scale does (kernels/attention/kv_codes.py), names
-of families (weight_rules.py).
+What lives here: finding, checking and filling in. What may not: what a scale does (kernels/attention/kv_codes.py),
+names of families (weight_rules.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 def load_kv_scales(decoder: Decoder, checkpoint: Checkpoint) -> int:
     """Fills in the scales of every layer that has some, and returns how many tensors held them; layers without keep 1.
 
-    Where the cache is not in FP8, they are not used, which is said. Raises ModelError for one that is no scale, and
-    where only some layers have them.
+    If the cache is not in FP8, they are not used, and a message says so. Raises ModelError for an invalid scale, and if
+    only some layers have them.
     """
     names = KeyNames(checkpoint.keys())
     found = {}
@@ -47,7 +47,7 @@ def load_kv_scales(decoder: Decoder, checkpoint: Checkpoint) -> int:
 
 
 def _fill(target: Tensor, scale: Tensor, key: str) -> None:
-    """``target`` [kv_heads], float32; ``scale``: of one element, or of as many."""
+    """``target`` [kv_heads], float32; ``scale``: one element, or as many as ``target``."""
     wide = scale.float().flatten()
     if wide.numel() not in (1, target.numel()):
         raise ModelError(f"{key} has {wide.numel()} elements; a scale has one, or one for each of {target.numel()} KV heads. Check config.json.")

@@ -1,7 +1,7 @@
 """Fills a decoder's parameters: from a checkpoint, strictly and one tensor at a time, or with seeded random numbers.
 
-What lives here: matching rules against keys, copying into the parameters' own storage, and the errors of both ends.
-What may not: knowledge of families (families.py writes the rules), file formats (checkpoint.py), packing (finish_loading).
+What lives here: matching rules with keys, copying into the parameters' own storage, and the errors of both sides. What
+may not: knowledge of families (families.py writes the rules), file formats (checkpoint.py), packing (finish_loading).
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_weights(decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[WeightRule], ignored: Sequence[str], dtype: torch.dtype) -> None:
-    """Every parameter is filled and every key used (or ignored), or ModelError names the first few.
+    """Fills every parameter and uses (or ignores) every key; otherwise a ModelError names the first few.
 
-    ``dtype`` is the parameters' type, into which tensors are cast while they are copied. The decoder's ``finish_loading`` is the caller's.
-    On a CPU files are mapped and copied tensor by tensor; to a GPU they are read by several threads at once.
+    ``dtype`` is the parameters' type, to which tensors are cast while they are copied. The caller must call the
+    decoder's ``finish_loading``. On a CPU, files are mapped and copied tensor by tensor; for a GPU, several threads
+    read them at once.
     """
     parameters = dict(decoder.named_parameters())
     names = KeyNames(checkpoint.keys())
@@ -52,7 +53,7 @@ def load_weights(decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[Wei
 
 
 def _as_stored(rule: WeightRule, names: KeyNames) -> WeightRule | None:
-    """With the suffix that this checkpoint has; None for what may be missing, and is."""
+    """The rule with the suffixes that this checkpoint has; None for an optional tensor that is missing."""
     if rule.stored is None:
         return rule
     usual, first = rule.stored.on_disk[0], next(_sources(rule))
@@ -63,7 +64,7 @@ def _as_stored(rule: WeightRule, names: KeyNames) -> WeightRule | None:
 
 
 def _layer_ends(rules: Iterable[WeightRule], parameters: Mapping[str, nn.Parameter]) -> list[int]:
-    """Bytes after which each layer is there, in the rules' order."""
+    """Bytes after which each layer is complete, in the rules' order."""
     ends: dict[str, int] = {}
     done = 0
     for rule in rules:
@@ -75,8 +76,7 @@ def _layer_ends(rules: Iterable[WeightRule], parameters: Mapping[str, nn.Paramet
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A stored tensor's place. ``transpose``: it is stored as the transpose of ``target``. ``box``: which of its rows, and of
-    which columns (of a vector there are none), as it is stored; none: all."""
+    """Where a stored tensor goes. ``transpose``: it is stored as the transpose of ``target``."""
 
     key: str
     target: Tensor
@@ -95,7 +95,7 @@ def _source(copy: _Copy, checkpoint: SafetensorsCheckpoint) -> Source:
 
 
 def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int], None]) -> None:
-    """``filled`` is told bytes of targets as they are done, by several threads where several read."""
+    """``filled`` is called with the bytes of finished targets, by several threads if several read."""
     devices = {copy.target.device for copy in copies}
     if isinstance(checkpoint, SafetensorsCheckpoint) and all(device.type == "cuda" for device in devices):
         for device in devices:
@@ -110,7 +110,7 @@ def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int
 
 
 class KeyNames:
-    """Finds a rule's key in a checkpoint that may lack or add the wrapper's prefix."""
+    """Finds a rule's key in a checkpoint in which the wrapper's prefix may be missing or added."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self.keys = set(keys)
@@ -191,7 +191,7 @@ def _copies(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, n
 
 
 def _copies_of_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoint: Checkpoint) -> Iterator[_Copy]:
-    """Tensors one after another along dimension 0 of ``target``; their sizes must use it up exactly."""
+    """Tensors concatenated along dimension 0 of ``target``; their sizes must add up exactly."""
     shapes = [_oriented(checkpoint.shape(key), rule, target) for key in keys]
     rows = sum(shape[0] if shape else 1 for shape in shapes)
     whole = tuple(target.shape) if rule.cut is None else rule.cut.whole[: target.dim()]
@@ -224,7 +224,8 @@ def _cut_copies(key: str, target: Tensor, cut: Cut, first: int, count: int, *, t
 
 
 def _oriented(shape: tuple[int, ...], rule: WeightRule, target: Tensor) -> tuple[int, ...]:
-    """As it would be without dimensions of one element, where a format's tensor comes with more or fewer of those."""
+    """The stored shape in the target's orientation: transposed, or with dimensions of one element added or removed
+    where a format stores a different number of them."""
     if rule.transpose and len(shape) == 2:
         return shape[1], shape[0]
     if rule.stored is None:
@@ -238,7 +239,7 @@ def _squeezed(shape: Sequence[int]) -> list[int]:
 
 
 def _check_type(key: str, rule: WeightRule, target: Tensor, checkpoint: Checkpoint) -> None:
-    """Numbers may be cast from any float type; codes are of one type alone."""
+    """Numbers may be cast from any float type; quantized codes must have exactly their type."""
     stored = checkpoint.dtype(key)
     if rule.stored is not None and rule.stored.dtype:
         if stored != target.dtype and not (target.dtype is torch.float32 and stored in _FLOATS):
@@ -265,10 +266,10 @@ _LAYOUTS: Mapping[torch.dtype, tuple[torch.dtype, int, int]] = {
 
 
 def fill_dummy(decoder: nn.Module, seed: int, apart: Collection[str] = (), rank: int = 0) -> None:
-    """Random weights, the same for the same seed and names (on one kind of device), made where the parameters are.
+    """Random weights, equal for equal seeds and names (on one kind of device), generated where the parameters are.
 
-    Matrices have a standard deviation near that of the usual initialisation, 0.02; vectors named ``weight`` are norms, near 1.
-    ``apart``: weights of which every rank has its own part; those of ranks are not what one rank alone would have.
+    Matrices have a standard deviation close to that of the usual initialization, 0.02; vectors named ``weight`` are
+    norms, close to 1.
     """
     with torch.inference_mode():
         packed = {id(parameter) for module in decoder.modules() if isinstance(module, Piece) for parameter in module.make_up(seed)}
@@ -288,7 +289,8 @@ def _fill_random(data: Tensor, name: str, seed: int) -> None:
 
 
 def _fill_bits(data: Tensor, seed: int) -> None:
-    """Floats of random sign and fraction, ±[2⁻⁶, 2⁻⁵), put together from random bits: a tenth of the time of drawing floats.
+    """Floats of random sign and fraction, ±[2⁻⁶, 2⁻⁵), assembled from random bits in a tenth of the time that drawing
+    floats takes.
 
     A model of a billion parameters is filled in a second instead of ten.
     """

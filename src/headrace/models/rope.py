@@ -1,4 +1,5 @@
-"""Rotary scaling as configs write it: ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5).
+"""Rotary scaling as configs write it: ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters``
+(transformers 5).
 
 What lives here: reading them into a RopeSpec. What may not: torch, tables of cosines (layers/basic.py).
 """
@@ -34,7 +35,8 @@ def read_rope(fields: Fields, head_dim: int, positions: int, *, default_theta: f
 
 
 def rope_context(rope: RopeSpec, positions: int) -> int:
-    """The longest context: linear and yarn scaling stretch what the config states, the others are stated stretched."""
+    """The longest context. Linear and yarn scaling stretch the value in the config; for the others, it is already
+    stretched."""
     if rope.kind == "linear":
         return int(positions * rope.factor)
     if rope.kind == "yarn":
@@ -59,7 +61,8 @@ def _linear(scaling: Fields, rotary_dim: int, positions: int, trained: int | Non
 
 
 def _dynamic(scaling: Fields, rotary_dim: int, positions: int, trained: int | None) -> dict[str, Any]:
-    """Plain rotation up to max_position_embeddings, where the context ends: beyond, keys already cached would have to turn."""
+    """Plain rotation up to max_position_embeddings, where the context ends: beyond it, keys already cached would have
+    to be rotated again."""
     scaling.raw("original_max_position_embeddings")  # the reference implementation does not look at it
     scaling.number("factor", high=1e4)
     return {}
@@ -113,7 +116,7 @@ def _longrope(scaling: Fields, rotary_dim: int, positions: int, trained: int | N
 
 
 def _trained_length(scaling: Fields, trained: int | None, positions: int) -> int:
-    """The config's own field wins over the one inside the scaling."""
+    """The config's own field takes precedence over the one inside the scaling."""
     inside = scaling.optional_integer("original_max_position_embeddings", low=2)
     return trained or inside or positions
 

@@ -1,7 +1,7 @@
 """The safetensors container: a length, a JSON header, and the tensors' bytes.
 
-What lives here: reading and checking the header of one file and of a sharded set, with sentences for what is wrong.
-What may not: torch, names that mean something to a model.
+What lives here: reading and checking the header of one file and of a sharded set, with messages for what is wrong. What
+may not: torch, names that mean something to a model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AGAIN = "Download the file again."
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor's place: ``start`` is the byte offset in ``file``."""
+    """The location of one tensor: ``start`` is the byte offset in ``file``."""
 
     file: Path
     dtype: str
@@ -40,7 +40,7 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one file. Raises ModelError for anything that does not hold together."""
+    """The tensors of one file. Raises ModelError for anything inconsistent."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -82,7 +82,7 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> dict[s
 
 
 def _check_gapless(file: Path, entries: Mapping[str, TensorEntry], base: int, size: int) -> None:
-    """As the format has it: tensors lie one behind another, share no byte, and nothing else is in the file."""
+    """As the format requires: tensors are contiguous, do not overlap, and there is nothing else in the file."""
     at = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != at:
@@ -113,7 +113,7 @@ def _naturals(value: Any) -> bool:
 
 
 def read_sharded(folder: Path) -> dict[str, TensorEntry]:
-    """All tensors of a folder: by its index, else model.safetensors, else the only *.safetensors there is."""
+    """All tensors of a folder: by its index, otherwise model.safetensors, otherwise the only *.safetensors file."""
     if (folder / "model.safetensors.index.json").is_file():
         return _read_index(folder)
     if (folder / "model.safetensors").is_file():

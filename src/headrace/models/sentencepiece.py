@@ -1,6 +1,7 @@
-"""A SentencePiece ``tokenizer.model`` as a tokenizer.json, for checkpoints that hold nothing else.
+"""Converts a SentencePiece ``tokenizer.model`` to a tokenizer.json, for checkpoints that have nothing else.
 
-What lives here: reading the few fields needed of that protocol buffer. What may not: torch, other uses of protocol buffers.
+What lives here: reading the few fields needed of that protocol buffer. What may not: torch, other uses of protocol
+buffers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def tokenizer_json_from_sentencepiece(file: Path, config: Mapping[str, Any], spe
 
 
 def _model(data: bytes) -> tuple[list[Piece], int, bool, bool]:
-    """(pieces, model type, whether text is normalised, whether a space goes before the text)."""
+    """(pieces, model type, whether text is normalized, whether a space is prepended to the text)."""
     pieces: list[Piece] = []
     kind, charsmap, prefix = 1, False, True
     for field, value in _fields(data):
@@ -62,7 +63,7 @@ def _piece(data: bytes) -> Piece:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value): an int for a varint, else its bytes."""
+    """(field number, value): an int for a varint, otherwise its bytes."""
     if not isinstance(data, bytes):
         raise ValueError("a message is a number")
     at = 0

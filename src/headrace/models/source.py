@@ -1,6 +1,6 @@
-"""Where a model comes from: a folder, a lone .gguf file, a hub id, or the bundled demo; found, named and described.
+"""Where a model comes from: a folder, a lone .gguf file, a hub id, or the bundled demo.
 
-What lives here: resolving a name to files, reading the small JSON files beside the weights, and what the tokenizer needs.
+What lives here: resolving a name to files, reading the small JSON files next to the weights, and the tokenizer's files.
 What may not: torch, reading weights (checkpoint.py), understanding a config (families.py), network access (hub.py).
 """
 
@@ -37,7 +37,8 @@ class WeightFormat(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a tokenizer is built from, whatever it was stored in. ``templates`` maps names ("default", "tool_use") to Jinja text."""
+    """What a tokenizer is built from, however it was stored. ``templates`` maps names ("default", "tool_use") to Jinja
+    text."""
 
     origin: str  # for messages: where it was found
     tokenizer_json: str
@@ -48,9 +49,11 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that was found. ``config`` is Hugging Face style (synthesised for GGUF); ``path`` a folder or a .gguf file.
+    """A model that was found. ``config`` is in Hugging Face style (synthesized for GGUF); ``path`` is a folder or a
+    .gguf file.
 
-    ``widened``: how its weights are quantised where they are to be widened while they are read; then ``config`` says nothing of it.
+    ``widened``: the quantization of weights that are to be dequantized while they are read; ``config`` then does not
+    mention it.
     """
 
     name: str
@@ -63,12 +66,13 @@ class ModelSource:
 
     @property
     def revision(self) -> str:
-        """Of its weights' files: changes when one does. (In a hub's cache their names are hashes of what is in them.)"""
+        """Identifies the weight files: changes when one of them does. (In a hub's cache, their names are hashes of
+        their content.)"""
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         return " ".join(f"{each.resolve().name} {each.stat().st_size} {each.stat().st_mtime_ns}" for each in files)
 
     def tokenizer_files(self) -> TokenizerFiles | None:
-        """None when the model has no tokenizer (prompts must then be token ids). Raises ModelError for a damaged one."""
+        """None if the model has no tokenizer (prompts must then be token ids). Raises ModelError for a damaged one."""
         return read_tokenizer_files(self.path)
 
 
@@ -82,8 +86,8 @@ def find_model(config: ModelConfig) -> ModelSource:
 
 
 def _quantised_as_asked(source: ModelSource, asked: str | None) -> ModelSource:
-    """``--quantization none`` widens what is stored in fewer bits; a method's name must be the checkpoint's own, but random
-    weights of a model that is not quantised are made up as the method usually has them."""
+    """``--quantization none`` dequantizes weights at load. The name of a method must match the checkpoint's, except
+    that random weights of a model that is not quantized are generated in the method's usual form."""
     stored = source.config.get("quantization_config")
     usual = USUAL.get(asked or "")
     if stored is None and source.weights is WeightFormat.DUMMY and usual is not None:
@@ -100,7 +104,8 @@ def _quantised_as_asked(source: ModelSource, asked: str | None) -> ModelSource:
 
 
 def as_path(text: str) -> Path:
-    """What somebody typed, with ``~`` read. Raises ModelError for what can be no path, or is behind a folder that this user may not enter."""
+    """A path as typed, with ``~`` expanded. Raises ModelError for what cannot be a path, or is in a folder that this
+    user may not enter."""
     try:
         path = Path(text).expanduser()
         path.exists()
@@ -159,7 +164,7 @@ def _hub_id(model: str, path: Path) -> HubId:
 
 
 def _weight_format(path: Path, load_format: str) -> WeightFormat:
-    """``auto``: what is there. Asking for a format that is not there is an error, here and not at the first tensor."""
+    """``auto``: what is there. A requested format that is not there is an error here, not at the first tensor."""
     if load_format == "dummy":
         return WeightFormat.DUMMY
     if path.is_file() or load_format == "gguf":
@@ -205,7 +210,7 @@ def _generation_defaults(generation: dict[str, Any], choice: str) -> dict[str, A
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every end-of-sequence id that the configs name, once, in order."""
+    """Every end-of-sequence id that the configs name, without duplicates, in order."""
     found: dict[int, None] = {}
     for config in configs:
         value = config.get("eos_token_id")
@@ -235,7 +240,7 @@ _LFS_SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
 
 
 def refuse_lfs_pointer(file: Path, beginning: bytes) -> None:
-    """What ``git clone`` leaves in place of a large file where Git LFS is not installed. Raises ModelError."""
+    """Detects what ``git clone`` leaves in place of a large file if Git LFS is not installed. Raises ModelError."""
     if beginning.startswith(LFS_POINTER):
         size = _LFS_SIZE.search(beginning)
         raise ModelError(
@@ -245,7 +250,7 @@ def refuse_lfs_pointer(file: Path, beginning: bytes) -> None:
 
 
 def read_json(file: Path, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """A JSON object, or {} for a missing file that may be missing. Raises ModelError otherwise."""
+    """A JSON object, or {} for an optional file that is missing. Raises ModelError otherwise."""
     if missing_ok and not file.exists():
         return {}
     return parse_json(read_bounded(file, limit), str(file))
@@ -264,7 +269,7 @@ def parse_json(text: str, origin: str) -> dict[str, Any]:
 
 
 def find_tokenizer_files(override: str) -> TokenizerFiles:
-    """``--tokenizer``: a folder, a tokenizer.json, a .gguf file or a hub id. Raises ModelError when there is none."""
+    """``--tokenizer``: a folder, a tokenizer.json, a .gguf file or a hub id. Raises ModelError if there is none."""
     path = as_path(override)
     if path.is_file() and path.suffix == ".json":
         path = path.parent if path.name == "tokenizer.json" else path
@@ -303,7 +308,7 @@ def _tokenizer_json(path: Path, config: Mapping[str, Any], special: Mapping[str,
 
 
 def read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. Files win over tokenizer_config.json, as they do in transformers."""
+    """Chat templates by name. Files take precedence over tokenizer_config.json, as in transformers."""
     templates = _configured_templates(config.get("chat_template"), f"{path}/tokenizer_config.json")
     single = path / "chat_template.jinja"
     if single.is_file():

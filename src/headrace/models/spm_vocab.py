@@ -1,6 +1,6 @@
-"""A SentencePiece vocabulary as a tokenizer.json: pieces with scores become BPE merges with ranks.
+"""Converts a SentencePiece vocabulary to a tokenizer.json: pieces with scores become BPE merges with ranks.
 
-What lives here: that conversion, for pieces that GGUF metadata (gguf_vocab.py) or a tokenizer.model (sentencepiece.py) hold.
+What lives here: that conversion, for pieces from GGUF metadata (gguf_vocab.py) or a tokenizer.model (sentencepiece.py).
 What may not: reading files, torch.
 """
 
@@ -14,7 +14,7 @@ SPACE = "▁"
 
 
 class PieceType(IntEnum):
-    """As SentencePiece and GGUF number them."""
+    """Numbered as in SentencePiece and GGUF."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -25,7 +25,7 @@ class PieceType(IntEnum):
 
 
 class Piece(NamedTuple):
-    """One entry of a vocabulary (a tuple: there may be a quarter of a million)."""
+    """One entry of a vocabulary (a tuple, because there may be a quarter of a million)."""
 
     text: str
     score: float
@@ -33,7 +33,8 @@ class Piece(NamedTuple):
 
 
 def added_tokens(pieces: Sequence[Piece], *, normalized: bool) -> list[dict[str, Any]]:
-    """Pieces found in a text before anything else: control and unknown ones as special tokens, user-defined ones as plain."""
+    """Pieces that are matched in a text before anything else: control and unknown ones as special tokens, user-defined
+    ones as plain."""
     special = (PieceType.CONTROL, PieceType.UNKNOWN)
     return [
         {
@@ -51,7 +52,8 @@ def added_tokens(pieces: Sequence[Piece], *, normalized: bool) -> list[dict[str,
 
 
 def bpe_tokenizer(pieces: Sequence[Piece], *, add_space_prefix: bool) -> dict[str, Any]:
-    """tokenizer.json of SentencePiece's BPE: the adjacent pair whose union scores highest is merged first, the leftmost of equals."""
+    """tokenizer.json of SentencePiece's BPE: the adjacent pair whose union has the highest score is merged first, the
+    leftmost of equals."""
     vocab: dict[str, int] = {}
     for index, piece in enumerate(pieces):
         vocab.setdefault(piece.text, index)
@@ -82,10 +84,11 @@ def _decoder(*, strip_prefix: bool) -> dict[str, Any]:
 
 
 def merges_by_score(pieces: Sequence[Piece], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way of making a piece of two others, best piece first.
+    """Every way to build a piece from two others, best piece first.
 
-    Ways of making one piece are equals to SentencePiece, which then takes the leftmost in the text, but have ranks of their own here.
-    Where every piece can be made of better ones, as in trained vocabularies, their order makes no difference (the tests try).
+    To SentencePiece, all ways to build the same piece are equal, and it takes the leftmost in the text; here each has
+    its own rank. Where every piece can be built from better ones, as in trained vocabularies, their order makes no
+    difference (tests check this).
     """
     mergeable = (PieceType.NORMAL, PieceType.USER_DEFINED, PieceType.UNUSED)
     ranked = sorted((piece for piece in pieces if piece.type in mergeable and len(piece.text) > 1), key=lambda piece: -piece.score)

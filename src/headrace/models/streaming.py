@@ -1,9 +1,11 @@
-"""Tensors of files straight into parameters on a GPU: several readers, each with pinned buffers and a stream of its own.
+"""Copies tensors from files straight into parameters on a GPU: several readers, each with pinned buffers and a stream
+of its own.
 
-What lives here: reading, copying, casting on the device. What may not: file formats, names, which tensor belongs where (loader.py).
+What lives here: reading, copying, casting on the device. What may not: file formats, names, which tensor belongs where
+(loader.py).
 
     reader        | read span 0 | read span 2 | …           A reader fills one buffer while the copy from its other one is under way;
-    copy engine         | copy span 0 | copy span 2 | …     spans are taken as readers come free, largest files or not. Host memory in
+    copy engine         | copy span 0 | copy span 2 | …     spans are taken as readers become free, largest files or not. Host memory in
     reader        | read span 1       | read span 3 | …     use: readers × 2 × the size of a buffer.
 """
 
@@ -30,8 +32,8 @@ _SPAN_BYTES = 64 * 2**20  # a larger tensor is shared by several readers
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One stored tensor and where it goes. ``target``: contiguous; ``transpose``: stored as the transpose of it. ``pitch``: bytes
-    from the beginning of a row to that of the next, where they do not follow each other (0)."""
+    """One stored tensor and where it goes. ``target``: contiguous; ``transpose``: it is stored as the transpose of
+    ``target``."""
 
     file: Path
     start: int  # byte offset
@@ -54,10 +56,11 @@ def stream(
     buffer_bytes: int = BUFFER_BYTES,
     filled: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Fills every target, cast to its type. Raises ModelError when a file ends early or cannot be read; then some are filled.
-    ``filled`` is told, by several threads, bytes of targets as they are read.
+    """Fills every target, cast to its type. Raises ModelError when a file ends early or cannot be read; some targets
+    are filled then. ``filled`` is called, by several threads, with the bytes of targets as they are read.
 
-    Nothing is written before what the caller has queued until now has ended: a target may lie where a tensor of his was until just now.
+    Nothing is written before the work that the caller has queued so far has ended: a target may reuse memory that it
+    still reads.
     """
     spans: SimpleQueue[Source] = SimpleQueue()
     for source in sources:
@@ -74,7 +77,7 @@ def stream(
 
 
 def _spans(source: Source) -> Iterator[Source]:
-    """Pieces of a tensor that several readers can take."""
+    """Pieces of a tensor that several readers can share."""
     if source.transpose or source.pitch or source.num_bytes <= _SPAN_BYTES:
         yield source
         return
@@ -92,7 +95,7 @@ def _read_all(
     queued: torch.cuda.Event | None,
     filled: Callable[[int], None],
 ) -> None:
-    """One reader: takes spans until there are none, or another reader has failed, or nobody waits."""
+    """One reader: takes spans until there are none left, another reader has failed, or the caller has given up."""
     try:
         with torch.inference_mode(), _Lane(device, buffer_bytes, queued) as lane:
             while not ended.is_set():
@@ -125,7 +128,7 @@ class _Buffer:
 
 
 class _Lane:
-    """What one reader holds: open files, two buffers, a stream that begins behind ``queued``."""
+    """What one reader holds: open files, two buffers, and a stream that starts after ``queued``."""
 
     def __init__(self, device: torch.device, buffer_bytes: int, queued: torch.cuda.Event | None) -> None:
         self._device = device

@@ -1,8 +1,7 @@
 """Which checkpoint tensors make up which parameter of the decoder, and which format each matrix is in.
 
 What lives here: the rules that merge, stack and transpose, and formats by the names that families use on disk
-(weight_names.toml).
-What may not: torch, reading, what a format means (quant/).
+(weight_names.toml). What may not: torch, reading, what a format means (quant/).
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from headrace.spec import DecoderSpec, Formats
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """How one parameter is made of checkpoint tensors.
+    """How one parameter is built from checkpoint tensors.
 
-    Each inner tuple of ``sources`` is concatenated on dimension 0 (each tensor transposed first, if ``transpose``);
-    the outer ones are stacked on a new dimension 0 if ``stack``, else there is exactly one. ``target`` is a name from
+    Each inner tuple of ``sources`` is concatenated on dimension 0 (each tensor transposed first, if ``transpose``); the
+    outer ones are stacked on a new dimension 0 if ``stack``, otherwise there is exactly one. ``target`` is a name from
     the decoder's ``named_parameters()``, ``shape`` the finished shape. Names are those of the causal language model,
-    with its leading ``model.`` or ``transformer.``; some checkpoints leave it out, and the loader finds them too.
+    with its leading ``model.`` or ``transformer.``; some checkpoints leave it out, and the loader finds them, too.
 
     ``stored``: one of a format's tensors, which may have other suffixes than the first, as the sources are written.
-    ``cut``: of what the sources make up, the parameter is this part.
     """
 
     target: str
@@ -46,7 +44,8 @@ class WeightRule:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """A family's words on disk, by the weight's name in the decoder; a layer's stand behind ``layer`` and its index."""
+    """A family's names on disk, by the weight's name in the decoder; those of a layer follow ``layer`` and its
+    index."""
 
     prefix: str
     layer: str
@@ -84,7 +83,8 @@ _UNUSED_SCALES = r".*\.(input_global_scale|weight_format)"
 
 
 def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
-    """Regular expressions of keys that carry no weight: constants some checkpoints store, and a tied head's copy."""
+    """Regular expressions for keys that hold no weights: constants that some checkpoints store, and a tied head's
+    copy."""
     prefix = _names(spec).prefix.replace(".", r"\.")
     found = [
         rf"{prefix}(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",
@@ -95,7 +95,7 @@ def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
 
 
 def kv_scale_names(spec: DecoderSpec, layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names under which checkpoints keep the scale of a layer's keys, and of its values, usual ones first."""
+    """Names under which checkpoints store the scale of a layer's keys, and of its values, most common first."""
     names = _names(spec)
     at = f"{names.layer}.{layer}.{names.words['attention.output'][0].rpartition('.')[0]}"
     keys, values = (
@@ -115,7 +115,7 @@ def weight_rules(spec: DecoderSpec, cuts: Mapping[str, Cut] = MappingProxyType({
 
 
 def _rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
-    """Tensors merged in the order of their words; the finished matrix is [out, in] whatever the disk's order."""
+    """Tensors merged in the order of their names; the finished matrix is [out, in] whatever the order on disk."""
     modules = _modules(names, weight)
     if weight.formats:
         yield from _stacked_rules(names, weight) if _one_tensor(weight) else _packed_rules(modules, weight)
@@ -129,7 +129,7 @@ def _rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
 
 
 def _stacked_rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
-    """All experts of one tensor, as gpt-oss names them."""
+    """All experts in one tensor, as in gpt-oss."""
     word = "gate_up_proj" if weight.role is Role.UP else "down_proj"
     for index, each in weight.stored:
         source = f"{names.layer}.{weight.layer}.{names.words['experts'][0]}.{word}_{each.on_disk[0]}"
@@ -139,7 +139,7 @@ def _stacked_rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
 
 
 def _packed_rules(modules: tuple[tuple[str, ...], ...], weight: Weight) -> Iterator[WeightRule]:
-    """Each part that is stored apart has tensors of its own."""
+    """Each part that is stored separately has its own tensors."""
     for index, each in weight.stored:
         apart = len(weight.formats) > 1
         sources = tuple(
@@ -155,7 +155,7 @@ def _one_tensor(weight: Weight) -> bool:
 
 
 def _modules(names: Names, weight: Weight) -> tuple[tuple[str, ...], ...]:
-    """What stands for it on disk: modules merged, for each copy."""
+    """The modules on disk that make it up, merged, for each copy."""
     at, own = (
         "" if weight.layer is None else f"{names.layer}.{weight.layer}.",
         weight.name.removeprefix(f"layers.{weight.layer}."),
@@ -168,8 +168,8 @@ def _modules(names: Names, weight: Weight) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module as it is called on disk, and what it is of the decoder: part ``part`` of ``weight``, or (None) all of it.
-    ``outs``: its own; of an embedding, its rows."""
+    """A module by its name on disk, and which part of the decoder it is: part ``part`` of ``weight``, or (None) all of
+    it. ``outs``: its own; for an embedding, its rows."""
 
     name: str
     weight: Weight
@@ -178,7 +178,8 @@ class Module:
 
 
 def adapted_modules(spec: DecoderSpec) -> Iterator[Module]:
-    """Those that an adapter may add to: all products but routers and experts, the embedding, the head."""
+    """The modules that an adapter may add to: all linear layers except routers and experts, plus the embedding and the
+    head."""
     for weight in weights(spec):
         if weight.role in (Role.NORM, Role.ROUTER) or weight.moe is not None or weight.name == "positions":
             continue
@@ -204,7 +205,7 @@ class StoredMatrix:
 
 
 def disk_name(spec: DecoderSpec, weight: Weight) -> str:
-    """Of a weight that is one tensor there, and of one copy."""
+    """For one copy of a weight that is a single tensor on disk."""
     ((module,),) = _modules(_names(spec), weight)
     return module
 
@@ -226,8 +227,8 @@ def stored_matrices(spec: DecoderSpec) -> Iterator[StoredMatrix]:
 
 
 def with_formats(spec: DecoderSpec, choose: Callable[[str], Format | None], *, embeddings: bool = False) -> DecoderSpec:
-    """The same model with the formats that ``choose`` gives its matrices, by their names on disk. Raises ModelError
-    for one that cannot be."""
+    """The same model with the formats that ``choose`` gives its matrices, by their names on disk. Raises ModelError for
+    one that is not possible."""
     names = _names(spec)
 
     def formats_of(found: Iterator[Weight]) -> Formats:
@@ -246,7 +247,7 @@ def with_formats(spec: DecoderSpec, choose: Callable[[str], Format | None], *, e
 
 
 def _formats(names: Names, weight: Weight, choose: Callable[[str], Format | None]) -> tuple[Format, ...]:
-    """Of each part that is stored apart; none where all of them are plain."""
+    """The format of each part that is stored separately; empty if all of them are plain."""
     copies = {tuple(choose(module) for module in merged) for merged in _modules(names, weight)}
     found = copies.pop()
     if copies:

@@ -1,4 +1,4 @@
-"""A quantised checkpoint as the plain one it stands for: every matrix widened when it is read.
+"""A quantized checkpoint presented as a plain one: every matrix is dequantized when it is read.
 
 What lives here: that. What may not: what formats mean (quant/), placing tensors (loader.py).
 """
