@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
 from headrace.kernels.operations import OPERATIONS
 from headrace.kernels.rows.reference import store_tokens
-from headrace.request import FinishReason, TokenMasks
+from headrace.request import NO_SLOT, FinishReason, TokenMasks
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.spec import Activation
 from headrace.worker import device_memory, model_runner, recorder
@@ -175,14 +176,41 @@ def test_rows_that_share_enough_have_a_graph_that_looks_for_it_from_the_first_su
 
 
 def test_where_that_graph_cannot_be_captured_each_row_reads_its_own_keys(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(self: DecodeGraphs, *_: Any) -> RecordedGraph:
+    def broken(self: DecodeGraphs, *_: Any, **__: Any) -> RecordedGraph:
         raise RuntimeError("CUDA error: out of memory")
 
     with recorded_executor(graphed=True) as (executor, _, _):
         monkeypatch.setattr(DecodeGraphs, "_capture_again", broken)
         found = wander(executor, turns=8)
     assert [each.output for each in found] == alone(found)
-    assert "each row reads its own" in caplog.text
+    assert "no graph for" in caplog.text and "shared keys" in caplog.text
+
+
+@pytest.mark.parametrize("head_touched", [False, True])
+def test_steps_with_adapters_have_graphs_that_hold_for_any_rows(head_touched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's slot is read where the row is. Where adapters change the head, tokens are drawn eagerly."""
+    stand_in: Any = SimpleNamespace(slots=SimpleNamespace(head_touched=head_touched), close=lambda: None)
+    found, replays = [], []
+    for graphed in (True, False):
+        with recorded_executor(graphed=graphed, adapters=stand_in) as (executor, runner, _):
+            if graphed:
+                monkeypatch.setattr(DecodeGraphs, "draw", noted(replays, "draw", DecodeGraphs.draw))
+            running, planner, draw = sequences(8, 1, (GREEDY, SAMPLED)), Planner(executor.info.kv_groups), random.Random(2)
+            for each, slot in zip(running, (NO_SLOT, 0, 1, 0, 2, NO_SLOT, 1, 0), strict=True):
+                each.adapter_slot = slot
+            prefill(executor, planner, running)
+            for turn in range(20):
+                if turn == 10 and runner.graphs is not None:
+                    runner.graphs.forget_adapted()
+                decode(executor, planner, draw.sample(running, draw.choice((1, 2, 3, 5, 8))))
+            found.append([each.output for each in running])
+            if runner.graphs is not None:
+                assert any(each.adapted is not None for each in runner.graphs._captured.values())
+                adapted = replays
+    assert found[0] == found[1]
+    assert (len(adapted) >= 15) != head_touched
+    bare = alone(sequences(8, 1, (GREEDY, SAMPLED)))
+    assert found[0] != bare
 
 
 def test_a_chunk_of_one_prompt_token_samples_nothing_where_nothing_is_asked_for() -> None:

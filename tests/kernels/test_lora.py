@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import DeltaFacts
-from headrace.kernels.lora.inputs import TILE, adapter_rows
+from headrace.kernels.lora.inputs import adapter_rows
 from headrace.kernels.lora.reference import add_deltas
 from headrace.kernels.operations import ADD_DELTAS
 from headrace.request import NO_SLOT
@@ -24,16 +24,15 @@ def operands(parts: tuple[int, ...], ins: int, ranks: list[int], dtype: torch.dt
     b = torch.randn(len(ranks), most, sum(parts), generator=generator)
     for slot, rank in enumerate(ranks):
         a[slot, :, rank:] = b[slot, rank:] = float("nan")
-    return a.to(dtype), b.to(dtype), torch.tensor(ranks, dtype=torch.int32)
+    return a.to(dtype), b.to(dtype), torch.tensor(ranks, dtype=torch.int32)[:, None].repeat(1, len(parts))
 
 
 def dense(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, parts: tuple[int, ...], slots: list[int]) -> Tensor:
     """Row by row, in float64."""
     found, firsts = y.double().clone(), np.cumsum([0, *parts])
     for row, slot in enumerate(slots):
-        rank = 0 if slot == NO_SLOT else int(ranks[slot])
-        for part, first in enumerate(firsts[:-1]) if rank else ():
-            last = firsts[part + 1]
+        for part, first in enumerate(firsts[:-1]) if slot != NO_SLOT else ():
+            last, rank = firsts[part + 1], int(ranks[slot, part])
             found[row, first:last] += (x[row].double() @ a[slot, part, :rank].double().T) @ b[slot, :rank, first:last].double()
     return found
 
@@ -76,10 +75,8 @@ def test_the_kernel_adds_what_the_twin_adds(parts: tuple[int, ...], slots: list[
     assert torch.equal(lone[0], found[row])
 
 
-def test_rows_lie_side_by_side_in_tiles_of_one_slot() -> None:
+def test_rows_lie_side_by_side_by_slot() -> None:
     assert adapter_rows(np.full(3, NO_SLOT, dtype=np.int32), CPU) is None
-    slots = np.array([2] * (2 * TILE + 1) + [NO_SLOT, 0], dtype=np.int32)
-    rows = adapter_rows(slots, CPU)
-    assert rows is not None and rows.spans == ((0, 0, 1), (2, 1, 2 * TILE + 2))
-    assert rows.order.tolist() == [2 * TILE + 2, *range(2 * TILE + 1)]
-    assert rows.tiles.tolist() == [[0, 0, 1], [2, 1, TILE + 1], [2, TILE + 1, 2 * TILE + 1], [2, 2 * TILE + 1, 2 * TILE + 2]]
+    rows = adapter_rows(np.array([2] * 33 + [NO_SLOT, 0], dtype=np.int32), CPU)
+    assert rows is not None and rows.grouped is not None and rows.grouped.spans == ((0, 0, 1), (2, 1, 34))
+    assert rows.grouped.order.tolist() == [34, *range(33)] and rows.grouped.slots.tolist() == [0] + [2] * 33

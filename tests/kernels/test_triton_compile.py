@@ -22,6 +22,7 @@ CASCADES = ("attention bfloat16 128 cascade", "attention bfloat16 64 cascade")
 UNIFIED = "attention bfloat16 128 unified"
 ATTENTION = ("attention bfloat16 128", "attention bfloat16 128 bulk", *CASCADES, UNIFIED)
 OTHERS = ("elementwise", "sampling", "rows", "linear, few", "linear, many")
+ADAPTERS = ("lora, few", "lora, few of rank 256", "lora, many", "lora, float32")
 PRODUCTS = ("_expand_kernel", "_contract_kernel")  # of experts
 # 128 rows by four warps: measured 3 % (a prompt of 8,192) to 18 % (of 2,048) faster than by eight, which spill nothing
 SPILLING = tuple(f"attention bfloat16 128 {kind}: _prefill_kernel" for kind in ("bulk", "cascade"))
@@ -31,7 +32,7 @@ EXPERTS = ("moe, one", "moe, few", "moe, more", "moe, many")
 @cache
 def kernels() -> dict[str, dict[str, int]]:
     """Figures of every kernel, compiled."""
-    attention, others = offline.found(("triton_offline", *ATTENTION), ("triton_offline", *OTHERS, *EXPERTS))
+    attention, others = offline.found(("triton_offline", *ATTENTION), ("triton_offline", *OTHERS, *ADAPTERS, *EXPERTS))
     return attention | others
 
 
@@ -68,7 +69,7 @@ def test_experts_and_picks_are_compiled_for_the_model_and_never_for_a_batch() ->
 
 @pytest.mark.timeout(120)
 def test_nothing_spills() -> None:
-    assert len(kernels()) == 3 * 4 + 1 + 4 + 5 + 3 + 2 + (2 + 3 * 4)
+    assert len(kernels()) == 3 * 4 + 1 + 4 + 5 + 3 + 2 + 4 * 2 + (2 + 3 * 4)
     for name, figures in kernels().items():
         words = 100 if name in SPILLING else 4  # a word or two is no spilled tile
         assert figures["LDL"] + figures["STL"] <= words and figures["local"] == 0, name
@@ -99,6 +100,8 @@ def test_codes_of_keys_and_values_are_compiled_in_every_kernel() -> None:
         ("linear, few: _linear_kernel", "HMMA"),
         ("linear, few: _linear_kernel", "UTMALDG"),
         ("linear, many: _linear_kernel", "HGMMA"),
+        *((f"{case}: {kernel}", "HMMA") for case in ADAPTERS[:2] for kernel in ("_shrink_kernel", "_expand_kernel")),
+        ("lora, few: _shrink_kernel", "LDGSTS"),
         *((f"{case}: {kernel}", what) for case in EXPERTS[1:] for kernel in PRODUCTS for what in ("HGMMA", "UTMALDG")),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.engine.executor import Executor
 from headrace.models.source import find_model
-from headrace.request import NewRow, StepPlan, StepResult
+from headrace.request import NO_SLOT, NewRow, StepPlan, StepResult
 from headrace.sampling_params import SamplingParams
 from headrace.spec import KVGroup
 from headrace.worker.worker import create_executor
@@ -52,6 +52,7 @@ class Planned:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    adapter_slot: int = NO_SLOT
     output: list[int] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
 
@@ -96,6 +97,7 @@ class Planner:
                 seed=sequence.seed,
                 stop_token_ids=sequence.stop_token_ids,
                 bad_word_ids=sequence.bad_word_ids,
+                adapter_slot=sequence.adapter_slot,
             )
         )
         for group, table in enumerate(sequence.tables):

@@ -191,6 +191,8 @@ class SlotDecoder:
         visible = (at[None] <= inputs.positions[:, None]) & (at[None] < seen.context_len[chunk][:, None])
         mixed = flat[slots.clamp(0, flat.shape[0] - 1)][chunk] * (at[None] * 2 + 1)
         hidden = torch.where(visible, mixed, 0).sum(-1, keepdim=True)
+        if inputs.adapters is not None:
+            hidden = hidden + (inputs.adapters.slots.long()[:, None] + 1) * 15485863
         return hidden if inputs.wanted is None else hidden[inputs.wanted]
 
     def megakernel_context(self, rows: int, block_size: int) -> int:
@@ -246,6 +248,7 @@ def recorded_executor(
     overlap: int = 0,
     max_logits_rows: int = 100,
     prompts: bool = False,
+    adapters: Any = None,
 ) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder]]:
     """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them;
     with ``prompts`` those of steps with prompts, too."""
@@ -264,7 +267,7 @@ def recorded_executor(
         prompt_graphs = PromptGraphs(made, bounds, hidden)
         prompt_graphs.capture_all()
     settings: dict[str, Any] = {"max_logits_rows": max_logits_rows, "padded": False, "prune": True, "clock": VirtualClock(), "queued": graphed}
-    runner = ModelRunner(decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs)  # type: ignore[arg-type]
+    runner = ModelRunner(decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs, adapters=adapters)  # type: ignore[arg-type]
     executor = DeviceExecutor(runner, info, threads=1 if overlap and not graphed else None)
     yield executor, runner, decoder
     executor.close()

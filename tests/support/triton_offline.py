@@ -306,6 +306,19 @@ def moe(tokens: int) -> dict[str, dict[str, int]]:
     return record(module, kernels, lambda: run(x, router, gate_up, down, 8, True, Activation.SILU))
 
 
+def lora(tokens: int, rank: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    from headrace.kernels.lora import triton_lora
+    from headrace.kernels.lora.inputs import AdapterRows
+
+    parts, ints = (4096, 1024, 1024), partial(torch.zeros, dtype=torch.int32)
+    x, y = torch.empty(tokens, 4096, dtype=dtype), torch.empty(tokens, sum(parts), dtype=dtype)
+    a, b = torch.empty(4, 3, rank, 4096, dtype=dtype), torch.empty(4, rank, sum(parts), dtype=dtype)
+    add = triton_lora._adder(programmatic=dtype != torch.float32, invariant=False)
+    rest = torch.zeros(4, 2, sum(parts)), torch.zeros(48, tokens), 1e-5
+    kernels = ("_shrink_kernel", "_expand_kernel")
+    return record(triton_lora, kernels, lambda: add(y, x, a, b, ints(4, 3), parts, AdapterRows(ints(tokens)), *rest))
+
+
 CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention bfloat16 128": lambda: attention(torch.bfloat16, 32, 128),
     "attention bfloat16 128 bulk": lambda: attention(torch.bfloat16, 32, 128, bulk=True),
@@ -326,6 +339,10 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "rows": rows,
     "linear, few": lambda: linear(8),
     "linear, many": lambda: linear(4096),
+    "lora, few": lambda: lora(64, 16, torch.bfloat16),
+    "lora, few of rank 256": lambda: lora(64, 256, torch.bfloat16),
+    "lora, many": lambda: lora(2048, 64, torch.bfloat16),
+    "lora, float32": lambda: lora(2048, 64, torch.float32),
     "moe, one": lambda: moe(1),
     "moe, few": lambda: moe(8),
     "moe, more": lambda: moe(256),

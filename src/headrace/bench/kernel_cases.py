@@ -113,6 +113,7 @@ class CaseMaker:
             "embedding": self._embedding,
             "moe": self._moe,
             "add_deltas": self._deltas,
+            "look_up_deltas": self._looked_up,
             "packed_linear": lambda rows: (self._packed(form, rows) for form in self._packed_formats()),
             "packed_fused_linear": self._packed_fused,
             "packed_moe": self._packed_moe,
@@ -180,7 +181,7 @@ class CaseMaker:
         beside, x, y = self._random(ADAPTERS, RANK, site.outs), self._random(rows, site.ins), self._random(rows, site.outs)
         adapters = adapter_rows(slots, x.device)
         assert adapters is not None
-        ranks = torch.full((ADAPTERS,), RANK, dtype=torch.int32, device="cpu")
+        ranks = torch.full((ADAPTERS, len(site.parts)), RANK, dtype=torch.int32, device=x.device)
 
         def added(add: Callable[..., None]) -> Tensor:
             result = y.clone()
@@ -190,6 +191,21 @@ class CaseMaker:
         factors, facts = RANK * (len(site.parts) * site.ins + site.outs), DeltaFacts(self.dtype, site.ins, site.parts, RANK)
         size, label = min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs), f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}"
         return KernelCase("add_deltas", label, facts, self._bytes(size), 2 * rows * factors, lambda add: [partial(added, add)])
+
+    def _looked_up(self, rows: int) -> KernelCase:
+        """The same beside the embedding; of its rows, 1,024."""
+        hidden = self.spec.hidden_size
+        held, beside, y = self._random(ADAPTERS, 1024, RANK), self._random(ADAPTERS, RANK, hidden), self._random(rows, hidden)
+        ids, adapters = torch.arange(rows) % 1024, adapter_rows(np.arange(rows, dtype=np.int32) % ADAPTERS, y.device)
+        ranks, facts = torch.full((ADAPTERS, 1), RANK, dtype=torch.int32), DeltaFacts(self.dtype, 1024, (hidden,), RANK)
+
+        def looked_up(look_up: Callable[..., None]) -> Tensor:
+            result = y.clone()
+            look_up(result, ids, held, beside, ranks, None, adapters)
+            return result
+
+        size, flops = min(rows, ADAPTERS) * RANK * hidden + rows * (RANK + 2 * hidden), 2 * rows * RANK * hidden
+        return KernelCase("look_up_deltas", f"{rows}x{hidden}, rank {RANK}", facts, self._bytes(size), flops, lambda one: [partial(looked_up, one)])
 
     def _packed_formats(self) -> Iterator[Format]:
         device = torch.get_default_device()

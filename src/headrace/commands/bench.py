@@ -55,6 +55,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "headrace.bench.kernels", "every candidate of every operation, compared with its floor and its twin", "add_kernels_arguments",
         flags="headrace.bench.arguments",
     ),
+    "lora": Benchmark("headrace.bench.lora", "tokens per second with adapters beside the base model's", model=True, engine=True),
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a full load curve", engine=True),
 }
 

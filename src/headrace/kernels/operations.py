@@ -18,7 +18,7 @@ from headrace.kernels.linear import candidates as linear
 from headrace.kernels.linear import reference as products
 from headrace.kernels.linear.packed import packed_fused_linear, packed_linear, packed_moe
 from headrace.kernels.lora import candidates as lora
-from headrace.kernels.lora.reference import add_deltas
+from headrace.kernels.lora.reference import add_deltas, look_up_deltas
 from headrace.kernels.moe import candidates as moe
 from headrace.kernels.moe import reference as experts
 from headrace.kernels.norm import candidates as norm
@@ -61,6 +61,7 @@ PACKED_LINEAR = Operation("packed_linear", packed_linear, WeightFacts, linear.PA
 PACKED_FUSED = Operation("packed_fused_linear", packed_fused_linear, WeightFacts, linear.PACKED_FUSED, makes=True, varies=True)
 PACKED_MOE = Operation("packed_moe", packed_moe, ExpertFacts, moe.PACKED_MOE, varies=True, reads=True)
 ADD_DELTAS = Operation("add_deltas", add_deltas, DeltaFacts, lora.ADD_DELTAS, varies=True, reads=True)
+LOOK_UP_DELTAS = Operation("look_up_deltas", look_up_deltas, DeltaFacts, lora.LOOK_UP_DELTAS, varies=True, reads=True)
 EMBEDDING = Operation("embedding", embedding, Facts, rows.EMBEDDING)
 RMS_NORM = Operation("rms_norm", rms_norm, NormFacts, norm.RMS_NORM, varies=True)
 LAYER_NORM = Operation("layer_norm", layer_norm, NormFacts, norm.LAYER_NORM)
@@ -84,6 +85,6 @@ _ALL: tuple[Operation[Any, Any], ...] = (
     LINEAR, FUSED_LINEAR, ADDED_LINEAR, GATED_LINEAR, PACKED_LINEAR, PACKED_FUSED, PACKED_MOE, EMBEDDING, RMS_NORM, LAYER_NORM,
     ROTARY_WRITE, PAGED_ATTENTION, ROPE_ATTENTION,
     ACTIVATION, GATED_ACTIVATION, MOE, GREEDY_TOKENS, PICK_TOKENS, GUMBEL_ARGMAX, SCORE_TOKENS, WRITE_ROWS, GATHER_INPUTS, STORE_TOKENS,
-    DECODE_STEP, FETCH_STEP, ADD_DELTAS,
+    DECODE_STEP, FETCH_STEP, ADD_DELTAS, LOOK_UP_DELTAS,
 )  # fmt: skip
 OPERATIONS: Mapping[str, Operation[Any, Any]] = MappingProxyType({each.name: each for each in _ALL})

@@ -102,7 +102,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [tokens], int64 → [tokens, size]
         found = self._found(ids)
-        if adapters is not None and self.delta is not None:
+        if adapters is not None and self.delta is not None and self.delta.touched:
             self.delta.look_up(found, ids, adapters, self._scale)
         return found
 

@@ -132,32 +132,47 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [..., in] → [..., out]
         y = self._apply_weight(x)
-        if adapters is not None and self.delta is not None:
-            self.delta.add(y, x, adapters)
+        if (delta := self._adapted(adapters)) is not None and adapters is not None:
+            delta.add(y, x, adapters)
         return y
 
+    def _adapted(self, adapters: AdapterRows | None) -> Delta | None:
+        """What has to be added in such a step."""
+        return self.delta if adapters is not None and self.delta is not None and self.delta.touched else None
+
     def normed(self, stream: Stream, norm: Norm) -> Tensor:  # → [tokens, out], or half of it behind a gate
-        if self._fused is not None and stream.scaled is not None:
+        delta = self._adapted(stream.adapters)
+        if self._fused is not None and stream.scaled is not None and (delta is None or self._activation is None):
             x, stream.scaled = stream.scaled, None
-            return self._fused(x, Around(stream.squares, norm.eps, gate=self._activation))[0]
-        x = stream.normed(norm)
+            y = self._fused(x, Around(stream.squares, norm.eps, gate=self._activation))[0]
+            if delta is not None and stream.adapters is not None:
+                delta.add(y, x, stream.adapters, stream.squares, norm.eps)
+            return y
+        x, stream.scaled = stream.normed(norm), None
         return self.forward(x, stream.adapters) if self._act is None else self.activated(x, stream.adapters)
 
     def activated(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [tokens, in]
         assert self._act is not None and self._activation is not None
-        gated = self._gated if adapters is None and len(x) > MOST_ROWS else None
+        gated = self._gated if self._adapted(adapters) is None and len(x) > MOST_ROWS else None
         y = None if gated is None else gated(x, self._activation)
         return self._act(self.forward(x, adapters), self._activation) if y is None else y
 
     def onto(self, stream: Stream, x: Tensor, following: Norm) -> None:  # [tokens, in]
         """``following``: the norm that the stream goes through next."""
-        if self._fused is not None and stream.takes_norms:
-            stream.sum, stream.scaled, stream.squares = self._fused(x, Around(residual=stream.sum, scale=following.scale))
-        elif self._added is not None and stream.takes_sums:
-            stream.sum = self._added(x, stream.sum)
-        else:
+        delta, fuses = self._adapted(stream.adapters), self._fused is not None and stream.takes_norms
+        if not fuses and (self._added is None or not stream.takes_sums):
             y = self.forward(x, stream.adapters)
             stream.pending = y if self._sum is None else self._sum(y)
+            return
+        if delta is not None and stream.adapters is not None:
+            if not delta.adds_only:
+                stream.add(self.forward(x, stream.adapters), following)
+                return
+            delta.add(stream.sum, x, stream.adapters)  # in place: nobody else has it by now
+        if fuses and self._fused is not None:
+            stream.sum, stream.scaled, stream.squares = self._fused(x, Around(residual=stream.sum, scale=following.scale))
+        elif self._added is not None:
+            stream.sum = self._added(x, stream.sum)
 
     def _unfinished(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "a weight with formats is computed with only once loading has finished"

@@ -26,7 +26,7 @@ class Stream:
     add it and leave that norm half done: ``scaled`` by its weight, to be divided by the root of the mean of ``squares``.
 
     ``takes_norms``, ``takes_sums``: products of this step take in norms and sums, or sums alone, where they have a kernel for it.
-    ``adapters``: rows that adapters add to; then products are computed by themselves.
+    ``adapters``: rows that adapters add to.
     """
 
     sum: Tensor  # [tokens, hidden]
@@ -44,6 +44,13 @@ class Stream:
         x, self.sum = norm.forward(self.pending, self.sum)
         self.pending = None
         return x
+
+    def add(self, y: Tensor, norm: Norm) -> None:
+        """A result onto the sum at once. Where products take in norms, that before the next one is left half done, as they leave it."""
+        self.sum = self.sum + y
+        if self.takes_norms:
+            self.scaled = (self.sum * norm.scale).to(y.dtype)
+            self.squares = self.sum.float().square().sum(1).unsqueeze(0)
 
     def renormed(self, norm: Norm | None) -> None:
         """What is pending passes a norm of its own before it is added."""

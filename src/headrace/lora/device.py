@@ -70,9 +70,9 @@ class DeviceAdapters:
             return AdapterOutcome(name, f"adapter {name} could not be read: {type(error).__name__}: {error}")
         return AdapterOutcome(name)
 
-    def bring(self, adapters: Iterable[tuple[int, str]]) -> None:
-        for slot, name in adapters:
-            self.slots.bring(slot, self._held[name])
+    def bring(self, adapters: Iterable[tuple[int, str]]) -> bool:
+        """Whether graphs of steps with adapters are not what they were."""
+        return any([self.slots.bring(slot, self._held[name]) for slot, name in adapters])
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

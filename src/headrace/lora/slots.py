@@ -51,24 +51,46 @@ class AdapterSlots:
             assert isinstance(layer, Linear | Embedding)
             layer.delta = Delta(ins, parts, slots, rank, context, table=isinstance(layer, Embedding))
             self._deltas[weight.name] = layer.delta, layer
+        deltas = [delta for delta, _ in self._deltas.values()]
+        self._ranks = torch.zeros((slots, sum(len(delta.parts) for delta in deltas)), dtype=torch.int32, device=context.device)
+        for delta, ranks in zip(deltas, self._ranks.split([len(delta.parts) for delta in deltas], dim=1), strict=True):
+            delta.ranks = ranks  # all of a slot's in one copy
 
     @property
     def num_bytes(self) -> int:
         return sum(delta.num_bytes for delta, _ in self._deltas.values())
 
-    def bring(self, slot: int, adapter: HostAdapter) -> None:
-        """In place of what was there. Queued behind the steps that still compute with that."""
+    def bring(self, slot: int, adapter: HostAdapter) -> bool:
+        """In place of what was there. Queued behind the steps that still compute with that. Whether graphs of steps with
+        adapters are not what they were: it changes a weight that none before it did, or in a way that none did."""
+        before = self._changed()
         with torch.inference_mode():
+            self._ranks[slot].copy_(self._ranks_of(adapter), non_blocking=True)
             for name, (delta, layer) in self._deltas.items():
                 factors = adapter.get(name, ())
-                delta.ranks[slot] = max((each.rank for each in factors), default=0)
-                if factors:
-                    delta.a[slot].zero_()
-                    delta.b[slot].zero_()
+                delta.touched |= bool(factors)
                 if delta.gains is not None:
                     delta.gains[slot] = _no_gain(delta, delta.gains.device)
                 for each in factors:
                     _place(delta, slot, each, layer)
+        return self._changed() != before
+
+    @property
+    def head_touched(self) -> bool:
+        """Whether some adapter so far changes the head."""
+        return any(delta.touched for name, (delta, _) in self._deltas.items() if name == "head")
+
+    def _changed(self) -> list[tuple[bool, bool]]:
+        return [(delta.touched, delta.adds_only) for delta, _ in self._deltas.values()]
+
+    def _ranks_of(self, adapter: HostAdapter) -> Tensor:
+        """At each part of each weight, as ``_ranks`` has them; on the host."""
+        ranks = []
+        for name, (delta, _) in self._deltas.items():
+            by_part = {each.part or 0: each.rank for each in adapter.get(name, ())}
+            ranks += [by_part.get(part, 0) for part in range(len(delta.parts))]
+        made = torch.tensor(ranks, dtype=torch.int32)
+        return made.pin_memory() if self._ranks.is_cuda else made
 
 
 def _place(delta: Delta, slot: int, factors: HostFactors, layer: Linear | Embedding) -> None:

@@ -127,14 +127,12 @@ class Decoder(nn.Module):
         values, and without ``inputs.alone`` attention, too. ``kv_caches``: one tensor per KV group, [blocks, layers, 2,
         kv_heads, block_size, head_dim], or bytes in place of the last (KVSpec).
         """
-        alone = inputs.adapters is None  # else nothing is taken in by a product
-        if self._step is not None and alone and inputs.wanted is None and (whole := self._step(inputs, kv_caches)) is not None:
+        if self._step is not None and inputs.adapters is None and inputs.wanted is None and (whole := self._step(inputs, kv_caches)) is not None:
             return whole
         halves = [
             cache.view(cache.shape[0], count, *cache.shape[3:]).unbind(1) for cache, count in zip(kv_caches, self._halves, strict=True)
         ]
-        composed = self.composed(len(inputs.token_ids)) if alone else (False, False)
-        stream = Stream(self.embedded(inputs), *composed, adapters=inputs.adapters)
+        stream = Stream(self.embedded(inputs), *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
         wanted = None if stream.takes_norms else inputs.wanted  # few rows are computed to the end
         for block, following, group, place in self._steps:
             picked = _wanted(inputs, group) if wanted is not None and following is self.norm else None

@@ -1,15 +1,16 @@
 """The safetensors container: a length, a JSON header, and the tensors' bytes.
 
-What lives here: reading and checking the header of one file and of a sharded set, with messages for what is wrong. What
-may not: torch, names that mean something to a model.
+What lives here: reading and checking the header of one file and of a sharded set, with messages for what is wrong;
+writing a file. What may not: torch, names that mean something to a model.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,22 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the path and its permissions.") from error
     return _entries(file, _parse(file, text), length + 8, size)
+
+
+def write_file(file: Path, tensors: Mapping[str, tuple[str, Sequence[int], memoryview]]) -> None:
+    """``tensors``: element type as the format calls it, shape and bytes, by name. On the disk when it returns."""
+    entries, start = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + data.nbytes]}
+        start += data.nbytes
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(header)) + header)
+        for _, _, data in tensors.values():
+            stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headrace.models.safetensors_file import read_header
+from headrace.models.safetensors_file import read_header, write_file
 
 _NAMES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
@@ -36,19 +35,8 @@ class Shards:
         return self.path(index).exists()
 
     def write(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        entries, start = {}, 0
-        for name, tensor in tensors.items():
-            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, start + tensor.nbytes]}
-            start += tensor.nbytes
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-        header += b" " * (-len(header) % 8)
         unfinished = self.path(index).with_suffix(".unfinished")
-        with unfinished.open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            for tensor in tensors.values():
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(unfinished, {name: (_NAMES[each.dtype], each.shape, _bytes(each)) for name, each in tensors.items()})
         os.replace(unfinished, self.path(index))
 
     def read(self, index: int) -> dict[str, Tensor]:
@@ -68,3 +56,7 @@ class Shards:
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}, indent=1)
         (self.folder / "model.safetensors.index.json").write_text(text + "\n")
         return size
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

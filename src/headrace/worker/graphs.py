@@ -19,13 +19,14 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import Facts
+from headrace.kernels.lora.inputs import AdapterRows
 from headrace.kernels.operations import FETCH_STEP
 from headrace.worker.memory import buckets_to_try
 from headrace.worker.recorder import Recorder
@@ -60,6 +61,8 @@ class _Bucket:
     least_shared: int | None = None  # from how many shared tokens on another graph computes them; None: never
     shared: torch.cuda.CUDAGraph | None = None  # that graph, captured when the first such step comes
     shared_tried: bool = False
+    adapted: torch.cuda.CUDAGraph | None = None  # of steps with adapters, captured when the first such step comes
+    adapted_tried: bool = False
 
 
 class DecodeGraphs:
@@ -76,6 +79,7 @@ class DecodeGraphs:
         self._drawn_already = False  # the step just computed has its tokens
         self._longest = 0  # context of the step just written
         self._shares = False  # whether the step just written has many shared tokens
+        self._adapted = False  # whether it has adapters
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
         self._fetch = recorder.kernels.choose(FETCH_STEP, Facts(torch.int32))
         self._mailbox = Mailbox((_LINES, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device))
@@ -123,6 +127,24 @@ class DecodeGraphs:
         """Whether there is a graph for a step of so many rows."""
         return self._bucket(count) is not None
 
+    def adapts(self, count: int) -> bool:
+        """Whether there is a graph for a step of so many rows with adapters. It is captured when it is first asked for: some
+        milliseconds, once a bucket."""
+        bucket = self._bucket(count)
+        if bucket is None:
+            return False
+        found = self._captured[bucket]
+        if not found.adapted_tried:
+            found.adapted_tried, found.adapted = True, self._try_again(bucket, "adapters", adapted=True)
+        return found.adapted is not None
+
+    def forget_adapted(self) -> None:
+        """Adapters change more than those that graphs were captured with."""
+        if any(found.adapted is not None for found in self._captured.values()):
+            torch.cuda.synchronize(self._rows.device)  # none is under way
+        for found in self._captured.values():
+            found.adapted, found.adapted_tried = None, False
+
     def draws(self, count: int) -> bool:
         """Whether there are graphs for the tokens of so many rows too."""
         bucket = self._bucket(count)
@@ -133,9 +155,12 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._rows.device)
         self._mailbox.restart()
 
-    def write(self, rows: Ints, contexts: Ints, edits: Edits = ((), (), ()), *, shared_tokens: int | None = None) -> int:
+    def write(
+        self, rows: Ints, contexts: Ints, edits: Edits = ((), (), ()), *, shared_tokens: int | None = None, adapted: bool = False
+    ) -> int:
         """What the host has to say of a step in which ``rows`` compute one token each and then see ``contexts`` keys;
         ``compute`` must follow. ``edits``: no more than there are rows. ``shared_tokens``: as StepPlan has it.
+        ``adapted``: some have adapters.
 
         Returns the bucket. There must be a graph for so many.
         """
@@ -143,7 +168,8 @@ class DecodeGraphs:
         assert bucket is not None, f"no graph serves {count} rows"
         found = self._captured[bucket]
         self._longest = int(contexts.max()) if found.long is not None else 0
-        self._shares = found.least_shared is not None and (shared_tokens is None or shared_tokens >= found.least_shared)
+        self._adapted = adapted
+        self._shares = not adapted and found.least_shared is not None and (shared_tokens is None or shared_tokens >= found.least_shared)
         host = self._mailbox.next()
         host[_ROW, :count] = rows
         np.subtract(contexts, 1, out=host[_POSITION, :count])
@@ -166,9 +192,12 @@ class DecodeGraphs:
     def _graph_of(self, bucket: int) -> torch.cuda.CUDAGraph:
         """Which of them computes the step just written."""
         found = self._captured[bucket]
+        if self._adapted:
+            assert found.adapted is not None, "asked for by adapts"
+            return found.adapted
         if self._shares:
             if not found.shared_tried:
-                found.shared_tried, found.shared = True, self._try_shared(bucket)
+                found.shared_tried, found.shared = True, self._try_again(bucket, "shared keys", None)
             if found.shared is not None:
                 return found.shared
         return found.forward if found.long is None or self._longest <= found.megakernel else found.long
@@ -199,12 +228,14 @@ class DecodeGraphs:
         buckets."""
         return self._shipped[:, :bucket]
 
-    def _hidden(self, bucket: int, longest: int, shared_tokens: int | None = 0) -> Tensor:
+    def _hidden(self, bucket: int, longest: int, shared_tokens: int | None = 0, *, adapted: bool = False) -> Tensor:
         """Of contexts up to ``longest``."""
         columns, every = self._columns(bucket), self._every
         self._fetch(self._mailbox.inward, self._mailbox.turn, columns, self._rows.tables[0])
         chunks = columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION]
         inputs = self._recorder.gather.gathered(*chunks, 1, longest, shared_tokens)
+        if adapted:
+            inputs = replace(inputs, adapters=AdapterRows(self._rows.slots_of(columns[_ROW], columns[_POSITION])))
         return self._recorder.forward(inputs)
 
     def _drawn(self, bucket: int, hidden: Tensor, how: Draw) -> None:
@@ -231,19 +262,21 @@ class DecodeGraphs:
             with self._recorder.recording() as found.greedy:
                 self._drawn(bucket, self._hidden(bucket, covered), Draw.GREEDY)
 
-    def _capture_again(self, bucket: int, hidden: Tensor, shared_tokens: int | None = 0) -> torch.cuda.CUDAGraph:
+    def _capture_again(
+        self, bucket: int, hidden: Tensor, shared_tokens: int | None = 0, *, adapted: bool = False
+    ) -> torch.cuda.CUDAGraph:
         """For contexts of any length: what draws look at is in the same place."""
         with self._recorder.recording() as graph:
-            hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens))
+            hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens, adapted=adapted))
         return graph
 
-    def _try_shared(self, bucket: int) -> torch.cuda.CUDAGraph | None:
-        """Some milliseconds, once a bucket; where it fails, every row reads its keys by itself."""
+    def _try_again(self, bucket: int, what: str, shared_tokens: int | None = 0, *, adapted: bool = False) -> torch.cuda.CUDAGraph | None:
+        """Some milliseconds, once a bucket; where it fails, such steps go the longer way."""
         try:
             with self._recorder.captures():
-                return self._capture_again(bucket, self._captured[bucket].hidden, None)
+                return self._capture_again(bucket, self._captured[bucket].hidden, shared_tokens, adapted=adapted)
         except RuntimeError as error:
-            _log.warning("no graph for %d rows with shared keys (%s); each row reads its own", bucket, error)
+            _log.warning("no graph for %d rows with %s (%s)", bucket, what, error)
             return None
 
 

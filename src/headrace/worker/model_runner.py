@@ -54,6 +54,7 @@ class Drawn:
     sample_rows: array[int]
     on_host: Ints  # [rows]
     how: Draw
+    adapted: bool  # some have adapters
 
     def is_of(self, plan: StepPlan) -> bool:
         """By identity: arrays of plans do not change."""
@@ -195,7 +196,7 @@ class ModelRunner:
             self._await_lengths()
             self._speculator.leave(plan)
         if plan.adapters and self._adapters is not None:
-            self._adapters.bring(plan.adapters)
+            self._bring(self._adapters, plan)
         edits, drawn = self._rows.edits_of(plan), None
         if edits is not None and (drawn := self._drawn(plan)) is not None:
             self._rows.drop(plan)
@@ -209,7 +210,7 @@ class ModelRunner:
             step.plan, step.drafts = self._speculator.begin(plan)
         if drawn is not None and self.graphs is not None:
             context = np.asarray(plan.starts, dtype=np.int32) + 1
-            step.bucket = self.graphs.write(drawn.on_host, context, edits, shared_tokens=plan.shared_tokens)
+            step.bucket = self.graphs.write(drawn.on_host, context, edits, shared_tokens=plan.shared_tokens, adapted=drawn.adapted)
             self._begin(step)
             self.graphs.compute(step.bucket, drawn.how)
             step.drawn = drawn
@@ -218,6 +219,11 @@ class ModelRunner:
         if plan.masked and self._stream is not None:
             step.computed = _recorded()
         return step
+
+    def _bring(self, adapters: DeviceAdapters, plan: StepPlan) -> None:
+        if adapters.bring(plan.adapters) and self.graphs is not None:
+            self.graphs.forget_adapted()
+            self._last_drawn = None
 
     def _await_lengths(self) -> None:
         """A step behind one that verifies drafts, on a device with a queue, waits until it is known how long its rows are."""
@@ -243,17 +249,22 @@ class ModelRunner:
     def _prepared(self, plan: StepPlan, packing: Packing) -> tuple[Callable[[], Tensor], int]:
         """The step's inputs on their way to the device; what computes its hidden states from them, and the tokens of a
         prompt graph that does."""
-        if (slots := self._slots(plan.rows)) is not None:  # graphs hold no adapters
-            return partial(self._computed, self._gather.inputs(plan, packing, slots)), 0
-        graphs, prompts = self.graphs, self.prompt_graphs
-        if graphs is not None and len(packing.chunk) == len(plan.rows) and graphs.serves(len(plan.rows)):
-            bucket = graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context, shared_tokens=plan.shared_tokens)
+        graphs, prompts, slots = self.graphs, self.prompt_graphs, self._slots(plan.rows)
+        if graphs is not None and len(packing.chunk) == len(plan.rows) and self._serves(graphs, len(plan.rows), adapted=slots is not None):
+            rows, shared = np.asarray(plan.rows, dtype=np.int32), plan.shared_tokens
+            bucket = graphs.write(rows, packing.context, shared_tokens=shared, adapted=slots is not None)
             return partial(graphs.hidden, bucket, len(plan.rows)), 0
+        if slots is not None:  # graphs of prompts hold no adapters
+            return partial(self._computed, self._gather.inputs(plan, packing, slots)), 0
         if prompts is not None and not plan.drafts and (shape := prompts.shape_of(plan, packing)) is not None:
             prompts.write(shape, plan, packing)
             wanted = packing.chunk if packing.wanted is None else packing.wanted
             return partial(prompts.compute, shape, len(wanted)), shape.tokens if prompts.replays(shape) else 0
         return partial(self._computed, self._gather.inputs(plan, packing)), 0
+
+    @staticmethod
+    def _serves(graphs: DecodeGraphs, count: int, *, adapted: bool) -> bool:
+        return graphs.adapts(count) if adapted else graphs.serves(count)
 
     def _slots(self, rows: Sequence[int] | Ints) -> Ints | None:
         """Of these rows' adapters; None where none has one."""
@@ -275,7 +286,7 @@ class ModelRunner:
         wanted = None if inputs.wanted is None else len(inputs.wanted)
         tokens = len(inputs.token_ids)
         kind = self._decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None
-        if inputs.adapters is not None:  # what is allocated depends on which adapters there are
+        if inputs.adapters is not None:  # what is allocated depends on which weights adapters change
             return compute()
         return self._arena.run(compute, tokens, wanted, kind=kind)
 
@@ -358,14 +369,17 @@ class ModelRunner:
 
     def _look_at(self, plan: StepPlan) -> Drawn | None:
         """Where every chunk is one token and gets the one after its own, and nothing else is asked for."""
-        count = len(plan.rows)
-        if self.graphs is None or not count or self._slots(plan.rows) is not None or plan.counts.count(1) != count or not self.graphs.draws(count):
+        count, graphs = len(plan.rows), self.graphs
+        if graphs is None or not count or plan.counts.count(1) != count or not graphs.draws(count):
             return None
+        adapted = self._slots(plan.rows) is not None
+        if adapted and (self._adapters is None or self._adapters.slots.head_touched or not graphs.adapts(count)):
+            return None  # the head that graphs draw with is the model's own
         if plan.drafts or plan.prompt_logprobs or plan.sample_rows != plan.rows or plan.sample_work != self._every[:count]:
             return None
         rows = np.asarray(plan.rows, dtype=np.int32)
         how = draw_of(self._rows.traits[rows])
-        return None if how is None else Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how)
+        return None if how is None else Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how, adapted)
 
     def _pieces(self, count: int) -> Iterator[slice]:
         for first in range(0, count, self._max_logits_rows):

@@ -30,7 +30,7 @@ Edits = tuple[Sequence[int], Sequence[int], Sequence[int]]  # of one block table
 
 # Columns of a row's parameters: float32 bits first, integers after them.
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-INT_COLUMNS = ("top_k", "seed_low", "seed_high", "num_prompt_tokens")
+INT_COLUMNS = ("top_k", "seed_low", "seed_high", "num_prompt_tokens", "adapter_slot")
 _NUM_FLOATS = len(FLOAT_COLUMNS)
 _SMALLEST_REPETITION = 1e-30  # a logit divided by less would be infinite in float32; to the choice it is the same
 
@@ -190,7 +190,10 @@ def _floats(p: SamplingParams) -> tuple[float, ...]:
 
 def _param_bits(added: Sequence[NewRow]) -> Ints:  # [rows, columns]
     floats = {key: _floats(params) for key, params in {id(new.params): new.params for new in added}.items()}
-    ints = [(max(new.params.top_k, 0), new.seed & 0xFFFFFFFF, new.seed >> 32 & 0xFFFFFFFF, new.num_prompt_tokens) for new in added]
+    ints = [
+        (max(new.params.top_k, 0), new.seed & 0xFFFFFFFF, new.seed >> 32 & 0xFFFFFFFF, new.num_prompt_tokens, new.adapter_slot & 0xFFFFFFFF)
+        for new in added
+    ]
     columns = np.array([floats[id(new.params)] for new in added], dtype=np.float32), np.array(ints, dtype=np.uint32)
     return np.concatenate([part.view(np.int32) for part in columns], axis=1)
 
@@ -311,6 +314,11 @@ class Rows:
             if counts and begin + new.num_prompt_tokens < end:
                 outputs = ids[begin + new.num_prompt_tokens : end].long()
                 self.counts[new.row].index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
+
+    def slots_of(self, rows: Tensor, positions: Tensor) -> Tensor:  # [n], int32
+        """Of these rows' adapters, or NO_SLOT; of rows that fill a step up, which are at no position, too."""
+        slots = self.params[:, _NUM_FLOATS + INT_COLUMNS.index("adapter_slot")]
+        return torch.where(positions >= 0, slots.index_select(0, rows), NO_SLOT)
 
     def float_params(self, rows: Tensor) -> Tensor:  # [n] → [n, FLOAT_COLUMNS], float32
         return self.params[rows][:, :_NUM_FLOATS].view(torch.float32)

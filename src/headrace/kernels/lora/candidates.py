@@ -1,11 +1,58 @@
-"""The candidates for what adapters add to a product, best first.
+"""The candidates for what adapters add to a product and to an embedding, best first.
 
-What lives here: the ordered list. What may not: kernels.
+What lives here: the ordered lists, and small calls that build each kernel a model will launch. What may not: kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.build.gpu import triton
 from headrace.kernels.build.native import native
+from headrace.kernels.build.rehearsals import TOKENS
+from headrace.kernels.candidate import Calls, CallSite, DeltaFacts, Sizes
+from headrace.kernels.lora.inputs import AdapterRows
 from headrace.kernels.lora.native import create_add_deltas
 
-ADD_DELTAS = (native(create_add_deltas),)
+_MANY = 512  # rows, from which on tiles are tall
+
+
+def _rows(site: CallSite[DeltaFacts], count: int) -> AdapterRows:
+    return AdapterRows(site.zeros(count, dtype=torch.int32))
+
+
+def _adds(site: CallSite[DeltaFacts], run: Any, sizes: Sizes) -> Calls:
+    facts, ints = site.facts, partial(site.zeros, dtype=torch.int32)
+    parts, most = facts.parts, facts.rank
+
+    def add(count: int, of: Callable[[], Tensor | None], squares: Callable[[], Tensor | None]) -> object:
+        a, b = site.zeros(1, len(parts), most, facts.in_features), site.zeros(1, most, sum(parts))
+        y, x, ranks = site.zeros(count, sum(parts)), site.zeros(count, facts.in_features), ints(1, len(parts))
+        return run(y, x, a, b, ranks, parts, _rows(site, count), of(), squares(), 1.0)
+
+    gains = partial(site.zeros, 1, 2, sum(parts), dtype=torch.float32)
+    none: Callable[[], None] = lambda: None  # noqa: E731
+    for count in (TOKENS, 65, _MANY):  # few, whose kernels may begin early; more; many
+        for gained, of in (("", none), (", gains", gains)):
+            for normed, squares in (("", none), (", squares", partial(site.zeros, 1, count, dtype=torch.float32))):
+                name = f"{facts.in_features % 16}, {[each % 16 for each in parts]}, {most}, {count} rows{gained}{normed}"
+                yield f"{name}, {min(8, -(-facts.in_features // 1024))}", partial(add, count, of, squares)
+
+
+def _looks_up(site: CallSite[DeltaFacts], run: Any, sizes: Sizes) -> Calls:
+    def look_up(count: int) -> object:
+        (outs,), most = site.facts.parts, site.facts.rank
+        a, b = site.zeros(1, 1, most), site.zeros(1, most, outs)
+        ids, ranks = site.zeros(count, dtype=torch.int64), site.zeros(1, 1, dtype=torch.int32)
+        return run(site.zeros(count, outs), ids, a, b, ranks, 1.5, _rows(site, count))
+
+    yield "tokens", partial(look_up, TOKENS)
+
+
+ADD_DELTAS = (native(create_add_deltas), triton("lora.triton_lora:create_add_deltas", _adds))
+LOOK_UP_DELTAS = (triton("lora.triton_lora:look_up_deltas", _looks_up),)

@@ -2,7 +2,7 @@
 
 What lives here: the bundle, and making it from a slot a row. What may not: which slot holds which adapter (lora/).
 
-    slot of each row   -  2  2  0  -  2  0
+    slot of each row   -  2  2  0  -  2  0         all that a GPU needs
     order              3  6 | 1  2  5              rows with an adapter, those of one slot side by side
     spans              (0: 0 … 2) (2: 2 … 5)
 """
@@ -18,22 +18,39 @@ from torch import Tensor
 
 from headrace.request import NO_SLOT
 
-TILE = 16  # rows: of a matrix instruction
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Rows with an adapter by slot."""
+
+    order: Tensor  # [n], int64: the rows; at least one
+    slots: Tensor  # [n], int32: of each of them
+    spans: tuple[tuple[int, int, int], ...]  # slot, begin and end in ``order``
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
     """``wanted``: the same of the rows that the last block computes to the end, where these are fewer."""
 
-    order: Tensor  # [n], int64: rows with an adapter; at least one
-    slots: Tensor  # [n], int32: of each of them
-    tiles: Tensor  # [tiles, 3], int32: slot, begin and end in ``order``, of one slot each and at most TILE rows
-    spans: tuple[tuple[int, int, int], ...]  # the same by slot, for the host
+    slots: Tensor  # [T], int32: of each row, or NO_SLOT
+    grouped: Grouped | None = None  # on a CPU
     wanted: AdapterRows | None = None
+
+    def by_slot(self) -> Grouped | None:
+        """None where no row has one. On a GPU it looks at the device."""
+        return self.grouped or group(self.slots.cpu().numpy(), self.slots.device)
 
 
 def adapter_rows(slots: NDArray[np.int32], device: torch.device) -> AdapterRows | None:
     """``slots`` [rows]: of each row, or NO_SLOT. None where no row has one."""
+    if device.type != "cpu":
+        held = np.ascontiguousarray(slots, dtype=np.int32)
+        return AdapterRows(torch.from_numpy(held).pin_memory().to(device, non_blocking=True)) if (slots != NO_SLOT).any() else None
+    grouped = group(slots, device)
+    return None if grouped is None else AdapterRows(torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int32)), grouped)
+
+
+def group(slots: NDArray[np.int32], device: torch.device) -> Grouped | None:
     order = np.argsort(slots, kind="stable")
     order = order[slots[order] != NO_SLOT]
     if not len(order):
@@ -42,8 +59,4 @@ def adapter_rows(slots: NDArray[np.int32], device: torch.device) -> AdapterRows 
     begins = np.flatnonzero(np.r_[True, sorted_slots[1:] != sorted_slots[:-1]])
     ends = np.r_[begins[1:], len(order)]
     spans = tuple(zip(sorted_slots[begins].tolist(), begins.tolist(), ends.tolist(), strict=True))
-    tiles = [(slot, at, min(at + TILE, end)) for slot, begin, end in spans for at in range(begin, end, TILE)]
-    packed = np.concatenate([order.astype(np.int64), sorted_slots, np.array(tiles, dtype=np.int64).ravel()])
-    shipped = torch.from_numpy(packed) if device.type == "cpu" else torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
-    count, small = len(order), shipped[len(order) :].int()
-    return AdapterRows(shipped[:count], small[:count], small[count:].view(-1, 3), spans)
+    return Grouped(torch.from_numpy(order.astype(np.int64)).to(device), torch.from_numpy(sorted_slots.astype(np.int32)).to(device), spans)

@@ -16,11 +16,11 @@ typedef struct {
     int type;
     int64_t rows, ins, outs, parts, most; /* most: ranks that a slot has room for */
     const int64_t *order;                 /* [rows]: places in x and y */
-    const int32_t *slots, *ranks;         /* [rows]; [slots] */
+    const int32_t *slots, *ranks;         /* [rows]; [slots, parts], ranks_row apart */
     const int64_t *ends;                  /* [parts]: where the outputs of each end */
     const char *x, *a, *b;                /* a [slots, parts, most, ins], b [slots, most, outs] */
     char *y;
-    int64_t x_row, y_row; /* strides, elements */
+    int64_t x_row, y_row, ranks_row; /* strides, elements */
     float *inner;         /* [rows, parts, most] */
 } Deltas;
 
@@ -39,7 +39,7 @@ INLINE void dots(const char *x, const char *a, int64_t ins, int count, float *ou
 }
 
 INLINE void shrink(const Deltas *d, int64_t row, int64_t part, const int type) {
-    const int64_t slot = d->slots[row], rank = d->ranks[slot], size = size_of(type);
+    const int64_t slot = d->slots[row], rank = d->ranks[slot * d->ranks_row + part], size = size_of(type);
     const char *x = d->x + d->order[row] * d->x_row * size, *a = d->a + (slot * d->parts + part) * d->most * d->ins * size;
     float *inner = d->inner + (row * d->parts + part) * d->most;
     for (int64_t r = 0; r < rank; r += RANKS)
@@ -58,14 +58,15 @@ INLINE void add_vectors(char *y, const char *b, int64_t outs, int64_t at, int64_
 
 /* Outputs from .. to - 1 of one row. */
 INLINE void expand(const Deltas *d, int64_t row, int64_t from, int64_t to, const int type) {
-    const int64_t slot = d->slots[row], rank = d->ranks[slot], size = size_of(type);
+    const int64_t slot = d->slots[row], size = size_of(type);
     char *y = d->y + d->order[row] * d->y_row * size;
     const char *b = d->b + slot * d->most * d->outs * size;
     int64_t begin = 0;
     for (int64_t part = 0; part < d->parts; begin = d->ends[part++]) {
         const int64_t end = d->ends[part] < to ? d->ends[part] : to;
         const float *inner = d->inner + (row * d->parts + part) * d->most;
-        int64_t at = begin > from ? begin : from;
+        const int64_t rank = d->ranks[slot * d->ranks_row + part];
+        int64_t at = rank == 0 ? end : begin > from ? begin : from;
         for (; at + 16 * VECTORS <= end; at += 16 * VECTORS) add_vectors(y, b, d->outs, at, end - at, inner, rank, VECTORS, type);
         for (; at < end; at += 16) add_vectors(y, b, d->outs, at, end - at, inner, rank, 1, type);
     }
@@ -84,9 +85,9 @@ INLINE void expand(const Deltas *d, int64_t row, int64_t from, int64_t to, const
     }
 
 void headrace_add_deltas(int type, int64_t rows, int64_t ins, int64_t outs, int64_t parts, int64_t most, const int64_t *order, const int32_t *slots,
-                         const int32_t *ranks, const int64_t *ends, const char *x, int64_t x_row, const char *a, const char *b, char *y,
+                         const int32_t *ranks, int64_t ranks_row, const int64_t *ends, const char *x, int64_t x_row, const char *a, const char *b, char *y,
                          int64_t y_row, float *inner, int threads) {
-    const Deltas d = {type, rows, ins, outs, parts, most, order, slots, ranks, ends, x, a, b, y, x_row, y_row, inner};
+    const Deltas d = {type, rows, ins, outs, parts, most, order, slots, ranks, ends, x, a, b, y, x_row, y_row, ranks_row, inner};
     const int64_t blocks = (outs + OUTPUTS - 1) / OUTPUTS;
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * most * (ins * parts + outs) > WORTH_THREADS)
     {

@@ -1,0 +1,207 @@
+"""``headrace bench lora``: tokens per second with adapters beside those of the base model, in one engine and one run.
+
+What lives here: the command, adapters made from a seed, which request has which. What may not: adapters as an engine
+holds them (lora/).
+
+Popularities are those of Punica (Chen et al. 2023, section 7): each request its own adapter; all of the root of the
+requests' number equally; each adapter 1.5 times as often as the next; one for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headrace.bench.arguments import count, output
+from headrace.bench.sweep import Sweep
+from headrace.config import AdapterConfig, EngineConfig
+from headrace.errors import ConfigError
+from headrace.observe.report import print_facts, table, write_json
+from headrace.planner.workload.asked import Lengths, drawn
+from headrace.planner.workload.dialogues import dialogues_of
+from headrace.request import LoRARequest
+from headrace.sampling_params import SamplingParams
+from headrace.spec import DecoderSpec
+
+BASE, APART = "base", "apart"
+SKEW = 1.5  # of one adapter's popularity over the next one's
+MOST_SLOTS = 64  # unless --max-loras says otherwise
+Adapters = Sequence[LoRARequest | None]
+
+
+def _distinct(requests: int, rng: np.random.Generator) -> list[int]:
+    return list(range(requests))
+
+
+def _uniform(requests: int, rng: np.random.Generator) -> list[int]:
+    return [index % math.ceil(math.sqrt(requests)) for index in range(requests)]
+
+
+def _skewed(requests: int, rng: np.random.Generator) -> list[int]:
+    weights = SKEW ** -np.arange(requests, dtype=np.float64)
+    return [int(each) for each in rng.choice(requests, requests, p=weights / weights.sum())]
+
+
+def _identical(requests: int, rng: np.random.Generator) -> list[int]:
+    return [0] * requests
+
+
+POPULARITIES: Mapping[str, Callable[[int, np.random.Generator], list[int]]] = {
+    "distinct": _distinct, "uniform": _uniform, "skewed": _skewed, "identical": _identical,
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--popularity", nargs="+", choices=(*POPULARITIES, APART), default=tuple(POPULARITIES),
+        help="who asks for which adapter (default: all but apart, which is distinct in a batch an adapter)",
+    )  # fmt: skip
+    parser.add_argument("--num-prompts", type=count, default=32, help="requests, all given at once (default: 32)")
+    parser.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
+    parser.add_argument("--output-len", type=count, default=64, help="output tokens (default: 64)")
+    parser.add_argument("--num-adapters", type=count, help="made from a seed, where --lora-modules names none (default: one a request)")
+    parser.add_argument("--ranks", type=count, nargs="+", default=[16], help="of the adapters made, in turn (default: 16)")
+    parser.add_argument("--targets", nargs="+", metavar="MODULE", help="modules that they change, like q_proj (default: all but embedding and head)")
+    parser.add_argument("--repeats", type=count, default=3, help="timed repeats of everything, in turn (default: 3)")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
+
+
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    from headrace.bench.offline import facts_here
+    from headrace.engine.llm import LLM  # the engine, and torch with it
+
+    shape = f"{args.num_prompts} requests, {args.input_len} in, {args.output_len} out"
+    facts, sweep = facts_here(config.device.device, shape=shape), Sweep()
+    with tempfile.TemporaryDirectory(prefix="headrace-adapters-") as folder:
+        found, config = _adapters(args, config, Path(folder))
+        with LLM.from_config(config) as llm:
+            llm.engine.await_kernels()
+            facts |= _engine_facts(llm, found)
+            _ask(llm, args, -1, [None, *found])  # everything has been used once
+            sides = {BASE: [None] * args.num_prompts} | {name: _chosen(name, found, args.num_prompts) for name in args.popularity}
+            timed = sweep.take(
+                (name, _ask(llm, args, repeat, adapters, apart=name == APART)) for repeat in range(args.repeats) for name, adapters in sides.items()
+            )
+    figures = {name: _figures([speed for side, speed in timed if side == name], adapters) for name, adapters in sides.items()}
+    _show(args, facts, {name: each for name, each in figures.items() if each["tokens_per_second"]})
+    return sweep.status()
+
+
+def _engine_facts(llm: Any, found: Adapters) -> dict[str, str]:
+    info = llm.info
+    said = "; ".join(f"{each.name} {each.value}" for each in info.decisions if each.name in ("adapters", "kernel add_deltas", "graphs"))
+    return {"model": f"{info.model}, {info.dtype} on {info.device}", "adapters": f"{len(found)} registered", "choices": said}
+
+
+# --- which adapters
+
+
+def _adapters(args: argparse.Namespace, config: EngineConfig, folder: Path) -> tuple[list[LoRARequest], EngineConfig]:
+    """Those that the flags name, or as many as they ask for made from a seed; and the engine that serves them. Raises ConfigError."""
+    from headrace.models.families import spec_from_config
+    from headrace.models.source import find_model
+
+    given, number = config.adapters.modules, args.num_adapters or args.num_prompts
+    if given:
+        found = [LoRARequest(name) for name in given]
+    else:
+        spec = spec_from_config(find_model(config.model).config)
+        places = [str(write_adapter(folder / f"rank-{rank}", spec, rank, args.targets)) for rank in args.ranks]
+        found = [LoRARequest(f"adapter-{index}", 1, places[index % len(places)]) for index in range(number)]
+    slots, rank = config.adapters.max_loras, config.adapters.max_lora_rank
+    if slots == AdapterConfig().max_loras:
+        slots = min(max(slots, len(found)), MOST_SLOTS)
+    served = replace(
+        config.adapters, enable_lora=True, max_loras=slots, max_lora_rank=rank if given else max(rank, *args.ranks),
+        max_cpu_loras=config.adapters.max_cpu_loras or max(len(found), 4 * slots),
+    )  # fmt: skip
+    return found, replace(config, adapters=served)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Factors that change answers, and do not spoil them."""
+
+    rng: np.random.Generator
+    rank: int
+
+    def pair(self, ins: int, outs: int) -> Iterator[tuple[str, tuple[int, int], memoryview]]:
+        for shape in ((self.rank, ins), (outs, self.rank)):
+            values = self.rng.standard_normal(shape, dtype=np.float32) * (0.3 / math.sqrt(shape[1]))
+            yield "F16", shape, values.astype(np.float16).data
+
+
+def write_adapter(folder: Path, spec: DecoderSpec, rank: int, targets: Sequence[str] | None = None) -> Path:
+    """As PEFT writes one. ``targets``: the last words of modules' names. Raises ConfigError for those that the model does not have."""
+    from headrace.models.safetensors_file import write_file
+    from headrace.models.weight_rules import adapted_modules
+
+    modules = [module for module in adapted_modules(spec) if module.weight.layer is not None]
+    known = {module.name.rpartition(".")[2] for module in modules}
+    if unknown := sorted(set(targets or ()) - known):
+        raise ConfigError(f"--targets names {', '.join(unknown)}, which the model does not have; it has {', '.join(sorted(known))}.")
+    tensors: dict[str, tuple[str, tuple[int, int], memoryview]] = {}
+    draw = _Drawn(np.random.default_rng(0), rank)
+    for module in modules:
+        if targets is None or module.name.rpartition(".")[2] in targets:
+            pair = draw.pair(module.weight.ins, module.outs)
+            tensors |= {f"base_model.model.{module.name}.lora_{letter}.weight": factor for letter, factor in zip("AB", pair, strict=True)}
+    folder.mkdir()
+    write_file(folder / "adapter_model.safetensors", tensors)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(targets or known)}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def _chosen(popularity: str, found: Sequence[LoRARequest], requests: int) -> list[LoRARequest]:
+    choose = POPULARITIES["distinct" if popularity == APART else popularity]
+    chosen = [found[index % len(found)] for index in choose(requests, np.random.default_rng(0))]
+    return sorted(chosen, key=lambda each: each.lora_name) if popularity == APART else chosen
+
+
+# --- measuring
+
+
+def _ask(llm: Any, args: argparse.Namespace, repeat: int, adapters: Adapters, *, apart: bool = False) -> float:
+    """Output tokens a second. Other tokens in each repeat. ``apart``: one batch an adapter, one after another."""
+    asked = drawn(len(adapters), Lengths(args.input_len, args.output_len), seed=repeat + 1)
+    prompts = [{"prompt_token_ids": list(each.turns[0].new_ids)} for each in dialogues_of(asked, vocab_size=llm.info.vocab_size, seed=repeat + 1)]
+    params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
+    jobs = list(zip(prompts, adapters, strict=True))
+    batches = [list(batch) for _, batch in groupby(jobs, key=lambda job: job[1])] if apart else [jobs]
+    begin = time.perf_counter()
+    for batch in batches:
+        asked_for, loras = zip(*batch, strict=True)
+        llm.generate(list(asked_for), params, use_tqdm=False, lora_request=list(loras))
+    tokens: int = len(jobs) * args.output_len
+    return tokens / (time.perf_counter() - begin)
+
+
+def _figures(speeds: Sequence[float], adapters: Adapters) -> dict[str, Any]:
+    return {"adapters": len(set(adapters) - {None}), "tokens_per_second": median(speeds) if speeds else None, "runs": list(speeds)}
+
+
+def _show(args: argparse.Namespace, facts: Mapping[str, Any], figures: dict[str, dict[str, Any]]) -> None:
+    base = figures[BASE]["tokens_per_second"]
+    for each in figures.values():
+        each["of_base"] = each["tokens_per_second"] / base
+    print_facts(facts)
+    print()
+    columns = ("popularity", "adapters", "output tokens/s", "lowest", "highest", "of base")
+    print(table(columns, [
+        (name, each["adapters"], each["tokens_per_second"], min(each["runs"]), max(each["runs"]), round(each["of_base"], 3))
+        for name, each in figures.items()
+    ]))  # fmt: skip
+    if args.output_json:
+        write_json(args.output_json, {"facts": facts, "popularities": figures})

@@ -1,0 +1,82 @@
+"""What adapters add, in Triton against its twins, in the interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+from headrace.kernels.lora import triton_lora
+from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.lora.reference import add_deltas, look_up_deltas
+from headrace.request import NO_SLOT
+
+MIXED = [NO_SLOT, 2, 2, 0, NO_SLOT, 2, 3, 4] * 5  # of slot 1 no row has
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def rows(slots: list[int]) -> AdapterRows:
+    return AdapterRows(torch.tensor(slots, dtype=torch.int32))
+
+
+def factors(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b and ranks of five slots; NaN where no rank reaches."""
+    generator = torch.Generator().manual_seed(7)
+    ranks = torch.tensor([[most, 1, 0], [most, most, most], [3, most, 2], [0, 0, 0], [0, 5, most]])[:, : len(parts)].clamp(max=most)
+    a = torch.randn(5, len(parts), most, ins, generator=generator) / ins**0.5
+    b = torch.randn(5, most, sum(parts), generator=generator)
+    firsts = np.cumsum([0, *parts])
+    for slot in range(5):
+        for part in range(len(parts)):
+            rank = int(ranks[slot, part])
+            a[slot, part, rank:] = float("nan")
+            b[slot, rank:, firsts[part] : firsts[part + 1]] = float("nan")
+    wide = torch.zeros(5, len(parts) + 2, dtype=torch.int32)  # ranks of all sites lie side by side
+    wide[:, 1 : len(parts) + 1] = ranks
+    return a.to(dtype), b.to(dtype), wide[:, 1 : len(parts) + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("parts", "ins", "most"), [((40,), 72, 16), ((130, 24, 24), 1100, 5), ((24, 24), 72, 80)])
+@pytest.mark.parametrize("slots", [[2], MIXED, [0] * 20])
+def test_each_row_gets_what_its_adapter_adds(slots: list[int], parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> None:
+    a, b, ranks = factors(parts, ins, most, dtype)
+    wide, y = torch.randn(len(slots), ins + 8).to(dtype), torch.randn(len(slots), sum(parts)).to(dtype)
+    x, got, want = wide[:, :ins], y.clone(), y.float()
+    triton_lora._adder(programmatic=False, invariant=False)(got, x, a, b, ranks, parts, rows(slots))
+    add_deltas(want, x.float(), a.float(), b.float(), ranks, parts, rows(slots))
+    torch.testing.assert_close(got.float(), want, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+    untouched = [row for row, slot in enumerate(slots) if slot in (NO_SLOT, 3)]
+    assert torch.equal(got[untouched], y[untouched])
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_magnitudes_and_a_norm_that_is_still_to_be_divided(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles of few rows, and in tall ones."""
+    monkeypatch.setattr(triton_lora, "_LEAST_TALL", 16)
+    a, b, ranks = factors((24, 40), 64, 8, torch.float32)
+    x, y, gains = torch.randn(len(MIXED), 64), torch.randn(len(MIXED), 64), torch.rand(5, 2, 64) + 0.5
+    got, want, squares = y.clone(), y.clone(), torch.rand(3, len(MIXED)) * 64
+    triton_lora._adder(programmatic=False, invariant=invariant)(got, x, a, b, ranks, (24, 40), rows(MIXED), gains, squares, 1e-5)
+    add_deltas(want, x, a, b, ranks, (24, 40), rows(MIXED), gains, squares, 1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_rows_of_an_embedding(scale: float | None) -> None:
+    a, b, ranks = torch.randn(5, 30, 6), torch.randn(5, 6, 40), torch.tensor([[6], [6], [2], [0], [1]], dtype=torch.int32)
+    ids, y = torch.arange(len(MIXED)) % 30, torch.randn(len(MIXED), 40)
+    got, want = y.clone(), y.clone()
+    triton_lora.look_up_deltas(got, ids, a, b, ranks, scale, rows(MIXED))
+    look_up_deltas(want, ids, a, b, ranks, scale, rows(MIXED))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_bits_of_a_row_are_its_own_where_that_is_asked_for() -> None:
+    a, b, ranks = factors((40,), 72, 16, torch.bfloat16)
+    x, y = torch.randn(len(MIXED), 72).bfloat16(), torch.randn(len(MIXED), 40).bfloat16()
+    add, whole, lone = triton_lora._adder(programmatic=False, invariant=True), y.clone(), y[1:2].clone()
+    add(whole, x, a, b, ranks, (40,), rows(MIXED))
+    add(lone, x[1:2], a, b, ranks, (40,), rows(MIXED[1:2]))
+    assert torch.equal(whole[1:2], lone) and not torch.equal(lone, y[1:2])
