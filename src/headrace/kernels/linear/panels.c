@@ -14,7 +14,8 @@
 #endif
 #include "panels.h"
 
-#define MOST_ROWS 256 /* of x that share what was unpacked */
+#define MOST_ROWS 128 /* of x that share what was unpacked, and stay in the second cache meanwhile */
+#define AHEAD 2048     /* bytes by which codes are asked for before they are read, where each is read once */
 
 /* How bytes are multiplied; HEADRACE_PLAIN_DOTS: as C says it (for tests of what stands around the instructions of other processors). */
 #if VECTOR == 64 && !defined(HEADRACE_PLAIN_DOTS)
@@ -83,15 +84,16 @@ void headrace_panel_rows(const Panels *w, int64_t count, const int64_t *ids, int
     }
 }
 
-/* ---- inputs: [chunks of K, rows] of blocks, so that a chunk's rows lie one behind another ---- */
+/* ---- inputs: [chunks of K, rows], so that a chunk's rows lie one behind another ---- */
 
-typedef struct {
-    int8_t codes[BLOCK];
-    float scale, sum, sums[2]; /* sums of codes: of all, of each half */
+typedef struct { /* CHUNK inputs of a row, rounded */
+    int8_t codes[CHUNK];
+    float scale[CHUNK / BLOCK];
+    int32_t sums[CHUNK / BLOCK], halves[CHUNK / 16]; /* of codes */
 } Rounded;
 
 typedef struct {
-    float x[BLOCK];
+    float x[CHUNK];
 } Plain;
 
 typedef struct { /* of x */
@@ -114,17 +116,25 @@ INLINE float largest(const v16 *x) { return max16(vmax(magnitude(x[0]), magnitud
 
 INLINE v16 to_nearest(v16 x) { return (x + 0x1.8p23f) - 0x1.8p23f; } /* ties to even, of up to 2^22 */
 
-INLINE void round_block(Rounded *out, const v16 *x, float scale) {
+INLINE s8x16 as_bytes(v16 x) { /* whole numbers */
+#if defined(__AVX512F__)
+    return (s8x16)_mm512_cvtepi32_epi8(_mm512_cvttps_epi32((__m512)x));
+#else
+    return __builtin_convertvector(__builtin_convertvector(x, i16), s8x16);
+#endif
+}
+
+INLINE void round_block(Rounded *out, int block, const v16 *x, float scale) {
     const v16 most = splat(127.0f);
     for (int half = 0; half < 2; half++) {
         const v16 codes = scale > 0x1p-120f ? to_nearest(x[half] / scale) : splat(0.0f), low = pick(codes < -most, -most, codes);
         const v16 kept = pick(low > most, most, low);
-        const s8x16 bytes = __builtin_convertvector(__builtin_convertvector(kept, i16), s8x16);
-        memcpy(out->codes + 16 * half, &bytes, 16);
-        out->sums[half] = sum16(kept);
+        const s8x16 bytes = as_bytes(kept);
+        memcpy(out->codes + block * BLOCK + 16 * half, &bytes, 16);
+        out->halves[block * 2 + half] = (int32_t)sum16(kept);
     }
-    out->sum = out->sums[0] + out->sums[1];
-    out->scale = scale;
+    out->sums[block] = out->halves[block * 2] + out->halves[block * 2 + 1];
+    out->scale[block] = scale;
 }
 
 static float scale_of_row(const Inputs *in, int64_t r) {
@@ -138,14 +148,14 @@ static float scale_of_row(const Inputs *in, int64_t r) {
     return most / 127.0f;
 }
 
-INLINE int64_t block_at(const Inputs *in, int64_t r, int64_t k) { return (k / CHUNK * in->rows + r) * (CHUNK / BLOCK) + k % CHUNK / BLOCK; }
+INLINE int64_t chunk_at(const Inputs *in, int64_t r, int64_t k) { return k / CHUNK * in->rows + r; }
 
 static void round_row(const Inputs *in, int64_t r, Rounded *out) {
     const float of_row = in->by_row ? scale_of_row(in, r) : 0.0f;
     v16 x[2];
     for (int64_t k = 0; k < in->ins; k += BLOCK) {
         load_block(in, r, k, x);
-        round_block(out + block_at(in, r, k), x, in->by_row ? of_row : largest(x) / 127.0f);
+        round_block(out + chunk_at(in, r, k), k % CHUNK / BLOCK, x, in->by_row ? of_row : largest(x) / 127.0f);
     }
 }
 
@@ -153,32 +163,51 @@ static void plain_row(const Inputs *in, int64_t r, Plain *out) {
     v16 x[2];
     for (int64_t k = 0; k < in->ins; k += BLOCK) {
         load_block(in, r, k, x);
-        memcpy(out[block_at(in, r, k)].x, x, sizeof x);
+        memcpy(out[chunk_at(in, r, k)].x + k % CHUNK, x, sizeof x);
     }
 }
 
 /* ---- whole numbers ---- */
 
-#if VNNI == 512 || FROM_128 && !VNNI && VECTOR == 64
+#if VECTOR == 64
 #define ROWS 8
+#define TOGETHER 2 /* panels that share what is loaded of x */
 #elif VECTOR == 32
 #define ROWS 4
+#define TOGETHER 1
 #else
 #define ROWS 2
+#define TOGETHER 1
 #endif
+#define WIDE (PARTS * TOGETHER) /* vectors of a step */
+#define ONE_ROW_APART (VNNI || VECTOR == 64)
 
-typedef struct { /* of a panel, unpacked; scales of each part, 16 or 32 inputs */
-    vb codes[CHUNK / 4 * PARTS];
-    vf scale[CHUNK / 16 * PARTS], least[CHUNK / 16 * PARTS];
+typedef struct { /* of TOGETHER panels, unpacked; scales of each part, 16 or 32 inputs */
+    vb codes[CHUNK / 4 * WIDE];
+    vf scale[CHUNK / 16 * WIDE], least[CHUNK / 16 * WIDE];
 } Chunk;
 
-static void unpack_chunk(Chunk *out, const Panels *w, int64_t panel, int64_t k0, int64_t count, int part) {
-    unpack_codes(out->codes, w, panel, k0, count);
-    for (int64_t i = 0; i < count / part * PARTS; i += PARTS) {
-        scales_at(w, panel, k0 + i / PARTS * part, out->scale + i, out->least + i);
-        for (int p = 0; FROM_128 && w->kind == SIGNED && p < PARTS; p++) out->least[i + p] += out->scale[i + p] * 128.0f;
+/* Codes are whole numbers above this one, which the sums of inputs' codes take off. */
+INLINE int32_t middle_of(const Panels *w) { return (int32_t)w->zero + (FROM_128 && w->kind == SIGNED ? 128 : 0); }
+
+/* The `p`th panel behind `panel`; the last one stands in for what is not there. */
+INLINE int64_t beside(const Panels *w, int64_t panel, int p) { return panel + p < num_panels(w) ? panel + p : panel; }
+
+/* Asks for the codes that are unpacked next, while these are multiplied. */
+INLINE void ask_ahead(const Panels *w, int64_t panel, int64_t k) {
+    for (int p = 0; p < TOGETHER; p++) {
+        const char *next = (const char *)(k + CHUNK < w->ins ? codes_at(w, beside(w, panel, p), k + CHUNK) : codes_at(w, beside(w, panel + TOGETHER, p), 0));
+        for (int64_t line = 0; line < CHUNK / BLOCK * w->bits; line++) __builtin_prefetch(next + line * 64);
     }
-    for (int64_t i = 0; FROM_128 && w->kind == SIGNED && i < count / 4 * PARTS; i++) out->codes[i] ^= 128;
+}
+
+static void unpack_chunk(Chunk *out, const Panels *w, int64_t panel, int64_t k0, int64_t count, int part) {
+    for (int p = 0; p < TOGETHER; p++) {
+        const int64_t here = beside(w, panel, p);
+        unpack_codes(out->codes + p * PARTS, WIDE, w, here, k0, count);
+        scales_at(w, here, k0, count, part, out->scale + p * PARTS, out->least + p * PARTS, WIDE);
+    }
+    for (int64_t i = 0; FROM_128 && w->kind == SIGNED && i < count / 4 * WIDE; i++) out->codes[i] ^= 128;
 }
 
 INLINE vi repeated(const int8_t *four) {
@@ -199,13 +228,14 @@ INLINE vi dot_step(vi sum, vb w, vi four) {
 #endif
 }
 
-/* sums[r * PARTS + p] = codes of x row r . codes of w, over `steps` steps from `from` on. */
-INLINE void dots(vi *sums, const Rounded *const *x, int from, const vb *w, const int rows, const int steps, const int run) {
+/* sums[r * wide + p] += codes of x row r . codes of w, over `steps` steps. */
+INLINE void dots(vi *sums, const int8_t *const *x, const vb *w, const int rows, const int wide, const int steps, const int run) {
     (void)run;
-    UNROLL for (int i = 0; i < rows * PARTS; i++) sums[i] = (vi){};
     UNROLL for (int s = 0; s < steps; s++)
-        UNROLL for (int i = 0; i < rows * PARTS; i++)
-            sums[i] = dot_step(sums[i], w[s * PARTS + i % PARTS], repeated(x[i / PARTS]->codes + 4 * (from + s)));
+        UNROLL for (int r = 0; r < rows; r++) {
+            const vi four = repeated(x[r] + 4 * s);
+            UNROLL for (int p = 0; p < wide; p++) sums[r * wide + p] = dot_step(sums[r * wide + p], w[s * wide + p], four);
+        }
 }
 
 #else
@@ -214,95 +244,150 @@ INLINE __m256i pairs(vb codes, vi four) { return _mm256_maddubs_epi16((__m256i)c
 INLINE vi fours(__m256i pairs) { return (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 
 /* Products of `run` steps fit into 16 bits; 0: codes have a sign. */
-INLINE void dots(vi *sums, const Rounded *const *x, int from, const vb *w, const int rows, const int steps, const int run) {
-    UNROLL for (int i = 0; i < rows * PARTS; i++) sums[i] = (vi){};
+INLINE void dots(vi *sums, const int8_t *const *x, const vb *w, const int rows, const int wide, const int steps, const int run) {
     UNROLL for (int s = 0; s < steps; s += run ? run : 1) {
-        __m256i part[ROWS * PARTS];
-        UNROLL for (int i = 0; i < rows * PARTS; i++) {
-            const vb codes = w[s * PARTS + i % PARTS];
-            const vi four = repeated(x[i / PARTS]->codes + 4 * (from + s));
+        __m256i part[ROWS * WIDE];
+        UNROLL for (int i = 0; i < rows * wide; i++) {
+            const vb codes = w[s * wide + i % wide];
+            const vi four = repeated(x[i / wide] + 4 * s);
             part[i] = run ? pairs(codes, four)
                           : pairs((vb)_mm256_abs_epi8((__m256i)codes), (vi)_mm256_sign_epi8((__m256i)four, (__m256i)codes));
         }
         UNROLL for (int more = s + 1; more < s + run; more++)
-            UNROLL for (int i = 0; i < rows * PARTS; i++)
-                part[i] = _mm256_add_epi16(part[i], pairs(w[more * PARTS + i % PARTS], repeated(x[i / PARTS]->codes + 4 * (from + more))));
-        UNROLL for (int i = 0; i < rows * PARTS; i++) sums[i] += fours(part[i]);
+            UNROLL for (int i = 0; i < rows * wide; i++)
+                part[i] = _mm256_add_epi16(part[i], pairs(w[more * wide + i % wide], repeated(x[i / wide] + 4 * more)));
+        UNROLL for (int i = 0; i < rows * wide; i++) sums[i] += fours(part[i]);
     }
 }
 #endif
 
-/* y of `rows` rows of x goes on over a chunk of `blocks` blocks. */
-INLINE void multiply(vf *y, const Rounded *x, const Chunk *w, int64_t blocks, const int rows, const int part, const int run, const int plain) {
-    const Rounded *at[ROWS];
-    const vb *codes = w->codes;
-    const vf *scale = w->scale, *least = w->least;
-    UNROLL for (int r = 0; r < rows; r++) at[r] = x + r * (CHUNK / BLOCK);
-    for (int64_t b = 0; b < blocks; b++) {
-        UNROLL for (int half = 0; half < BLOCK / part; half++, codes += part / 4 * PARTS, scale += PARTS, least += PARTS) {
-            vi sums[ROWS * PARTS];
-            dots(sums, at, half * part / 4, codes, rows, part / 4, run);
-            UNROLL for (int i = 0; i < rows * PARTS; i++) {
-                const Rounded *here = at[i / PARTS];
-                vf found = __builtin_convertvector(sums[i], vf) * scale[i % PARTS];
-                if (!plain) found -= least[i % PARTS] * (part == BLOCK ? here->sum : here->sums[half]);
-                y[i] += found * here->scale;
-            }
-        }
-        UNROLL for (int r = 0; r < rows; r++) at[r]++;
+typedef struct { /* what each part of a chunk of a row begins with, and what is subtracted behind it for each `least` */
+    int32_t start[CHUNK / 16];
+    float sum[CHUNK / 16];
+} Sums;
+
+INLINE void sum_parts(Sums *out, const Rounded *x, int32_t middle, const int part) {
+    const int32_t *sums = part == BLOCK ? x->sums : x->halves;
+    UNROLL for (int i = 0; i < CHUNK / part; i++) {
+        out->start[i] = -middle * sums[i];
+        out->sum[i] = (float)sums[i] * x->scale[i * part / BLOCK];
     }
 }
 
-#define TILE(rows) \
-    case rows: multiply(y, x, w, blocks, rows, part, run, plain); break;
+/* y of `rows` rows of x goes on over part `i` of a chunk. */
+INLINE void add_part(
+    vf *y, const Rounded *x, const Sums *sums, int64_t i, const vb *codes, const vf *scale, const vf *least, const int rows, const int wide, const int part,
+    const int run) {
+    vi found[ROWS * WIDE];
+    const int8_t *at[ROWS];
+    UNROLL for (int r = 0; r < rows; r++) {
+        at[r] = x[r].codes + i * part;
+        UNROLL for (int p = 0; p < wide; p++) found[r * wide + p] = (vi){} + sums[r].start[i];
+    }
+    dots(found, at, codes, rows, wide, part / 4, run);
+    UNROLL for (int r = 0; r < rows; r++) {
+        const float by = x[r].scale[i * part / BLOCK];
+        UNROLL for (int p = 0; p < wide; p++) y[r * wide + p] += __builtin_convertvector(found[r * wide + p], vf) * scale[p] * by;
+        UNROLL for (int p = 0; least && p < wide; p++) y[r * wide + p] -= least[p] * sums[r].sum[i];
+    }
+}
 
-INLINE void multiply_rows(vf *y, const Rounded *x, const Chunk *w, int64_t rows, int64_t blocks, const int part, const int run, const int plain) {
-    for (; rows >= ROWS; rows -= ROWS, y += ROWS * PARTS, x += ROWS * (CHUNK / BLOCK)) multiply(y, x, w, blocks, ROWS, part, run, plain);
-    switch (rows) {
-        TILE(1)
-#if ROWS > 2
-        TILE(2) TILE(3)
-#endif
+/* y of `rows` rows of x goes on over a chunk of `parts` parts. */
+INLINE void multiply(
+    vf *y, const Rounded *x, const Chunk *w, int64_t parts, int32_t middle, const int least, const int rows, const int part, const int run) {
+    Sums sums[ROWS];
+    vf all[ROWS * WIDE];
+    UNROLL for (int r = 0; r < rows; r++) sum_parts(sums + r, x + r, middle, part);
+    UNROLL for (int i = 0; i < rows * WIDE; i++) all[i] = y[i];
+    for (int64_t i = 0; i < parts; i++)
+        add_part(all, x, sums, i, w->codes + i * (part / 4 * WIDE), w->scale + i * WIDE, least ? w->least + i * WIDE : NULL, rows, WIDE, part, run);
+    UNROLL for (int i = 0; i < rows * WIDE; i++) y[i] = all[i];
+}
+
+INLINE void multiply_rows(vf *y, const Rounded *x, const Chunk *w, int64_t rows, int64_t parts, int32_t middle, int least, const int part, const int run) {
+    int64_t r = 0;
+    for (; r + ROWS <= rows; r += ROWS) multiply(y + r * WIDE, x + r, w, parts, middle, least, ROWS, part, run);
 #if ROWS > 4
-        TILE(4) TILE(5) TILE(6) TILE(7)
+    for (; r + 4 <= rows; r += 4) multiply(y + r * WIDE, x + r, w, parts, middle, least, 4, part, run);
 #endif
-    }
+#if ROWS > 2
+    for (; r + 2 <= rows; r += 2) multiply(y + r * WIDE, x + r, w, parts, middle, least, 2, part, run);
+#endif
+    for (; r < rows; r++) multiply(y + r * WIDE, x + r, w, parts, middle, least, 1, part, run);
 }
 
-#define MULTIPLY(name, part, run, plain) \
-    static __attribute__((noinline)) void name(vf *y, const Rounded *x, const Chunk *w, int64_t rows, int64_t blocks) { \
-        multiply_rows(y, x, w, rows, blocks, part, run, plain); \
+#define MULTIPLY(name, part, run) \
+    static __attribute__((noinline)) void name(vf *y, const Rounded *x, const Chunk *w, int64_t rows, int64_t parts, int32_t middle, int least) { \
+        least ? multiply_rows(y, x, w, rows, parts, middle, 1, part, run) : multiply_rows(y, x, w, rows, parts, middle, 0, part, run); \
     }
 #if FROM_128
-MULTIPLY(whole_any, 32, 8, 0) MULTIPLY(halves_any, 16, 4, 0)
+MULTIPLY(whole_any, 32, 8) MULTIPLY(halves_any, 16, 4)
 #else
-MULTIPLY(whole_8, 32, 8, 0) MULTIPLY(whole_4, 32, 4, 0) MULTIPLY(whole_2, 32, 2, 0) MULTIPLY(whole_signed, 32, 0, 0)
-MULTIPLY(halves_4, 16, 4, 0) MULTIPLY(halves_2, 16, 2, 0) MULTIPLY(halves_signed, 16, 0, 0) MULTIPLY(whole_plain, 32, 0, 1)
+MULTIPLY(whole_8, 32, 8) MULTIPLY(whole_4, 32, 4) MULTIPLY(whole_2, 32, 2) MULTIPLY(whole_signed, 32, 0)
+MULTIPLY(halves_4, 16, 4) MULTIPLY(halves_2, 16, 2) MULTIPLY(halves_signed, 16, 0)
 #endif
 
-typedef void (*Multiply)(vf *, const Rounded *, const Chunk *, int64_t, int64_t);
+typedef void (*Multiply)(vf *, const Rounded *, const Chunk *, int64_t, int64_t, int32_t, int);
 
 static Multiply multiply_for(const Panels *w, int part) {
 #if FROM_128
     (void)w;
     return part == 16 ? halves_any : whole_any;
 #else
-    if (w->kind == SIGNED) return part == 16 ? halves_signed : w->least || w->zero != 0.0f ? whole_signed : whole_plain;
+    if (w->kind == SIGNED) return part == 16 ? halves_signed : whole_signed;
     const int run = w->most <= 16 ? 8 : w->most <= 32 ? 4 : 2; /* 2 . 127 . most . run < 2^15 */
     return part == 16 ? (run == 2 ? halves_2 : halves_4) : run == 8 ? whole_8 : run == 4 ? whole_4 : whole_2;
 #endif
 }
 
-static void whole_panel(vf *y, const Panels *w, const Rounded *x, int64_t all, int64_t rows, int64_t panel) {
+static void whole_panels(vf *y, const Panels *w, const Rounded *x, int64_t all, int64_t rows, int64_t panel) {
     const int part = w->group % BLOCK ? 16 : BLOCK;
     const Multiply go_on = multiply_for(w, part);
     Chunk chunk;
-    for (int64_t k = 0; k < w->ins; k += CHUNK, x += all * (CHUNK / BLOCK)) {
+    for (int64_t k = 0; k < w->ins; k += CHUNK, x += all) {
         const int64_t count = w->ins - k < CHUNK ? w->ins - k : CHUNK;
         unpack_chunk(&chunk, w, panel, k, count, part);
-        go_on(y, x, &chunk, rows, count / BLOCK);
+        ask_ahead(w, panel, k);
+        go_on(y, x, &chunk, rows, count / part, middle_of(w), w->least != NULL);
     }
 }
+
+#if ONE_ROW_APART
+/* One row: nothing that was unpacked serves twice, so it stays in registers. */
+INLINE void one_row_of(vf *y, const Panels *w, const Rounded *x, int64_t all, int64_t panel, const int bits, const int part) {
+    const vbu *from = (const vbu *)codes_at(w, panel, 0);
+    const int32_t middle = middle_of(w);
+    vf scale[CHUNK / 16 * PARTS], least[CHUNK / 16 * PARTS];
+    for (int64_t k = 0; k < w->ins; k += CHUNK, x += all) {
+        const int64_t count = w->ins - k < CHUNK ? w->ins - k : CHUNK;
+        Sums sums;
+        sum_parts(&sums, x, middle, part);
+        scales_at(w, panel, k, count, part, scale, least, PARTS);
+        for (int64_t i = 0; i < count / BLOCK; i++, from += bits * PARTS) {
+            vb codes[STEPS * PARTS];
+            for (int line = 0; line < bits; line++) __builtin_prefetch((const char *)from + AHEAD + 64 * line);
+            unpack_block(codes, PARTS, from, bits);
+            UNROLL for (int s = 0; s < STEPS * PARTS; s++) {
+                if (bits == 4 && w->table) codes[s] = looked_up(w->table, codes[s]);
+                if ((bits == 4 || bits == 8) && w->kind == SIGNED) codes[s] ^= 128;
+            }
+            UNROLL for (int half = 0; half < BLOCK / part; half++) {
+                const int64_t at = i * (BLOCK / part) + half;
+                const vf *lower = w->least ? least + at * PARTS : NULL;
+                add_part(y, x, &sums, at, codes + half * (part / 4) * PARTS, scale + at * PARTS, lower, 1, PARTS, part, 0);
+            }
+        }
+    }
+}
+
+#define ONE_ROW(bits) \
+    case bits: part == 16 ? one_row_of(y, w, x, all, panel, bits, 16) : one_row_of(y, w, x, all, panel, bits, BLOCK); break;
+
+static void one_row(vf *y, const Panels *w, const Rounded *x, int64_t all, int64_t panel) {
+    const int part = w->group % BLOCK ? 16 : BLOCK;
+    switch (w->bits) { ONE_ROW(1) ONE_ROW(2) ONE_ROW(3) ONE_ROW(4) ONE_ROW(5) ONE_ROW(6) ONE_ROW(7) ONE_ROW(8) }
+}
+#endif
 
 /* ---- float32 ---- */
 
@@ -312,13 +397,14 @@ static void whole_panel(vf *y, const Panels *w, const Rounded *x, int64_t all, i
 #define PLAIN_ROWS 4
 #endif
 
+/* Rows of y stand WIDE apart. */
 INLINE void add_products(vf *y, const Plain *x, const vf *w, int64_t blocks, const int rows) {
-    for (int64_t b = 0; b < blocks; b++, x++) {
+    for (int64_t b = 0; b < blocks; b++) {
         vf sums[PLAIN_ROWS * PARTS];
         UNROLL for (int i = 0; i < rows * PARTS; i++) sums[i] = (vf){};
         for (int k = 0; k < BLOCK; k++, w += PARTS)
-            UNROLL for (int i = 0; i < rows * PARTS; i++) sums[i] += w[i % PARTS] * x[i / PARTS * (CHUNK / BLOCK)].x[k];
-        UNROLL for (int i = 0; i < rows * PARTS; i++) y[i] += sums[i];
+            UNROLL for (int i = 0; i < rows * PARTS; i++) sums[i] += w[i % PARTS] * x[i / PARTS].x[b * BLOCK + k];
+        UNROLL for (int i = 0; i < rows * PARTS; i++) y[i / PARTS * WIDE + i % PARTS] += sums[i];
     }
 }
 
@@ -326,7 +412,7 @@ INLINE void add_products(vf *y, const Plain *x, const vf *w, int64_t blocks, con
     case rows: add_products(y, x, w, blocks, rows); break;
 
 static __attribute__((noinline)) void plain_rows(vf *y, const Plain *x, const vf *w, int64_t rows, int64_t blocks) {
-    for (; rows >= PLAIN_ROWS; rows -= PLAIN_ROWS, y += PLAIN_ROWS * PARTS, x += PLAIN_ROWS * (CHUNK / BLOCK))
+    for (; rows >= PLAIN_ROWS; rows -= PLAIN_ROWS, y += PLAIN_ROWS * WIDE, x += PLAIN_ROWS)
         add_products(y, x, w, blocks, PLAIN_ROWS);
     switch (rows) {
         PLAIN_TILE(1) PLAIN_TILE(2) PLAIN_TILE(3)
@@ -338,7 +424,7 @@ static __attribute__((noinline)) void plain_rows(vf *y, const Plain *x, const vf
 
 static void plain_panel(vf *y, const Panels *w, const Plain *x, int64_t all, int64_t rows, int64_t panel) {
     vf wide[CHUNK * PARTS];
-    for (int64_t k = 0; k < w->ins; k += CHUNK, x += all * (CHUNK / BLOCK)) {
+    for (int64_t k = 0; k < w->ins; k += CHUNK, x += all) {
         const int64_t count = w->ins - k < CHUNK ? w->ins - k : CHUNK;
         widen_chunk(wide, w, panel, k, count);
         plain_rows(y, x, wide, rows, count / BLOCK);
@@ -354,43 +440,52 @@ typedef struct {
     int64_t y_row;
 } Output;
 
-static void store_panel(const Output *to, const vf *y, int64_t first, int64_t rows, int64_t panel, const int type) {
-    const int64_t at = panel * COLUMNS, left = to->w->outs - at;
-    const v16 bias = to->bias ? load_upto(to->bias, at, left, type) : splat(0.0f);
-    for (int64_t r = 0; r < rows; r++) store_upto(to->y, (first + r) * to->y_row + at, left, ((const v16 *)y)[r] + bias, type);
+static int64_t num_groups(const Panels *w) { return (num_panels(w) + TOGETHER - 1) / TOGETHER; }
+
+/* y [rows, panels, 16] */
+static void store_panels(const Output *to, const vf *y, int panels, int64_t first, int64_t rows, int64_t panel, const int type) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++) {
+            const int64_t at = (panel + p) * COLUMNS, left = to->w->outs - at;
+            const v16 bias = to->bias ? load_upto(to->bias, at, left, type) : splat(0.0f);
+            store_upto(to->y, (first + r) * to->y_row + at, left, ((const v16 *)y)[r * TOGETHER + p] + bias, type);
+        }
 }
 
-static void one_panel(const Output *to, const Inputs *in, const void *x, int whole, int64_t panel) {
-    vf y[MOST_ROWS * PARTS] __attribute__((aligned(64)));
-    for (int64_t first = 0; first < in->rows; first += MOST_ROWS) {
-        const int64_t rows = in->rows - first < MOST_ROWS ? in->rows - first : MOST_ROWS;
-        memset(y, 0, rows * COLUMNS * sizeof(float));
-        if (whole)
-            whole_panel(y, to->w, (const Rounded *)x + first * (CHUNK / BLOCK), in->rows, rows, panel);
-        else
-            plain_panel(y, to->w, (const Plain *)x + first * (CHUNK / BLOCK), in->rows, rows, panel);
-        store_panel(to, y, first, rows, panel, in->type);
+/* Rows of x from `first` on, MOST_ROWS at most, and the panels from `panel` on that are multiplied together. */
+static void some_panels(const Output *to, const Inputs *in, const void *x, int whole, int64_t first, int64_t panel) {
+    vf y[MOST_ROWS * WIDE] __attribute__((aligned(64)));
+    const int64_t rows = in->rows - first < MOST_ROWS ? in->rows - first : MOST_ROWS, left = num_panels(to->w) - panel;
+    const int panels = left < TOGETHER ? (int)left : TOGETHER;
+    memset(y, 0, rows * WIDE * sizeof(vf));
+    if (whole && (!ONE_ROW_APART || rows > 1)) whole_panels(y, to->w, (const Rounded *)x + first, in->rows, rows, panel);
+    for (int p = 0; p < panels; p++) {
+        if (!whole) plain_panel(y + p * PARTS, to->w, (const Plain *)x + first, in->rows, rows, panel + p);
+#if ONE_ROW_APART
+        if (whole && rows == 1) one_row(y + p * PARTS, to->w, (const Rounded *)x + first, in->rows, panel + p);
+#endif
     }
+    store_panels(to, y, panels, first, rows, panel, in->type);
 }
 
 /* Weights that lie one below another, `count` of them, each with its part of y; all take the same inputs. 1: no memory. */
 int headrace_panel_product(int64_t count, const Output *to, const Inputs *in, int whole, int threads) {
     const int64_t chunks = (in->ins + CHUNK - 1) / CHUNK;
-    void *x = aligned_alloc(64, chunks * in->rows * (CHUNK / BLOCK) * (whole ? sizeof(Rounded) : sizeof(Plain)));
-    int64_t panels = 0;
+    void *x = aligned_alloc(64, chunks * in->rows * (whole ? sizeof(Rounded) : sizeof(Plain)));
+    int64_t groups = 0;
     if (!x) return 1;
-    for (int64_t i = 0; i < count; i++) panels += num_panels(to[i].w);
-    const int64_t share = panels / (threads * 16) + 1;
+    for (int64_t i = 0; i < count; i++) groups += num_groups(to[i].w);
+    const int64_t tasks = groups * ((in->rows + MOST_ROWS - 1) / MOST_ROWS), share = groups / (threads * 16) + 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < in->rows; r++) whole ? round_row(in, r, x) : plain_row(in, r, x);
 #pragma omp for schedule(dynamic, share)
-        for (int64_t i = 0; i < panels; i++) {
+        for (int64_t i = 0; i < tasks; i++) {
             const Output *here = to;
-            int64_t panel = i;
-            while (panel >= num_panels(here->w)) panel -= num_panels(here++->w);
-            one_panel(here, in, x, whole, panel);
+            int64_t group = i % groups;
+            while (group >= num_groups(here->w)) group -= num_groups(here++->w);
+            some_panels(here, in, x, whole, i / groups * MOST_ROWS, group * TOGETHER);
         }
     }
     free(x);

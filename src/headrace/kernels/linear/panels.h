@@ -69,28 +69,28 @@ INLINE vf as_e4m3(vi code) { return (vf)((code & 0x7f) << 20 | (code & 0x80) << 
 
 /* ---- codes ---- */
 
-/* Vectors i of a plane stand PARTS apart; those of a step likewise. */
-INLINE void unpack_block(vb *out, const vbu *at, const int bits) {
+/* Vectors i of a plane stand PARTS apart; those of a step `stride`. */
+INLINE void unpack_block(vb *out, const int stride, const vbu *at, const int bits) {
     UNROLL for (int p = 0; p < PARTS; p++) {
         const vbu *plane = at + p;
         vb *to = out + p;
         if (bits == 8)
-            UNROLL for (int s = 0; s < STEPS; s++) to[s * PARTS] = plane[s * PARTS];
+            UNROLL for (int s = 0; s < STEPS; s++) to[s * stride] = plane[s * PARTS];
         if (bits < 8 && bits & 4) {
-            UNROLL for (int s = 0; s < STEPS; s++) to[s * PARTS] = shifted(plane[s / 2 * PARTS], s % 2 * 4) & 15;
+            UNROLL for (int s = 0; s < STEPS; s++) to[s * stride] = shifted(plane[s / 2 * PARTS], s % 2 * 4) & 15;
             plane += 4 * PARTS;
         }
         if (bits & 2) {
             UNROLL for (int s = 0; s < STEPS; s++) {
                 const vb pair = shifted(plane[s / 4 * PARTS], s % 4 * 2) & 3;
-                to[s * PARTS] = bits & 4 ? to[s * PARTS] | raised(pair, 4) : pair;
+                to[s * stride] = bits & 4 ? to[s * stride] | raised(pair, 4) : pair;
             }
             plane += 2 * PARTS;
         }
         if (bits & 1)
             UNROLL for (int s = 0; s < STEPS; s++) {
                 const vb bit = raised(shifted(*plane, s) & 1, bits - 1);
-                to[s * PARTS] = bits > 1 ? to[s * PARTS] | bit : bit;
+                to[s * stride] = bits > 1 ? to[s * stride] | bit : bit;
             }
     }
 }
@@ -106,25 +106,28 @@ INLINE vb looked_up(const uint8_t *table, vb codes) {
 #endif
 }
 
-INLINE void unpack_blocks(vb *out, const uint8_t *from, int64_t blocks, const int bits) {
-    for (int64_t i = 0; i < blocks; i++) unpack_block(out + i * STEPS * PARTS, (const vbu *)(from + i * bits * 64), bits);
+INLINE void unpack_blocks(vb *out, const int stride, const uint8_t *from, int64_t blocks, const int bits) {
+    for (int64_t i = 0; i < blocks; i++) unpack_block(out + i * STEPS * stride, stride, (const vbu *)(from + i * bits * 64), bits);
 }
 
-/* Codes of `count` inputs of a panel from k0 on (multiples of BLOCK): 64 bytes a step. */
-static void unpack_codes(vb *out, const Panels *w, int64_t panel, int64_t k0, int64_t count) {
-    const uint8_t *from = w->codes + (panel * w->ins + k0) / BLOCK * w->bits * 64;
+INLINE const uint8_t *codes_at(const Panels *w, int64_t panel, int64_t k) { return w->codes + (panel * w->ins + k) / BLOCK * w->bits * 64; }
+
+/* Codes of `count` inputs of a panel from k0 on (multiples of BLOCK): 64 bytes a step, PARTS vectors, which stand `stride` apart. */
+INLINE void unpack_codes(vb *out, const int stride, const Panels *w, int64_t panel, int64_t k0, int64_t count) {
+    const uint8_t *from = codes_at(w, panel, k0);
     const int64_t blocks = count / BLOCK;
     switch (w->bits) {
-        case 1: unpack_blocks(out, from, blocks, 1); break;
-        case 2: unpack_blocks(out, from, blocks, 2); break;
-        case 3: unpack_blocks(out, from, blocks, 3); break;
-        case 4: unpack_blocks(out, from, blocks, 4); break;
-        case 5: unpack_blocks(out, from, blocks, 5); break;
-        case 6: unpack_blocks(out, from, blocks, 6); break;
-        case 7: unpack_blocks(out, from, blocks, 7); break;
-        default: unpack_blocks(out, from, blocks, 8);
+        case 1: unpack_blocks(out, stride, from, blocks, 1); break;
+        case 2: unpack_blocks(out, stride, from, blocks, 2); break;
+        case 3: unpack_blocks(out, stride, from, blocks, 3); break;
+        case 4: unpack_blocks(out, stride, from, blocks, 4); break;
+        case 5: unpack_blocks(out, stride, from, blocks, 5); break;
+        case 6: unpack_blocks(out, stride, from, blocks, 6); break;
+        case 7: unpack_blocks(out, stride, from, blocks, 7); break;
+        default: unpack_blocks(out, stride, from, blocks, 8);
     }
-    for (int64_t i = 0; w->table && i < blocks * STEPS * PARTS; i++) out[i] = looked_up(w->table, out[i]);
+    for (int64_t i = 0; w->table && i < blocks * STEPS; i++)
+        UNROLL for (int p = 0; p < PARTS; p++) out[i * stride + p] = looked_up(w->table, out[i * stride + p]);
 }
 
 /* ---- scales ---- */
@@ -143,7 +146,9 @@ INLINE vf load_halves(const uint16_t *from, const int type) {
 }
 
 INLINE vi load_bytes(const uint8_t *from) {
-#if VECTOR == 32
+#if VECTOR == 64
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif VECTOR == 32
     return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
     return __builtin_convertvector(*(const fewu *)from, vi);
@@ -173,21 +178,62 @@ INLINE vf nested_scales(const Panels *w, int64_t panel, int64_t group, int part)
     return *(vfu *)out;
 }
 
-/* The scales of a group, in which k lies, and what is subtracted behind them: PARTS vectors of each. */
-INLINE void scales_at(const Panels *w, int64_t panel, int64_t k, vf *scale, vf *least) {
-    const int64_t at = (panel * (w->ins / w->group) + k / w->group) * COLUMNS, over = (panel * (w->ins / CHUNK) + k / CHUNK) * COLUMNS;
+/* `count` groups from group `at` on, 16 scales each, into vectors that stand `stride` apart. */
+INLINE void load_groups(vf *out, int64_t stride, const void *base, int64_t at, int64_t count, const int type) {
+    for (int64_t i = 0; i < count; i++)
+        UNROLL for (int p = 0; p < PARTS; p++) out[i * stride + p] = load_scales(base, (at + i) * COLUMNS + p * LANES, type);
+}
+
+static void groups_from(vf *out, int64_t stride, const void *base, int64_t at, int64_t count, int type) {
+    switch (type) {
+        case F32: load_groups(out, stride, base, at, count, F32); break;
+        case BF16: load_groups(out, stride, base, at, count, BF16); break;
+        case F16: load_groups(out, stride, base, at, count, F16); break;
+        case S8: load_groups(out, stride, base, at, count, S8); break;
+        case E4M3: load_groups(out, stride, base, at, count, E4M3); break;
+        case E8M0: load_groups(out, stride, base, at, count, E8M0); break;
+        default: load_groups(out, stride, base, at, count, U8);
+    }
+}
+
+INLINE void times(vf *out, int64_t stride, int64_t count, const vf *by) {
+    for (int64_t i = 0; i < count; i++)
+        UNROLL for (int p = 0; p < PARTS; p++) out[i * stride + p] *= by[p];
+}
+
+INLINE void copied(vf *out, int64_t stride, int64_t count) {
+    for (int64_t i = 1; i < count; i++)
+        UNROLL for (int p = 0; p < PARTS; p++) out[i * stride + p] = out[p];
+}
+
+/* Scales of parts of `part` inputs, `count` inputs from k on within a chunk, and what is subtracted behind them beside zero (where there is
+ * `least`): of each part PARTS vectors, which stand `stride` apart. */
+static void scales_at(const Panels *w, int64_t panel, int64_t k, int64_t count, int part, vf *scale, vf *least, int64_t stride) {
+    const int64_t groups = w->ins / w->group, over = (panel * (w->ins / CHUNK) + k / CHUNK) * COLUMNS;
+    const int64_t each = w->group > part ? w->group / part : 1, parts = count / part; /* each: parts of a group */
+    vf factor[PARTS], more[PARTS];
     UNROLL for (int p = 0; p < PARTS; p++) {
-        vf s = w->shared                 ? splat_vf(shared_scale(w, panel, k / w->group))
-               : w->scale_type == NESTED ? nested_scales(w, panel, k / w->group, p)
-                                         : load_scales(w->scale, at + p * LANES, w->scale_type) * w->factor;
-        if (w->scale_over) s *= load_halves(w->scale_over + over + p * LANES, F16);
-        vf l = s * w->zero;
+        factor[p] = splat_vf(w->factor) * (w->scale_over ? load_halves(w->scale_over + over + p * LANES, F16) : splat_vf(1.0f));
+        more[p] = w->least_over ? load_halves(w->least_over + over + p * LANES, F16) : splat_vf(1.0f);
+    }
+    for (int64_t i = 0, n; i < parts; i += n) { /* n parts, of one group or of a group each */
+        const int64_t group = (k + i * part) / w->group, left = each - (k / part + i) % each;
+        n = each == 1 ? parts : left < parts - i ? left : parts - i;
+        vf *s = scale + i * stride, *l = least + i * stride;
+        const int64_t found = each == 1 ? n : 1;
+        if (w->shared || w->scale_type == NESTED)
+            for (int64_t g = 0; g < found; g++)
+                for (int p = 0; p < PARTS; p++)
+                    s[g * stride + p] = w->shared ? splat_vf(shared_scale(w, panel, group + g)) : nested_scales(w, panel, group + g, p) * factor[p];
+        else
+            groups_from(s, stride, w->scale, panel * groups + group, found, w->scale_type), times(s, stride, found, factor);
         if (w->least) {
-            vf more = load_scales(w->least, at + p * LANES, w->least_type);
-            if (w->least_over) more *= load_halves(w->least_over + over + p * LANES, F16);
-            l += w->by_scale ? more * s : more;
+            groups_from(l, stride, w->least, panel * groups + group, found, w->least_type);
+            if (w->least_over) times(l, stride, found, more);
+            for (int64_t g = 0; w->by_scale && g < found; g++) times(l + g * stride, stride, 1, s + g * stride);
         }
-        scale[p] = s, least[p] = l;
+        if (each > 1) copied(s, stride, n);
+        if (each > 1 && w->least) copied(l, stride, n);
     }
 }
 
@@ -216,11 +262,14 @@ INLINE vf number_of(const Panels *w, vb step, const int i, const int kind) {
 }
 
 INLINE void widen_steps(vf *out, const Panels *w, const vb *codes, int64_t panel, int64_t k0, int64_t count, const int kind) {
-    const int64_t size = w->group % BLOCK ? 16 : BLOCK;
-    for (int64_t k = 0; k < count; k += size) {
-        vf scale[PARTS], least[PARTS];
-        scales_at(w, panel, k0 + k, scale, least);
-        for (int64_t i = k; i < k + size; i += 4)
+    const int part = w->group % BLOCK ? 16 : BLOCK;
+    vf scales[CHUNK / 16 * PARTS], leasts[CHUNK / 16 * PARTS];
+    scales_at(w, panel, k0, count, part, scales, leasts, PARTS);
+    for (int64_t k = 0; k < count; k += part) {
+        const vf *scale = scales + k / part * PARTS;
+        vf least[PARTS];
+        UNROLL for (int p = 0; p < PARTS; p++) least[p] = scale[p] * w->zero + (w->least ? leasts[k / part * PARTS + p] : splat_vf(0.0f));
+        for (int64_t i = k; i < k + part; i += 4)
             UNROLL for (int j = 0; j < 4 * PARTS; j++)
                 out[i * PARTS + j] = number_of(w, codes[i / 4 * PARTS + j % PARTS], j / PARTS, kind) * scale[j % PARTS] - least[j % PARTS];
     }
@@ -229,7 +278,7 @@ INLINE void widen_steps(vf *out, const Panels *w, const vb *codes, int64_t panel
 /* Weights of `count` inputs (at most CHUNK) of a panel from k0 on: 16 an input. */
 static void widen_chunk(vf *out, const Panels *w, int64_t panel, int64_t k0, int64_t count) {
     vb codes[CHUNK / 4 * PARTS];
-    unpack_codes(codes, w, panel, k0, count);
+    unpack_codes(codes, PARTS, w, panel, k0, count);
     switch (w->kind) {
         case UNSIGNED: widen_steps(out, w, codes, panel, k0, count, UNSIGNED); break;
         case SIGNED: widen_steps(out, w, codes, panel, k0, count, SIGNED); break;
