@@ -48,7 +48,8 @@ class Linear(nn.Module):
         self.weight_bytes = 0  # held by this layer beyond its parameters, once loading has finished
         self._context = context
         self._activation = activation
-        self._composed = context.composes and site.layer is not None
+        self._composed = context.composes and context.group is None and site.layer is not None
+        self._gates = context.composes and site.gated  # of ranks, whose sums come too late for a product, gate and up take in what is theirs
         self._shared = False
         self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
         self._fused: Callable[[Tensor, Around], Fused] | None = None
@@ -83,7 +84,7 @@ class Linear(nn.Module):
         weight = self._take("weight")
         assert weight is not None
         operands = weight, bias
-        if self._composed:
+        if self._composed or self._gates:
             self._fused = _made(kernels.offer(FUSED_LINEAR, replace(facts, gated=site.gated)), *operands)
         if site.gated and not site.bias:
             self._gated = _made(kernels.offer(GATED_LINEAR, facts), *operands)
@@ -153,7 +154,10 @@ class Linear(nn.Module):
 
     def activated(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [tokens, in]
         assert self._act is not None and self._activation is not None
-        gated = self._gated if self._adapted(adapters) is None and len(x) > MOST_ROWS else None
+        alone = self._adapted(adapters) is None
+        if self._fused is not None and alone and len(x) <= MOST_ROWS:  # whose norm could not be taken in
+            return self._fused(x, Around(gate=self._activation))[0]
+        gated = self._gated if alone and len(x) > MOST_ROWS else None
         y = None if gated is None else gated(x, self._activation)
         return self._act(self.forward(x, adapters), self._activation) if y is None else y
 

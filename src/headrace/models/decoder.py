@@ -92,7 +92,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         _check(spec, max_model_len)
-        context = LayerContext(dtype, device, kernels, composes=group is None and _composes(spec), kv=kv, group=group)
+        context = LayerContext(dtype, device, kernels, composes=_composes(spec), kv=kv, group=group)
         self.spec = spec
         self._group = group
         tables = {site.name: site for site in weights(spec) if site.role is Role.EMBEDDING}

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.executor import Ticket
@@ -27,8 +27,10 @@ from headrace.processes.messages import BadFrame, Unpacker, pack, receive
 from headrace.request import TokenMasks
 
 if TYPE_CHECKING:
+    from headrace.models.source import ModelSource
     from headrace.parallel.group import Group
     from headrace.worker.executor import DeviceExecutor
+    from headrace.worker.head_start import HeadStart
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +125,20 @@ class Follower:
 
 def _start(first: First, launch: frames.Launch) -> Follower:
     from headrace.engine.resolve import find_source
+    from headrace.processes.builders import mark_of
     from headrace.torch_environment import prepare_for_torch
+    from headrace.worker.head_start import begin_head_start
 
     config = launch.config
     source = find_source(config)
     prepare_for_torch()
+    head_start = begin_head_start(mark_of(config, source.config)) if config.device.device != "cpu" else None
+    with head_start or nullcontext():
+        return _load(first, launch, source, head_start)
+
+
+def _load(first: First, launch: frames.Launch, source: ModelSource, head_start: HeadStart | None) -> Follower:
+    config = launch.config
     with no_collections():
         from headrace.parallel.device import create_group, device_here
         from headrace.worker.executor import DeviceExecutor
@@ -135,7 +146,7 @@ def _start(first: First, launch: frames.Launch) -> Follower:
 
     first.tell(frames.Here(device_here(config.device.device)))
     group = create_group(*first.where_to_meet(), launch.rank, config.device.tensor_parallel_size)
-    executor, _ = create_executor(config, source, group=group)
+    executor, _ = create_executor(config, source, head_start, group=group)
     assert isinstance(executor, DeviceExecutor)
     return Follower(first, executor, group)
 

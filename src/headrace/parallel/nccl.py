@@ -29,7 +29,8 @@ class _Id(ctypes.Structure):
 def _library() -> Any:
     """The one that torch has loaded."""
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # read when the first group is made
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is of no use to so few ranks, and needs more of a host than others do
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast asks more of a host than peers do
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # a capture needs no other rank
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:

@@ -67,7 +67,8 @@ def _fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
     norm = partial(site.zeros, 1, 1, dtype=torch.float32)
     weight = torch.float32 if spec.norm_offset else facts.dtype
     if facts.gated:
-        yield from _form_calls(site, run, "gated", lambda outs: Around(norm(), 1.0, spec.activation), biased=spec.mlp_bias)
+        gated = lambda outs: Around(None if spec.ranks > 1 else norm(), 1.0, spec.activation)  # noqa: E731
+        yield from _form_calls(site, run, "gated", gated, biased=spec.mlp_bias)
         return
     places = {(each.split, each.bias) for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)}
     for split, biased in places:
