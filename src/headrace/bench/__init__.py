@@ -1,1 +1,1 @@
-"""What is it worth: commands that measure throughput, latency, a start, kernels and techniques, here or simulated."""
+"""Benchmarks: commands that measure throughput, latency, start-up, kernels and techniques, measured or simulated."""

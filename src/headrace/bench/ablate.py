@@ -1,10 +1,10 @@
-"""``headrace bench ablate NAME|all``: what a technique is worth, measured with it on and off.
+"""``headrace bench ablate NAME|all``: measures what a technique is worth, with it on and off.
 
-"Off" keeps the same kernels and gets its own best settings; the whole curve is shown, never the best point.
-
+"Off" keeps the same kernels and gets its own best settings; the whole curve is shown, never only the best point.
 Engines of both sides, each at its own best settings, answer the same loads.
 
-What lives here: the command, that runner, what each figure is, showing results. What may not: anything about one technique (techniques/).
+What lives here: the command, that runner, what each figure is, showing results. What may not: anything about one
+technique (techniques/).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _device(config: EngineConfig) -> str:
 
 
 def _possible(device: str) -> list[str]:
-    """All techniques that can be measured on this device; the others are named."""
+    """All techniques that can be measured on this device; the others are reported by name."""
     for each in TECHNIQUES:
         if needed := each.lacks(device):
             print(f"{each.name}: missing, it needs a {needed}", file=sys.stderr)
@@ -101,14 +101,14 @@ def measure(name: str, config: EngineConfig, *, quick: bool, say: Callable[[str]
 
 
 def _beside_each_other(config: EngineConfig) -> EngineConfig:
-    """Both sides stand in one process at once: neither may take the whole card for its KV blocks."""
+    """Both sides run in one process at once: neither may take the whole card for its KV blocks."""
     if config.cache.kv_cache_memory is not None or config.cache.num_blocks is not None:
         return config
     return replace(config, cache=replace(config.cache, kv_cache_memory=BESIDE_EACH_OTHER))
 
 
 def render(result: Result) -> str:
-    """A table with both sides at every point, and the settings each side was given."""
+    """A table with both sides at every point, and the settings that each side used."""
     rows = []
     for off, on in result.pairs():
         row: list[Any] = [off[result.x]]
@@ -129,7 +129,7 @@ def render(result: Result) -> str:
 
 
 def gain(off: float, on: float, *, higher_is_better: bool) -> float | None:
-    """How many times better the first figure is with the technique; None where one side shows nothing."""
+    """How many times better the first figure is with the technique; None if one side has no value."""
     better, worse = (on, off) if higher_is_better else (off, on)
     return better / worse if worse > 0 and better > 0 else None
 
@@ -173,7 +173,7 @@ THROUGHPUT = "output tokens/s"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One point of one side: the run that counts; where a figure is made of them, seconds of the same requests with one
+    """One point of one side: the run that counts; if a figure needs them, the seconds of the same requests with one
     token out, and what torch's allocator was asked for."""
 
     load: Load
@@ -183,7 +183,7 @@ class Outcome:
 
     @property
     def step(self) -> float:
-        """Seconds a decode step, as in ``python -m lab table``."""
+        """Seconds per decode step, as in ``python -m lab table``."""
         return (self.run.seconds - (self.one_token or 0.0)) / (self.load.output - 1)
 
     @property
@@ -192,7 +192,7 @@ class Outcome:
 
     @property
     def idle(self) -> float:
-        """The share of the time in which an executor of a set time a step had none."""
+        """The share of the time in which an executor with a fixed time per step had none."""
         return max(0.0, 1 - self.run.steps * float(self.load.engine["device.device_time"]) / self.run.seconds)
 
     def mean(self, name: str) -> float:
@@ -239,7 +239,7 @@ FIGURES: Mapping[str, tuple[Callable[[Outcome], float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A column: its name, and whether more of it is better."""
+    """A column: its name, and whether more is better."""
 
     name: str
     higher_is_better: bool
@@ -260,7 +260,7 @@ class Curve:
     highest: list[Point] = field(default_factory=list)
 
     def take(self, x: str, measured: Sequence[Point]) -> None:
-        """Repeats of the same x become one point: the median of each figure, with lowest and highest beside it."""
+        """Merges repeats of the same x into one point: the median of each figure, with the lowest and the highest."""
         by_x: dict[float, list[Point]] = {}
         for point in measured:
             by_x.setdefault(point[x], []).append(point)
@@ -271,7 +271,8 @@ class Curve:
 
 @dataclass(slots=True)
 class Result:
-    """A technique's whole curve, both sides. ``same``: answers with equal tokens on both sides, of ``compared``."""
+    """A technique's whole curve, both sides. ``same``: how many of the ``compared`` answers had equal tokens on both
+    sides."""
 
     technique: str
     title: str
@@ -293,7 +294,7 @@ class Result:
 class Ablation:
     """Makes engines from one config with one technique on or off, and remembers the answers of both sides.
 
-    ``quick`` asks for runs of seconds (a smoke test), otherwise minutes are allowed.
+    ``quick`` limits runs to seconds (a smoke test); otherwise they may take minutes.
     """
 
     def __init__(
@@ -308,7 +309,7 @@ class Ablation:
         self._answers: dict[str, dict[Any, tuple[int, ...]]] = {}
 
     def measure(self) -> list[Result]:
-        """One for each load."""
+        """One result for each load."""
         return [self.under(load.shortened if self._quick else load) for load in self._technique.loads]
 
     def under(self, load: Load) -> Result:
@@ -323,7 +324,7 @@ class Ablation:
         return Result(self._technique.name, load.said, load.x, figures, both, *counts, load.log)
 
     def _choose(self, load: Load) -> tuple[Load, dict[str, Curve]]:
-        """Each side at its best settings; of arrivals, ``values`` in requests a second."""
+        """Each side at its best settings; for arrivals, ``values`` in requests per second."""
         arrivals = load.over == "rate"
         most = self._capacity(load, load.candidates("on")[-1]) if arrivals and load.trial else 1.0
         curves = {mode: self._best(mode, load, load.at(load.trial * most)) for mode in MODES}
@@ -333,7 +334,7 @@ class Ablation:
         return replace(load, values=tuple(float(f"{most * share:.3g}") for share in load.values)), curves
 
     def _capacity(self, load: Load, settings: Settings) -> float:
-        """Requests/s when all are there from the start, with the technique on, once prices of steps are known."""
+        """Requests/s when all are available from the start, with the technique on, once step times are known."""
         with self.engine("on", load, settings) as engine:
             runs = [drive_load(engine, load, seed) for seed in (1, 2)]
             return load.requests / runs[-1].seconds
@@ -352,7 +353,7 @@ class Ablation:
         return Curve(mode, candidates[best(tried, load.pick)], tried)
 
     def _fill(self, load: Load, curves: Mapping[str, Curve]) -> None:
-        """Both sides at every x, in turn, repeated; seeds differ from repeat to repeat and are the same on both."""
+        """Both sides at every x, alternating, repeated; seeds differ between repeats and are the same on both sides."""
         measured: dict[str, list[Point]] = {mode: [] for mode in MODES}
         with ExitStack() as stack:
             engines = {mode: stack.enter_context(self.engine(mode, load, curves[mode].settings)) for mode in MODES}
@@ -366,7 +367,7 @@ class Ablation:
             curve.take(load.x, measured[mode])
 
     def _points(self, mode: str, engine: Engine, load: Load, seed: int, untimed: int) -> list[Point]:
-        """Usually one, at the load's x."""
+        """Usually one point, at the load's x."""
 
         def run(seed: int, **change: Any) -> Run:
             asked = replace(load, **change)
@@ -389,7 +390,8 @@ class Ablation:
 
     @contextmanager
     def engine(self, mode: str, load: Load, settings: Settings) -> Iterator[Engine]:
-        """An engine with the technique ``mode`` and ``settings`` on top of the config; warmed up, closed afterwards."""
+        """An engine with the technique ``mode`` and ``settings`` on top of the config; warmed up, and closed
+        afterwards."""
         value = self._technique.off if mode == "off" else self._technique.on
         from headrace.engine.assembly import create_engine  # tokenizers
 
@@ -406,7 +408,7 @@ class Ablation:
 
 
 def drive_load(engine: Engine, load: Load, seed: int) -> Run:
-    """The answers stand under the dialogues' own numbers, in whatever order they were asked."""
+    """Answers are stored by the dialogues' own numbers, in whatever order they were requested."""
     dialogues = draw(load, engine.info.vocab_size, seed)
     order = batch_order(engine, dialogues) if load.batch_order else list(range(len(dialogues)))
     run = drive(engine.core, [dialogues[number] for number in order], max_concurrency=load.at_once)
@@ -428,7 +430,7 @@ def draw(load: Load, vocab_size: int, seed: int) -> list[Dialogue]:
 
 
 def batch_order(engine: Engine, dialogues: Sequence[Dialogue]) -> list[int]:
-    """What the engine makes of the order in which requests of one offline call are given."""
+    """The order that the engine chooses for the requests of one offline call."""
     requests = [
         Request(request_id=number, prompt_token_ids=array("i", turn.new_ids), params=greedy(turn))
         for number, turn in enumerate(dialogue.turns[0] for dialogue in dialogues)
@@ -437,7 +439,7 @@ def batch_order(engine: Engine, dialogues: Sequence[Dialogue]) -> list[int]:
 
 
 def by_turn(run: Run) -> list[Run]:
-    """At the same turn every conversation's prompt has the same length."""
+    """At a given turn, every conversation's prompt has the same length."""
     by_length: dict[int, list[Sample]] = {}
     for sample in run.samples:
         by_length.setdefault(sample.prompt_tokens, []).append(sample)
@@ -445,7 +447,7 @@ def by_turn(run: Run) -> list[Run]:
 
 
 def asked_for(step: Callable[[], object]) -> dict[str, float]:
-    """What torch's allocator is asked for meanwhile."""
+    """What torch's allocator is asked for while the block runs."""
     import torch
 
     torch.cuda.synchronize()
@@ -458,7 +460,7 @@ def asked_for(step: Callable[[], object]) -> dict[str, float]:
 
 
 def best(tried: Sequence[Mapping[str, float]], pick: str) -> int:
-    """By the figure ``pick``, among the settings that do not pay for it with throughput."""
+    """The best by the figure ``pick``, among the settings that do not lose throughput for it."""
     fastest = max(each.get(THROUGHPUT, 0.0) for each in tried)
     allowed = [index for index, each in enumerate(tried) if each.get(THROUGHPUT, 0.0) >= MIN_SHARE * fastest]
     sign = 1 if FIGURES[pick][1] else -1

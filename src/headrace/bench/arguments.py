@@ -1,7 +1,7 @@
-"""Kinds of arguments that benchmarks take.
+"""Types of command-line arguments for benchmarks.
 
-What lives here: conversions for argparse, which names the argument with what they raise, the key, and the arguments of
-a benchmark whose module imports torch. What may not: torch, measuring.
+What lives here: conversions for argparse, which reports their error with the argument's name, the key, and the
+arguments of a benchmark whose module imports torch. What may not: torch, measuring.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
 
 def add_key_argument(parser: argparse._ActionsContainer) -> None:
-    """``--api-key``, else what a server that is started here takes its key from."""
+    """``--api-key``, by default from where a server started here takes its key."""
     key = os.environ.get("HEADRACE_API_KEY") or None
     parser.add_argument("--api-key", metavar="KEY", default=key, help="key to send as bearer token (also HEADRACE_API_KEY)")
 
 
 def _kind(read: Callable[[str], Number], allows: Callable[[Number], bool], said: str) -> Callable[[str], Number]:
-    """A conversion that raises ArgumentTypeError for what is not ``said``."""
+    """A conversion that raises ArgumentTypeError for anything that is not ``said``."""
 
     def convert(text: str) -> Number:
         try:
@@ -55,7 +55,7 @@ percentile = _kind(float, lambda found: 0.0 <= found <= 100.0, "number from 0 to
 
 
 def output(text: str) -> Path:
-    """A file to write, which is looked at before anything is measured. Raises ArgumentTypeError."""
+    """A file to write, checked before anything is measured. Raises ArgumentTypeError."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; give a file in it")
@@ -79,7 +79,7 @@ def picture(text: str) -> Path:
 
 
 def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``headrace bench kernels``, whose module imports torch."""
+    """The arguments of ``headrace bench kernels``, whose module imports torch."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument(
         "--model",

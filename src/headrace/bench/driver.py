@@ -1,9 +1,10 @@
 """Runs dialogues through an engine core in this process, without text and without transport.
 
-Open loop (dialogues with arrivals) and closed loop (without), on the core's own clock; what a benchmark of a technique needs
-to see the engine and nothing else.
+Open loop (dialogues with arrivals) and closed loop (without), on the core's own clock: for benchmarks of a technique,
+which should measure the engine and nothing else.
 
-What lives here: the loop that adds what is due and steps. What may not: figures (planner/workload/), engines' configuration.
+What lives here: the loop that adds what is due and steps. What may not: figures (planner/workload/), engines'
+configuration.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from headrace.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Run:
-    """What happened: one sample and one answer a turn, in order of completion; ``seconds`` from start to the last token."""
+    """The result: one sample and one answer per turn, in order of completion; ``seconds`` from start to the last
+    token."""
 
     samples: list[Sample] = field(default_factory=list)
     answers: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # (dialogue, turn) → token ids
@@ -39,7 +41,7 @@ class Run:
 
 @dataclass(slots=True)
 class _Live:
-    """A turn under way."""
+    """A turn in progress."""
 
     dialogue: int
     turn: int
@@ -49,7 +51,7 @@ class _Live:
 
 
 class Driver:
-    """One run of one workload. ``max_concurrency`` bounds how many dialogues have a turn under way at once."""
+    """One run of one workload. ``max_concurrency`` bounds how many dialogues have a turn in progress at once."""
 
     def __init__(self, core: EngineCore, dialogues: Sequence[Dialogue], *, max_concurrency: int | None = None) -> None:
         self._core = core
@@ -128,7 +130,7 @@ class Driver:
 
 
 def greedy(turn: Turn) -> SamplingParams:
-    """Exactly ``max_tokens`` tokens, the most probable ones; with a structure, as many as that takes at most."""
+    """Exactly ``max_tokens`` tokens, the most probable ones; with structured output, at most as many as it takes."""
     return SamplingParams(temperature=0.0, max_tokens=turn.max_tokens, ignore_eos=True, detokenize=False, structured_outputs=turn.structured)
 
 

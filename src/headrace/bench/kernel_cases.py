@@ -1,8 +1,10 @@
 """The call sites that ``headrace bench kernels`` times: one model's shapes, at the row counts of decode and prefill.
 
-What lives here: inputs, bytes and FLOPs of each operation. What may not: choosing kernels, timing, printing (kernels.py).
+What lives here: inputs, bytes and FLOPs of each operation. What may not: choosing kernels, timing, printing
+(kernels.py).
 
-Bytes are what must cross the memory bus once: weights, inputs, outputs, the visible keys and values. FLOPs count a multiply-add as two.
+Bytes are what must cross the memory bus once: weights, inputs, outputs, the visible keys and values. FLOPs count a
+multiply-add as two.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ DEFAULT_SPEC = DecoderSpec(
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One operation at one call site. ``calls`` makes the calls from a kernel: several, each over memory of its own, taken in turn."""
+    """One operation at one call site. ``calls`` builds the calls of a kernel: several, each with its own memory, used
+    in turn."""
 
     op: str
     label: str
@@ -73,7 +76,8 @@ class KernelCase:
 
 
 class CaseMaker:
-    """Makes the cases of one shape. ``working_set`` bytes are cycled through, so that no cache holds a weight from call to call."""
+    """Makes the cases of one shape. Calls rotate through ``working_set`` bytes, so that no cache holds a weight from
+    call to call."""
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, context: int, working_set: int, device: torch.device) -> None:
         self.spec = spec
@@ -85,7 +89,8 @@ class CaseMaker:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def cases(self, op: str, rows: int) -> Iterator[KernelCase]:
-        """The call sites of ``op`` over ``rows`` tokens: as many sequences of one token, or beyond MANY_ROWS one prompt."""
+        """The call sites of ``op`` over ``rows`` tokens: as many sequences of one token, or beyond MANY_ROWS one
+        prompt."""
         least, most = ROWS_OF.get(op, (1, rows))
         if least <= rows <= most and (op != "decode_step" or self.context <= longest_context(rows)):
             made = self._makers[op](rows)
@@ -133,7 +138,7 @@ class CaseMaker:
         return self._product("linear", name, rows, outs, ins, lambda product, x, weight: product(x), shared=shared)
 
     def _fused_linears(self, rows: int) -> Iterator[KernelCase]:
-        """Of its results the first counts: others may be in pieces, which candidates cut as they like."""
+        """Only the first result is compared: others may be in pieces, which candidates cut differently."""
         spec, hidden = self.spec, self.spec.hidden_size
         norm = Around(torch.full((64, rows), hidden / 64), spec.norm_eps)
         behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
@@ -146,14 +151,14 @@ class CaseMaker:
             yield self._product("fused_linear", name, rows, site.outs, site.ins, first, gated=around.gate is not None)
 
     def _added(self, rows: int) -> KernelCase:
-        """Each call gets a residual of its own, since a candidate may overwrite it: a copy is part of every time."""
+        """Each call gets its own residual, since a candidate may overwrite it: every time includes a copy."""
         outs, ins = self.spec.hidden_size, self.spec.intermediate_size
         residual = self._random(rows, outs)
         added = self._product("added_linear", "down, sum", rows, outs, ins, lambda product, x, weight: product(x, residual.clone()))
         return replace(added, bytes=added.bytes + self._bytes(rows * outs))
 
     def _gated(self, rows: int) -> KernelCase:
-        """As a layer computes where a candidate has nothing for so many rows: the product, and an activation."""
+        """As a layer computes it where a candidate has nothing for this many rows: the GEMM, and an activation."""
         outs, ins, kind = 2 * self.spec.intermediate_size, self.spec.hidden_size, self.spec.activation
 
         def gated(product: Callable[..., Tensor | None], x: Tensor, weight: Tensor) -> Tensor:
@@ -164,7 +169,7 @@ class CaseMaker:
         return replace(made, bytes=made.bytes - self._bytes(rows * outs // 2))
 
     def _product(self, op: str, name: str, rows: int, outs: int, ins: int, run: Callable[..., Any], **more: Any) -> KernelCase:
-        """``run``: from a packed product, x and the weight as it was to what is compared."""
+        """``run``: from a packed weight, x and the original weight to what is compared."""
         facts = WeightFacts(self.dtype, ins, outs, **more)
         size, x, weight = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins)
 
@@ -175,7 +180,7 @@ class CaseMaker:
         return KernelCase(op, f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
 
     def _deltas(self, rows: int) -> KernelCase:
-        """Adapters of rank RANK in ADAPTERS slots, in turn, beside query, key and value."""
+        """Adapters of rank RANK in ADAPTERS slots, in turn, for query, key and value."""
         site = next(iter(self._sites.values()))
         held, slots = self._random(ADAPTERS, len(site.parts), RANK, site.ins, scale=site.ins**-0.5), np.arange(rows, dtype=np.int32) % ADAPTERS
         beside, x, y = self._random(ADAPTERS, RANK, site.outs), self._random(rows, site.ins), self._random(rows, site.outs)
@@ -218,7 +223,7 @@ class CaseMaker:
         yield from self._coded_formats()
 
     def _coded_formats(self) -> Iterator[Format]:
-        """One of each kind that kernels tell apart, as far as the model's widths are whole groups and blocks."""
+        """One of each kind that kernels distinguish, if the model's widths are multiples of its groups and blocks."""
         if self.spec.intermediate_size % 128 == 0:
             yield from (PackedIntegers(bits, 128, zero=False) for bits in (2, 3, 4, 6, 8))
             yield from (AWQ(4, 128), GPTQ(4, 128, act_order=True), MXFP4(), NVFP4(inverse=True), NormalFloat("nf4", nested=False))
@@ -226,7 +231,8 @@ class CaseMaker:
             yield from (GGUFBlocks("Q4_K"), GGUFBlocks("Q6_K"))
 
     def _packed_fused(self, rows: int) -> Iterator[KernelCase]:
-        """Gate and up between norm and activation, and down with the sum behind it. ``pack`` gives None for what it does not multiply so."""
+        """Gate-up between norm and activation, and down followed by the sum. ``pack`` returns None for what it cannot
+        multiply like that."""
         hidden, inner = self.spec.hidden_size, self.spec.intermediate_size
         norm = Around(torch.full((64, rows), hidden / 64), self.spec.norm_eps, self.spec.activation)
         behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
@@ -238,7 +244,7 @@ class CaseMaker:
     def _packed(
         self, form: Format, rows: int, name: str | None = None, outs: int | None = None, ins: int | None = None, around: Around | None = None
     ) -> KernelCase:
-        """The product alone, usually of down; or with what is ``around`` it. Bytes are told as a part of bfloat16's."""
+        """The GEMM alone, usually down; or with what is ``around`` it. Bytes are given as a fraction of bfloat16's."""
         outs, ins = outs or self.spec.hidden_size, ins or self.spec.intermediate_size
         x, size = self._random(rows, ins), int(form.num_bytes(outs, ins, self.dtype.itemsize))
 
@@ -276,7 +282,7 @@ class CaseMaker:
         return torch.empty(shape, dtype=self.dtype).normal_(0.0, scale, generator=self._generator)
 
     def _weight(self, *shape: int) -> Tensor:
-        """Quick random weights of about unit gain: the bits of a uniform draw, scaled."""
+        """Random weights of about unit gain, quickly: the bits of a uniform draw, scaled."""
         flat = torch.randint(-128, 128, shape, dtype=torch.int8, generator=self._generator)
         return flat.to(self.dtype).mul_(shape[-1] ** -0.5 / 74.0)
 
@@ -332,7 +338,7 @@ class CaseMaker:
         return KernelCase("rotary_write", f"{rows} tokens", HeadFacts(*self._heads), size, 3 * rotated, calls)
 
     def _rope(self, rows: int) -> KernelCase:
-        """As many sequences as there are rows, none of which share keys."""
+        """One sequence per row, none of which share keys."""
         spec, blocks = self.spec, -(-self.context // self.block_size)
         table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
         last = torch.full((rows,), self.context - 1)
@@ -376,7 +382,7 @@ class CaseMaker:
         return KernelCase("paged_attention", label, HeadFacts(*self._heads), self._bytes(keys + 2 * q.numel()), flops, calls)
 
     def _step(self, rows: int) -> KernelCase:
-        """One layer and the norm behind it, of as many sequences as there are rows."""
+        """One layer and the norm after it, with one sequence per row."""
         spec, hidden, dim = self.spec, self.spec.hidden_size, self.spec.head_dim
         shapes = [(site.outs, site.ins) for site in self._sites.values()]
         blocks = -(-self.context // self.block_size)
@@ -429,7 +435,7 @@ class CaseMaker:
         return KernelCase("embedding", f"{rows}x{width}", Facts(self.dtype), self._bytes(2 * rows * width), 0, calls)
 
     def _write(self, rows: int) -> KernelCase:
-        """The ids of new sequences of one length, in any order of rows."""
+        """The ids of new sequences of the same length, in any order of rows."""
         ids = torch.randint(self.spec.vocab_size, (rows * self.context,), dtype=torch.int32, generator=self._generator)
         written, row = torch.zeros(rows, self.context, dtype=torch.int32), torch.randperm(rows, generator=self._generator)
         begin = (torch.arange(rows + 1) * self.context).int()
@@ -441,7 +447,7 @@ class CaseMaker:
         return KernelCase("write_rows", f"{rows} rows of {self.context}", Facts(torch.int32), size, 0, calls)
 
     def _gather(self, rows: int) -> KernelCase:
-        """A step of ``rows`` sequences that decode: their last token, its place, their block tables."""
+        """A step of ``rows`` decoding sequences: their last token, its position, their block tables."""
         blocks = -(-self.context // self.block_size)
         ids, every = torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator), torch.arange(rows).int()
         table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
@@ -462,7 +468,7 @@ class CaseMaker:
         return KernelCase("store_tokens", f"{rows} rows", Facts(torch.int32), rows * (4 + 4 + 8 + 4 + 4 + 8), 0, calls)
 
     def _fetch(self, rows: int) -> KernelCase:
-        """Of each row its place, and no edits of the block table."""
+        """The position of each row, and no edits of the block table."""
         ring = torch.randint(self.context, (1, 7, rows), dtype=torch.int32, generator=self._generator)
         ring[:, 3:] = 0
         turn, step, table = torch.zeros(1, dtype=torch.int32), torch.zeros(3, rows, dtype=torch.int32), torch.zeros(rows, 8, dtype=torch.int32)
@@ -473,7 +479,8 @@ class CaseMaker:
         return KernelCase("fetch_step", f"{rows} rows", Facts(torch.int32), 2 * 3 * 4 * rows, 0, calls)
 
     def _logits(self, op: str, rows: int) -> KernelCase:
-        """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs of given tokens."""
+        """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs
+        of given tokens."""
         vocab, generator = self.spec.vocab_size, self._generator
         logits = [torch.randn(rows, vocab, generator=generator) * 4 for _ in range(4)]
         peaks = [x.amax(-1) for x in logits]
@@ -503,7 +510,7 @@ class CaseMaker:
 
 
 def _first(product: Callable[..., Any], x: Tensor, around: Around) -> Any:
-    """Others of its results may be in pieces, which candidates cut as they like."""
+    """Other results may be in pieces, which candidates cut differently."""
     return product(x, around)[0]
 
 

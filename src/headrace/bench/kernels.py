@@ -1,9 +1,12 @@
-"""``headrace bench kernels``: every operation and candidate, checked against its twin, then timed against the physical limits.
+"""``headrace bench kernels``: checks every operation and candidate against its twin, then times it against the physical
+limits.
 
-What lives here: forcing a candidate, checking, timing, the table. What may not: the shapes and inputs (kernel_cases.py), kernels.
+What lives here: forcing a candidate, checking, timing, the table. What may not: the shapes and inputs
+(kernel_cases.py), kernels.
 
-The floor of a call is max(bytes / read bandwidth, FLOPs / GEMM rate), limits measured in the same run; the fraction is floor / median.
-A candidate that declines is printed as missing with its reason; one whose result is off is printed as wrong and fails the run.
+The floor of a call is max(bytes / read bandwidth, FLOPs / GEMM rate), with limits measured in the same run; the
+fraction is floor / median. A candidate that declines is printed as missing with its reason; one with a wrong result is
+printed as wrong and fails the run.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class KernelBench:
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One candidate at one call site; times in seconds, None where it did not run. ``note`` says why, or what it was checked to."""
+    """One candidate at one call site; times in seconds, None if it did not run. ``note`` says why, or how precisely it
+    was checked."""
 
     op: str
     case: str
@@ -74,8 +78,8 @@ class KernelRow:
 
 
 def measure(bench: KernelBench, limits: Limits, sweep: Sweep | None = None) -> list[KernelRow]:
-    """Times every candidate of ``bench.ops``, the twin last, until ``sweep`` is stopped. Raises ConfigError for an unknown operation, type or
-    row count."""
+    """Times every candidate of ``bench.ops``, the twin last, until ``sweep`` is stopped. Raises ConfigError for an
+    unknown operation, type or row count."""
     _check(bench)
     dtype = DTYPES[bench.dtype]
     device = torch.device(bench.device)
@@ -138,18 +142,19 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Largest difference over largest value; NaN where either has one."""
+    """Largest difference over largest value; NaN if either contains one."""
     got, want = got.float(), want.float()
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
 
 
 def time_calls(calls: Sequence[Callable[[], Any]], seconds: float, device: torch.device) -> list[float]:
-    """Seconds a call, one mean for each of five rounds; every round goes through all the calls, each over its own memory."""
+    """Seconds per call, one mean for each of five rounds; every round goes through all the calls, each with its own
+    memory."""
     return cuda_time(calls, seconds) if device.type == "cuda" else _time(calls, seconds)
 
 
 def _time(calls: Sequence[Callable[[], Any]], seconds: float, rounds: int = 5) -> list[float]:
-    """Seconds a call, one mean for each round; every round goes through all the calls, each over its own memory."""
+    """Seconds per call, one mean for each round; every round goes through all the calls, each with its own memory."""
     for call in calls:
         call()
     means = []

@@ -1,7 +1,8 @@
-"""Sends dialogues to a server and keeps what the client saw of each request.
+"""Sends dialogues to a server and records what the client saw of each request.
 
-What lives here: the load generator (open and closed loop), requests in OpenAI's format, reading streams back, and a light HTTP/1.1 client for
-server-sent events, which stamps what arrives and parses it later. What may not: figures and workloads (planner/workload/), command lines.
+What lives here: the load generator (open and closed loop), requests in OpenAI's format, reading streams, and a light
+HTTP/1.1 client for server-sent events, which timestamps what arrives and parses it later. What may not: figures and
+workloads (planner/workload/), command lines.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class BenchFailed(HeadraceError):
 
 
 async def first_model(client: HttpClient) -> str:
-    """The first model the server lists. Raises BenchFailed when there is no such server."""
+    """The first model that the server lists. Raises BenchFailed if there is no such server."""
     where = f"{client.host}:{client.port}/v1/models"
     try:
         answer = await client.get("/v1/models")
@@ -55,7 +56,8 @@ def _remedy(status: int) -> str:
 
 
 class LoadGenerator:
-    """Sends dialogues when they are due, at most ``concurrency`` requests at once, and keeps a sample of each request."""
+    """Sends dialogues when they are due, at most ``concurrency`` requests at once, and keeps a sample of each
+    request."""
 
     def __init__(self, client: HttpClient, model: str, endpoint: str, concurrency: float, *, as_ids: bool) -> None:
         self.samples: list[Sample] = []
@@ -67,7 +69,8 @@ class LoadGenerator:
         self._slots = asyncio.Semaphore(1 << 30 if math.isinf(concurrency) else int(concurrency))
 
     async def warm_up(self, dialogues: Sequence[Dialogue], count: int) -> None:
-        """Other tokens than those measured, so that the server's prefix cache does not know them. Raises BenchFailed."""
+        """Uses other tokens than the measurement, so that they are not in the server's prefix cache. Raises
+        BenchFailed."""
         for dialogue in dialogues[:count]:
             turn = replace(dialogue.turns[0], new_ids=tuple(reversed(dialogue.turns[0].new_ids)))
             await self._dialogue(Dialogue((turn,)), time.perf_counter())
@@ -135,7 +138,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def read_stream(answer: Answer, sample: Sample) -> str:
-    """Fills the sample from an answer's events; returns the text. Raises BrokenAnswer for what is no whole stream."""
+    """Fills the sample from an answer's events; returns the text. Raises BrokenAnswer if the stream is incomplete."""
     if answer.status != 200:
         raise BrokenAnswer(f"status {answer.status}: {_error_message(answer.body)}")
     if not answer.events or answer.events[-1][1] != b"[DONE]":
@@ -182,12 +185,13 @@ READ_BYTES = 1 << 16
 
 
 class BrokenAnswer(Exception):
-    """An answer that ended or looked as none may."""
+    """An answer that was incomplete or malformed."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """Status and the body's events (``data:`` lines without the prefix) with the time each one's bytes were read, in seconds."""
+    """Status and the body's events (``data:`` lines without the prefix) with the time at which each one's bytes were
+    read, in seconds."""
 
     status: int
     content_type: str
@@ -195,7 +199,7 @@ class Answer:
     body: bytes = b""  # of an answer that is no stream
 
     def json(self) -> Any:
-        """Raises BrokenAnswer when the body is not JSON."""
+        """Raises BrokenAnswer if the body is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError as error:
@@ -256,7 +260,7 @@ class HttpClient:
 
 
 class _Reading:
-    """One answer being read: what the parser calls."""
+    """One answer being read: the parser's callbacks."""
 
     def __init__(self) -> None:
         self.answer = Answer(0, "")
@@ -267,7 +271,8 @@ class _Reading:
         self._buffer = b""  # of the body, up to the last whole event
 
     async def run(self, reader: asyncio.StreamReader) -> tuple[Answer, bool]:
-        """The answer, and whether the connection can be used again. Raises BrokenAnswer; IncompleteReadError where nothing came."""
+        """The answer, and whether the connection can be reused. Raises BrokenAnswer; IncompleteReadError if nothing was
+        received."""
         while not self.done and (data := await reader.read(READ_BYTES)):
             try:
                 self.parser.feed_data(data)

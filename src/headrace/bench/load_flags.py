@@ -1,8 +1,7 @@
-"""Flags that say what is asked and when: the same names and meanings wherever a load is made, for a server or for a
-simulation.
+"""Flags that describe a load: the same names and meanings for a server and for a simulation.
 
-What lives here: the flags, and the requests that they name. What may not: flags of one command alone, drawing requests
-(planner/workload/).
+What lives here: the flags, and the requests that they describe. What may not: flags of one command alone, drawing
+requests (planner/workload/).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TRACE_HELP = "from Azure (2023, 2024), BurstGPT or Mooncake, recognized by its c
 
 
 def add_workload_flags(parser: argparse.ArgumentParser, *, trace: str, max_input: int | None, max_output: int | None) -> None:
-    """``trace``: where --trace is kept. The maxima are defaults; None: nothing is cut."""
+    """``trace``: the destination of --trace. The maxima are defaults; None: nothing is cut."""
     what = parser.add_argument_group("workload")
     what.add_argument("--workload", choices=WORKLOADS, default="random", help="default: random")
     what.add_argument(
@@ -79,7 +78,7 @@ def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
 
 
 def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
-    """Raises ConfigError for numbers and flags that cannot be meant."""
+    """Raises ConfigError for invalid numbers and combinations."""
     if getattr(args, "seed", 0) < 0:
         raise ConfigError(f"--seed is {args.seed}; give at least 0.")
     _check_sizes(args)
@@ -93,7 +92,7 @@ def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    """What would fill the memory before anybody could say that it is too long for the model."""
+    """Rejects sizes that would fill the memory before they could be found too long for the model."""
     for name in TEXTS:
         if getattr(args, name) > MOST_TOKENS:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name):,}; give at most {MOST_TOKENS:,}.")
@@ -107,7 +106,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_workload(args: argparse.Namespace) -> None:
-    """A flag that changes nothing was meant for another workload."""
+    """Rejects flags that have no effect, since they were meant for another workload."""
     for name, workloads in OF_WORKLOADS.items():
         if getattr(args, name) != DEFAULTS[name] and args.workload not in workloads:
             flag, meant = f"--{name.replace('_', '-')} {getattr(args, name):g}", " or ".join(workloads)
@@ -134,8 +133,8 @@ def _check_trace(args: argparse.Namespace, trace: Path | None) -> None:
 
 
 def asked_of(args: argparse.Namespace, *, trace: Path | None, rate: float | None, seed: int) -> list[Asked]:
-    """The requests that the flags name, in an open loop with their arrivals. ``rate`` stands for --request-rate. Raises
-    ConfigError."""
+    """The requests that the flags describe, in an open loop with their arrivals. ``rate`` replaces --request-rate.
+    Raises ConfigError."""
     if trace is not None:
         cut = {"max_prompt": args.max_input_len, "max_output": args.max_output_len}
         return traced(trace, count=args.num_prompts, speed=args.trace_speed, rate=rate, **cut)

@@ -1,6 +1,6 @@
 """``headrace bench throughput`` and ``headrace bench latency``: the offline API, timed.
 
-What lives here: both benchmarks, under the names and definitions people know from ``vllm bench``. What may not: load curves
+What lives here: both benchmarks, under the names and definitions known from ``vllm bench``. What may not: load curves
 (serve.py, ablate.py).
 """
 
@@ -83,7 +83,7 @@ def _throughput_shape(args: argparse.Namespace) -> str:
 
 
 def _fresh(args: argparse.Namespace, vocab_size: int, repeat: int) -> list[Dialogue]:
-    """Other tokens in each repeat, so that none is answered from the last one's cache."""
+    """Other tokens in each repeat, so that none is answered from the previous one's cache."""
     lengths, seed = Lengths(args.input_len, args.output_len, args.random_range_ratio), repeat + 1
     asked = drawn(args.num_prompts, lengths, prefix=args.prefix_len, seed=seed)
     return dialogues_of(asked, vocab_size=vocab_size, seed=seed)
@@ -140,12 +140,13 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def facts_here(device: str = "cpu", **more: Any) -> dict[str, Any]:
-    """Machine, versions and the limits of this moment: measured before the engine takes memory and bus. ``device`` as in the config."""
+    """Machine, versions and the current limits, measured before the engine takes memory and bus. ``device`` as in the
+    config."""
     return machine_facts(str(limits_here(device)), **more)
 
 
 def limits_here(device: str) -> Limits:
-    """Bandwidths and GEMM rates of the device an engine with this config field would choose now."""
+    """Bandwidths and GEMM rates of the device that an engine with this config field would choose now."""
     from headrace.worker.profile import limits_now
     from headrace.worker.settings import device_kind
 
@@ -153,7 +154,7 @@ def limits_here(device: str) -> Limits:
 
 
 def _engine_facts(llm: Any) -> dict[str, Any]:
-    """The engine's own account, as it goes into every table."""
+    """The engine's own accounting, as it is included in every table."""
     info = llm.info
     return {"model": f"{info.model}, {info.dtype} on {info.device}", "choices": "; ".join(f"{each.name} {each.value}" for each in info.decisions)}
 

@@ -1,7 +1,7 @@
-"""``headrace bench serve``: load on any server that speaks OpenAI's API, from this or another engine.
+"""``headrace bench serve``: load on any server with an OpenAI-compatible API, from this or another engine.
 
-What lives here: the command: from flags to a workload, a run, and printed figures, those of the server's own steps (from its /metrics before
-and after; other servers have no such) among them. What may not: sending (load.py), figures and
+What lives here: the command: from flags to a workload, a run, and printed figures, including those of the server's own
+steps (from its /metrics before and after; other servers have none). What may not: sending (load.py), figures and
 workloads (planner/workload/), starting servers.
 """
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 1 when every request failed."""
+    """Exit status 1 if every request failed."""
     limits = parse_goodput(args.goodput)
     if args.plot:
         load_pyplot()
@@ -106,7 +106,7 @@ def limits_of(host: str) -> str:
 
 
 def create_workload(args: argparse.Namespace) -> list[Dialogue]:
-    """The dialogues the flags ask for, with arrivals in an open loop. Raises ConfigError."""
+    """The dialogues that the flags ask for, with arrivals in an open loop. Raises ConfigError."""
     check_load_flags(args, args.trace)
     asked = asked_of(args, trace=args.trace, rate=args.request_rate, seed=args.seed)
     return dialogues_of(asked, vocab_size=args.vocab_size, seed=args.seed)
@@ -119,7 +119,7 @@ def _shape(args: argparse.Namespace, count: int) -> str:
 
 
 def _concurrency(args: argparse.Namespace) -> float:
-    """Open loops have no bound unless one is asked for."""
+    """Open loops have no bound unless one is given."""
     if args.max_concurrency is not None:
         return float(max(1, args.max_concurrency))
     return math.inf if args.request_rate is not None or args.workload == "trace" else CLOSED_LOOP
@@ -127,7 +127,7 @@ def _concurrency(args: argparse.Namespace) -> float:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the client saw, and how busy it was itself."""
+    """What the client saw, and how busy the client itself was."""
 
     model: str
     samples: list[Sample]
@@ -161,7 +161,7 @@ async def _measure(args: argparse.Namespace, client: HttpClient, dialogues: Sequ
 
 
 async def _watch_loop(lags: list[float]) -> None:
-    """How late this process wakes from a short sleep: what it would add to every stamp."""
+    """How late this process wakes up from a short sleep, which is what it would add to every timestamp."""
     while True:
         begin = time.perf_counter()
         await asyncio.sleep(TICK)
@@ -177,7 +177,7 @@ def _print_problems(samples: Sequence[Sample], figures: Mapping[str, Any]) -> No
 
 
 def plot_distributions(path: Path, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Sample]]) -> None:
-    """Cumulative distributions of TTFT, ITL and E2E, a curve a run."""
+    """Cumulative distributions of TTFT, ITL and E2E, one curve per run."""
     panels = []
     for name, of in DISTRIBUTIONS.items():
         curves = {run: _cumulative([value for sample in samples if sample.error is None and sample.arrivals for value in of(sample)])
@@ -187,7 +187,7 @@ def plot_distributions(path: Path, facts: Mapping[str, Any], runs: Mapping[str, 
 
 
 def _cumulative(seconds: Sequence[float]) -> list[tuple[float, float]]:
-    """(milliseconds, share of them that are no longer), at most POINTS of them; the slowest is always one."""
+    """(milliseconds, share of values that are not larger), at most POINTS of them; the slowest is always included."""
     ordered = sorted(seconds)
     last = len(ordered) - 1
     places = sorted({round(last * step / (POINTS - 1)) for step in range(POINTS)}) if last > 0 else range(last + 1)
@@ -206,7 +206,7 @@ _CALIBRATED = ("headrace_step_prediction_error", '{prediction="calibrated"}')
 
 
 async def read_steps(client: HttpClient) -> dict[str, float] | None:
-    """Sums since the server's start; None where the server does not tell."""
+    """Sums since the server's start; None if the server does not report them."""
     try:
         answer = await client.get("/metrics")
     except (OSError, TimeoutError, BrokenAnswer):
@@ -215,7 +215,7 @@ async def read_steps(client: HttpClient) -> dict[str, float] | None:
 
 
 def parse_steps(page: str) -> dict[str, float] | None:
-    """The sums of a page in Prometheus's text format."""
+    """The sums from a page in Prometheus's text format."""
     found: dict[tuple[str, str], float] = {}
     for name, labels, value in _LINE.findall(page):
         try:
@@ -230,7 +230,7 @@ def parse_steps(page: str) -> dict[str, float] | None:
 
 
 def step_figures(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, float]:
-    """Of the steps between: errors are predicted / measured − 1 (of a calibration: of the last steps)."""
+    """For the steps in between: errors are predicted / measured − 1 (of a calibration: of the last steps)."""
     if before is None or after is None or after["steps"] <= before["steps"]:
         return {}
     steps, measured = after["steps"] - before["steps"], after["measured"] - before["measured"]

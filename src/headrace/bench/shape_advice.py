@@ -1,6 +1,7 @@
-"""What a model's dimensions cost on this device: each that is suspected, timed beside a better one in the same run.
+"""What a model's dimensions cost on this device: each suspected one, timed next to a better one in the same run.
 
-What lives here: timing, how long it would take, the findings as text. What may not: the rules (cost/shapes.py), kernels.
+What lives here: timing, how long it would take, the findings as text. What may not: the rules (cost/shapes.py),
+kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ WORTH = 0.03  # of the work's time; less is within what two runs differ by
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one dimension costs at so many tokens; seconds are of one call. ``share``: of the work's time, what the better shape would save
-    for the same work; ``step``: seconds of a whole step. None where nothing was measured."""
+    """What one dimension costs at this many tokens; seconds are per call. ``share``: how much of the time the better
+    shape would save for the same work; ``step``: seconds of a whole step. None if nothing was measured."""
 
     dimension: str
     why: str
@@ -70,7 +71,7 @@ class ShapeBench:
 
 
 def expected_seconds(bench: ShapeBench, found: Sequence[Suspect], limits: Limits) -> float:
-    """How long measuring would take, about."""
+    """About how long measuring would take."""
     return sum(
         _one_measurement(bench, work, tokens, limits)
         for each in found
@@ -91,7 +92,7 @@ def _one_measurement(bench: ShapeBench, work: Product | Heads, tokens: int, limi
 
 
 def advise(bench: ShapeBench, limits: Limits, *, thorough: bool = False) -> tuple[list[Finding], float]:
-    """What was found, and how long it would take to measure if that is too long to be done unasked (else 0)."""
+    """The findings, and how long measuring would take if that is too long to do unasked (otherwise 0)."""
     found = list(suspects(bench.spec, bench.target))
     needed = expected_seconds(bench, found, limits)
     if needed > BUDGET and not thorough:
@@ -115,7 +116,7 @@ def _measured(bench: ShapeBench, suspect: Suspect) -> Iterator[Finding]:
 
 
 def _time(bench: ShapeBench, work: Product | Heads, tokens: int) -> float:
-    """Of one call of the kernel that the engine would choose."""
+    """Seconds per call of the kernel that the engine would choose."""
     case = _case(bench, work, tokens)
     kernel = Kernels(bench.device, cuda_prefill=True).choose(OPERATIONS[case.op], case.facts)
     return median(time_calls(case.calls(kernel), SECONDS_EACH[bench.device.type], bench.device))

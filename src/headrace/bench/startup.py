@@ -1,12 +1,12 @@
-"""``headrace bench startup``: from the command to readiness, taken apart.
+"""``headrace bench startup``: times a start, from the command to readiness, by stage.
 
-What lives here: timing child processes, their caches empty or filled. What may not: the engine itself in this process, what is timed
-inside a child (startup_child.py).
+What lives here: timing child processes with empty or filled caches. What may not: the engine itself in this process,
+what is timed inside a child (startup_child.py).
 
-A start with empty caches finds no compiled kernel, of ours, of Triton's or of the driver's (in which NVRTC keeps what it compiles, from CUDA
-12.9 on): all are pointed at a new folder. The start after it finds them.
-Python's bytecode is no such cache: it belongs to an installation, and where this process may not write any (PYTHONDONTWRITEBYTECODE) and
-libraries came without, the children are given a folder that has it; compiling torch's sources anew takes seconds.
+A start with empty caches finds no compiled kernel, whether ours, Triton's or the driver's (in which NVRTC keeps what it
+compiles, from CUDA 12.9 on): all of them are pointed at a new folder. The start after it finds them. Python's bytecode
+is not counted as a cache: it belongs to an installation. If this process may not write any (PYTHONDONTWRITEBYTECODE)
+and libraries came without, the children are given a folder that has it; compiling torch's sources again takes seconds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _has_server() -> bool:
 
 
 def _starts(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
-    """Starts that found nothing compiled, and starts after them."""
+    """Starts that found nothing compiled, and the starts after them."""
     cold, warm = [], []
     with bytecode() as installed:
         for _ in range(repeats):
@@ -79,7 +79,7 @@ def _starts(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
 
 @contextmanager
 def bytecode() -> Iterator[dict[str, str]]:
-    """The environment of children that find bytecode as an installation has it."""
+    """The environment for children that find bytecode as an installation has it."""
     if not sys.dont_write_bytecode:
         yield dict(os.environ)
         return
@@ -91,14 +91,14 @@ def bytecode() -> Iterator[dict[str, str]]:
 
 
 def _caches_in(folder: Path) -> dict[str, str]:
-    """Where a child looks for what was compiled; models stay where they are."""
+    """Where a child looks for compiled kernels; models stay where they are."""
     models = os.environ.get("HF_HOME") or str(cache_home() / "huggingface")
     own = {"TRITON_CACHE_DIR": str(folder / "triton"), "XDG_CACHE_HOME": str(folder)}
     return {**own, "CUDA_CACHE_PATH": str(folder / "cuda"), "HF_HOME": models}
 
 
 def _by_name(runs: Sequence[dict[str, float]], kind: str = "") -> dict[str, list[float]]:
-    """What each run took for a part. One that a run lacks (it never became ready) is lacking."""
+    """The times of each run for a part. A run that lacks it (it never became ready) is omitted."""
     return {f"{kind}{name}": [each[name] for each in runs] for name in runs[0] if all(name in each for each in runs)}
 
 
@@ -186,12 +186,13 @@ async def _first_requests(url: str, server: subprocess.Popen[bytes], begin: floa
 
 
 def keyless() -> dict[str, str]:
-    """The environment of a benchmark's own server: it asks for no key but one that it is given by a flag."""
+    """The environment of a benchmark's own server: the server requires no key unless a flag sets one."""
     return {name: value for name, value in os.environ.items() if name != "HEADRACE_API_KEY"}
 
 
 async def await_ready(client: HttpClient, server: subprocess.Popen[bytes]) -> str:
-    """Waits for /ready; the model's name. Raises BenchFailed when it takes too long, ServerEnded when the server ends."""
+    """Waits for /ready and returns the model's name. Raises BenchFailed if it takes too long, ServerEnded if the server
+    ends."""
     deadline = time.perf_counter() + READY_TIMEOUT
     while time.perf_counter() < deadline:
         if server.poll() is not None:

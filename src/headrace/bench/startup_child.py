@@ -1,12 +1,14 @@
 """One start of an engine in a fresh process, timed from inside. Run as a program by ``headrace bench startup``.
 
-What lives here: the clock around imports, the engine's start and the first requests, in this order. What may not: printing tables.
+What lives here: the clock around imports, the engine's start and the first requests, in this order. What may not:
+printing tables.
 
-``python -m headrace.bench.startup_child BEGIN FLAGS …`` prints one JSON object. BEGIN: when the parent started it, in ``time.time()``.
+``python -m headrace.bench.startup_child BEGIN FLAGS …`` prints one JSON object. BEGIN: when the parent started it, in
+``time.time()``.
 
-*Ready* is when the next 100 steps stay within STEP_BOUND of steady and the first time to first token within FIRST_BOUND: a round is one
-request of its own prompt and 101 tokens; the steady figures are the medians of the last rounds, and every round before the first that
-keeps both bounds is part of the start.
+The engine is *ready* when the next 100 steps stay within STEP_BOUND of the steady time and the first time to first
+token within FIRST_BOUND. A round is one request with its own prompt and 101 tokens; the steady figures are the medians
+of the last rounds, and every round before the first that meets both bounds is part of the start.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One request alone, in seconds: when it was sent, its first token after that, the gaps between the others."""
+    """One request alone, in seconds: when it was sent, its first token after that, the gaps between the other
+    tokens."""
 
     sent: float
     first: float
@@ -43,7 +46,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """``ready``: rounds before the first one that keeps both bounds; None: none of them did."""
+    """``ready``: rounds before the first one that meets both bounds; None: none of them did."""
 
     ready: int | None
     steady_first: float  # s
@@ -75,7 +78,7 @@ class _Marks:
         self.seconds[name], self._last = now - self._last, now
 
     def note(self, name: str, seconds: float) -> None:
-        """A part that was timed elsewhere; what is left belongs to the next."""
+        """Adds a part that was timed elsewhere; the remaining time counts towards the next part."""
         self.seconds[name] = seconds
         self._last += seconds
 
@@ -113,7 +116,8 @@ def main(begin: float, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _all_kernels(llm: LLM, begin: float, opened: float) -> float | None:
-    """When the last kernel was there, also of those that a start does not wait for; None: one is missing. A start after this finds them all."""
+    """When the last kernel was built, including those that a start does not wait for; None: one is missing. A start
+    after this finds them all."""
     if not llm.engine.await_kernels():
         return None
     later = getattr(llm.engine.core.executor, "later", None)
@@ -145,7 +149,7 @@ def _round(llm: LLM, params: SamplingParams, ids: list[int], steps: int) -> Roun
 
 
 def _batches(llm: LLM) -> list[float]:
-    """Seconds of mixed requests at once, prompts of many lengths: the first time, and twice more."""
+    """Seconds of concurrent mixed requests with prompts of many lengths: the first time, and twice more."""
     from headrace.sampling_params import SamplingParams
 
     longest = max(2, min(1024, llm.info.max_sequence_tokens // 2))
@@ -160,7 +164,7 @@ def _batches(llm: LLM) -> list[float]:
 
 
 def _ids(llm: LLM, count: int, seed: int) -> list[int]:
-    """No two prompts begin alike, so that no cached prefix shortens one."""
+    """No two prompts have the same beginning, so that no cached prefix shortens one."""
     return [(seed * 997 + index * 31 + 7) % llm.info.vocab_size for index in range(count)]
 
 

@@ -1,7 +1,7 @@
-"""The steps of a run beside their floor and prediction, sorted by kind.
+"""The steps of a run with their floor and prediction, grouped by kind.
 
-What lives here: summing up step records, the efficiency and the overhead that they show.
-What may not: recording them (observe/metrics.py), printing of anything else.
+What lives here: summing up step records, the efficiency and the overhead that they show. What may not: recording them
+(observe/metrics.py), printing of anything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ STEADY_STEPS = 500
 
 @dataclass(frozen=True, slots=True)
 class SteadyDecode:
-    """Decode steps that each followed one of the same rows: what they took in all, and what of it the device worked."""
+    """Decode steps that each followed one with the same rows: their total time, and how much of it the device was
+    busy."""
 
     steps: int
     wall_seconds: float  # from the end of the first one's predecessor to the end of the last, gaps between runs left out
@@ -52,7 +53,7 @@ class SteadyDecode:
 
 
 def steady_decode(records: Iterable[StepRecord], most: int = STEADY_STEPS) -> SteadyDecode | None:
-    """Of the last ``most`` such steps; None when there is none."""
+    """The last ``most`` such steps; None if there are none."""
     good = [record for record in records if not record.failed]
     steady = [(before, step) for before, step in pairwise(good) if _follows(before, step)][-most:]
     if not steady:
@@ -72,7 +73,7 @@ def _follows(before: StepRecord, step: StepRecord) -> bool:
 
 
 def summarise_steps(records: Iterable[StepRecord]) -> list[dict[str, Any]]:
-    """Medians by kind; ``fraction`` None where no limit is known."""
+    """Medians by kind; ``fraction`` is None if no limit is known."""
     groups: dict[str, list[StepRecord]] = {}
     for record in records:
         if not record.failed:
@@ -110,7 +111,7 @@ class Calibration:
 def fit(floors: Sequence[float], measured: Sequence[float]) -> Calibration | None:
     """Least squares on relative errors over pairs in seconds; neither number may be negative.
 
-    None when the floors do not differ enough to tell an efficiency from an overhead (less than a factor of two).
+    None if the floors do not differ enough to distinguish efficiency from overhead (less than a factor of two).
     """
     if len(floors) < 2 or min(floors) <= 0 or min(measured) <= 0 or max(floors) < 2 * min(floors):
         return None
@@ -127,13 +128,14 @@ def fit(floors: Sequence[float], measured: Sequence[float]) -> Calibration | Non
 
 
 def calibrate(records: Iterable[StepRecord]) -> Calibration | None:
-    """The efficiency and the overhead these steps show; None without a limit or without steps of different size."""
+    """The efficiency and the overhead that these steps show; None without a limit or without steps of different
+    sizes."""
     good = [record for record in records if not record.failed and record.floor_seconds > 0 and record.measured_seconds > 0]
     return fit([record.floor_seconds for record in good], [record.measured_seconds for record in good])
 
 
 def describe_calibration(found: Calibration | None, most: float = MOST_FRACTION) -> str:
-    """``most``: above which a fraction of the limit is void."""
+    """``most``: a fraction of the limit above this is void."""
     if found is None:
         return "no fit: the steps do not differ enough in size, or no limit is known"
     if (void := void_note({"the fit over all steps": found.efficiency}, most)) is not None:

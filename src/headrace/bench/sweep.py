@@ -1,4 +1,5 @@
-"""Measurements one after another that somebody may stop: what was measured by then is told, and the exit status says that it is not all.
+"""A series of measurements that can be interrupted: results so far are reported, and the exit status shows that they
+are incomplete.
 
 What lives here: taking points until Ctrl-C. What may not: measuring, showing.
 """
@@ -15,14 +16,15 @@ T = TypeVar("T")
 
 
 class Sweep:
-    """One command's. ``stopped``: Ctrl-C was pressed while points were taken; nothing more is measured then."""
+    """The series of one command. ``stopped``: Ctrl-C was pressed while points were taken; nothing more is measured
+    after that."""
 
     def __init__(self) -> None:
         self.stopped = False
         self._done = 0
 
     def take(self, points: Iterable[T]) -> list[T]:
-        """All of them, or those that were there at a Ctrl-C. Raises KeyboardInterrupt where nothing at all was there yet."""
+        """All points, or those finished before a Ctrl-C. Raises KeyboardInterrupt if there are none yet."""
         taken: list[T] = []
         if self.stopped:
             return taken

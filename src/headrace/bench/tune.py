@@ -1,10 +1,12 @@
-"""``headrace bench kernels --tune``: which form computes each matrix product best on this card, measured and kept.
+"""``headrace bench kernels --tune``: measures and saves which form computes each GEMM best on this card.
 
-What lives here: the kinds of products that have forms, timing them, the choice. What may not: forms and their tables (kernels/linear/).
+What lives here: the kinds of GEMMs that have forms, timing them, the choice. What may not: forms and their tables
+(kernels/linear/).
 
-Products of few rows are timed in CUDA graphs, one launch behind the other as in a decode step, over weights that no cache holds. A long step
-is bound by the card's power, so its forms are compared when the card has been at work for a while, each held for a tenth of a second, in turn,
-twice: what came before weighs on all of them alike. A form is kept where it is right and quicker than what serves without it.
+GEMMs with few rows are timed in CUDA graphs, one launch after the other as in a decode step, over weights that exceed
+every cache. A long step is limited by the card's power, so its forms are compared after the card has been busy for a
+while, each for a tenth of a second, alternating, twice, so that earlier load affects all of them alike. A form is kept
+if its result is correct and it is faster than what is used without it.
 """
 
 from __future__ import annotations
@@ -61,8 +63,9 @@ Calls = list[Callable[[], Any]]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One product of ``rows`` rows, from ``least`` on. ``forms``: what makes the calls of each; None: of what serves without one. ``gain``: how
-    many times quicker a form must be. ``held``: the card is kept busy, as by a long step."""
+    """One GEMM of ``rows`` rows, from ``least`` on. ``forms``: what makes the calls of each; None: of what is used
+    without a form. ``gain``: how many times faster a form must be. ``held``: the card is kept busy, as in a long step.
+    """
 
     shape: Shape
     rows: int
@@ -74,7 +77,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A trial's best form (None: none is worth keeping), its seconds and those without it."""
+    """A trial's best form (None: none is worth keeping), its seconds, and the seconds without it."""
 
     shape: Shape
     rows: int
@@ -91,7 +94,7 @@ class Tuned:
 
 
 def fastest(trial: Trial) -> Tuned:
-    """Those that compute something else, or do not build here, are not timed."""
+    """Forms with a wrong result, and those that do not build here, are not timed."""
     want = trial.forms[None]()[0]().float()
     right = {form: make for form, make in trial.forms.items() if form is None or _right(make, want)}
     seconds = _held(right) if trial.held else {form: _short(make) for form, make in right.items()}
@@ -117,14 +120,14 @@ def _short(make: Callable[[], Calls]) -> float:
 
 
 def _held(forms: Mapping[Any, Callable[[], Calls]]) -> dict[Any, float]:
-    """Mean seconds a call of each, over turns, on a card that has been at work for a while."""
+    """Mean seconds per call of each form, over several turns, on a card that has been busy for a while."""
     cuda_time(forms[None](), WARM_SECONDS, rounds=1)
     turns = [{form: cuda_time(make(), HELD_SECONDS, rounds=1)[0] for form, make in forms.items()} for _ in range(TURNS)]
     return {form: sum(each[form] for each in turns) / TURNS for form in forms}
 
 
 class Kind:
-    """Products that one kind of kernel computes. ``activation`` follows a gate."""
+    """GEMMs that one kind of kernel computes. ``activation`` follows the gate."""
 
     name = ""
     measured: Measured[Any]
@@ -133,28 +136,28 @@ class Kind:
         self.activation = activation
 
     def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-        """Those of a model's products that it has forms for."""
+        """The model's GEMMs that this kind has forms for."""
         return tuple(shapes)
 
     def build(self, shapes: Sequence[Shape]) -> None:
-        """Compiles what is tried, side by side."""
+        """Compiles the forms to be tried, in parallel."""
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
-        """Over ``weights``, as many as no cache holds."""
+        """Over ``weights``, enough of them to exceed every cache."""
         raise NotImplementedError
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
-        """As it is kept."""
+        """The table as it is saved."""
         return {shape: tuple((each.rows, each.form) for each in tuned if each.shape == shape) for shape in _shapes(tuned)}
 
 
 class FlatProducts(Kind):
-    """Of up to 64 rows, by the forms of kernels/linear/triton_flat.py, beside the vendor's product."""
+    """GEMMs of up to 64 rows, with the forms of kernels/linear/triton_flat.py, compared with the vendor's GEMM."""
 
     name, measured = "flat", flat_forms.MEASURED
 
     def build(self, shapes: Sequence[Shape]) -> None:
-        """In as many processes as there are cores: what they leave in the compiler's cache is found at once here."""
+        """In one process per core: this process then finds the results in the compiler's cache."""
         forms = sorted({(shape.gated, form) for shape in shapes for rows in FLAT_ROWS for form in flat_forms.candidate_forms(shape, rows)}, key=str)
         workers = max(1, min(len(forms), (os.cpu_count() or 2) - 1))
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -169,7 +172,7 @@ class FlatProducts(Kind):
 
 
 class RingProducts(Kind):
-    """Of 2 to 64 rows, by the ring kernel, beside the flat forms."""
+    """GEMMs of 2 to 64 rows with the ring kernel, compared with the flat forms."""
 
     name, measured = "ring", ring_forms.MEASURED
 
@@ -195,12 +198,12 @@ class RingProducts(Kind):
             yield Trial(shape, rows, {None: partial(_measured_flat_calls, shape, x, around, weights), **forms}, gain=1.02)
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
-        """One row is left to the others, which multiply it without matrix instructions."""
+        """A single row is left to the other forms, which multiply it without matrix instructions."""
         return {shape: ((1, None), *rows) for shape, rows in super().table(tuned).items()}
 
 
 class VendorProducts(Kind):
-    """Of 65 rows and more, the head's too, by cuBLASLt's algorithms, beside torch's own choice."""
+    """GEMMs of 65 rows or more, including the head's, with cuBLASLt's algorithms, compared with torch's own choice."""
 
     name, measured = "cuBLASLt", vendor.MEASURED
 
@@ -208,7 +211,8 @@ class VendorProducts(Kind):
         return tuple(dict.fromkeys(Shape(shape.outs * _halves(shape), shape.ins) for shape in shapes))
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
-        """The numbers of rows that decode steps are padded to; beyond the last of them, where steps are not long yet, torch's choice."""
+        """The numbers of rows that decode steps are padded to. Beyond the last, where steps are not long yet, torch's
+        choice is used."""
         few = [(before + 1, rows, False) for before, rows in pairwise((MOST_ROWS, *_buckets()))]
         long = [(*each, True) for each in LONG] if shape.outs < WIDEST else []
         for least, rows, held in (*few, *long):
@@ -228,7 +232,8 @@ class VendorProducts(Kind):
 
 
 class GatedProducts(Kind):
-    """Gate and up of 65 rows and more with their activation, beside the vendor's product and an activation."""
+    """Gate-up GEMMs of 65 rows or more with their activation, compared with the vendor's GEMM and a separate
+    activation."""
 
     name, measured = "gated", gated_tiles.MEASURED
 
@@ -236,7 +241,7 @@ class GatedProducts(Kind):
         return tuple(dict.fromkeys(shape for shape in shapes if shape.gated and shape.outs % 8 == 0))
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
-        """A prompt's product need not be quicker by much: it takes less memory."""
+        """A prompt's GEMM need not be much faster: it takes less memory."""
         from headrace.kernels.linear.cuda_gated import GatedLinear, kernels_of
 
         kernels = kernels_of(weights[0].device)
@@ -247,7 +252,8 @@ class GatedProducts(Kind):
             yield gate_trial(shape, random_inputs(rows, shape.ins), used, tiles, self.activation, gain=1.0 if long else 1.02, held=long)
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
-        """Neighbours with one tile are one row, and what is best for the most rows is for more of them, too."""
+        """Neighboring entries with the same tile are merged, and the best tile for the most rows is used beyond them,
+        too."""
         found: dict[Any, Any] = {}
         for shape in _shapes(tuned):
             own = (each for each in tuned if each.shape == shape)
@@ -260,26 +266,26 @@ KINDS = (FlatProducts, RingProducts, VendorProducts, GatedProducts)
 
 
 def shapes_of(spec: DecoderSpec) -> tuple[Shape, ...]:
-    """The products of a decoder of this shape, each once."""
+    """The GEMM shapes of a decoder of this shape, without duplicates."""
     dense = [site for site in matrices(spec) if site.moe is None and site.role is not Role.ROUTER]
     found = dict.fromkeys(Shape(site.parts[0] if site.gated else site.outs, site.ins, site.gated) for site in (*dense, head(spec)))
     return tuple(shape for shape in found if shape.outs * shape.ins >= SMALL_WEIGHT and shape.ins % 64 == 0)
 
 
 def tiles_for(rows: int, ins: int) -> tuple[Tile, ...]:
-    """That are worth trying for a prompt's rows."""
+    """Tiles worth trying for a prompt's rows."""
     return (*gated_tiles.IN_TURNS, *(tile for tile in gated_tiles.TALL if rows >= LEAST_TALL and tile.takes(ins)))
 
 
 def tune(kind: Kind, shapes: Sequence[Shape], working_set: int) -> list[Tuned]:
-    """Every trial of a kind on the current card; weights are rotated through ``working_set`` bytes."""
+    """Every trial of a kind on the current card; weights rotate through ``working_set`` bytes."""
     wanted = kind.shapes(shapes)
     kind.build(wanted)
     return [fastest(trial) for shape in wanted for trial in kind.trials(shape, _weights(shape, working_set))]
 
 
 def run_tune(args: argparse.Namespace, spec: DecoderSpec) -> int:
-    """Raises ConfigError where there is no card that forms are made for."""
+    """Raises ConfigError without a card that forms exist for."""
     if args.device != "cuda":
         raise ConfigError("--tune measures a GPU; add --device cuda.")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -367,7 +373,7 @@ def _build_flat(activation: Activation, forms: Sequence[tuple[bool, Any]]) -> No
 
 
 def _measured_flat_calls(shape: Shape, x: Tensor, around: Around, weights: Sequence[Tensor]) -> Calls:
-    """As they serve without a ring."""
+    """The flat forms in use without a ring."""
     from headrace.kernels.linear.flat_linear import Product, make_scratch
 
     measured = flat_forms.MEASURED.table(torch.cuda.get_device_name(x.device))
@@ -421,7 +427,7 @@ def _apart(weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], x: Tens
 
 
 def _tuned_product(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The vendor's, as an engine would compute it now."""
+    """The vendor's GEMM, as an engine would compute it now."""
     make = create_linear(CallSite("linear", weight.device, WeightFacts(weight.dtype, weight.shape[1], weight.shape[0])))
     if isinstance(make, Declined):
         return F.linear

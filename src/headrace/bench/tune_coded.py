@@ -1,6 +1,7 @@
-"""``headrace bench kernels --tune`` for a quantised model: which form multiplies by codes of few bits, or of 8 as its inputs, best.
+"""``headrace bench kernels --tune`` for a quantized model: which kernel form is best for GEMMs over low-bit codes.
 
-What lives here: those kinds of products, over random codes. What may not: timing and choosing (tune.py), forms (kernels/linear/coded_forms.py).
+What lives here: that kind of GEMMs, over random codes. What may not: timing and choosing (tune.py), forms
+(kernels/linear/coded_forms.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from headrace.spec import Activation, DecoderSpec
 
 
 class CodedProducts(Kind):
-    """Of up to 128 rows, beside a weight that is widened first."""
+    """GEMMs of up to 128 rows, compared with dequantizing the weight first."""
 
     def __init__(self, activation: Activation, coding: Coding) -> None:
         super().__init__(activation)
@@ -33,7 +34,7 @@ class CodedProducts(Kind):
         self.name = self.measured.op
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
-        """As many as no cache holds, of fewer bits."""
+        """Over as many low-bit weights as exceed every cache."""
         outs = shape.outs * (1 + shape.gated)
         packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
         for rows in coded_forms.ROWS:
@@ -116,7 +117,7 @@ class EightBitRings(_Rings):
 
 
 def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
-    """One for every table that a quantised model's products are looked up in."""
+    """One for each table in which a quantized model's GEMMs are looked up."""
     formats = [form for site in matrices(spec) if site.moe is None for form in site.formats]
     codings = [each for each in dict.fromkeys(form.coding for form in formats) if each is not None]
     eights = [each for each in dict.fromkeys(form.eight for form in formats) if each is not None]
@@ -127,7 +128,7 @@ def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
 
 
 def random_packed(coding: Coding, outs: int, ins: int, *, gated: bool) -> Packed:
-    """Codes and scales of any kind, that make entries of about unit gain."""
+    """Codes and scales of any kind, with entries of about unit gain."""
     group, device = DEPTH // coding.sets, torch.device("cuda")
     groups = -(-ins // group)
     kinds = {Scales.POWER: torch.uint8, Scales.FP8: torch.float8_e4m3fn, Scales.BYTE: torch.int8}

@@ -1,7 +1,7 @@
-"""What makes quantised checkpoints: ``headrace quantize``.
+"""Creates quantized checkpoints: ``headrace quantize``.
 
-    grid        numbers of few bits for a matrix: scales, zeros, codes
-    gptq        codes that make up for each other's errors
+    grid        low-bit numbers for a matrix: scales, zeros, codes
+    gptq        codes that compensate for each other's errors
     scaling     input channels made easier to round, at their producers' cost (AWQ, SmoothQuant)
 
 What lives here: choosing the numbers. What may not: what a running engine does with them (quant/), kernels.

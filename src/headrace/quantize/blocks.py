@@ -1,6 +1,6 @@
-"""One block of a model at a time: loaded, shown rows of hidden states, watched.
+"""Runs one block of a model at a time: loads it, feeds it rows of hidden states, observes it.
 
-What lives here: running blocks, and sums over what their matrices are multiplied by. What may not: grids, files that are written.
+What lives here: running blocks, and sums over their matrices' inputs. What may not: grids, files that are written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OTHERS = (r".*",)  # keys that are not this part's
 
 
 class HeldTensors:
-    """A checkpoint that is in memory."""
+    """A checkpoint in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -54,7 +54,8 @@ class HeldTensors:
 
 @dataclass(slots=True)
 class Inputs:
-    """Of what one matrix was multiplied by, [n, ins]: xᵀx, and of each input the sum of its sizes and the largest. float32."""
+    """Statistics of one matrix's inputs, [n, ins]: xᵀx, and for each input the sum of its magnitudes and the largest.
+    float32."""
 
     count: int = 0
     gram: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -92,7 +93,7 @@ class BlockRunner:
         self._table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
 
     def ends(self, checkpoint: Checkpoint) -> Decoder:
-        """What stands before the first block and behind the last."""
+        """The parts before the first block and after the last."""
         bare = Decoder(replace(self._spec, layers=()), kernels=self._kernels, dtype=self.dtype, device=self.device, max_model_len=self._length)
         load_weights(bare, checkpoint, weight_rules(bare.spec), _OTHERS, self.dtype)
         bare.finish_loading()
@@ -120,7 +121,7 @@ class BlockRunner:
             return [self._run(block, row) for row in rows]
 
     def watched(self, block: Block, rows: Sequence[Tensor], roles: Sequence[Role], weights: Callable[[Role], Tensor]) -> Seen:
-        """What its matrices are multiplied by. ``weights``: of experts, [experts, outs, ins]."""
+        """The inputs of its matrices. ``weights``: of experts, [experts, outs, ins]."""
         seen: Seen = {}
         linears = {Role.QKV: block.attention.qkv, Role.OUTPUT: block.attention.output}
         if isinstance(block.feed_forward, SparseFeedForward):
@@ -156,7 +157,7 @@ class BlockRunner:
         return stream.sum if stream.pending is None else stream.sum + stream.pending
 
     def _inputs(self, ids: Tensor) -> ForwardInputs:
-        """One row, as a prompt whose keys and values lie at the beginning of the cache."""
+        """One row, as a prompt whose keys and values are at the beginning of the cache."""
         count = len(ids)
         places = torch.arange(count, device=self.device)
         whole = torch.tensor([count], dtype=torch.int32, device=self.device)

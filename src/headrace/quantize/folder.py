@@ -1,4 +1,4 @@
-"""What a model's folder holds beside weights, and the card that says how it was made.
+"""The contents of a model's folder other than weights, and the model card that says how it was made.
 
 What lives here: copying files, config.json, README.md. What may not: weights.
 """
@@ -19,7 +19,7 @@ _MADE = "headrace_quantize.json"  # how the folder's layers are made: one that i
 
 
 def begin_folder(output: Path, source: ModelSource, how: Mapping[str, Any]) -> bool:
-    """Returns whether it goes on with what another run began. Raises ConfigError for a folder of other things."""
+    """Returns whether it resumes what another run began. Raises ConfigError for a folder with other contents."""
     said = json.dumps({"model": source.name, "revision": source.revision, **how}, indent=1, sort_keys=True) + "\n"
     mark = output / _MADE
     if mark.exists():
@@ -34,7 +34,7 @@ def begin_folder(output: Path, source: ModelSource, how: Mapping[str, Any]) -> b
 
 
 def finish_folder(output: Path, source: ModelSource, name: str, config: Mapping[str, Any], form: str, facts: Mapping[str, str]) -> None:
-    """``config``: what config.json says; ``form``: whose form of a checkpoint it is."""
+    """``config``: the contents of config.json; ``form``: the checkpoint convention."""
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in sorted(source.path.iterdir()):
         if file.is_file() and file.name != "config.json" and not file.name.endswith(_LEFT):

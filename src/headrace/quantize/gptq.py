@@ -1,5 +1,5 @@
-"""Codes of a matrix one input after another, the later ones making up for the errors of the earlier ("GPTQ: Accurate Post-Training
-Quantization for Generative Pre-trained Transformers", Frantar et al. 2022).
+"""Quantizes a matrix one input at a time, with later inputs compensating for the errors of earlier ones ("GPTQ:
+Accurate Post-Training Quantization for Generative Pre-trained Transformers", Frantar et al. 2022).
 
 What lives here: that. What may not: collecting inputs, grids.
 """
@@ -25,10 +25,11 @@ def gptq(
     apart: Tensor | None = None,
     left: Tensor | None = None,
 ) -> tuple[Tensor, Fit]:
-    """(codes, where they lie). ``weight`` [outs, ins], ``gram`` [ins, ins]: xᵀx of inputs, float32.
+    """(codes, their grid). ``weight`` [outs, ins], ``gram`` [ins, ins]: xᵀx of inputs, float32.
 
-    ``order``: inputs that carry most come first, while groups stay those of neighbours, so nothing but the codes differs.
-    ``apart`` [outs, ins]: weights that are made up for elsewhere, by what ``left`` gets there.
+    ``order``: the most important inputs come first, while groups still consist of neighbors, so only the codes differ.
+    ``apart`` [outs, ins]: which weights are outliers. ``left`` receives their rounding errors, which are stored
+    separately.
     """
     weight, gram = weight.float().clone(), gram.float().clone()
     silent = gram.diagonal() == 0
@@ -62,7 +63,7 @@ def gptq(
 
 
 def _factor(gram: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse; more is added to the diagonal where that does not exist."""
+    """The upper Cholesky factor of the inverse; the diagonal is increased until it exists."""
     damp = DAMP * float(gram.diagonal().mean())
     while True:
         gram.diagonal().add_(damp)
@@ -75,11 +76,11 @@ def _factor(gram: Tensor) -> Tensor:
 
 
 def sensitivity(gram: Tensor) -> Tensor:
-    """What an error of each input costs, squared, once the inputs behind it have made up for it. [ins]"""
+    """The squared error that each input costs once the later inputs have compensated for it. [ins]"""
     return 1.0 / _factor(gram.float().clone()).square().sum(0)
 
 
 def output_error(weight: Tensor, rounded: Tensor, gram: Tensor) -> float:
-    """Σ |x (W - W')ᵀ|² over the inputs that ``gram`` was made of."""
+    """Σ |x (W - W')ᵀ|² over the inputs that ``gram`` was computed from."""
     off = weight.float() - rounded.float()
     return float(((off @ gram.float()) * off).sum())

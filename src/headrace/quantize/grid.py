@@ -1,4 +1,4 @@
-"""A matrix on a grid of few bits: one scale, and perhaps one zero, for each group of inputs of an output.
+"""A matrix on a low-bit grid: one scale, and optionally one zero, for each group of inputs of an output.
 
 What lives here: grids, fitting and rounding to nearest. What may not: calibration data, file layouts.
 """
@@ -25,12 +25,12 @@ _MX_PLAIN = 6.0 / 8.0  # the largest value lies in [4, 8) of its power of two (O
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """``kind``: "int" of ``bits``, "fp8" (e4m3), or e2m1 with scales as MXFP4 or NVFP4 store them ("mxfp4", "nvfp4"); "ternary":
-    -1, 0, 1, where -1 stands for a row's ``zero`` and 1 for its ``scale``.
+    """``kind``: "int" of ``bits``, "fp8" (e4m3), or e2m1 with scales as MXFP4 or NVFP4 store them ("mxfp4", "nvfp4");
+    "ternary": -1, 0, 1, where -1 stands for a row's ``zero`` and 1 for its ``scale``.
 
-    ``group``: inputs with a scale in common, 0 for all of an output's; ``rows``: outputs, likewise. ``symmetric``: zero
-    is a code of its own and stands in the middle; else each group has a zero. ``scales``: the type they are stored in.
-    ``whole``: of NVFP4, what all scales of a matrix are multiples of.
+    ``group``: inputs that share a scale, 0 for all of an output's; ``rows``: outputs, likewise. ``symmetric``: zero is
+    a code in the middle; otherwise each group has its own zero. ``scales``: the type in which scales are stored.
+    ``whole``: for NVFP4, the common factor of all scales of a matrix.
     """
 
     bits: int
@@ -50,16 +50,16 @@ class Grid:
         return self.lowest + (1 << self.bits) - 1
 
     def size(self, ins: int) -> int:
-        """Inputs of a group."""
+        """Inputs per group."""
         return self.group or ins
 
     @property
     def most(self) -> float:
-        """The largest code of floats."""
+        """The largest code of a floating-point grid."""
         return FP8_MAX if self.kind == "fp8" else FP4_MAX
 
     def stored(self, scale: Tensor) -> Tensor:
-        """As its type holds it; of groups of zeros 1."""
+        """Scales rounded to their stored type; 1 for groups of zeros."""
         if self.kind == "mxfp4":
             kept = scale.clamp(min=2.0**-126).log2().ceil().clamp(-127, 127).exp2()
         elif self.kind == "nvfp4":
@@ -72,19 +72,20 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Where a matrix's grid lies. ``scale`` [outs, groups], float32; ``zero`` likewise, whole numbers, of grids that have one."""
+    """The position of a matrix's grid. ``scale`` [outs, groups], float32; ``zero`` likewise, whole numbers, for grids
+    that have one."""
 
     grid: Grid
     scale: Tensor
     zero: Tensor | None
 
     def column(self, index: int) -> Fit:
-        """Of one input alone."""
+        """The fit of a single input."""
         at = index // (self.grid.group or 2**31)
         return Fit(self.grid, self.scale[:, at : at + 1], None if self.zero is None else self.zero[:, at : at + 1])
 
     def codes(self, weight: Tensor) -> Tensor:
-        """Nearest codes, float32 [outs, ins] (or of one column); of floats their values."""
+        """Nearest codes, float32 [outs, ins] (or of one column); for floating-point grids, their values."""
         if self.grid.kind == "ternary":
             assert self.zero is not None
             return (weight > self.scale / 2).float() - (weight < self.zero / 2).float()
@@ -111,12 +112,13 @@ class Fit:
 
 
 def fp4_codes(values: Tensor) -> Tensor:
-    """The nearest of e2m1's eight sizes, by its place."""
+    """The index of the nearest of e2m1's eight magnitudes."""
     return torch.bucketize(values.abs(), values.new_tensor(_BETWEEN))
 
 
 def fit(weight: Tensor, grid: Grid, *, clip: bool = False) -> Fit:
-    """The grid for ``weight`` [outs, ins], float32: up to its largest values, or (``clip``) to where the rounding error is least."""
+    """The grid for ``weight`` [outs, ins], float32: up to its largest values, or (``clip``) to where the rounding error
+    is smallest."""
     plain = _MX_PLAIN if grid.kind == "mxfp4" else 1.0
     found = _fit(weight, grid, plain)
     if not clip or grid.kind in ("fp8", "ternary"):
@@ -146,7 +148,7 @@ def _fit(weight: Tensor, grid: Grid, share: float) -> Fit:
 
 
 def _by_rows(most: Tensor, grid: Grid) -> Tensor:
-    """The largest of the rows that share a scale, for each of them. [outs, groups]"""
+    """For each row, the largest value of the rows that share its scale. [outs, groups]"""
     if grid.rows == 1:
         return most
     blocks: Tensor = F.pad(most, (0, 0, 0, -len(most) % grid.rows)).unflatten(0, (-1, grid.rows)).amax(1)
@@ -158,7 +160,7 @@ def _errors(weight: Tensor, found: Fit) -> Tensor:
 
 
 def _by_group(weight: Tensor, grid: Grid) -> Tensor:
-    """[outs, groups, size]; what is missing in the last one is zero."""
+    """[outs, groups, size], with the last group padded with zeros."""
     size = grid.size(weight.shape[1])
     groups: Tensor = F.pad(weight, (0, -weight.shape[1] % size)).unflatten(1, (-1, size))
     return groups

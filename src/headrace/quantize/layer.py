@@ -1,6 +1,6 @@
 """The tensors of one layer by their names on disk, until they are written.
 
-What lives here: its matrices, what they are multiplied by, and factors moved between them. What may not: how codes are chosen, files.
+What lives here: its matrices, their inputs, and factors moved between them. What may not: how codes are chosen, files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _MATRICES = (Role.QKV, Role.OUTPUT, Role.UP, Role.DOWN)
 
 
 class Maker(Protocol):
-    """Makes matrices of one format. ``form``: whose form it is, ``layout``: its name there. ``method``: how codes are chosen."""
+    """Makes matrices of one format. ``form``: the checkpoint convention, ``layout``: the format's name in it.
+    ``method``: how codes are chosen."""
 
     @property
     def name(self) -> str: ...
@@ -45,12 +46,11 @@ class Maker(Protocol):
     def grid(self) -> Grid: ...
 
     def problem(self, outs: int, ins: int) -> str | None:
-        """Why a matrix of this shape cannot be made so."""
+        """Why a matrix of this shape cannot be written in this format."""
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
-        """Its tensors by their names behind its own. ``weight`` [outs, ins], float32; ``seen``: what it is multiplied by; ``most``:
-        the largest weight of those that are merged with it.
-        """
+        """Its tensors, by the suffix of their names. ``weight`` [outs, ins], float32; ``seen``: its inputs during
+        calibration; ``most``: the largest weight among those merged with it."""
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
         """``quantization_config`` of config.json."""
@@ -58,7 +58,7 @@ class Maker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``rows``: to calibrate with; ``held``: to judge by. A recipe whose method is ``rtn`` needs no rows."""
+    """``rows``: for calibration; ``held``: for evaluation. A recipe whose method is ``rtn`` needs no rows."""
 
     spec: DecoderSpec
     checkpoint: Checkpoint
@@ -83,7 +83,7 @@ class Layer:
         self._seen = self._runner.watched(block, rows, _MATRICES, self._stacked)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As they are written."""
+        """The tensors in the form in which they are written."""
         done = set()
         for matrix in self._matrices:
             yield from ((f"{self._module(matrix)}.{name}", tensor) for name, tensor in self._made(matrix).items())
@@ -91,7 +91,7 @@ class Layer:
         yield from ((key, tensor) for key, tensor in self._held.items() if key not in done)
 
     def scale(self) -> None:
-        """Scales the input channels of each weight whose producer can take it."""
+        """Scales the input channels of each weight whose producer can absorb the factors."""
         for role, producer in self._producers():
             seen = self._inputs(role)
             if seen is None or not seen.count:
@@ -124,18 +124,18 @@ class Layer:
         return self._key(matrix).removesuffix(".weight")
 
     def _stacked(self, role: Role) -> Tensor:
-        """Experts' matrices, [experts, outs, ins]."""
+        """The matrices of all experts, [experts, outs, ins]."""
         mine = [each for each in self._matrices if each.weight.role is role]
         copies = range(max(each.copy for each in mine) + 1)
         return torch.stack([torch.cat([self._weight(each) for each in mine if each.copy == copy]) for copy in copies])
 
     def _routers(self, role: Role) -> list[str]:
-        """What else is computed from the same inputs."""
+        """Other matrices with the same inputs."""
         found = [each for each in layer_weights(self._job.spec, self._index) if each.role is Role.ROUTER]
         return [self._names[f"{disk_name(self._job.spec, each)}.weight"] for each in found] if role is Role.UP else []
 
     def _inputs(self, role: Role) -> Inputs | None:
-        """Of a weight's copies together: what they share their producer's factors by."""
+        """Inputs of all copies of a weight together, because they share their producer's factors."""
         found = [inputs for (watched, _), inputs in self._seen.items() if watched is role and inputs.count]
         if len(found) < 2:
             return found[0] if found else None
@@ -166,7 +166,7 @@ class Layer:
                 self._held[key] = ((held.float() + shift) * factors.cpu() - shift).to(held.dtype)
 
     def _multiply(self, keys: Sequence[str], factors: Tensor) -> None:
-        """Columns."""
+        """Multiplies columns."""
         for key in keys:
             held = self._held[key]
             self._held[key] = (held.float() * factors.cpu()).to(held.dtype)
@@ -181,7 +181,7 @@ class Layer:
 
 
 def finite(key: str, tensor: Tensor) -> Tensor:
-    """Raises ConfigError where it is not."""
+    """Raises ConfigError for values that are not finite."""
     if bad := int((~tensor.isfinite()).sum()):
         raise ConfigError(f"{key} holds {bad} values that are NaN or infinite, of {tensor.numel()}; fetch the checkpoint again, or another one.")
     return tensor

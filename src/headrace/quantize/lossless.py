@@ -1,4 +1,4 @@
-"""Matrices of bfloat16 in the format of quant/dfloat11.py.
+"""Writes bfloat16 matrices in the format of quant/dfloat11.py.
 
 What lives here: encoding. What may not: the code itself.
 """

@@ -1,4 +1,4 @@
-"""What makes matrices of the format that was asked for.
+"""Selects the maker of matrices for the requested format.
 
 What lives here: that choice. What may not: how any of them does it.
 """
@@ -17,7 +17,7 @@ from headrace.quantize.ternary import TernaryRecipe
 
 
 def maker_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scales: torch.dtype) -> Maker:
-    """``scales``: the type that the model is stored in. Raises ConfigError."""
+    """``scales``: the type in which the model is stored. Raises ConfigError."""
     if choice.form in ("dfloat11", "qmoe"):
         if group_size is not None or asymmetric:
             raise ConfigError(f"--group-size and --asymmetric are for integers of few bits, and {choice.form} has a form of its own; leave them out.")

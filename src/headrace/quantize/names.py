@@ -1,6 +1,6 @@
 """The formats and methods that ``headrace quantize`` knows, by name.
 
-What lives here: names, what is said of them, which go together. What may not: torch, how anything is computed.
+What lives here: names, their descriptions, which go together. What may not: torch, how anything is computed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Choice:
 
 
 def chosen(form: str, method: str | None, *, text: bool) -> Choice:
-    """``text``: whether there is some to calibrate with. Raises ConfigError."""
+    """``text``: whether there is a text to calibrate with. Raises ConfigError."""
     widths = _WIDTHS.fullmatch(form)
     if form not in _METHODS and (widths is None or not 2 <= int(widths[1]) <= 8):
         raise ConfigError(f"--format {form} is not known; give one of {', '.join(FORMATS)} (N from 2 to 8).")
@@ -75,5 +75,5 @@ def needs_text(choice: Choice) -> bool:
 
 
 def own_entry(layout: str, ignored: Sequence[str], **more: Any) -> dict[str, Any]:
-    """``quantization_config`` of a format that has no form but Headrace's."""
+    """``quantization_config`` of a format that only Headrace defines."""
     return {"quant_method": "headrace", "format": layout, "ignore": list(ignored), **more}

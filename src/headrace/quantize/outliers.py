@@ -1,4 +1,4 @@
-"""Matrices in the formats of quant/outliers.py: which weights stand apart.
+"""Writes matrices in the formats of quant/outliers.py: which weights are stored separately.
 
 What lives here: choosing outliers. What may not: the formats themselves.
 """
@@ -24,7 +24,7 @@ SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class OutlierRecipe:
-    """``layout``: "outlier-columns" beside int8, or "sparse-outliers" beside integers of few bits."""
+    """``layout``: "outlier-columns" with int8, or "sparse-outliers" with low-bit integers."""
 
     inner: Recipe
     name: str

@@ -1,6 +1,7 @@
-"""The formats that ``headrace quantize`` writes in the form of compressed-tensors, which vLLM, transformers and Headrace read.
+"""The compressed-tensors formats that ``headrace quantize`` writes, and that vLLM, transformers and Headrace read.
 
-What lives here: which grid a format means, how its tensors and its entry in config.json are written. What may not: choosing codes.
+What lives here: which grid a format means, how its tensors and its entry in config.json are written. What may not:
+choosing codes.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _LAYOUTS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized", "f
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``inputs``: what products round their inputs to, row by row: "", "int" or "float" of 8 bits; ``static``: by one scale.
-    ``packed``: codes share words of 32 bits. ``rotation``: inputs of so many channels are rotated together, 0: none.
-    """
+    """``inputs``: what GEMMs round their inputs to, row by row: "", "int" or "float" of 8 bits; ``static``: with one
+    fixed scale. ``packed``: codes share words of 32 bits. ``rotation``: how many input channels are rotated together,
+    0: none."""
 
     name: str
     grid: Grid
@@ -41,16 +42,16 @@ class Recipe:
 
     @property
     def form(self) -> str:
-        """Whose form it is."""
+        """The checkpoint convention."""
         return "compressed-tensors"
 
     @property
     def layout(self) -> str:
-        """Its name there."""
+        """The format's name in that convention."""
         return "pack-quantized" if self.packed else _LAYOUTS.get(self.grid.kind, "int-quantized")
 
     def problem(self, outs: int, ins: int) -> str | None:
-        """Why a matrix of this shape cannot be written so."""
+        """Why a matrix of this shape cannot be written in this format."""
         for size, whose in ((self.grid.group, "in a group"), (self.rotation, "rotated together")):
             if size and ins % size:
                 return f"its {ins} inputs are not a multiple of {size}, those {whose}"
@@ -62,9 +63,8 @@ class Recipe:
     # --- one matrix
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
-        """A matrix's tensors by their names behind its own. ``weight`` [outs, ins], float32; ``seen``: what it is multiplied by;
-        ``most``: the largest weight of those that are merged with it.
-        """
+        """A matrix's tensors, by the suffix of their names. ``weight`` [outs, ins], float32; ``seen``: its inputs
+        during calibration; ``most``: the largest weight among those merged with it."""
         grid = replace(self.grid, whole=most / FP8_MAX / FP4_MAX or 1.0) if self.grid.kind == "nvfp4" else self.grid
         gram = None if seen is None or not seen.count else seen.gram.to(weight.device)
         if self.rotation:
@@ -138,7 +138,7 @@ class Recipe:
         return {**entry, "strategy": "tensor" if self.static else "token"}
 
     def _rotations(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """Inputs are rotated while the model computes; weights have been."""
+        """Inputs are rotated while the model computes; weights already are."""
         apply = [
             {"targets": ["Linear"], "location": "input", "inverse": False, "ignore": list(ignored)},
             {"targets": ["Linear"], "location": "weight_input", "inverse": True, "ignore": list(ignored)},
@@ -181,7 +181,8 @@ def _recipe(choice: Choice) -> Recipe:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes [n, m] into int32 words [n, ⌈m · bits / 32⌉]: one stream of bits a row, each code from its lowest bit up."""
+    """Signed codes [n, m] into int32 words [n, ⌈m · bits / 32⌉]: one bit stream per row, each code from its lowest bit
+    up."""
     unsigned = codes.to(torch.int64) + 2 ** (bits - 1)
     stream = (unsigned[..., None] >> torch.arange(bits, device=codes.device) & 1).flatten(1)
     stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 32)).unflatten(1, (-1, 32))
@@ -190,7 +191,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """Codes of 4 bits, [n, m] → [n, m / 2] bytes, the first lower."""
+    """Codes of 4 bits, [n, m] → [n, m / 2] bytes, the first in the lower half."""
     pairs: Tensor = codes.to(torch.uint8).unflatten(1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4
 

@@ -1,10 +1,10 @@
-"""A checkpoint, quantised layer by layer: what is in memory is one layer, and the hidden states of the rows it is calibrated with.
+"""Quantizes a checkpoint layer by layer; only one layer, and the hidden states of the calibration rows, are in memory.
 
-    for each layer    its float matrices, watched over what the quantised layers before it make of the rows
+    for each layer    its float matrices, observed on what the quantized layers before it make of the rows
                       input channels scaled (AWQ, SmoothQuant), codes chosen (to nearest, or GPTQ), a file written
                       the file read back as an engine would read it, and run: the rows for the next layer
 
-A layer whose file is there is not made again, so what was broken off goes on.
+A layer whose file exists is not made again, so an interrupted run can be resumed.
 
 What lives here: that order. What may not: how codes are chosen, layouts of files.
 """
@@ -33,9 +33,8 @@ from headrace.spec import DecoderSpec
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Of held-out rows, before and after: the perplexity, the mean divergence of the distributions (nats), and how often the likeliest
-    token stays what it was.
-    """
+    """On held-out rows, before and after: the perplexity, the mean divergence of the distributions (nats), and how
+    often the most likely token is unchanged."""
 
     before: float
     after: float
@@ -45,13 +44,14 @@ class Judged:
 
 
 def ignored_modules(spec: DecoderSpec) -> list[str]:
-    """What stays as it is: the head, and experts' routers."""
+    """Modules that are not quantized: the head, and experts' routers."""
     routers = [disk_name(spec, each) for each in weights(spec) if each.role is Role.ROUTER]
     return ["lm_head", *routers]
 
 
 def quantised_spec(spec: DecoderSpec, recipe: Maker) -> DecoderSpec:
-    """As an engine will read it from what ``recipe`` writes into config.json. Raises ConfigError, ModelError."""
+    """The spec that an engine will read from what ``recipe`` writes into config.json. Raises ConfigError,
+    ModelError."""
     found = with_formats(spec, read_quantization(recipe.entry(ignored_modules(spec))))
     for matrix in stored_matrices(found):
         if (problem := recipe.problem(matrix.outs, matrix.ins)) is not None:
@@ -62,7 +62,8 @@ def quantised_spec(spec: DecoderSpec, recipe: Maker) -> DecoderSpec:
 
 
 def quantize(job: Job, runner: BlockRunner, shards: Shards, tell: Callable[[int], None]) -> Judged | None:
-    """Writes all shards. ``tell``: how many layers are done. None without rows to judge by."""
+    """Writes all shards. ``tell`` is called with the number of finished layers. Returns None without rows for
+    evaluation."""
     target = quantised_spec(job.spec, job.recipe)
     moves = bool(job.rows or job.held)
     if not shards.there(0):
@@ -83,7 +84,7 @@ def quantize(job: Job, runner: BlockRunner, shards: Shards, tell: Callable[[int]
 
 
 def _outside(job: Job) -> dict[str, Tensor]:
-    """What belongs to no layer, as it is."""
+    """Tensors outside the layers, unchanged."""
     names = KeyNames(job.checkpoint.keys())
     mine = {names[source] for rule in weight_rules(job.spec) if rule.target.startswith("layers.") for group in rule.sources for source in group}
     return {key: job.checkpoint.read(key) for key in sorted(set(job.checkpoint.keys()) - mine)}
@@ -99,7 +100,7 @@ def _layer(job: Job, target: DecoderSpec, index: int, runner: BlockRunner, rows:
 
 
 def judge(ends: Decoder, after_ends: Decoder, rows: Sequence[Sequence[int]], before: Sequence[Tensor], after: Sequence[Tensor]) -> Judged:
-    """Of what stands before the heads of both models."""
+    """Compares the inputs of the heads of both models."""
     sums, tokens = torch.zeros(4, dtype=torch.float64), 0
     with torch.inference_mode():
         for row, plain, quantised in zip(rows, before, after, strict=True):
@@ -115,7 +116,7 @@ def judge(ends: Decoder, after_ends: Decoder, rows: Sequence[Sequence[int]], bef
 
 
 def report(judged: Judged | None) -> Mapping[str, Any]:
-    """For people, in order."""
+    """The report's lines, in order."""
     if judged is None:
         return {}
     return {

@@ -1,6 +1,6 @@
-"""A checkpoint's files as they are written: safetensors, one a layer, and their index.
+"""Writes a checkpoint's files: safetensors, one per layer, and their index.
 
-What lives here: writing and finding what is there already. What may not: what tensors mean.
+What lives here: writing, and finding what is there already. What may not: what tensors mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _NAMES = {
 
 
 class Shards:
-    """``count`` files of ``folder``. One that stands under its name is whole: it was written beside it and renamed."""
+    """``count`` files in ``folder``. A file under its final name is complete: it was written under another and
+    renamed."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
@@ -47,7 +48,7 @@ class Shards:
         return {name: place.clone().view(types[entries[name].dtype]).view(entries[name].shape) for name, place in places.items()}
 
     def write_index(self) -> int:
-        """Returns the bytes of all tensors."""
+        """Returns the total bytes of all tensors."""
         places, size = {}, 0
         for index in range(self.count):
             for name, entry in read_header(self.path(index)).items():

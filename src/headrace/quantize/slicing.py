@@ -1,12 +1,12 @@
-"""A smaller dense model: the residual stream in fewer dimensions ("SliceGPT: Compress Large Language Models by Deleting Rows and Columns",
-Ashkboos et al. 2024).
+"""Creates a smaller dense model: the residual stream in fewer dimensions ("SliceGPT: Compress Large Language Models by
+Deleting Rows and Columns", Ashkboos et al. 2024).
 
-    the stream is rotated to the principal components of what norms make of it, in all layers by one rotation, and the last are left out
-    norms' factors go into the matrices behind them, so a norm commutes with the rotation; the head can then not be the embedding any more
-    a norm over fewer dimensions divides by less: its factor makes up for that
+    the stream is rotated to the principal components of the norms' outputs, in all layers by one rotation, and the last are left out
+    norms' factors go into the matrices after them, so a norm commutes with the rotation; the head can then no longer be the embedding
+    a norm over fewer dimensions divides by less: its factor compensates for that
 
-What is written is a plain checkpoint of the same family. (The paper rotates each layer by itself, which takes matrices between layers that no family
-has.) What lives here: that. What may not: formats of few bits.
+The result is a plain checkpoint of the same family. (The paper rotates each layer separately, which takes matrices
+between layers that no family has.) What lives here: that. What may not: low-bit formats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _READ = (Role.QKV, Role.UP, Role.ROUTER, Role.HEAD)  # from the stream; output a
 
 
 def sliced_config(config: Mapping[str, Any], spec: DecoderSpec, keep: float) -> dict[str, Any]:
-    """Of the smaller model. Raises ConfigError."""
+    """The smaller model's config. Raises ConfigError."""
     if spec.norm is not NormKind.RMS or spec.sandwich_norm or spec.norm_offset or spec.embedding_scale or "rms_norm_eps" not in config:
         raise ConfigError(f"--format slicegpt is for models whose norms are plain RMS norms, and {spec.family} has others; give another --format.")
     width = round(spec.hidden_size * keep / _MULTIPLE) * _MULTIPLE
@@ -54,7 +54,7 @@ class Slicing:
     held: Sequence[Sequence[int]]
 
     def run(self, runner: BlockRunner, made: BlockRunner, shards: Shards, tell: Callable[[int], None]) -> Judged | None:
-        """Writes all shards: one pass over the layers to find the components, one to write and to judge."""
+        """Writes all shards: one pass over the layers to find the components, one to write and to evaluate."""
         basis = self._components(runner)
         for index in (None, *range(self.spec.num_layers)):
             at = 0 if index is None else index + 1
@@ -120,6 +120,6 @@ class Slicing:
 
 
 def _normed(row: Tensor) -> Tensor:
-    """xᵀx of rows of length 1."""
+    """xᵀx of rows normalized to length 1."""
     unit = torch.nn.functional.normalize(row.double().cpu(), dim=-1)
     return unit.T @ unit

@@ -1,6 +1,7 @@
-"""Experts in the format of quant/ternary.py.
+"""Writes experts in the format of quant/ternary.py.
 
-What lives here: three levels a row, chosen so that errors make up for each other, and their words. What may not: the code book.
+What lives here: three levels per row, chosen so that errors compensate each other, and their words. What may not: the
+code book.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class TernaryRecipe:
 
 
 def encoded(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """(words, words before each row and behind the last) of -1, 0, 1 [outs, ins]: each word as long as the book allows, all rows at once."""
+    """(words, words before each row and after the last) of -1, 0, 1 [outs, ins]: each word as long as the book allows,
+    all rows at once."""
     following, pairs = book().following, (3 * codes[:, ::2] + codes[:, 1::2] + 4).T
     at, found, done = torch.full((len(codes),), WORDS), [], []
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""Texts that a model is calibrated with and judged by, as rows of tokens.
+"""Texts for calibration and evaluation, as rows of tokens.
 
 What lives here: reading them. What may not: models.
 """
@@ -18,7 +18,8 @@ _FEWEST = 2 * HELD_OUT
 
 
 def read_rows(path: Path, tokenizer: Tokenizer, *, length: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """(rows to calibrate with, rows to judge by), each of ``length`` tokens, spread over the whole file. Raises ConfigError.
+    """(rows for calibration, rows for evaluation), each of ``length`` tokens, spread over the whole file. Raises
+    ConfigError.
 
     A text file, or lines of JSON objects with ``text`` or ``messages``.
     """
