@@ -42,6 +42,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "lab.policies", "orders of service, each by its own measure, over a whole load curve, simulated"
     ),
     "policies-served": Behind("lab.policies_served", "the same on a CPU server of this machine, beside its simulation"),
+    "speculation": Benchmark("lab.speculation", "drafts on and off, in one engine, turn by turn", model=True, engine=True),
     "control-plane": Benchmark("lab.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("lab.masks", "structured output: a schema's first mask, and each token's"),
     "stream-rate": Benchmark("lab.stream_rate", "tokens a second one server streams, nothing computed"),

@@ -30,12 +30,14 @@ from headrace.kernels.sampling import reference as sampling
 from headrace.request import StepPlan
 from headrace.spec import KVGroup, KVKind, KVSpec
 from headrace.worker import model_runner, recorder
+from headrace.worker.draft_model import DraftModel
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.model_runner import ModelRunner, Step
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
+from headrace.worker.speculator import Speculator
 from tests.support import modes
 
 CPU = torch.device("cpu")
@@ -249,15 +251,17 @@ def recorded_executor(
     max_logits_rows: int = 100,
     prompts: bool = False,
     adapters: Any = None,
+    drafts: int = 0,
 ) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder]]:
     """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them;
-    with ``prompts`` those of steps with prompts, too."""
-    info = info_of(max_num_seqs, num_blocks, block_size, max_model_len)
+    with ``prompts`` those of steps with prompts, too; with ``drafts`` the decoder is its own draft model, which is so
+    always right."""
+    info = replace(info_of(max_num_seqs, num_blocks, block_size, max_model_len), max_drafts=drafts)
     rows, kernels, decoder = Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU), RecordableKernels(), SlotDecoder(block_size)
     caches = [torch.full((num_blocks + 1, block_size), 987654321, dtype=torch.int64)]
     captured = prompt_graphs = None
     if graphed:
-        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_logits_rows": max_logits_rows}
+        limits = {"max_num_seqs": max_num_seqs * (1 + drafts), "max_model_len": max_model_len, "max_logits_rows": max_logits_rows}
         made = Recorder(decoder, kernels, rows, caches)  # type: ignore[arg-type]
         captured = DecodeGraphs(made, **limits)
         captured.capture_all()
@@ -267,6 +271,12 @@ def recorded_executor(
         prompt_graphs = PromptGraphs(made, bounds, hidden)
         prompt_graphs.capture_all()
     settings: dict[str, Any] = {"max_logits_rows": max_logits_rows, "padded": False, "prune": True, "clock": VirtualClock(), "queued": graphed}
+    if drafts:
+        own = [cache.clone() for cache in caches]
+        drafted = DecodeGraphs(Recorder(decoder, kernels, rows, own, (0,)), **limits) if graphed else None  # type: ignore[arg-type]
+        if drafted is not None:
+            drafted.capture_all()
+        settings["speculator"] = Speculator(rows, DraftModel(decoder, own, (0,), rows, kernels, drafted))  # type: ignore[arg-type]
     runner = ModelRunner(decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs, adapters=adapters)  # type: ignore[arg-type]
     executor = DeviceExecutor(runner, info, threads=1 if overlap and not graphed else None)
     yield executor, runner, decoder

@@ -22,7 +22,9 @@ class AttentionInputs:
     """One KV group's view of a step: sequences are packed one after another, without padding between them.
 
     ``shared_tokens``: as StepPlan has it; too few, and nobody looks for keys that sequences share. ``leading``: so many
-    sequences, which come first, have one query, and all behind them more than MOST_FEW; 0: who knows.
+    sequences, which come first, have one query, and all behind them more than MOST_FEW; 0: who knows. ``chained``: some
+    sequences are tokens of one and the same, each with one query, that see keys of those before them in this step: keys
+    are all written before any is read.
 
     Its tensors stay as they are while it is in use: what a kernel derives from them for the first layer holds for all.
     """
@@ -36,6 +38,7 @@ class AttentionInputs:
     max_context_len: int
     shared_tokens: int | None = None
     leading: int = 0
+    chained: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,8 @@
 
 Its keys and values lie in a cache of its own whose blocks have the numbers of the target's, so prefixes, forks and preemption need nothing
 more. Prompts it computes beside the target; of decoding rows that draft nothing for a while it catches up when they do. It draws with the
-target's noise, parameters and masks (bias, penalties), so that where both models agree, so do their samples.
+target's noise, parameters and masks (bias, penalties), so that where both models agree, so do their samples. On a device with a queue nothing
+of it is waited for: drafts stand in their rows, and come to the host behind the step that verifies them.
 
 What lives here: running it, and how far its keys reach. What may not: loading (worker.py), acceptance (speculator.py).
 """
@@ -20,23 +21,36 @@ from torch import Tensor
 from headrace.kernels import Kernels
 from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
+from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, pack
-from headrace.worker.rows import Ints, Rows, ship_all
-from headrace.worker.sampler import SampleBatch, Sampler
+from headrace.worker.rows import Ints, Rows, Trait, ship_all
+from headrace.worker.sampler import SampleBatch, Sampler, draw_of
+from headrace.worker.speculator import Proposal
 
+MOST_DRAFTING = 64  # rows that graphs of its steps are captured for: of more, seldom anything is drafted
 _UNKNOWN = -1
 
 
 class DraftModel:
-    """A Proposer. ``kv_caches``: one for each of the draft's KV groups; ``groups``: the target's group whose block table each uses."""
+    """A Proposer. ``kv_caches``: one for each of the draft's KV groups; ``groups``: the target's group whose block table each uses. ``graphs``:
+    of its decode steps."""
 
-    def __init__(self, decoder: Decoder, kv_caches: Sequence[Tensor], groups: Sequence[int], rows: Rows, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_caches: Sequence[Tensor],
+        groups: Sequence[int],
+        rows: Rows,
+        kernels: Kernels,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._decoder = decoder
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(groups)
         self._rows = rows
         self._gather = Gather(rows, kernels)
         self._sampler = Sampler(rows, kernels)
+        self._graphs = graphs
         self._computed = np.full(len(rows.traits), _UNKNOWN, dtype=np.int32)  # tokens of each row whose keys are there
 
     def begins(self, plan: StepPlan) -> None:
@@ -58,39 +72,62 @@ class DraftModel:
             self._hidden(rows[longer], begin[longer], ends - begin[longer])
             self._computed[rows[longer]] = ends
 
-    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> list[list[int]]:
+    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         """Its own next tokens, one after another; the first pass catches up."""
         starts: Ints = np.minimum(self._computed[rows], lengths - 1)  # what was drafted beyond was refuted, or is sampled anew
         counts = lengths - starts
-        columns: list[tuple[Ints, Tensor]] = []
-        for depth in range(int(most.max())):
-            live = np.flatnonzero(most > depth).astype(np.int32)
-            hidden = self._hidden(rows[live], starts[live], counts[live])
-            columns.append((live, self._drawn(hidden, rows[live], lengths[live] + depth, depth)))
-            starts, counts = lengths + depth, np.ones_like(counts)
+        if (counts == 1).all():
+            self._draw_next(rows, lengths, 0)
+        else:
+            self._draw(self._hidden(rows, starts, counts), rows, lengths, 0)
+        for depth in range(1, int(most.max())):
+            live = np.flatnonzero(most > depth)
+            self._draw_next(rows[live], lengths[live] + depth, depth)
         self._computed[rows] = lengths + most - 1
-        proposed: list[list[int]] = [[] for _ in rows]
-        for live, tokens in columns:
-            for at, token in zip(live.tolist(), tokens.tolist(), strict=True):
-                proposed[at].append(token)
-        return proposed
+        return Proposal(most, self._drafted(rows, lengths, int(most.max())), stand=True)
 
     def left(self, row: int, length: int) -> None:
         """Its blocks are the target's, and go with them."""
 
     def _hidden(self, rows: Ints, starts: Ints, counts: Ints) -> Tensor:  # [rows, hidden]
         """Of each chunk's last token."""
+        tokens = int(counts.sum())
+        if self._graphs is not None and self._graphs.serves(tokens):
+            last = np.cumsum(counts, dtype=np.int32) - 1
+            at = np.arange(tokens, dtype=np.int32) - np.repeat(last, counts)  # before each chunk's last
+            contexts = np.repeat(starts + counts, counts) + at
+            bucket = self._graphs.write(np.repeat(rows, counts), contexts, shared_tokens=0, chained=tokens > len(rows))
+            hidden = self._graphs.hidden(bucket, tokens)
+            return hidden if tokens == len(rows) else hidden[ship_all(self._rows.device, last)[0].long()]
         columns = [array("i", column.astype(np.int32).tobytes()) for column in (rows, starts, counts)]
         plan = StepPlan(-1, rows=columns[0], starts=columns[1], counts=columns[2], sample_rows=columns[0],
                         sample_work=array("i", range(len(rows))))  # fmt: skip
         inputs = self._gather.inputs(plan, pack(plan, padded=False, prune=True))
         return self._decoder.forward(replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches)
 
-    def _drawn(self, hidden: Tensor, rows: Ints, positions: Ints, depth: int) -> Tensor:  # [rows], int64
-        """Written into the rows as well, for the next pass."""
+    def _draw_next(self, rows: Ints, lengths: Ints, depth: int) -> None:
+        """The token behind the ``lengths`` that rows have, the last ``depth`` of them drafts, where keys of all but one are there."""
+        graphs, how = self._graphs, draw_of(self._rows.traits[rows] & ~Trait.SCORED)
+        if graphs is None or how is None or not graphs.draws(len(rows)):
+            return self._draw(self._hidden(rows, lengths - 1, np.ones_like(lengths)), rows, lengths, depth)
+        bucket = graphs.write(rows, lengths, shared_tokens=0)
+        graphs.compute(bucket, how)
+        graphs.draw(bucket, len(rows), how)
+
+    def _draw(self, hidden: Tensor, rows: Ints, positions: Ints, depth: int) -> None:
+        """Written into the rows, for the next pass."""
         every = np.arange(len(rows), dtype=np.int32)
         batch = SampleBatch(rows, positions, every, np.full(len(rows), depth, dtype=np.int32))
         tokens = self._sampler.propose(self._decoder.logits(hidden).float(), batch)
         row, position = (part.long() for part in ship_all(self._rows.device, rows, positions))
         self._rows.token_ids[row, position] = tokens.to(torch.int32)
-        return tokens
+
+    def _drafted(self, rows: Ints, lengths: Ints, most: int) -> Tensor:  # [rows, most], int32, on the host
+        """What the rows hold now; samples will be written over it."""
+        device = self._rows.device
+        row, begin = (part.long() for part in ship_all(device, rows, lengths))
+        places = (begin[:, None] + torch.arange(most, device=device)).clamp_(max=self._rows.token_ids.shape[1] - 1)
+        found = self._rows.token_ids[row[:, None], places]
+        if device.type == "cpu":
+            return found
+        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)

@@ -8,7 +8,9 @@ and delivered to the host, one for each kind of draw (rows that ask for more are
 whose logits would be more than a step may hold). Where the forward pass is one megakernel, one graph does both for
 greedy steps: from graph to graph the device waits some microseconds, and no kernel begins early. Rows that fill a batch
 up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token. Steps whose rows share
-keys that are worth reading once for all have a graph of their own, captured when the first of them comes.
+keys that are worth reading once for all have a graph of their own, captured when the first of them comes. So have steps
+that verify drafts: each token of a sequence is a row of the batch, whichever sequence it is of, so rows with more and
+fewer drafts share one.
 
 What lives here: the buckets, their static inputs, what host and graphs tell each other, capture and replay. What may
 not: what a step computes (models/), row state.
@@ -63,6 +65,8 @@ class _Bucket:
     shared_tried: bool = False
     adapted: torch.cuda.CUDAGraph | None = None  # of steps with adapters, captured when the first such step comes
     adapted_tried: bool = False
+    chained: torch.cuda.CUDAGraph | None = None  # of rows that see each other's keys, captured behind the first such step
+    chained_tried: bool = False
 
 
 class DecodeGraphs:
@@ -80,6 +84,7 @@ class DecodeGraphs:
         self._longest = 0  # context of the step just written
         self._shares = False  # whether the step just written has many shared tokens
         self._adapted = False  # whether it has adapters
+        self._chained = False  # whether rows of it are tokens of one sequence
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
         self._fetch = recorder.kernels.choose(FETCH_STEP, Facts(torch.int32))
         self._mailbox = Mailbox((_LINES, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device))
@@ -156,11 +161,18 @@ class DecodeGraphs:
         self._mailbox.restart()
 
     def write(
-        self, rows: Ints, contexts: Ints, edits: Edits = ((), (), ()), *, shared_tokens: int | None = None, adapted: bool = False
+        self,
+        rows: Ints,
+        contexts: Ints,
+        edits: Edits = ((), (), ()),
+        *,
+        shared_tokens: int | None = None,
+        adapted: bool = False,
+        chained: bool = False,
     ) -> int:
         """What the host has to say of a step in which ``rows`` compute one token each and then see ``contexts`` keys;
         ``compute`` must follow. ``edits``: no more than there are rows. ``shared_tokens``: as StepPlan has it.
-        ``adapted``: some have adapters.
+        ``adapted``: some have adapters. ``chained``: a row stands there once for each of its tokens.
 
         Returns the bucket. There must be a graph for so many.
         """
@@ -168,7 +180,7 @@ class DecodeGraphs:
         assert bucket is not None, f"no graph serves {count} rows"
         found = self._captured[bucket]
         self._longest = int(contexts.max()) if found.long is not None else 0
-        self._adapted = adapted
+        self._adapted, self._chained = adapted, chained
         self._shares = not adapted and found.least_shared is not None and (shared_tokens is None or shared_tokens >= found.least_shared)
         host = self._mailbox.next()
         host[_ROW, :count] = rows
@@ -184,10 +196,26 @@ class DecodeGraphs:
     def compute(self, bucket: int, how: Draw | None = None) -> None:
         """The forward pass of the step just written. ``how``: ``draw`` will follow with it; where one graph does both,
         this is all of it, and hidden states are nowhere."""
-        graph, found = self._graph_of(bucket), self._captured[bucket]
+        found = self._captured[bucket]
+        if self._chained:
+            self._drawn_already = False
+            return self._compute_chained(bucket, found)
+        graph = self._graph_of(bucket)
         self._drawn_already = found.greedy is not None and how is Draw.GREEDY and graph is found.forward
         (found.greedy if found.greedy is not None and self._drawn_already else graph).replay()
         self._mailbox.queued()
+
+    def _compute_chained(self, bucket: int, found: _Bucket) -> None:
+        """The first one eagerly, over what the graph will read: every first use is paid for, and the graph is captured
+        behind it."""
+        if found.chained is not None:
+            found.chained.replay()
+        else:
+            found.hidden.copy_(self._hidden(bucket, self._max_model_len, chained=True))
+        self._mailbox.queued()
+        if not found.chained_tried:
+            self._recorder.follow()
+            found.chained_tried, found.chained = True, self._try_again(bucket, "drafts", chained=True)
 
     def _graph_of(self, bucket: int) -> torch.cuda.CUDAGraph:
         """Which of them computes the step just written."""
@@ -228,12 +256,12 @@ class DecodeGraphs:
         buckets."""
         return self._shipped[:, :bucket]
 
-    def _hidden(self, bucket: int, longest: int, shared_tokens: int | None = 0, *, adapted: bool = False) -> Tensor:
+    def _hidden(self, bucket: int, longest: int, shared_tokens: int | None = 0, *, adapted: bool = False, chained: bool = False) -> Tensor:
         """Of contexts up to ``longest``."""
         columns, every = self._columns(bucket), self._every
         self._fetch(self._mailbox.inward, self._mailbox.turn, columns, self._rows.tables[0])
         chunks = columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION]
-        inputs = self._recorder.gather.gathered(*chunks, 1, longest, shared_tokens)
+        inputs = self._recorder.gather.gathered(*chunks, 1, longest, shared_tokens, 0, chained)
         if adapted:
             inputs = replace(inputs, adapters=AdapterRows(self._rows.slots_of(columns[_ROW], columns[_POSITION])))
         return self._recorder.forward(inputs)
@@ -263,18 +291,18 @@ class DecodeGraphs:
                 self._drawn(bucket, self._hidden(bucket, covered), Draw.GREEDY)
 
     def _capture_again(
-        self, bucket: int, hidden: Tensor, shared_tokens: int | None = 0, *, adapted: bool = False
+        self, bucket: int, hidden: Tensor, shared_tokens: int | None = 0, **kind: bool
     ) -> torch.cuda.CUDAGraph:
-        """For contexts of any length: what draws look at is in the same place."""
+        """For contexts of any length: what draws look at is in the same place. ``kind``: as ``_hidden`` has it."""
         with self._recorder.recording() as graph:
-            hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens, adapted=adapted))
+            hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens, **kind))
         return graph
 
-    def _try_again(self, bucket: int, what: str, shared_tokens: int | None = 0, *, adapted: bool = False) -> torch.cuda.CUDAGraph | None:
+    def _try_again(self, bucket: int, what: str, shared_tokens: int | None = 0, **kind: bool) -> torch.cuda.CUDAGraph | None:
         """Some milliseconds, once a bucket; where it fails, such steps go the longer way."""
         try:
             with self._recorder.captures():
-                return self._capture_again(bucket, self._captured[bucket].hidden, shared_tokens, adapted=adapted)
+                return self._capture_again(bucket, self._captured[bucket].hidden, shared_tokens, **kind)
         except RuntimeError as error:
             _log.warning("no graph for %d rows with %s (%s)", bucket, what, error)
             return None

@@ -134,6 +134,7 @@ class Gather:
         longest_context: int,
         shared_tokens: int | None = None,
         leading: int = 0,
+        chained: bool = False,
     ) -> ForwardInputs:
         """The same from what is on the device already."""
         rows, attention = self._rows, []
@@ -141,7 +142,7 @@ class Gather:
             width = -(-longest_context // block_size)
             ids, positions, slots, block_table = self._gather(rows.token_ids, table, row, chunk, position, context, block_size, width)
             longest = longest_query, longest_context
-            attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, *longest, shared_tokens, leading))
+            attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, *longest, shared_tokens, leading, chained))
         return ForwardInputs(ids, positions, tuple(attention))
 
     def wanting(self, inputs: ForwardInputs, wanted: Tensor, chunk: Tensor, position: Tensor) -> ForwardInputs:

@@ -73,6 +73,7 @@ class Step:
     plan: StepPlan  # where drafts are verified, as it is computed
     started: float  # seconds, the runner's clock
     events: Events | None = None  # around the step and its copies to the host; None on a CPU
+    begun: bool = False  # the first of them is recorded
     packing: Packing | None = None
     hidden: Tensor | None = None  # [tokens, hidden], until it is sampled from
     drawn: Drawn | None = None
@@ -180,7 +181,9 @@ class ModelRunner:
 
     def collect(self, step: Step) -> StepResult:
         """Waits for the device, and brings the step's results to the host."""
-        return step.result or self._read(step)
+        if step.result is None:
+            step.result = self._read(step)
+        return step.result
 
     def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         """All of it. ``masks``: of a plan that waits for them."""
@@ -207,6 +210,8 @@ class ModelRunner:
         if plan.copy_group:
             self._copy_blocks(plan)
         if self._speculator is not None:
+            if plan.drafts:
+                self._begin(step)  # drafting is part of it
             step.plan, step.drafts = self._speculator.begin(plan)
         if drawn is not None and self.graphs is not None:
             context = np.asarray(plan.starts, dtype=np.int32) + 1
@@ -234,17 +239,41 @@ class ModelRunner:
 
     def _begin(self, step: Step) -> None:
         """Once the host has its part done: what the device waited for that is idle time, not this step's."""
-        if step.events is not None:
+        if step.events is not None and not step.begun:
+            step.begun = True
             step.events[0].record(self._stream)
 
     def _compute(self, step: Step) -> None:
         """A step that goes on eagerly from its hidden states."""
         plan = step.plan
         packing = pack(plan, padded=self._padded, prune=self._prune) if plan.rows else None
+        if packing is not None and plan.drafts and self._verify_drawn(step, packing):
+            return
         compute, graph_tokens = (None, 0) if packing is None else self._prepared(plan, packing)
         self._begin(step)
         if compute is not None:
             step.packing, step.hidden, step.graph_tokens = packing, compute(), graph_tokens
+
+    def _verify_drawn(self, step: Step, packing: Packing) -> bool:
+        """Whether graphs compute a step that verifies drafts and draw at all of its tokens."""
+        plan, graphs, tokens = step.plan, self.graphs, len(packing.chunk)
+        rows = np.asarray(plan.rows, dtype=np.int32)
+        how = draw_of(self._rows.traits[rows])
+        if graphs is None or how is None or not self._chains(plan, packing) or not graphs.draws(tokens):
+            return False
+        rows = rows[packing.chunk]
+        step.bucket = graphs.write(rows, packing.position + 1, shared_tokens=0, chained=True)
+        self._begin(step)
+        graphs.compute(step.bucket, how)
+        step.drawn = Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how, adapted=False)
+        return True
+
+    def _chains(self, plan: StepPlan, packing: Packing) -> bool:
+        """Whether a graph of decode steps computes this one, each of its tokens as a row: every one of them is sampled from, in order."""
+        tokens = len(packing.chunk)
+        if self.graphs is None or plan.prompt_logprobs or not self.graphs.serves(tokens) or self._slots(plan.rows) is not None:
+            return False
+        return not self._padded and np.array_equal(packing.sampled(plan), np.arange(tokens))
 
     def _prepared(self, plan: StepPlan, packing: Packing) -> tuple[Callable[[], Tensor], int]:
         """The step's inputs on their way to the device; what computes its hidden states from them, and the tokens of a
@@ -254,6 +283,10 @@ class ModelRunner:
             rows, shared = np.asarray(plan.rows, dtype=np.int32), plan.shared_tokens
             bucket = graphs.write(rows, packing.context, shared_tokens=shared, adapted=slots is not None)
             return partial(graphs.hidden, bucket, len(plan.rows)), 0
+        if graphs is not None and plan.drafts and self._chains(plan, packing):
+            rows = np.asarray(plan.rows, dtype=np.int32)[packing.chunk]
+            bucket = graphs.write(rows, packing.position + 1, shared_tokens=0, chained=True)
+            return partial(graphs.hidden, bucket, len(rows)), 0
         if slots is not None:  # graphs of prompts hold no adapters
             return partial(self._computed, self._gather.inputs(plan, packing, slots)), 0
         if prompts is not None and not plan.drafts and (shape := prompts.shape_of(plan, packing)) is not None:
@@ -328,7 +361,7 @@ class ModelRunner:
         wrong: Mapping[int, str] = errors
         drafted: Sequence[int] = ()
         if step.drafts is not None and self._speculator is not None:
-            drafted = [len(each) for each in step.drafts.proposed]
+            drafted = step.drafts.counts
             rows = [row for row, back in zip(step.plan.sample_rows, step.plan.sample_back, strict=True) if not back]
             tokens, scores, wrong = self._speculator.end(step.plan, step.drafts, tokens, logprobs, errors)
             self._sampler.count(rows, tokens)

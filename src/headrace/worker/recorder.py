@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,17 +25,21 @@ class Recorder:
     """Of one decoder over one KV cache and one set of rows. Graphs that never run at once may share their memory: what
     one of them leaves behind for later, others must not be told is free."""
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor]) -> None:
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor], groups: Sequence[int] | None = None
+    ) -> None:
+        """``groups``: which of the rows' block tables each cache is read by; None: its own."""
         self.decoder = decoder
         self.kernels = kernels
         self.rows = rows
         self.gather = Gather(rows, kernels)
         self._kv_caches = tuple(kv_caches)
+        self._groups = tuple(range(len(kv_caches))) if groups is None else tuple(groups)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(rows.device)
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        return self.decoder.forward(inputs, self._kv_caches)
+        return self.decoder.forward(replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches)
 
     @contextmanager
     def captures(self) -> Iterator[None]:

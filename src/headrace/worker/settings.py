@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 _ROOMY = 64 * 2**30  # bytes
 # Weights of a dense layer, from which on whole rounds of tiles are worth more than fewer steps: so it is with 218
 # million (8B), and not with 61 (1B); what lies between was not measured.
+_MOST_VERIFIED = 128  # tokens: of more, the device is what a step waits for
 _LARGE_LAYER = 150_000_000
 
 MIN_CAPABILITY = (8, 0)  # Ampere: bfloat16 matrix instructions and asynchronous copies, which every kernel builds on
@@ -79,6 +80,12 @@ class Setup:
     def most_rows(self) -> int:
         """Of one step."""
         return min(self.rows, self.tokens_a_step)
+
+    @property
+    def most_verified(self) -> int:
+        """Tokens of a step that graphs of decode steps are captured for: those that verify drafts have several of a row."""
+        drafts = self.speculative.most if self.speculative is not None else 0
+        return min(self.tokens_a_step, max(self.most_rows, min(self.most_rows * (1 + drafts), _MOST_VERIFIED)))
 
     @property
     def graphs(self) -> bool:

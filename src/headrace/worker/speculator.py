@@ -16,14 +16,29 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from headrace.request import NewRow, StepPlan, TokenLogprobs
 from headrace.speculative.lookup import Lookup
 from headrace.speculative.verify import accepted
-from headrace.worker.rows import Ints, Rows
+from headrace.worker.rows import Ints, Rows, ship_all
 
 Tokens = Sequence[tuple[int, ...]]
 Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """``counts``: of each row. ``tokens``: those; or, of a device that has a queue, where they will be on the host when the step that verifies
+    them has ended, [rows, at least the largest count] int32. ``stand``: they have been written into the rows."""
+
+    counts: Ints
+    tokens: list[list[int]] | Tensor
+    stand: bool = False
+
+    def lists(self) -> list[list[int]]:
+        found = self.tokens.tolist() if isinstance(self.tokens, Tensor) else self.tokens
+        return [tokens[:count] for tokens, count in zip(found, self.counts.tolist(), strict=True)]
 
 
 class Proposer(Protocol):
@@ -32,7 +47,7 @@ class Proposer(Protocol):
 
     def begins(self, plan: StepPlan) -> None: ...
 
-    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> list[list[int]]: ...
+    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal: ...
 
     def left(self, row: int, length: int) -> None: ...
 
@@ -48,10 +63,11 @@ class LookupProposer:
     def begins(self, plan: StepPlan) -> None:
         self._tenants.update((new.row, new) for new in plan.rows_added)
 
-    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> list[list[int]]:
+    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         ids = self._rows.token_ids
         parts = zip(rows.tolist(), lengths.tolist(), most.tolist(), strict=True)
-        return [self._lookup.propose(ids[row, :length].cpu().numpy(), count, self._tenants[row].pool) for row, length, count in parts]
+        tokens = [self._lookup.propose(ids[row, :length].cpu().numpy(), count, self._tenants[row].pool) for row, length, count in parts]
+        return Proposal(np.array([len(each) for each in tokens], dtype=np.int32), tokens)
 
     def left(self, row: int, length: int) -> None:
         new = self._tenants.pop(row, None)
@@ -61,9 +77,19 @@ class LookupProposer:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Of a plan's samples, in their order: what was proposed behind each."""
+    """Of a plan's samples, in their order: what was proposed behind each. ``which``: of the proposal's rows; -1: nothing was."""
 
-    proposed: list[list[int]]
+    proposal: Proposal
+    which: list[int]
+
+    @property
+    def counts(self) -> list[int]:
+        counts = self.proposal.counts.tolist()
+        return [counts[at] if at >= 0 else 0 for at in self.which]
+
+    def lists(self) -> list[list[int]]:
+        found = self.proposal.lists()
+        return [found[at] if at >= 0 else [] for at in self.which]
 
 
 class Speculator:
@@ -107,20 +133,23 @@ class Speculator:
         self._proposer.begins(known)
         which = np.flatnonzero(most)
         lengths = self._lengths[rows[which]]
-        proposed = self._proposer.propose(rows[which], lengths, most[which]) if len(which) else []
-        self._write(rows[which], lengths, proposed)
+        proposal = self._proposer.propose(rows[which], lengths, most[which]) if len(which) else Proposal(most[which], [], stand=True)
+        if not proposal.stand:
+            self._write(rows[which], lengths, proposal)
         drafts = np.zeros_like(most)
-        drafts[which] = [len(tokens) for tokens in proposed]
+        drafts[which] = proposal.counts
         exact = _with_samples(replace(known, counts=_array(counts + drafts), drafts=_array(drafts)), work, drafts)
-        by_work = dict(zip(which.tolist(), proposed, strict=True))
-        return exact, Drafts([by_work.get(each, []) for each in plan.sample_work])
+        places = {each: at for at, each in enumerate(which.tolist())}
+        return exact, Drafts(proposal, [places.get(each, -1) for each in plan.sample_work])
 
-    def _write(self, rows: Ints, lengths: Ints, proposed: list[list[int]]) -> None:
+    def _write(self, rows: Ints, lengths: Ints, proposal: Proposal) -> None:
         """Drafts stand in their rows while they are verified."""
-        ids = self._rows.token_ids
-        for row, length, tokens in zip(rows.tolist(), lengths.tolist(), proposed, strict=True):
-            if tokens:
-                ids[row, length : length + len(tokens)] = ids.new_tensor(tokens)
+        tokens = np.array([token for each in proposal.lists() for token in each], dtype=np.int32)
+        if not len(tokens):
+            return
+        at = np.repeat(lengths, proposal.counts) + np.concatenate([np.arange(count, dtype=np.int32) for count in proposal.counts])
+        row, position, ids = ship_all(self._rows.device, np.repeat(rows, proposal.counts), at, tokens)
+        self._rows.token_ids[row.long(), position.long()] = ids
 
     def end(
         self, plan: StepPlan, drafts: Drafts, tokens: Tokens, logprobs: Logprobs, errors: Mapping[int, str]
@@ -131,7 +160,7 @@ class Speculator:
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         failed: dict[int, str] = {}
         first = 0
-        for j, proposed in enumerate(drafts.proposed):
+        for j, proposed in enumerate(drafts.lists()):
             last = first + len(proposed)
             usable = next((at for at in range(first, last + 1) if at in errors), last + 1) - first
             if not usable:

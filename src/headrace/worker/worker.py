@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ from headrace.speculative.lookup import Lookup
 from headrace.techniques import switched_off
 from headrace.worker.allocation import Allocation, allocate_kv
 from headrace.worker.arena import create_arena
-from headrace.worker.draft_model import DraftModel
+from headrace.worker.draft_model import MOST_DRAFTING, DraftModel
 from headrace.worker.draft_setup import resolve_draft
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
@@ -76,7 +76,22 @@ STEP_SITES: tuple[tuple[Operation[Any, Facts], torch.dtype], ...] = (
     (FETCH_STEP, torch.int32),
 )
 
-Graphs = tuple[()] | tuple[DecodeGraphs] | tuple[DecodeGraphs, PromptGraphs]
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """``draft``: decode steps of the draft model."""
+
+    decode: DecodeGraphs | None = None
+    prompts: PromptGraphs | None = None
+    draft: DecodeGraphs | None = None
+
+    @property
+    def kinds(self) -> tuple[DecodeGraphs | PromptGraphs, ...]:
+        """In the order of capture: prompts' find the memory of decode steps."""
+        return tuple(kind for kind in (self.decode, self.prompts, self.draft) if kind is not None)
+
+
+_NO_GRAPHS = Graphs()
 
 
 def create_executor(
@@ -168,7 +183,7 @@ class Worker:
         if not self._cuda:
             return self._memory.room
         self._await_kernels(meanwhile)
-        room = self._memory.measure(self._decoder, longest, self._create_runner, self._create_graphs)
+        room = self._memory.measure(self._decoder, longest, self._create_runner, self._kinds_of_graphs)
         self._stages.done("largest steps")
         return room
 
@@ -181,8 +196,9 @@ class Worker:
             self._rows = Rows(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write)
         with memory.explaining("KV blocks", plan.num_bytes):
             kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
-        self._graphs = self._create_graphs(plan.max_model_len, self._rows, kv_caches)
-        self._runner = self._create_runner(self._rows, kv_caches, *self._graphs)
+            own = self._draft_caches(kv_caches)
+        self._graphs = self._create_graphs(plan.max_model_len, self._rows, kv_caches, own)
+        self._runner = self._create_runner(self._rows, kv_caches, own, self._graphs)
         memory.set_aside()
         self._stages.done("rows and KV")
 
@@ -191,9 +207,9 @@ class Worker:
         plan, loaded = self._plan, process_memory()
         warm_up(self._runner, plan.groups, plan.max_model_len, thorough=self._cuda and self._setup.rows > 1)
         self._stages.done("first steps")
-        if self._graphs and self._kernels.graphable:
+        if self._graphs.kinds and self._kernels.graphable:
             with self._memory.capturing(), waiting("Capturing graphs", "Captured graphs"):
-                for kind in self._graphs:
+                for kind in self._graphs.kinds:
                     kind.capture_all()
             self._stages.done("graphs")
         first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
@@ -266,7 +282,7 @@ class Worker:
         self._ahead.start(self._kernels, sizes, partial(gpu.prepare_kernels, setup.device))
 
     def _await_kernels(self, meanwhile: Callable[[], object]) -> None:
-        sizes = product_sizes(self._setup.most_rows, self._setup.tokens_a_step)
+        sizes = product_sizes(self._setup.most_verified, self._setup.tokens_a_step)
         ours = sizes[-1] if self._kernels.batch_invariant else MOST_ROWS  # up to so many, kernels of our own: the threads build them
         self._multiply([size for size in sizes if size > ours])
         if self._ahead is None:
@@ -282,28 +298,36 @@ class Worker:
 
     def _multiply(self, sizes: Sequence[int]) -> None:
         with self._memory.explaining("activations"):
-            warm_linears(self._decoder, self._setup.device, sizes, max_num_seqs=self._setup.most_rows)
+            for decoder in filter(None, (self._decoder, self._draft)):
+                warm_linears(decoder, self._setup.device, sizes, max_num_seqs=self._setup.most_verified)
         self._stages.done("matrix products")
 
     # --- what runs steps
 
-    def _create_graphs(self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]) -> Graphs:
-        """Decode steps' are captured first; prompts' find their memory."""
+    def _kinds_of_graphs(self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]) -> Sequence[DecodeGraphs | PromptGraphs]:
+        return self._create_graphs(max_model_len, rows, kv_caches, self._draft_caches(kv_caches)).kinds
+
+    def _create_graphs(self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor]) -> Graphs:
+        """``own``: the draft model's caches."""
         setup, config = self._setup, self._config
         if not setup.graphs or not self._kernels.graphable:
-            return ()
+            return Graphs()
         recorder = Recorder(self._decoder, self._kernels, rows, kv_caches)
         lengths = {"max_num_seqs": setup.most_rows, "max_model_len": max_model_len}
-        decode = DecodeGraphs(recorder, **lengths, max_logits_rows=config.scheduler.logits_rows)
+        most = {"max_num_seqs": setup.most_verified, "max_model_len": max_model_len, "max_logits_rows": config.scheduler.logits_rows}
+        decode, draft = DecodeGraphs(recorder, **most), None
+        if self._draft is not None and setup.draft is not None:
+            most["max_num_seqs"] = min(setup.most_rows, MOST_DRAFTING)
+            draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups), **most)
         if not config.device.prompt_graphs:
-            return (decode,)
+            return Graphs(decode, None, draft)
         products, prune = multiplications(setup.spec), config.device.last_layer_pruning
         bounds = Bounds(**lengths, tokens_a_step=setup.tokens_a_step, products=products, prune=prune)
         hidden = torch.empty((bounds.most_wanted, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
-        return decode, PromptGraphs(recorder, bounds, hidden)
+        return Graphs(decode, PromptGraphs(recorder, bounds, hidden), draft)
 
     def _create_runner(
-        self, rows: Rows, kv_caches: Sequence[Tensor], graphs: DecodeGraphs | None = None, prompt_graphs: PromptGraphs | None = None
+        self, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor] | None = None, graphs: Graphs = _NO_GRAPHS
     ) -> ModelRunner:
         return ModelRunner(
             self._decoder,
@@ -314,22 +338,28 @@ class Worker:
             padded=not self._config.device.token_concatenation,
             prune=self._config.device.last_layer_pruning,
             clock=RealClock(),
-            graphs=graphs,
-            prompt_graphs=prompt_graphs,
+            graphs=graphs.decode,
+            prompt_graphs=graphs.prompts,
             arena=self._arena,
-            speculator=self._create_speculator(rows, kv_caches),
+            speculator=self._create_speculator(rows, self._draft_caches(kv_caches) if own is None else own, graphs.draft),
             adapters=self._adapters,
         )
 
-    def _create_speculator(self, rows: Rows, kv_caches: Sequence[Tensor]) -> Speculator | None:
+    def _draft_caches(self, kv_caches: Sequence[Tensor]) -> list[Tensor]:
+        """A draft model's own, with as many blocks as those of the target that they lie beside."""
+        setup, draft = self._setup, self._setup.draft
+        if draft is None:
+            return []
+        specs = draft.kv_specs(setup.block_size, setup.dtype.itemsize)
+        groups = (KVGroup(spec, kv_caches[at].shape[0]) for spec, at in zip(specs, draft.groups, strict=True))
+        return [allocate_kv(group, setup.dtype, setup.device) for group in groups]
+
+    def _create_speculator(self, rows: Rows, own: Sequence[Tensor], graphs: DecodeGraphs | None) -> Speculator | None:
         settings, draft = self._setup.speculative, self._setup.draft
         if settings is None:
             return None
         if self._draft is not None and draft is not None:
-            specs = draft.kv_specs(self._setup.block_size, self._setup.dtype.itemsize)
-            groups = [KVGroup(spec, kv_caches[at].shape[0]) for spec, at in zip(specs, draft.groups, strict=True)]
-            own = [allocate_kv(group, self._setup.dtype, self._setup.device) for group in groups]
-            return Speculator(rows, DraftModel(self._draft, own, draft.groups, rows, self._kernels))
+            return Speculator(rows, DraftModel(self._draft, own, draft.groups, rows, self._kernels, graphs))
         lookup = Lookup(settings.prompt_lookup_min, settings.prompt_lookup_max, settings.suffix_tokens if settings.method == "suffix" else 0)
         return Speculator(rows, LookupProposer(rows, lookup))
 

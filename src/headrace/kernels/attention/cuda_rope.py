@@ -209,6 +209,8 @@ class RopeAttention(_Kernel):
         rows = qkv.shape[0]
         if inputs.max_query_len != 1 or inputs.context_len.shape[0] != rows or (self.cascade and may_share(inputs, self.group)):
             return None
+        if inputs.chained:  # a program would read keys that another one is about to write
+            return None
         if not _lies_well(qkv, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
             return None
         # The first layer's launch waits for all there was before it: so plan, tables and lengths are there for the others, which do not.

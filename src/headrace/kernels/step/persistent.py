@@ -102,6 +102,8 @@ class DecodeStep:
         tokens, attention = inputs.token_ids.shape[0], inputs.attention[0]
         if attention.max_query_len != 1 or attention.context_len.shape[0] != tokens or attention.max_context_len > longest_context(tokens):
             return None
+        if attention.chained:  # a program would read keys that another one is about to write
+            return None
         if (function := self._steps.prepare(attention.block_size)) is None:
             return None
         cache, embedding = kv_caches[0], self._weights.embedding

@@ -1,0 +1,84 @@
+"""Drafts on the card: graphs compute them and the steps that verify them, and tokens are those of the CPU without drafts.
+
+The draft model is the target itself: where it is wrong, a key of its is missing or stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace
+from headrace import LLM, SamplingParams
+from tests.support.card import STRICT, Judge, params, require_card, runner_of
+
+require_card()
+
+DEMO = str(Path(headrace.__file__).parent / "data" / "demo")
+OWN = {"model": DEMO, "num_speculative_tokens": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+PROMPTS = [[(7 * i + 3 * j) % 8000 for j in range(5 + 11 * i % 97)] for i in range(9)] + [[11, 12, 13, 14] * 9]
+ASKED = (
+    params(max_tokens=30, logprobs=1),
+    params(max_tokens=30, temperature=0.8, top_p=0.9, top_k=50, seed=3),
+    params(max_tokens=24, presence_penalty=0.5, frequency_penalty=0.2),
+)
+MODES: dict[str, dict[str, Any]] = {
+    "draft model": {"speculative_config": OWN},
+    "draft model, overlap 0": {"speculative_config": OWN, "overlap": 0},
+    "draft model, overlap 2": {"speculative_config": OWN, "overlap": 2},
+    "draft model, eager": {"speculative_config": OWN, "enforce_eager": True},
+    "draft model, alone": {"speculative_config": OWN, "max_num_seqs": 1},
+    "draft model, preempted": {"speculative_config": OWN, "num_blocks": 14, "block_size": 16},
+    "n-gram": {"speculative_config": NGRAM},
+}
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    made = Judge()
+    yield made
+    made.close()
+
+
+def _ask(llm: LLM, asked: SamplingParams) -> list[Any]:
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False)
+
+
+def _right(llm: LLM) -> float:
+    counts = llm.engine.core.stats().drafts
+    assert counts is not None and sum(counts.drafted) > 50
+    return sum(counts.accepted) / sum(counts.drafted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_without_drafts(judge: Judge, mode: str) -> None:
+    with LLM(**{**STRICT, **MODES[mode]}) as llm:
+        for asked in ASKED:
+            for prompt, found in zip(PROMPTS, _ask(llm, asked), strict=True):
+                judge.check(prompt, asked, found)
+        right, graphs = _right(llm), runner_of(llm).graphs
+    if mode.startswith("draft model"):
+        assert right > (0.6 if "preempted" in mode else 0.85)
+    assert (graphs is None) == ("eager" in mode)
+    if graphs is not None:
+        assert any(bucket.chained is not None for bucket in graphs._captured.values()), "no step that verifies was replayed"
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=["greedy", "sampled", "penalised"])
+def test_no_bit_changes_where_steps_are_invariant(asked: SamplingParams) -> None:
+    answers = []
+    for config in (None, OWN, NGRAM):
+        with LLM(**{**STRICT, "dtype": "bfloat16", "batch_invariant": True, "speculative_config": config}) as llm:
+            answers.append([[(list(each.token_ids), each.logprobs) for each in found.outputs] for found in _ask(llm, asked)])
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_draft_of_the_same_weights_in_bfloat16_is_right(judge: Judge) -> None:
+    """The megakernel drafts, layer by layer it is verified."""
+    with LLM(**{**STRICT, "dtype": "bfloat16", "max_num_seqs": 2, "speculative_config": OWN}) as llm:
+        _ask(llm, ASKED[0])
+        assert _right(llm) > 0.8
