@@ -38,7 +38,7 @@ def test_what_one_request_multiplies_holds_up_nobody() -> None:
 
 def test_answers_that_nobody_prices_are_noticed() -> None:
     with pytest.raises(AssertionError, match="200"), serving(*SMALL, command=planted("""
-        from headrace.server.budget import Budget
+        from headrace.server.limits import Budget
         Budget.check = lambda self, cost: None
     """)) as careless:  # fmt: skip
         REFUSED[1](careless)

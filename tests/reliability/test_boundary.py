@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.server.bodies import INLINE_BYTES, Threads
+from headrace.server.limits import INLINE_BYTES, Threads
 from tests.reliability import checks_boundary
 from tests.support.planted import planted
 from tests.support.serving import SERVE, Server, serving
@@ -87,7 +87,7 @@ def test_large_work_is_done_beside_the_event_loop() -> None:
 def test_large_bodies_that_hold_up_everybody_are_noticed() -> None:
     defect = """
         import time
-        from headrace.server.bodies import Threads
+        from headrace.server.limits import Threads
         async def inline(self, size, work, tenant=""):
             time.sleep(0.6 * (size > 10**6))
             return work()
@@ -109,9 +109,9 @@ def test_nothing_that_leaves_tells_of_the_inside() -> None:
 
 def test_a_log_that_tells_prompts_is_noticed() -> None:
     defect = """
-        from headrace.server import bodies
-        decode = bodies.decode_object
-        bodies.decode_object = lambda body, **named: print("got", body, file=sys.stderr, flush=True) or decode(body, **named)
+        from headrace.server import limits
+        decode = limits.decode_object
+        limits.decode_object = lambda body, **named: print("got", body, file=sys.stderr, flush=True) or decode(body, **named)
     """
     with pytest.raises(AssertionError, match=r"xylophone|x1b"):
         checks_boundary.hygiene(60, command=planted(defect))

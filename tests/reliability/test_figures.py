@@ -6,7 +6,7 @@ import pytest
 
 from headrace.engine import connection, grammar_check, grammar_masks, grammar_worker, loop, process, template, template_worker
 from headrace.processes import sandbox
-from headrace.server import bodies, exchange, lifecycle
+from headrace.server import exchange, lifecycle, limits
 from headrace.server import connection as http
 
 # what, how much it is, how much the promise allows
@@ -15,8 +15,8 @@ FIGURES = (
     ("a client that takes nothing", exchange.LAGGARD_SECONDS + exchange.PULSE_SECONDS, 61.0),
     ("an answer that nobody reads", http.UNREAD_SECONDS, 70.0),
     ("headers that do not come", http.HEADER_SECONDS, 30.0),
-    ("a body that stops coming", bodies.IDLE_SECONDS, 30.0),
-    ("a body in all", bodies.WHOLE_SECONDS, 300.0),
+    ("a body that stops coming", limits.IDLE_SECONDS, 30.0),
+    ("a body in all", limits.WHOLE_SECONDS, 300.0),
     ("bytes of headers", http.MAX_HEADER_BYTES, 1 << 20),
     ("a turn of the loop outside the device", loop.HOST_LIMIT, 5.0),
     ("a call of the device", loop.DEVICE_LIMIT, 30.0),

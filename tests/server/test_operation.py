@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.server.bodies import MAX_NAMES, IgnoredFields
+from headrace.server.limits import MAX_NAMES, IgnoredFields
 from tests.support.serving import SERVE, Server, serving, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.002")

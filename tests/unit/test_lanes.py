@@ -11,8 +11,8 @@ import pytest
 
 from headrace.engine.lanes import Lane
 from headrace.errors import Overloaded
-from headrace.server.bodies import _LARGE_BYTES
 from headrace.server.generate import weight
+from headrace.server.limits import _LARGE_BYTES
 
 
 def test_whoever_asks_for_much_waits_for_itself() -> None:

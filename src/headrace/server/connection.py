@@ -8,7 +8,7 @@ A connection that waits (for a request, or for the rest of one) costs its client
 the longest waiting before the others; one whose request is being answered stays. Thousands of idle or slow clients
 cannot lock anybody out.
 
-What lives here: connections, counting them, choosing who goes. What may not: routes, bodies (bodies.py limits them),
+What lives here: connections, counting them, choosing who goes. What may not: routes, bodies (limits.py limits them),
 accepting (lifecycle.py).
 """
 

@@ -1,6 +1,6 @@
 """What /metrics says: counts kept by the server, numbers asked of the engine, in Prometheus' text format.
 
-What lives here: counting and rendering; metrics.toml has names, helps and buckets. What may not: measuring (delivery.py observes, the engine
+What lives here: counting and rendering; metrics.toml has names, helps and buckets. What may not: measuring (generate.py observes, the engine
 counts its own). Every series is fixed at start: labels never hold what a client sends.
 """
 

@@ -23,13 +23,12 @@ from headrace.processes.garbage import freeze_start
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.server.auth import cell_of
-from headrace.server.bodies import INLINE_BYTES, Bodies, IgnoredFields, Threads
-from headrace.server.budget import Budget
 from headrace.server.exchange import Exchange, Pulse
 from headrace.server.exposition import ServerMetrics
 from headrace.server.forced import hold
 from headrace.server.frontends.counters import Counters, Page, most_places
 from headrace.server.frontends.link import SharedAnswers
+from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads
 from headrace.server.messages import Tool, ToolChoice
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import Form, form_of

@@ -20,9 +20,9 @@ from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.server import generate
 from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
-from headrace.server.budget import TOKEN_BYTES
-from headrace.server.delivery import Delivery
 from headrace.server.exchange import Exchange
+from headrace.server.generate import Delivery
+from headrace.server.limits import TOKEN_BYTES
 from headrace.server.protocol.body import Refused, read_ids, refused
 from headrace.server.protocol.sampling import Asked, OlderBody, asked, model_defaults, older_shape
 from headrace.server.service import Service
