@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
 
 from headrace import __version__
-from headrace.server.api import ROUTES
+from headrace.server.app import ROUTES
 from headrace.server.openapi import document
 
 DOCS = Path(__file__).parent

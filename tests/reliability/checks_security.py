@@ -30,7 +30,7 @@ from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
 from headrace.processes.messages import BadFrame, Unpacker, pack
-from headrace.server.api import ROUTES
+from headrace.server.app import ROUTES
 from headrace.server.auth import Guard
 from tests.support.planted import Command
 from tests.support.serving import ROOT, SERVE, Server, serving

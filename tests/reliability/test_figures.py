@@ -6,8 +6,8 @@ import pytest
 
 from headrace.engine import connection, grammar_check, grammar_masks, grammar_worker, loop, process, template, template_worker
 from headrace.processes import sandbox
-from headrace.server import exchange, lifecycle, limits
 from headrace.server import connection as http
+from headrace.server import exchange, lifecycle, limits
 
 # what, how much it is, how much the promise allows
 FIGURES = (

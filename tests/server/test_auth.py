@@ -8,7 +8,7 @@ import pytest
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
-from headrace.server.api import ROUTES
+from headrace.server.app import ROUTES
 from headrace.server.auth import Guard
 from tests.support.serving import Server, serving
 

@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import BOUNDS
 from headrace.server import generate
-from headrace.server.api import ROUTES as ROUTE_TABLE
+from headrace.server.app import ROUTES as ROUTE_TABLE
 from headrace.server.dialects.chat import ChatBody, parse_chat
 from headrace.server.dialects.completions import CompletionBody, parse_completion
 from headrace.server.dialects.messages import MessagesBody, parse_messages

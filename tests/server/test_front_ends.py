@@ -23,7 +23,6 @@ import pytest
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, Unavailable
 from headrace.processes.messages import Channel, Question, Respond
-from headrace.server import api
 from headrace.server import service as service_module
 from headrace.server.frontends import link
 from headrace.server.frontends.counters import Counters

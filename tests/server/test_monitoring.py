@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from headrace.observe.metrics import Energy, StepRecorder
-from headrace.server.api import ROUTES
+from headrace.server.app import ROUTES
 from headrace.server.exposition import ServerMetrics, render_steps
 from headrace.server.frontends.counters import Counters
 from tests.support import board

@@ -17,7 +17,7 @@ import yaml
 from headrace import flags
 from headrace.commands import serve
 from headrace.config import ServerConfig
-from headrace.server.api import ROUTES
+from headrace.server.app import ROUTES
 from tests.support import board
 from tests.support.board import MONITORING
 

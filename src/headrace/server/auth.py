@@ -4,7 +4,7 @@ key, but a preflight has none and is answered without). And who is a tenant: a k
 user that a request names.
 
 What lives here: the checks, their headers and the start-up rules, tenants' names. What may not: sharing
-(scheduler/policies/fair.py, counters.py), routes (api.py says which are open),
+(scheduler/policies/fair.py, counters.py), routes (app.py says which are open),
 gates (app.py).
 """
 

@@ -1,6 +1,6 @@
 """One row of the route table.
 
-What lives here: the type. What may not: the table (api.py), handlers.
+What lives here: the type. What may not: the table (app.py), handlers.
 """
 
 from __future__ import annotations

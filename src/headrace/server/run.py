@@ -22,7 +22,7 @@ from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.errors import ConfigError, ModelError
 from headrace.observe import logs
 from headrace.portability import missing
-from headrace.server.api import ROUTES
+from headrace.server.app import ROUTES
 from headrace.server.auth import Guard, check_operators, check_weights
 from headrace.server.frontends.counters import Counters
 from headrace.server.frontends.link import Launch

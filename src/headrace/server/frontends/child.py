@@ -22,7 +22,7 @@ from headrace.processes.frames import parent_socket
 from headrace.processes.messages import Channel, receive
 from headrace.processes.tree import end_with_parent
 from headrace.server import requests
-from headrace.server.api import ROUTES
+from headrace.server.app import ROUTES
 from headrace.server.auth import Guard
 from headrace.server.frontends import link
 from headrace.server.frontends.counters import Counters

@@ -29,7 +29,7 @@ from headrace.engine.resolve import find_source
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.processes.child import Lives, spawn
 from headrace.processes.messages import Channel
-from headrace.server.api import ROUTES
+from headrace.server.app import ROUTES
 from headrace.server.exposition import ServerMetrics
 from headrace.server.frontends import link
 from headrace.server.frontends.counters import Counters, Watch
