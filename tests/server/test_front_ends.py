@@ -23,6 +23,7 @@ import pytest
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, Unavailable
 from headrace.processes.messages import Channel, Question, Respond
+from headrace.server import app
 from headrace.server import service as service_module
 from headrace.server.frontends import link
 from headrace.server.frontends.counters import Counters
@@ -275,7 +276,7 @@ def test_ready_speaks_for_all_front_ends_and_one_that_is_replaced_for_itself(mon
 
     def ready(service: Service) -> bool:
         with contextlib.suppress(Unavailable):
-            asyncio.run(api.ready(service, Asked()))  # type: ignore[arg-type]
+            asyncio.run(app.ready(service, Asked()))  # type: ignore[arg-type]
             return True
         return False
 
