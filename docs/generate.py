@@ -15,13 +15,13 @@ from typing import Any
 from headrace import techniques
 from headrace.config import ENGINE_PARTS, ServerConfig, field_types
 from headrace.flags import config_fields, elsewhere
+from headrace.server.dialects.body import Refused
 from headrace.server.dialects.chat import ChatBody
 from headrace.server.dialects.completions import CompletionBody
 from headrace.server.dialects.messages import CountBody, MessagesBody
 from headrace.server.dialects.responses_body import ResponsesBody
 from headrace.server.dialects.tokens import DetokenizeBody, TokenizeBody
 from headrace.server.openapi import NO_MEANING, body_schemas
-from headrace.server.protocol.body import Refused
 
 DOCS = Path(__file__).parent
 

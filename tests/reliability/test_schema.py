@@ -23,6 +23,6 @@ def findings(url: str, folder: Path) -> str:
 
 @pytest.mark.skipif(not TOOL.exists(), reason="schemathesis is not installed")
 def test_a_server_that_takes_what_its_description_forbids_is_noticed(tmp_path: Path) -> None:
-    defect = "from headrace.server.protocol import body; body.read = lambda kind, given: kind(**given)"
+    defect = "from headrace.server.dialects import body; body.read = lambda kind, given: kind(**given)"
     with serving(*FLAGS, command=planted(defect)) as careless:
         assert "unique failure" in findings(careless.url, tmp_path)

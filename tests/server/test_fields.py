@@ -13,12 +13,12 @@ from headrace.errors import InvalidRequest
 from headrace.sampling_params import BOUNDS
 from headrace.server import generate
 from headrace.server.app import ROUTES as ROUTE_TABLE
+from headrace.server.dialects.body import TOLD, Body
 from headrace.server.dialects.chat import ChatBody, parse_chat
 from headrace.server.dialects.completions import CompletionBody, parse_completion
 from headrace.server.dialects.messages import MessagesBody, parse_messages
 from headrace.server.dialects.responses_body import ResponsesBody, parse_responses
 from headrace.server.openapi import body_schemas
-from headrace.server.protocol.body import TOLD, Body
 
 USER = [{"role": "user", "content": "hi"}]
 Parse = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]

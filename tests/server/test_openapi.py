@@ -19,9 +19,9 @@ import pytest
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import BOUNDS, SamplingParams
 from headrace.server.app import ROUTES
+from headrace.server.dialects.body import TOLD
 from headrace.server.dialects.completions import CompletionBody
 from headrace.server.openapi import body_schemas, document
-from headrace.server.protocol.body import TOLD
 from tests.support.serving import Server, serving
 
 KEY = "sk-right"

@@ -13,8 +13,8 @@ from headrace.errors import InvalidRequest
 from headrace.observe.metrics import Energy, StepRecorder
 from headrace.server import dashboard, pages
 from headrace.server.dashboard import History, quantile, sentence
+from headrace.server.dialects.body import read_query
 from headrace.server.exposition import FINE, ServerMetrics
-from headrace.server.protocol.body import read_query
 from tests.support.serving import Server, serving
 
 KEY = "sk-page"

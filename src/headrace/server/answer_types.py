@@ -1,6 +1,6 @@
 """Answers as structs: what a client may rely on finding in them. /openapi.json describes them from here.
 
-What lives here: types, and the values that are always the same. What may not: request bodies (protocol/), rendering.
+What lives here: types, and the values that are always the same. What may not: request bodies (dialects/), rendering.
 
 Every member is always there, but for those that are UNSET; an answer may have others beside them.
 """

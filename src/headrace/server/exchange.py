@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
 from headrace.request import RequestTimes
+from headrace.server.dialects.body import Body
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, MethodNotAllowed, RequestTimeout
-from headrace.server.protocol.body import Body
 from headrace.server.wire import ErrorShape, encode
 
 if TYPE_CHECKING:

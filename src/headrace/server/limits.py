@@ -6,7 +6,7 @@ it (scores above all) takes about as many. Text alone is priced for one answer a
 once is bounded by the KV cache.
 
 What lives here: prices in bytes and the budget they are counted against; the way from pieces of a body to a parsed request; threads for work that
-would keep the event loop from its streams, much work apart from little. What may not: JSON itself (wire.py), fields (protocol/), rendering
+would keep the event loop from its streams, much work apart from little. What may not: JSON itself (wire.py), fields (dialects/), rendering
 (answers.py), whose turn it is (engine/lanes.py), the number of requests (service.limits.admit), the engine's own memory.
 """
 
@@ -28,9 +28,9 @@ from headrace.processes.sandbox import MAX_PROCESSES
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams
 from headrace.server.answers import Shape
+from headrace.server.dialects.body import Body
 from headrace.server.exchange import Exchange
 from headrace.server.http_errors import RequestTimeout, UnsupportedMediaType
-from headrace.server.protocol.body import Body
 from headrace.server.wire import decode_object
 
 TOKEN_BYTES = 8  # of text, or as an id

@@ -17,9 +17,9 @@ from msgspec.json import schema_components
 
 from headrace.server import answer_types
 from headrace.server.answer_types import AnthropicError, Error
+from headrace.server.dialects.body import TOLD, Body
 from headrace.server.dialects.messages import AnthropicErrors
-from headrace.server.protocol.body import TOLD, Body
-from headrace.server.protocol.sampling import NUMBERS
+from headrace.server.dialects.sampling import NUMBERS
 from headrace.server.route import Route
 
 Schema = dict[str, Any]

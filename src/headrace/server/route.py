@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from headrace.server.dialects.body import Body
 from headrace.server.exchange import Exchange
-from headrace.server.protocol.body import Body
 from headrace.server.service import Service
 from headrace.server.wire import ErrorShape
 

@@ -1,6 +1,6 @@
 """JSON on the wire: bytes in become plain objects, plain objects become bytes that every client can read.
 
-What lives here: decoding under limits, encoding, the error body. What may not: fields of any route (protocol/), HTTP.
+What lives here: decoding under limits, encoding, the error body. What may not: fields of any route (dialects/), HTTP.
 """
 
 from __future__ import annotations

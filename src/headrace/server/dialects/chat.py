@@ -1,7 +1,7 @@
 """/v1/chat/completions: a decoded body becomes a ChatRequest, or an error that names the field; and the answer to it.
 
 What lives here: this route's own fields, and what answers are taken apart into (reasoning, content, calls) as messages and deltas.
-What may not: what routes share (protocol/sampling.py), messages (messages.py), parsing.
+What may not: what routes share (sampling.py), messages (messages.py), parsing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,8 @@ from headrace.errors import InvalidRequest
 from headrace.server import generate
 from headrace.server.answer_types import Call, Called, ChatMessage
 from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
-from headrace.server.exchange import Exchange
-from headrace.server.messages import Messages, Tools, read_messages, read_tools, text_of
-from headrace.server.parsing.parser import OutputParser
-from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from headrace.server.protocol.body import Refused, refused
-from headrace.server.protocol.sampling import (
+from headrace.server.dialects.body import Refused, refused
+from headrace.server.dialects.sampling import (
     Budget,
     ChatRequest,
     Choice,
@@ -35,6 +31,10 @@ from headrace.server.protocol.sampling import (
     template_variables,
     thinking_options,
 )
+from headrace.server.exchange import Exchange
+from headrace.server.messages import Messages, Tools, read_messages, read_tools, text_of
+from headrace.server.parsing.parser import OutputParser
+from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.service import CreateParser, Service
 from headrace.server.wire import HOLE, encode_list, quote
 

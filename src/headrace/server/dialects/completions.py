@@ -1,6 +1,6 @@
 """/v1/completions: a decoded body becomes a CompletionRequest, or an error that names the field; and the answer to it.
 
-What lives here: this route's own fields, prompts of every form, the text_completion. What may not: what routes share (protocol/sampling.py,
+What lives here: this route's own fields, prompts of every form, the text_completion. What may not: what routes share (sampling.py,
 generate.py).
 """
 
@@ -20,11 +20,11 @@ from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.server import generate
 from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
+from headrace.server.dialects.body import Refused, read_ids, refused
+from headrace.server.dialects.sampling import Asked, OlderBody, asked, model_defaults, older_shape
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
 from headrace.server.limits import TOKEN_BYTES
-from headrace.server.protocol.body import Refused, read_ids, refused
-from headrace.server.protocol.sampling import Asked, OlderBody, asked, model_defaults, older_shape
 from headrace.server.service import Service
 from headrace.server.wire import HOLE, encode, encode_list, encode_object, joined_lists, quote
 

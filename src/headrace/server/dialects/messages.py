@@ -1,6 +1,6 @@
 """/v1/messages and /v1/messages/count_tokens, as Anthropic's Messages API has them: bodies, answers, events, errors, the two handlers.
 
-What lives here: these routes' own fields, blocks to messages and back. What may not: what routes share (protocol/sampling.py), generation.
+What lives here: these routes' own fields, blocks to messages and back. What may not: what routes share (sampling.py), generation.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from headrace.errors import HeadraceError, InvalidRequest
 from headrace.server import generate
 from headrace.server.answer_types import AnthropicError, Block, Message, MessageUsage
 from headrace.server.answers import PromptState, Shape
-from headrace.server.exchange import Exchange
-from headrace.server.messages import MAX_MESSAGES, MAX_TOOLS, Chat, Mode, ToolChoice, content_of, function_tool, offer, tool_call
-from headrace.server.parsing.parser import OutputParser
-from headrace.server.parts import Kind, Part, PartsAnswer, event_of
-from headrace.server.protocol.body import Body, Label, Refused, refused
-from headrace.server.protocol.sampling import (
+from headrace.server.dialects.body import Body, Label, Refused, refused
+from headrace.server.dialects.sampling import (
     Budget,
     ChatRequest,
     Conversation,
@@ -32,6 +28,10 @@ from headrace.server.protocol.sampling import (
     template_variables,
     thinking_options,
 )
+from headrace.server.exchange import Exchange
+from headrace.server.messages import MAX_MESSAGES, MAX_TOOLS, Chat, Mode, ToolChoice, content_of, function_tool, offer, tool_call
+from headrace.server.parsing.parser import OutputParser
+from headrace.server.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.service import CreateParser, Service
 from headrace.server.wire import HOLE, ErrorShape, around, decode_object, encode, error_object, quote
 

@@ -1,6 +1,6 @@
 """/v1/responses: a decoded body becomes a ResponsesRequest, or an error that names the field.
 
-What lives here: this route's own fields, items to messages. What may not: what routes share (protocol/sampling.py), answers (responses.py).
+What lives here: this route's own fields, items to messages. What may not: what routes share (sampling.py), answers (responses.py).
 """
 
 from __future__ import annotations
@@ -12,22 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from headrace.errors import InvalidRequest
-from headrace.server.messages import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    Chat,
-    FreeText,
-    Grammar,
-    check_count,
-    content_of,
-    custom_function,
-    function_tool,
-    read_arguments,
-    tool_call,
-)
-from headrace.server.parsing.texts import INPUT
-from headrace.server.protocol.body import Refused, read, refused
-from headrace.server.protocol.sampling import (
+from headrace.server.dialects.body import Refused, read, refused
+from headrace.server.dialects.sampling import (
     Budget,
     ChatRequest,
     Choice,
@@ -43,6 +29,20 @@ from headrace.server.protocol.sampling import (
     template_variables,
     thinking_options,
 )
+from headrace.server.messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Chat,
+    FreeText,
+    Grammar,
+    check_count,
+    content_of,
+    custom_function,
+    function_tool,
+    read_arguments,
+    tool_call,
+)
+from headrace.server.parsing.texts import INPUT
 
 
 class InputText(Struct, tag="input_text"):
