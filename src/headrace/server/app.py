@@ -24,7 +24,7 @@ import msgspec
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, NotFound, Unavailable
 from headrace.request import RequestTimes
-from headrace.server import adapters, dashboard, pages, requests
+from headrace.server import adapters, dashboard, inflight, pages
 from headrace.server import answer_types as answers
 from headrace.server.auth import Guard
 from headrace.server.dialects import chat, completions, messages, responses, responses_body, tokens
@@ -147,8 +147,8 @@ ROUTES = (
     Route("GET", "/openapi.json", openapi, "this description", answer=answers.Document),
     Route("GET", "/v1/models", models, "the names of the model, and adapters", answer=answers.Models),
     Route("GET", "/v1/models/{name}", model, "one name of the model", answer=answers.Model),
-    Route("GET", "/v1/requests", requests.list_requests, "your requests that have not ended", answer=answers.ProgressList),
-    Route("GET", "/v1/requests/{id}", requests.show_request, "where one of your requests stands, and why it waits", answer=answers.Progress),
+    Route("GET", "/v1/requests", inflight.list_requests, "your requests that have not ended", answer=answers.ProgressList),
+    Route("GET", "/v1/requests/{id}", inflight.show_request, "where one of your requests stands, and why it waits", answer=answers.Progress),
     Route("POST", "/v1/chat/completions", chat.chat_completions, "answer a conversation", body=chat.ChatBody, answer=answers.ChatCompletion),
     Route("POST", "/v1/completions", completions.completions, "complete texts", body=completions.CompletionBody, answer=answers.Completion),
     Route(

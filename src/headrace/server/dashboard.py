@@ -24,7 +24,7 @@ from headrace.server.auth import is_own, sees_all
 from headrace.server.dialects.body import read_query
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import FINE, ServerMetrics
-from headrace.server.requests import SENTENCES
+from headrace.server.inflight import SENTENCES
 from headrace.server.wire import encode
 from headrace.techniques import TECHNIQUES
 

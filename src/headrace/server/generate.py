@@ -25,10 +25,10 @@ from headrace.server.auth import tenant_of
 from headrace.server.dialects.sampling import EXPECTED_NAMES, Asked, ChatRequest, Conversation, GeneratingBody
 from headrace.server.exchange import EventStream, Exchange
 from headrace.server.exposition import FINE
+from headrace.server.inflight import Job, explained
 from headrace.server.limits import INLINE_BYTES, SCORE_BYTES, TOKEN_BYTES, Held, Price, price, shortened
 from headrace.server.messages import text_of
 from headrace.server.parsing import Form
-from headrace.server.requests import Job, explained
 from headrace.server.service import CreateParser, DeltaStream, EngineStream, Service
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.tools import offered_schemas

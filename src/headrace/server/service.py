@@ -28,6 +28,7 @@ from headrace.server.exposition import ServerMetrics
 from headrace.server.forced import hold
 from headrace.server.frontends.counters import Counters, Page, most_places
 from headrace.server.frontends.link import SharedAnswers
+from headrace.server.inflight import Inflight
 from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads
 from headrace.server.messages import Tool, ToolChoice
 from headrace.server.moderation.watch import Moderator
@@ -35,7 +36,6 @@ from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.choice import dialect_of
 from headrace.server.parsing.formats import Dialect, ReasoningFormat
 from headrace.server.parsing.parser import OutputParser
-from headrace.server.requests import Inflight
 from headrace.server.stored import StoredResponses
 from headrace.server.tools import functions_of
 

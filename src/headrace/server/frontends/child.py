@@ -21,7 +21,7 @@ from headrace.observe import logs
 from headrace.processes.frames import parent_socket
 from headrace.processes.messages import Channel, receive
 from headrace.processes.tree import end_with_parent
-from headrace.server import requests
+from headrace.server import inflight
 from headrace.server.app import ROUTES
 from headrace.server.auth import Guard
 from headrace.server.frontends import link
@@ -86,9 +86,9 @@ class FrontEnd:
         service = self._service
         match question.what, *question.about:
             case "list_requests", tenant:
-                return requests.running(service, tenant)
+                return inflight.running(service, tenant)
             case "find_request", name, tenant:
-                return await requests.standing(service, name, tenant)
+                return await inflight.standing(service, name, tenant)
             case "find_response", name, tenant:
                 found = service.stored.find(tenant, name)
                 return None if found is None else (found.items, found.response)
