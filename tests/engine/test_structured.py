@@ -19,9 +19,9 @@ import pytest
 from headrace import LLM, SamplingParams, StructuredOutputs
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
-from headrace.server.forced import hold
+from headrace.server.forced import constrain
 from headrace.server.messages import Mode, ToolChoice
-from headrace.server.parsing import form_of
+from headrace.server.parsing import answer_format
 from headrace.server.parsing.formats import TOOL_FORMATS, Dialect
 from headrace.server.tools import functions_of
 from lab.__main__ import main
@@ -138,7 +138,7 @@ def test_a_grammar_that_admits_what_the_model_says_changes_no_token(llm: LLM) ->
     tokenizer, prompts = llm.get_tokenizer(), conversations(llm)
     own = greedy(llm, prompts, [None] * len(prompts))
     assert all(answer.text.startswith("<tool_call>") and answer.finish_reason == "stop" for answer in own)
-    calls = hold(form_of(Dialect(TOOL_FORMATS["hermes"]), "", functions_of(TOOLS)), TOOLS, ToolChoice(Mode.REQUIRED), None, ())[1]
+    calls = constrain(answer_format(Dialect(TOOL_FORMATS["hermes"]), "", functions_of(TOOLS)), TOOLS, ToolChoice(Mode.REQUIRED), None, ())[1]
     for wanted in (
         [StructuredOutputs(regex="(.|\n)*")] * len(own),
         [StructuredOutputs(choice=(answer.text,)) for answer in own],

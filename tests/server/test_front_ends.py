@@ -314,7 +314,7 @@ def test_what_one_front_end_does_not_answer_the_others_still_say(monkeypatch: py
 
             await talk(pairs[0][0], link.FromFront, passed_on)
             await talk(pairs[1][1], link.FromParent, own)
-            return await link.ParentsAnswers(await talk(pairs[0][1], link.FromParent, own)).others("list_requests", "")
+            return await link.PeersBehindParent(await talk(pairs[0][1], link.FromParent, own)).others("list_requests", "")
 
     assert asyncio.run(ask()) == [[{"id": "mine"}]]
 

@@ -14,7 +14,7 @@ from headrace.engine.output import RequestDelta
 from headrace.server.answers import PromptState, Shape
 from headrace.server.dialects.messages import MessageAnswer
 from headrace.server.dialects.responses import ResponseAnswer
-from headrace.server.parsing import form_of
+from headrace.server.parsing import answer_format
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.parts import PartsAnswer
@@ -27,7 +27,7 @@ SHAPE = Shape(model="m", fingerprint="f", logprobs=False, prompt_logprobs=False,
 
 
 def parser() -> OutputParser | None:
-    return form_of(Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), "", {"f": {}, "g": {}}).create_parser()
+    return answer_format(Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), "", {"f": {}, "g": {}}).create_parser()
 
 
 def message() -> MessageAnswer:

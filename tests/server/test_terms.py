@@ -10,13 +10,13 @@ from headrace.config import EngineConfig, SchedulerConfig, ServerConfig
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.sampling_params import Expectations
 from headrace.server.auth import Guard, check_operators, check_weights, tenant_of
-from headrace.server.dialects.sampling import MAX_USER, Asked, GeneratingBody, asked
+from headrace.server.dialects.sampling import MAX_USER, GeneratingBody, GenerationRequest, asked
 from headrace.server.generate import _check_policy
 from headrace.server.service import Service
 
 
-def request(**body: Any) -> Asked[GeneratingBody]:
-    return Asked(**asked(GeneratingBody.read(body), {}))
+def request(**body: Any) -> GenerationRequest[GeneratingBody]:
+    return GenerationRequest(**asked(GeneratingBody.read(body), {}))
 
 
 def service(policy: str = "fcfs", **config: Any) -> Service:

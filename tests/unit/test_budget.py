@@ -72,11 +72,11 @@ def test_who_named_no_number_of_tokens_gets_as_many_as_fit() -> None:
 
 def test_large_answers_wait_for_room_and_small_ones_never_do() -> None:
     budget = Budget(60, 100, 10)
-    first = budget.hold(60)
+    first = budget.reserve(60)
     with pytest.raises(Unavailable, match="try again in 2 s") as caught:
-        budget.hold(41)
+        budget.reserve(41)
     assert caught.value.retry_after == 2 and budget.held == 60
-    small = [budget.hold(10) for _ in range(5)]  # free: a hundredth for each place in the queue
+    small = [budget.reserve(10) for _ in range(5)]  # free: a hundredth for each place in the queue
     growing = small[0]
     with pytest.raises(Unavailable):
         growing.grow(11)

@@ -14,9 +14,9 @@ import pytest
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import StructuredOutputs
-from headrace.server.forced import hold
+from headrace.server.forced import constrain
 from headrace.server.messages import Mode, ToolChoice
-from headrace.server.parsing import Form, form_of
+from headrace.server.parsing import AnswerFormat, answer_format
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.tools import functions_of
@@ -85,7 +85,7 @@ def written(wanted: StructuredOutputs, seed: int, most: int = 4000) -> str:
     return ""
 
 
-def read(form: Form, text: str, step: int) -> tuple[list[Segment], str]:
+def read(form: AnswerFormat, text: str, step: int) -> tuple[list[Segment], str]:
     parser = form.create_parser()
     assert parser is not None
     pieces = [text[begin : begin + step] for begin in range(0, len(text), step)]
@@ -110,9 +110,9 @@ OWN_REASONING = {
 REQUIRED, NAMED = ToolChoice(Mode.REQUIRED), ToolChoice(Mode.NAMED, "get_weather", parallel=False)
 
 
-def formed(tools: str | None, reasoning: str | None, choice: ToolChoice, *, prompt: str = "", offered: Any = TOOLS) -> tuple[Form, StructuredOutputs]:
+def formed(tools: str | None, reasoning: str | None, choice: ToolChoice, *, prompt: str = "", offered: Any = TOOLS) -> tuple[AnswerFormat, Any]:
     dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
-    form, wanted = hold(form_of(dialect, prompt, functions_of(offered), parallel=choice.parallel), offered, choice, None, SPECIAL)
+    form, wanted = constrain(answer_format(dialect, prompt, functions_of(offered), parallel=choice.parallel), offered, choice, None, SPECIAL)
     assert wanted is not None
     return form, wanted
 
@@ -202,8 +202,8 @@ ANSWERED = {"openai": ("<|channel|>final<|message|>", ""), "cohere_command3": ("
 def test_beside_a_format_there_is_a_call_or_an_answer_in_it(name: str) -> None:
     reasoning = REASONING_FORMATS.get(OWN_REASONING.get(name) or "qwen3")
     assert reasoning is not None
-    form = form_of(Dialect(TOOL_FORMATS[name], reasoning), "", functions_of(TOOLS))
-    form, wanted = hold(form, TOOLS, ToolChoice(), StructuredOutputs(json='{"type": "object", "maxProperties": 0}'), SPECIAL)
+    form = answer_format(Dialect(TOOL_FORMATS[name], reasoning), "", functions_of(TOOLS))
+    form, wanted = constrain(form, TOOLS, ToolChoice(), StructuredOutputs(json='{"type": "object", "maxProperties": 0}'), SPECIAL)
     assert wanted is not None
     matcher = create_matcher(TOKENIZER, wanted, create_limits())
     before, after = ANSWERED.get(name, ("", ""))
@@ -221,8 +221,8 @@ def test_beside_a_format_there_is_a_call_or_an_answer_in_it(name: str) -> None:
 
 def test_beside_a_format_values_that_cannot_be_held_are_any_text() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{"type": "object"}]}}}
-    form = form_of(Dialect(TOOL_FORMATS["qwen3_coder"]), "", functions_of([tool]))
-    form, wanted = hold(form, [tool], ToolChoice(), StructuredOutputs(json_object=True), ())
+    form = answer_format(Dialect(TOOL_FORMATS["qwen3_coder"]), "", functions_of([tool]))
+    form, wanted = constrain(form, [tool], ToolChoice(), StructuredOutputs(json_object=True), ())
     assert wanted is not None and form.tools is TOOL_FORMATS["qwen3_coder"]
     ids = ids_of("<tool_call>\n<function=f>\n<parameter=x>\nanything\n</parameter>\n</function>\n</tool_call>")
     matcher = create_matcher(TOKENIZER, wanted, create_limits())
@@ -232,9 +232,9 @@ def test_beside_a_format_values_that_cannot_be_held_are_any_text() -> None:
 def test_what_cannot_be_called_beside_a_format_is_refused_by_name() -> None:
     for parameters, match in (({"anyOf": [{"type": "object"}]}, "beside this form"), ({"type": "array"}, "type object")):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        form = form_of(Dialect(TOOL_FORMATS["pythonic"]), "", functions_of([tool]))
+        form = answer_format(Dialect(TOOL_FORMATS["pythonic"]), "", functions_of([tool]))
         with pytest.raises(InvalidRequest, match=match) as caught:
-            hold(form, [tool], ToolChoice(), StructuredOutputs(json_object=True), ())
+            constrain(form, [tool], ToolChoice(), StructuredOutputs(json_object=True), ())
         assert (caught.value.param or "").startswith("tools")
 
 
@@ -242,7 +242,7 @@ def test_what_cannot_be_called_beside_a_format_is_refused_by_name() -> None:
     "fields", [{"json": '{"type":"object"}'}, {"json_object": True}, {"regex": "[{]+}"}, {"choice": ("1", "{}")}, {"grammar": 'start: "{}"'}], ids=str
 )
 def test_any_structure_may_follow_reasoning(fields: dict[str, Any]) -> None:
-    form, wanted = hold(form_of(Dialect(None, REASONING_FORMATS["qwen3"]), "", {}), None, ToolChoice(), StructuredOutputs(**fields), ())
+    form, wanted = constrain(answer_format(Dialect(None, REASONING_FORMATS["qwen3"]), "", {}), None, ToolChoice(), StructuredOutputs(**fields), ())
     assert wanted is not None
     matcher = create_matcher(TOKENIZER, wanted, create_limits())
     for text, fine in (("<think>x</think>\n{}", True), ("{}", True), ("<think>x</think>no", False), ("<think>x", False), ("x{}", False)):
@@ -294,7 +294,7 @@ def test_arguments_are_an_object(name: str | None, choice: ToolChoice) -> None:
 def test_a_structure_without_reasoning_is_left_alone() -> None:
     wanted = StructuredOutputs(regex="a")
     for dialect, prompt in ((Dialect(), ""), (Dialect(None, REASONING_FORMATS["qwen3"]), "<think>\n\n</think>\n\n")):
-        form, held = hold(form_of(dialect, prompt, {}), None, ToolChoice(), wanted, ())
+        form, held = constrain(answer_format(dialect, prompt, {}), None, ToolChoice(), wanted, ())
         assert held is wanted and form.create_parser() is None
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headrace.config import ServerConfig
 from headrace.engine.template import ChatTemplate
 from headrace.errors import InvalidRequest
-from headrace.server.parsing import Form, form_of
+from headrace.server.parsing import AnswerFormat, answer_format
 from headrace.server.parsing.choice import choose_dialect
 from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, REASONING_FORMATS, TOOL_FORMATS, Dialect, Style
@@ -127,7 +127,7 @@ def written(name: str) -> str:
 
 def make(tools: str | None, reasoning: str | None = None, *, prompt: str = "", single: bool = False) -> OutputParser:
     dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
-    parser = form_of(dialect, prompt, FUNCTIONS, parallel=not single).create_parser()
+    parser = answer_format(dialect, prompt, FUNCTIONS, parallel=not single).create_parser()
     assert parser is not None
     return parser
 
@@ -207,7 +207,7 @@ def test_single_ends_after_the_first_call() -> None:
 
 def forced(name: str = "", *, single: bool = False) -> OutputParser:
     format = FORCED_ARGUMENTS if name else FORCED_CALLS
-    parser = Form(tools=format, functions=FUNCTIONS, fixed_name=name, single=single).create_parser()
+    parser = AnswerFormat(tools=format, functions=FUNCTIONS, fixed_name=name, single=single).create_parser()
     assert parser is not None
     return parser
 
@@ -259,7 +259,7 @@ LONG = "x" * (MAX_HEAD + 50)
 def test_values_between_tags_are_of_the_types_that_the_tool_names(key: str, value: str, read: str) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter={key}>{value}</parameter>\n</function>\n</tool_call>"
     for pieces in ([text], text):
-        parser = form_of(Dialect(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
+        parser = answer_format(Dialect(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
         assert parser is not None
         found, reason = parse(parser, pieces)
         assert (arguments(found), reason, content(found)) == ({0: f'{{"{key}": {read}}}'}, "tool_calls", "")
@@ -267,7 +267,7 @@ def test_values_between_tags_are_of_the_types_that_the_tool_names(key: str, valu
 
 def test_a_list_that_is_none_leaves_its_call_incomplete() -> None:
     text = "<tool_call><function=f><parameter=list>[1, oops</parameter></function></tool_call>"
-    parser = form_of(Dialect(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
+    parser = answer_format(Dialect(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
     assert parser is not None
     found, reason = parse(parser, [text])
     assert not any(map(is_json, arguments(found).values())) and reason == "stop"
@@ -310,7 +310,7 @@ def test_reasoning_then_content_then_calls() -> None:
 
 def test_the_prompt_may_have_begun_or_ended_it() -> None:
     assert whole("hm\n</think>\n\nYes", None, "qwen3", prompt="…<think>\n")[0] == [Reasoning("hm"), Content("Yes")]
-    assert form_of(Dialect(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n", {}).create_parser() is None
+    assert answer_format(Dialect(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n", {}).create_parser() is None
     assert whole("a </think> b", None, "qwen3")[0] == [Content("a </think> b")]
     assert whole("a </think> b", None, "deepseek_r1")[0] == [Reasoning("a"), Content("b")]
     assert whole("Yes <think>no</think>", None, "qwen3")[0] == [Content("Yes <think>no</think>")]
@@ -318,8 +318,8 @@ def test_the_prompt_may_have_begun_or_ended_it() -> None:
 
 
 def test_nothing_to_take_apart_is_no_parser() -> None:
-    assert form_of(Dialect(), "", FUNCTIONS).create_parser() is None
-    assert form_of(Dialect(TOOL_FORMATS["hermes"], None), "", {}).create_parser() is None
+    assert answer_format(Dialect(), "", FUNCTIONS).create_parser() is None
+    assert answer_format(Dialect(TOOL_FORMATS["hermes"], None), "", {}).create_parser() is None
 
 
 # --- what is no call
@@ -641,7 +641,7 @@ def check_read_back(dialect: Dialect, begun: str, text: str, calls: list[tuple[s
     functions = {"f": {name: (kind,) for name, kind in TYPES.items()}, "get_weather": {}}
 
     def parsed(step: int) -> tuple[list[Segment], str]:
-        parser = form_of(dialect if reasoned else Dialect(dialect.tools, None), begun, functions).create_parser()
+        parser = answer_format(dialect if reasoned else Dialect(dialect.tools, None), begun, functions).create_parser()
         assert parser is not None
         return parse(parser, [answer[at : at + step] for at in range(0, len(answer), step)])
 
@@ -694,7 +694,7 @@ def test_a_guess_that_does_not_read_back_is_kept_and_told() -> None:
 def test_only_what_was_offered_is_called_where_nothing_else_is_allowed() -> None:
     text = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     for only, calls in ((False, 1), (True, 0)):
-        parser = form_of(Dialect(TOOL_FORMATS["hermes"]), "", FUNCTIONS, only=only).create_parser()
+        parser = answer_format(Dialect(TOOL_FORMATS["hermes"]), "", FUNCTIONS, only=only).create_parser()
         assert parser is not None
         found, _ = parse(parser, text)
         assert (len(arguments(found)), content(found)) == (calls, "" if calls else text)

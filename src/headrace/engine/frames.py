@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.info import EngineInfo
-from headrace.processes.messages import Answer, Frame, Question, pack
+from headrace.processes.messages import Frame, Question, Reply, pack
 from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of
 
 MAX_ASKED = 64  # requests that one question may be about
@@ -132,7 +132,7 @@ GuestCommand = (  # what any front end may say
     Request | Abort | Finish | AskStats | AskRecent | AskRequests | ForgetPrefixes | AskAdapters | LoadAdapter | UnloadAdapter
 )
 Command = GuestCommand | Attach | Shutdown  # ... and what the parent may
-Event = Started | StartFailed | Beat | Died | Answer | Step
+Event = Started | StartFailed | Beat | Died | Reply | Step
 
 
 def plain(record: Any) -> dict[str, Any]:

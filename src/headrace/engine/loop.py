@@ -26,7 +26,7 @@ from headrace.engine import frames
 from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, Ticket
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.observe.metrics import StepRecorder
-from headrace.processes.messages import Answer, BadFrame, Unpacker, pack
+from headrace.processes.messages import BadFrame, Reply, Unpacker, pack
 from headrace.request import Finished, FinishReason, Request, SequenceOutput, StepPlan, StepResult, TokenMasks
 from headrace.scheduler.explain import RECENT, outlook, pace_of
 
@@ -480,4 +480,4 @@ class EngineLoop:
 
 
 def _reply(link: Link, number: int, stats: dict[str, Any]) -> None:
-    link.send(pack(Answer(number, stats)))
+    link.send(pack(Reply(number, stats)))

@@ -40,7 +40,7 @@ class Question(Frame):
     number: int
 
 
-class Answer(Frame):
+class Reply(Frame):
     """The answer to the question with this number."""
 
     number: int
@@ -155,7 +155,7 @@ class Channel(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _hear(self, message: Any) -> None:
-        if isinstance(message, Answer):
+        if isinstance(message, Reply):
             answer = self._open.get(message.number)
             if answer is not None and not answer.done():
                 answer.set_result(message.value)
@@ -167,7 +167,7 @@ class Channel(asyncio.Protocol):
             self._heard(message)
 
     async def _answer(self, respond: Respond, question: Question) -> None:
-        self.send(Answer(question.number, await respond(question)))
+        self.send(Reply(question.number, await respond(question)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()

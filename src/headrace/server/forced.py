@@ -19,7 +19,7 @@ from headrace.engine.grammar import special_name
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import StructuredOutputs
 from headrace.server.messages import Tool, ToolChoice
-from headrace.server.parsing import Form
+from headrace.server.parsing import AnswerFormat
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, Literals, Style, Tags, ToolFormat
 from headrace.server.tools import (
     call_schema,
@@ -44,9 +44,9 @@ class _Unwritable(Exception):
     """The family's own way cannot be put into a grammar."""
 
 
-def hold(
-    form: Form, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None, special: Collection[str]
-) -> tuple[Form, StructuredOutputs | None]:
+def constrain(
+    form: AnswerFormat, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None, special: Collection[str]
+) -> tuple[AnswerFormat, StructuredOutputs | None]:
     """The form in which what is asked for will come, and the grammar for it. ``special``: markers that are tokens of their own.
 
     Where a call is asked for, no answer is, whatever form ``wanted`` gives it; else there may be calls instead of one.
@@ -56,7 +56,7 @@ def hold(
     if choice.forced and tools and (custom := grammar_of(tools, choice)) is not None:
         form, tools, wanted = replace(form, tools=None, text_of=custom[0]), None, StructuredOutputs(grammar=custom[1].definition)
     if choice.forced and tools:
-        form, calls = _hold_to_calls(form, tools, choice, special)
+        form, calls = _constrain_to_calls(form, tools, choice, special)
         return form, replace(calls, preface=_preface(form, special, "@answer")) if form.reasoning is not None else calls
     if wanted is None:
         return form, wanted
@@ -78,7 +78,9 @@ def _beside(format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, speci
         raise InvalidRequest(f"{reason}; leave out one of both, or simplify the schemas.", param="tools") from None
 
 
-def _hold_to_calls(form: Form, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]) -> tuple[Form, StructuredOutputs]:
+def _constrain_to_calls(
+    form: AnswerFormat, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]
+) -> tuple[AnswerFormat, StructuredOutputs]:
     check_arguments(tools, choice)
     if form.tools is not None:
         try:
@@ -97,7 +99,7 @@ def _hold_to_calls(form: Form, tools: Sequence[Tool], choice: ToolChoice, specia
 # --- reasoning
 
 
-def _preface(form: Form, special: Collection[str], answer: str, calls: _Calls | None = None) -> str:
+def _preface(form: AnswerFormat, special: Collection[str], answer: str, calls: _Calls | None = None) -> str:
     """What stands before an ``answer``, or instead of it."""
     rules = [] if calls is None else calls.rules
     last = answer if calls is None else f"({answer} | {calls.start})"

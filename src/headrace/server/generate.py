@@ -22,13 +22,13 @@ from headrace.request import Request
 from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams, StructuredOutputs
 from headrace.server.answers import Answer, PromptState, Shape, with_usage
 from headrace.server.auth import tenant_of
-from headrace.server.dialects.sampling import EXPECTED_NAMES, Asked, ChatRequest, Conversation, GeneratingBody
+from headrace.server.dialects.sampling import EXPECTED_NAMES, ChatRequest, Conversation, GeneratingBody, GenerationRequest
 from headrace.server.exchange import EventStream, Exchange
 from headrace.server.exposition import FINE
 from headrace.server.inflight import Job, explained
-from headrace.server.limits import INLINE_BYTES, SCORE_BYTES, TOKEN_BYTES, Held, Price, price, shortened
+from headrace.server.limits import INLINE_BYTES, SCORE_BYTES, TOKEN_BYTES, Price, Reservation, price, shortened
 from headrace.server.messages import text_of
-from headrace.server.parsing import Form
+from headrace.server.parsing import AnswerFormat
 from headrace.server.service import CreateParser, DeltaStream, EngineStream, Service
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.tools import offered_schemas
@@ -68,21 +68,21 @@ async def converse(
         if request.body.truncate_prompt_tokens is None:
             engine.inputs.check_count(conversation.messages, param)
         parsed = await render_chat(service, exchange, conversation, param)
-        form, params, tools = _formed(service, request, parsed.text or "")
-        params = service.model.parsed_params(params, form.create_parser)
+        format, params, tools = _constrained(service, request, parsed.text or "")
+        params = service.model.parsed_params(params, format.create_parser)
         prepared = await prepare(service, exchange, request, param, parsed, params, tools)
         echoed = text_of(conversation.messages[-1]["content"]) if request.echo else ""
         [prepared], cost = priced(service, [prepared], shape, request.body, [echoed])
-        answer = create_answer(request, shape, PromptState(prepared.prompt_token_ids), engine.tokenizer, form.create_parser)
-        bound = await _bound(service, form, request, prepared.params)
+        answer = create_answer(request, shape, PromptState(prepared.prompt_token_ids), engine.tokenizer, format.create_parser)
+        bound = await _bound(service, format, request, prepared.params)
         stream, grammar_name = request.body.stream, _grammar_name(request)
         del request, conversation, parsed  # their texts may be large, and the answer may take long
         await Delivery(service, exchange, answer, [prepared], grammar_name, stream=stream, bound=bound).run(cost)
 
 
-async def _bound(service: Service, form: Form, request: ChatRequest[Any], params: SamplingParams) -> Bound | None:
+async def _bound(service: Service, format: AnswerFormat, request: ChatRequest[Any], params: SamplingParams) -> Bound | None:
     """Of the answer's reasoning, if there is any."""
-    reasoning, tokens = form.reasoning, request.thinking_budget
+    reasoning, tokens = format.reasoning, request.thinking_budget
     if tokens is not None and request.needs_reasoning and not service.model.reasons:
         raise InvalidRequest(
             "thinking_token_budget bounds reasoning, but how this model reasons is not known here; leave it out, or start with --reasoning-parser.",
@@ -92,11 +92,11 @@ async def _bound(service: Service, form: Form, request: ChatRequest[Any], params
         return None
     text = await service.model.closing(reasoning)
     closing = service.model.any_engine().inputs.encode(text, add_special_tokens=False)
-    opened, most = form.opened or reasoning.implied, (params.max_tokens or 0) - len(closing) - 1
+    opened, most = format.opened or reasoning.implied, (params.max_tokens or 0) - len(closing) - 1
     return Bound(tokens=tokens, most=most, begin=reasoning.begin, end=reasoning.end, opened=opened, closing_text=text, closing=closing)
 
 
-def _formed(service: Service, request: ChatRequest[Any], prompt: str) -> tuple[Form, SamplingParams, Schemas]:
+def _constrained(service: Service, request: ChatRequest[Any], prompt: str) -> tuple[AnswerFormat, SamplingParams, Schemas]:
     """What the answers are made of; where they are held to something, the grammar for it, and the tools that it is made of."""
     params, conversation = request.params, request.conversation
     wanted, choice, tools = params.structured_outputs, conversation.choice, conversation.tools
@@ -104,11 +104,11 @@ def _formed(service: Service, request: ChatRequest[Any], prompt: str) -> tuple[F
     continued = text_of(conversation.messages[-1]["content"]) if conversation.continue_final_message else None
     if continued is not None and choice.forced:
         raise InvalidRequest("tool_choice asks for a call, but the last message is to be continued; give one of them.", param="tool_choice")
-    form, held = service.model.form(prompt[-_ENDING:], tools, choice, wanted, continued)
-    return form, params if held is wanted else replace(params, structured_outputs=held), offered
+    answer, grammar = service.model.answer_format(prompt[-_ENDING:], tools, choice, wanted, continued)
+    return answer, params if grammar is wanted else replace(params, structured_outputs=grammar), offered
 
 
-def _grammar_name(request: Asked[Any]) -> str:
+def _grammar_name(request: GenerationRequest[Any]) -> str:
     """Of the field that the answer's grammar is made of."""
     calls = isinstance(request, ChatRequest) and request.conversation.tools is not None and request.conversation.choice.forced
     return "tools" if calls else request.body.grammar_name
@@ -149,7 +149,7 @@ async def encode_prompt(
     return ParsedPrompt(prompt, array("i", await service.limits.threads.run(len(prompt), encode, exchange.tenant)))
 
 
-def _check_policy(service: Service, request: Asked[Any]) -> None:
+def _check_policy(service: Service, request: GenerationRequest[Any]) -> None:
     """What would change nothing here is refused."""
     if request.body.priority and service.model.scheduling_policy != "priority":
         raise InvalidRequest("priority needs a server started with --scheduling-policy priority; leave it out.", param="priority")
@@ -159,8 +159,9 @@ def _check_policy(service: Service, request: Asked[Any]) -> None:
 
 
 async def prepare(
-    service: Service, exchange: Exchange, request: Asked[Any], param: str, parsed: ParsedPrompt, params: SamplingParams, tools: Schemas = ()
-) -> Request:
+    service: Service, exchange: Exchange, request: GenerationRequest[Any], param: str, parsed: ParsedPrompt, params: SamplingParams,
+    tools: Schemas = (),
+) -> Request:  # fmt: skip
     """The engine's own validator: nothing is submitted before every prompt of the request has passed. ``tools``: that a grammar is made of."""
     _check_policy(service, request)
     inputs, body, adapter = service.model.any_engine().inputs, request.body, service.model.adapter_of(request.body.model)
@@ -203,7 +204,7 @@ def priced(
     return prepared, cost
 
 
-async def shape_of(service: Service, request: Asked[Any]) -> Shape:
+async def shape_of(service: Service, request: GenerationRequest[Any]) -> Shape:
     """Raises NotFound for a model that is not served."""
     await service.model.learn(request.body.model)
     return replace(request.shape, model=service.model.check_model(request.body.model), fingerprint=service.model.fingerprint)
@@ -230,13 +231,13 @@ class Delivery:
         self._job: Job
 
     async def run(self, cost: Price) -> None:
-        held = self._service.limits.budget.hold(cost.reserved)
+        reserved = self._service.limits.budget.reserve(cost.reserved)
         try:
-            await self._run(held)
+            await self._run(reserved)
         finally:
-            held.release()
+            reserved.release()
 
-    async def _run(self, held: Held) -> None:
+    async def _run(self, reserved: Reservation) -> None:
         service, answer, stream = self._service, self._answer, self._is_stream
         service.limits.bodies.release(self._exchange)
         sources: list[EngineStream] = []
@@ -250,7 +251,7 @@ class Delivery:
             try:
                 judged = [service.judged(self._bounded(*each), each[1]) for each in zip(sources, self._requests, strict=True)]
                 async with contextlib.aclosing(merge(judged)) as merged:
-                    await (self._stream(merged) if stream else self._collect(merged, held))
+                    await (self._stream(merged) if stream else self._collect(merged, reserved))
             except InvalidRequest as error:  # what only the engine could find out
                 if error.param == "structured_outputs":
                     error.param = self._grammar_name
@@ -259,8 +260,8 @@ class Delivery:
                 self._count()
         if not stream:
             tokens = sum(choice.num_tokens for choice in answer.choices)
-            pieces = await service.limits.threads.run(held.size + TOKEN_BYTES * tokens, lambda: list(answer.pieces()), self._exchange.tenant)
-            held.set(sum(map(len, pieces)))
+            pieces = await service.limits.threads.run(reserved.size + TOKEN_BYTES * tokens, lambda: list(answer.pieces()), self._exchange.tenant)
+            reserved.set(sum(map(len, pieces)))
             await self._exchange.reply_pieces(pieces)
 
     def _bounded(self, source: EngineStream, request: Request) -> EngineStream:
@@ -313,15 +314,15 @@ class Delivery:
         finally:
             forget()
 
-    async def _collect(self, merged: Merged, held: Held) -> None:
-        scores, before = 0, held.size
+    async def _collect(self, merged: Merged, reserved: Reservation) -> None:
+        scores, before = 0, reserved.size
         async for source, batch in merged:
             for delta in batch:
                 self._answer.add(self._seen(source, delta), delta)
                 for entry in delta.logprobs:
                     scores += len(entry.token_ids)
             if scores:
-                held.grow(max(before, SCORE_BYTES * scores))
+                reserved.grow(max(before, SCORE_BYTES * scores))
         self._answer.explained = await explained(self._service, self._job)
 
     def _seen(self, source: int, delta: RequestDelta) -> int:

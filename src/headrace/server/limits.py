@@ -136,14 +136,14 @@ class Budget:
                 param="allowed_token_ids",
             )  # fmt: skip
 
-    def hold(self, size: int) -> Held:
+    def reserve(self, size: int) -> Reservation:
         """Raises Unavailable where so much is not left. Release it at the end."""
-        held = Held(self)
-        held.grow(size)
-        return held
+        reservation = Reservation(self)
+        reservation.grow(size)
+        return reservation
 
 
-class Held:
+class Reservation:
     """One answer's part of the budget."""
 
     __slots__ = ("_budget", "size")

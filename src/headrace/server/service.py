@@ -25,14 +25,14 @@ from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.server.auth import cell_of
 from headrace.server.exchange import Exchange, Pulse
 from headrace.server.exposition import ServerMetrics
-from headrace.server.forced import hold
+from headrace.server.forced import constrain
 from headrace.server.frontends.counters import Counters, Page, most_places
-from headrace.server.frontends.link import SharedAnswers
+from headrace.server.frontends.link import Peers
 from headrace.server.inflight import Inflight
 from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads
 from headrace.server.messages import Tool, ToolChoice
 from headrace.server.moderation.watch import Moderator
-from headrace.server.parsing import Form, form_of
+from headrace.server.parsing import AnswerFormat, answer_format
 from headrace.server.parsing.choice import dialect_of
 from headrace.server.parsing.formats import Dialect, ReasoningFormat
 from headrace.server.parsing.parser import OutputParser
@@ -101,17 +101,17 @@ class Model:
         self._dialect, self.decisions = dialect_of(tokenizer, self._config.tool_call_parser, self._config.reasoning_parser)
         self._special_markers = frozenset(filter(tokenizer.is_special, self._dialect.names))
 
-    def form(
+    def answer_format(
         self, prompt: str, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None, continued: str | None = None
-    ) -> tuple[Form, StructuredOutputs | None]:
+    ) -> tuple[AnswerFormat, StructuredOutputs | None]:
         """What answers to ``prompt`` are made of, and what they are held to. ``continued``: a text that they go on
         with. Raises InvalidRequest."""
         reasoning = self._dialect.reasoning
         if continued is not None and reasoning is not None:  # a text outside of reasoning is past it
             prompt = reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
-        form = form_of(self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only)
+        format = answer_format(self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only)
         asked = wanted is not None or choice.forced or choice.customs
-        return hold(form, tools, choice, wanted, self._special_markers) if asked else (form, None)
+        return constrain(format, tools, choice, wanted, self._special_markers) if asked else (format, None)
 
     @property
     def reasons(self) -> bool:
@@ -241,7 +241,7 @@ class Observed:
     def __init__(self, routes: Sequence[str], counters: Counters, page: Page, find_engine: Callable[[], AsyncLLM | None]) -> None:
         self._pages = counters.pages
         self.metrics = ServerMetrics(routes, page)
-        self.shared = SharedAnswers(find_engine, self.total)
+        self.shared = Peers(find_engine, self.total)
         self.inflight = Inflight()
         self.pulse = Pulse()
 

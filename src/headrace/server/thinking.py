@@ -55,7 +55,7 @@ class BoundedStream:
 
     def __init__(self, source: EngineStream, request: Request, bound: Bound, decode: Callable[[Sequence[int]], str], go_on: GoOn) -> None:
         self._request, self._bound, self._decode, self._go_on = request, bound, decode, go_on
-        self._answers = [_Answer(bound, decode) for _ in range(request.params.n)]
+        self._answers = [_BoundedAnswer(bound, decode) for _ in range(request.params.n)]
         self._source = source
         self._streams: dict[EngineStream, int | None] = {source: None}  # with the answer it goes on with; None: it has all of them
         self._pending: dict[asyncio.Task[Sequence[RequestDelta] | None], EngineStream] = {}
@@ -134,7 +134,7 @@ class BoundedStream:
         return [*(answer.up_to(delta, kept) for delta in passed), RequestDelta(index, bound.closing_text, bound.closing)]
 
 
-class _Answer:
+class _BoundedAnswer:
     """One answer, until it is known whether the bound concerns it."""
 
     def __init__(self, bound: Bound, decode: Callable[[Sequence[int]], str]) -> None:

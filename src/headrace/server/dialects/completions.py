@@ -21,7 +21,7 @@ from headrace.request import Request
 from headrace.server import generate
 from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
 from headrace.server.dialects.body import Refused, read_ids, refused
-from headrace.server.dialects.sampling import Asked, OlderBody, asked, model_defaults, older_shape
+from headrace.server.dialects.sampling import GenerationRequest, OlderBody, asked, model_defaults, older_shape
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
 from headrace.server.limits import TOKEN_BYTES
@@ -50,7 +50,7 @@ class CompletionBody(OlderBody, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest(Asked[CompletionBody]):
+class CompletionRequest(GenerationRequest[CompletionBody]):
     """``prompts`` holds texts and token ids. ``discard``: the one token that the engine makes for max_tokens 0 is not shown."""
 
     prompts: list[str | array[int]]

@@ -48,11 +48,11 @@ class Page(Struct, forbid_unknown_fields=True):
 
 
 async def responses(service: Service, exchange: Exchange) -> None:
-    asked = _Asked(service, exchange)
+    asked = _ResponseRoute(service, exchange)
     await generate.converse(service, exchange, parse_responses, asked.create_answer, "input", asked.complete)
 
 
-class _Asked:
+class _ResponseRoute:
     """One request and what is kept of it."""
 
     def __init__(self, service: Service, exchange: Exchange) -> None:

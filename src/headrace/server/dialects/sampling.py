@@ -216,7 +216,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked(Generic[Read]):
+class GenerationRequest(Generic[Read]):
     """A checked body of a route that generates: the fields themselves, and what is made of several of them."""
 
     body: Read
@@ -226,7 +226,7 @@ class Asked(Generic[Read]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest(Asked[Read]):
+class ChatRequest(GenerationRequest[Read]):
     """``echo``: the answer begins with the message that it continues. ``thinking_budget``: tokens; it is refused where nobody knows what
     reasoning is, if ``needs_reasoning``."""
 
@@ -277,8 +277,8 @@ _SAMPLED = tuple(name for name in OlderBody.__struct_fields__ if name in Samplin
 
 
 def asked(body: Read, defaults: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """What every Asked has, of the model's ``defaults``, a body's own fields, and ``values`` beside them. Raises InvalidRequest naming the
-    field as the client wrote it."""
+    """What every GenerationRequest has, of the model's ``defaults``, a body's own fields, and ``values`` beside them.
+    Raises InvalidRequest naming the field as the client wrote it."""
     given = {**{name: getattr(body, name, None) for name in _SAMPLED}, **values}
     own = {name: value for name, value in given.items() if value is not None}
     if body.truncate_prompt_tokens == 0:

@@ -52,7 +52,7 @@ class FrontEnd:
         )
         self._service.created = launch.created
         self._parent = Channel(link.FromParent, lambda frame: self._go.set(), _end_orphaned, self._respond)
-        self._service.observed.shared = link.ParentsAnswers(self._parent)
+        self._service.observed.shared = link.PeersBehindParent(self._parent)
 
     async def run(self) -> int:
         await self._parent.open(self._control)

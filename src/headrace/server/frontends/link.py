@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDead
-from headrace.processes.messages import Answer, Channel, Frame, Question
+from headrace.processes.messages import Channel, Frame, Question, Reply
 from headrace.server.dashboard import History
 from headrace.server.exposition import ServerMetrics
 
@@ -70,15 +70,15 @@ class Go(Frame):
 
 
 class Ask(Question):
-    """``what``: a method of SharedAnswers that the parent answers, or something that it passes on to the other front
+    """``what``: a method of Peers that the parent answers, or something that it passes on to the other front
     ends (child.py)."""
 
     what: str
     about: Sequence[Any]
 
 
-FromFront = Ready | Warn | Failed | Answer | Ask
-FromParent = Go | Answer | Ask
+FromFront = Ready | Warn | Failed | Reply | Ask
+FromParent = Go | Reply | Ask
 
 
 async def ask_all(talks: Iterable[Channel], what: str, about: Sequence[Any]) -> list[Any]:
@@ -88,7 +88,7 @@ async def ask_all(talks: Iterable[Channel], what: str, about: Sequence[Any]) -> 
     return [answer for answer in answers if answer is not None]
 
 
-class SharedAnswers:
+class Peers:
     """Answered alike by every front end; as here where there is one."""
 
     def __init__(self, find_engine: FindEngine, metrics: Callable[[], ServerMetrics]) -> None:
@@ -118,7 +118,7 @@ class SharedAnswers:
         return []
 
 
-class ParentsAnswers(SharedAnswers):
+class PeersBehindParent(Peers):
     """The common answers of one front end among several: the parent's, and through it the others'."""
 
     def __init__(self, parent: Channel) -> None:

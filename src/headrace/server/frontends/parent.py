@@ -103,7 +103,7 @@ class FrontEnds:
             page.served = False
         self._metrics = [ServerMetrics([route.path for route in ROUTES], page) for page in self._counters.pages]
         total = partial(self._metrics[0].summed, self._counters.pages)
-        self._shared = link.SharedAnswers(lambda: self._engine if self._serving else None, total)
+        self._shared = link.Peers(lambda: self._engine if self._serving else None, total)
         self._serials = itertools.count(1)
         self._fronts: dict[int, FrontEnd] = {}  # by number
         self._engine: EngineConnection | None = None

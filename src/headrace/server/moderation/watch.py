@@ -108,7 +108,7 @@ class Moderator:
             if prompt is not None and self._words is not None and WordMatcher(self._words).push(prompt, final=True)[1]:
                 yield [_end(index, "", request.params.n) for index in range(request.params.n)]
                 return
-            answers = [_Answer(index, request, self._words, self._hook, prompt) for index in range(request.params.n)]
+            answers = [_JudgedAnswer(index, request, self._words, self._hook, prompt) for index in range(request.params.n)]
             async for batch in source:
                 passed: list[RequestDelta] = []
                 for answer in answers:
@@ -149,7 +149,7 @@ def _end(index: int, text: str, n: int) -> RequestDelta:
     return RequestDelta(index, text, (), finish_reason=CONTENT_FILTER, last=index == n - 1)
 
 
-class _Answer:
+class _JudgedAnswer:
     """One answer: its deltas wait until all their text has been judged.
 
     A token's text may come later than the token, when it could begin a stop string; so deltas wait for that much text

@@ -14,7 +14,7 @@ from headrace.server.parsing.parser import OutputParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class AnswerFormat:
     """What the answers of one request are made of. ``opened``: the prompt has begun the reasoning.
 
     ``functions``: what may be called; ``only``: nothing else may. ``fixed_name``: only arguments of this one are written. ``single``:
@@ -39,12 +39,12 @@ class Form:
         return OutputParser(self) if parsed else None
 
 
-def form_of(dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True, only: bool = False) -> Form:
+def answer_format(dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True, only: bool = False) -> AnswerFormat:
     """``prompt``: as rendered, or its end; ``functions``: what may be called."""
     tools, reasoning = dialect.tools if functions else None, dialect.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
         reasoning = None
-    return Form(
+    return AnswerFormat(
         tools=tools,
         reasoning=reasoning,
         opened=reasoning is not None and prompt.rstrip().endswith(reasoning.begin),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config import Decision
 from headrace.errors import HeadraceError
-from headrace.server.parsing import form_of
+from headrace.server.parsing import answer_format
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, TRIAL, Dialect, ReasoningFormat, ToolFormat
 from headrace.server.parsing.segments import Segment, ToolCallArguments, ToolCallStart
 
@@ -109,7 +109,7 @@ def reads_back(format: ToolFormat, text: str, begun: str) -> bool:
 
 
 def _calls_in(format: ToolFormat, text: str) -> list[tuple[str, Any]]:
-    parser = form_of(Dialect(format, None), "", {_NAME: _TYPES}).create_parser()
+    parser = answer_format(Dialect(format, None), "", {_NAME: _TYPES}).create_parser()
     assert parser is not None
     segments: list[Segment] = [*parser.push(text), *parser.finish()]
     texts: dict[int, str] = {}

@@ -27,7 +27,7 @@ from headrace.server.parsing.texts import CustomText
 from headrace.server.parsing.values import Give, read_keywords, read_text, read_value, read_word
 
 if TYPE_CHECKING:
-    from headrace.server.parsing import Form
+    from headrace.server.parsing import AnswerFormat
 
 _TRIMMED = 16  # characters of white space before a marker that belong to nobody
 _TRAILING = re.compile(r"[ \t\r\n]+\Z")
@@ -72,7 +72,7 @@ class OutputParser:
     Only a format without a marker must name a function that was offered to be taken for a call, or any with ``form.only``.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: AnswerFormat) -> None:
         tools, reasoning = form.tools, form.reasoning
         self._form = form
         self._channels = next((each.channels for each in (reasoning, tools) if each is not None and each.channels is not None), None)
