@@ -20,7 +20,7 @@ from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.server.dialects.chat import parse_chat
 from headrace.server.dialects.messages import parse_messages
 from headrace.server.dialects.responses_body import parse_responses
-from headrace.server.thinking import Bound, BoundedStream, _Answer
+from headrace.server.thinking import Bound, BoundedStream, _BoundedAnswer
 from tests.server.fake_engine import SPOKEN
 from tests.support.serving import Server, events_of
 
@@ -126,7 +126,7 @@ def test_white_space_before_reasoning_is_looked_at_once(tokenizer: Tokenizer) ->
         return tokenizer.decode(ids, False)
 
     bound = Bound(tokens=3, most=9000, begin="<think>", end="</think>", opened=False, closing_text="", closing=())
-    answer = _Answer(bound, decode)
+    answer = _BoundedAnswer(bound, decode)
     for _ in range(500):
         answer.push(RequestDelta(0, "\n", (blank,)))
         assert answer.find_cut() is None
