@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 
-from headrace.engine.lanes import QUICK_SECONDS, CompileQueue
+from headrace.engine.fair_threads import QUICK_SECONDS, CompileQueue
 
 
 def order_of(*asked: tuple[str, float, str], seconds: float) -> list[str]:
@@ -42,7 +42,7 @@ def test_short_ones_do_not_wait_for_long_ones() -> None:
 def test_a_long_one_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter ones pass it for ten times as long as it takes itself."""
     now = iter((100.0, 100.0, 109.0, 111.0))
-    monkeypatch.setattr("headrace.engine.lanes.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("headrace.engine.fair_threads.time.monotonic", lambda: next(now))
     assert order_of(("long", 1.0, ""), ("before", 0.05, ""), ("after", 0.05, ""), seconds=1.0) == ["before", "long", "after"]
 
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from headrace.cache.manager import SequenceKV
 from headrace.engine import grammar_check, grammar_masks
+from headrace.engine.fair_threads import QUICK_SECONDS
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, vocabulary_of
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.grammar_masks import GrammarMasks
-from headrace.engine.lanes import QUICK_SECONDS
 from headrace.engine.output import refusal_of
 from headrace.errors import InvalidRequest, ModelError
 from headrace.processes import sandbox

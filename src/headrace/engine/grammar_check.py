@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 
-from headrace.engine.lanes import Lane
+from headrace.engine.fair_threads import FairThreads
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.processes.frames import encode_frame
@@ -23,7 +23,7 @@ from headrace.processes.sandbox import MAX_PROCESSES, Reply, SandboxPool
 from headrace.sampling_params import StructuredOutputs
 
 COMPILE_SECONDS = 2.0  # of CPU time
-QUICK_SECONDS = 0.25  # likewise: what takes longer goes on in a lane of its own, where it holds up nobody but its like
+QUICK_SECONDS = 0.25  # likewise: what takes longer goes on in threads of its own, where it holds up nobody but its like
 _LARGE = 32 * 1024  # characters, that are never quick
 _MOST_WAITING = 64  # trials of one tenant
 MAX_VERDICTS = 16384  # remembered, some hundred bytes each
@@ -60,8 +60,8 @@ class GrammarCheck:
         self._pool, self._long_pool = (SandboxPool("headrace.engine.grammar_worker", opening, _check_started) for _ in range(2))
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()  # by digest
         self._lock = threading.Lock()
-        self._quick = Lane(MAX_PROCESSES - 1, "headrace-grammar", most=_MOST_WAITING)
-        self._slow = Lane(1, "headrace-long-grammar", most=_MOST_WAITING)
+        self._quick = FairThreads(MAX_PROCESSES - 1, "headrace-grammar", most=_MOST_WAITING)
+        self._slow = FairThreads(1, "headrace-long-grammar", most=_MOST_WAITING)
 
     def require(self, wanted: StructuredOutputs) -> float:
         """Seconds that compiling takes. Raises InvalidRequest when ``wanted`` cannot be followed. Not for an event loop

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.engine.fair_threads import CompileQueue
 from headrace.engine.grammar import (
     GrammarError,
     Vocabulary,
@@ -39,7 +40,6 @@ from headrace.engine.grammar import (
     forced_run,
     why_stuck,
 )
-from headrace.engine.lanes import CompileQueue
 from headrace.portability import open_cpus
 from headrace.request import Request, TokenMasks
 from headrace.sampling_params import StructuredOutputs

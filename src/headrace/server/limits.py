@@ -7,7 +7,7 @@ once is bounded by the KV cache.
 
 What lives here: prices in bytes and the budget they are counted against; the way from pieces of a body to a parsed request; threads for work that
 would keep the event loop from its streams, much work apart from little. What may not: JSON itself (wire.py), fields (dialects/), rendering
-(answers.py), whose turn it is (engine/lanes.py), the number of requests (service.limits.admit), the engine's own memory.
+(answers.py), whose turn it is (engine/fair_threads.py), the number of requests (service.limits.admit), the engine's own memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from headrace.engine.lanes import Lane
+from headrace.engine.fair_threads import FairThreads
 from headrace.errors import InvalidRequest, Overloaded, PayloadTooLarge, Unavailable
 from headrace.processes.sandbox import MAX_PROCESSES
 from headrace.request import Request
@@ -187,19 +187,19 @@ class Threads:
 
     def __init__(self) -> None:
         cores = os.cpu_count() or 1
-        self._small = Lane(max(MAX_PROCESSES, cores // 4), "headrace-small")  # mostly they wait for a template's process
-        self._large = Lane(max(1, cores // 8), "headrace-large")
+        self._small = FairThreads(max(MAX_PROCESSES, cores // 4), "headrace-small")  # mostly they wait for a template's process
+        self._large = FairThreads(max(1, cores // 8), "headrace-large")
 
     async def run(self, size: int, work: Callable[[], Result], tenant: str = "") -> Result:
-        """``work()`` on about ``size`` bytes, at once or in the lane for its size; dropped if the caller is cancelled before it began."""
+        """``work()`` on about ``size`` bytes, at once or in the threads for its size; dropped if the caller is cancelled before it began."""
         if size <= INLINE_BYTES:
             return work()
         return await (self._large if size > _LARGE_BYTES else self._small).run(work, tenant)
 
     def close(self) -> None:
         """Threads that work on are not waited for."""
-        for lane in (self._small, self._large):
-            lane.close()
+        for each in (self._small, self._large):
+            each.close()
 
 
 IDLE_SECONDS = 30.0  # between two pieces of a body

@@ -1,6 +1,6 @@
 """A few threads whose work is taken from one tenant after the other, so that whoever asks for much waits for itself.
 
-What lives here: that order and its bound, for an event loop's callers (Lane) and for the engine's grammars, of which it
+What lives here: that order and its bound, for an event loop's callers (FairThreads) and for the engine's grammars, of which it
 is known how long each takes (CompileQueue). What may not: the work.
 """
 
@@ -24,7 +24,7 @@ _PATIENCE = 10.0  # so many times as long as it takes itself, a grammar lets sho
 Result = TypeVar("Result")
 
 
-class Lane:
+class FairThreads:
     """``threads`` side by side. For one event loop; ``most``: that may wait of one tenant."""
 
     def __init__(self, threads: int, name: str, *, most: int | None = None) -> None:

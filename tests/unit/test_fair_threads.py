@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from headrace.engine.lanes import Lane
+from headrace.engine.fair_threads import FairThreads
 from headrace.errors import Overloaded
 from headrace.server.generate import weight
 from headrace.server.limits import _LARGE_BYTES
@@ -19,7 +19,7 @@ def test_whoever_asks_for_much_waits_for_itself() -> None:
     done: list[str] = []
 
     async def main() -> None:
-        lane, open_ = Lane(1, "test"), threading.Event()
+        lane, open_ = FairThreads(1, "test"), threading.Event()
         tasks = [asyncio.create_task(lane.run(open_.wait))]
         for name in ["hog"] * 20 + ["a", "b", "a"]:
             tasks.append(asyncio.create_task(lane.run(lambda name=name: done.append(name), name)))
@@ -34,7 +34,7 @@ def test_whoever_asks_for_much_waits_for_itself() -> None:
 
 def test_a_tenant_that_has_too_many_is_told_and_others_are_not() -> None:
     async def main() -> None:
-        lane, open_ = Lane(1, "test", most=2), threading.Event()
+        lane, open_ = FairThreads(1, "test", most=2), threading.Event()
         first = asyncio.create_task(lane.run(open_.wait))
         await asyncio.sleep(0)
         waiting = [asyncio.create_task(lane.run(lambda: 7, "hog")) for _ in range(2)]
@@ -55,7 +55,7 @@ def test_callers_that_leave_take_no_place_with_them(threads: int) -> None:
     """Before their turn, as it comes, and while they are served: what has begun holds its thread until it ends, all else is dropped."""
 
     async def main() -> None:
-        lane, ran = Lane(threads, "test"), list[int]()
+        lane, ran = FairThreads(threads, "test"), list[int]()
 
         def work(number: int) -> None:
             time.sleep(0.001)
@@ -102,7 +102,7 @@ def test_whatever_a_conversation_has_much_of_makes_it_large(messages: list[dict[
 
 def test_where_no_thread_starts_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def all_of_them() -> list[object]:
-        lane = Lane(1, "lane")
+        lane = FairThreads(1, "lane")
         monkeypatch.setattr(lane._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
         asked = [lane.run(lambda: 1, tenant) for tenant in ("a", "b", "b")]
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
