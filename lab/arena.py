@@ -23,8 +23,8 @@ from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine
 from headrace.errors import ConfigError
 from headrace.observe.report import machine_facts, print_facts, table, write_json
-from headrace.planner.workload.asked import Lengths
-from headrace.planner.workload.dialogues import Dialogue, random_dialogues
+from headrace.planner.workload.conversations import Conversation, random_conversations
+from headrace.planner.workload.load import Lengths
 from headrace.techniques import find_technique
 from headrace.worker.arena import Use, plan
 from lab.arena_model import between, compare, most_alive
@@ -93,8 +93,8 @@ def run_engine(config: EngineConfig, mode: str, lengths: Sequence[int]) -> dict[
         engine.close()
 
 
-def _prompt(engine: Engine, length: int, seed: int) -> list[Dialogue]:
-    return random_dialogues(1, Lengths(length, 1), vocab_size=engine.info.vocab_size, seed=seed)
+def _prompt(engine: Engine, length: int, seed: int) -> list[Conversation]:
+    return random_conversations(1, Lengths(length, 1), vocab_size=engine.info.vocab_size, seed=seed)
 
 
 def _timed_submissions(engine: Engine) -> list[float]:
@@ -184,9 +184,9 @@ def _record(config: EngineConfig) -> tuple[tuple[int, int], tuple[list[Use], lis
         tokens, vocab = (most // 2, most), engine.info.vocab_size
 
         def trace(length: int, seed: int) -> list[Use]:
-            dialogues = [random_dialogues(1, Lengths(length, 1), vocab_size=vocab, seed=seed + turn) for turn in range(2)]
-            drive(engine.core, dialogues[0])
-            return _recorded(lambda: drive(engine.core, dialogues[1]))
+            conversations = [random_conversations(1, Lengths(length, 1), vocab_size=vocab, seed=seed + turn) for turn in range(2)]
+            drive(engine.core, conversations[0])
+            return _recorded(lambda: drive(engine.core, conversations[1]))
 
         return tokens, (trace(tokens[0], 0), trace(tokens[1], 2))
     finally:

@@ -25,7 +25,7 @@ from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.observe.report import machine_facts, print_facts, table, write_json
-from headrace.planner.workload.asked import Asked
+from headrace.planner.workload.load import LoadRequest
 from lab import simulated
 
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
@@ -162,7 +162,7 @@ def _fair(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, Any]:
     return {"capacity": capacity, "points": points, "drift": _drift(bench, capacity)}
 
 
-def of_tenants(asked: Sequence[Asked], share: float, seed: int) -> list[Asked]:
+def of_tenants(asked: Sequence[LoadRequest], share: float, seed: int) -> list[LoadRequest]:
     """``share`` of the requests are the light one's."""
     light = np.random.default_rng((seed, 7)).random(len(asked)) < share
     return [replace(each, tenant="light" if is_light else "heavy") for each, is_light in zip(asked, light, strict=True)]
@@ -204,13 +204,13 @@ def _shortest(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, An
     return {"capacity": capacity, "points": points, "gains": gains}
 
 
-def of_kinds(kinds: Sequence[Kind], count: int, seed: int) -> list[Asked]:
+def of_kinds(kinds: Sequence[Kind], count: int, seed: int) -> list[LoadRequest]:
     """Prompts of a kind begin alike."""
     rng = np.random.default_rng((seed, 8))
     picked = rng.choice(len(kinds), count, p=[kind.share for kind in kinds])
     lengths = [(simulated.lognormal(rng, kind.prompt, count), simulated.lognormal(rng, kind.output, count)) for kind in kinds]
     return [
-        Asked(int(lengths[kind][0][index]) + BEGINNING, int(lengths[kind][1][index]), pieces=(int(kind),), piece=BEGINNING)
+        LoadRequest(int(lengths[kind][0][index]) + BEGINNING, int(lengths[kind][1][index]), pieces=(int(kind),), piece=BEGINNING)
         for index, kind in enumerate(picked)
     ]
 

@@ -34,8 +34,8 @@ from headrace.observe.report import machine_facts, print_facts, say, table, writ
 from headrace.planner.devices import Device, find_device, with_calibration
 from headrace.planner.pricing import Pricing
 from headrace.planner.simulator import Load, simulate
-from headrace.planner.workload.asked import BENCH_VOCAB, Asked, arriving
-from headrace.planner.workload.dialogues import Dialogue, dialogues_of
+from headrace.planner.workload.conversations import Conversation, conversations_of
+from headrace.planner.workload.load import BENCH_VOCAB, LoadRequest, arriving
 from headrace.planner.workload.statistics import Sample
 from headrace.spec import DecoderSpec
 from lab.jobs import config_for, flags_of
@@ -140,7 +140,7 @@ def _compare(bench: _Bench, case: Case, folder: Path, args: argparse.Namespace) 
 # --- runs
 
 
-def _served(bench: _Bench, case: Case, fields: Mapping[str, Any], asked: Sequence[Asked], folder: Path, salt: int) -> Run:
+def _served(bench: _Bench, case: Case, fields: Mapping[str, Any], asked: Sequence[LoadRequest], folder: Path, salt: int) -> Run:
     """One run on a server of its own. Raises BenchFailed."""
     keys = [f"key-of-{name}" for name in case.tenants]
     flags = [word for name, value in fields.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -149,9 +149,9 @@ def _served(bench: _Bench, case: Case, fields: Mapping[str, Any], asked: Sequenc
         return asyncio.run(_load(url, dict(zip(case.tenants, keys, strict=True)) or {"": None}, asked, salt))
 
 
-async def _load(url: str, keys: Mapping[str, str | None], asked: Sequence[Asked], salt: int) -> Run:
+async def _load(url: str, keys: Mapping[str, str | None], asked: Sequence[LoadRequest], salt: int) -> Run:
     """Each tenant has connections of its own."""
-    made = dialogues_of(asked, vocab_size=BENCH_VOCAB, seed=salt)
+    made = conversations_of(asked, vocab_size=BENCH_VOCAB, seed=salt)
     clients = {tenant: HttpClient(url, api_key=key) for tenant, key in keys.items()}
     try:
         model = await first_model(next(iter(clients.values())))
@@ -165,11 +165,11 @@ async def _load(url: str, keys: Mapping[str, str | None], asked: Sequence[Asked]
             await client.close()
 
 
-def _of(tenant: str, asked: Sequence[Asked], made: Sequence[Dialogue]) -> list[Dialogue]:
-    return [dialogue for dialogue, each in zip(made, asked, strict=True) if each.tenant == tenant]
+def _of(tenant: str, asked: Sequence[LoadRequest], made: Sequence[Conversation]) -> list[Conversation]:
+    return [conversation for conversation, each in zip(made, asked, strict=True) if each.tenant == tenant]
 
 
-def _simulated(bench: _Bench, fields: Mapping[str, Any], asked: Sequence[Asked], seed: int) -> tuple[Run, Pricing, int]:
+def _simulated(bench: _Bench, fields: Mapping[str, Any], asked: Sequence[LoadRequest], seed: int) -> tuple[Run, Pricing, int]:
     config = replace(bench.config, scheduler=replace(bench.config.scheduler, **fields))
     report = simulate(bench.spec, config, bench.device, Load(asked, seed=seed, max_queue=len(asked) + 1))
     by_tenant: dict[str, list[Sample]] = {}

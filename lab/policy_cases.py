@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.ablate import gain
-from headrace.planner.workload.asked import Asked
+from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Reader, Sample, experiences, meets
 from lab.policies import LIGHT, Kind, of_kinds, of_tenants
 
@@ -48,7 +48,7 @@ class Case:
     fields: Mapping[str, Any]
     tenants: Sequence[str] = ()
 
-    def asked(self, count: int, seed: int) -> list[Asked]:
+    def asked(self, count: int, seed: int) -> list[LoadRequest]:
         made = of_kinds(self.kinds, count, seed)
         return of_tenants(made, LIGHT, seed) if self.tenants else made
 

@@ -22,8 +22,8 @@ from headrace.bench.driver import greedy
 from headrace.bench.load import BenchFailed
 from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine, create_engine
-from headrace.planner.workload.asked import Lengths
-from headrace.planner.workload.dialogues import random_dialogues
+from headrace.planner.workload.conversations import random_conversations
+from headrace.planner.workload.load import Lengths
 from headrace.request import Request
 from lab.jobs import child_main
 
@@ -61,9 +61,9 @@ class Stepper:
 
     def add(self, case: Case, max_tokens: int) -> None:
         lengths = Lengths(case.prompt, max_tokens)
-        for dialogue in random_dialogues(case.count, lengths, vocab_size=self.engine.info.vocab_size, seed=next(self._seeds)):
-            ids = array("i", dialogue.turns[0].new_ids)
-            request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=greedy(dialogue.turns[0]), arrival_time=time.perf_counter())
+        for each in random_conversations(case.count, lengths, vocab_size=self.engine.info.vocab_size, seed=next(self._seeds)):
+            ids = array("i", each.turns[0].new_ids)
+            request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=greedy(each.turns[0]), arrival_time=time.perf_counter())
             self.engine.core.add(request)
 
     def decode_until_settled(self, case: Case, steps: int = SETTLING) -> None:

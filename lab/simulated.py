@@ -24,7 +24,7 @@ from headrace.models.source import find_model
 from headrace.planner.devices import Device, find_device
 from headrace.planner.pricing import Pricing
 from headrace.planner.simulator import Load, Report, simulate
-from headrace.planner.workload.asked import Asked, arriving, traced
+from headrace.planner.workload.load import LoadRequest, arriving, traced
 from headrace.planner.workload.statistics import Sample
 from headrace.planner.workload.traces import MOST_ROWS
 from headrace.sampling_params import Expectations
@@ -65,7 +65,7 @@ class Bench:
 
     spec: DecoderSpec
     device: Device
-    asked: Sequence[Asked]  # drawn; of a trace: at its own rate
+    asked: Sequence[LoadRequest]  # drawn; of a trace: at its own rate
     traced: bool
     seed: int
     seen: Seen = field(default_factory=Seen)
@@ -75,7 +75,7 @@ class Bench:
         last = self.asked[-1].at if self.traced else None
         return len(self.asked) / last if last else 1.0
 
-    def at_rate(self, rate: float, expects: Expectations | None = None) -> list[Asked]:
+    def at_rate(self, rate: float, expects: Expectations | None = None) -> list[LoadRequest]:
         if self.traced:
             scale = self.base_rate() / rate  # 0 at an infinite rate
             found = [replace(each, at=(each.at or 0.0) * scale) for each in self.asked]
@@ -83,7 +83,9 @@ class Bench:
             found = arriving(self.asked, rate, burstiness=1.0, seed=self.seed)
         return found if expects is None else [replace(each, expects=expects) for each in found]
 
-    def run(self, config: EngineConfig, asked: Sequence[Asked], limits: Mapping[str, float] | None = None) -> tuple[dict[str, Any], list[Sample]]:
+    def run(
+        self, config: EngineConfig, asked: Sequence[LoadRequest], limits: Mapping[str, float] | None = None
+    ) -> tuple[dict[str, Any], list[Sample]]:
         """Open loop; nothing is turned away for want of a place in the queue."""
         report = simulate(self.spec, config, self.device, Load(asked, self.seed, None, len(asked) + 1, limits))
         self.seen.note(report)
@@ -117,13 +119,13 @@ def create(args: argparse.Namespace) -> Bench:
     return Bench(families.spec_from_config(source.config), device, _asked(args), args.trace is not None, args.seed)
 
 
-def _asked(args: argparse.Namespace) -> list[Asked]:
+def _asked(args: argparse.Namespace) -> list[LoadRequest]:
     if args.trace is not None:
         return traced(args.trace, count=args.requests, speed=1.0, max_prompt=args.max_len // 2, max_output=args.max_len // 2)
     draw = np.random.default_rng(args.seed)
     prompts = lognormal(draw, args.input, args.requests)
     outputs = np.minimum(lognormal(draw, args.output, args.requests), args.max_len // 2)
-    return [Asked(int(min(prompt, args.max_len - output)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
+    return [LoadRequest(int(min(prompt, args.max_len - output)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 def lognormal(draw: np.random.Generator, quantiles: tuple[int, int], count: int) -> np.ndarray:

@@ -25,8 +25,8 @@ from headrace.bench.offline import facts_here
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.observe.report import print_facts, table, write_json
-from headrace.planner.workload.asked import Lengths
-from headrace.planner.workload.dialogues import random_dialogues
+from headrace.planner.workload.conversations import random_conversations
+from headrace.planner.workload.load import Lengths
 from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ def _turn(llm: LLM, times: int) -> None:
 
 def _submit(llm: LLM, batch_size: int, input_len: int, output_len: int, seed: int) -> list[Any]:
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    dialogues = random_dialogues(batch_size, Lengths(input_len, output_len), vocab_size=llm.info.vocab_size, seed=seed)
-    return [llm.submit({"prompt_token_ids": list(dialogue.turns[0].new_ids)}, params) for dialogue in dialogues]
+    conversations = random_conversations(batch_size, Lengths(input_len, output_len), vocab_size=llm.info.vocab_size, seed=seed)
+    return [llm.submit({"prompt_token_ids": list(conversation.turns[0].new_ids)}, params) for conversation in conversations]
 
 
 def _until_steady(llm: LLM, batch_size: int) -> None:

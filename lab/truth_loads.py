@@ -4,7 +4,7 @@ A comes in servings, B is measured between them, so that a machine whose speed d
 
     A   B   A   B   A
 
-What lives here: the parts, and each as flags of bench serve, as dialogues and as a simulation's requests. What may not: running them.
+What lives here: the parts, and each as flags of bench serve, as conversations and as a simulation's requests. What may not: running them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.errors import ConfigError
-from headrace.planner.workload.asked import Asked, Lengths, arriving, drawn
-from headrace.planner.workload.dialogues import Dialogue, dialogues_of
+from headrace.planner.workload.conversations import Conversation, conversations_of
+from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn
 
 VOCAB = 1000  # ids of bench serve
 SERVINGS = 3  # of A
@@ -53,13 +53,13 @@ class Part:
     def _burstiness(self) -> float:
         return math.inf if self.even else 1.0
 
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[LoadRequest]:
         made = drawn(self.count, self.lengths, prefix=self.prefix, num_prefixes=1, seed=self.seed)
         return made if self.rate is None else arriving(made, self.rate, burstiness=self._burstiness, seed=self.seed)
 
-    def dialogues(self, salt: int, vocab_size: int) -> list[Dialogue]:
+    def conversations(self, salt: int, vocab_size: int) -> list[Conversation]:
         """``salt`` makes ids new, too; lengths and arrivals stay."""
-        made = dialogues_of(self.asked(), vocab_size=self.vocabulary, seed=self.seed)
+        made = conversations_of(self.asked(), vocab_size=self.vocabulary, seed=self.seed)
         return [replace(each, turns=tuple(replace(turn, new_ids=_salted(turn.new_ids, salt, vocab_size)) for turn in each.turns)) for each in made]
 
     def flags(self) -> list[str]:

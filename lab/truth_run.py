@@ -117,7 +117,7 @@ def offline(config: EngineConfig, folder: Path) -> Iterator[Runner]:
         engine.await_kernels()
         engine.prepare()
         for part in (Part("warm", 64, 300, 8, 0.9), Part("warm shared", 32, 64, 8, prefix=1024)):  # what is built or captured at first use
-            drive(engine.core, part.dialogues(next(salts), vocab))
+            drive(engine.core, part.conversations(next(salts), vocab))
         observer = trace_into(str(trace), engine, replace(config.device, overlap=engine.core.depth))
         try:
             yield Runner(folder, trace, lambda part, path: _drive(engine.core, observer, part, next(salts), vocab, path))
@@ -129,7 +129,7 @@ def offline(config: EngineConfig, folder: Path) -> Iterator[Runner]:
 def _drive(core: Any, observer: Any, part: Part, salt: int, vocab: int, path: Path) -> None:
     measured = _Measured(observer)
     core.observe(measured)
-    made = drive(core, part.dialogues(salt, vocab), max_concurrency=part.room)
+    made = drive(core, part.conversations(salt, vocab), max_concurrency=part.room)
     for sample in made.samples:  # a client elsewhere sends when a request is due, also while a step runs
         sample.sent = sample.sent if sample.due is None else sample.due
     seconds = measured.seconds

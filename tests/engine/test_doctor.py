@@ -21,8 +21,8 @@ from headrace.commands.doctor import _render_memory, _render_shape, found
 from headrace.cost.profile import DeviceProfile, Limits, save_profile
 from headrace.engine.assembly import create_engine
 from headrace.engine.keywords import create_config
-from headrace.planner.workload.asked import Lengths
-from headrace.planner.workload.dialogues import random_dialogues
+from headrace.planner.workload.conversations import random_conversations
+from headrace.planner.workload.load import Lengths
 from headrace.worker.profile import OtherProcesses, identity_here, resolve_profile
 from headrace.worker.residency import resident_bytes
 
@@ -63,7 +63,7 @@ def test_each_step_of_an_engine_is_held_against_the_profile(stored: DeviceProfil
     config = create_config(load_format="dummy", dtype="bfloat16", kv_cache_memory=2**24, threads=torch.get_num_threads())
     engine = create_engine(config, with_tokenizer=False)
     try:
-        drive(engine.core, random_dialogues(2, Lengths(20, 4), vocab_size=engine.info.vocab_size))
+        drive(engine.core, random_conversations(2, Lengths(20, 4), vocab_size=engine.info.vocab_size))
         records = engine.recorder.records
     finally:
         engine.close()

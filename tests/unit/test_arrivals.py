@@ -10,8 +10,8 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.planner.workload.arrivals import GAPS, Swing, arrival_times
-from headrace.planner.workload.asked import Lengths, arriving, conversing, drawn
-from headrace.planner.workload.dialogues import dialogues_of
+from headrace.planner.workload.conversations import conversations_of
+from headrace.planner.workload.load import Lengths, arriving, conversing, drawn
 
 COUNT = 20_000
 
@@ -79,7 +79,7 @@ def test_the_seed_decides_and_a_rate_only_scales() -> None:
 def test_a_server_and_a_simulation_get_the_same_arrivals(swing: Swing | None) -> None:
     lengths, shape = Lengths(9, 5, 0.5), {"burstiness": 0.7, "gaps": "weibull", "swing": swing, "seed": 4}
     asked = arriving(drawn(30, lengths, seed=4), 2.0, **shape)  # type: ignore[arg-type]
-    sent = dialogues_of(asked, vocab_size=1000, seed=4)
+    sent = conversations_of(asked, vocab_size=1000, seed=4)
     assert [each.at for each in asked] == [each.arrival for each in sent]
     talks = arriving(conversing(30, 3, lengths, system=4, think=1.0, seed=4), 2.0, **shape)  # type: ignore[arg-type]
     assert [each.at for each in talks if each.follows is None] == [each.arrival for each in sent]

@@ -13,7 +13,7 @@ import pytest
 from headrace.bench.load import BenchFailed, HttpClient, LoadGenerator, first_model
 from headrace.bench.serve import add_arguments, create_workload
 from headrace.errors import ConfigError
-from headrace.planner.workload.dialogues import Dialogue, Turn
+from headrace.planner.workload.conversations import Conversation, Turn
 from headrace.planner.workload.statistics import failure_reasons
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ GOOD = (STREAM, chunk(token("a")), chunk(token("b")), chunk(token("", "length") 
 
 async def one_request(client: HttpClient, scripted: Scripted) -> LoadGenerator:
     generator = LoadGenerator(client, "m", "completions", 1, as_ids=True)
-    await generator.run([Dialogue((Turn((1, 2, 3), 5),))])
+    await generator.run([Conversation((Turn((1, 2, 3), 5),))])
     return generator
 
 
@@ -154,7 +154,7 @@ def test_a_connection_that_breaks_in_the_middle_is_a_failure() -> None:
 def test_connections_are_used_again_and_concurrency_is_bounded() -> None:
     async def work(client: HttpClient, scripted: Scripted) -> Scripted:
         generator = LoadGenerator(client, "m", "completions", 2, as_ids=True)
-        await generator.run([Dialogue((Turn((index,), 5),)) for index in range(8)])
+        await generator.run([Conversation((Turn((index,), 5),)) for index in range(8)])
         assert len(generator.samples) == 8 and all(sample.error is None for sample in generator.samples)
         return scripted
 
@@ -165,7 +165,7 @@ def test_connections_are_used_again_and_concurrency_is_bounded() -> None:
 def test_arrivals_are_kept_to_and_think_time_passes_between_turns() -> None:
     async def work(client: HttpClient, scripted: Scripted) -> LoadGenerator:
         generator = LoadGenerator(client, "m", "chat", float("inf"), as_ids=False)
-        await generator.run([Dialogue((Turn((1,), 5), Turn((2,), 5, think_seconds=0.1)), arrival=0.05)])
+        await generator.run([Conversation((Turn((1,), 5), Turn((2,), 5, think_seconds=0.1)), arrival=0.05)])
         assert [message["role"] for message in scripted.bodies[1]["messages"]] == ["user", "assistant", "user"]
         assert scripted.bodies[1]["messages"][1]["content"] == "ab"
         return generator
@@ -188,7 +188,7 @@ def test_an_idle_connection_that_the_server_closed_is_replaced() -> None:
     async def work(client: HttpClient, scripted: Scripted) -> LoadGenerator:
         generator = LoadGenerator(client, "m", "completions", 1, as_ids=True)
         for _ in range(3):
-            await generator.run([Dialogue((Turn((1,), 5),))])
+            await generator.run([Conversation((Turn((1,), 5),))])
             await asyncio.sleep(0.02)
         return generator
 
@@ -214,7 +214,7 @@ LOADING = plain("503 Service Unavailable", {"error": {"message": "the model is l
 
 def test_a_server_that_loads_is_no_matter_of_the_key() -> None:
     async def warm_up(client: HttpClient, scripted: Scripted) -> None:
-        await LoadGenerator(client, "m", "completions", 1, as_ids=True).warm_up([Dialogue((Turn((1,), 5),))], 1)
+        await LoadGenerator(client, "m", "completions", 1, as_ids=True).warm_up([Conversation((Turn((1,), 5),))], 1)
 
     for work in (warm_up, lambda client, _: first_model(client)):
         with pytest.raises(BenchFailed, match=r"503: the model is loading\. Wait until the server is ready") as raised:
@@ -225,7 +225,7 @@ def test_a_server_that_loads_is_no_matter_of_the_key() -> None:
 def test_a_warm_up_that_fails_stops_the_run_with_its_reason() -> None:
     async def work(client: HttpClient, scripted: Scripted) -> None:
         generator = LoadGenerator(client, "m", "completions", 1, as_ids=True)
-        await generator.warm_up([Dialogue((Turn((1,), 5),))], 1)
+        await generator.warm_up([Conversation((Turn((1,), 5),))], 1)
 
     with pytest.raises(BenchFailed, match="no such model"):
         against(script(plain("404 Not Found", {"error": {"message": "no such model"}})), work)
@@ -235,12 +235,12 @@ def test_flags_become_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     parser = ArgumentParser()
     add_arguments(parser)
 
-    def made(*flags: str) -> list[Dialogue]:
+    def made(*flags: str) -> list[Conversation]:
         return create_workload(parser.parse_args(["--num-prompts", "3", *flags]))
 
-    assert all(dialogue.arrival is None for dialogue in made())
-    assert all(dialogue.arrival is not None for dialogue in made("--request-rate", "2"))
-    assert [len(dialogue.turns) for dialogue in made("--workload", "conversation", "--turns", "2")] == [2, 2, 2]
+    assert all(conversation.arrival is None for conversation in made())
+    assert all(conversation.arrival is not None for conversation in made("--request-rate", "2"))
+    assert [len(conversation.turns) for conversation in made("--workload", "conversation", "--turns", "2")] == [2, 2, 2]
     with pytest.raises(ConfigError, match="--trace FILE"):
         made("--workload", "trace")
     for flags in ("--vocab-size 0", "--num-warmups -1", "--timeout nan", "--metric-percentiles 500", "--reading-speed inf"):

@@ -15,8 +15,8 @@ import headrace
 from headrace.config import DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost.profile import DeviceProfile, cpu_identity, save_profile
 from headrace.errors import ConfigError
-from headrace.planner.workload.asked import BENCH_VOCAB, arriving
-from headrace.planner.workload.dialogues import dialogues_of
+from headrace.planner.workload.conversations import conversations_of
+from headrace.planner.workload.load import BENCH_VOCAB, arriving
 from headrace.planner.workload.statistics import Sample
 from lab import policies, policies_served, simulated
 from lab.policy_cases import CASES, Case, Run
@@ -106,11 +106,11 @@ def test_times_better_go_by_what_is_better_and_nothing_has_no_multiple() -> None
 
 def test_a_salt_changes_ids_and_nothing_else() -> None:
     asked = arriving(CASES["shortest-remaining"].asked(40, 3), 5.0, burstiness=1.0, seed=3)
-    one, same, other = (dialogues_of(asked, vocab_size=BENCH_VOCAB, seed=salt) for salt in (1, 1, 2))
+    one, same, other = (conversations_of(asked, vocab_size=BENCH_VOCAB, seed=salt) for salt in (1, 1, 2))
     assert one == same and all(mine.turns[0].new_ids != theirs.turns[0].new_ids for mine, theirs in zip(one, other, strict=True))
-    for dialogue, each in zip(one, asked, strict=True):
-        assert (len(dialogue.turns[0].new_ids), dialogue.turns[0].max_tokens, dialogue.arrival) == (each.prompt, each.output, each.at)
-    assert len({dialogue.turns[0].new_ids[: policies.BEGINNING] for dialogue in one}) == 2  # kinds begin alike
+    for conversation, each in zip(one, asked, strict=True):
+        assert (len(conversation.turns[0].new_ids), conversation.turns[0].max_tokens, conversation.arrival) == (each.prompt, each.output, each.at)
+    assert len({conversation.turns[0].new_ids[: policies.BEGINNING] for conversation in one}) == 2  # kinds begin alike
 
 
 def test_servers_and_simulation_are_put_side_by_side(

@@ -57,7 +57,7 @@ from headrace.planner.pricing import choose_prices
 from headrace.planner.runs import RecordedRun, read_run
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepTime
-from headrace.planner.workload.asked import Asked, drawn, prompt_ids
+from headrace.planner.workload.load import LoadRequest, drawn, prompt_ids
 from headrace.planner.workload.statistics import Sample, summarise
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.request import NewRow, StepPlan, StepResult
@@ -96,8 +96,8 @@ def traced(path: Path, *run: Any, **more: Any) -> Path:
 
 
 def ran(
-    path: Path, on: Device, asked: list[Asked], prices: StepPrices, *, depth: int = 1, spec: DecoderSpec = SPEC, model: str = "m", room: int = 12,
-    graphed: bool = False,
+    path: Path, on: Device, asked: list[LoadRequest], prices: StepPrices, *, depth: int = 1, spec: DecoderSpec = SPEC, model: str = "m",
+    room: int = 12, graphed: bool = False,
 ) -> list[Sample]:
     """A run of the real core over a device of these prices, as an engine there would have written it down. ``graphed``: steps with prompts, too."""
     costs, clock = cost_model(on, spec), VirtualClock()
@@ -117,12 +117,12 @@ def ran(
     return samples
 
 
-def _ids(asked: list[Asked], vocab_size: int, index: int) -> array[int]:
+def _ids(asked: list[LoadRequest], vocab_size: int, index: int) -> array[int]:
     return prompt_ids(asked[index], index, vocab_size=vocab_size, seed=0)
 
 
-def some(count: int = 60, prompt: int = 150, output: int = 12, seed: int = 0) -> list[Asked]:
-    from headrace.planner.workload.asked import Lengths
+def some(count: int = 60, prompt: int = 150, output: int = 12, seed: int = 0) -> list[LoadRequest]:
+    from headrace.planner.workload.load import Lengths
 
     return drawn(count, Lengths(prompt, output, 0.9), seed=seed)
 
@@ -159,7 +159,7 @@ def test_steps_that_wait_for_launches_do_not_make_work_seem_slow(found: Calibrat
     fitted, true = (each.seconds(costs.work(step), BANDWIDTH, RATE, step, alone=False) for each in (found.prices, true_prices()))
     assert fitted == pytest.approx(true, rel=0.1) and true < 3e-3  # launching takes 4
     on = replace(device(), calibrated=(found,))
-    graphed, launched = (simulate(SPEC, EngineConfig(), on, Load([Asked(size, 1, at=0.0)])).figures["mean_ttft_ms"] for size in (3, 2049))
+    graphed, launched = (simulate(SPEC, EngineConfig(), on, Load([LoadRequest(size, 1, at=0.0)])).figures["mean_ttft_ms"] for size in (3, 2049))
     assert graphed < 2.0 and launched > 4.0
 
 
@@ -239,7 +239,7 @@ def test_what_lies_beyond_the_fitted_steps_is_marked(found: CalibratedSteps) -> 
     on = replace(device(), calibrated=(found,))
     inside = simulate(SPEC, EngineConfig(), on, Load(some(8, 60, 5), max_concurrency=4))
     assert inside.facts["extrapolated"] == [] and inside.facts["fitted_parameters"] == len(found.fitted)
-    beyond = simulate(SPEC, EngineConfig(), on, Load([Asked(3000, 20, at=0.0)] * 30))
+    beyond = simulate(SPEC, EngineConfig(), on, Load([LoadRequest(3000, 20, at=0.0)] * 30))
     told = " ".join(beyond.facts["extrapolated"])
     assert "steps of 30 sequences (fitted up to 12)" in told and "sequences of 3,020 tokens" in told and "tokens (fitted up to 512)" in told
 
@@ -344,7 +344,7 @@ def test_runs_of_another_device_model_or_setting_and_too_few_steps_are_refused(r
 
 
 def test_a_run_whose_steps_are_alike_says_what_it_cannot_tell(tmp_path: Path) -> None:
-    asked = [Asked(1, 60, at=0.0)]
+    asked = [LoadRequest(1, 60, at=0.0)]
     found = calibrate([read_run(traced(tmp_path / "same.json", device(), asked, true_prices()))], device(), cost_model(device()))
     assert any("cannot be told apart" in each.note for each in found.parameters)
 
@@ -352,7 +352,7 @@ def test_a_run_whose_steps_are_alike_says_what_it_cannot_tell(tmp_path: Path) ->
 # --- the front end
 
 
-def seen(folder: Path, front: FrontPrices, asked: list[Asked], room: int = 1) -> tuple[Path, RecordedRun]:
+def seen(folder: Path, front: FrontPrices, asked: list[LoadRequest], room: int = 1) -> tuple[Path, RecordedRun]:
     """A run, one request after another, and what its clients saw behind such a front end."""
     samples = ran(folder / "run.json", device(), asked, true_prices(), room=room)
     requests = [asdict(each) | {"arrivals": [at + front.seconds(each.prompt_tokens) for at in each.arrivals]} for each in samples]
@@ -374,7 +374,7 @@ def test_a_front_end_is_found_again_and_shifts_first_tokens(found: CalibratedSte
 
 def test_a_client_whose_request_is_under_way_misses_the_next_step(found: CalibratedSteps) -> None:
     """In a closed loop: without a front end the next request joins the step after the last token, with one it waits for that."""
-    load = Load([Asked(20, 30) for _ in range(40)], max_concurrency=8)
+    load = Load([LoadRequest(20, 30) for _ in range(40)], max_concurrency=8)
     both = [
         simulate(SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=front),)), load).figures
         for front in (None, FrontPrices(1e-4))
@@ -383,7 +383,7 @@ def test_a_client_whose_request_is_under_way_misses_the_next_step(found: Calibra
 
 
 def test_a_burst_passes_the_front_end_one_after_another(found: CalibratedSteps) -> None:
-    load = Load([Asked(20, 2, at=0.0)] * 41)
+    load = Load([LoadRequest(20, 2, at=0.0)] * 41)
     behind = simulate(SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=FrontPrices(0.01, 1e-4)),)), load).figures
     assert behind["median_ttft_ms"] == pytest.approx(21 * (10 + 2), rel=0.1)
 
@@ -473,7 +473,7 @@ def test_sharing_ends_when_sequences_do_and_windows_share_nothing() -> None:
 
 
 def test_a_simulated_card_is_quicker_where_prompts_begin_alike() -> None:
-    from headrace.planner.workload.asked import Lengths
+    from headrace.planner.workload.load import Lengths
 
     asked = drawn(48, Lengths(20, 40), prefix=1024, num_prefixes=1)
     figures = [

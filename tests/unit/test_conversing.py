@@ -19,8 +19,8 @@ from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
-from headrace.planner.workload.asked import Asked, Lengths, Prompts, arriving, conversing
-from headrace.planner.workload.dialogues import dialogues_of
+from headrace.planner.workload.conversations import conversations_of
+from headrace.planner.workload.load import Lengths, LoadRequest, Prompts, arriving, conversing
 from headrace.request import Request
 from tests.support.command import status_of
 from tests.support.specs import SMALL
@@ -29,7 +29,9 @@ STEADY = StepPrice(0.125, 0.1, 1.0, 1.0)
 LENGTHS = Lengths(20, 12, 0.5)
 
 
-def driven(asked: list[Asked], *, room: int | None = None, max_queue: int = 1000, depth: int = 1) -> tuple[Outcome, dict[int, Request], EngineCore]:
+def driven(
+    asked: list[LoadRequest], *, room: int | None = None, max_queue: int = 1000, depth: int = 1
+) -> tuple[Outcome, dict[int, Request], EngineCore]:
     """With the requests as the core got them, by number."""
     clock = VirtualClock()
     info = keyed_hash_info(block_size=4, num_blocks=2000)
@@ -72,7 +74,7 @@ def test_turns_come_when_the_driver_of_an_engine_would_send_them(rate: float | N
     asked = conversing(6, 3, LENGTHS, system=8, think=0.0, seed=3)
     if rate is not None:
         asked = arriving(asked, rate, seed=3)
-    talks = dialogues_of(asked, vocab_size=1000, seed=3)
+    talks = conversations_of(asked, vocab_size=1000, seed=3)
     mine, _, _ = driven(asked, room=room, depth=0)
     clock = VirtualClock()
     executor = ModelledExecutor(keyed_hash_info(block_size=4, num_blocks=2000), lambda plan: STEADY, clock)
@@ -89,7 +91,7 @@ def test_turns_come_when_the_driver_of_an_engine_would_send_them(rate: float | N
 
 def test_a_client_has_one_request_under_way_and_thinks_between_them() -> None:
     """Prompts tell the turns apart: conversation c asks with 10 + c, 40 + c and 70 + c tokens."""
-    asked = [Asked(10 + 30 * turn + talk, 4, follows=3 * talk + turn - 1 if turn else None, think=2.0) for talk in range(6) for turn in range(3)]
+    asked = [LoadRequest(10 + 30 * turn + c, 4, follows=3 * c + turn - 1 if turn else None, think=2.0) for c in range(6) for turn in range(3)]
     outcome, _, _ = driven(asked, room=2)
     by_prompt = {sample.prompt_tokens: sample for sample in outcome.samples}
     assert len(by_prompt) == 18 and not any(sample.error for sample in outcome.samples)

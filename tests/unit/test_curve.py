@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.planner.workload.asked import traced
+from headrace.planner.workload.load import traced
 from tests.support.command import status_of
 
 BASE = ("--device", "h200", "--num-prompts", "12", "--input-len", "300", "--processes", "1")

@@ -21,7 +21,7 @@ from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.step_time import StepPrice
-from headrace.planner.workload.asked import Asked, arriving
+from headrace.planner.workload.load import LoadRequest, arriving
 from headrace.planner.workload.statistics import meets
 from headrace.request import Finished, FinishReason, Request, StepPlan
 from headrace.sampling_params import Expectations
@@ -336,7 +336,7 @@ def test_refusals_are_errors_that_clients_know() -> None:
 @pytest.mark.parametrize("load", [2.0, 3.0])
 def test_goodput_holds_where_first_come_first_served_collapses(load: float) -> None:
     """A device that computes 1,000 tokens a second gets ``load`` times as much; targets of 1 s and 50 ms."""
-    asked = arriving([Asked(60 + index * 37 % 120, 8 + index * 7 % 24) for index in range(240)], 6.0 * load, burstiness=1.0, seed=1)
+    asked = arriving([LoadRequest(60 + index * 37 % 120, 8 + index * 7 % 24) for index in range(240)], 6.0 * load, burstiness=1.0, seed=1)
     limits = {"ttft": 1.0, "tpot": 0.05}
     found = {policy: _driven(policy, asked) for policy in ("fcfs", "deadline")}
     good = {policy: sum(sample.error is None and meets(sample, limits) for sample in each.samples) for policy, each in found.items()}
@@ -345,7 +345,7 @@ def test_goodput_holds_where_first_come_first_served_collapses(load: float) -> N
     assert good["deadline"] >= 0.75 * 240 / load
 
 
-def _driven(policy: str, asked: Sequence[Asked]) -> Outcome:
+def _driven(policy: str, asked: Sequence[LoadRequest]) -> Outcome:
     core = core_of(modelled=True, rows=32, blocks=4096, scheduling_policy=policy, ttft_target_ms=1000.0)
     return Drive(core, asked, _Ids(asked), room=None, max_queue=10_000).run()
 
@@ -353,7 +353,7 @@ def _driven(policy: str, asked: Sequence[Asked]) -> Outcome:
 class _Ids:
     """Prompts that share nothing."""
 
-    def __init__(self, asked: Sequence[Asked]) -> None:
+    def __init__(self, asked: Sequence[LoadRequest]) -> None:
         self._asked = asked
 
     def __call__(self, index: int) -> array[int]:

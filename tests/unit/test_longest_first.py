@@ -18,7 +18,7 @@ from headrace.engine.core import create_scheduler
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.planner.devices import find_device
 from headrace.planner.simulator import Load, Report, simulate
-from headrace.planner.workload.asked import Asked
+from headrace.planner.workload.load import LoadRequest
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.scheduler.events import AddRequest
@@ -133,7 +133,7 @@ def test_prefixes_are_found_as_often_as_in_the_given_order(num_blocks: int) -> N
 # --- simulated, at an H200's prices
 
 
-def simulated(asked: Sequence[Asked], *, on: bool, blocks: int | None = None) -> Report:
+def simulated(asked: Sequence[LoadRequest], *, on: bool, blocks: int | None = None) -> Report:
     config = EngineConfig(
         model=ModelConfig(max_model_len=4096),
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048),
@@ -153,7 +153,7 @@ def test_batches_take_less(blocks: int | None, share: float) -> None:
     for seed in range(2):
         rng = np.random.default_rng(seed)
         prompts, outputs = lognormal(rng, (160, 600), 96), np.minimum(lognormal(rng, (60, 200), 96), 1000)
-        asked = [Asked(int(min(prompt, 2000)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
+        asked = [LoadRequest(int(min(prompt, 2000)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
         given += simulated(asked, on=False, blocks=blocks).figures["duration"]
         ordered += simulated(asked, on=True, blocks=blocks).figures["duration"]
     assert ordered < share * given

@@ -28,8 +28,8 @@ from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
-from headrace.planner.workload.asked import Asked, Lengths, arriving, drawn, prompt_ids
-from headrace.planner.workload.dialogues import dialogues_of
+from headrace.planner.workload.conversations import conversations_of
+from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn, prompt_ids
 from headrace.planner.workload.statistics import summarise
 from headrace.request import Request, StepPlan
 from headrace.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ def by_tokens(plan: StepPlan) -> StepPrice:
 
 
 def driven(
-    asked: Sequence[Asked],
+    asked: Sequence[LoadRequest],
     *,
     depth: int = 0,
     host: float = 0.0,
@@ -82,7 +82,7 @@ def driven(
     return Drive(core, asked, ids, room=room, max_queue=10_000).run(), core
 
 
-def _ids(asked: Sequence[Asked], vocab_size: int, index: int) -> array[int]:
+def _ids(asked: Sequence[LoadRequest], vocab_size: int, index: int) -> array[int]:
     return prompt_ids(asked[index], index, vocab_size=vocab_size, seed=0)
 
 
@@ -91,7 +91,7 @@ def _ids(asked: Sequence[Asked], vocab_size: int, index: int) -> array[int]:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_one_request_alone_takes_its_prefill_and_then_its_decode_steps(depth: int) -> None:
-    outcome, _ = driven([Asked(30, 5, at=1.0)], depth=depth)
+    outcome, _ = driven([LoadRequest(30, 5, at=1.0)], depth=depth)
     (sample,) = outcome.samples
     assert sample.ttft == pytest.approx(0.1 + 0.30)
     assert sample.gaps == pytest.approx([0.11] * 4)
@@ -100,32 +100,32 @@ def test_one_request_alone_takes_its_prefill_and_then_its_decode_steps(depth: in
 
 
 def test_the_host_shows_at_depth_0_and_hides_behind_the_device_from_depth_1_on() -> None:
-    gaps = [driven([Asked(30, 9, at=0.0)], depth=depth, host=0.02)[0].samples[0].gaps for depth in (0, 1, 2)]
+    gaps = [driven([LoadRequest(30, 9, at=0.0)], depth=depth, host=0.02)[0].samples[0].gaps for depth in (0, 1, 2)]
     assert gaps[0] == pytest.approx([0.11 + 0.02] * 8)
     assert gaps[1] == pytest.approx([0.11] * 8) and gaps[2] == pytest.approx([0.11] * 8)
 
 
 def test_a_request_that_comes_within_a_step_waits_for_its_end_and_counts_from_when_it_was_sent() -> None:
-    outcome, _ = driven([Asked(30, 5, at=0.0), Asked(9, 1, at=0.1)])
+    outcome, _ = driven([LoadRequest(30, 5, at=0.0), LoadRequest(9, 1, at=0.1)])
     assert outcome.samples[1].sent == 0.1
     assert outcome.samples[1].ttft == pytest.approx(0.3 + 0.1 + 0.01 * (1 + 9))  # the rest of the first step, then one step with both
 
 
 def test_a_client_that_is_held_back_sends_late() -> None:
-    outcome, _ = driven([Asked(30, 3, at=0.0), Asked(30, 1, at=0.1)], room=1)
+    outcome, _ = driven([LoadRequest(30, 3, at=0.0), LoadRequest(30, 1, at=0.1)], room=1)
     assert [sample.sent for sample in outcome.samples] == pytest.approx([0.0, 0.62])
     assert outcome.samples[1].lag == pytest.approx(0.52) and outcome.samples[1].ttft == pytest.approx(0.4)
     assert outcome.most_running == 1
 
 
 def test_tokens_depend_on_neither_chunks_nor_preemption_nor_depth() -> None:
-    asked = [Asked(prompt, 30) for prompt in (20, 90, 40, 70)]
+    asked = [LoadRequest(prompt, 30) for prompt in (20, 90, 40, 70)]
     plain = _answers(asked, depth=0, budget=512, num_blocks=64)
     assert len({tuple(each) for each in plain.values()}) == 4 and all(len(each) == 30 for each in plain.values())
     assert plain == _answers(asked, depth=2, budget=7, num_blocks=64) == _answers(asked, depth=1, budget=64, num_blocks=14)
 
 
-def _answers(asked: Sequence[Asked], *, depth: int, budget: int, num_blocks: int) -> dict[int, list[int]]:
+def _answers(asked: Sequence[LoadRequest], *, depth: int, budget: int, num_blocks: int) -> dict[int, list[int]]:
     clock, found = VirtualClock(), {index: list[int]() for index in range(len(asked))}
     executor = ModelledExecutor(keyed_hash_info(num_blocks=num_blocks, max_model_len=200), by_tokens, clock)
     config = SchedulerConfig(max_num_batched_tokens=budget)
@@ -141,7 +141,7 @@ def _answers(asked: Sequence[Asked], *, depth: int, budget: int, num_blocks: int
 
 
 def test_the_overlap_that_a_flag_asks_for_is_the_simulation_s() -> None:
-    load = Load([Asked(10, 20, at=0.0)])
+    load = Load([LoadRequest(10, 20, at=0.0)])
     seconds = [
         simulate(SPEC, replace(EngineConfig(), device=DeviceConfig(overlap=depth)), tiny_device(0.01), load).figures["duration"]
         for depth in (0, 1, None)
@@ -154,10 +154,10 @@ def test_a_whole_simulation_by_hand() -> None:
     per_layer = HIDDEN * 128 + HIDDEN * HIDDEN + HIDDEN * 2 * WIDE + WIDE * HIDDEN
     head, norms, kv_token = VOCAB * HIDDEN, 5 * HIDDEN, 2 * 2 * 16 * 2 * LAYERS
     decode_bytes = 2 * (LAYERS * per_layer + head + norms + HIDDEN) + kv_token * (11 + 1)
-    report = simulate(SPEC, EngineConfig(), tiny_device(), Load([Asked(10, 2, at=0.0)]))
+    report = simulate(SPEC, EngineConfig(), tiny_device(), Load([LoadRequest(10, 2, at=0.0)]))
     assert report.figures["mean_itl_ms"] == pytest.approx(decode_bytes / BANDWIDTH * 1e3)
     assert report.figures["limit_share"] == pytest.approx(1.0) and report.figures["device_busy_share"] == pytest.approx(1.0)
-    slower = simulate(SPEC, EngineConfig(), tiny_device(layer=0.25), Load([Asked(10, 2, at=0.0)])).figures
+    slower = simulate(SPEC, EngineConfig(), tiny_device(layer=0.25), Load([LoadRequest(10, 2, at=0.0)])).figures
     assert slower["mean_itl_ms"] == pytest.approx(report.figures["mean_itl_ms"] + LAYERS * 250)
     # A prompt of 1,000: its products are bound by FLOPs, the rest by bytes.
     prompt = 1000
@@ -165,7 +165,7 @@ def test_a_whole_simulation_by_hand() -> None:
     products = 2 * LAYERS * per_layer * prompt / RATE
     attention = 4 * 64 * LAYERS * pairs / RATE
     rest = (2 * head + 2 * norms + kv_token * prompt + 2 * HIDDEN * prompt) / BANDWIDTH
-    report = simulate(SPEC, EngineConfig(), tiny_device(), Load([Asked(prompt, 1, at=0.0)]))
+    report = simulate(SPEC, EngineConfig(), tiny_device(), Load([LoadRequest(prompt, 1, at=0.0)]))
     assert report.figures["mean_ttft_ms"] == pytest.approx((products + attention + rest) * 1e3)
 
 
@@ -213,7 +213,7 @@ def test_the_seed_decides_everything() -> None:
 def test_no_request_is_lost_whatever_comes(rows: list[tuple[int, int, float, int]], depth: int, num_blocks: int, seqs: int) -> None:
     """Each ends once with all of its tokens, in order of time, and the engine is as it was before."""
     rows.sort(key=lambda row: row[2])
-    asked = [Asked(prompt, output, at, (name,), 32) for prompt, output, at, name in rows]
+    asked = [LoadRequest(prompt, output, at, (name,), 32) for prompt, output, at, name in rows]
     outcome, core = driven(asked, depth=depth, host=0.01, num_blocks=num_blocks, max_num_seqs=seqs, max_model_len=128)
     assert [(sample.output_tokens, sample.error) for sample in outcome.samples] == [(each.output, None) for each in asked]
     for sample in outcome.samples:
@@ -245,7 +245,8 @@ def test_shared_prefixes_are_hits_and_quicker() -> None:
 
 
 def test_prompts_share_what_their_names_say() -> None:
-    a, b = (prompt_ids(Asked(1200, 1, pieces=pieces, piece=512), index, vocab_size=1000, seed=1) for index, pieces in enumerate([(7, 8), (7, 9)]))
+    asked = [LoadRequest(1200, 1, pieces=pieces, piece=512) for pieces in ((7, 8), (7, 9))]
+    a, b = (prompt_ids(each, index, vocab_size=1000, seed=1) for index, each in enumerate(asked))
     assert len(a) == len(b) == 1200 and a[:512] == b[:512]
     assert all(sum(x == y for x, y in zip(a[start:], b[start:], strict=True)) < 20 for start in (512, 1024))
     assert min(a) >= 0 and max(a) < 1000
@@ -255,14 +256,14 @@ def test_prompts_share_what_their_names_say() -> None:
 def test_an_engine_is_asked_what_a_simulation_is(prefix: int, num_prefixes: int) -> None:
     lengths = Lengths(50, 20, 0.7)
     asked = arriving(drawn(40, lengths, prefix=prefix, num_prefixes=num_prefixes, seed=5), 3.0, burstiness=0.7, seed=5)
-    dialogues = dialogues_of(asked, vocab_size=1000, seed=5)
+    conversations = conversations_of(asked, vocab_size=1000, seed=5)
     assert [(each.prompt, each.output, each.at) for each in asked] == [
-        (len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in dialogues
+        (len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in conversations
     ]
 
 
 def test_arrivals_have_the_rate_and_the_burstiness_asked_for() -> None:
-    asked = [Asked(1, 1)] * 3000
+    asked = [LoadRequest(1, 1)] * 3000
     for shape in (0.25, 1.0, 4.0):
         times = [each.at or 0.0 for each in arriving(asked, 5.0, burstiness=shape, seed=2)]
         gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
@@ -295,7 +296,7 @@ def test_this_cpu_is_what_was_measured(tmp_path: Path) -> None:
     found = find_device("cpu", threads=3, memory=None, free_memory=2**33, folder=tmp_path)
     assert found.profile == profile and found.memory == 2**33 and found.kind == "cpu"
     assert find_device(str(path), threads=1, memory=2**32, free_memory=0).memory == 2**32
-    report = simulate(SPEC, EngineConfig(), found, Load([Asked(9, 3, at=0.0)]))
+    report = simulate(SPEC, EngineConfig(), found, Load([LoadRequest(9, 3, at=0.0)]))
     assert report.figures["completed"] == 1 and report.info.kv_groups[0].spec.block_size == 16
 
 

@@ -20,7 +20,7 @@ from headrace.cost.speed import EXCEED, MISJUDGED, MOST, Line, Steering, StepSpe
 from headrace.observe.metrics import StepRecorder, kind_of
 from headrace.planner.devices import known_devices
 from headrace.planner.simulator import Load, simulate
-from headrace.planner.workload.asked import Asked, arriving
+from headrace.planner.workload.load import LoadRequest, arriving
 from headrace.request import StepPlan
 from headrace.scheduler.step_budget import LEAST_SHARE, NEAR, SLICE, StepMeter, keys_of, pairs_of
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
@@ -175,7 +175,7 @@ def test_a_promise_is_kept_on_a_device_whose_speed_must_be_learned() -> None:
     spec = DecoderSpec(
         "llama", 32_000, 2048, 16, 8, 128, 8192, (LayerSpec(),) * 16, 32_768, RopeSpec(5e5, 128), checkpoint_dtype="bfloat16"
     )  # fmt: skip
-    asked = arriving([Asked(1500 + 97 * index % 3000, 50 + 13 * index % 40) for index in range(36)], 9.0, burstiness=1.0, seed=2)
+    asked = arriving([LoadRequest(1500 + 97 * index % 3000, 50 + 13 * index % 40) for index in range(36)], 9.0, burstiness=1.0, seed=2)
     found = {}
     for name, scheduler in (("tokens", SchedulerConfig()), ("time", SchedulerConfig(max_step_ms=12.0))):
         found[name] = simulate(spec, EngineConfig(scheduler=scheduler), known_devices()["a100"], Load(asked)).figures

@@ -12,7 +12,7 @@ import pytest
 from headrace.cli import main
 from headrace.config import SchedulerConfig
 from headrace.planner.tenants import among, drift, tenant_figures, with_priorities
-from headrace.planner.workload.asked import Asked, Lengths, conversing
+from headrace.planner.workload.load import Lengths, LoadRequest, conversing
 from headrace.planner.workload.statistics import Sample
 
 DEMO = ("simulate", "--device", "l40s", "--input-len", "40", "--output-len", "24", "--random-range-ratio", "0.5", "--max-num-seqs", "4")
@@ -23,7 +23,7 @@ def sample(sent: float, *arrivals: float, prompt: int = 10) -> Sample:
 
 
 def test_requests_are_shared_out_by_a_seed() -> None:
-    asked = [Asked(5, 6) for _ in range(4000)]
+    asked = [LoadRequest(5, 6) for _ in range(4000)]
     alike, hogged = (Counter(each.tenant for each in among(asked, 4, hog, 1)) for hog in (None, 0.7))
     assert sorted(alike) == ["key1", "key2", "key3", "key4"] and all(count == pytest.approx(1000, rel=0.1) for count in alike.values())
     assert hogged["key1"] == pytest.approx(2800, rel=0.05) and hogged["key4"] == pytest.approx(400, rel=0.2)

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.planner.workload import traces
-from headrace.planner.workload.asked import trace_lengths, trace_rows, traced
-from headrace.planner.workload.dialogues import dialogues_of
+from headrace.planner.workload.conversations import conversations_of
+from headrace.planner.workload.load import trace_lengths, trace_rows, traced
 from headrace.planner.workload.traces import TraceRow, read_trace
 
 AZURE_2023 = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.4799600,30,8\n"
@@ -107,7 +107,7 @@ def test_a_trace_is_the_same_load_for_a_server_and_for_a_simulation(tmp_path: Pa
     path.write_text(BURST)
     for scale in ({"speed": 4.0}, {"rate": 0.5}):
         asked = traced(path, count=None, max_prompt=1000, max_output=10, **scale)
-        sent = dialogues_of(asked, vocab_size=50)
+        sent = conversations_of(asked, vocab_size=50)
         assert [(each.prompt, each.output, each.at) for each in asked] == [
             (len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in sent
         ]

@@ -186,7 +186,7 @@ def test_no_part_that_is_held_against_is_one_that_was_fitted(kind: str) -> None:
 
 def test_b_repeated_is_the_same_load_of_other_ids() -> None:
     for part in loads_for("cpu", 1.0).held:
-        one, other = (replace(part, vocabulary=again.vocabulary).dialogues(0, 32000) for again in (*repeated([part], 0), *repeated([part], 1)))
+        one, other = (replace(part, vocabulary=again.vocabulary).conversations(0, 32000) for again in (*repeated([part], 0), *repeated([part], 1)))
         shapes = [[(len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in run] for run in (one, other)]
         assert shapes[0] == shapes[1] and all(a.turns[0].new_ids[:16] != b.turns[0].new_ids[:16] for a, b in zip(one, other, strict=True))
 

@@ -12,39 +12,39 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.planner.workload.asked import Lengths, arriving, conversing, drawn, traced
-from headrace.planner.workload.dialogues import Dialogue, dialogues_of, random_dialogues
+from headrace.planner.workload.conversations import Conversation, conversations_of, random_conversations
+from headrace.planner.workload.load import Lengths, arriving, conversing, drawn, traced
 from headrace.planner.workload.statistics import Sample, failure_reasons, parse_goodput, spread_of, summarise
 from tests.support.outside import shared
 
 
 def test_a_seed_gives_the_same_workload_and_another_seed_another() -> None:
-    first, again, other = (random_dialogues(5, Lengths(20, 10, 0.5), vocab_size=100, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (random_conversations(5, Lengths(20, 10, 0.5), vocab_size=100, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
-    lengths = [(len(d.turns[0].new_ids), d.turns[0].max_tokens) for d in random_dialogues(200, Lengths(20, 10, 0.5), vocab_size=100)]
+    lengths = [(len(d.turns[0].new_ids), d.turns[0].max_tokens) for d in random_conversations(200, Lengths(20, 10, 0.5), vocab_size=100)]
     assert {min(p for p, _ in lengths), max(p for p, _ in lengths)} == {10, 30}
     assert {min(o for _, o in lengths), max(o for _, o in lengths)} == {5, 15}
-    assert all(0 <= token < 100 for dialogue in first for token in dialogue.turns[0].new_ids)
+    assert all(0 <= token < 100 for conversation in first for token in conversation.turns[0].new_ids)
 
 
 def test_prefixes_are_shared_in_turn_and_suffixes_are_not() -> None:
-    dialogues = dialogues_of(drawn(6, Lengths(8, 4), prefix=32, num_prefixes=2), vocab_size=1000)
-    prefixes = [d.turns[0].new_ids[:32] for d in dialogues]
+    conversations = conversations_of(drawn(6, Lengths(8, 4), prefix=32, num_prefixes=2), vocab_size=1000)
+    prefixes = [d.turns[0].new_ids[:32] for d in conversations]
     assert prefixes[0] == prefixes[2] == prefixes[4] != prefixes[1] == prefixes[3]
-    assert len({d.turns[0].new_ids[32:] for d in dialogues}) == 6
+    assert len({d.turns[0].new_ids[32:] for d in conversations}) == 6
 
 
 def test_conversations_share_the_system_prompt_and_think_between_turns() -> None:
-    dialogues = dialogues_of(conversing(50, 3, Lengths(8, 4), system=16, think=2.0), vocab_size=1000)
-    assert len({d.turns[0].new_ids[:16] for d in dialogues}) == 1
-    assert all(len(d.turns) == 3 and d.turns[0].think_seconds == 0 and len(d.turns[1].new_ids) == 8 for d in dialogues)
-    assert np.mean([turn.think_seconds for d in dialogues for turn in d.turns[1:]]) == pytest.approx(2.0, rel=0.3)
+    conversations = conversations_of(conversing(50, 3, Lengths(8, 4), system=16, think=2.0), vocab_size=1000)
+    assert len({d.turns[0].new_ids[:16] for d in conversations}) == 1
+    assert all(len(d.turns) == 3 and d.turns[0].think_seconds == 0 and len(d.turns[1].new_ids) == 8 for d in conversations)
+    assert np.mean([turn.think_seconds for d in conversations for turn in d.turns[1:]]) == pytest.approx(2.0, rel=0.3)
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_arrivals_have_the_rate_and_the_burstiness_asked_for(burstiness: float) -> None:
     asked = arriving(drawn(4000, Lengths(1, 1)), 10.0, burstiness=burstiness, seed=0)
-    arrivals = [d.arrival for d in dialogues_of(asked, vocab_size=10)]
+    arrivals = [d.arrival for d in conversations_of(asked, vocab_size=10)]
     gaps = np.diff([0.0, *arrivals])  # type: ignore[list-item]
     assert gaps.mean() == pytest.approx(0.1, rel=0.1)
     assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.15)
@@ -52,19 +52,19 @@ def test_arrivals_have_the_rate_and_the_burstiness_asked_for(burstiness: float) 
 
 def test_an_infinite_rate_sends_all_at_once_and_a_rate_of_zero_is_refused() -> None:
     asked = drawn(3, Lengths(1, 1))
-    assert [d.arrival for d in dialogues_of(arriving(asked, math.inf, seed=0), vocab_size=10)] == [0, 0, 0]
+    assert [d.arrival for d in conversations_of(arriving(asked, math.inf, seed=0), vocab_size=10)] == [0, 0, 0]
     with pytest.raises(ConfigError, match="above 0"):
         arriving(asked, 0, seed=0)
 
 
-def traced_dialogues(path: Path, *, vocab_size: int, **how: Any) -> list[Dialogue]:
-    return dialogues_of(traced(path, **how), vocab_size=vocab_size)
+def traced_conversations(path: Path, *, vocab_size: int, **how: Any) -> list[Conversation]:
+    return conversations_of(traced(path, **how), vocab_size=vocab_size)
 
 
 def test_an_azure_trace_is_read_and_sped_up(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.4799600,30,80000\n")
-    first, second = traced_dialogues(path, count=None, speed=2.0, max_prompt=100, max_output=50, vocab_size=10)
+    first, second = traced_conversations(path, count=None, speed=2.0, max_prompt=100, max_output=50, vocab_size=10)
     assert (first.arrival, len(first.turns[0].new_ids), first.turns[0].max_tokens) == (0.0, 100, 10)
     assert second.arrival == pytest.approx(0.25)
     assert (len(second.turns[0].new_ids), second.turns[0].max_tokens) == (30, 50)
@@ -74,7 +74,7 @@ def test_equal_hash_ids_of_a_mooncake_trace_are_equal_tokens(tmp_path: Path) -> 
     rows = [{"timestamp": 1000 * i, "input_length": 1200, "output_length": 5, "hash_ids": [0, 1 + i, 7 + i]} for i in range(2)]
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second = traced_dialogues(path, count=None, speed=1.0, max_prompt=10_000, max_output=50, vocab_size=1000)
+    first, second = traced_conversations(path, count=None, speed=1.0, max_prompt=10_000, max_output=50, vocab_size=1000)
     a, b = first.turns[0].new_ids, second.turns[0].new_ids
     assert len(a) == len(b) == 1200 and a[:512] == b[:512] and a[512:1024] != b[512:1024]
     assert second.arrival == 1.0
@@ -86,16 +86,16 @@ def test_equal_hash_ids_of_a_mooncake_trace_are_equal_tokens(tmp_path: Path) -> 
 def test_a_trace_that_cannot_be_read_is_refused_with_its_columns(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=r"columns must be|Row 1 |no requests"):
-        traced_dialogues(tmp_path / name, count=None, speed=1.0, max_prompt=10, max_output=10, vocab_size=10)
+        traced_conversations(tmp_path / name, count=None, speed=1.0, max_prompt=10, max_output=10, vocab_size=10)
     with pytest.raises(ConfigError, match="existing file"):
-        traced_dialogues(tmp_path / "absent.csv", count=None, speed=1.0, max_prompt=10, max_output=10, vocab_size=10)
+        traced_conversations(tmp_path / "absent.csv", count=None, speed=1.0, max_prompt=10, max_output=10, vocab_size=10)
 
 
 @pytest.mark.parametrize("name", ["azure_2023_code.csv", "mooncake_conversation.jsonl"])
 def test_published_traces_are_read(name: str) -> None:
-    dialogues = traced_dialogues(shared("data", "traces", name), count=20, speed=1.0, max_prompt=600, max_output=10, vocab_size=100)
-    assert len(dialogues) == 20
-    assert all(a.arrival <= b.arrival for a, b in pairwise(dialogues))  # type: ignore[operator]
+    conversations = traced_conversations(shared("data", "traces", name), count=20, speed=1.0, max_prompt=600, max_output=10, vocab_size=100)
+    assert len(conversations) == 20
+    assert all(a.arrival <= b.arrival for a, b in pairwise(conversations))  # type: ignore[operator]
 
 
 def sample(sent: float, arrivals: list[float], **more: object) -> Sample:

@@ -25,8 +25,8 @@ from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.observe.report import load_pyplot, machine_facts, plot_curves, print_facts, say, table, write_json
-from headrace.planner.workload.asked import Lengths, arriving, conversing, drawn
-from headrace.planner.workload.dialogues import Dialogue, dialogues_of, random_dialogues
+from headrace.planner.workload.conversations import Conversation, conversations_of, random_conversations
+from headrace.planner.workload.load import Lengths, arriving, conversing, drawn
 from headrace.planner.workload.statistics import Sample, summarise
 from headrace.request import Request
 from headrace.sampling_params import StructuredOutputs
@@ -401,39 +401,39 @@ class Ablation:
         try:
             engine.await_kernels()
             engine.prepare()
-            drive(engine.core, random_dialogues(2, Lengths(8, 3), vocab_size=engine.info.vocab_size, seed=2**31))
+            drive(engine.core, random_conversations(2, Lengths(8, 3), vocab_size=engine.info.vocab_size, seed=2**31))
             yield engine
         finally:
             engine.close()
 
 
 def drive_load(engine: Engine, load: Load, seed: int) -> Run:
-    """Answers are stored by the dialogues' own numbers, in whatever order they were requested."""
-    dialogues = draw(load, engine.info.vocab_size, seed)
-    order = batch_order(engine, dialogues) if load.batch_order else list(range(len(dialogues)))
-    run = drive(engine.core, [dialogues[number] for number in order], max_concurrency=load.at_once)
+    """Answers are stored by the conversations' own numbers, in whatever order they were requested."""
+    conversations = draw(load, engine.info.vocab_size, seed)
+    order = batch_order(engine, conversations) if load.batch_order else list(range(len(conversations)))
+    run = drive(engine.core, [conversations[number] for number in order], max_concurrency=load.at_once)
     run.answers = {(order[place], turn): tokens for (place, turn), tokens in run.answers.items()}
     return run
 
 
-def draw(load: Load, vocab_size: int, seed: int) -> list[Dialogue]:
+def draw(load: Load, vocab_size: int, seed: int) -> list[Conversation]:
     lengths = Lengths(load.prompt, load.output, load.spread or load.percent / 100)
     if load.turns > 1:
         asked = conversing(load.count, load.turns, lengths, system=load.prefix, think=0.0, seed=seed)
     else:
         asked = drawn(load.requests, lengths, prefix=load.prefix, seed=seed)
     asked = arriving(asked, load.rate, seed=seed) if load.rate else asked
-    dialogues = dialogues_of(asked, vocab_size=vocab_size, seed=seed)
+    conversations = conversations_of(asked, vocab_size=vocab_size, seed=seed)
     structured = StructuredOutputs(**load.structured) if load.structured else None
     own: dict[str, Any] = {"stop_after": load.stop_after, "structured": structured}
-    return [replace(each, turns=tuple(replace(turn, **own) for turn in each.turns)) for each in dialogues]
+    return [replace(each, turns=tuple(replace(turn, **own) for turn in each.turns)) for each in conversations]
 
 
-def batch_order(engine: Engine, dialogues: Sequence[Dialogue]) -> list[int]:
+def batch_order(engine: Engine, conversations: Sequence[Conversation]) -> list[int]:
     """The order that the engine chooses for the requests of one offline call."""
     requests = [
         Request(request_id=number, prompt_token_ids=array("i", turn.new_ids), params=greedy(turn))
-        for number, turn in enumerate(dialogue.turns[0] for dialogue in dialogues)
+        for number, turn in enumerate(conversation.turns[0] for conversation in conversations)
     ]
     return [request.request_id for request in engine.core.batch_order(requests)]
 

@@ -1,6 +1,6 @@
-"""Runs dialogues through an engine core in this process, without text and without transport.
+"""Runs conversations through an engine core in this process, without text and without transport.
 
-Open loop (dialogues with arrivals) and closed loop (without), on the core's own clock: for benchmarks of a technique,
+Open loop (conversations with arrivals) and closed loop (without), on the core's own clock: for benchmarks of a technique,
 which should measure the engine and nothing else.
 
 What lives here: the loop that adds what is due and steps. What may not: figures (planner/workload/), engines'
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.engine.core import EngineCore
-from headrace.planner.workload.dialogues import Dialogue, Turn
+from headrace.planner.workload.conversations import Conversation, Turn
 from headrace.planner.workload.statistics import Sample
 from headrace.request import FinishReason, Request, SequenceOutput
 from headrace.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ class Run:
     token."""
 
     samples: list[Sample] = field(default_factory=list)
-    answers: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # (dialogue, turn) → token ids
+    answers: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # (conversation, turn) → token ids
     seconds: float = 0.0
     steps: int = 0
     most_running: int = 0  # turns under way at once
@@ -43,7 +43,7 @@ class Run:
 class _Live:
     """A turn in progress."""
 
-    dialogue: int
+    conversation: int
     turn: int
     prompt: array[int]
     sample: Sample
@@ -51,20 +51,20 @@ class _Live:
 
 
 class Driver:
-    """One run of one workload. ``max_concurrency`` bounds how many dialogues have a turn in progress at once."""
+    """One run of one workload. ``max_concurrency`` bounds how many conversations have a turn in progress at once."""
 
-    def __init__(self, core: EngineCore, dialogues: Sequence[Dialogue], *, max_concurrency: int | None = None) -> None:
+    def __init__(self, core: EngineCore, conversations: Sequence[Conversation], *, max_concurrency: int | None = None) -> None:
         self._core = core
         self._clock = core.clock
-        self._dialogues = dialogues
-        self._room = max_concurrency if max_concurrency is not None else len(dialogues)
+        self._conversations = conversations
+        self._room = max_concurrency if max_concurrency is not None else len(conversations)
         self._ids = itertools.count()
         self._live: dict[int, _Live] = {}
         self._run = Run()
         self._origin = self._clock.now()
-        self._due: list[tuple[float, int, int, array[int]]] = []  # (seconds, dialogue, turn, history)
-        for index, dialogue in enumerate(dialogues):
-            heapq.heappush(self._due, (self._origin + (dialogue.arrival or 0.0), index, 0, array("i")))
+        self._due: list[tuple[float, int, int, array[int]]] = []  # (seconds, conversation, turn, history)
+        for index, conversation in enumerate(conversations):
+            heapq.heappush(self._due, (self._origin + (conversation.arrival or 0.0), index, 0, array("i")))
 
     def run(self) -> Run:
         core, clock = self._core, self._clock
@@ -82,11 +82,11 @@ class Driver:
     def _send_due(self) -> None:
         while self._due and len(self._live) < self._room and self._due[0][0] <= self._clock.now():
             due, index, turn, history = heapq.heappop(self._due)
-            open_loop = turn > 0 or self._dialogues[index].arrival is not None
+            open_loop = turn > 0 or self._conversations[index].arrival is not None
             self._send(index, turn, history, due if open_loop else None)
 
     def _send(self, index: int, number: int, history: array[int], due: float | None) -> None:
-        turn = self._dialogues[index].turns[number]
+        turn = self._conversations[index].turns[number]
         prompt = history + array("i", turn.new_ids)
         request_id = next(self._ids)
         now = self._clock.now()
@@ -108,7 +108,7 @@ class Driver:
             live.token_ids += output.token_ids
         if output.num_cached_tokens is not None:
             live.sample.cached_tokens = output.num_cached_tokens
-        stop_after = self._dialogues[live.dialogue].turns[live.turn].stop_after
+        stop_after = self._conversations[live.conversation].turns[live.turn].stop_after
         if output.finished is not None:
             if output.finished.reason is FinishReason.ERROR:
                 live.sample.error = output.finished.message or "error"
@@ -121,12 +121,12 @@ class Driver:
         live = self._live.pop(request_id)
         live.sample.ended, live.sample.output_tokens = now, len(live.token_ids)
         self._run.samples.append(live.sample)
-        self._run.answers[live.dialogue, live.turn] = tuple(live.token_ids)
+        self._run.answers[live.conversation, live.turn] = tuple(live.token_ids)
         self._run.seconds = now - self._origin
-        turns = self._dialogues[live.dialogue].turns
+        turns = self._conversations[live.conversation].turns
         if live.turn + 1 < len(turns) and live.sample.error is None:
             history = live.prompt + array("i", live.token_ids)
-            heapq.heappush(self._due, (now + turns[live.turn + 1].think_seconds, live.dialogue, live.turn + 1, history))
+            heapq.heappush(self._due, (now + turns[live.turn + 1].think_seconds, live.conversation, live.turn + 1, history))
 
 
 def greedy(turn: Turn) -> SamplingParams:
@@ -134,5 +134,5 @@ def greedy(turn: Turn) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=turn.max_tokens, ignore_eos=True, detokenize=False, structured_outputs=turn.structured)
 
 
-def drive(core: EngineCore, dialogues: Sequence[Dialogue], *, max_concurrency: int | None = None) -> Run:
-    return Driver(core, dialogues, max_concurrency=max_concurrency).run()
+def drive(core: EngineCore, conversations: Sequence[Conversation], *, max_concurrency: int | None = None) -> Run:
+    return Driver(core, conversations, max_concurrency=max_concurrency).run()

@@ -1,4 +1,4 @@
-"""Sends dialogues to a server and records what the client saw of each request.
+"""Sends conversations to a server and records what the client saw of each request.
 
 What lives here: the load generator (open and closed loop), requests in OpenAI's format, reading streams, and a light
 HTTP/1.1 client for server-sent events, which timestamps what arrives and parses it later. What may not: figures and
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.planner.workload.dialogues import Dialogue, Turn, as_text
+from headrace.planner.workload.conversations import Conversation, Turn, as_text
 from headrace.planner.workload.statistics import Sample
 
 ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -56,7 +56,7 @@ def _remedy(status: int) -> str:
 
 
 class LoadGenerator:
-    """Sends dialogues when they are due, at most ``concurrency`` requests at once, and keeps a sample of each
+    """Sends conversations when they are due, at most ``concurrency`` requests at once, and keeps a sample of each
     request."""
 
     def __init__(self, client: HttpClient, model: str, endpoint: str, concurrency: float, *, as_ids: bool) -> None:
@@ -68,12 +68,12 @@ class LoadGenerator:
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(1 << 30 if math.isinf(concurrency) else int(concurrency))
 
-    async def warm_up(self, dialogues: Sequence[Dialogue], count: int) -> None:
+    async def warm_up(self, conversations: Sequence[Conversation], count: int) -> None:
         """Uses other tokens than the measurement, so that they are not in the server's prefix cache. Raises
         BenchFailed."""
-        for dialogue in dialogues[:count]:
-            turn = replace(dialogue.turns[0], new_ids=tuple(reversed(dialogue.turns[0].new_ids)))
-            await self._dialogue(Dialogue((turn,)), time.perf_counter())
+        for conversation in conversations[:count]:
+            turn = replace(conversation.turns[0], new_ids=tuple(reversed(conversation.turns[0].new_ids)))
+            await self._conversation(Conversation((turn,)), time.perf_counter())
         failed = [sample for sample in self.samples if sample.error is not None]
         if failed and len(failed) == len(self.samples):
             why = str(failed[0].error).rstrip(".")
@@ -81,23 +81,23 @@ class LoadGenerator:
             raise BenchFailed(f"Every warm-up request failed: {why}. {_remedy(int(status[1]) if status else 0)}")
         self.samples.clear()
 
-    async def run(self, dialogues: Sequence[Dialogue]) -> None:
+    async def run(self, conversations: Sequence[Conversation]) -> None:
         origin = time.perf_counter()
-        if any(dialogue.arrival is None for dialogue in dialogues):
-            queue = iter(dialogues)
-            workers = min(len(dialogues), int(self._concurrency)) if math.isfinite(self._concurrency) else len(dialogues)
+        if any(conversation.arrival is None for conversation in conversations):
+            queue = iter(conversations)
+            workers = min(len(conversations), int(self._concurrency)) if math.isfinite(self._concurrency) else len(conversations)
             await asyncio.gather(*(self._worker(queue, origin) for _ in range(workers)))
         else:
-            await asyncio.gather(*(self._dialogue(dialogue, origin) for dialogue in dialogues))
+            await asyncio.gather(*(self._conversation(conversation, origin) for conversation in conversations))
 
-    async def _worker(self, queue: Iterator[Dialogue], origin: float) -> None:
-        for dialogue in queue:
-            await self._dialogue(dialogue, origin)
+    async def _worker(self, queue: Iterator[Conversation], origin: float) -> None:
+        for conversation in queue:
+            await self._conversation(conversation, origin)
 
-    async def _dialogue(self, dialogue: Dialogue, origin: float) -> None:
+    async def _conversation(self, conversation: Conversation, origin: float) -> None:
         history: list[tuple[str, str]] = []  # (what was asked, what was answered)
-        due = None if dialogue.arrival is None else origin + dialogue.arrival
-        for turn in dialogue.turns:
+        due = None if conversation.arrival is None else origin + conversation.arrival
+        for turn in conversation.turns:
             if turn.think_seconds:
                 due = time.perf_counter() + turn.think_seconds
             if due is not None:

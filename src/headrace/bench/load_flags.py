@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.bench.arguments import amount, count, natural, share
 from headrace.errors import ConfigError
 from headrace.planner.workload.arrivals import DAY, GAPS, Swing
-from headrace.planner.workload.asked import Asked, DrawsLengths, Lengths, arriving, conversing, drawn, trace_lengths, traced
+from headrace.planner.workload.load import DrawsLengths, Lengths, LoadRequest, arriving, conversing, drawn, trace_lengths, traced
 from headrace.planner.workload.traces import MOST_ROWS
 
 WORKLOADS = ("random", "shared-prefix", "conversation", "trace")
@@ -132,7 +132,7 @@ def _check_trace(args: argparse.Namespace, trace: Path | None) -> None:
         raise ConfigError("A trace brings its own arrivals and lengths; leave --burstiness, --gaps, --diurnal, its period and --lengths-from out.")
 
 
-def asked_of(args: argparse.Namespace, *, trace: Path | None, rate: float | None, seed: int) -> list[Asked]:
+def asked_of(args: argparse.Namespace, *, trace: Path | None, rate: float | None, seed: int) -> list[LoadRequest]:
     """The requests that the flags describe, in an open loop with their arrivals. ``rate`` replaces --request-rate.
     Raises ConfigError."""
     if trace is not None:
@@ -145,7 +145,7 @@ def asked_of(args: argparse.Namespace, *, trace: Path | None, rate: float | None
     return arriving(asked, rate, burstiness=args.burstiness, gaps=args.gaps, swing=swing, seed=seed)
 
 
-def _drawn(args: argparse.Namespace, count: int, seed: int) -> list[Asked]:
+def _drawn(args: argparse.Namespace, count: int, seed: int) -> list[LoadRequest]:
     lengths = _lengths(args)
     if args.workload == "conversation":
         return conversing(count, args.turns, lengths, system=args.prefix_len, think=args.think_time, seed=seed)

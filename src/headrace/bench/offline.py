@@ -27,8 +27,8 @@ from headrace.observe.report import (
     void_note,
     write_json,
 )
-from headrace.planner.workload.asked import Lengths, drawn
-from headrace.planner.workload.dialogues import Dialogue, dialogues_of, random_dialogues
+from headrace.planner.workload.conversations import Conversation, conversations_of, random_conversations
+from headrace.planner.workload.load import Lengths, drawn
 from headrace.planner.workload.statistics import spread_of
 from headrace.sampling_params import SamplingParams
 
@@ -82,15 +82,15 @@ def _throughput_shape(args: argparse.Namespace) -> str:
     return f"{args.num_prompts} requests, {args.input_len} in{prefix}, {args.output_len} out, range ratio {args.random_range_ratio:g}"
 
 
-def _fresh(args: argparse.Namespace, vocab_size: int, repeat: int) -> list[Dialogue]:
+def _fresh(args: argparse.Namespace, vocab_size: int, repeat: int) -> list[Conversation]:
     """Other tokens in each repeat, so that none is answered from the previous one's cache."""
     lengths, seed = Lengths(args.input_len, args.output_len, args.random_range_ratio), repeat + 1
     asked = drawn(args.num_prompts, lengths, prefix=args.prefix_len, seed=seed)
-    return dialogues_of(asked, vocab_size=vocab_size, seed=seed)
+    return conversations_of(asked, vocab_size=vocab_size, seed=seed)
 
 
-def _timed(llm: Any, dialogues: Sequence[Dialogue]) -> dict[str, float]:
-    prompts, params = _calls(dialogues)
+def _timed(llm: Any, conversations: Sequence[Conversation]) -> dict[str, float]:
+    prompts, params = _calls(conversations)
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     elapsed = time.perf_counter() - begin
@@ -106,14 +106,14 @@ def _timed(llm: Any, dialogues: Sequence[Dialogue]) -> dict[str, float]:
     }
 
 
-def _calls(dialogues: Sequence[Dialogue]) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    turns = [dialogue.turns[0] for dialogue in dialogues]
+def _calls(conversations: Sequence[Conversation]) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    turns = [conversation.turns[0] for conversation in conversations]
     params = [SamplingParams(temperature=0.0, max_tokens=turn.max_tokens, ignore_eos=True) for turn in turns]
     return [{"prompt_token_ids": list(turn.new_ids)} for turn in turns], params
 
 
-def _warm_up(llm: Any, dialogues: Sequence[Dialogue]) -> None:
-    prompts, params = _calls(dialogues)
+def _warm_up(llm: Any, conversations: Sequence[Conversation]) -> None:
+    prompts, params = _calls(conversations)
     llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -124,7 +124,8 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     facts, sweep = facts_here(config.device.device, shape=shape), Sweep()
     with LLM.from_config(config) as llm:
         vocab, lengths = llm.info.vocab_size, Lengths(args.input_len, args.output_len)
-        batches = [random_dialogues(args.batch_size, lengths, vocab_size=vocab, seed=seed) for seed in range(args.num_iters_warmup + args.num_iters)]
+        seeds = range(args.num_iters_warmup + args.num_iters)
+        batches = [random_conversations(args.batch_size, lengths, vocab_size=vocab, seed=seed) for seed in seeds]
         llm.engine.await_kernels()
         for batch in batches[: args.num_iters_warmup]:
             _timed(llm, batch)

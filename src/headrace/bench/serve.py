@@ -29,7 +29,7 @@ from headrace.bench.load_flags import (
 )
 from headrace.bench.sweep import Sweep
 from headrace.observe.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
-from headrace.planner.workload.dialogues import Dialogue, dialogues_of
+from headrace.planner.workload.conversations import Conversation, conversations_of
 from headrace.planner.workload.statistics import Reader, Sample, experiences, failure_reasons, parse_goodput, spread_of, summarise
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -71,19 +71,19 @@ def run(args: argparse.Namespace) -> int:
     limits = parse_goodput(args.goodput)
     if args.plot:
         load_pyplot()
-    dialogues = create_workload(args)
+    conversations = create_workload(args)
     client = HttpClient(args.base_url, api_key=args.api_key, timeout=args.timeout)
     limits_here = limits_of(client.host)
-    outcome, sweep = asyncio.run(_measure(args, client, dialogues)), Sweep()
+    outcome, sweep = asyncio.run(_measure(args, client, conversations)), Sweep()
     figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
     figures |= experiences(outcome.samples, Reader(args.expected_ttft, args.reading_speed))
     figures |= outcome.step_figures
     if "device_joules" in figures and figures["total_output_tokens"]:
         figures["joules_per_output_token"] = figures["device_joules"] / figures["total_output_tokens"]
     figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
-    facts = machine_facts(limits_here, shape=_shape(args, len(dialogues)), server=f"{args.base_url}, model {outcome.model}")
+    facts = machine_facts(limits_here, shape=_shape(args, len(conversations)), server=f"{args.base_url}, model {outcome.model}")
     if outcome.stopped:
-        facts["stopped"] = f"by Ctrl-C, when {len(outcome.samples)} of {sum(len(each.turns) for each in dialogues)} requests had ended"
+        facts["stopped"] = f"by Ctrl-C, when {len(outcome.samples)} of {sum(len(each.turns) for each in conversations)} requests had ended"
         sweep.stop(facts["stopped"].partition("when ")[2])
     print_facts(facts)
     print()
@@ -105,11 +105,11 @@ def limits_of(host: str) -> str:
     return str(glance_limits())
 
 
-def create_workload(args: argparse.Namespace) -> list[Dialogue]:
-    """The dialogues that the flags ask for, with arrivals in an open loop. Raises ConfigError."""
+def create_workload(args: argparse.Namespace) -> list[Conversation]:
+    """The conversations that the flags ask for, with arrivals in an open loop. Raises ConfigError."""
     check_load_flags(args, args.trace)
     asked = asked_of(args, trace=args.trace, rate=args.request_rate, seed=args.seed)
-    return dialogues_of(asked, vocab_size=args.vocab_size, seed=args.seed)
+    return conversations_of(asked, vocab_size=args.vocab_size, seed=args.seed)
 
 
 def _shape(args: argparse.Namespace, count: int) -> str:
@@ -138,17 +138,17 @@ class Outcome:
     stopped: bool  # by Ctrl-C; requests under way have no sample
 
 
-async def _measure(args: argparse.Namespace, client: HttpClient, dialogues: Sequence[Dialogue]) -> Outcome:
+async def _measure(args: argparse.Namespace, client: HttpClient, conversations: Sequence[Conversation]) -> Outcome:
     model = args.model or await first_model(client)
     as_ids = args.endpoint == "completions" and args.workload != "conversation"  # whose history is text
     generator = LoadGenerator(client, model, args.endpoint, _concurrency(args), as_ids=as_ids)
-    await generator.warm_up(dialogues, args.num_warmups)
+    await generator.warm_up(conversations, args.num_warmups)
     before = await read_steps(client)
     lags: list[float] = []
     meter = asyncio.create_task(_watch_loop(lags))
     cpu, begin, stopped = time.process_time(), time.perf_counter(), False
     try:
-        await generator.run(dialogues)
+        await generator.run(conversations)
     except asyncio.CancelledError:  # Ctrl-C, as asyncio.run passes it on: what was answered is told
         if not generator.samples:
             raise

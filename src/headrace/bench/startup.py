@@ -32,8 +32,8 @@ from headrace.bench.load import BenchFailed, BrokenAnswer, HttpClient, LoadGener
 from headrace.bench.serve import limits_of
 from headrace.cache_home import cache_home
 from headrace.observe.report import machine_facts, print_facts, print_figures, write_json
-from headrace.planner.workload.asked import Lengths
-from headrace.planner.workload.dialogues import random_dialogues
+from headrace.planner.workload.conversations import random_conversations
+from headrace.planner.workload.load import Lengths
 
 READY_TIMEOUT = 600.0  # s
 _IMPORTED = ("headrace.bench.startup_child", "headrace.engine.llm", "headrace.worker.worker", "headrace.worker.profile", "triton")
@@ -176,7 +176,7 @@ async def _first_requests(url: str, server: subprocess.Popen[bytes], begin: floa
     model = await await_ready(client, server)
     ready = time.perf_counter() - begin
     generator = LoadGenerator(client, model, "completions", 1, as_ids=True)
-    await generator.run(random_dialogues(6, Lengths(32, 8), vocab_size=1000))
+    await generator.run(random_conversations(6, Lengths(32, 8), vocab_size=1000))
     await client.close()
     for sample in generator.samples:
         if sample.error is not None:

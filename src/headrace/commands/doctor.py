@@ -279,11 +279,11 @@ def _account_gpu(engine: Engine) -> dict[str, Any]:
 def _take_largest_step(engine: Engine) -> str:
     """Returns a description of it."""
     from headrace.bench.driver import drive
-    from headrace.planner.workload.asked import Lengths
-    from headrace.planner.workload.dialogues import random_dialogues
+    from headrace.planner.workload.conversations import random_conversations
+    from headrace.planner.workload.load import Lengths
 
     length = min(engine.core.scheduler.limits.max_num_batched_tokens, engine.info.max_sequence_tokens - 1)
-    drive(engine.core, random_dialogues(1, Lengths(length, 2), vocab_size=engine.info.vocab_size))
+    drive(engine.core, random_conversations(1, Lengths(length, 2), vocab_size=engine.info.vocab_size))
     return f"a step of {length} tokens"
 
 

@@ -20,7 +20,7 @@ from headrace.planner.devices import GIB, Device
 from headrace.planner.four_costs import CONTEXTS, Costs, Row, four_costs
 from headrace.planner.pricing import Priced, priced
 from headrace.planner.simulator import Load, simulate
-from headrace.planner.workload.asked import Asked
+from headrace.planner.workload.load import LoadRequest
 from headrace.spec import DecoderSpec
 
 SWEPT_TOKENS = 1_000_000  # of keys, at most, in one point of the sweep: it computes their prompts, too
@@ -150,7 +150,7 @@ def _simulated(found: Priced, batch: int, context: int) -> tuple[float | None, i
     if prompt < 1:
         return None, 0
     scheduler = replace(found.config.scheduler, max_num_seqs=batch, max_num_batched_tokens=max(most, 2 * batch))
-    load = Load([Asked(prompt, steps + 24, at=0.0)] * batch, max_queue=batch, front=False)
+    load = Load([LoadRequest(prompt, steps + 24, at=0.0)] * batch, max_queue=batch, front=False)
     report = simulate(found.spec, replace(found.config, scheduler=scheduler), found.device, load)
     if preempted := int(report.figures["preemptions"]):
         return None, preempted

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.engine.core import EngineCore
-from headrace.planner.workload.asked import Asked
+from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
 from headrace.request import FinishReason, Request, SequenceOutput, TokenOutputs
 from headrace.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class Drive:
     def __init__(
         self,
         core: EngineCore,
-        asked: Sequence[Asked],
+        asked: Sequence[LoadRequest],
         ids: Callable[[int], array[int]],
         *,
         room: int | None,

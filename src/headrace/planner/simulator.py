@@ -25,7 +25,7 @@ from headrace.planner.pricing import Pricing, priced
 from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import StepTime
 from headrace.planner.tenants import priority_figures, tenant_figures
-from headrace.planner.workload.asked import Asked, Prompts, check_lengths
+from headrace.planner.workload.load import LoadRequest, Prompts, check_lengths
 from headrace.planner.workload.statistics import Reader, Sample, experiences, summarise
 from headrace.spec import DecoderSpec
 from headrace.speculative.settings import read_settings
@@ -37,7 +37,7 @@ class Load:
     often tokens pick each expert; empty: evenly. ``front``: requests pass a front end, where one was measured. ``luck``: the seed of what comes
     between steps, where that was measured."""
 
-    asked: Sequence[Asked]
+    asked: Sequence[LoadRequest]
     seed: int = 0
     max_concurrency: int | None = None
     max_queue: int = 1024

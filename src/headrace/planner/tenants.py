@@ -14,30 +14,30 @@ from typing import Any
 import numpy as np
 
 from headrace.config import SchedulerConfig
-from headrace.planner.workload.asked import Asked
+from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
 
 INPUT, OUTPUT = 1.0, 2.0  # prices of tokens, as the engine has them by default
 
 
-def among(asked: Sequence[Asked], count: int, hog: float | None, seed: int) -> list[Asked]:
+def among(asked: Sequence[LoadRequest], count: int, hog: float | None, seed: int) -> list[LoadRequest]:
     """The same requests of ``count`` tenants, named as keys of a server are (key1, key2 …). The first sends the share ``hog`` of the requests,
     the others the rest in equal shares; None: all are alike. Turns of a conversation are of one tenant."""
     first = 1.0 / count if hog is None else hog
     shares = [first, *[(1.0 - first) / (count - 1)] * (count - 1)]
     drawn = np.random.default_rng((seed, 9)).choice(count, len(asked), p=shares)
-    shared: list[Asked] = []
+    shared: list[LoadRequest] = []
     for each, which in zip(asked, drawn.tolist(), strict=True):
         tenant = f"key{which + 1}" if each.follows is None else shared[each.follows].tenant
         shared.append(replace(each, tenant=tenant))
     return shared
 
 
-def with_priorities(asked: Sequence[Asked], shares: Mapping[int, float], seed: int) -> list[Asked]:
+def with_priorities(asked: Sequence[LoadRequest], shares: Mapping[int, float], seed: int) -> list[LoadRequest]:
     """The same requests, each of one of these priorities, drawn by their shares. Turns of a conversation have one priority."""
     total = sum(shares.values())
     drawn = np.random.default_rng((seed, 10)).choice(list(shares), len(asked), p=[share / total for share in shares.values()])
-    found: list[Asked] = []
+    found: list[LoadRequest] = []
     for each, priority in zip(asked, drawn.tolist(), strict=True):
         found.append(replace(each, priority=priority if each.follows is None else found[each.follows].priority))
     return found

@@ -10,7 +10,7 @@ A rate that swings, rate · (1 + a · sin(2πt / period)), bends time: arrivals 
 expected. Of a Poisson process that is exactly the one with that rate (what thinning gives, too), and it serves the others as well; the number
 of requests stays what was asked for.
 
-What lives here: times. What may not: who comes (dialogues.py, asked.py), clocks.
+What lives here: times. What may not: who comes (conversations.py, asked.py), clocks.
 """
 
 from __future__ import annotations

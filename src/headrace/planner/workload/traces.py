@@ -10,7 +10,7 @@
 
 What cannot have happened is refused with its row: replayed, it would be another workload.
 
-What lives here: layouts and their rows. What may not: what is made of rows (dialogues.py, asked.py), arrivals (arrivals.py).
+What lives here: layouts and their rows. What may not: what is made of rows (conversations.py, asked.py), arrivals (arrivals.py).
 """
 
 from __future__ import annotations

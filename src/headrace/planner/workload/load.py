@@ -2,7 +2,7 @@
 sent.
 
 What lives here: requests drawn from a seed or read from a trace, and their ids, for simulations and for engines
-(dialogues.py). What may not: clocks, reading files (traces.py), arrival times (arrivals.py), models.
+(conversations.py). What may not: clocks, reading files (traces.py), arrival times (arrivals.py), models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHIFT = np.uint64(31)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadRequest:
     """One request. ``at`` in seconds from the start, None: when a client is free. Its prompt begins with the pieces
     named, each of ``piece`` tokens: equal names, equal tokens; the rest is its own.
 
@@ -87,7 +87,7 @@ def trace_lengths(path: Path, *, max_prompt: int | None, max_output: int | None)
     return TraceLengths(tuple(cut_row(row, max_prompt, max_output) for row in trace_rows(path, None)))
 
 
-def drawn(count: int, lengths: DrawsLengths, *, prefix: int = 0, num_prefixes: int = 1, seed: int = 0) -> list[Asked]:
+def drawn(count: int, lengths: DrawsLengths, *, prefix: int = 0, num_prefixes: int = 1, seed: int = 0) -> list[LoadRequest]:
     """Requests of random lengths behind one of ``num_prefixes`` shared prefixes of ``prefix`` tokens, in turn.
 
     Numbers that ids were once made of are passed over, so that a seed still draws the lengths of published figures.
@@ -98,13 +98,13 @@ def drawn(count: int, lengths: DrawsLengths, *, prefix: int = 0, num_prefixes: i
     for index in range(count):
         prompt, output = lengths.draw(rng)
         rng.integers(0, BENCH_VOCAB, prompt)
-        made.append(Asked(prefix + prompt, output, pieces=(index % num_prefixes,) if prefix else (), piece=prefix))
+        made.append(LoadRequest(prefix + prompt, output, pieces=(index % num_prefixes,) if prefix else (), piece=prefix))
     return made
 
 
 def conversing(
     count: int, turns: int, lengths: DrawsLengths, *, system: int, think: float, seed: int = 0
-) -> list[Asked]:
+) -> list[LoadRequest]:
     """``count`` conversations of ``turns`` turns behind one system prompt; ``think``: mean seconds between an answer
     and the next turn.
 
@@ -112,7 +112,7 @@ def conversing(
     """
     rng = np.random.default_rng(seed)
     rng.integers(0, BENCH_VOCAB, system)
-    made: list[Asked] = []
+    made: list[LoadRequest] = []
     for _ in range(count):
         for number in range(turns):
             new, output = lengths.draw(rng)
@@ -130,19 +130,19 @@ def conversing(
                     )
                 )
             else:
-                made.append(Asked(system + new, output, pieces=(0,) if system else (), piece=system))
+                made.append(LoadRequest(system + new, output, pieces=(0,) if system else (), piece=system))
     return made
 
 
 def arriving(
-    asked: Sequence[Asked],
+    asked: Sequence[LoadRequest],
     rate: float,
     *,
     burstiness: float = 1.0,
     gaps: str = "gamma",
     swing: Swing | None = None,
     seed: int,
-) -> list[Asked]:
+) -> list[LoadRequest]:
     """Open loop: requests, or first turns, come at times of their own (arrivals.py). Raises ConfigError."""
     first = [each.follows is None for each in asked]
     times = iter(arrival_times(sum(first), rate, burstiness=burstiness, gaps=gaps, swing=swing, seed=seed))
@@ -157,14 +157,14 @@ def traced(
     max_prompt: int | None,
     max_output: int | None,
     rate: float | None = None,
-) -> list[Asked]:
+) -> list[LoadRequest]:
     """A trace, ``speed`` times as fast, or as fast as makes ``rate`` requests a second of it: the same order, every gap
     scaled alike.
 
     With maxima, longer prompts and answers are cut to them. Raises ConfigError.
     """
     rows = trace_rows(path, count, speed=speed, rate=rate)
-    return [Asked(*cut_row(row, max_prompt, max_output), row.at, row.hash_ids, TRACE_BLOCK) for row in rows]
+    return [LoadRequest(*cut_row(row, max_prompt, max_output), row.at, row.hash_ids, TRACE_BLOCK) for row in rows]
 
 
 def trace_rows(path: Path, count: int | None, *, speed: float = 1.0, rate: float | None = None) -> list[TraceRow]:
@@ -197,7 +197,7 @@ def cut_row(row: TraceRow, max_prompt: int | None, max_output: int | None) -> tu
     return min(row.prompt, max_prompt or row.prompt), max(1, min(row.output, max_output or row.output))
 
 
-def check_lengths(asked: Sequence[Asked], longest: int) -> None:
+def check_lengths(asked: Sequence[LoadRequest], longest: int) -> None:
     """Every request must fit as it stands: cut answers would be figures of another workload. Raises ConfigError."""
     over = [index for index, each in enumerate(asked) if each.prompt + each.output > longest]
     if over:
@@ -214,7 +214,7 @@ class Prompts:
     position, count)."""
 
     def __init__(
-        self, asked: Sequence[Asked], answer: Callable[[int, int, int], array[int]], *, vocab_size: int, seed: int
+        self, asked: Sequence[LoadRequest], answer: Callable[[int, int, int], array[int]], *, vocab_size: int, seed: int
     ) -> None:
         self._asked = asked
         self._answer = answer
@@ -234,14 +234,14 @@ class Prompts:
             self._said[index] = ids
         return ids
 
-    def _next_turn(self, index: int, asked: Asked) -> array[int]:
+    def _next_turn(self, index: int, asked: LoadRequest) -> array[int]:
         assert asked.follows is not None
         said = self._said.pop(asked.follows)
         said = said + self._answer(asked.follows, len(said), self._asked[asked.follows].output)
         return said + own_ids(index, asked.prompt - len(said), vocab_size=self._vocab_size, seed=self._seed)
 
 
-def prompt_ids(asked: Asked, index: int, *, vocab_size: int, seed: int) -> array[int]:
+def prompt_ids(asked: LoadRequest, index: int, *, vocab_size: int, seed: int) -> array[int]:
     """The token ids of request number ``index``, which follows none."""
     parts, left = [], asked.prompt
     for name in asked.pieces[: -(-asked.prompt // asked.piece)] if asked.piece else ():

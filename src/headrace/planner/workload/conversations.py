@@ -1,9 +1,9 @@
-"""A workload as it is sent to an engine: dialogues of one or more turns, with token ids.
+"""A workload as it is sent to an engine: conversations of one or more turns, with token ids.
 
-Every workload is a list of dialogues, whatever its kind; a plain request is a dialogue of one turn. A turn holds only its
+Every workload is a list of conversations, whatever its kind; a plain request is a conversation of one turn. A turn holds only its
 *new* tokens: what came before (earlier turns and the answers really given) is put in front by whoever runs it.
 
-What lives here: dialogues made of what is asked. What may not: what is asked, and when (asked.py); clocks, sockets,
+What lives here: conversations made of what is asked. What may not: what is asked, and when (load.py); clocks, sockets,
 tokenizers (ids stand for themselves in-process and towards routes that take ids, and are written as words elsewhere).
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.planner.workload.asked import Asked, DrawsLengths, drawn, own_ids, prompt_ids
+from headrace.planner.workload.load import DrawsLengths, LoadRequest, drawn, own_ids, prompt_ids
 from headrace.sampling_params import StructuredOutputs
 
 # Short words that most vocabularies hold as one token, to write ids as text.
@@ -27,7 +27,7 @@ WORDS = tuple(_WORDS.split())
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a dialogue. ``think_seconds`` pass between the last answer and this turn.
+    """One request of a conversation. ``think_seconds`` pass between the last answer and this turn.
 
     ``stop_after``: the answer really ends after so many tokens, though up to ``max_tokens`` were asked for (in-process only).
     """
@@ -40,14 +40,14 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialogue:
+class Conversation:
     """``arrival`` in seconds after the start; None = as soon as a client is free (closed loop)."""
 
     turns: tuple[Turn, ...]
     arrival: float | None = None
 
 
-def dialogues_of(asked: Sequence[Asked], *, vocab_size: int, seed: int = 0) -> list[Dialogue]:
+def conversations_of(asked: Sequence[LoadRequest], *, vocab_size: int, seed: int = 0) -> list[Conversation]:
     """The same requests with their ids, later turns behind those that they follow."""
     talks: list[list[Turn]] = []
     arrivals: list[float | None] = []
@@ -63,12 +63,12 @@ def dialogues_of(asked: Sequence[Asked], *, vocab_size: int, seed: int = 0) -> l
             ids = own_ids(index, each.prompt - said.prompt - said.output, vocab_size=vocab_size, seed=seed)
             talk_of.append(talk_of[each.follows])
         talks[talk_of[index]].append(Turn(tuple(ids), each.output, each.think))
-    return [Dialogue(tuple(turns), arrival) for turns, arrival in zip(talks, arrivals, strict=True)]
+    return [Conversation(tuple(turns), arrival) for turns, arrival in zip(talks, arrivals, strict=True)]
 
 
-def random_dialogues(count: int, lengths: DrawsLengths, *, vocab_size: int, seed: int = 0) -> list[Dialogue]:
+def random_conversations(count: int, lengths: DrawsLengths, *, vocab_size: int, seed: int = 0) -> list[Conversation]:
     """Independent requests of random ids."""
-    return dialogues_of(drawn(count, lengths, seed=seed), vocab_size=vocab_size, seed=seed)
+    return conversations_of(drawn(count, lengths, seed=seed), vocab_size=vocab_size, seed=seed)
 
 
 def as_text(ids: Sequence[int]) -> str:
