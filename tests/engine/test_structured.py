@@ -19,8 +19,8 @@ import pytest
 from headrace import LLM, SamplingParams, StructuredOutputs
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
+from headrace.server.dialects.conversation import Mode, ToolChoice
 from headrace.server.forced import constrain
-from headrace.server.messages import Mode, ToolChoice
 from headrace.server.parsing import answer_format
 from headrace.server.parsing.formats import TOOL_FORMATS, Dialect
 from headrace.server.tools import functions_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.engine.detokenizer import ByteDecoder, StopMatcher
-from headrace.scheduler.planner import Planner
 from headrace.scheduler.queue import WaitingQueue
+from headrace.scheduler.step_planner import Planner
 from tests.reliability import checks_core
 from tests.support.simulation import defects
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cache.prefix_tree import PrefixNode
-from headrace.scheduler.planner import Planner
 from headrace.scheduler.policies import POLICIES
+from headrace.scheduler.step_planner import Planner
 from tests.reliability import simulate
 from tests.support.simulation import defects, drawing, exhaust
 from tests.support.simulation.bounds import BOUNDS

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from headrace.engine.output import RequestDelta
 from headrace.server.answers import PromptState, Shape
 from headrace.server.dialects.messages import MessageAnswer
+from headrace.server.dialects.parts import PartsAnswer
 from headrace.server.dialects.responses import ResponseAnswer
 from headrace.server.parsing import answer_format
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
 from headrace.server.parsing.parser import OutputParser
-from headrace.server.parts import PartsAnswer
 
 TEXT = (
     '<think>first\u2028this</think>So: <tool_call>{"name": "f", "arguments": {"a": [1, "é😀"]}}</tool_call>\n'

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from headrace.cost.speed import StepSpeed
 from headrace.request import SequenceOutput, StepPlan, StepResult
 from headrace.scheduler.events import Event
-from headrace.scheduler.planner import NO_MASKS
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.step_planner import NO_MASKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import pytest
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import StructuredOutputs
+from headrace.server.dialects.conversation import Mode, ToolChoice
 from headrace.server.forced import constrain
-from headrace.server.messages import Mode, ToolChoice
 from headrace.server.parsing import AnswerFormat, answer_format
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.sampling_params import StructuredOutputs
-from headrace.scheduler.planner import MASK_SECONDS
+from headrace.scheduler.step_planner import MASK_SECONDS
 from tests.support.grammars import create_masks, expected_under_grammar
 from tests.support.hash_engine import Answers, engine, plans_of, request, run
 from tests.support.journal import Journal, replay

@@ -5,7 +5,7 @@ before step N is collected, so the device never waits for the host.
 
 A step with rows that follow a grammar is two submissions: it is computed at once, and samples when the step before is collected and
 its masks are made, while the device computes. Until then nothing else is submitted, so a step has only so much time for masks: rows whose
-masks do not fit in are left out of it (scheduler/planner.py), and come the next.
+masks do not fit in are left out of it (scheduler/step_planner.py), and come the next.
 
 What lives here: the loop and its bookkeeping. What may not: torch, policy, text, threads.
 """
@@ -29,9 +29,9 @@ from headrace.request import FinishReason, Request, SequenceOutput, SequenceStat
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.explain import RequestState, Standing
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
-from headrace.scheduler.planner import NO_MASKS
 from headrace.scheduler.policies import Forecast
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.step_planner import NO_MASKS
 from headrace.speculative.length import DraftCounts, Speculation
 from headrace.speculative.settings import read_settings
 

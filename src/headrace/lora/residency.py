@@ -1,6 +1,6 @@
 """Which adapter is in which slot of the device, and who may start with the slots as they are.
 
-What lives here: the slots' books. What may not: torch, requests' order (scheduler/planner.py goes through them in it), host
+What lives here: the slots' books. What may not: torch, requests' order (scheduler/step_planner.py goes through them in it), host
 memory (registry.py).
 
 A slot whose adapter no running sequence has may be given away, the one used longest ago first: steps in flight that still

@@ -3,7 +3,7 @@
 What lives here: pure functions over the scheduler's state, called when somebody asks, and seconds from their counts. What may not: changing
 anything, words, pricing steps (observe/metrics.py).
 
-Who starts with the next step, and what the first that does not is short of, the planner itself says (``Planner.find_start``), of a step that
+Who starts with the next step, and what the first that does not is short of, the planner itself says (``StepPlanner.find_start``), of a step that
 nobody computes. So the answer is the reason and not a guess.
 
 How long answers will be is not known, so when a request starts is predicted by two bounds: the earliest, when only what must be computed is, at
@@ -23,10 +23,10 @@ from typing import Any
 
 from headrace.observe.metrics import StepRecord
 from headrace.request import Request, SequenceStatus
-from headrace.scheduler.planner import Wait, rows_wanted
 from headrace.scheduler.policies import DynamicPolicy
 from headrace.scheduler.policies.static import FirstComeFirstServed
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.step_planner import Wait, rows_wanted
 from headrace.sequence import Sequence
 
 LOOKED_UP = 64  # of those that wait: how much of their prompts is cached; of the others one token is counted

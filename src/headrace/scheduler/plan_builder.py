@@ -10,7 +10,7 @@ each sequence's record; what a record would say is made up for when somebody nee
     at which one ends         all: the cohort is dissolved, and another may form some steps later
 
 What lives here: collecting and freezing, the count, who is due when, making up for records. What may not: deciding what goes in, what due
-ones need (planner.py, results.py).
+ones need (step_planner.py, results.py).
 """
 
 from __future__ import annotations

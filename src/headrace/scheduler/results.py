@@ -1,6 +1,6 @@
 """What a step's result means: tokens are appended, ends are found, scores are told once.
 
-What lives here: reading results into the roster. What may not: planning (planner.py), text (engine/output.py).
+What lives here: reading results into the roster. What may not: planning (step_planner.py), text (engine/output.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Rows and blocks that a step in flight still names come back when that step is retired.
 
 What lives here: the states and the passages between them, and a bounded log of the last ones for people (who was admitted, who was pushed
-out, what the head of the queue waits for), in numbers. What may not: whose turn it is (planner.py), what results mean (results.py), words (the
+out, what the head of the queue waits for), in numbers. What may not: whose turn it is (step_planner.py), what results mean (results.py), words (the
 dashboard's).
 """
 

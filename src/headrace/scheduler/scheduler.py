@@ -9,7 +9,7 @@ A sequence has tokens, some of them computed; each step gives it some more to co
 
 It reads no clock: ``now`` is an input, and so is how fast steps and masks have been going, so a journal of the calls replays exactly.
 
-What lives here: the face of the control plane. What may not: its parts (planner.py, roster.py, results.py), blocks, torch, text.
+What lives here: the face of the control plane. What may not: its parts (step_planner.py, roster.py, results.py), blocks, torch, text.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from headrace.request import FinishReason, Request, SequenceOutput, SequenceStat
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
-from headrace.scheduler.planner import NO_MASKS, Planner
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
 from headrace.scheduler.policies.static import FirstComeFirstServed
 from headrace.scheduler.queue import longest_first
 from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result
 from headrace.scheduler.roster import DecisionLog, Kind, Roster
+from headrace.scheduler.step_planner import NO_MASKS, StepPlanner
 from headrace.sequence import NEVER, Sequence
 from headrace.speculative.length import Speculation
 
@@ -69,7 +69,7 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()
         self._longest_first = config.longest_first
         self.serves_by_arrival = isinstance(self.policy, FirstComeFirstServed) and config.continuous_batching
-        self.planner = Planner(config, limits, self.roster, cache, self.policy, forecast, self.residency)
+        self.planner = StepPlanner(config, limits, self.roster, cache, self.policy, forecast, self.residency)
         self.speculation = self.planner.speculation = speculation
         self._next_step = 0
         self._num_requests = 0

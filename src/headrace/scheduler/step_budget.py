@@ -9,7 +9,7 @@ the step that would be, and the largest chunk that keeps it within its seconds i
     single tokens, below the budget          what fits beside them
     single tokens, over the budget alone     what LEAST_SHARE of the budget allows, one token at least: prompts never stand still
 
-What lives here: the meter of one step in the making. What may not: whose prompt it is (planner.py), how fast steps go (an input), numpy.
+What lives here: the meter of one step in the making. What may not: whose prompt it is (step_planner.py), how fast steps go (an input), numpy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An answer on the wire, whole or in chunks: what all formats have, what those with choices share, and completions.
 
-What lives here: formats and what they add up, log probabilities. What may not: the formats of one API (dialects/, parts.py), sending, the engine.
+What lives here: formats and what they add up, log probabilities. What may not: the formats of one API (dialects/), sending, the engine.
 
 A stream's constant JSON is rendered once a choice; a plain token then costs one look-up, one string escape and two joins.
 """

@@ -22,12 +22,12 @@ from headrace.request import Request
 from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams, StructuredOutputs
 from headrace.server.answers import Answer, PromptState, Shape, with_usage
 from headrace.server.auth import tenant_of
+from headrace.server.dialects.conversation import text_of
 from headrace.server.dialects.sampling import EXPECTED_NAMES, ChatRequest, Conversation, GeneratingBody, GenerationRequest
 from headrace.server.exchange import EventStream, Exchange
 from headrace.server.exposition import FINE
 from headrace.server.inflight import Job, explained
 from headrace.server.limits import INLINE_BYTES, SCORE_BYTES, TOKEN_BYTES, Price, Reservation, price, shortened
-from headrace.server.messages import text_of
 from headrace.server.parsing import AnswerFormat
 from headrace.server.service import CreateParser, DeltaStream, EngineStream, Service
 from headrace.server.thinking import Bound, BoundedStream

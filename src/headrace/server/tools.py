@@ -1,7 +1,7 @@
 """JSON schemas of functions and of calls: what parameters may be, and what forces a call that is written as plain JSON (a list of calls, or
 one function's arguments).
 
-What lives here: schemas. What may not: tool_choice (messages.py), the families' own ways of calling (forced.py), parsing answers (parsing/).
+What lives here: schemas. What may not: tool_choice (dialects/), the families' own ways of calling (forced.py), parsing answers (parsing/).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.server.messages import Grammar, Mode, Tool, ToolChoice, name_of
+from headrace.server.dialects.conversation import Grammar, Mode, Tool, ToolChoice, name_of
 from headrace.server.parsing.formats import FORCED_CALLS, Style, ToolFormat
 
 _PLACES = ("$defs", "definitions")  # of what a schema refers to

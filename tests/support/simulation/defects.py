@@ -18,9 +18,9 @@ from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
 from headrace.cache.prefix_tree import PrefixNode, PrefixTree
 from headrace.scheduler import results, scheduler
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
-from headrace.scheduler.planner import Planner
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.roster import Roster
+from headrace.scheduler.step_planner import StepPlanner
 from headrace.sequence import NEVER, Sequence
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.drawing import draw
@@ -102,15 +102,15 @@ def prefixes_are_compared_by_less_than_their_ids(patch: Patch) -> None:
 
 def a_chunk_is_off_by_one(patch: Patch) -> None:
     """The token after a prompt's chunk is taken for computed."""
-    try_plan = Planner._try_plan
+    try_plan = StepPlanner._try_plan
 
-    def hasty(self: Planner, sequence: Sequence, plan: PlanBuilder, count: int) -> bool:
+    def hasty(self: StepPlanner, sequence: Sequence, plan: PlanBuilder, count: int) -> bool:
         planned = try_plan(self, sequence, plan, count)
         if planned and count > 1 and sequence.num_computed_tokens < sequence.num_tokens - 1:
             sequence.num_computed_tokens += 1
         return planned
 
-    patch.setattr(Planner, "_try_plan", hasty)
+    patch.setattr(StepPlanner, "_try_plan", hasty)
 
 
 def a_token_is_appended_twice_after_preemption(patch: Patch) -> None:
@@ -221,9 +221,9 @@ def a_request_is_dropped_when_its_step_fails(patch: Patch) -> None:
 
 def the_first_in_order_is_passed_over(patch: Patch) -> None:
     """While others run, the first of those who run gets nothing."""
-    plan_running = Planner._plan_running
+    plan_running = StepPlanner._plan_running
 
-    def unfair(self: Planner, plan: PlanBuilder, *more: Any) -> None:
+    def unfair(self: StepPlanner, plan: PlanBuilder, *more: Any) -> None:
         first, self.roster.running = self.roster.running[:1], self.roster.running[1:]
         if self.roster.running:
             plan_running(self, plan, *more)
@@ -232,7 +232,7 @@ def the_first_in_order_is_passed_over(patch: Patch) -> None:
             self.roster.running = first
             plan_running(self, plan, *more)
 
-    patch.setattr(Planner, "_plan_running", unfair)
+    patch.setattr(StepPlanner, "_plan_running", unfair)
 
 
 DEFECTS: tuple[Plant, ...] = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from headrace.engine.grammar_masks import GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
-from headrace.scheduler.planner import MASK_SECONDS
+from headrace.scheduler.step_planner import MASK_SECONDS
 from headrace.sequence import Sequence as LiveSequence
 from tests.support.simulation.broken import hold
 from tests.support.simulation.oracle import WORDS, chain, forced, mask_words

@@ -2,7 +2,7 @@
 
 To add one: a file with a subclass of Policy or DynamicPolicy (protocol.py), and a line in ``POLICIES``.
 
-What lives here: the register. What may not: what a policy is (protocol.py), budgets, blocks, rows (planner.py).
+What lives here: the register. What may not: what a policy is (protocol.py), budgets, blocks, rows (step_planner.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ waiting all through an interval, with W the service each got in it:
 
     | W_f / w_f  −  W_g / w_g |  ≤  2 · (input price · longest prompt + output price · rows · longest answer) / min(w)
 
-What lives here: counters, lifting, charging. What may not: who is a tenant (the server says), whether there is room (planner.py).
+What lives here: counters, lifting, charging. What may not: who is a tenant (the server says), whether there is room (step_planner.py).
 """
 
 from __future__ import annotations

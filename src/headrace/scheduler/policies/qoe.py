@@ -19,7 +19,7 @@ gain nobody anything.
 
 Nobody starves: every TURN-th admission is the longest waiting one's. And whoever was admitted is not pushed out before it has a new token.
 
-What lives here: readers, gains, turns. What may not: defaults (config.py), room (planner.py).
+What lives here: readers, gains, turns. What may not: defaults (config.py), room (step_planner.py).
 """
 
 from __future__ import annotations

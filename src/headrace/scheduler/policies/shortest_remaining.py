@@ -18,7 +18,7 @@ Answers' lengths are predicted from those before, or taken from what requests al
     History      answers to prompts that begin alike (an application's instructions), else of the same tenant, else of anybody
     MaxTokens    every answer is as long as max_tokens allows: in a simulation, where that is exact, the oracle
 
-What lives here: keys, predictors. What may not: room (planner.py).
+What lives here: keys, predictors. What may not: room (step_planner.py).
 """
 
 from __future__ import annotations

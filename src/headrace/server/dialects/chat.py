@@ -1,7 +1,7 @@
 """/v1/chat/completions: a decoded body becomes a ChatRequest, or an error that names the field; and the answer to it.
 
 What lives here: this route's own fields, and what answers are taken apart into (reasoning, content, calls) as messages and deltas.
-What may not: what routes share (sampling.py), messages (messages.py), parsing.
+What may not: what routes share (sampling.py), messages (conversation.py), parsing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from headrace.server import generate
 from headrace.server.answer_types import Call, Called, ChatMessage
 from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
 from headrace.server.dialects.body import Refused, refused
+from headrace.server.dialects.conversation import Messages, Tools, read_messages, read_tools, text_of
 from headrace.server.dialects.sampling import (
     Budget,
     ChatRequest,
@@ -32,7 +33,6 @@ from headrace.server.dialects.sampling import (
     thinking_options,
 )
 from headrace.server.exchange import Exchange
-from headrace.server.messages import Messages, Tools, read_messages, read_tools, text_of
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.service import CreateParser, Service

@@ -15,6 +15,8 @@ from headrace.server import generate
 from headrace.server.answer_types import AnthropicError, Block, Message, MessageUsage
 from headrace.server.answers import PromptState, Shape
 from headrace.server.dialects.body import Body, Label, Refused, refused
+from headrace.server.dialects.conversation import MAX_MESSAGES, MAX_TOOLS, Chat, Mode, ToolChoice, content_of, function_tool, offer, tool_call
+from headrace.server.dialects.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.dialects.sampling import (
     Budget,
     ChatRequest,
@@ -29,9 +31,7 @@ from headrace.server.dialects.sampling import (
     thinking_options,
 )
 from headrace.server.exchange import Exchange
-from headrace.server.messages import MAX_MESSAGES, MAX_TOOLS, Chat, Mode, ToolChoice, content_of, function_tool, offer, tool_call
 from headrace.server.parsing.parser import OutputParser
-from headrace.server.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.service import CreateParser, Service
 from headrace.server.wire import HOLE, ErrorShape, around, decode_object, encode, error_object, quote
 

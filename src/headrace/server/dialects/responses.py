@@ -20,11 +20,11 @@ from headrace.server import generate
 from headrace.server.answer_types import Deleted, Incomplete, Item, Items, ReadTokens, Response, ResponseUsage, WrittenTokens
 from headrace.server.answers import PromptState, Shape
 from headrace.server.dialects.body import read_query
+from headrace.server.dialects.conversation import text_of
+from headrace.server.dialects.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.dialects.responses_body import ResponsesRequest, parse_responses
 from headrace.server.exchange import Exchange
-from headrace.server.messages import text_of
 from headrace.server.parsing.parser import OutputParser
-from headrace.server.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.service import CreateParser, Service
 from headrace.server.stored import Stored
 from headrace.server.wire import HOLE, ErrorShape, around, encode, error_object, quote

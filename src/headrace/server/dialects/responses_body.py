@@ -13,6 +13,19 @@ from msgspec import Meta, Struct
 
 from headrace.errors import InvalidRequest
 from headrace.server.dialects.body import Refused, read, refused
+from headrace.server.dialects.conversation import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Chat,
+    FreeText,
+    Grammar,
+    check_count,
+    content_of,
+    custom_function,
+    function_tool,
+    read_arguments,
+    tool_call,
+)
 from headrace.server.dialects.sampling import (
     Budget,
     ChatRequest,
@@ -28,19 +41,6 @@ from headrace.server.dialects.sampling import (
     choose,
     template_variables,
     thinking_options,
-)
-from headrace.server.messages import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    Chat,
-    FreeText,
-    Grammar,
-    check_count,
-    content_of,
-    custom_function,
-    function_tool,
-    read_arguments,
-    tool_call,
 )
 from headrace.server.parsing.texts import INPUT
 

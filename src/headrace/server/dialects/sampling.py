@@ -28,7 +28,7 @@ from headrace.sampling_params import (
 )
 from headrace.server.answers import TEXT_ALONE, Shape
 from headrace.server.dialects.body import Body, Ids, Label, Refused, TokenId, refused
-from headrace.server.messages import MAX_TOOLS, Chat, Customs, FreeText, Mode, ToolChoice, offer
+from headrace.server.dialects.conversation import MAX_TOOLS, Chat, Customs, FreeText, Mode, ToolChoice, offer
 
 Read = TypeVar("Read", bound="GeneratingBody")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

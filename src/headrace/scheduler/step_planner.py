@@ -75,7 +75,7 @@ class _Claim:
     tokens: int
 
 
-class Planner:
+class StepPlanner:
     """Fills PlanBuilders from the roster. ``prefix_queries`` and ``prefix_hits`` count tokens at first admission."""
 
     def __init__(
