@@ -31,8 +31,7 @@ from headrace.server.dialects import chat, completions, messages, responses, res
 from headrace.server.exchange import Exchange, fail_stream
 from headrace.server.exposition import CONTENT_TYPE, PROBES, render_process
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, MethodNotAllowed
-from headrace.server.openapi import document
-from headrace.server.route import Handler, Route
+from headrace.server.openapi import Handler, Route, document
 from headrace.server.service import Service
 
 

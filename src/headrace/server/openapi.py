@@ -1,6 +1,7 @@
 """The description of the server that /openapi.json gives: OpenAPI 3.1, written from the route table and the structs that bodies are read as.
 
-What lives here: the document. What may not: facts that are not in these or checked by the tests of what is described.
+What lives here: a row of that table, the document. What may not: the table itself (app.py), facts that are not in these or checked by the tests
+of what is described.
 
 A schema says what a field takes by itself. What depends on other fields, on the model or on the length of the prompt is not in it and
 answered with 400 as everything else.
@@ -9,10 +10,11 @@ answered with 400 as everything else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import UNSET, structs
+from msgspec import UNSET, Struct, structs
 from msgspec.json import schema_components
 
 from headrace.server import answer_types
@@ -20,7 +22,32 @@ from headrace.server.answer_types import AnthropicError, Error
 from headrace.server.dialects.body import TOLD, Body
 from headrace.server.dialects.messages import AnthropicErrors
 from headrace.server.dialects.sampling import NUMBERS
-from headrace.server.route import Route
+from headrace.server.exchange import Exchange
+from headrace.server.service import Service
+from headrace.server.wire import ErrorShape
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route. ``path`` may end in ``{name}``, which takes the rest.
+
+    ``open``: needs no key. ``body``: what a request holds. ``answer``: what a success says, in one of
+    ``content_types``; None: it never succeeds. ``errors``: how they read. ``query``: what a query may hold.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    open: bool = False
+    body: type[Body] | None = None
+    answer: type | None = dict
+    content_types: tuple[str, ...] = ("application/json",)
+    errors: ErrorShape = field(default_factory=ErrorShape)
+    query: type[Struct] | None = None
+
 
 Schema = dict[str, Any]
 
