@@ -28,8 +28,8 @@ from headrace.bench.sweep import Sweep
 from headrace.config import AdapterConfig, EngineConfig
 from headrace.errors import ConfigError
 from headrace.observe.report import print_facts, table, write_json
-from headrace.planner.workload.asked import Lengths, drawn
-from headrace.planner.workload.dialogues import dialogues_of
+from headrace.planner.workload.conversations import conversations_of
+from headrace.planner.workload.load import Lengths, drawn
 from headrace.request import LoRARequest
 from headrace.sampling_params import SamplingParams
 from headrace.spec import DecoderSpec
@@ -176,7 +176,7 @@ def _chosen(popularity: str, found: Sequence[LoRARequest], requests: int) -> lis
 def _ask(llm: Any, args: argparse.Namespace, repeat: int, adapters: Adapters, *, apart: bool = False) -> float:
     """Output tokens a second. Other tokens in each repeat. ``apart``: one batch an adapter, one after another."""
     asked = drawn(len(adapters), Lengths(args.input_len, args.output_len), seed=repeat + 1)
-    prompts = [{"prompt_token_ids": list(each.turns[0].new_ids)} for each in dialogues_of(asked, vocab_size=llm.info.vocab_size, seed=repeat + 1)]
+    prompts = [{"prompt_token_ids": list(each.turns[0].new_ids)} for each in conversations_of(asked, vocab_size=llm.info.vocab_size, seed=repeat + 1)]
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
     jobs = list(zip(prompts, adapters, strict=True))
     batches = [list(batch) for _, batch in groupby(jobs, key=lambda job: job[1])] if apart else [jobs]
