@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "table": Behind("lab.table", "every row of the performance table, beside its floor and a peer's figure"),
     "truth": Behind("lab.truth", "how true a simulation is here: prices fitted to one load, held against another"),
     "profile": Behind("lab.profile_page", "where a start's time goes and where a step's, on one page"),
+    "ranks": Benchmark("lab.ranks", "one model over several numbers of ranks, and their sums alone", model=True, engine=True),
     "skip": Benchmark("lab.skip", "does the device wait for launches, or they for it (GPU)", model=True, engine=True),
     "rival": Benchmark("lab.rival", "the same shape on llama.cpp, both sides in turn", model=True, engine=True),
     "arena": Benchmark(

@@ -42,7 +42,7 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
         llm.engine.await_kernels()
         bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"], joules=create_energy_meter(kind).joules)
         for row in rows:
-            result["rows"].append(asdict(_measured(bench, row)))
+            result["rows"].append(asdict(measured_row(bench, row)))
             write_json(Path(job["result"]), result | account_of(llm.engine))
 
 
@@ -61,7 +61,7 @@ def limits_of(limits: Limits) -> dict[str, float]:
     return {"read_bandwidth": limits.read_bandwidth, "copy_bandwidth": limits.copy_bandwidth, "gemm_rate": limits.gemm_rates["bfloat16"]}
 
 
-def _measured(bench: TableBench, row: Row) -> Measured:
+def measured_row(bench: TableBench, row: Row) -> Measured:
     """A row that cannot be measured is a row with a problem; the others go on."""
     try:
         measured = bench.measure(row)

@@ -62,9 +62,9 @@ class NCCLGroup:
     def __init__(self, id: bytes, rank: int, size: int) -> None:
         self.rank, self.size, self.meetings = rank, size, 0
         self._library = library = _library()
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
         _check(library, library.ncclCommInitRank(ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), rank))
-        self._device = torch.device("cuda", torch.cuda.current_device())
         self.all_reduce(torch.zeros(2**20, device=self._device))  # connections are made, and their memory is taken, before anybody counts it
         self.all_gather(torch.zeros(1, 2**10, device=self._device), 2**10)
         torch.cuda.synchronize()

@@ -1,0 +1,63 @@
+"""Two ranks on two cards, against the same requests one by one on the CPU: float32, so tokens are equal; and a rank that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.errors import EngineDead
+from headrace.request import RequestOutput
+from tests.support.card import STRICT, Judge, params, require_card
+
+require_card()
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two cards", allow_module_level=True)
+
+PROMPTS = [[(7 * i + 3 * j) % 8000 for j in range(5 + 11 * i % 97)] for i in range(23)]
+ASKED = (params(max_tokens=20, logprobs=1), params(max_tokens=20, temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2, prompt_logprobs=1))
+MODES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "eager, chunks of 33": {"enforce_eager": True, "max_num_batched_tokens": 33},
+    "preempted, overlap 2": {"num_blocks": 24, "block_size": 16, "overlap": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    made = Judge()
+    yield made
+    made.close()
+
+
+def ask(llm: LLM, asked: SamplingParams) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_the_cpu(judge: Judge, mode: str) -> None:
+    with LLM(**{**STRICT, **MODES[mode], "tensor_parallel_size": 2}) as llm:
+        for asked in ASKED:
+            for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
+                judge.check(prompt, asked, found)
+
+
+def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named() -> None:
+    with LLM(**{**STRICT, "tensor_parallel_size": 2}) as llm:
+        ask(llm, ASKED[0])
+        (rank,) = llm.engine.core.executor._ranks._ranks  # type: ignore[attr-defined]
+        collector = llm.submit([5, 6, 7], params(max_tokens=400))
+        llm.turn()
+        os.kill(rank.process.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            while not collector.finished:
+                llm.turn()
+            llm.turn()
+        assert time.monotonic() - begun < 5
