@@ -6,6 +6,7 @@ What lives here: reading, checking values, folding the scale into the second fac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,30 +42,44 @@ HostAdapter = Mapping[str, tuple[HostFactors, ...]]  # by the weight's name in t
 def read_factors(adapter: Adapter, dtype: torch.dtype, *, pinned: bool) -> HostAdapter:
     """All of it. ``pinned``: where a device copies from it. Raises ModelError for values that are no numbers."""
     files, found = MappedFiles(), dict[str, tuple[HostFactors, ...]]()
+    memory = _Memory(sum(math.prod(each.a.shape) + math.prod(each.b.shape) for each in adapter.factors), dtype, pinned=pinned)
     try:
         with torch.inference_mode():
             for each in adapter.factors:
                 name = each.module.weight.name
-                found[name] = (*found.get(name, ()), _read(files, each, dtype, pinned=pinned))
+                found[name] = (*found.get(name, ()), _read(files, each, memory))
     finally:
         files.close()
     return MappingProxyType(found)
 
 
-def _read(files: MappedFiles, factors: Factors, dtype: torch.dtype, *, pinned: bool) -> HostFactors:
+class _Memory:
+    """Of one adapter, in one piece: pinning many small ones takes longer than reading them."""
+
+    def __init__(self, elements: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        self._left = torch.empty(elements, dtype=dtype, pin_memory=pinned)
+
+    def held(self, value: Tensor) -> Tensor:
+        """The same values there."""
+        taken, self._left = self._left.split((value.numel(), self._left.numel() - value.numel()))
+        kept: Tensor = taken.view(value.shape).copy_(value)
+        return kept
+
+
+def _read(files: MappedFiles, factors: Factors, memory: _Memory) -> HostFactors:
     def tensor(entry: TensorEntry) -> Tensor:
-        read = files.tensor(entry.file, DTYPES[entry.dtype], entry.start, entry.num_bytes).view(entry.shape).float()
+        read = files.tensor(entry.file, DTYPES[entry.dtype], entry.start, entry.num_bytes).view(entry.shape)
         if not torch.isfinite(read).all():
             raise ModelError(f"{entry.file}: a factor of {factors.module.name} holds NaN or infinite values. Use another version of it.")
         return read
 
     def held(value: Tensor) -> Tensor:
-        cast = value.to(dtype).contiguous()
-        if not torch.isfinite(cast).all():
-            raise ModelError(f"{factors.a.file}: a factor of {factors.module.name} is too large for {dtype}. Use --dtype float32.")
-        return cast.pin_memory() if pinned else cast
+        kept = memory.held(value)
+        if kept.dtype != value.dtype and not torch.isfinite(kept).all():
+            raise ModelError(f"{factors.a.file}: a factor of {factors.module.name} is too large for {kept.dtype}. Use --dtype float32.")
+        return kept
 
-    a, b = tensor(factors.a), tensor(factors.b) * factors.scale
+    a, b = tensor(factors.a), tensor(factors.b).float() * factors.scale
     turned = factors.module.weight.role is Role.EMBEDDING
-    magnitude = None if factors.magnitude is None else tensor(factors.magnitude)
+    magnitude = None if factors.magnitude is None else tensor(factors.magnitude).float()
     return HostFactors(factors.module.part, held(a.T if turned else a), held(b.T), magnitude)
