@@ -102,7 +102,7 @@ def test_sigterm_lets_thirty_two_streams_end() -> None:
 
 
 def test_streams_that_sigterm_cuts_are_noticed() -> None:
-    defect = "from headrace.server.lifecycle import Lifecycle; Lifecycle._drain = lambda self, *given: self._bury()"
+    defect = "from headrace.server.lifecycle import Lifecycle; Lifecycle._drain = lambda self, *given: self._end_without_engine()"
     with pytest.raises((AssertionError, ConnectionError)):  # a server that is gone may cut even the question
         checks_traffic.drain(4, command=planted(defect))
 

@@ -11,7 +11,7 @@ from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
 from headrace.observe.metrics import MAX_KEPT, StepAccounts
 from headrace.request import Finished, FinishReason, SequenceOutput, StepAccount
-from headrace.scheduler.explain import Pace, RequestState, outlook, pace_of
+from headrace.scheduler.explain import Pace, RequestState, pace_of, predicted_start
 from tests.support.hash_engine import check_books, engine, request, run
 
 
@@ -177,13 +177,13 @@ PACE = Pace(quick=0.1, slow=0.2, full_quick=0.4, full=0.5, token=0.01, steps=64)
 
 
 def test_a_start_is_predicted_between_two_bounds() -> None:
-    found = outlook(STATE, PACE)
+    found = predicted_start(STATE, PACE)
     assert found["earliest"] == pytest.approx(2 * 0.4), "steps that tokens of others fill: 90 of 40 each"
     assert found["latest"] == pytest.approx(4 * 0.5 + 21 * 0.2), "prompts get 30 tokens a step"
-    assert outlook(STATE, None)["earliest"] is None and pace_of([], 40) is None
-    assert outlook(replace(STATE, steps_at_least=9), PACE)["earliest"] == pytest.approx(0.9)
-    assert outlook(replace(STATE, steps_at_most=None), PACE)["latest"] is outlook(replace(STATE, share=0), PACE)["latest"] is None
-    assert outlook(replace(STATE, timed=True), replace(PACE, token=0.1))["latest"] == pytest.approx(15.0 + 21 * 0.2)
+    assert predicted_start(STATE, None)["earliest"] is None and pace_of([], 40) is None
+    assert predicted_start(replace(STATE, steps_at_least=9), PACE)["earliest"] == pytest.approx(0.9)
+    assert predicted_start(replace(STATE, steps_at_most=None), PACE)["latest"] is predicted_start(replace(STATE, share=0), PACE)["latest"] is None
+    assert predicted_start(replace(STATE, timed=True), replace(PACE, token=0.1))["latest"] == pytest.approx(15.0 + 21 * 0.2)
 
 
 # --- what the steps of a request were

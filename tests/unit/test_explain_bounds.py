@@ -19,7 +19,7 @@ from headrace.engine.core import EngineCore
 from headrace.observe.metrics import StepRecorder
 from headrace.request import Request, SequenceStatus
 from headrace.sampling_params import Expectations
-from headrace.scheduler.explain import RECENT, outlook, pace_of
+from headrace.scheduler.explain import RECENT, pace_of, predicted_start
 from tests.support.hash_engine import request
 from tests.support.modelled import machine
 
@@ -84,7 +84,7 @@ def _ask(core: EngineCore, recorder: StepRecorder, polls: Polls) -> None:
     for number in core.request_ids:
         state = standing.explain(number)
         if state is not None and not state.running and number not in polls.started:
-            found = outlook(state, pace)
+            found = predicted_start(state, pace)
             assert state.wait is not None
             polls.told.setdefault(number, []).append(
                 Told(state.wait.kind, core.clock.now(), found["earliest"], found["latest"])

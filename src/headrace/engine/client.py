@@ -309,7 +309,7 @@ class AsyncLLM:
         return await self._connection.recent(step, decision)
 
     async def explain(self, streams: Sequence[Stream]) -> dict[str, Any]:
-        """Where these requests stand (``outlook`` of each, None once it has ended) and what their steps were, for those that asked."""
+        """Where these requests stand (``predicted_start`` of each, None once it has ended) and what their steps were, for those that asked."""
         ids = [stream.request.request_id for stream in streams[: frames.MAX_ASKED]]
         return await self._connection.ask(lambda number: frames.AskRequests(number, ids))
 

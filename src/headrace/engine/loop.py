@@ -28,7 +28,7 @@ from headrace.errors import HeadraceError, InvalidRequest
 from headrace.observe.metrics import StepRecorder
 from headrace.processes.messages import BadFrame, Reply, Unpacker, pack
 from headrace.request import Finished, FinishReason, Request, SequenceOutput, StepPlan, StepResult, TokenMasks
-from headrace.scheduler.explain import RECENT, outlook, pace_of
+from headrace.scheduler.explain import RECENT, pace_of, predicted_start
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
@@ -433,7 +433,7 @@ class EngineLoop:
         states = [standing.explain(request_id) for request_id in command.request_ids]
         accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
         shown = [None if account is None else frames.plain(account) for account in accounts]
-        _reply(link, command.number, {"requests": [None if state is None else outlook(state, pace) for state in states], "accounts": shown})
+        _reply(link, command.number, {"requests": [None if state is None else predicted_start(state, pace) for state in states], "accounts": shown})
 
     def _forget_prefixes(self, link: Link, command: frames.ForgetPrefixes) -> None:
         self._core.forget_prefixes()

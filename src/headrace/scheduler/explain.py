@@ -143,7 +143,7 @@ def _next_step(scheduler: Scheduler, queue: Seq[Sequence]) -> tuple[int, Wait]:
     planner, roster = scheduler.planner, scheduler.roster
     if not planner.batch_is_open and (roster.running or scheduler.in_flight):
         return 0, Wait("batch", 0, len(roster.running))
-    plan, before = planner.plan_those_who_run(), planner.nobody()
+    plan, before = planner.plan_running(), planner.no_claims()
     for count, sequence in enumerate(queue):
         found = planner.find_start(sequence, plan, before)
         if isinstance(found, Wait):
@@ -325,7 +325,7 @@ def _quantile(values: Seq[float], share: float) -> float:
     return sorted(values)[round(share * (len(values) - 1))]
 
 
-def outlook(state: RequestState, pace: Pace | None) -> dict[str, Any]:
+def predicted_start(state: RequestState, pace: Pace | None) -> dict[str, Any]:
     """The state as plain data, with the bounds of its start in seconds from now."""
     earliest = latest = None
     if pace is not None and not state.running:

@@ -66,7 +66,7 @@ def _settle_drafts(roster: Roster, step: InFlight, result: StepResult) -> None:
             roster.settle_drafts(sequence, drafted, drafted + 1 - max(1, len(tokens)))
 
 
-def take_alike(roster: Roster, cohort: Cohort, result: StepResult, tokens: list[int], now: float) -> Seq[SequenceOutput]:
+def take_cohort_result(roster: Roster, cohort: Cohort, result: StepResult, tokens: list[int], now: float) -> Seq[SequenceOutput]:
     """Reads the result of a step in which every member of a cohort got one token and nothing else; the same as ``take_result``."""
     heeded, members = cohort.due_to_take(), cohort.members
     if not cohort.stop_ids.isdisjoint(tokens):

@@ -111,7 +111,7 @@ class Roster:
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.dropped_rows: list[int] = []  # to be told to the workers with the next plan
         self.retired = NEVER  # the last step collected
-        self.stale = False  # ``running`` holds sequences that have ended or are fully planned
+        self.some_ended = False  # ``running`` holds sequences that have ended or are fully planned
         self.num_preemptions = 0
         self.now = 0.0  # of the call that is under way
         self.speed = StepSpeed()  # likewise
@@ -206,7 +206,7 @@ class Roster:
             sequence.certain = tuple(run)
             sequence.num_tokens += len(run) - 1
             sequence.row_lags = sequence.attentive = True
-            self.stale = self.stale or sequence.num_tokens == sequence.max_num_tokens
+            self.some_ended = self.some_ended or sequence.num_tokens == sequence.max_num_tokens
 
     def settle_drafts(self, sequence: Sequence, drafted: int, refuted: int) -> None:
         """A step has told how many tokens it sampled for a sequence: ``refuted`` fewer than it was planned for."""
@@ -253,7 +253,7 @@ class Roster:
             self.cache.forget_written_by(sequence.kv)
         sequence.status = SequenceStatus.FINISHED
         sequence.ignore_through = ALWAYS
-        self.stale = True
+        self.some_ended = True
         if self._policy is not None:
             self._policy.left(sequence, self.now)
         self._give_back(sequence)
@@ -263,9 +263,9 @@ class Roster:
             del self.requests[sequence.request_id]
 
     def drop_ended(self) -> None:
-        if self.stale:
+        if self.some_ended:
             self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens]
-            self.stale = False
+            self.some_ended = False
 
     def roll_back_all(self, through: int) -> None:
         """Forgets what steps up to ``through`` would have told; whoever was running is computed anew."""

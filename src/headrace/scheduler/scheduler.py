@@ -32,7 +32,7 @@ from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
 from headrace.scheduler.policies.static import FirstComeFirstServed
 from headrace.scheduler.queue import longest_first
-from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result
+from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_cohort_result, take_failure, take_result
 from headrace.scheduler.roster import DecisionLog, Kind, Roster
 from headrace.scheduler.step_planner import NO_MASKS, StepPlanner
 from headrace.sequence import NEVER, Sequence
@@ -180,7 +180,7 @@ class Scheduler:
 
     def _repeat(self, cohort: Cohort, now: float) -> StepPlan | None:
         """The step before once more, each sequence a token further; None where it takes more thought."""
-        if self.roster.stale or not self.planner.can_repeat(len(cohort.members)):
+        if self.roster.some_ended or not self.planner.can_repeat(len(cohort.members)):
             return None
         if self.speculation is not None and self.speculation.length(len(cohort.members)):
             return None
@@ -192,7 +192,7 @@ class Scheduler:
             return None
         plan.shared_tokens = self.cache.shared_tokens
         built = cohort.plan(due, plan, self.roster.dropped_rows)
-        if self.roster.stale:  # some are fully planned
+        if self.roster.some_ended:  # some are fully planned
             self._dissolve()
         self._follow(InFlight(built, cohort.members, cohort.members))
         return built
@@ -307,8 +307,8 @@ class Scheduler:
             self._dissolve()
             outputs: Seq[SequenceOutput] = take_result(self.roster, step, result, now)
         else:
-            outputs = take_alike(self.roster, cohort, result, tokens, now)
-            if self.roster.stale:
+            outputs = take_cohort_result(self.roster, cohort, result, tokens, now)
+            if self.roster.some_ended:
                 self._dissolve()
         return [*self.take_rejected(), *outputs] if self._rejected else outputs
 

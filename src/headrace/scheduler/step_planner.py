@@ -100,14 +100,14 @@ class StepPlanner:
         self.max_step_seconds = limits.max_step_seconds
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._in_want: Sequence | None = None  # a prompt under way that found no room
-        self._in_want_since = 0  # the step that it found none in first
+        self._starved: Sequence | None = None  # a prompt under way that found no room
+        self._starved_since = 0  # the step that it found none in first
         self.batch_quota = 0  # static batching: how many the current batch may still admit
 
     def fill(self, plan: PlanBuilder, now: float, *, idle: bool, mask_seconds: Mapping[int, float] = NO_MASKS) -> None:
         """``idle``: nothing is in flight. ``mask_seconds``: as Scheduler.schedule has them."""
-        self._push_out(plan)
-        self._give_room(plan)
+        self._preempt_for_waiting(plan)
+        self._free_room(plan)
         late = self._late(mask_seconds) if mask_seconds else ()
         if self.config.chunked_prefill:
             self._plan_running(plan, late)
@@ -247,28 +247,28 @@ class StepPlanner:
         while not self._try_chunk(sequence, plan):
             victim = self.roster.running[-1]
             if self.cache.num_leaving or victim is sequence or victim.last_step == plan.step_id:
-                return self._note_want(sequence, plan)
+                return self._note_starved(sequence, plan)
             self.roster.preempt_last()
-        if self._in_want is sequence and sequence.last_step == plan.step_id:
-            self._in_want = None
+        if self._starved is sequence and sequence.last_step == plan.step_id:
+            self._starved = None
 
-    def _note_want(self, sequence: Sequence, plan: PlanBuilder) -> None:
+    def _note_starved(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """Of several, the first in order."""
-        if self._in_want is None or sequence.order < self._in_want.order:
-            self._in_want, self._in_want_since = sequence, plan.step_id
+        if self._starved is None or sequence.order < self._starved.order:
+            self._starved, self._starved_since = sequence, plan.step_id
 
-    def _give_room(self, plan: PlanBuilder) -> None:
+    def _free_room(self, plan: PlanBuilder) -> None:
         """Makes room for a prompt under way that has found none, because all who came later were planned before it, or because blocks were on
         their way; but those may be others' by the time they come (behind windows some always are), so they are waited for once."""
-        sequence = self._in_want
+        sequence = self._starved
         if sequence is None or sequence.status is not SequenceStatus.RUNNING or self.roster.running[-1] is sequence:
-            self._in_want = None
+            self._starved = None
             return
-        if self.cache.num_leaving and self.roster.retired < self._in_want_since - 1:
+        if self.cache.num_leaving and self.roster.retired < self._starved_since - 1:
             return
         if self.cache.tokens_available(sequence.kv) <= sequence.num_computed_tokens or not self.cache.has_room(len(self.roster.running)):
             self.roster.preempt_last()
-            self._in_want_since = plan.step_id
+            self._starved_since = plan.step_id
 
     def _try_chunk(self, sequence: Sequence, plan: PlanBuilder) -> bool:
         """Plans as many tokens as budgets and blocks allow. False only for want of blocks."""
@@ -342,7 +342,7 @@ class StepPlanner:
             taker.num_tokens += 1
             taker.last_step = plan.step_id
             if taker.num_tokens == taker.max_num_tokens:
-                self.roster.stale = True  # fully planned: it leaves ``running`` and waits for its result
+                self.roster.some_ended = True  # fully planned: it leaves ``running`` and waits for its result
         for sibling in siblings:
             self.roster.refresh(sibling)
 
@@ -351,7 +351,7 @@ class StepPlanner:
         plan.add_row(sequence)
         self.cache.describe(sequence.kv, sequence.row, plan.edits)
 
-    def plan_those_who_run(self) -> PlanBuilder:
+    def plan_running(self) -> PlanBuilder:
         """The next step in numbers only, as far as those who wait get what others leave: whole prompts go before those who run."""
         plan = PlanBuilder(self.roster.retired + 1, self.limits)
         if not self.config.chunked_prefill:
@@ -372,7 +372,7 @@ class StepPlanner:
         if idle and self.batch_size is not None and not self.roster.running:
             self.batch_quota = min(len(self.roster.waiting), self.limits.max_num_seqs)
         is_open, waiting = self.batch_is_open, self.roster.waiting
-        before = self.nobody() if waiting.peek() is not None else None
+        before = self.no_claims() if waiting.peek() is not None else None
         aside: list[Sequence] = []
         while (sequence := waiting.peek()) is not None and before is not None:
             found = self.find_start(sequence, plan, before) if is_open else Wait("batch")
@@ -388,7 +388,7 @@ class StepPlanner:
         for sequence in aside:
             waiting.push(sequence)
 
-    def nobody(self) -> Starting:
+    def no_claims(self) -> Starting:
         """Before the first of those who wait."""
         claims = None if self.residency is None else self.residency.claims(each.request.adapter for each in self.roster.running)
         return Starting([0] * len(self.cache.pools), adapters=claims)
@@ -492,13 +492,13 @@ class StepPlanner:
         if self.residency.place(adapter, slot, plan.step_id):
             plan.adapters.append((slot, adapter))
 
-    def _push_out(self, plan: PlanBuilder) -> None:
+    def _preempt_for_waiting(self, plan: PlanBuilder) -> None:
         """Lets waiting sequences of a better class take the places of the last ones running, where the policy says so: as many of these go as
         are needed for those who may begin when their room has come."""
         roster, head = self.roster, self.roster.waiting.peek()
         if head is None or head.last_step > roster.retired or not (self.batch_is_open or not roster.running):
             return
-        if self.residency is not None and self.nobody().adapter_slot(head) is None:
+        if self.residency is not None and self.no_claims().adapter_slot(head) is None:
             return  # room would not help it
         budget = self.limits.max_num_batched_tokens * (plan.step_id - roster.retired)
         claims: dict[Sequence, _Claim] = {}

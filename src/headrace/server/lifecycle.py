@@ -153,7 +153,7 @@ async def loaded(loading: asyncio.Future[Loaded], signals: Signals, *hopeless: a
                 await loading
 
 
-async def goes_on(engine: AsyncLLM | EngineConnection, signals: Signals, look: Callable[[], None] = lambda: None) -> bool:
+async def watch_engine(engine: AsyncLLM | EngineConnection, signals: Signals, look: Callable[[], None] = lambda: None) -> bool:
     """Until a signal comes, True, or the engine has died or hangs, False. ``look`` is called again and again."""
     hung = 0.0  # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen nothing
     while not engine.dead and hung < HANG_SECONDS:
@@ -218,7 +218,7 @@ class Lifecycle:
                 await asyncio.to_thread(self._service.model.learn_dialect, engine.tokenizer)
             self._service.attach(engine)
             self._ready(engine)
-            return await (self._drain(engine) if await goes_on(engine, self._signals) else self._bury(engine))
+            return await (self._drain(engine) if await watch_engine(engine, self._signals) else self._end_without_engine(engine))
         finally:
             await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
 
@@ -232,12 +232,12 @@ class Lifecycle:
             self._announce(f"Stopping: {running} running requests get up to {limit:g} s (press again to end them now).")
         await until(lambda: not service.limits.exchanges or self._signals.count > 1 or engine.dead, limit)
         if engine.dead:
-            return await self._bury(engine)
+            return await self._end_without_engine(engine)
         forced = self._signals.count >= 2
         await self._cut(Unavailable("The server is shutting down and could not wait for this request; send it to another."))
         return 1 if forced else 0
 
-    async def _bury(self, engine: AsyncLLM) -> int:
+    async def _end_without_engine(self, engine: AsyncLLM) -> int:
         self._service.model.state = State.DEAD
         if self._service.limits.counters.fd < 0:  # of front ends below a parent, that says it
             log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)

@@ -33,7 +33,7 @@ from headrace.server.app import ROUTES
 from headrace.server.exposition import ServerMetrics
 from headrace.server.frontends import link
 from headrace.server.frontends.counters import Counters, Watch
-from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, LAST_WORDS_SECONDS, WATCH_SECONDS, Announce, Signals, goes_on, loaded, until
+from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, LAST_WORDS_SECONDS, WATCH_SECONDS, Announce, Signals, loaded, until, watch_engine
 
 FRONT_HANG_SECONDS = 20.0  # without a turn of a front end's event loop
 MAX_SHORT_LIVES = 5  # in a row, at one place: the next would not last either
@@ -109,7 +109,7 @@ class FrontEnds:
         self._engine: EngineConnection | None = None
         self._waiting: dict[int, socket.socket] = {}  # for the engine to be there: front ends' sockets to it, by serial
         self._ending = self._serving = self.was_ready = False
-        self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._cannot_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
         """The exit status. Raises what kept the engine or the front ends from starting."""
@@ -127,13 +127,13 @@ class FrontEnds:
                 await self._engine.close(ENGINE_EXIT_SECONDS)
 
     async def _live(self) -> int:
-        engine = await loaded(asyncio.ensure_future(self._load()), self._signals, self._hopeless)
+        engine = await loaded(asyncio.ensure_future(self._load()), self._signals, self._cannot_start)
         if engine is None:
             return 0
-        if await goes_on(engine, self._signals, self._look_at_fronts):
+        if await watch_engine(engine, self._signals, self._look_at_fronts):
             return await self._drain(engine)
         log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
-        return await self._bury()
+        return await self._end_without_engine()
 
     async def _load(self) -> EngineConnection:
         """A hub model is fetched once, before anybody looks for it."""
@@ -149,8 +149,8 @@ class FrontEnds:
         return engine
 
     def _look_at_fronts(self) -> None:
-        if self._hopeless.done():
-            self._hopeless.result()
+        if self._cannot_start.done():
+            self._cannot_start.result()
         for front in self._fronts.values():
             if not front.hung and front.watch.hung():
                 front.hung = True
@@ -186,8 +186,8 @@ class FrontEnds:
 
     def _kept(self, keeper: asyncio.Task[None]) -> None:
         """A keeper that fails (no process can be started) cannot be done without."""
-        if not keeper.cancelled() and keeper.exception() is not None and not self._hopeless.done():
-            self._hopeless.set_exception(HeadraceError(f"a front end cannot be started: {keeper.exception()}."))
+        if not keeper.cancelled() and keeper.exception() is not None and not self._cannot_start.done():
+            self._cannot_start.set_exception(HeadraceError(f"a front end cannot be started: {keeper.exception()}."))
 
     async def _start(self, number: int) -> FrontEnd:
         page, serial = self._counters.pages[number - 1], next(self._serials)
@@ -221,9 +221,9 @@ class FrontEnds:
         del self._fronts[front.number]
 
     def _give_up(self, front: FrontEnd, ended: str) -> None:
-        if not self._hopeless.done():
+        if not self._cannot_start.done():
             lasts = f"front end {front.number} does not last: {MAX_SHORT_LIVES + 1} short lives in a row, the last with {ended}."
-            self._hopeless.set_exception(front.failure or HeadraceError(f"{lasts} See its own words above."))
+            self._cannot_start.set_exception(front.failure or HeadraceError(f"{lasts} See its own words above."))
 
     async def _engine_ends(self) -> bool:
         """A front end says so, which may know it first."""
@@ -262,14 +262,14 @@ class FrontEnds:
         await until(lambda: not self._fronts or self._signals.count > 1 or engine.dead, limit + LAST_WORDS_SECONDS + _GRACE_SECONDS)
         if engine.dead and self._fronts:
             log.error("The engine has died while requests were running: %s", engine.ailment)
-            return await self._bury()
+            return await self._end_without_engine()
         if self._signals.count < 2:
             return 0
         self._signal(signal.SIGTERM)
         await self._wait_for_fronts(LAST_WORDS_SECONDS)
         return 1
 
-    async def _bury(self) -> int:
+    async def _end_without_engine(self) -> int:
         """Front ends see for themselves that the engine is gone, and tell their clients."""
         self._ending = True
         await self._wait_for_fronts(LAST_WORDS_SECONDS + _GRACE_SECONDS)
