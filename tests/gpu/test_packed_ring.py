@@ -30,8 +30,9 @@ EIGHTS = ("fp8", "int8", "blocks")
 
 
 def forms(coding: Coding | None, eight: str = "", *, gated: bool = False) -> list[RingForm]:
-    """256 columns leave no registers for 64 rows."""
+    """256 columns leave no registers for 64 rows; products alone are of 128 rows, too."""
     sizes = [(rows, columns, ways) for rows in ROWS for columns in (64, 128, 256) for ways in ((1,) if gated else (1, 2, 4))]
+    sizes += [] if gated or (coding is not None and coding.sets > 1) else [(128, columns, ways) for columns in (64, 128) for ways in (1, 2)]
     return [RingForm(*size, late, coding, eight) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
 
 
@@ -47,6 +48,7 @@ def built() -> None:
     kinds = [*((coding, "") for coding in CODINGS), *((None, eight) for eight in EIGHTS)]
     plain = {(form, None) for kind in kinds for form in forms(*kind) if not form.late}
     gates = {(form, Activation.SILU) for kind in kinds for form in forms(*kind, gated=True) if not form.late}
+    gates |= {(replace(form, turned=True), None) for coding in CODINGS for form in forms(coding) if not form.late and form.rows >= 64}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda each: machine_code(*each), sorted(plain | gates, key=str)))
 
@@ -88,6 +90,20 @@ def test_gates(coding: Coding, outs: int, ins: int) -> None:
                 torch.randn(tokens, ins, device=CUDA).bfloat16(),
             )
             check(product.compute(x, around, form)[0], twin(x, around)[0])
+
+
+@pytest.mark.parametrize("coding", CODINGS, ids=str)
+@pytest.mark.parametrize(("outs", "ins"), [(2048, 4096), (1000, 1088)], ids=str)
+def test_a_gate_as_one_matrix(coding: Coding, outs: int, ins: int) -> None:
+    """Its rows take turns, and its columns do not."""
+    torch.manual_seed(outs)
+    packed, weight = random_packed(coding, 2 * outs, ins, CUDA, gated=True)
+    bias, none, shape = torch.randn(2 * outs, device=CUDA).bfloat16(), None, Shape(2 * outs, ins)
+    product = RingLinear(packed, bias, shape, (), kernels_of(0), True, none, {})  # type: ignore[arg-type]
+    for form in (replace(form, turned=True) for form in forms(coding) if form.rows >= 64 and form.fits(shape, PROCESSORS)):
+        for tokens in (form.rows - 3, form.rows):
+            x = torch.randn(tokens, ins, device=CUDA).bfloat16()
+            check(product.compute(x, Around(), form)[0], reference.fused_linear(weight, bias)(x, Around())[0])
 
 
 def codes(kind: str, *size: int) -> torch.Tensor:

@@ -55,14 +55,19 @@ class _Rings(Kind):
         return ring_forms.candidate_forms(shape, rows, processors, self.coding, "" if self.eight is None else self.eight.kind_of)
 
     def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-        return tuple(shape for shape in shapes if shape.outs < flat_forms.LARGE and shape.outs % 8 == 0)
+        """A gate as one matrix, too, which more rows are multiplied by."""
+        fit = tuple(shape for shape in shapes if shape.outs < flat_forms.LARGE and shape.outs % 8 == 0)
+        return (*fit, *(Shape(2 * shape.outs, shape.ins) for shape in fit if shape.gated))
+
+    def rows(self, shape: Shape) -> tuple[int, ...]:
+        return ring_forms.row_classes(shape, self.coding, "" if self.eight is None else self.eight.kind_of)
 
     def build(self, shapes: Sequence[Shape]) -> None:
         from headrace.kernels.linear.cuda_ring import machine_code
 
         needed = {
             (replace(form, late=False), self.activation if shape.gated else None)
-            for shape in shapes for rows in ring_forms.FEWER_ROWS for form in self._forms(shape, rows)
+            for shape in shapes for rows in self.rows(shape) for form in self._forms(shape, rows)
         }  # fmt: skip
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda each: machine_code(*each), sorted(needed, key=str)))
@@ -79,7 +84,7 @@ class CodedRings(_Rings):
         assert self.coding is not None, "of codes"
         outs = shape.outs * (1 + shape.gated)
         packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
-        for rows in ring_forms.FEWER_ROWS:
+        for rows in self.rows(shape):
             x, around = random_inputs(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
             own: Any = coded_forms.forms_for(shape, outs, self.coding, 132, coded_forms.measured(self.coding).table(torch.cuda.get_device_name()))
             plain = next(form for most, form in own if rows <= most)
@@ -107,7 +112,7 @@ class EightBitRings(_Rings):
         own = [codes(outs, shape.ins) for _ in range(2 * len(weights))]
         grid = (-(-outs // 128), -(-shape.ins // 128)) if eight.group else (outs,)
         scale = torch.full(grid, shape.ins**-0.5, device="cuda")
-        for rows in ring_forms.FEWER_ROWS:
+        for rows in self.rows(shape):
             x, around = codes(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
             squares = torch.ones((rows, -(-shape.ins // 128)) if eight.group else (1, rows), device="cuda")
             beside = replace(around, squares=squares)
@@ -172,10 +177,10 @@ def _computed(layer: Any, x: Tensor, around: Around, form: Any) -> Tensor:
 
 
 def _eight_calls(eight: EightBits, shape: Shape, x: Tensor, own: Tensor, around: Around, weights: Sequence[Tensor], scale: Tensor) -> Calls:
-    from headrace.kernels.linear.eight_bits import EightBitLinear, forms_for
+    from headrace.kernels.linear.eight_bits import TALL, EightBitLinear, forms_for
     from headrace.kernels.linear.flat_linear import make_scratch
 
-    forms = forms_for(shape.outs, shape.ins, 132, blocked=bool(eight.group))
+    forms = (*forms_for(shape.outs, shape.ins, 132, blocked=bool(eight.group)), (len(x), TALL))
     scratch = make_scratch(shape, forms, x.device)
     form = next(form for most, form in forms if len(x) <= most)
     layers = [EightBitLinear(each, scale, None, None, eight, forms, scratch, programmatic=True) for each in weights]

@@ -39,11 +39,12 @@ class Guarded:
 
 
 def guarded(run: Any, give_way: GiveWay, *, makes: bool) -> Any:
-    """``makes``: ``run`` makes the callable of a layer (from its weights), and what it makes is guarded."""
+    """``makes``: ``run`` makes the callable of a layer (from its weights), and what it makes is guarded; None stays None."""
     if not makes:
         return Guarded(run, give_way)
 
-    def make(*weights: Any) -> Guarded:
-        return Guarded(run(*weights), lambda error: give_way(error)(*weights))
+    def make(*weights: Any) -> Guarded | None:
+        made = run(*weights)
+        return None if made is None else Guarded(made, lambda error: give_way(error)(*weights))
 
     return make

@@ -131,9 +131,12 @@ class Format:
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 tensor.fill_(self.unit_scale)
                 continue
-            made = torch.from_numpy(
-                np.random.Generator(np.random.SFC64([seed, len(name)])).integers(0, 256, tensor.nbytes, dtype=np.uint8)
-            )
+            if tensor.is_cuda:
+                own = torch.Generator(tensor.device).manual_seed(seed + len(name))
+                made = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8, device=tensor.device, generator=own)
+            else:
+                random = np.random.Generator(np.random.SFC64([seed, len(name)]))
+                made = torch.from_numpy(random.integers(0, 256, tensor.nbytes, dtype=np.uint8))
             small = made & 0xBF if tensor.is_floating_point() else made  # without a large exponent, and never NaN
             tensor.view(-1).view(torch.uint8).copy_(small)
 

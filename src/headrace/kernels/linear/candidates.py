@@ -157,7 +157,7 @@ def create_ring(site: CallSite[WeightFacts]) -> Any:
     return gpu.load("linear.rings:create_ring")(site)
 
 
-def create_ring_of_codes(site: CallSite[WeightFacts]) -> Any:
+def create_ring_of_codes(site: CallSite[WeightFacts], create: str = "create_codes") -> Any:
     """The forms of triton_codes.py stand behind it."""
     if (reason := _uncoded(site) or gpu.missing(site.device)) is not None:
         return Declined(reason)
@@ -166,14 +166,14 @@ def create_ring_of_codes(site: CallSite[WeightFacts]) -> Any:
     coding = site.facts.codings[0]
     if len(set(site.facts.codings)) != 1 or coding is None or not coding.ring or site.facts.in_features % 8:
         return Declined("multiplies by codes of 4 or 8 bits in groups of 32 and more with scales in 16 bits alone")
-    return gpu.load("linear.rings:create_codes")(site)
+    return gpu.load(f"linear.rings:{create}")(site)
 
 
-def create_ring_of_eight(site: CallSite[WeightFacts]) -> Any:
+def create_ring_of_eight(site: CallSite[WeightFacts], create: str = "create_eight") -> Any:
     """The kernel of triton_eight.py stands behind it."""
     if (reason := _not_eight(site) or gpu.missing(site.device)) is not None:
         return Declined(reason)
-    return _served(site) or gpu.load("linear.rings:create_eight")(site)
+    return _served(site) or gpu.load(f"linear.rings:{create}")(site)
 
 
 def unserved(forms: RingForms, others: tuple[tuple[int, Any], ...]) -> tuple[tuple[int, Any], ...]:
@@ -205,7 +205,7 @@ def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -
     """Every form of its own, those of the others that are left to them, and what rounds inputs."""
     maker = run.__self__
     gate = sizes.spec.activation if site.facts.gated else None
-    for form in dict.fromkeys(replace(form, late=False) for _, form in maker.forms if form is not None):
+    for form in dict.fromkeys(replace(form, late=False) for most, form in maker.forms if form is not None and most <= MOST_ROWS):
         yield f"{form}, {gate}", partial(maker.kernels.function, (form, gate))
     if site.facts.eights[0] is not None:
         others = replace(maker.maker, forms=unserved(maker.forms, maker.maker.forms))
@@ -214,6 +214,16 @@ def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -
     ordered = any(each is not None and each.ordered for each in site.facts.codings)  # such weights may be left to them altogether
     forms = {coding: forms if ordered else unserved(maker.forms, forms) for coding, forms in maker.coded.forms.items()}
     yield from coded_fused_calls(site, replace(maker.coded, forms=forms).fused, sizes)
+
+
+def _cut_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    """The form for many rows, and all of who stands behind."""
+    maker, (_, form) = run.__self__, run.__self__.forms[-1]
+    if form is not None:
+        form = replace(form, late=False, turned=site.facts.gated and form.coding is not None)
+        yield f"{form}, {None}", partial(maker.kernels.function, (form, None))
+    eight = site.facts.eights[0] is not None
+    yield from _eight_calls(site, maker.maker.linear, sizes) if eight else coded_calls(site, maker.coded.linear, sizes)
 
 
 # ---- 8-bit inputs and weights, in Triton ----
@@ -380,6 +390,8 @@ FUSED_LINEAR = (
     ),
 )  # fmt: skip
 PACKED_LINEAR = (
+    _hopper(EIGHT_RING, partial(create_ring_of_eight, create="create_eight_linear"), "quantized_gemm", "early_weights", rehearse=_cut_ring_calls),
+    _hopper(CODED_RING, partial(create_ring_of_codes, create="create_codes_linear"), "quantized_gemm", "early_weights", rehearse=_cut_ring_calls),
     _eight("create_linear", _eight_calls, _HALVES),
     _coded("create_linear", coded_calls, _HALVES),
     native(compressed.create_linear, name="lossless", dtypes=_BFLOAT16, optional=True),

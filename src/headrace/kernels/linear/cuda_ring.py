@@ -36,6 +36,8 @@ def machine_code(form: RingForm, gate: Activation | None) -> bytes:
         sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros), "FLOATS": int(coding.floats)}
     sources = ("linear/ring.cu",) if coding is None else ("linear/packed.cuh", "linear/ring.cu")
     text = nvrtc.source("build/matrix.cuh", "build/early.cuh", "build/activation.cuh")
+    if form.turned:
+        sizes["TURNED"] = 1
     if form.eight:
         sizes |= {"EIGHT": 2 if form.eight == "int8" else 1} | ({"BLOCKED": 1} if form.eight == "blocks" else {})
     kind_of = "fp8" if form.eight == "blocks" else form.eight
@@ -87,10 +89,10 @@ class RingLinear:
         form = form_of(self.forms, x.shape[0])
         return self.others(x, around) if form is None else self.compute(x, around, form)
 
-    def compute(self, x: Tensor, around: Around, form: RingForm) -> Fused:
+    def compute(self, x: Tensor, around: Around, form: RingForm, y: Tensor | None = None) -> Fused:
         x, outs, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self.shape.outs, self.kernels
         tokens, ins = x.shape
-        y = self.empty((tokens, outs), x.dtype, x.device)
+        y = self.empty((tokens, outs), x.dtype, x.device) if y is None else y
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty((tokens, outs), x.dtype, x.device)

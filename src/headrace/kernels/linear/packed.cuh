@@ -70,6 +70,60 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 *codes, const u32 (
   }
 }
 
+#if SETS == 1
+// Of a step all sums have one scale. A half's codes are widened while the half before is multiplied, of the step before, too.
+struct Packed {
+  float part[ROWS / 2], scale[2];
+  u32 a[2][SIXTEENS][4], zero[2];
+
+  __device__ __forceinline__ Packed() {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) part[i] = 0;
+    scale[0] = scale[1] = 0;
+  }
+  __device__ __forceinline__ void prepare(u32 block, int half) {
+    u32 codes[WORDS];
+    int at = half * WORDS;
+    read_words(codes, block + at / 4 * 2048 + threadIdx.x % 128 * 16 + at % 4 * 4, 2048);
+    finished<1>();  // who reads these registers
+#pragma unroll
+    for (int j = 0; j < SIXTEENS; j++) widen(a[half][j], codes + j * BITS / 4, zero);
+  }
+  __device__ __forceinline__ void multiply(u32 inputs, int half) {
+    begin();
+#pragma unroll
+    for (int j = 0; j < SIXTEENS; j++) {
+      int k = half * SIXTEENS + j;
+      mma(part, a[half][j], described(inputs + k / 4 * (ROWS * 128)) + k % 4 * 2, k);
+    }
+    commit();
+  }
+  __device__ __forceinline__ void take(float (&c)[ROWS / 2]) {
+    finished<0>();
+    hold(part);
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) c[i] += scale[i / 2 % 2] * part[i];
+  }
+  // The step before is over behind ``first``: nobody reads its inputs any more. ``inputs``: 64 of K of all rows, and again.
+  __device__ __forceinline__ void first(float (&c)[ROWS / 2], u32 block) {
+    u32 beside = block + CODE_BYTES + (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 2;
+    float now[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      zero[h] = ZEROS ? read_twice(beside + 128 + h * 16) : BITS == 4 ? 0x43084308u : 0x43004300u;
+      now[h] = read_scale(beside + h * 16);
+    }
+    prepare(block, 0);
+    take(c);
+    scale[0] = now[0], scale[1] = now[1];
+  }
+  __device__ __forceinline__ void second(u32 block, u32 inputs) {
+    multiply(inputs, 0);
+    prepare(block, 1);
+    multiply(inputs, 1);
+  }
+};
+#else
 struct Packed {
   float part[2][ROWS / 2], scale[2][2];
   u32 a[2][SIXTEENS][4];
@@ -112,3 +166,4 @@ struct Packed {
     for (int i = 0; i < ROWS / 2; i++) c[i] += scale[which][i / 2 % 2] * part[which][i];
   }
 };
+#endif

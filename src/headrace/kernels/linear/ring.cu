@@ -19,6 +19,11 @@
 // Behind matrix.cuh and early.cuh. Given from outside: ROWS, GROUPS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
 #define TALL (64 * GROUPS)
 #define OUTS (KIND < 0 ? TALL : TALL / 2)  // columns of y, a tile
+#ifdef TURNED
+#define PAIRED true  // rows of W lie as a gate's do, and columns of y side by side nevertheless
+#else
+#define PAIRED (KIND >= 0)
+#endif
 #ifdef BITS
 #define W_BYTES (GROUPS * BLOCK_BYTES)
 #else
@@ -189,7 +194,10 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       if (slice + j * SLICES < pieces) early[j] = seen(squares + (slice + j * SLICES) * tokens + mine);
   }
   int s = 0, phase = 0;
-  auto first_column = [&](int tile) { return tile * OUTS + (KIND < 0 ? group * 64 + warp * 16 : group * 32 + warp * 8) + lane / 4; };
+  auto first_column = [&](int tile) {
+    return PAIRED ? tile * (TALL / 2) + group * 32 + warp * 8 + lane / 4 : tile * OUTS + group * 64 + warp * 16 + lane / 4;
+  };
+  int apart = KIND >= 0 ? 0 : PAIRED ? outs / 2 : 8, end = KIND < 0 && PAIRED ? outs / 2 : outs;  // of a thread's two columns of y; of the first
   float offset[2], factor[2];  // bias (with a gate: of both) and scale of a thread's two columns
 #ifdef SCALED
   float unit[2];  // of a thread's two rows of W
@@ -197,14 +205,14 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
   auto prepare = [&](int tile) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      int column = first_column(tile) + (KIND < 0 ? 8 * h : 0);
+      int first = first_column(tile), column = first + apart * h;
 #ifdef BITS
       unit[h] = units[tile * TALL + group * 64 + warp * 16 + lane / 4 + 8 * h];
 #elif defined(SCALED)
-      unit[h] = column < outs ? units[column + (KIND < 0 ? 0 : h * outs)] : 0;
+      unit[h] = first < end && column < outs ? units[column + (KIND < 0 ? 0 : h * outs)] : 0;
 #endif
-      offset[h] = bias && column < outs ? wide(bias[column + (KIND < 0 ? 0 : h * outs)]) : 0;
-      factor[h] = !scale || column >= outs ? 0 : scale_bytes == 4 ? ((const float *)scale)[column] : wide(((const u16 *)scale)[column]);
+      offset[h] = bias && first < end && column < outs ? wide(bias[column + (KIND < 0 ? 0 : h * outs)]) : 0;
+      factor[h] = !scale || first >= end || column >= outs ? 0 : scale_bytes == 4 ? ((const float *)scale)[column] : wide(((const u16 *)scale)[column]);
     }
   };
   // Everything behind the sums over K, of a block: ``v`` are rows pair and pair + 1 of x with a row of W, then with the one 8 further down.
@@ -213,8 +221,8 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     float sum[2] = {0, 0};
 #pragma unroll
     for (int h = 0; h < (KIND < 0 ? 2 : 1); h++) {
-      int column = first + 8 * h;
-      bool inside = column < outs;
+      int column = first + apart * h;
+      bool inside = first < end && column < outs;
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         int token = block * 8 + pair + e;
@@ -252,8 +260,8 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     int first = first_column(tile);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      int token = block * 8 + pair + i % 2, column = first + i / 2 * 8;
-      rest[i] = residual && (KIND < 0 || i < 2) && token < tokens && column < outs ? seen(residual + (u64)token * outs + column) : 0;
+      int token = block * 8 + pair + i % 2, column = first + i / 2 * apart;
+      rest[i] = residual && (KIND < 0 || i < 2) && token < tokens && first < end && column < outs ? seen(residual + (u64)token * outs + column) : 0;
     }
   };
   auto add_squares = [&](int tile, int part) {
@@ -279,9 +287,8 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     Packed packed;
 #pragma unroll
     for (int j = 0; j < ROWS / 2; j++) c[j] = 0;
-#else
-    int before = 0;
 #endif
+    int before = 0;
 #ifdef BLOCKED
 #pragma unroll
     for (int j = 0; j < ROWS / 2; j++) c[j] = 0;
@@ -303,7 +310,12 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       for (int j = 0; j < ROWS / 4; j++) own[j] = own_scales[(u64)min(j / 2 * 8 + pair + j % 2, tokens - 1) * deal.steps + deal.begin + k];
 #endif
       wait(full + 8 * s, phase);
-#ifdef BITS
+#if defined(BITS) && SETS == 1
+      packed.first(c, base + s * STAGE_BYTES + group * BLOCK_BYTES);
+      if (k && thread % 128 == 0) arrive(empty + 8 * before);
+      packed.second(base + s * STAGE_BYTES + group * BLOCK_BYTES, base + s * STAGE_BYTES + X_AT);
+      before = s;
+#elif defined(BITS)
       packed.step(c, base + s * STAGE_BYTES + group * BLOCK_BYTES, base + s * STAGE_BYTES + X_AT);
       if (thread % 128 == 0) arrive(empty + 8 * s);
 #else
@@ -326,7 +338,10 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
 #endif
       if (++s == STAGES) { s = 0; phase ^= 1; }
     }
-#ifndef BITS
+#if defined(BITS) && SETS == 1
+    packed.take(c);
+    if (thread % 128 == 0) arrive(empty + 8 * before);
+#elif !defined(BITS)
     finished<0>();
     if (thread % 128 == 0) arrive(empty + 8 * before);
     hold(SUMS);

@@ -20,6 +20,7 @@ from headrace.kernels.linear.packing import Coding
 
 ROWS = (16, 32, 48, 64)  # of x, that forms are made for
 FEWER_ROWS = (8, 16, 32, 64)  # with weights of fewer bits
+MOST_ROWS = 128  # of one launch of these, without a gate
 DEPTH = 64  # of K at once
 SHARED_BYTES = 232448  # that a program may have: all of a processor's
 _LEAST_PROGRAMS = 60  # fewer do not keep the memory busy
@@ -32,7 +33,8 @@ class RingForm:
     """``rows`` of x padded, ``columns`` of the weight a tile (64 or 128; with a gate, half of each), K shared by ``ways`` programs.
 
     ``late``: the next launch is let in when the last weights are being asked for; else at once. ``coding``: of weights of few bits;
-    ``eight``: "fp8" or "int8", weights and inputs, or "blocks" of FP8 with scales of their own.
+    ``eight``: "fp8" or "int8", weights and inputs, or "blocks" of FP8 with scales of their own. ``turned``: codes lie as a gate's do, whose
+    columns are wanted side by side.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class RingForm:
     late: bool = True
     coding: Coding | None = None
     eight: str = ""
+    turned: bool = False
 
     def tiles(self, shape: Shape) -> int:
         return -(-shape.outs * (2 if shape.gated else 1) // self.columns)
@@ -95,18 +98,23 @@ def candidate_forms(shape: Shape, rows: int, processors: int, coding: Coding | N
 def forms_at(shape: Shape, processors: int, device: str, coding: Coding | None, eight: str = "") -> RingForms:
     """What was measured for the weight, as far as it can be computed there; of codes and 8 bits, else, what a rule says."""
     coding = None if coding is None or eight else replace(coding, ordered=False)
-    found = measured(coding, eight).table(device).get(shape)
-    if found is None:
-        return tuple((most, _rule(shape, most, processors, coding, eight)) for most in FEWER_ROWS) if coding or eight else ()
+    found = measured(coding, eight).table(device).get(shape, ())
     own = ((most, form and replace(form, coding=coding, eight=eight)) for most, form in found)
-    return tuple((most, form if form is not None and form.fits(shape, processors) else None) for most, form in own)
+    known = tuple((most, form if form is not None and form.fits(shape, processors) else None) for most, form in own)
+    wanted = row_classes(shape, coding, eight) if coding or eight else ()
+    return (*known, *((most, _rule(shape, most, processors, coding, eight)) for most in wanted if not known or most > known[-1][0]))
+
+
+def row_classes(shape: Shape, coding: Coding | None, eight: str) -> tuple[int, ...]:
+    """The most rows of each; sums of several scales a block leave no registers for 128."""
+    return FEWER_ROWS if shape.gated or (coding is not None and coding.sets > 1) else (*FEWER_ROWS, MOST_ROWS)
 
 
 def _rule(shape: Shape, rows: int, processors: int, coding: Coding | None, eight: str) -> RingForm | None:
-    """The least that one processor has to read; of equals the fewest parts of K, then the widest tile."""
+    """The least that one processor has to read; of equals the widest tile that is not shared by many."""
 
-    def load(form: RingForm) -> tuple[float, int, int]:
-        return form.columns * -(-form.tiles(shape) // processors) / form.ways, form.ways, -form.columns
+    def load(form: RingForm) -> tuple[float, bool, int]:
+        return form.columns * -(-form.tiles(shape) // processors) / form.ways, form.ways > 2, -form.columns
 
     small = RingForm(rows, 64, 1, True, coding, eight)
     forms = candidate_forms(shape, rows, processors, coding, eight) or ((small,) if small.fits(shape, processors) else ())
@@ -135,7 +143,7 @@ def _form(row: list[Any]) -> tuple[int, RingForm | None]:
         return whole_numbers(row)[0], None
     *numbers, late = row
     most, rows, columns, ways = whole_numbers(numbers)
-    if type(late) is not bool or rows not in (*FEWER_ROWS, *ROWS) or columns not in (64, 128, 256) or not 1 <= ways <= 8 or most > rows:
+    if type(late) is not bool or rows not in (*FEWER_ROWS, *ROWS, MOST_ROWS) or columns not in (64, 128, 256) or not 1 <= ways <= 8 or most > rows:
         raise ValueError(f"{row} is no form")
     return most, RingForm(rows, columns, ways, late)
 

@@ -12,24 +12,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace.kernels.candidate import CallSite, WeightFacts
+from headrace.kernels.candidate import CallSite, Shape, WeightFacts
 from headrace.kernels.linear import coded, eight_bits
-from headrace.kernels.linear.around import Around, Fused
-from headrace.kernels.linear.coded import Coded
+from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
+from headrace.kernels.linear.coded import Coded, CodedLinear
 from headrace.kernels.linear.cuda_ring import Kernels, RingLinear, kernels_of
 from headrace.kernels.linear.eight_bits import EightBitLinear
 from headrace.kernels.linear.flat_linear import create_fused
-from headrace.kernels.linear.packed import PackedMatrix
-from headrace.kernels.linear.ring_forms import RingForms, form_of, forms_at
+from headrace.kernels.linear.packed import PackedMatrix, packed_linear
+from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, forms_at
 
 Make = Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor, Around], Fused] | None]
+MakeLinear = Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]
+MOST_CUT = 256  # rows of a product that is computed some at a time
+_ALONE = Around()
 
 
-def _at(site: CallSite[WeightFacts], kind: str = "") -> tuple[RingForms, Kernels]:
+def _at(site: CallSite[WeightFacts], kind: str = "", *, laid: bool = False) -> tuple[RingForms, Kernels]:
+    """``laid``: a gate is multiplied as one matrix."""
     device = torch.device("cuda", torch.cuda.current_device() if site.device.index is None else site.device.index)
     kernels = kernels_of(device.index)
     coding = next((each for each in site.facts.codings if each is not None), None)
-    return forms_at(site.facts.shape, kernels.processors, torch.cuda.get_device_name(device), coding, kind), kernels
+    shape = site.facts.laid if laid else site.facts.shape
+    return forms_at(shape, kernels.processors, torch.cuda.get_device_name(device), coding, kind), kernels
 
 
 def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], RingLinear]:
@@ -59,6 +64,63 @@ class CodedRings:
         site, product = self.coded.site, others.product
         return RingLinear(product.packed, bias, site.facts.shape, self.forms, self.kernels, site.programmatic, others, {}, site.empty)
 
+    def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """``forms``: of the weight as it is laid."""
+        others, site, none = self.coded.linear(pieces, bias), self.coded.site, _nobody
+        if not isinstance(others, CodedLinear) or len(others.products) > 1 or others.products[0].packed.order is not None:
+            return others
+        packed = others.products[0].packed
+        forms = turned(self.forms) if packed.gated else self.forms
+        ring = RingLinear(packed, bias, site.facts.laid, forms, self.kernels, site.programmatic, none, {}, site.empty)
+        return CutRing(ring, others)
+
+
+def turned(forms: RingForms) -> RingForms:
+    return tuple((most, form and replace(form, turned=True)) for most, form in forms)
+
+
+def _nobody(x: Tensor, around: Around) -> Fused:
+    raise AssertionError("what no form serves is not asked for")
+
+
+@dataclass(frozen=True, slots=True)
+class CutRing:
+    """y = x · Wᵀ (+ bias): 65 to MOST_CUT rows, as many at a time as a form has; others as ``others``. ``x`` [..., in]."""
+
+    ring: RingLinear
+    others: CodedLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        most, form = self.ring.forms[-1]
+        if not MOST_ROWS < len(rows) <= MOST_CUT or form is None:
+            return self.others(x)
+        y = self.ring.empty((len(rows), self.ring.shape.outs), x.dtype, x.device)
+        count = -(-len(rows) // most)
+        for part, own in zip(rows.chunk(count), y.chunk(count), strict=True):
+            self.ring.compute(part, _ALONE, form, own)
+        return y.view(*x.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class EightBitCut:
+    """y = x · Wᵀ (+ bias), ``x`` [..., in]: 65 to as many rows as a form has; others as ``product``."""
+
+    product: EightBitLinear
+    ring: RingLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        form = form_of(self.ring.forms, len(rows)) if len(rows) > MOST_ROWS else None
+        if form is None:
+            return self.product(x)
+        return multiplied(self.product, self.ring, rows, _ALONE, form)[0].view(*x.shape[:-1], -1)
+
+
+def multiplied(product: EightBitLinear, ring: RingLinear, x: Tensor, around: Around, form: RingForm) -> Fused:
+    codes, scale = product.rounded(x, around)
+    return ring.compute(codes.view(torch.bfloat16), replace(around, squares=scale if product.eight.group else scale.view(1, -1)), form)
+
 
 @dataclass(frozen=True, slots=True)
 class EightBitRing:
@@ -71,9 +133,7 @@ class EightBitRing:
         form = form_of(self.ring.forms, len(x))
         if form is None:
             return self.product.fused(x, around)
-        codes, scale = self.product.rounded(x.reshape(-1, x.shape[-1]).contiguous(), around)
-        scales = scale if self.product.eight.group else scale.view(1, -1)
-        return self.ring.compute(codes.view(torch.bfloat16), replace(around, squares=scales), form)
+        return multiplied(self.product, self.ring, x.reshape(-1, x.shape[-1]).contiguous(), around, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +146,31 @@ class EightBitRings:
 
     def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> EightBitRing | None:
         product = self.maker.made(pieces, bias)
-        return None if product is None else self.of(product)
+        return None if product is None else EightBitRing(product, self._ring(product, self.maker.site.facts.shape))
 
-    def of(self, product: EightBitLinear) -> EightBitRing:
-        site = self.maker.site
-        none = lambda x, around: product.fused(x, around)  # noqa: E731
-        weight = product.weight.view(torch.bfloat16)
-        ring = RingLinear(weight, product.bias, site.facts.shape, self.forms, self.kernels, site.programmatic, none, {}, site.empty, product.scale)
-        return EightBitRing(product, ring)
+    def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """``forms``: of a gate as one matrix."""
+        product = self.maker.made(pieces, bias)
+        return packed_linear(pieces, bias) if product is None else EightBitCut(product, self._ring(product, self.maker.site.facts.laid))
+
+    def _ring(self, product: EightBitLinear, shape: Shape) -> RingLinear:
+        site, weight = self.maker.site, product.weight.view(torch.bfloat16)
+        return RingLinear(weight, product.bias, shape, self.forms, self.kernels, site.programmatic, _nobody, {}, site.empty, product.scale)
 
 
 def create_codes(site: CallSite[WeightFacts]) -> Make:
     return CodedRings(coded.Coded.at(site), *_at(site)).fused
 
 
+def create_codes_linear(site: CallSite[WeightFacts]) -> MakeLinear:
+    return CodedRings(coded.Coded.at(site), *_at(site, laid=True)).linear
+
+
 def create_eight(site: CallSite[WeightFacts]) -> Make:
     maker = eight_bits.Maker.at(site)
     return EightBitRings(maker, *_at(site, maker.eight.kind_of)).fused
+
+
+def create_eight_linear(site: CallSite[WeightFacts]) -> MakeLinear:
+    maker = eight_bits.Maker.at(site)
+    return EightBitRings(maker, *_at(site, maker.eight.kind_of, laid=True)).linear
