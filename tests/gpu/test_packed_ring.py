@@ -46,11 +46,11 @@ def layer(coding: Coding, outs: int, ins: int, bias: torch.Tensor | None = None,
 def built() -> None:
     """One behind the other they would take minutes."""
     kinds = [*((coding, "") for coding in CODINGS), *((None, eight) for eight in EIGHTS)]
-    plain = {(form, None) for kind in kinds for form in forms(*kind) if not form.late}
-    gates = {(form, Activation.SILU) for kind in kinds for form in forms(*kind, gated=True) if not form.late}
-    gates |= {(replace(form, turned=True), None) for coding in CODINGS for form in forms(coding) if not form.late and form.rows >= 64}
+    plain = {(form, None, False) for kind in kinds for form in forms(*kind) if not form.late}
+    gates = {(form, Activation.SILU, False) for kind in kinds for form in forms(*kind, gated=True) if not form.late}
+    turned = {(form, None, True) for coding in CODINGS for form in forms(coding) if not form.late and form.rows >= 64}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda each: machine_code(*each), sorted(plain | gates, key=str)))
+        list(pool.map(lambda each: machine_code(*each), sorted(plain | gates | turned, key=str)))
 
 
 @pytest.mark.parametrize("coding", CODINGS, ids=str)
@@ -100,7 +100,7 @@ def test_a_gate_as_one_matrix(coding: Coding, outs: int, ins: int) -> None:
     packed, weight = random_packed(coding, 2 * outs, ins, CUDA, gated=True)
     bias, none, shape = torch.randn(2 * outs, device=CUDA).bfloat16(), None, Shape(2 * outs, ins)
     product = RingLinear(packed, bias, shape, (), kernels_of(0), True, none, {})  # type: ignore[arg-type]
-    for form in (replace(form, turned=True) for form in forms(coding) if form.rows >= 64 and form.fits(shape, PROCESSORS)):
+    for form in (form for form in forms(coding) if form.rows >= 64 and form.fits(shape, PROCESSORS)):
         for tokens in (form.rows - 3, form.rows):
             x = torch.randn(tokens, ins, device=CUDA).bfloat16()
             check(product.compute(x, Around(), form)[0], reference.fused_linear(weight, bias)(x, Around())[0])

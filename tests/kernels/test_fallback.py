@@ -27,6 +27,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import Kernels, StrictKernelError
 from headrace.kernels.build.ahead import CompileAhead
 from headrace.kernels.candidate import CallSite, Candidate, Sizes
+from headrace.kernels.fallback import guarded
 from headrace.kernels.norm import reference
 from tests.support.kernel_cases import called, carried_out
 
@@ -390,3 +391,9 @@ def test_a_cache_folder_without_room_is_said_and_replaced(tmp_path: Path) -> Non
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert "cannot be written (File too large)" in done.stdout
+
+
+def test_a_layer_for_which_a_candidate_makes_nothing_has_nothing() -> None:
+    """Not a guard around None, which whoever asks would take for a kernel."""
+    make = guarded(lambda weight: None, lambda error: (lambda weight: None), makes=True)
+    assert make("weights of several kinds") is None

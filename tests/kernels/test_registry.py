@@ -116,10 +116,10 @@ def test_techniques_that_candidates_name_exist_and_switch_them_off() -> None:
                 assert technique.name in switched_off(replace(DeviceConfig(), **{field: technique.off}))
                 assert technique.name not in switched_off(replace(DeviceConfig(), **{field: technique.on}))
     of = {name: {each.name for op in OPERATIONS.values() for each in op.candidates if name in each.techniques} for name in known}
-    assert of["flat_gemm"] == {"flat", "fused", "ring"} and of["early_weights"] == {"ring"}
-    assert of["deep_fusion"] == {"fused", "ring", "codes", "w8a8"}
+    assert of["flat_gemm"] == {"flat", "fused", "ring"} and of["early_weights"] == {"ring", "codes_ring", "w8a8_ring"}
+    assert of["deep_fusion"] == {"fused", "ring", "codes", "w8a8", "codes_ring", "w8a8_ring"}
     assert of["fused_rope_attention"] == {"rope", "rope_cascade"} and of["cascade_attention"] == {"cascade", "rope_cascade"}
-    assert of["quantized_gemm"] == {"codes", "w8a8"}
+    assert of["quantized_gemm"] == {"codes", "w8a8", "codes_ring", "w8a8_ring"}
     assert (of["tuned_products"], of["gated_products"], of["persistent_decode"]) == ({"tuned"}, {"gated"}, {"persistent"})
 
 

@@ -11,11 +11,12 @@ import torch
 from headrace.bench import tune
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.kernels import Kernels
-from headrace.kernels.candidate import CallSite, Declined, Shape
+from headrace.kernels.candidate import CallSite, Declined, EightBits, Shape
 from headrace.kernels.linear import candidates, ring_forms
 from headrace.kernels.linear.around import MOST_ROWS
 from headrace.kernels.linear.flat_forms import flat, vector
 from headrace.kernels.linear.measured import SHIPPED, Measured
+from headrace.kernels.linear.packing import Coding
 from headrace.kernels.linear.ring_forms import MEASURED, ROWS, RingForm, candidate_forms, form_of
 from headrace.spec import Activation
 from tests.support.kernel_cases import called
@@ -83,6 +84,47 @@ def test_whole_tiles_are_dealt_out_evenly_and_shared_ones_are_all_at_once() -> N
     assert RingForm(32, 64, 2).programs(Shape(4096, 4096), 132) == 128 and not RingForm(32, 64, 3).fits(Shape(4096, 4096), 132)
     assert not RingForm(32, 64, 2).fits(gate, 132) and not RingForm(32, 64).fits(Shape(12, 64, True), 132)
     assert not RingForm(32, 64).fits(Shape(64, 36), 132) and not RingForm(32, 64, 2).fits(Shape(64, 64), 132)
+
+
+SIZES = ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (768, 768, False), (128, 272, False))
+
+
+@pytest.mark.parametrize("kind", [(Coding(4), ""), (Coding(4, 4), ""), (Coding(8, floats=True), ""), (None, "fp8"), (None, "blocks")], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_quantised_weights_that_were_not_measured_have_a_form_for_any_few_rows(size: Any, kind: Any) -> None:
+    shape, few = Shape(*size), ring_forms.FEWER_ROWS
+    forms = ring_forms.forms_at(shape, 132, "A card", *kind)
+    coding, eight = kind
+    assert [most for most, _ in forms] == [*few, *([128] if not shape.gated and (coding is None or coding.sets == 1) else [])]
+    for most, form in forms:
+        assert form is not None and form.rows == most and form.fits(shape, 132) and (form.coding, form.eight) == (coding, eight)
+        assert form.stages >= 3 and form.shared_bytes + 8 * form.columns + 4 * most * (1 + form.columns // 16) + 512 <= ring_forms.SHARED_BYTES
+
+
+def test_measured_forms_of_quantised_weights_go_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {Shape(4096, 4096): ((8, RingForm(8, 128, 3)), (16, None))}
+    monkeypatch.setattr(Measured, "table", lambda self, name: found if self.op == "ring, 4 bits, 1 sets" else {})
+    first, second, third, *_ = ring_forms.forms_at(Shape(4096, 4096), 132, "A card", Coding(4, ordered=True))
+    assert first == (8, RingForm(8, 128, 3, coding=Coding(4))) and second == (16, None) and third[0] == 32 and third[1] is not None
+    assert ring_forms.forms_at(Shape(4096, 4096), 132, "A card", None) == (), "in bfloat16 there is no rule"
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"codings": (Coding(3),)}, "4 or 8 bits"), ({"codings": (Coding(4, 8),)}, "4 or 8 bits"),
+        ({"codings": (Coding(4), Coding(8))}, "4 or 8 bits"),
+        ({"codings": (Coding(4),), "in_features": 68}, "4 or 8 bits"), ({"codings": (Coding(4),), "shared": True}, "an embedding"),
+        ({"eights": (EightBits("fp8"), None)}, "one 8-bit type alone"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_quantised_weights_are_left_to_who_stands_behind(facts: Any, words: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates.gpu, "missing", lambda device: None)
+    create = candidates.create_ring_of_eight if "eights" in facts else candidates.create_ring_of_codes
+    site = CallSite("packed_linear", torch.device("cuda"), called("packed_linear", **({"formats": ("it",)} | GOOD | facts))[1])
+    declined = create(site)
+    assert isinstance(declined, Declined) and words in declined.reason
 
 
 def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -191,7 +191,7 @@ def _ring_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
     layer = make(torch.empty(0, 0), None)
     gate = sizes.spec.activation if layer.shape.gated else None
     for form in dict.fromkeys(replace(form, late=False) for _, form in layer.forms if form is not None):
-        yield f"{form}, {gate}", partial(layer.kernels.function, (form, gate))
+        yield f"{form}, {gate}", partial(layer.kernels.function, (form, gate, False))
 
     def left(weight: Any, bias: Any) -> Any:
         layer = make(weight, bias)
@@ -206,7 +206,7 @@ def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -
     maker = run.__self__
     gate = sizes.spec.activation if site.facts.gated else None
     for form in dict.fromkeys(replace(form, late=False) for most, form in maker.forms if form is not None and most <= MOST_ROWS):
-        yield f"{form}, {gate}", partial(maker.kernels.function, (form, gate))
+        yield f"{form}, {gate}, {False}", partial(maker.kernels.function, (form, gate, False))
     if site.facts.eights[0] is not None:
         others = replace(maker.maker, forms=unserved(maker.forms, maker.maker.forms))
         yield from _eight_fused_calls(site, others.fused, sizes)
@@ -220,8 +220,8 @@ def _cut_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Call
     """The form for many rows, and all of who stands behind."""
     maker, (_, form) = run.__self__, run.__self__.forms[-1]
     if form is not None:
-        form = replace(form, late=False, turned=site.facts.gated and form.coding is not None)
-        yield f"{form}, {None}", partial(maker.kernels.function, (form, None))
+        form, turned = replace(form, late=False), site.facts.gated and form.coding is not None
+        yield f"{form}, {None}, {turned}", partial(maker.kernels.function, (form, None, turned))
     eight = site.facts.eights[0] is not None
     yield from _eight_calls(site, maker.maker.linear, sizes) if eight else coded_calls(site, maker.coded.linear, sizes)
 

@@ -28,15 +28,15 @@ _NAME = "ring"
 _MOST_MAPS = 1024  # of inputs that are described at once
 
 
-def machine_code(form: RingForm, gate: Activation | None) -> bytes:
-    """Built, or kept from before. Raises CompileError."""
+def machine_code(form: RingForm, gate: Activation | None, turned: bool = False) -> bytes:
+    """Built, or kept from before. ``turned``: codes lie as a gate's do, whose columns are wanted side by side. Raises CompileError."""
     kind, coding = -1 if gate is None else KINDS[gate], form.coding
     sizes = {"ROWS": form.rows, "GROUPS": form.columns // 64, "STAGES": form.stages, "WAYS": form.ways, "KIND": kind}
     if coding is not None:
         sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros), "FLOATS": int(coding.floats)}
     sources = ("linear/ring.cu",) if coding is None else ("linear/packed.cuh", "linear/ring.cu")
     text = nvrtc.source("build/matrix.cuh", "build/early.cuh", "build/activation.cuh")
-    if form.turned:
+    if turned:
         sizes["TURNED"] = 1
     if form.eight:
         sizes |= {"EIGHT": 2 if form.eight == "int8" else 1} | ({"BLOCKED": 1} if form.eight == "blocks" else {})
@@ -45,7 +45,7 @@ def machine_code(form: RingForm, gate: Activation | None) -> bytes:
     return nvrtc.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in sizes.items())))
 
 
-class Kernels(Variants[tuple[RingForm, Activation | None]]):
+class Kernels(Variants[tuple[RingForm, Activation | None, bool]]):
     """As machine_code takes them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +99,8 @@ class RingLinear:
             sums = torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
         pieces = 0 if around.squares is None else around.squares.shape[0]
         units = self.units if isinstance(self.weight, Tensor) else self.weight.factor
-        kernels.function((replace(form, late=False), around.gate)).launch(
+        turned = not isinstance(self.weight, Tensor) and self.weight.gated and around.gate is None
+        kernels.function((replace(form, late=False), around.gate, turned)).launch(
             form.programs(self.shape, kernels.processors), 2 * form.columns + 32, torch.cuda.current_stream(x.device).cuda_stream,
             kernels.input_map(x, form.rows), self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
             _at(around.scale), c_int(0 if around.scale is None else around.scale.element_size()), _at(y), _at(scaled), _at(sums),

@@ -33,8 +33,7 @@ class RingForm:
     """``rows`` of x padded, ``columns`` of the weight a tile (64 or 128; with a gate, half of each), K shared by ``ways`` programs.
 
     ``late``: the next launch is let in when the last weights are being asked for; else at once. ``coding``: of weights of few bits;
-    ``eight``: "fp8" or "int8", weights and inputs, or "blocks" of FP8 with scales of their own. ``turned``: codes lie as a gate's do, whose
-    columns are wanted side by side.
+    ``eight``: "fp8" or "int8", weights and inputs, or "blocks" of FP8 with scales of their own.
     """
 
     rows: int
@@ -43,7 +42,6 @@ class RingForm:
     late: bool = True
     coding: Coding | None = None
     eight: str = ""
-    turned: bool = False
 
     def tiles(self, shape: Shape) -> int:
         return -(-shape.outs * (2 if shape.gated else 1) // self.columns)

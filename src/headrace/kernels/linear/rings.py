@@ -70,13 +70,8 @@ class CodedRings:
         if not isinstance(others, CodedLinear) or len(others.products) > 1 or others.products[0].packed.order is not None:
             return others
         packed = others.products[0].packed
-        forms = turned(self.forms) if packed.gated else self.forms
-        ring = RingLinear(packed, bias, site.facts.laid, forms, self.kernels, site.programmatic, none, {}, site.empty)
+        ring = RingLinear(packed, bias, site.facts.laid, self.forms, self.kernels, site.programmatic, none, {}, site.empty)
         return CutRing(ring, others)
-
-
-def turned(forms: RingForms) -> RingForms:
-    return tuple((most, form and replace(form, turned=True)) for most, form in forms)
 
 
 def _nobody(x: Tensor, around: Around) -> Fused:
