@@ -33,9 +33,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.loop": {"lora.registry", "scheduler.explain"},
     "engine.executor": set(),
     "engine.assembly": {"worker", "parallel.leader", "models.source", "models.families", "lora", "scheduler", "cache", "sequence"},
-    "planner": {"engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models", "speculative.settings"},
+    "planner": {"engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models", "speculative.settings", "parallel.shares"},
     "planner.workload": set(),
-    "planner.pricing": {"engine.executor", "engine.resolve", "models", "worker.memory", "worker.settings"},  # the engine's own rules; not at import
+    # the engine's own rules; not at import
+    "planner.pricing": {"engine.executor", "engine.resolve", "models", "parallel.shares", "worker.memory", "worker.settings"},
     "sequence": {"cache"},
     "scheduler": {"cache", "sequence", "speculative.length", "lora.residency"},
     "lora": {"engine.executor", "scheduler.events", "models", "layers", "kernels"},

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
     from headrace.engine.executor import Executor, ExecutorInfo
     from headrace.observe.metrics import StepRecorder
+    from headrace.worker.driver import CardFacts, DriverFacts
     from headrace.worker.residency import Ledger
     from headrace.worker.settings import GPU
 
@@ -111,8 +112,23 @@ def _card(gpu: GPU) -> str:
     driver = ask_driver()
     said = f"driver {driver.version} for CUDA up to {'.'.join(map(str, driver.cuda))}" if driver is not None else "driver unknown"
     card = driver.card(str(torch.cuda.get_device_properties().uuid)) if driver is not None else None
-    memory = f", {card.free / 2**30:.1f} of {card.total / 2**30:.1f} GiB free" if card is not None else ""
-    return f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}, {said}{memory}"
+    memory = f", {_free(card)}" if card is not None else ""
+    others = [_other(driver, index) for index in range(1, torch.cuda.device_count())]
+    return "; ".join((f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}, {said}{memory}", *others))
+
+
+def _other(driver: DriverFacts | None, index: int) -> str:
+    """A further card that ranks could have."""
+    import torch
+
+    facts = torch.cuda.get_device_properties(index)
+    card = driver.card(str(facts.uuid)) if driver is not None else None
+    peer = "reads the first one's memory" if torch.cuda.can_device_access_peer(index, 0) else "reaches the first one through the host"
+    return f"card {index}: {facts.name}, {_free(card)}, {peer}" if card is not None else f"card {index}: {facts.name}, {peer}"
+
+
+def _free(card: CardFacts) -> str:
+    return f"{card.free / 2**30:.1f} of {card.total / 2**30:.1f} GiB free"
 
 
 def _onednn(build: str) -> str:

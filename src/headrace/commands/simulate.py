@@ -17,6 +17,7 @@ from headrace.bench.arguments import output, percentile, picture
 from headrace.bench.serve import plot_distributions
 from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
+from headrace.cost.links import Link
 from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config, parse_size, server_config
 from headrace.models import families
@@ -24,7 +25,7 @@ from headrace.models.source import ModelSource, find_model
 from headrace.observe.report import load_pyplot, machine_facts, print_facts, print_figures, table, write_json
 from headrace.planner.against import COLUMNS, Compared, check_unseen, compare, read_samples, status_of
 from headrace.planner.curve import Trial, check_rates
-from headrace.planner.devices import Device, find_device
+from headrace.planner.devices import MEETING_SECONDS, Device, find_device
 from headrace.planner.simulator import Load, Report, simulate
 from headrace.planner.workload.statistics import failure_reasons
 from headrace.spec import DecoderSpec
@@ -40,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("device")
     where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=f"required: {DEVICES}")
     where.add_argument("--device-memory", type=parse_size, metavar="SIZE", help="memory of the device in bytes, instead of its known size")
+    where.add_argument("--link-bandwidth", type=parse_size, metavar="SIZE", help="bytes/s between ranks, one way (default: the device's)")
+    where.add_argument("--link-latency", type=float, metavar="US", help="microseconds of one all-reduce without its bytes (default: 9)")
     simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")
@@ -127,7 +130,21 @@ def _source(config: EngineConfig) -> ModelSource:
 def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
     threads = config.device.threads or physical_cores()[0]
     found = find_device(args.simulated, threads=threads, memory=args.device_memory, free_memory=available_memory())
-    return simulate_calibrate.with_prices(args, found)
+    return simulate_calibrate.with_prices(args, _linked(args, config, found))
+
+
+def _linked(args: argparse.Namespace, config: EngineConfig, device: Device) -> Device:
+    """With the link that ranks have. Raises ConfigError where nobody knows it, or there are no ranks."""
+    ranks, asked = config.device.tensor_parallel_size, args.link_bandwidth is not None or args.link_latency is not None
+    if asked and ranks == 1:
+        raise ConfigError("--link-bandwidth and --link-latency are of ranks; give --tensor-parallel-size, too, or leave them out.")
+    if ranks == 1:
+        return device
+    if device.link is None and args.link_bandwidth is None:
+        raise ConfigError(f"Nobody knows the link between {ranks} times {device.name}; give it with --link-bandwidth, like 300GB.")
+    known = device.link or Link(args.link_bandwidth, MEETING_SECONDS)
+    latency = known.latency if args.link_latency is None else args.link_latency * 1e-6
+    return replace(device, link=Link(args.link_bandwidth or known.bandwidth, latency))
 
 
 def _facts(args: argparse.Namespace, source: ModelSource, device: Device, report: Report, seconds: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.cost.links import Link, traffic_of
 from headrace.cost.popularity import touched_experts
 from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
@@ -124,7 +125,8 @@ class CostModel:
 
     ``groups`` are the KV groups as the cache has them; ``weight_bytes`` is the bytes per element of a plain weight (2
     for bf16; a format states its own); ``dtype`` selects the GEMM rate. ``popularity``: how often tokens pick each
-    expert (popularity.py); empty: evenly. ``estimate`` is on the step's path: a few microseconds at any batch size.
+    expert (popularity.py); empty: evenly. ``link``: between ranks, of whose steps ``spec`` is one's share; None: what they send is not counted.
+    ``estimate`` is on the step's path: a few microseconds at any batch size.
     """
 
     def __init__(
@@ -136,8 +138,11 @@ class CostModel:
         weight_bytes: float,
         dtype: str,
         popularity: Sequence[float] = (),
+        link: Link | None = None,
     ) -> None:
         self.spec = spec
+        self._link = link
+        self._traffic = traffic_of(spec, weight_bytes)
         self.profile = profile
         self.dtype = dtype
         self._popularity = tuple(popularity)
@@ -166,8 +171,15 @@ class CostModel:
             total_bytes += moved
             total_flops += flops
             floor += max(moved / bandwidth, flops / rate)
-        seconds = floor / self.profile.efficiency + self.profile.step_overhead
-        return StepCost(total_bytes, total_flops, seconds, floor, max(total_bytes / bandwidth, total_flops / rate))
+        linked, sent = self.link_seconds(load)
+        seconds = floor / self.profile.efficiency + self.profile.step_overhead + linked
+        return StepCost(total_bytes, total_flops, seconds, floor + sent, max(total_bytes / bandwidth, total_flops / rate, sent))
+
+    def link_seconds(self, load: StepLoad) -> tuple[float, float]:
+        """What ranks take to meet: (seconds, at the limit of their link)."""
+        if self._link is None:
+            return 0.0, 0.0
+        return self._traffic.seconds(self._link, load.filled or load.tokens, load.sampled)
 
     def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
         """The floor of a step that is not planned yet, for the scheduler."""

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
@@ -202,5 +203,6 @@ def _load(
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits, lost=lost)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
-    recorder, profile = create_recorder(source.config, executor.info, limits(), device=device, dtype=dtype, promise=promise, switches=switches)
+    told: dict[str, Any] = {"device": device, "dtype": dtype, "promise": promise, "switches": switches}
+    recorder, profile = create_recorder(source.config, executor.info, limits(), **told, ranks=config.device.tensor_parallel_size)
     return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, profile), recorder

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated, load_calibrated, same_device
+from headrace.cost.links import Link
 from headrace.cost.prices import Classes, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, find_profile, load_profile, profile_folder
 from headrace.errors import ConfigError
@@ -25,6 +26,9 @@ HERE = "cpu"
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes/s of sixteen lanes, one way
+REACHED_LINK = 329 / 450  # of NVLink's published bytes/s, one way, that sums of 1 GiB over two H100 reach
+MEETING_SECONDS = 9e-6  # assumed: what a small sum takes beside what it sends
+NVLINK_4, NVLINK_3, OVER_PCIE_4 = (Link(each * REACHED_LINK, MEETING_SECONDS) for each in (450e9, 300e9, PCIE_4))
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
 GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)  # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
 
@@ -88,6 +92,7 @@ class Device:
     efficiency: Efficiency
     host_seconds: float
     calibrated: tuple[CalibratedSteps, ...] = ()
+    link: Link | None = None  # to others of its kind; None: nobody knows
     host_link: float | None = None  # bytes/s between its memory and the host's, one way, as published; None: they are one, or nobody knows
 
     @property
@@ -110,27 +115,27 @@ class Device:
 def known_devices() -> dict[str, Device]:
     """The catalogue. Rates are those of dense products with sums in float32."""
     return {
-        "h200": _card("NVIDIA H200", 4.47, {"bfloat16": 798, "float16": 798, "float32": 54}, 140 * GIB, "measured", PCIE_5),
-        "h100": _published("NVIDIA H100 SXM", 3.35, {"bfloat16": 989, "float16": 989, "float32": 67}, 80, PCIE_5),
-        "a100": _published("NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80, PCIE_4),
-        "l40s": _published("NVIDIA L40S", 0.864, {"bfloat16": 362, "float16": 362, "float32": 91.6}, 48, PCIE_4),
-        "rtx4090": _published("NVIDIA GeForce RTX 4090", 1.008, {"bfloat16": 165, "float16": 165, "float32": 82.6}, 24, PCIE_4),
+        "h200": _card("NVIDIA H200", 4.47, {"bfloat16": 798, "float16": 798, "float32": 54}, 140 * GIB, "measured", PCIE_5, NVLINK_4),
+        "h100": _published("NVIDIA H100 SXM", 3.35, {"bfloat16": 989, "float16": 989, "float32": 67}, 80, PCIE_5, NVLINK_4),
+        "a100": _published("NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80, PCIE_4, NVLINK_3),
+        "l40s": _published("NVIDIA L40S", 0.864, {"bfloat16": 362, "float16": 362, "float32": 91.6}, 48, PCIE_4, OVER_PCIE_4),
+        "rtx4090": _published("NVIDIA GeForce RTX 4090", 1.008, {"bfloat16": 165, "float16": 165, "float32": 82.6}, 24, PCIE_4, OVER_PCIE_4),
     }
 
 
-def _published(name: str, bandwidth: float, rates: Mapping[str, float], memory_gb: int, host_link: float) -> Device:
+def _published(name: str, bandwidth: float, rates: Mapping[str, float], memory_gb: int, host_link: float, link: Link) -> Device:
     lowered = {dtype: rate * REACHED_RATE for dtype, rate in rates.items()}
-    return _card(name, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published", host_link)
+    return _card(name, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published", host_link, link)
 
 
-def _card(name: str, bandwidth: float, rates: Mapping[str, float], memory: int, source: str, host_link: float) -> Device:
+def _card(name: str, bandwidth: float, rates: Mapping[str, float], memory: int, source: str, host_link: float, link: Link) -> Device:
     """``bandwidth`` in TB/s, ``rates`` in TFLOP/s."""
     read = bandwidth * TERA
     gemm = {dtype: rate * TERA for dtype, rate in rates.items()}
     profile = DeviceProfile(
         identity=DeviceIdentity(kind="cuda", name=name, threads=0), read_bandwidth=read, copy_bandwidth=read, gemm_rates=gemm, source=source
     )
-    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, host_link=host_link)
+    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, link=link, host_link=host_link)
 
 
 def classes_of(kind: str, *, eager: bool = False) -> Classes:

@@ -24,6 +24,7 @@ from headrace.cost.sharing import SharedBlocks
 from headrace.engine.executor import ExecutorInfo
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
+from headrace.parallel.shares import share
 from headrace.planner.devices import GIB, Device, known_devices
 from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import Most, StepTime
@@ -102,8 +103,9 @@ class Priced:
 
 
 def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: Sequence[float] = ()) -> Priced:
-    """``popularity``: how often tokens pick each expert. Raises ConfigError for switches whose worth nobody knows."""
+    """``popularity``: how often tokens pick each expert. Of ranks, one and its share. Raises ConfigError for switches whose worth nobody knows."""
     config, decisions = resolve_config(config, device.kind)
+    spec = share(spec, config.device.tensor_parallel_size)
     dtype = dtype_of(spec, config, device)
     cost_model, groups = cost_model_of(spec, config, device, dtype, popularity)
     return Priced(spec, config, tuple(decisions), device, dtype, groups, cost_model, choose_prices(device, config, cost_model, groups))
@@ -116,7 +118,7 @@ def cost_model_of(
     assert config.cache.block_size is not None, "resolved"
     size = ELEMENT_BYTES[dtype]
     groups = kv_groups(spec, config.cache.block_size, size, resolve_kv_format(config.cache.kv_cache_dtype, dtype, spec.head_dim))
-    return CostModel(spec, groups, device.profile, weight_bytes=size, dtype=dtype, popularity=popularity), groups
+    return CostModel(spec, groups, device.profile, weight_bytes=size, dtype=dtype, popularity=popularity, link=device.link), groups
 
 
 def decode_load(groups: tuple[KVSpec, ...], rows: int, context: int) -> StepLoad:

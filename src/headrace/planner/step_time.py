@@ -113,7 +113,9 @@ class StepTime:
         bandwidth, rate = self._units
         seconds = self._prices.seconds(work, bandwidth, rate, load, alone=alone)
         floor = work if not load.filled else self._cost_model.work(replace(load, filled=0))
-        return (seconds, *_floor(floor, *self._limits))
+        linked, sent = self._cost_model.link_seconds(load)
+        least, moved, flops = _floor(floor, *self._limits)
+        return seconds + linked, least + sent, moved, flops
 
     def shortest(self, groups: int) -> float:
         """Seconds of the least step there is: one token that sees itself."""

@@ -39,6 +39,7 @@ from headrace.engine.executor import ExecutorInfo
 from headrace.errors import ConfigError
 from headrace.models import families
 from headrace.observe.metrics import StepRecorder
+from headrace.parallel.shares import share
 from headrace.sites import count_bytes
 from headrace.spec import ELEMENT_BYTES, DecoderSpec
 from headrace.worker.card import GLANCE_BYTES, Measurement, card_identity, card_limits, glance_at_card, measure_card
@@ -238,15 +239,17 @@ def create_recorder(
     dtype: str,
     promise: float | None = None,
     switches: Mapping[str, Any] | None = None,
+    ranks: int = 1,
 ) -> tuple[StepRecorder, Decision]:
     """``limits``: of the ``device`` ("cpu" or "cuda"), as ``resolve_profile`` has them. ``dtype`` is the one weights
-    are held in; ``promise``: seconds a step may take (--max-step-ms); ``switches``: as run_facts.py has them."""
+    are held in; ``promise``: seconds a step may take (--max-step-ms); ``switches``: as run_facts.py has them;
+    ``ranks``: of which the device is one."""
     profile, decision = limits
     energy = create_energy_meter(device).read
     if profile is None:
         return StepRecorder(promise=promise, energy=energy), decision
     groups = [group.spec for group in info.kv_groups]
-    spec = families.spec_from_config(model_config)
+    spec = share(families.spec_from_config(model_config), ranks)
     cost_model = CostModel(spec, groups, profile, weight_bytes=_bytes_a_weight(spec, info, dtype), dtype=dtype)
     plain = CostModel(spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)  # what prices were fitted with
     return StepRecorder(cost_model, promise=promise, calibrated=find_price(plain, switches or {}), energy=energy), decision

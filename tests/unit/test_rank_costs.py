@@ -1,0 +1,48 @@
+"""What several ranks cost: what they send each other, by hand, and a simulation beside that of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headrace.config import DeviceConfig, EngineConfig
+from headrace.cost.links import Link, traffic_of
+from headrace.errors import ConfigError
+from headrace.parallel.shares import share
+from headrace.planner.devices import known_devices
+from headrace.planner.pricing import priced
+from tests.support.specs import LLAMA_8B, TINY
+
+EXACT = Link(bandwidth=100.0, latency=2.0)
+
+
+def test_what_is_sent_is_what_is_counted_by_hand() -> None:
+    """3 layers of 4 values, 10 tokens: 7 sums of 8 bytes a token, of which 2 ranks send as many, and half of 20 bytes of logits a row."""
+    traffic = traffic_of(replace(TINY, ranks=2), 2.0)
+    assert (traffic.meetings, traffic.token_bytes, traffic.row_bytes) == (8, 7 * 8, 10)
+    assert traffic.seconds(EXACT, 3, 2) == (16.0 + 1.88, 1.88) and traffic.seconds(EXACT, 0, 0) == (0.0, 0.0)
+    assert traffic_of(replace(TINY, ranks=4), 2.0).token_bytes == 1.5 * 7 * 8
+    assert traffic_of(TINY, 2.0).seconds(EXACT, 3, 2) == (0.0, 0.0)
+
+
+def ranked(size: int) -> EngineConfig:
+    return EngineConfig(device=DeviceConfig(tensor_parallel_size=size))
+
+
+def test_ranks_are_quicker_than_one_and_hold_more_but_not_as_many_times() -> None:
+    device = known_devices()["h200"]
+    one, two = (priced(LLAMA_8B, ranked(size), device) for size in (1, 2))
+    alone, shared = one.decode_seconds(8, 1000), two.decode_seconds(8, 1000)
+    assert alone / 2 + 64 * 9e-6 < shared + 1e-3 and shared < alone
+    assert two.kv_bytes(1000) * 2 == one.kv_bytes(1000)
+    blocks = [each.placed().kv_groups[0].num_blocks for each in (one, two)]
+    assert blocks[1] > 2 * blocks[0]
+    slow = priced(LLAMA_8B, ranked(2), replace(device, link=Link(1e9, 1e-3)))
+    assert slow.decode_seconds(8, 1000) > shared + 0.06
+
+
+def test_a_share_that_cannot_be_is_an_error_of_the_simulation_too() -> None:
+    with pytest.raises(ConfigError, match="32 attention heads do not divide by 3"):
+        priced(LLAMA_8B, ranked(3), known_devices()["h200"])
+    assert share(LLAMA_8B, 8).num_kv_heads == 1
