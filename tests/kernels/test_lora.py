@@ -80,3 +80,4 @@ def test_rows_lie_side_by_side_by_slot() -> None:
     rows = adapter_rows(np.array([2] * 33 + [NO_SLOT, 0], dtype=np.int32), CPU)
     assert rows is not None and rows.grouped is not None and rows.grouped.spans == ((0, 0, 1), (2, 1, 34))
     assert rows.grouped.order.tolist() == [34, *range(33)] and rows.grouped.slots.tolist() == [0] + [2] * 33
+    assert rows.grouped.blocks.tolist() == [0, *range(1, 34, 4), 34]

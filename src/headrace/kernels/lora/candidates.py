@@ -35,13 +35,16 @@ def _adds(site: CallSite[DeltaFacts], run: Any, sizes: Sizes) -> Calls:
         y, x, ranks = site.zeros(count, sum(parts)), site.zeros(count, facts.in_features), ints(1, len(parts))
         return run(y, x, a, b, ranks, parts, _rows(site, count), of(), squares(), 1.0)
 
-    gains = partial(site.zeros, 1, 2, sum(parts), dtype=torch.float32)
+    gains, squares = partial(site.zeros, 1, 2, sum(parts), dtype=torch.float32), partial(site.zeros, 1, TOKENS, dtype=torch.float32)
     none: Callable[[], None] = lambda: None  # noqa: E731
-    for count in (TOKENS, 65, _MANY):  # few, whose kernels may begin early; more; many
-        for gained, of in (("", none), (", gains", gains)):
-            for normed, squares in (("", none), (", squares", partial(site.zeros, 1, count, dtype=torch.float32))):
-                name = f"{facts.in_features % 16}, {[each % 16 for each in parts]}, {most}, {count} rows{gained}{normed}"
-                yield f"{name}, {min(8, -(-facts.in_features // 1024))}", partial(add, count, of, squares)
+    for name, call in (
+        ("few", partial(add, TOKENS, none, none)),
+        ("few, normed", partial(add, TOKENS, none, squares)),
+        ("few, gains", partial(add, TOKENS, gains, none)),
+        ("many", partial(add, _MANY, none, none)),
+        ("many, gains", partial(add, _MANY, gains, none)),
+    ):
+        yield f"{name}, {facts.in_features % 16}, {[each % 16 for each in parts]}, {most}, {min(8, -(-facts.in_features // 1024))}", call
 
 
 def _looks_up(site: CallSite[DeltaFacts], run: Any, sizes: Sizes) -> Calls:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from headrace.request import NO_SLOT
 
+BLOCK = 4  # rows that the C kernel takes at once
+
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
@@ -25,6 +27,7 @@ class Grouped:
 
     order: Tensor  # [n], int64: the rows; at least one
     slots: Tensor  # [n], int32: of each of them
+    blocks: Tensor  # [blocks + 1], int32: where each begins in ``order``; of one slot and at most BLOCK rows
     spans: tuple[tuple[int, int, int], ...]  # slot, begin and end in ``order``
 
 
@@ -59,4 +62,6 @@ def group(slots: NDArray[np.int32], device: torch.device) -> Grouped | None:
     begins = np.flatnonzero(np.r_[True, sorted_slots[1:] != sorted_slots[:-1]])
     ends = np.r_[begins[1:], len(order)]
     spans = tuple(zip(sorted_slots[begins].tolist(), begins.tolist(), ends.tolist(), strict=True))
-    return Grouped(torch.from_numpy(order.astype(np.int64)).to(device), torch.from_numpy(sorted_slots.astype(np.int32)).to(device), spans)
+    blocks = np.concatenate([*(np.arange(begin, end, BLOCK, dtype=np.int32) for _, begin, end in spans), ends[-1:].astype(np.int32)])
+    places, held, begun = (torch.from_numpy(each).to(device) for each in (order.astype(np.int64), sorted_slots.astype(np.int32), blocks))
+    return Grouped(places, held, begun, spans)

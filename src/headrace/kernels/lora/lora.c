@@ -1,13 +1,13 @@
-/* What adapters add to a product, for a few rows each: y[i] += (x[i] . a[s]^T) . b[s], part by part, in place.
+/* What adapters add to a product: y[i] += (x[i] . a[s]^T) . b[s], part by part, in place.
  *
- * What lives here: low-rank products of rows whose factors are those of their slot. What may not: many rows of one slot (the
- * vendor's products), which row has which slot.
+ * What lives here: low-rank products of rows whose factors are those of their slot. What may not: which row has which slot.
  *
- * Sums are in float32 and each element of y is rounded once. Rows are independent: their bits do not depend on the batch.
+ * Rows of one slot are taken in blocks of up to ROWS, which share what is loaded of the factors. Sums are in float32 and
+ * each element of y is rounded once. A row's sums have one order, whatever its block: bits do not depend on the batch.
  */
 #include "common.h"
 
-#define RANKS 4      /* rows of a that meet a piece of x at once */
+#define ROWS 4       /* of a block */
 #define VECTORS 4    /* of 16 outputs that are added up at once */
 #define OUTPUTS 256  /* that a thread takes at a time */
 #define WORTH_THREADS 65536 /* multiplications below which threads cost more than they bring */
@@ -17,58 +17,117 @@ typedef struct {
     int64_t rows, ins, outs, parts, most; /* most: ranks that a slot has room for */
     const int64_t *order;                 /* [rows]: places in x and y */
     const int32_t *slots, *ranks;         /* [rows]; [slots, parts], ranks_row apart */
+    const int32_t *begins;                /* [blocks + 1]: rows of a block */
     const int64_t *ends;                  /* [parts]: where the outputs of each end */
     const char *x, *a, *b;                /* a [slots, parts, most, ins], b [slots, most, outs] */
     char *y;
     int64_t x_row, y_row, ranks_row; /* strides, elements */
-    float *inner;         /* [rows, parts, most] */
+    float *inner;                    /* [rows, parts, most] */
 } Deltas;
 
-INLINE void dots(const char *x, const char *a, int64_t ins, int count, float *out, const int type) {
-    v16 sums[RANKS] = {{0}};
-    const int64_t row = ins * size_of(type);
-    for (int64_t i = 0; i < ins; i += 16) {
-        const v16 piece = load_upto(x, i, ins - i, type);
-        if (count == RANKS) {
-            UNROLL for (int r = 0; r < RANKS; r++) sums[r] += piece * load_upto(a + r * row, i, ins - i, type);
-        } else {
-            for (int r = 0; r < count; r++) sums[r] += piece * load_upto(a + r * row, i, ins - i, type);
+/* ---- to the ranks ---- */
+
+#if HAVE_BF16_DOT
+INLINE __m512bh load32(const char *base, int64_t at, int64_t left) {
+    const __mmask32 there = left >= 32 ? 0xffffffffu : (1u << left) - 1;
+    return (__m512bh)_mm512_maskz_loadu_epi16(there, (const uint16_t *)base + at);
+}
+#endif
+
+/* Of so many rows and ranks; both are constants. x: where each row begins; a: where each rank does. */
+INLINE void dots(const char *const *x, const char *const *a, int64_t ins, v16 *sums, const int rows, const int ranks, const int type) {
+    UNROLL for (int i = 0; i < rows * ranks; i++) sums[i] = (v16){0};
+#if HAVE_BF16_DOT
+    if (type == BF16) {
+        for (int64_t at = 0; at < ins; at += 32) {
+            __m512bh held[8];
+            UNROLL for (int r = 0; r < ranks; r++) held[r] = load32(a[r], at, ins - at);
+            UNROLL for (int row = 0; row < rows; row++) {
+                const __m512bh piece = load32(x[row], at, ins - at);
+                UNROLL for (int r = 0; r < ranks; r++)
+                    sums[row * ranks + r] = (v16)_mm512_dpbf16_ps((__m512)sums[row * ranks + r], piece, held[r]);
+            }
+        }
+        return;
+    }
+#endif
+    for (int64_t at = 0; at < ins; at += 16) {
+        v16 held[8];
+        UNROLL for (int r = 0; r < ranks; r++) held[r] = load_upto(a[r], at, ins - at, type);
+        UNROLL for (int row = 0; row < rows; row++) {
+            const v16 piece = load_upto(x[row], at, ins - at, type);
+            UNROLL for (int r = 0; r < ranks; r++) sums[row * ranks + r] += piece * held[r];
         }
     }
-    for (int r = 0; r < count; r++) out[r] = sum16(sums[r]);
 }
 
-INLINE void shrink(const Deltas *d, int64_t row, int64_t part, const int type) {
-    const int64_t slot = d->slots[row], rank = d->ranks[slot * d->ranks_row + part], size = size_of(type);
-    const char *x = d->x + d->order[row] * d->x_row * size, *a = d->a + (slot * d->parts + part) * d->most * d->ins * size;
-    float *inner = d->inner + (row * d->parts + part) * d->most;
-    for (int64_t r = 0; r < rank; r += RANKS)
-        dots(x, a + r * d->ins * size, d->ins, rank - r < RANKS ? (int)(rank - r) : RANKS, inner + r, type);
-}
-
-INLINE void add_vectors(char *y, const char *b, int64_t outs, int64_t at, int64_t left, const float *inner, int64_t rank, const int vectors, const int type) {
-    v16 sums[VECTORS];
-    UNROLL for (int v = 0; v < vectors; v++) sums[v] = load_upto(y, at + 16 * v, left - 16 * v, type);
-    for (int64_t r = 0; r < rank; r++) {
-        const v16 factor = splat(inner[r]);
-        UNROLL for (int v = 0; v < vectors; v++) sums[v] += factor * load_upto(b + r * outs * size_of(type), at + 16 * v, left - 16 * v, type);
+INLINE void shrink_rows(const Deltas *d, int64_t first, int64_t part, const int rows, const int ranks, const int type) {
+    const int64_t slot = d->slots[first], rank = d->ranks[slot * d->ranks_row + part], size = size_of(type);
+    const char *x[ROWS], *a[8], *begin = d->a + (slot * d->parts + part) * d->most * d->ins * size;
+    UNROLL for (int row = 0; row < rows; row++) x[row] = d->x + d->order[first + row] * d->x_row * size;
+    for (int64_t at = 0; at < rank; at += ranks) {
+        v16 sums[ROWS * 4];
+        for (int r = 0; r < ranks; r++) a[r] = begin + (at + r < rank ? at + r : rank - 1) * d->ins * size; /* the last one again */
+        dots(x, a, d->ins, sums, rows, ranks, type);
+        for (int row = 0; row < rows; row++)
+            for (int r = 0; r < ranks && at + r < rank; r++)
+                d->inner[((first + row) * d->parts + part) * d->most + at + r] = sum16(sums[row * ranks + r]);
     }
-    UNROLL for (int v = 0; v < vectors; v++) store_upto(y, at + 16 * v, left - 16 * v, sums[v], type);
 }
 
-/* Outputs from .. to - 1 of one row. */
-INLINE void expand(const Deltas *d, int64_t row, int64_t from, int64_t to, const int type) {
-    const int64_t slot = d->slots[row], size = size_of(type);
-    char *y = d->y + d->order[row] * d->y_row * size;
+INLINE void shrink(const Deltas *d, int64_t block, int64_t part, const int type) {
+    const int64_t first = d->begins[block];
+    switch (d->begins[block + 1] - first) {
+        case 1: shrink_rows(d, first, part, 1, 8, type); break;
+        case 2: shrink_rows(d, first, part, 2, 8, type); break;
+        case 3: shrink_rows(d, first, part, 3, 4, type); break;
+        default: shrink_rows(d, first, part, 4, 4, type);
+    }
+}
+
+/* ---- and up again ---- */
+
+INLINE void add_vectors(char *const *y, const char *b, const float *const *inner, int64_t outs, int64_t rank, int64_t at, int64_t left,
+                        const int rows, const int vectors, const int type) {
+    v16 sums[ROWS * VECTORS];
+    UNROLL for (int row = 0; row < rows; row++)
+        UNROLL for (int v = 0; v < vectors; v++) sums[row * vectors + v] = load_upto(y[row], at + 16 * v, left - 16 * v, type);
+    for (int64_t r = 0; r < rank; r++) {
+        v16 held[VECTORS];
+        UNROLL for (int v = 0; v < vectors; v++) held[v] = load_upto(b + r * outs * size_of(type), at + 16 * v, left - 16 * v, type);
+        UNROLL for (int row = 0; row < rows; row++) {
+            const v16 factor = splat(inner[row][r]);
+            UNROLL for (int v = 0; v < vectors; v++) sums[row * vectors + v] += factor * held[v];
+        }
+    }
+    UNROLL for (int row = 0; row < rows; row++)
+        UNROLL for (int v = 0; v < vectors; v++) store_upto(y[row], at + 16 * v, left - 16 * v, sums[row * vectors + v], type);
+}
+
+/* Outputs from .. to - 1. */
+INLINE void expand_rows(const Deltas *d, int64_t first, int64_t from, int64_t to, const int rows, const int type) {
+    const int64_t slot = d->slots[first], size = size_of(type);
     const char *b = d->b + slot * d->most * d->outs * size;
+    char *y[ROWS];
+    UNROLL for (int row = 0; row < rows; row++) y[row] = d->y + d->order[first + row] * d->y_row * size;
     int64_t begin = 0;
     for (int64_t part = 0; part < d->parts; begin = d->ends[part++]) {
-        const int64_t end = d->ends[part] < to ? d->ends[part] : to;
-        const float *inner = d->inner + (row * d->parts + part) * d->most;
-        const int64_t rank = d->ranks[slot * d->ranks_row + part];
+        const int64_t end = d->ends[part] < to ? d->ends[part] : to, rank = d->ranks[slot * d->ranks_row + part];
+        const float *inner[ROWS];
+        UNROLL for (int row = 0; row < rows; row++) inner[row] = d->inner + ((first + row) * d->parts + part) * d->most;
         int64_t at = rank == 0 ? end : begin > from ? begin : from;
-        for (; at + 16 * VECTORS <= end; at += 16 * VECTORS) add_vectors(y, b, d->outs, at, end - at, inner, rank, VECTORS, type);
-        for (; at < end; at += 16) add_vectors(y, b, d->outs, at, end - at, inner, rank, 1, type);
+        for (; at + 16 * VECTORS <= end; at += 16 * VECTORS) add_vectors(y, b, inner, d->outs, rank, at, end - at, rows, VECTORS, type);
+        for (; at < end; at += 16) add_vectors(y, b, inner, d->outs, rank, at, end - at, rows, 1, type);
+    }
+}
+
+INLINE void expand(const Deltas *d, int64_t block, int64_t from, int64_t to, const int type) {
+    const int64_t first = d->begins[block];
+    switch (d->begins[block + 1] - first) {
+        case 1: expand_rows(d, first, from, to, 1, type); break;
+        case 2: expand_rows(d, first, from, to, 2, type); break;
+        case 3: expand_rows(d, first, from, to, 3, type); break;
+        default: expand_rows(d, first, from, to, 4, type);
     }
 }
 
@@ -84,19 +143,19 @@ INLINE void expand(const Deltas *d, int64_t row, int64_t from, int64_t to, const
         call;                       \
     }
 
-void headrace_add_deltas(int type, int64_t rows, int64_t ins, int64_t outs, int64_t parts, int64_t most, const int64_t *order, const int32_t *slots,
+void headrace_add_deltas(int type, int64_t rows, int64_t blocks, int64_t ins, int64_t outs, int64_t parts, int64_t most, const int64_t *order, const int32_t *slots, const int32_t *begins,
                          const int32_t *ranks, int64_t ranks_row, const int64_t *ends, const char *x, int64_t x_row, const char *a, const char *b, char *y,
                          int64_t y_row, float *inner, int threads) {
-    const Deltas d = {type, rows, ins, outs, parts, most, order, slots, ranks, ends, x, a, b, y, x_row, y_row, ranks_row, inner};
-    const int64_t blocks = (outs + OUTPUTS - 1) / OUTPUTS;
+    const Deltas d = {type, rows, ins, outs, parts, most, order, slots, ranks, begins, ends, x, a, b, y, x_row, y_row, ranks_row, inner};
+    const int64_t pieces = (outs + OUTPUTS - 1) / OUTPUTS;
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * most * (ins * parts + outs) > WORTH_THREADS)
     {
 #pragma omp for
-        for (int64_t i = 0; i < rows * parts; i++) BY_TYPE(shrink(&d, i / parts, i % parts, type))
+        for (int64_t i = 0; i < blocks * parts; i++) BY_TYPE(shrink(&d, i / parts, i % parts, type))
 #pragma omp for
-        for (int64_t i = 0; i < rows * blocks; i++) {
-            const int64_t from = i % blocks * OUTPUTS, to = from + OUTPUTS < outs ? from + OUTPUTS : outs;
-            BY_TYPE(expand(&d, i / blocks, from, to, type))
+        for (int64_t i = 0; i < blocks * pieces; i++) {
+            const int64_t from = i % pieces * OUTPUTS, to = from + OUTPUTS < outs ? from + OUTPUTS : outs;
+            BY_TYPE(expand(&d, i / pieces, from, to, type))
         }
     }
 }

@@ -1,12 +1,11 @@
 """The C kernel for what adapters add (lora.c) as a torch function.
 
-What lives here: pointers, and how many rows of a slot go which way. What may not: compiling (build/), mathematics.
+What lives here: pointers. What may not: compiling (build/), mathematics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,46 +15,36 @@ from torch import Tensor
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.native import TYPES, function_of, rows_of
 from headrace.kernels.candidate import CallSite, Declined, DeltaFacts
-from headrace.kernels.lora.inputs import AdapterRows, Grouped
+from headrace.kernels.lora.inputs import AdapterRows
 from headrace.kernels.lora.reference import add_deltas
-
-FEW_ROWS = 32  # of one slot; more are the vendor's products
 
 
 def create_add_deltas(native: Native, site: CallSite[DeltaFacts]) -> Any:
+    """Magnitudes, and norms that are still to be divided by, are left to the twin."""
     if not native.threads and torch.get_num_threads() > 1:
         return Declined("built without OpenMP (one thread only); torch's own products use them all")
-    function = function_of(native, "headrace_add_deltas", "iqqqqqPPPqPPqPPPqPi")
-    ends = torch.tensor(list(accumulate(site.facts.parts)))
-    invariant = site.batch_invariant
-
-    def few(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, parts: Sequence[int], rows: Grouped) -> None:
-        count, inputs = len(rows.order), rows_of(x)
-        inner = torch.empty(count, len(parts), a.shape[2])
-        function(
-            TYPES[y.dtype], count, a.shape[3], y.shape[1], len(parts), a.shape[2], rows.order.data_ptr(), rows.slots.data_ptr(),
-            ranks.data_ptr(), ranks.stride(0), ends.data_ptr(), inputs.data_ptr(), inputs.stride(0), a.data_ptr(), b.data_ptr(),
-            y.data_ptr(), y.stride(0), inner.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+    function = function_of(native, "headrace_add_deltas", "iqqqqqqPPPPqPPqPPPqPi")
+    facts, threads = site.facts, torch.get_num_threads()
+    ends, kind = torch.tensor(list(accumulate(facts.parts))), TYPES[facts.dtype]
+    places, count, outs, ins, most = ends.data_ptr(), len(facts.parts), sum(facts.parts), facts.in_features, facts.rank
 
     def add(
         y: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, parts: Sequence[int], rows: AdapterRows,
         gains: Tensor | None = None, squares: Tensor | None = None, eps: float = 0.0,
     ) -> None:  # fmt: skip
         """In place."""
-        grouped = rows.by_slot()
+        assert len(ends) == count  # it lives as long as this
         if gains is not None or squares is not None:
             return add_deltas(y, x, a, b, ranks, parts, rows, gains, squares, eps)
-        if grouped is None:
+        if (grouped := rows.by_slot()) is None:
             return None
-        if invariant or all(end - begin <= FEW_ROWS for _, begin, end in grouped.spans):
-            return few(y, x, a, b, ranks, parts, grouped)
-        for span in grouped.spans:
-            _, begin, end = span
-            if end - begin > FEW_ROWS:
-                add_deltas(y, x, a, b, ranks, parts, AdapterRows(rows.slots, replace(grouped, spans=(span,))))
-            else:
-                few(y, x, a, b, ranks, parts, Grouped(grouped.order[begin:end], grouped.slots[begin:end], (span,)))
+        inputs, found = rows_of(x), len(grouped.order)
+        inner = torch.empty(found * count * most)
+        function(
+            kind, found, len(grouped.blocks) - 1, ins, outs, count, most, grouped.order.data_ptr(), grouped.slots.data_ptr(),
+            grouped.blocks.data_ptr(), ranks.data_ptr(), ranks.stride(0), places, inputs.data_ptr(), inputs.stride(0), a.data_ptr(),
+            b.data_ptr(), y.data_ptr(), y.stride(0), inner.data_ptr(), threads,
+        )  # fmt: skip
         return None
 
     return add

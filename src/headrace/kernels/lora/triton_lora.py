@@ -24,7 +24,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import CallSite, Declined, DeltaFacts
-from headrace.kernels.linear.around import MOST_ROWS
 from headrace.kernels.lora.inputs import AdapterRows
 
 MOST_PARTS = 3
@@ -35,6 +34,7 @@ _WIDE = 128  # inputs at once
 _SHARE = 1024  # inputs of a program, where rows are few
 _MOST_SPLITS = 8
 _OUTS = 128  # outputs of a program
+_ANYWHERE = ("slots_ptr", "ranks_ptr")  # single numbers are read there
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _kinds(slots_ptr, row, rows, ROWS: tl.constexpr):
     return slot, lane, tl.sum(first.to(tl.int32), 0)
 
 
-@launchable(do_not_specialize=["rows", "pieces", "ranks_row", "squares_row"])
+@launchable(do_not_specialize=["rows", "pieces", "ranks_row", "squares_row"], do_not_specialize_on_alignment=_ANYWHERE)
 def _shrink_kernel(
     x_ptr, a_ptr, inner_ptr, slots_ptr, ranks_ptr, squares_ptr, rows, x_row, ranks_row, squares_row, ins, most, pieces, eps,
     PARTS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKS: tl.constexpr, INS: tl.constexpr, SPLITS: tl.constexpr,
@@ -85,7 +85,7 @@ def _shrink_kernel(
             tl.store(out, sums, mask=mine[:, None] & there[None, :])
 
 
-@launchable(do_not_specialize=["rows", "ranks_row"])
+@launchable(do_not_specialize=["rows", "ranks_row"], do_not_specialize_on_alignment=_ANYWHERE)
 def _expand_kernel(
     y_ptr, inner_ptr, b_ptr, slots_ptr, ranks_ptr, gains_ptr, rows, y_row, ranks_row, most, scale, outs, outs_0, outs_1, outs_2,
     PARTS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKS: tl.constexpr, OUTS: tl.constexpr, SPLITS: tl.constexpr,
@@ -148,7 +148,8 @@ def _adder(*, programmatic: bool, invariant: bool) -> Callable[..., None]:
         """In place."""
         count, ins, most = len(y), a.shape[3], a.shape[2]
         exact = y.dtype == torch.float32
-        tall, pdl = count >= _LEAST_TALL and not invariant and not exact, programmatic and count <= MOST_ROWS
+        tall = count >= _LEAST_TALL and not invariant and not exact
+        pdl = programmatic and not tall
         splits = 1 if tall else min(_MOST_SPLITS, triton.cdiv(ins, _SHARE))
         inner = torch.empty((splits, count, len(parts), most), dtype=torch.float32, device=y.device)
         tile = _tile(tall)
@@ -156,7 +157,7 @@ def _adder(*, programmatic: bool, invariant: bool) -> Callable[..., None]:
         x = x if x.stride(1) == 1 else x.contiguous()
         grid = (triton.cdiv(count, tile["ROWS"]) * tile["LANES"], len(parts) * triton.cdiv(most, ranks_at_once), splits)
         _shrink_kernel[grid](
-            x, a, inner, rows.slots, ranks, rows.slots if squares is None else squares, count, x.stride(0), ranks.stride(0),
+            x, a, inner, rows.slots, ranks, inner if squares is None else squares, count, x.stride(0), ranks.stride(0),
             0 if squares is None else squares.stride(0), ins, most, 1 if squares is None else len(squares), eps,
             PARTS=len(parts), **tile, RANKS=ranks_at_once, INS=64 if exact else _WIDE, SPLITS=splits,
             NORMED=squares is not None, EXACT=exact, PDL=pdl, num_warps=4, num_stages=3 if exact else 4, **dependent(pdl),
@@ -180,7 +181,7 @@ def _expand(
     tile, outs = _tile(tall), tuple(parts) + (0,) * (MOST_PARTS - len(parts))
     grid = (triton.cdiv(len(y), tile["ROWS"]) * tile["LANES"], sum(triton.cdiv(each, _OUTS) for each in parts))
     _expand_kernel[grid](
-        y, inner, b, rows.slots, ranks, ranks if gains is None else gains, len(y), y.stride(0), ranks.stride(0), b.shape[1], scale, b.shape[2], *outs,
+        y, inner, b, rows.slots, ranks, inner if gains is None else gains, len(y), y.stride(0), ranks.stride(0), b.shape[1], scale, b.shape[2], *outs,
         PARTS=len(parts), **tile, RANKS=_ranks(b.shape[1]), OUTS=_OUTS, SPLITS=len(inner), GAINED=gains is not None, EXACT=y.dtype == torch.float32,
         PDL=pdl, num_warps=4, num_stages=2, **dependent(pdl),
     )  # fmt: skip
