@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
     from headrace.lora.registry import AdapterDesk
 
+# --- the sockets
 
 READ_BYTES = 1 << 18
 STALLED_SECONDS = 0.5

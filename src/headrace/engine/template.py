@@ -319,6 +319,8 @@ def _shows(text: str | None) -> bool:
 
 
 # Printable, without case, no white space: filters of templates leave it alone, and nobody writes it.
+# --- special tokens that clients write
+
 MARK = "\u2e13\ua8ce\u2e13"
 _WINDOW = 1 << 15  # characters
 

@@ -97,6 +97,8 @@ def receive(sock: socket.socket, kind: type[Message]) -> Message:
     raise BadFrame("the peer is gone")
 
 
+# --- on an event loop
+
 MESSAGES_A_TURN = 16  # well below the deltas that a stream may have pending
 
 Respond = Callable[[Any], Awaitable[Any]]

@@ -182,6 +182,8 @@ def rows_of(sequences: list[Sequence]) -> array[int]:
     return array("i", [sequence.row for sequence in sequences])  # type: ignore[misc]
 
 
+# --- steps that are alike
+
 MOST_PENDING = 64  # results kept back; then all records are made up for, so that memory is bounded
 _BYTES = array("i").itemsize
 

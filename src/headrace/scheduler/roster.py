@@ -32,6 +32,7 @@ from headrace.sequence import ALWAYS, NEVER, Sequence
 if TYPE_CHECKING:
     from headrace.scheduler.policies.protocol import DynamicPolicy
 
+# --- the log
 
 CAPACITY = 256  # entries; older ones are forgotten
 
@@ -86,6 +87,9 @@ class DecisionLog:
     def after(self, number: int) -> Iterable[Entry]:
         """Entries with higher numbers, oldest first."""
         return [entry for entry in self._entries if entry.number > number]
+
+
+# --- the roster
 
 
 def _order(sequence: Sequence) -> tuple[float, ...]:

@@ -34,6 +34,8 @@ from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, Me
 from headrace.server.openapi import Handler, Route, document
 from headrace.server.service import Service
 
+# --- handlers that need no generation
+
 
 async def health(service: Service, exchange: Exchange) -> None:
     service.model.any_engine()
@@ -125,6 +127,8 @@ def _plain(record: Any) -> dict[str, Any]:
     return found
 
 
+# --- the table
+
 _PAGE = ("text/html",)
 _ASSETS = ("text/css", "text/javascript", "image/svg+xml", "text/html")
 _AS_ANTHROPIC = messages.AnthropicErrors()
@@ -178,6 +182,8 @@ ROUTES = (
     Route("POST", "/detokenize", tokens.detokenize, "token ids to text", body=tokens.DetokenizeBody, answer=answers.Prompt),
 )  # fmt: skip
 
+
+# --- gates, and the log
 
 _FIELDS = frozenset(name for route in ROUTES if route.body for name in route.body.names())
 _VERSION = "/v1"

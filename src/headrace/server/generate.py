@@ -210,6 +210,8 @@ async def shape_of(service: Service, request: GenerationRequest[Any]) -> Shape:
     return replace(request.shape, model=service.model.check_model(request.body.model), fingerprint=service.model.fingerprint)
 
 
+# --- answers
+
 _STREAMS_A_TURN = 16  # of the event loop, that one request may open
 _EVENT_BYTES = 64 * 1024  # of a stream, that are written at once
 

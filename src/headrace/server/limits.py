@@ -33,6 +33,8 @@ from headrace.server.exchange import Exchange
 from headrace.server.http_errors import RequestTimeout, UnsupportedMediaType
 from headrace.server.wire import decode_object
 
+# --- what answers may cost
+
 TOKEN_BYTES = 8  # of text, or as an id
 SCORE_BYTES = 80  # one token's logprob, with its text
 _HOLDERS = 3  # of ids that a request names: this process, the scheduler, the worker
@@ -176,6 +178,8 @@ def _size(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count} bytes"
 
 
+# --- threads
+
 INLINE_BYTES = 4096  # up to here a thread costs more than it saves
 _LARGE_BYTES = 256 * 1024
 
@@ -202,11 +206,13 @@ class Threads:
             each.close()
 
 
+# --- bodies
+
 IDLE_SECONDS = 30.0  # between two pieces of a body
 WHOLE_SECONDS = 300.0  # for all of it
 HELD_BODIES = 8  # as many of the largest allowed may be in memory at once, and one more in small ones
 _SHARE = 4  # times what it leaves free a key may hold
-_INLINE_BYTES = 64 * 1024  # decoding is faster than tokenising
+_DECODED_INLINE = 64 * 1024  # decoding is faster than tokenising
 _PATIENT_BYTES = 256 * 1024  # what is longer waits its turn for every further piece
 
 Parsed = TypeVar("Parsed")
@@ -256,7 +262,7 @@ class Bodies:
         """The parsed body, which counts as held until ``release``. Raises 408, 413, 415, 429 and 400 errors."""
         _check_kind(exchange)
         body = await self._receive(exchange)
-        size = len(body) if len(body) > _INLINE_BYTES else 0
+        size = len(body) if len(body) > _DECODED_INLINE else 0
         if self._ignored is None:
             return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)), exchange.tenant)
         parsed, unknown = await self._threads.run(size, lambda: _parse_known(body, exchange.body or Body, parse), exchange.tenant)
@@ -301,7 +307,7 @@ class Bodies:
 
     def _hold(self, exchange: Exchange, size: int) -> None:
         held, total = self._held.get(exchange, 0) + size, self._total + size
-        of_key, limit = self._of_keys[exchange.tenant] + size, self._limit + (self.max_bytes if held <= _INLINE_BYTES else 0)
+        of_key, limit = self._of_keys[exchange.tenant] + size, self._limit + (self.max_bytes if held <= _DECODED_INLINE else 0)
         told = ""
         if total > limit:
             told = f"Bodies fill the {limit} bytes that are kept for them"

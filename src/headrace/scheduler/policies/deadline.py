@@ -35,6 +35,8 @@ from headrace.scheduler.roster import Roster
 from headrace.scheduler.step_budget import StepFloors, StepMeter
 from headrace.sequence import Sequence
 
+# --- what a request would meet
+
 FIRST_ANSWER = 128.0  # tokens, before any has ended
 
 
@@ -150,6 +152,8 @@ def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], st
     held = sum(each.num_tokens for each in running) / len(running)
     return max(0.0, rows / ends_a_second, (coming + growing - free) / (held * ends_a_second))
 
+
+# --- the policy
 
 LATE = 0.05  # of those taken may come later than predicted: the prediction is raised until that holds,
 MOST_RAISED = 2.0  # ... so many times at most
