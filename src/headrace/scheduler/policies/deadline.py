@@ -88,18 +88,18 @@ class Past:
         return max(1.0, min(most, max(self.answer - sequence.num_output_tokens, self.answer / 4)))
 
 
-def prompt_pace(floors: StepFloors, standing: Roster, bound: float | None, context: int) -> PromptPace:
+def prompt_pace(floors: StepFloors, roster: Roster, bound: float | None, context: int) -> PromptPace:
     """How fast prompts are computed beside those who run now, each token seeing ``context`` before it."""
-    starts = [each.num_tokens - 1 for each in standing.running if each.num_computed_tokens >= each.num_prompt_tokens]
-    room = max(1, standing.limits.max_num_batched_tokens - len(starts))
-    meter = StepMeter(floors, standing.speed, bound if bound is not None else 1e9, starts)
+    starts = [each.num_tokens - 1 for each in roster.running if each.num_computed_tokens >= each.num_prompt_tokens]
+    room = max(1, roster.limits.max_num_batched_tokens - len(starts))
+    meter = StepMeter(floors, roster.speed, bound if bound is not None else 1e9, starts)
     tokens = meter.fits(context, room)
-    return PromptPace(tokens, _seconds(standing.speed, meter.floor_with(context, tokens), alone=not starts))
+    return PromptPace(tokens, _seconds(roster.speed, meter.floor_with(context, tokens), alone=not starts))
 
 
-def left_of_prompts(standing: Roster) -> int:
+def left_of_prompts(roster: Roster) -> int:
     """Tokens of prompts under way that are not computed yet."""
-    return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in standing.running)
+    return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in roster.running)
 
 
 def _seconds(speed: StepSpeed, floor: float, *, alone: bool) -> float:
@@ -107,21 +107,21 @@ def _seconds(speed: StepSpeed, floor: float, *, alone: bool) -> float:
 
 
 def prospect(
-    sequence: Sequence, work: int, ahead: Iterable[tuple[Sequence, int]], floors: StepFloors, standing: Roster, past: Past, bound: float | None
+    sequence: Sequence, work: int, ahead: Iterable[tuple[Sequence, int]], floors: StepFloors, roster: Roster, past: Past, bound: float | None
 ) -> Prospect:
     """``work``: tokens of its prompt to compute; ``ahead``: those who go first, with theirs; ``bound``: seconds a step may take."""
     before = list(ahead)
-    pace = prompt_pace(floors, standing, bound, max(0, sequence.num_prompt_tokens - work // 2))
-    others, own = pace.time(left_of_prompts(standing) + sum(tokens for _, tokens in before)), _own_seconds(work, pace, floors, standing, sequence)
-    gap = _gap(sequence, before, floors, standing)
-    return Prospect(_place(sequence, work, before, standing, past, gap), others, own, gap, len(standing.running))
+    pace = prompt_pace(floors, roster, bound, max(0, sequence.num_prompt_tokens - work // 2))
+    others, own = pace.time(left_of_prompts(roster) + sum(tokens for _, tokens in before)), _own_seconds(work, pace, floors, roster, sequence)
+    gap = _gap(sequence, before, floors, roster)
+    return Prospect(_place(sequence, work, before, roster, past, gap), others, own, gap, len(roster.running))
 
 
-def _own_seconds(work: int, pace: PromptPace, floors: StepFloors, standing: Roster, sequence: Sequence) -> float:
+def _own_seconds(work: int, pace: PromptPace, floors: StepFloors, roster: Roster, sequence: Sequence) -> float:
     """A short prompt takes one step, and that is shorter than a full one."""
     if work > pace.tokens:
         return pace.time(work)
-    return min(pace.seconds, alone(work, sequence.num_prompt_tokens - work, floors, standing.speed) + pace.seconds / 2)
+    return min(pace.seconds, alone(work, sequence.num_prompt_tokens - work, floors, roster.speed) + pace.seconds / 2)
 
 
 def alone(work: int, start: int, floors: StepFloors, speed: StepSpeed) -> float:
@@ -130,25 +130,25 @@ def alone(work: int, start: int, floors: StepFloors, speed: StepSpeed) -> float:
     return _seconds(speed, meter.floor_with(start, max(1, work)), alone=True)
 
 
-def _gap(sequence: Sequence, before: list[tuple[Sequence, int]], floors: StepFloors, standing: Roster) -> float:
+def _gap(sequence: Sequence, before: list[tuple[Sequence, int]], floors: StepFloors, roster: Roster) -> float:
     """Seconds of a step once all of these write, as far as there are rows for them."""
-    members = [*standing.running, *(each for each, _ in before), sequence]
-    rows = min(len(members), standing.limits.max_num_seqs)
+    members = [*roster.running, *(each for each, _ in before), sequence]
+    rows = min(len(members), roster.limits.max_num_seqs)
     keys = sum(each.num_tokens for each in members) * rows / len(members)
     seen = [keys if window is None else min(keys, float(rows * window)) for window in floors.windows]
-    return standing.speed.decode.seconds(floors.floor_seconds(rows, rows, seen, seen)) + standing.speed.gap
+    return roster.speed.decode.seconds(floors.floor_seconds(rows, rows, seen, seen)) + roster.speed.gap
 
 
-def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], standing: Roster, past: Past, gap: float) -> float:
+def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], roster: Roster, past: Past, gap: float) -> float:
     """Until enough of those who run have ended: of rows, of blocks, whichever takes longer."""
-    running = standing.running
+    running = roster.running
     if not running:
         return 0.0
     ends_a_second = sum(1.0 / past.whole_of(each) for each in running) / gap
-    rows = sum(each.request.params.n for each, _ in before) + sequence.request.params.n - len(standing.free_rows)
+    rows = sum(each.request.params.n for each, _ in before) + sequence.request.params.n - len(roster.free_rows)
     coming = sum(tokens + past.left_of(each) for each, tokens in before) + work + past.left_of(sequence)
     growing = sum(past.left_of(each) for each in running) / 2  # while some grow, others end
-    free = min(pool.num_available * spec.block_size for spec, pool in zip(standing.cache.specs, standing.cache.pools, strict=True))
+    free = min(pool.num_available * spec.block_size for spec, pool in zip(roster.cache.specs, roster.cache.pools, strict=True))
     held = sum(each.num_tokens for each in running) / len(running)
     return max(0.0, rows / ends_a_second, (coming + growing - free) / (held * ends_a_second))
 
@@ -196,25 +196,25 @@ class Deadline(DynamicPolicy):
 
     # --- who comes
 
-    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
-        work = self._work(sequence, standing)
+    def arrived(self, sequence: Sequence, roster: Roster) -> Refusal | None:
+        work = self._work(sequence, roster)
         if self._forecast is None:
             self._taken[sequence] = _Taken(work, 0.0)
             return None
         refusal = self._impossible(sequence, work, self._forecast)
         if refusal is not None:
             return refusal
-        ahead = [(each, self._work_ahead(each)) for each in standing.waiting.ahead_of(sequence)]
-        found = prospect(sequence, work, ahead, self._forecast, standing, self._past, self._bound(sequence, standing))
-        idle = not standing.running and not len(standing.waiting)
-        refusal = None if idle else self._too_late(sequence, found, standing.now) or self._too_slow(sequence, found)
+        ahead = [(each, self._work_ahead(each)) for each in roster.waiting.ahead_of(sequence)]
+        found = prospect(sequence, work, ahead, self._forecast, roster, self._past, self._bound(sequence, roster))
+        idle = not roster.running and not len(roster.waiting)
+        refusal = None if idle else self._too_late(sequence, found, roster.now) or self._too_slow(sequence, found)
         if refusal is None:
             self._taken[sequence] = _Taken(work, found.first_token)
         return refusal
 
-    def _work(self, sequence: Sequence, standing: Roster) -> int:
-        usable = standing.limits.kv_caching and not sequence.wants_scores
-        found = standing.cache.lookup(sequence.kv, sequence.token_ids).num_tokens if usable else 0
+    def _work(self, sequence: Sequence, roster: Roster) -> int:
+        usable = roster.limits.kv_caching and not sequence.wants_scores
+        found = roster.cache.lookup(sequence.kv, sequence.token_ids).num_tokens if usable else 0
         return sequence.num_prompt_tokens - found
 
     def _work_ahead(self, waiting: Sequence) -> int:
@@ -222,12 +222,12 @@ class Deadline(DynamicPolicy):
         taken = self._taken.get(waiting)
         return waiting.num_tokens if taken is None or waiting.first_scheduled is not None else taken.work
 
-    def _bound(self, sequence: Sequence | None, standing: Roster) -> float | None:
+    def _bound(self, sequence: Sequence | None, roster: Roster) -> float | None:
         """Seconds a step may take with it."""
-        targets = [self._tpot_of(each.request) for each in standing.running]
+        targets = [self._tpot_of(each.request) for each in roster.running]
         if sequence is not None:
             targets.append(self._tpot_of(sequence.request))
-        limit = standing.limits.max_step_seconds
+        limit = roster.limits.max_step_seconds
         return min([*targets, *(() if limit is None else (limit,))], default=None)
 
     # --- refusals
@@ -279,27 +279,27 @@ class Deadline(DynamicPolicy):
 
     # --- before a step
 
-    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, roster: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         """Those who wait and have become late are turned away: nothing of them is computed that would count."""
-        bound = self._bound(None, standing)
+        bound = self._bound(None, roster)
         self.max_step_seconds, self.wake = (bound if bound is not None else self._tpot), math.inf
-        if self._forecast is None or not len(standing.waiting):
+        if self._forecast is None or not len(roster.waiting):
             return ()
-        return self._late(self._forecast, bound, standing)
+        return self._late(self._forecast, bound, roster)
 
-    def _late(self, forecast: Forecast, bound: float | None, standing: Roster) -> list[tuple[Sequence, Refusal]]:
+    def _late(self, forecast: Forecast, bound: float | None, roster: Roster) -> list[tuple[Sequence, Refusal]]:
         """At the pace of this moment, and were they the next; on an idle engine, those that are late already. Wakes when the next one is."""
-        found, pace = [], prompt_pace(forecast, standing, bound, 0)
-        before = pace.time(left_of_prompts(standing))
-        for each in standing.waiting:
+        found, pace = [], prompt_pace(forecast, roster, bound, 0)
+        before = pace.time(left_of_prompts(roster))
+        for each in roster.waiting:
             if each.first_scheduled is not None:
                 continue
-            target, waited = self._ttft_of(each.request), standing.now - each.request.arrival_time
-            needed = before + pace.time(self._work_ahead(each)) if standing.running else 0.0
+            target, waited = self._ttft_of(each.request), roster.now - each.request.arrival_time
+            needed = before + pace.time(self._work_ahead(each)) if roster.running else 0.0
             if waited > 0 and waited + needed > target:
                 found.append((each, _became_late(waited, target)))
             else:
-                self.wake = min(self.wake, standing.now + max(0.0, target - needed - waited))
+                self.wake = min(self.wake, roster.now + max(0.0, target - needed - waited))
         return found
 
     # --- what became of it

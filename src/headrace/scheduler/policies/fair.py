@@ -64,13 +64,13 @@ class Fair(DynamicPolicy):
 
     # --- what happens
 
-    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
+    def arrived(self, sequence: Sequence, roster: Roster) -> Refusal | None:
         self._charge_all()
         self._open(sequence)
         self._enter(sequence.request.tenant)
         return None
 
-    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, roster: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         if self._waiting:
             self._charge_all()
         self._charged = False  # whatever comes next comes after a step

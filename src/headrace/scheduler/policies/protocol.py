@@ -9,7 +9,7 @@
 It hears of no single token: a sequence's record says at each of these moments how far it has come (known tokens only grow). So it costs
 nothing while steps are alike, and steps that fail or are computed again need no undoing.
 
-What it may look at is the roster (``standing``), of which it changes ``order`` of sequences and nothing else: all records are right while it
+What it may look at is the roster, of which it changes ``order`` of sequences and nothing else: all records are right while it
 is asked.
 
 A policy reads no clock and draws no random number: all it knows came through these calls, so a journal of the scheduler's calls replays.
@@ -56,7 +56,7 @@ class Refusal:
 
 
 class Forecast(StepFloors, Protocol):
-    """What the cost model knows. Frozen: what is learnt later is the standing's ``speed``."""
+    """What the cost model knows. Frozen: what is learnt later is the roster's ``speed``."""
 
     def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
         """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves included."""
@@ -65,7 +65,7 @@ class Forecast(StepFloors, Protocol):
 
 class DynamicPolicy(Policy):
     """See the module. ``wake``: steps that are alike are interrupted, to ``consider``, once ``now`` is at least this.
-    ``heeds_speed``: the standing's ``speed`` is kept up to date. ``max_step_seconds``: below --max-step-ms, if that is set; read before each step."""
+    ``heeds_speed``: the roster's ``speed`` is kept up to date. ``max_step_seconds``: below --max-step-ms, if that is set; read before each step."""
 
     wake: float = math.inf
     heeds_speed: bool = False
@@ -74,13 +74,13 @@ class DynamicPolicy(Policy):
     def create_queue(self) -> WaitingQueue:
         return WaitingQueue()
 
-    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
+    def arrived(self, sequence: Sequence, roster: Roster) -> Refusal | None:
         """Before it enters the queue. It may set ``sequence.order``."""
         return None
 
-    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, roster: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         """Before a step is planned. It may set the orders of those who run (they are sorted afterwards) and of those who wait (and then
-        calls ``standing.waiting.reorder()``). What it returns must wait and have no token yet, and ends with the refusal."""
+        calls ``roster.waiting.reorder()``). What it returns must wait and have no token yet, and ends with the refusal."""
         return ()
 
     def admitted(self, sequence: Sequence, now: float) -> None:

@@ -104,19 +104,19 @@ class QualityOfExperience(DynamicPolicy):
 
     # --- what happens
 
-    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
-        self._measure(standing)
+    def arrived(self, sequence: Sequence, roster: Roster) -> Refusal | None:
+        self._measure(roster)
         self._credit = min(_MOST_CREDIT, self._credit + self._preemptions)
-        reader = self._meet(sequence, standing.now)
-        sequence.order = self._order_of(sequence, reader, standing.now)
+        reader = self._meet(sequence, roster.now)
+        sequence.order = self._order_of(sequence, reader, roster.now)
         return None
 
-    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, roster: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         """Where somebody waits, and not at every step."""
-        if not len(standing.waiting):
+        if not len(roster.waiting):
             self.wake = math.inf
-        elif not self._last_look <= standing.now < self._next_look:
-            self._look(standing)
+        elif not self._last_look <= roster.now < self._next_look:
+            self._look(roster)
         return ()
 
     def admitted(self, sequence: Sequence, now: float) -> None:
@@ -141,16 +141,16 @@ class QualityOfExperience(DynamicPolicy):
 
     # --- who goes first
 
-    def _look(self, standing: Roster) -> None:
-        now = standing.now
+    def _look(self, roster: Roster) -> None:
+        now = roster.now
         self._last_look, self._next_look = now, now + LOOK
         self.wake = self._next_look
-        self._measure(standing)
+        self._measure(roster)
         for sequence, reader in self._readers.items():
             reader.take(sequence.num_output_tokens, now)
             if reader.turn or sequence.order[0] > 0.0:  # else it waits for its turn, which nobody takes from it
                 sequence.order = self._order_of(sequence, reader, now)
-        standing.waiting.reorder()
+        roster.waiting.reorder()
 
     def _order_of(self, sequence: Sequence, reader: Reader, now: float) -> Order:
         if reader.turn and reader.tokens < reader.ready_at:
@@ -177,6 +177,6 @@ class QualityOfExperience(DynamicPolicy):
         reader = self._readers[sequence] = Reader(start, speed, start, now)
         return reader
 
-    def _measure(self, standing: Roster) -> None:
-        self._row = 1.0 / standing.limits.max_num_seqs
-        self._token = 1.0 / standing.cache.capacity_tokens(1)
+    def _measure(self, roster: Roster) -> None:
+        self._row = 1.0 / roster.limits.max_num_seqs
+        self._token = 1.0 / roster.cache.capacity_tokens(1)

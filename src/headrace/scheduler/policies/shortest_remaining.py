@@ -141,22 +141,22 @@ class ShortestRemaining(DynamicPolicy):
         again = PROMPT_SHARE * running.num_tokens
         return candidate.order[0] + LEAST_GAIN + again < running.order[0]
 
-    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
-        sequence.order = self._key(sequence, standing.now)
+    def arrived(self, sequence: Sequence, roster: Roster) -> Refusal | None:
+        sequence.order = self._key(sequence, roster.now)
         return None
 
-    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, roster: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         """Those who run have less left; with a prediction, sometimes more. Those who wait are ordered anew when a kind of answers is new."""
-        self.wake = standing.now + LOOK if len(standing.waiting) else math.inf
-        if len(standing.waiting):
+        self.wake = roster.now + LOOK if len(roster.waiting) else math.inf
+        if len(roster.waiting):
             for sequence, looked in self._looked.items():
                 if sequence.num_output_tokens >= looked + STRIDE:
                     self._look(sequence)
             if self._news != self._lengths.news:
                 self._news = self._lengths.news
-                for sequence in standing.waiting:
+                for sequence in roster.waiting:
                     sequence.order = self._key(sequence, sequence.order[-1])
-                standing.waiting.reorder()
+                roster.waiting.reorder()
         return ()
 
     def admitted(self, sequence: Sequence, now: float) -> None:
