@@ -340,5 +340,8 @@ def _hostile_answers(server: Server, rng: random.Random, bodies: int) -> Iterabl
         if rng.random() < 0.5:
             body = json.loads(json.dumps(body).replace('"hi"', json.dumps(PROMPT)))  # wherever a text stands: messages, input, prompt
         yield server.ask(route.method, route.path, body, key if number % 5 else {"X-Api-Key": SECRET + "x"}).body
+    for route in BODIES:  # what is taken has a text as well, and hardly any of those above were
+        body = json.loads(json.dumps(base_of(route)).replace('"hi"', json.dumps(PROMPT)))
+        yield server.ask(route.method, route.path, body, key).body
     leaver = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     leaver.close()
