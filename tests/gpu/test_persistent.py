@@ -62,7 +62,7 @@ def random_weights(spec: DecoderSpec) -> StepWeights:
 
     layers = tuple((*(weight(*shape) for shape in shapes), norm(), norm()) for _ in spec.layers)
     table = torch.randn(VOCAB, hidden, device=CUDA).bfloat16()
-    return StepWeights(layers, table, norm(), turns(dim), spec.qkv_heads, spec.norm_eps, spec.attention_scale)
+    return StepWeights(layers, table, norm(), table, turns(dim), spec.qkv_heads, spec.norm_eps, spec.attention_scale)
 
 
 def wide(weights: StepWeights) -> StepWeights:

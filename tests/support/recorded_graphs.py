@@ -176,6 +176,7 @@ class SlotDecoder:
         self._block_size = block_size
         self.fault: Exception | None = None
         self.most_logits = 0  # rows at once
+        self.draft_tokens = None
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         if self.fault is not None:

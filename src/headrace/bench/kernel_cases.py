@@ -115,6 +115,7 @@ class CaseMaker:
             "paged_attention": self._attention,
             "rotary_write": self._rotary,
             "decode_step": self._step,
+            "draft_tokens": self._draft_tokens,
             "embedding": self._embedding,
             "moe": self._moe,
             "add_deltas": self._deltas,
@@ -399,7 +400,7 @@ class CaseMaker:
             layer = (*(self._weight(*shape) for shape in shapes), torch.ones(hidden, dtype=self.dtype), torch.ones(hidden, dtype=self.dtype))
             angles = torch.arange(self.context).unsqueeze(1) * 500000.0 ** (-torch.arange(dim // 2) / (dim // 2))
             turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(64, hidden)
-            return StepWeights((layer,), table, layer[-1], turns, spec.qkv_heads, spec.norm_eps, spec.attention_scale)
+            return StepWeights((layer,), table, layer[-1], table, turns, spec.qkv_heads, spec.norm_eps, spec.attention_scale)
 
         made = [weights() for _ in range(min(2, self._copies(size)))]
 
@@ -410,6 +411,30 @@ class CaseMaker:
         facts = StepFacts(self.dtype, replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim)))
         flops = 2 * rows * size // self.dtype.itemsize + 4 * rows * self.context * spec.num_heads * dim
         return KernelCase("decode_step", f"1 layer, {rows} rows, context {self.context}", facts, size + self._bytes(keys), flops, calls)
+
+    def _draft_tokens(self, rows: int) -> KernelCase:
+        """Four tokens behind sequences of which all but the last token is there, by a decoder of one layer and a few tokens."""
+        width, dim, heads, inner, vocab, drafts = 128, 64, 2, 384, 512, 4
+        spec = replace(self.spec, layers=(LayerSpec(),), hidden_size=width, head_dim=dim, num_heads=heads, num_kv_heads=heads, vocab_size=vocab)
+        spec = replace(spec, rope=RopeSpec(theta=10000.0, rotary_dim=dim))
+        blocks, ones = -(-(self.context + drafts) // self.block_size), torch.ones(width, dtype=self.dtype)
+        shapes = ((3 * heads * dim, width), (width, heads * dim), (2 * inner, width), (width, inner))
+        layer = (*(self._weight(*shape) for shape in shapes), ones, ones)
+        angles = torch.arange(self.context + drafts).unsqueeze(1) * 10000.0 ** (-torch.arange(dim // 2) / (dim // 2))
+        turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(vocab, width)
+        weights = StepWeights((layer,), table, ones, table, turns, (heads, heads, heads), spec.norm_eps, dim**-0.5)
+        ids = torch.randint(vocab, (rows, self.context + drafts), dtype=torch.int32, generator=self._generator)
+        lie = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
+        cache, row = self._random(rows * blocks, 1, 2, heads, self.block_size, dim), torch.arange(rows).int()
+        length = torch.full_like(row, self.context)
+
+        def calls(make: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(_drafted, make(weights), ids, lie, row, length, drafts, cache)]
+
+        products = sum(outs * ins for outs, ins in shapes) + vocab * width
+        flops = 2 * rows * drafts * products
+        label = f"1 layer of {width}, {rows} rows, {drafts} drafts, context {self.context}"
+        return KernelCase("draft_tokens", label, StepFacts(self.dtype, spec), drafts * self._bytes(products), flops, calls)
 
     def _moe(self, rows: int) -> KernelCase:
         moe, width = SPARSE, self.spec.hidden_size
@@ -517,6 +542,12 @@ def _first(product: Callable[..., Any], x: Tensor, around: Around) -> Any:
 def _written(write: Callable[..., None], token_ids: Tensor, ids: Tensor, row: Tensor, begin: Tensor, longest: int) -> Tensor:
     write(token_ids, ids, row, begin, longest)
     return token_ids
+
+
+def _drafted(draft: Callable[..., None], ids: Tensor, table: Tensor, row: Tensor, length: Tensor, drafts: int, cache: Tensor) -> Tensor:
+    """The first one: those behind it hang on the last bits of its logits."""
+    draft(ids, table, row, length - 1, length, torch.full_like(row, drafts), cache)
+    return ids[:, int(length[0])]
 
 
 def _fetched(fetch: Callable[..., None], ring: Tensor, turn: Tensor, step: Tensor, table: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from headrace.kernels.rows import candidates as rows
 from headrace.kernels.rows.reference import embedding, fetch_step, gather_inputs, store_tokens, write_rows
 from headrace.kernels.sampling import candidates as sampling
 from headrace.kernels.sampling.reference import greedy_tokens, gumbel_argmax, pick_tokens, score_tokens
-from headrace.kernels.step.candidates import DECODE_STEP as PERSISTENT
-from headrace.kernels.step.reference import decode_step
+from headrace.kernels.step import candidates as step
+from headrace.kernels.step.reference import decode_step, draft_tokens
 
 S = TypeVar("S")
 
@@ -78,13 +78,14 @@ SCORE_TOKENS = Operation("score_tokens", score_tokens, Facts, sampling.SCORE_TOK
 WRITE_ROWS = Operation("write_rows", write_rows, Facts, rows.WRITE_ROWS)
 GATHER_INPUTS = Operation("gather_inputs", gather_inputs, Facts, rows.GATHER_INPUTS)
 STORE_TOKENS = Operation("store_tokens", store_tokens, Facts, rows.STORE_TOKENS)
-DECODE_STEP = Operation("decode_step", decode_step, StepFacts, PERSISTENT, makes=True)
+DECODE_STEP = Operation("decode_step", decode_step, StepFacts, step.DECODE_STEP, makes=True)
+DRAFT_TOKENS = Operation("draft_tokens", draft_tokens, StepFacts, step.DRAFT_TOKENS, makes=True)
 FETCH_STEP = Operation("fetch_step", fetch_step, Facts, rows.FETCH_STEP)
 
 _ALL: tuple[Operation[Any, Any], ...] = (
     LINEAR, FUSED_LINEAR, ADDED_LINEAR, GATED_LINEAR, PACKED_LINEAR, PACKED_FUSED, PACKED_MOE, EMBEDDING, RMS_NORM, LAYER_NORM,
     ROTARY_WRITE, PAGED_ATTENTION, ROPE_ATTENTION,
     ACTIVATION, GATED_ACTIVATION, MOE, GREEDY_TOKENS, PICK_TOKENS, GUMBEL_ARGMAX, SCORE_TOKENS, WRITE_ROWS, GATHER_INPUTS, STORE_TOKENS,
-    DECODE_STEP, FETCH_STEP, ADD_DELTAS, LOOK_UP_DELTAS,
+    DECODE_STEP, DRAFT_TOKENS, FETCH_STEP, ADD_DELTAS, LOOK_UP_DELTAS,
 )  # fmt: skip
 OPERATIONS: Mapping[str, Operation[Any, Any]] = MappingProxyType({each.name: each for each in _ALL})

@@ -18,8 +18,8 @@ from headrace.kernels.candidate import StepFacts
 from headrace.kernels.inputs import ForwardInputs, LayerStep, Wanted
 from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
 from headrace.kernels.lora.inputs import AdapterRows
-from headrace.kernels.operations import DECODE_STEP
-from headrace.kernels.step.reference import StepWeights, WholeStep
+from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
+from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
 from headrace.layers.attention import Attention, attention_alone
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.context import LayerContext
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
 
     Created with memory for its parameters but no values: fill ``named_parameters()``, then call ``finish_loading``
     once. Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` that the model does
-    not allow. ``kv``: how the cache stores keys and values; None: in ``dtype``.
+    not allow. ``kv``: how the cache stores keys and values; None: in ``dtype``. ``drafts``: for another model.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Decoder(nn.Module):
         max_model_len: int,
         kv: KVFormat | None = None,
         group: Group | None = None,
+        drafts: bool = False,
     ) -> None:
         super().__init__()
         _check(spec, max_model_len)
@@ -107,6 +108,8 @@ class Decoder(nn.Module):
         self._takes_norms = self._takes_sums = False
         self._make_step = kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv), reported=True) if is_plain(spec) and group is None else None
         self._step: WholeStep | None = None
+        self._make_drafts = kernels.offer(DRAFT_TOKENS, StepFacts(dtype, spec, kv), reported=True) if drafts and is_plain(spec) else None
+        self.draft_tokens: DraftTokens | None = None  # runs of greedy tokens in one call, once loading has finished
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
 
     def finish_loading(self) -> None:
@@ -114,6 +117,8 @@ class Decoder(nn.Module):
         once."""
         if self._make_step is not None:
             self._step = self._make_step(self._step_weights())
+        if self._make_drafts is not None:
+            self.draft_tokens = self._make_drafts(self._step_weights())
         finish_modules(self)
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         self._takes_norms = all(each.takes_norms for each in linears)
@@ -169,7 +174,8 @@ class Decoder(nn.Module):
         """The weights for computing all layers in one launch."""
         assert isinstance(self.cos_sin, Tensor) and self.embedding.weight is not None
         layers, table, norm = tuple(block.tensors for block in self.blocks), self.embedding.weight.data, self.norm.weight.data
-        return StepWeights(layers, table, norm, self.cos_sin, self.spec.qkv_heads, self.spec.norm_eps, self.spec.attention_scale)
+        head = table if self.head.weight is None else self.head.weight.data
+        return StepWeights(layers, table, norm, head, self.cos_sin, self.spec.qkv_heads, self.spec.norm_eps, self.spec.attention_scale)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [n, hidden] → [n, vocab], float32, or as the head gives them
         """The LM head, for the rows whose logits are needed. Callers that only need the largest need no copy in

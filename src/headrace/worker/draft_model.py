@@ -75,6 +75,23 @@ class DraftModel:
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         """Its own next tokens, one after another; the first pass catches up."""
         starts: Ints = np.minimum(self._computed[rows], lengths - 1)  # what was drafted beyond was refuted, or is sampled anew
+        at_once = np.zeros(len(rows), dtype=bool)
+        if self._decoder.draft_tokens is not None:
+            at_once = (self._rows.traits[rows] & ~Trait.SCORED) == 0
+            self._draw_all(rows[at_once], starts[at_once], lengths[at_once], most[at_once])
+        if not at_once.all():
+            self._draw_by_pass(rows[~at_once], starts[~at_once], lengths[~at_once], most[~at_once])
+        self._computed[rows] = lengths + most - 1
+        return Proposal(most, self._drafted(rows, lengths, int(most.max())), stand=True)
+
+    def _draw_all(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
+        """All passes in one call, of rows that are drawn greedily."""
+        assert self._decoder.draft_tokens is not None
+        if len(rows):
+            parts = (torch.from_numpy(each.astype(np.int32)) for each in (rows, starts, lengths, most))
+            self._decoder.draft_tokens(self._rows.token_ids, self._rows.tables[self._groups[0]], *parts, self._kv_caches[0])
+
+    def _draw_by_pass(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
         counts = lengths - starts
         if (counts == 1).all():
             self._draw_next(rows, lengths, 0)
@@ -83,8 +100,6 @@ class DraftModel:
         for depth in range(1, int(most.max())):
             live = np.flatnonzero(most > depth)
             self._draw_next(rows[live], lengths[live] + depth, depth)
-        self._computed[rows] = lengths + most - 1
-        return Proposal(most, self._drafted(rows, lengths, int(most.max())), stand=True)
 
     def left(self, row: int, length: int) -> None:
         """Its blocks are the target's, and go with them."""

@@ -44,7 +44,7 @@ from headrace.parallel.shares import Cut, cuts, share
 from headrace.processes.builders import Builders
 from headrace.quant import lossless
 from headrace.sites import is_plain, weights
-from headrace.spec import DecoderSpec, KVFormat, KVGroup
+from headrace.spec import DecoderSpec, KVGroup
 from headrace.speculative.lookup import Lookup
 from headrace.techniques import switched_off
 from headrace.worker.allocation import Allocation, allocate_kv
@@ -175,7 +175,7 @@ class Worker:
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
         with self._memory.explaining("weights"):
-            self._decoder = self._create_decoder(self._setup.spec, longest, self._setup.kv, self._group)
+            self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, group=self._group)
             self._draft = self._create_draft(longest)
         self._build_kernels(longest)
         self._stages.done("decoder")
@@ -219,16 +219,17 @@ class Worker:
 
     # --- parts of prepare
 
-    def _create_decoder(self, spec: DecoderSpec, longest: int, kv: KVFormat | None = None, group: Group | None = None) -> Decoder:
+    def _create_decoder(self, spec: DecoderSpec, longest: int, **more: Any) -> Decoder:
+        """``more``: as Decoder has it."""
         setup = self._setup
-        return Decoder(spec, kernels=self._kernels, dtype=setup.dtype, device=setup.device, max_model_len=longest, kv=kv, group=group)
+        return Decoder(spec, kernels=self._kernels, dtype=setup.dtype, device=setup.device, max_model_len=longest, **more)
 
     def _create_draft(self, longest: int) -> Decoder | None:
         draft = self._setup.draft
         if draft is None:
             return None
         draft.check_length(longest)
-        return self._create_decoder(draft.spec, longest)
+        return self._create_decoder(draft.spec, longest, drafts=True)
 
     def _load(self, longest: int) -> None:
         with self._memory.explaining("weights"):

@@ -9,6 +9,7 @@
  * (flash decoding). Keys and values in fewer bits (kv_codes.h) are multiplied as codes; a key's scale multiplies its score, and a value's the
  * weight it gets, so nothing is rounded on the way. So a row's bits depend on neither the batch, nor the chunking of a prompt, nor the number of threads.
  */
+#include "attention.h"
 #include "common.h"
 #include "kv_codes.h"
 
@@ -16,22 +17,6 @@
 #define SPLIT 1024    /* keys after which the sums start afresh */
 #define MAX_ROWS 64   /* query rows a work item */
 #define MAX_DIM 512
-
-typedef struct {
-    int type, cache_type; /* of q and out; of the caches */
-    int64_t sequences, q_heads, kv_heads, dim, block_size, tokens;
-    const char *q;
-    char *out; /* [tokens, q_heads, dim], contiguous */
-    int64_t q_row, q_head; /* strides, elements */
-    const char *k_cache, *v_cache;
-    int64_t k_block, k_head, k_token, v_block, v_head, v_token; /* strides, elements */
-    const int32_t *table, *query_start, *context_len;
-    int64_t table_row; /* stride, elements */
-    int64_t max_query_len, max_context_len;
-    int64_t window; /* keys a query sees, itself included; 0 = all */
-    const float *k_scales, *v_scales; /* [kv_heads], or NULL for 1: of codes without scales of their own */
-    float scale, soft_cap; /* soft_cap 0 = none */
-} Attention;
 
 /* Where a chunk's keys and values lie, and their scales; NULL for those that are never touched. */
 typedef struct {

@@ -35,8 +35,8 @@ from headrace.processes.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 _LINEAR = ("linear/linear.c", "linear/compressed.c", "linear/panels.c")
-SOURCES = ("norm/elementwise.c", *_LINEAR, "attention/attention.c", "moe/moe.c", "lora/lora.c", "sampling/sampling.c")
-HEADERS = ("build/common.h", "build/product.h", "attention/kv_codes.h", "linear/panels.h")
+SOURCES = ("norm/elementwise.c", *_LINEAR, "attention/attention.c", "moe/moe.c", "lora/lora.c", "sampling/sampling.c", "step/draft.c")
+HEADERS = ("build/common.h", "build/product.h", "attention/attention.h", "attention/kv_codes.h", "linear/panels.h", "norm/rotary.h")
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 TARGET_FLAGS = ("-march=native", "-mcpu=native")  # the second for compilers that do not know the first on their CPU
 COMPILERS = ("cc", "gcc", "clang")

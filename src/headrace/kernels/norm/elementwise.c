@@ -6,6 +6,7 @@
 #include "common.h"
 #include "kv_codes.h"
 #include "product.h"
+#include "rotary.h"
 
 #ifdef _OPENMP
 const int headrace_openmp = 1; /* there: the loops of this library are shared out to threads */
@@ -126,19 +127,6 @@ static void copy_cached(const char *from, char *to, int64_t dim, int type, int c
     else
         for (int64_t i = 0; i < dim; i += 16) store_upto(to, i, dim - i, load_upto(from, i, dim - i, type), cache_type);
 }
-
-typedef struct {
-    int type, cache_type;
-    int64_t tokens, q_heads, kv_heads, dim, rotary_dim, max_positions, block_size, num_blocks;
-    char *q, *k;
-    const char *v;
-    int64_t q_row, q_head, k_row, k_head, v_row, v_head; /* strides, elements */
-    const int64_t *positions, *slots;
-    const float *cos_sin; /* [max_positions, rotary_dim] or NULL */
-    char *k_cache, *v_cache;
-    int64_t k_block, k_cache_head, k_token, v_block, v_cache_head, v_token; /* strides, elements */
-    const float *k_scales, *v_scales; /* [kv_heads], or NULL for 1: of codes without scales of their own */
-} Rotary;
 
 INLINE void encode_any(const char *from, int64_t dim, int type, char *codes, char *scales, float shared, const int kind) {
     if (type == F32)

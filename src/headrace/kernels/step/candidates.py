@@ -1,4 +1,4 @@
-"""The candidate for all layers of a decode step at once.
+"""The candidates for all layers of a decode step at once, and for a run of drafts.
 
 What lives here: what declines a call site before anything is compiled, and what a start builds. What may not: kernels.
 """
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from headrace.kernels.build.gpu import DEVICES, load
+from headrace.kernels.build.native import native
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, Sizes, StepFacts
+from headrace.kernels.step.native import create_drafts
 from headrace.kernels.step.shape import why_not
 
 PERSISTENT = "persistent"
@@ -40,3 +42,5 @@ DECODE_STEP = (
         rehearse=_rehearse,
     ),
 )  # fmt: skip
+
+DRAFT_TOKENS = (native(create_drafts, optional=True),)

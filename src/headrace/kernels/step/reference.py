@@ -1,6 +1,6 @@
-"""A whole decode step as one operation: what it is made from, and its twin.
+"""A whole decode step as one operation, and a run of greedy drafts: what they are made from, and their twins.
 
-What lives here: the noun, and the twin in plain torch. What may not: kernels, how a decoder is put together
+What lives here: the nouns, and the twins in plain torch. What may not: kernels, how a decoder is put together
 (models/decoder.py).
 """
 
@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.attention import reference as attention_twins
-from headrace.kernels.inputs import ForwardInputs
+from headrace.kernels.inputs import AttentionInputs, ForwardInputs
 from headrace.kernels.norm import reference as norm_twins
 from headrace.spec import Activation
 
@@ -38,10 +39,27 @@ class StepWeights:
     layers: tuple[tuple[Tensor, ...], ...]
     embedding: Tensor  # [vocab, hidden]
     norm: Tensor  # [hidden]
+    head: Tensor  # [vocab, hidden]
     cos_sin: Tensor  # [max_model_len, head_dim], float32
     heads: tuple[int, int, int]  # of q, k and v
     eps: float
     scale: float  # of scores
+
+
+class DraftTokens(Protocol):
+    """Greedy runs of one decoder. Of row ``row[i]``, tokens ``start[i]`` to ``length[i] - 1`` are computed (their keys
+    and values, too), and ``most[i]`` more drawn behind them, the largest logit's each, into ``token_ids``."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,  # [rows, length], int32, written
+        table: Tensor,  # [rows, blocks], int32
+        row: Tensor,  # [n], int32; as are start, length and most
+        start: Tensor,
+        length: Tensor,
+        most: Tensor,
+        cache: Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim], written
+    ) -> None: ...
 
 
 def longest_context(rows: int) -> int:
@@ -88,3 +106,39 @@ def _layer(
     attended = attention_twins.paged_attention(q, k_cache, v_cache, attention, weights.scale, None, None)
     x, residual = norm_twins.rms_norm(F.linear(attended.reshape(len(x), -1), output), second_norm, weights.eps, residual)
     return F.linear(norm_twins.gated_activation(F.linear(x, up), Activation.SILU), down), residual
+
+
+@dataclass(frozen=True, slots=True)
+class _TwinDrafts:
+    """Pass by pass, in plain torch."""
+
+    weights: StepWeights
+
+    def __call__(
+        self, token_ids: Tensor, table: Tensor, row: Tensor, start: Tensor, length: Tensor, most: Tensor, cache: Tensor
+    ) -> None:
+        row, start, length, most = (each.long() for each in (row, start, length, most))
+        for depth in range(int(most.max())):
+            live = most > depth
+            ends = length[live] + depth
+            begins = ends - 1 if depth else start[live]
+            inputs = _chunks(token_ids, table, row[live], begins, ends, cache.shape[4])
+            hidden = _TwinStep(self.weights)(inputs, (cache,))[inputs.attention[0].query_start[1:].long() - 1]
+            token_ids[row[live], ends] = F.linear(hidden, self.weights.head).argmax(-1).int()
+
+
+def draft_tokens(weights: StepWeights) -> DraftTokens:
+    """As ``decode_step``, with the head behind it, several times over."""
+    return _TwinDrafts(weights)
+
+
+def _chunks(token_ids: Tensor, table: Tensor, row: Tensor, begins: Tensor, ends: Tensor, block_size: int) -> ForwardInputs:
+    """Tokens ``begins`` to ``ends`` - 1 of each row, one row after another."""
+    counts = ends - begins
+    start = F.pad(counts.cumsum(0), (1, 0))
+    chunk = torch.repeat_interleave(torch.arange(len(row)), counts)
+    positions = torch.arange(len(chunk)) - start[chunk] + begins[chunk]
+    slots = table[row[chunk], positions // block_size].long() * block_size + positions % block_size
+    longest = int(counts.max()), int(ends.max())
+    attention = AttentionInputs(table[row], start.int(), ends.int(), slots, block_size, *longest)
+    return ForwardInputs(token_ids[row[chunk], positions].long(), positions, (attention,))

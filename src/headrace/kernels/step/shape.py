@@ -52,7 +52,7 @@ def why_not(spec: DecoderSpec, programs: int) -> str | None:
 
 
 def _reasons(spec: DecoderSpec, programs: int) -> Iterator[str]:
-    yield from _mathematics(spec)
+    yield from beyond_plain(spec)
     if spec.head_dim not in HEAD_DIMS:
         yield f"head_dim {spec.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     group = spec.num_heads // max(1, spec.num_kv_heads)
@@ -63,7 +63,7 @@ def _reasons(spec: DecoderSpec, programs: int) -> Iterator[str]:
     yield from _sizes(spec, programs)
 
 
-def _mathematics(spec: DecoderSpec) -> Iterator[str]:
+def beyond_plain(spec: DecoderSpec) -> Iterator[str]:
     """What this decoder computes beyond norm, attention, norm and gated feed-forward."""
     beyond = {
         "layers of experts": any(layer.moe is not None for layer in spec.layers),
