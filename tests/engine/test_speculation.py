@@ -117,9 +117,24 @@ def test_equal_ids_must_be_equal_texts(tmp_path: Path) -> None:
     (renamed / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="another vocabulary"):
         _engine(target, {"model": str(renamed)})
-    for folder, template in ((target, "{{ messages[0].content }}"), (retold, "<{{ messages[0].content }}>")):
-        options = folder / "tokenizer_config.json"
-        given = json.loads(options.read_text()) if options.exists() else {}
-        options.write_text(json.dumps(given | {"chat_template": template}))
+    _give_template(target, "{{ messages[0].content }}")
+    _give_template(retold, "<{{ messages[0].content }}>")
     with pytest.raises(ConfigError, match="another chat template"):
         _engine(target, {"model": str(retold)})
+
+
+def test_templates_are_alike_that_make_the_same_texts(tmp_path: Path) -> None:
+    target, draft = (tiny.save("llama", tmp_path / name) for name in ("target", "draft"))
+    told = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    _give_template(target, told)
+    _give_template(draft, told.replace("[{{ m.role }}]", "{{ '[' + m.role + ']' }}") + "{# by another hand #}")
+    _engine(target, {"model": str(draft)}).shutdown()
+    _give_template(draft, told + "{% if tools %}!{% endif %}")
+    with pytest.raises(ConfigError, match="another chat template"):
+        _engine(target, {"model": str(draft)})
+
+
+def _give_template(folder: Path, template: str) -> None:
+    options = folder / "tokenizer_config.json"
+    given = json.loads(options.read_text()) if options.exists() else {}
+    options.write_text(json.dumps(given | {"chat_template": template}))

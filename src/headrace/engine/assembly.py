@@ -17,6 +17,7 @@ from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.cost.run_facts import cascades, facts_of, switches_of
 from headrace.engine.core import EngineCore
+from headrace.engine.draft_templates import check_draft_templates
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.engine.grammar import Vocabulary, vocabulary_of
 from headrace.engine.grammar_masks import GrammarMasks
@@ -98,6 +99,7 @@ def create_engine(
             f"{source.name} has no tokenizer, so it takes and gives token ids only; --tokenizer takes another model's folder, "
             "and headrace generate --input FILE takes lines with prompt_token_ids."
         )
+    check_draft_templates(config, source)
     defaults = default_params(source.generation_defaults)
     config, executor, decisions, recorder = _create_executor(config, source, watched, lost)
     eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())

@@ -88,8 +88,9 @@ class DraftModel:
         """All passes in one call, of rows that are drawn greedily."""
         assert self._decoder.draft_tokens is not None
         if len(rows):
-            parts = (torch.from_numpy(each.astype(np.int32)) for each in (rows, starts, lengths, most))
-            self._decoder.draft_tokens(self._rows.token_ids, self._rows.tables[self._groups[0]], *parts, self._kv_caches[0])
+            row, start, length, count = (torch.from_numpy(each.astype(np.int32)) for each in (rows, starts, lengths, most))
+            table = self._rows.tables[self._groups[0]]
+            self._decoder.draft_tokens(self._rows.token_ids, table, row, start, length, count, self._kv_caches[0])
 
     def _draw_by_pass(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
         counts = lengths - starts

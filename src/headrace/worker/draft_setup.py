@@ -76,17 +76,12 @@ def _groups(draft: DecoderSpec, target: DecoderSpec, name: str) -> tuple[int, ..
 
 
 def _check_texts(draft: ModelSource, target: ModelSource) -> None:
-    """Equal ids must be equal texts, and conversations look alike; a model without a tokenizer is taken at its word."""
+    """Equal ids must be equal texts; a model without a tokenizer is taken at its word."""
     own, wanted = draft.tokenizer_files(), target.tokenizer_files()
     if own is None or wanted is None:
         return
     if own.tokenizer_json != wanted.tokenizer_json and _vocabulary(own.tokenizer_json) != _vocabulary(wanted.tokenizer_json):
         raise ConfigError(f"{_FIELD} {draft.name} has another vocabulary than {target.name}: equal ids are other texts; give a draft of its family.")
-    if own.templates and wanted.templates and own.templates != wanted.templates:
-        raise ConfigError(
-            f"{_FIELD} {draft.name} has another chat template than {target.name}, so it was trained on other conversations; "
-            f"give a draft of its family, or copy the template if they really are the same."
-        )
 
 
 def _vocabulary(text: str) -> Any:
