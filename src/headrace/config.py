@@ -262,6 +262,7 @@ class DeviceConfig:
     persistent_decode: bool = switch(True, "off: decode steps of a few requests are launched layer by layer")
     fused_rope_attention: bool = switch(True, "off: in decode steps, attention is a separate kernel from rotary embedding and the cache write")
     cascade_attention: bool = switch(True, "off: prefix blocks that decoding sequences share are read once per sequence")
+    one_shot_sums: bool = switch(True, "off: ranks on GPUs add up small results through NCCL, too")
     unified_maximum: bool = switch(False, "decode attention takes exponentials without a running maximum; sums too large for float32 are recomputed")
     programmatic_launch: bool = switch(True, "off: a kernel starts only when the previous one has ended")
     prompt_graphs: bool = switch(True, "off: steps with prompts of up to 2,048 tokens are launched kernel by kernel")

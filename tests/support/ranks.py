@@ -31,6 +31,8 @@ Result = TypeVar("Result")
 class ThreadGroup:
     """One rank's; ``shelf`` is everybody's."""
 
+    account = "threads"
+
     def __init__(self, rank: int, shelf: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.meetings = rank, len(shelf), 0
         self._shelf, self._barrier = shelf, barrier

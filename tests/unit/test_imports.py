@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "speculative": set(),
     "cache": set(),
     "worker": {"engine.executor", "models", "layers", "kernels", "quant", "speculative", "lora", "parallel.group", "parallel.shares"},
-    "parallel": {"engine.executor", "engine.resolve", "worker", "models"},
+    "parallel": {"engine.executor", "engine.resolve", "worker", "models", "kernels.build"},
     "parallel.shares": set(),
     "parallel.group": set(),
     "models": {"layers", "kernels", "quant", "parallel.group", "parallel.shares"},

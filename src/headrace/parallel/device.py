@@ -25,9 +25,9 @@ def device_here(kind: str) -> str:
     return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
 
 
-def create_group(folder: str, id: bytes, rank: int, size: int) -> Group:
-    """``folder``, ``id``: where ranks meet on CPUs, or on GPUs."""
-    return NCCLGroup(id, rank, size) if id else GlooGroup(Path(folder), rank, size)
+def create_group(folder: str, id: bytes, rank: int, size: int, *, one_shot: bool = True) -> Group:
+    """``folder``, ``id``: where ranks meet on CPUs, or on GPUs. ``one_shot``: see NCCLGroup."""
+    return NCCLGroup(id, rank, size, one_shot=one_shot) if id else GlooGroup(Path(folder), rank, size)
 
 
 def visible_devices(size: int) -> list[str]:

@@ -145,7 +145,7 @@ def _load(first: First, launch: frames.Launch, source: ModelSource, head_start: 
         from headrace.worker.worker import create_executor
 
     first.tell(frames.Here(device_here(config.device.device)))
-    group = create_group(*first.where_to_meet(), launch.rank, config.device.tensor_parallel_size)
+    group = create_group(*first.where_to_meet(), launch.rank, config.device.tensor_parallel_size, one_shot=config.device.one_shot_sums)
     executor, _ = create_executor(config, source, head_start, group=group)
     assert isinstance(executor, DeviceExecutor)
     return Follower(first, executor, group)

@@ -27,6 +27,7 @@ class Group(Protocol):
     rank: int
     size: int
     meetings: int  # so far: ranks that have met as often are at the same place
+    account: str  # how they meet, for people
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place of ``x``, contiguous; to the bit the same on every rank."""
@@ -52,6 +53,8 @@ def side_by_side(parts: Tensor, width: int) -> Tensor:  # [ranks, n, part] → [
 
 class GlooGroup:
     """Over loopback; ranks find each other by a file in a folder that nobody else may read."""
+
+    account = "gloo"
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.rank, self.size, self.meetings = rank, size, 0

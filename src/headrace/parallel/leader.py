@@ -53,7 +53,7 @@ def create_executor(
     stages = stages or Stages(RealClock())
     ranks = Ranks(config, devices[1:], lost)
     try:
-        group = _meet(ranks, kind, size)
+        group = _meet(ranks, kind, config)
         ranks.abort = group.abort
         stages.done("ranks")
         executor, decisions = create_alone(config, source, head_start, stages, meanwhile, group)
@@ -65,7 +65,7 @@ def create_executor(
             ranks.check()
         ranks.close()
         raise
-    said = Decision("ranks", size, f"each a process with a device of its own; over {'NCCL' if kind == 'cuda' else 'gloo'}")
+    said = Decision("ranks", size, f"each a process with a device of its own; over {group.account}")
     return RankedExecutor(executor, ranks, group), (said, *decisions)
 
 
@@ -81,14 +81,15 @@ def _check(config: EngineConfig, source: ModelSource, size: int) -> None:
         raise ConfigError(f"--tensor-parallel-size is {size}, which does not go together with {found[0]} yet; leave one of them out.")
 
 
-def _meet(ranks: Ranks, kind: str, size: int) -> Group:
+def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Group:
+    size = config.device.tensor_parallel_size
     here, others = device_here(kind), ranks.hear(frames.Here)
     if mixed := [each.device for each in others if each.device != here]:
         raise ConfigError(f"--tensor-parallel-size needs {size} equal devices, but the first is {here} and another {mixed[0]}. Use equal ones.")
     with ExitStack() as stack:
         place = (str(stack.enter_context(Scratch())), b"") if kind == "cpu" else ("", create_id())
         ranks.tell(pack(frames.Meet(*place)))
-        return create_group(*place, 0, size)
+        return create_group(*place, 0, size, one_shot=config.device.one_shot_sums)
 
 
 class RankedExecutor:

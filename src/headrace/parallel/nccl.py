@@ -8,6 +8,7 @@ The ranks' bootstrap connects over loopback alone, to whom this group's id is kn
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from typing import Any
 
@@ -15,10 +16,15 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError
+from headrace.kernels.build.driver import DriverError
+from headrace.kernels.build.nvrtc import CompileError
 from headrace.parallel.group import side_by_side
+from headrace.parallel.one_shot import OneShot
+
+_log = logging.getLogger(__name__)
 
 _ID_BYTES = 128
-_TYPES = {torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
+_TYPES = {torch.uint8: 1, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 _SUM, _MIN = 0, 3
 
 
@@ -57,9 +63,9 @@ def _check(library: Any, status: int) -> None:
 
 
 class NCCLGroup:
-    """Of this process's current device. Made by all ranks at once."""
+    """Of this process's current device. Made by all ranks at once. ``one_shot``: small sums go through a kernel of our own, where it can run."""
 
-    def __init__(self, id: bytes, rank: int, size: int) -> None:
+    def __init__(self, id: bytes, rank: int, size: int, *, one_shot: bool) -> None:
         self.rank, self.size, self.meetings = rank, size, 0
         self._library = library = _library()
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -68,9 +74,33 @@ class NCCLGroup:
         self.all_reduce(torch.zeros(2**20, device=self._device))  # connections are made, and their memory is taken, before anybody counts it
         self.all_gather(torch.zeros(1, 2**10, device=self._device), 2**10)
         torch.cuda.synchronize()
+        self._one_shot: OneShot | None = None
+        self.account = "NCCL"
+        if one_shot:
+            self._try_one_shot()
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self._one_shot is not None and self._one_shot.takes(x):
+            self.meetings += 1
+            return self._one_shot.add(x, self._stream)
         return self._reduce(x, _SUM)
+
+    def _try_one_shot(self) -> None:
+        """All ranks have it, or none: each says whether it got so far, before anybody goes on."""
+        made, problem = None, "it adds up something else than NCCL"
+        capability = torch.cuda.get_device_capability(self._device)
+        if self.least(int(capability[0] == 9)) == 0:
+            self.account = "NCCL; sums in one shot need compute capability 9"
+            return
+        try:
+            made = OneShot(self.rank, self.size, self.all_gather)
+        except (DriverError, CompileError) as error:
+            problem = str(error)
+        if self.least(int(made is not None)) and made is not None and self.least(int(made.agrees(self.all_reduce, self._stream))):
+            self._one_shot, self.account = made, f"NCCL, and sums of up to {8 * made.lines / 2**20:g} MiB in one shot"
+        else:
+            self.account = "NCCL; no sums in one shot: " + (problem if made is None else "another rank cannot, or they differ from NCCL's")
+            _log.warning("ranks sum through %s", self.account)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         self.meetings += 1
@@ -82,6 +112,8 @@ class NCCLGroup:
         return int(self._reduce(torch.tensor([value], device=self._device), _MIN))
 
     def abort(self) -> None:
+        if self._one_shot is not None:
+            self._one_shot.stop()
         comm, self._comm = self._comm, None
         if comm is not None:
             self._library.ncclCommAbort(comm)

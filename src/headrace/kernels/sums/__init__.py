@@ -1,0 +1,1 @@
+"""Sums over ranks, by a kernel of our own."""
