@@ -10,7 +10,7 @@
 #define ROWS 4       /* of a block */
 #define VECTORS 4    /* of 16 outputs that are added up at once */
 #define OUTPUTS 256  /* that a thread takes at a time */
-#define WORTH_THREADS 65536 /* multiplications below which threads cost more than they bring */
+#define WORTH_THREADS 262144 /* multiplications below which threads cost more than they bring */
 
 typedef struct {
     int type;
@@ -87,21 +87,33 @@ INLINE void shrink(const Deltas *d, int64_t block, int64_t part, const int type)
 
 /* ---- and up again ---- */
 
+/* vectors: of 16 outputs, all of them there; 0: one, of which `left` are. */
+INLINE v16 load_of(const char *base, int64_t at, int64_t left, const int vectors, const int type) {
+    return vectors ? load16(base, at, type) : load_upto(base, at, left, type);
+}
+
 INLINE void add_vectors(char *const *y, const char *b, const float *const *inner, int64_t outs, int64_t rank, int64_t at, int64_t left,
-                        const int rows, const int vectors, const int type) {
+                        const int rows, const int all, const int type) {
+    const int vectors = all ? all : 1;
     v16 sums[ROWS * VECTORS];
     UNROLL for (int row = 0; row < rows; row++)
-        UNROLL for (int v = 0; v < vectors; v++) sums[row * vectors + v] = load_upto(y[row], at + 16 * v, left - 16 * v, type);
+        UNROLL for (int v = 0; v < vectors; v++) sums[row * vectors + v] = load_of(y[row], at + 16 * v, left, all, type);
     for (int64_t r = 0; r < rank; r++) {
         v16 held[VECTORS];
-        UNROLL for (int v = 0; v < vectors; v++) held[v] = load_upto(b + r * outs * size_of(type), at + 16 * v, left - 16 * v, type);
+        UNROLL for (int v = 0; v < vectors; v++) held[v] = load_of(b + r * outs * size_of(type), at + 16 * v, left, all, type);
         UNROLL for (int row = 0; row < rows; row++) {
             const v16 factor = splat(inner[row][r]);
             UNROLL for (int v = 0; v < vectors; v++) sums[row * vectors + v] += factor * held[v];
         }
     }
     UNROLL for (int row = 0; row < rows; row++)
-        UNROLL for (int v = 0; v < vectors; v++) store_upto(y[row], at + 16 * v, left - 16 * v, sums[row * vectors + v], type);
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const v16 sum = sums[row * vectors + v];
+            if (all)
+                store16(y[row], at + 16 * v, sum, type);
+            else
+                store_upto(y[row], at, left, sum, type);
+        }
 }
 
 /* Outputs from .. to - 1. */
@@ -117,7 +129,7 @@ INLINE void expand_rows(const Deltas *d, int64_t first, int64_t from, int64_t to
         UNROLL for (int row = 0; row < rows; row++) inner[row] = d->inner + ((first + row) * d->parts + part) * d->most;
         int64_t at = rank == 0 ? end : begin > from ? begin : from;
         for (; at + 16 * VECTORS <= end; at += 16 * VECTORS) add_vectors(y, b, inner, d->outs, rank, at, end - at, rows, VECTORS, type);
-        for (; at < end; at += 16) add_vectors(y, b, inner, d->outs, rank, at, end - at, rows, 1, type);
+        for (; at < end; at += 16) add_vectors(y, b, inner, d->outs, rank, at, end - at, rows, 0, type);
     }
 }
 
@@ -143,19 +155,31 @@ INLINE void expand(const Deltas *d, int64_t block, int64_t from, int64_t to, con
         call;                       \
     }
 
-void headrace_add_deltas(int type, int64_t rows, int64_t blocks, int64_t ins, int64_t outs, int64_t parts, int64_t most, const int64_t *order, const int32_t *slots, const int32_t *begins,
-                         const int32_t *ranks, int64_t ranks_row, const int64_t *ends, const char *x, int64_t x_row, const char *a, const char *b, char *y,
-                         int64_t y_row, float *inner, int threads) {
+INLINE void whole(const Deltas *d, int64_t block, const int type) {
+    for (int64_t part = 0; part < d->parts; part++) shrink(d, block, part, type);
+    expand(d, block, 0, d->outs, type);
+}
+
+void headrace_add_deltas(int type, int64_t rows, int64_t blocks, int64_t ins, int64_t outs, int64_t parts, int64_t most, const int64_t *order,
+                         const int32_t *slots, const int32_t *begins, const int32_t *ranks, int64_t ranks_row, const int64_t *ends, const char *x,
+                         int64_t x_row, const char *a, const char *b, char *y, int64_t y_row, float *inner, int threads) {
     const Deltas d = {type, rows, ins, outs, parts, most, order, slots, ranks, begins, ends, x, a, b, y, x_row, y_row, ranks_row, inner};
     const int64_t pieces = (outs + OUTPUTS - 1) / OUTPUTS;
-#pragma omp parallel num_threads(threads) if (threads > 1 && rows * most * (ins * parts + outs) > WORTH_THREADS)
-    {
+    if (threads == 1 || rows * most * (ins * parts + outs) < WORTH_THREADS) {
+        for (int64_t block = 0; block < blocks; block++) BY_TYPE(whole(&d, block, type))
+    } else if (blocks >= 4 * threads) { /* nobody waits in the middle */
+#pragma omp parallel for num_threads(threads)
+        for (int64_t block = 0; block < blocks; block++) BY_TYPE(whole(&d, block, type))
+    } else {
+#pragma omp parallel num_threads(threads)
+        {
 #pragma omp for
-        for (int64_t i = 0; i < blocks * parts; i++) BY_TYPE(shrink(&d, i / parts, i % parts, type))
+            for (int64_t i = 0; i < blocks * parts; i++) BY_TYPE(shrink(&d, i / parts, i % parts, type))
 #pragma omp for
-        for (int64_t i = 0; i < blocks * pieces; i++) {
-            const int64_t from = i % pieces * OUTPUTS, to = from + OUTPUTS < outs ? from + OUTPUTS : outs;
-            BY_TYPE(expand(&d, i / pieces, from, to, type))
+            for (int64_t i = 0; i < blocks * pieces; i++) {
+                const int64_t from = i % pieces * OUTPUTS, to = from + OUTPUTS < outs ? from + OUTPUTS : outs;
+                BY_TYPE(expand(&d, i / pieces, from, to, type))
+            }
         }
     }
 }
