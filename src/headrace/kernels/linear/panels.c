@@ -14,8 +14,8 @@
 #endif
 #include "panels.h"
 
-#define MOST_ROWS 128 /* of x that share what was unpacked, and stay in the second cache meanwhile */
-#define AHEAD 2048     /* bytes by which codes are asked for before they are read, where each is read once */
+#define MOST_ROWS 256 /* of x that share what was unpacked, and stay in the second cache meanwhile */
+#define AHEAD 8192     /* bytes by which codes are asked for before they are read, where each is read once */
 
 /* How bytes are multiplied; HEADRACE_PLAIN_DOTS: as C says it (for tests of what stands around the instructions of other processors). */
 #if VECTOR == 64 && !defined(HEADRACE_PLAIN_DOTS)
@@ -124,14 +124,24 @@ INLINE s8x16 as_bytes(v16 x) { /* whole numbers */
 #endif
 }
 
+INLINE int32_t sum_of_bytes(s8x16 x) {
+#if defined(__AVX2__)
+    const __m128i sums = _mm_sad_epu8((__m128i)(x ^ -128), _mm_setzero_si128()); /* of each half, above -128 */
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < 16; i++) sum += x[i];
+    return sum;
+#endif
+}
+
 INLINE void round_block(Rounded *out, int block, const v16 *x, float scale) {
     const v16 most = splat(127.0f);
     for (int half = 0; half < 2; half++) {
         const v16 codes = scale > 0x1p-120f ? to_nearest(x[half] / scale) : splat(0.0f), low = pick(codes < -most, -most, codes);
-        const v16 kept = pick(low > most, most, low);
-        const s8x16 bytes = as_bytes(kept);
+        const s8x16 bytes = as_bytes(pick(low > most, most, low));
         memcpy(out->codes + block * BLOCK + 16 * half, &bytes, 16);
-        out->halves[block * 2 + half] = (int32_t)sum16(kept);
+        out->halves[block * 2 + half] = sum_of_bytes(bytes);
     }
     out->sums[block] = out->halves[block * 2] + out->halves[block * 2 + 1];
     out->scale[block] = scale;
@@ -170,7 +180,7 @@ static void plain_row(const Inputs *in, int64_t r, Plain *out) {
 /* ---- whole numbers ---- */
 
 #if VECTOR == 64
-#define ROWS 8
+#define ROWS 6 /* with those of y, 24 sums stay in registers */
 #define TOGETHER 2 /* panels that share what is loaded of x */
 #elif VECTOR == 32
 #define ROWS 4

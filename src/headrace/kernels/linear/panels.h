@@ -209,16 +209,18 @@ INLINE void copied(vf *out, int64_t stride, int64_t count) {
 /* Scales of parts of `part` inputs, `count` inputs from k on within a chunk, and what is subtracted behind them beside zero (where there is
  * `least`): of each part PARTS vectors, which stand `stride` apart. */
 static void scales_at(const Panels *w, int64_t panel, int64_t k, int64_t count, int part, vf *scale, vf *least, int64_t stride) {
-    const int64_t groups = w->ins / w->group, over = (panel * (w->ins / CHUNK) + k / CHUNK) * COLUMNS;
-    const int64_t each = w->group > part ? w->group / part : 1, parts = count / part; /* each: parts of a group */
+    const int shift = part == BLOCK ? 5 : 4; /* no division where each part has scales of its own: single rows have no time for it */
+    const int64_t parts = count >> shift, each = w->group == part ? 1 : w->group >> shift; /* each: parts of a group */
+    const int64_t first = panel * (each == 1 ? w->ins >> shift : w->ins / w->group), over = (panel * (w->ins / CHUNK) + k / CHUNK) * COLUMNS;
+    int64_t group = k >> shift, left = parts, n = 0;
     vf factor[PARTS], more[PARTS];
     UNROLL for (int p = 0; p < PARTS; p++) {
         factor[p] = splat_vf(w->factor) * (w->scale_over ? load_halves(w->scale_over + over + p * LANES, F16) : splat_vf(1.0f));
         more[p] = w->least_over ? load_halves(w->least_over + over + p * LANES, F16) : splat_vf(1.0f);
     }
-    for (int64_t i = 0, n; i < parts; i += n) { /* n parts, of one group or of a group each */
-        const int64_t group = (k + i * part) / w->group, left = each - (k / part + i) % each;
-        n = each == 1 ? parts : left < parts - i ? left : parts - i;
+    if (each > 1) left = each - group % each, group /= each;
+    for (int64_t i = 0; i < parts; i += n, group++, left = each) { /* n parts, of one group or of a group each */
+        n = left < parts - i ? left : parts - i;
         vf *s = scale + i * stride, *l = least + i * stride;
         const int64_t found = each == 1 ? n : 1;
         if (w->shared || w->scale_type == NESTED)
@@ -226,9 +228,9 @@ static void scales_at(const Panels *w, int64_t panel, int64_t k, int64_t count, 
                 for (int p = 0; p < PARTS; p++)
                     s[g * stride + p] = w->shared ? splat_vf(shared_scale(w, panel, group + g)) : nested_scales(w, panel, group + g, p) * factor[p];
         else
-            groups_from(s, stride, w->scale, panel * groups + group, found, w->scale_type), times(s, stride, found, factor);
+            groups_from(s, stride, w->scale, first + group, found, w->scale_type), times(s, stride, found, factor);
         if (w->least) {
-            groups_from(l, stride, w->least, panel * groups + group, found, w->least_type);
+            groups_from(l, stride, w->least, first + group, found, w->least_type);
             if (w->least_over) times(l, stride, found, more);
             for (int64_t g = 0; w->by_scale && g < found; g++) times(l + g * stride, stride, 1, s + g * stride);
         }
