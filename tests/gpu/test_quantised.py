@@ -134,11 +134,13 @@ def gates(form: Format) -> None:
     fused = kernels.choose(*called("packed_fused_linear", dtype=torch.bfloat16, **facts))(pieces, None)
     product = kernels.choose(*called("packed_linear", dtype=torch.bfloat16, **facts))(pieces, None)
     name, ring = "w8a8" if form.eight else "codes", form.eight is not None or (form.coding is not None and form.coding.ring)
-    assert {choice.chosen for choice in kernels.choices} == {name, f"{name}_ring" if ring else name} and fused is not None
+    assert {choice.chosen for choice in kernels.choices} == {f"{name}_ring" if ring else name}
     x = torch.randn(16, ins, device=CUDA).bfloat16()
     normed = (x.float() * torch.rsqrt(around.squares.sum(0) / ins + 1e-5).unsqueeze(1)).bfloat16() if around.squares is not None else x
     inputs = form.activated(normed, pieces[0].tensors[0]) if form.eight else normed
-    check(fused(x, around)[0], reference.fused_linear(weight, None)(inputs, Around(gate=Activation.SILU))[0])
+    assert (fused is None) == (form.label.startswith("bitsandbytes")), "each half has a random table of its own: no one matrix"
+    if fused is not None:
+        check(fused(x, around)[0], reference.fused_linear(weight, None)(inputs, Around(gate=Activation.SILU))[0])
     for tokens in (1, 16, 64, 128, 1000):
         x = torch.randn(tokens, ins, device=CUDA).bfloat16()
         inputs = form.activated(x, pieces[0].tensors[0]) if form.eight else x

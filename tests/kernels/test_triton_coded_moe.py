@@ -8,7 +8,7 @@ import torch
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import ExpertFacts
 from headrace.kernels.linear.packed import packed_moe
-from headrace.kernels.moe.coded import CodedMoe
+from headrace.kernels.moe.coded import CodedMoe, _packed_singly, _packed_together, lay
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.floats import MXFP4
@@ -45,6 +45,20 @@ def test_experts_equal_the_twin(form: Format, tokens: int, monkeypatch: pytest.M
         assert_close(packed_moe(x, router, up, down, TOP_K, True, Activation.SILU), want, torch.bfloat16)
     assert moe(x[:0], router[:0], up, down, TOP_K, True, Activation.SILU).shape == (0, HIDDEN)
     assert all("blocks" in tensors for piece in pieces for tensors in piece.tensors)
+
+
+@pytest.mark.parametrize("form", [*FORMATS, PackedIntegers(4, 128)], ids=lambda each: each.label)
+@pytest.mark.parametrize("merged", [False, True])
+def test_experts_of_whole_blocks_are_laid_together_as_they_are_singly(form: Format, merged: bool) -> None:
+    up = [random_piece(form, 256 if merged else 128, 256, seed=seed, copies=40) for seed in ((1,) if merged else (1, 2))]
+    down = [random_piece(form, 256, 256, seed=3, copies=40)]
+    for pieces, gated in ((up, True), (down, False)):
+        coding = pieces[0].form.rounded_coding
+        assert coding is not None
+        want = _packed_singly(pieces, coding, gated=gated)
+        got = _packed_together(pieces, coding, gated=gated)
+        assert torch.equal(got.blocks, want.blocks) and torch.equal(got.factor, want.factor)
+        assert lay(pieces, coding, gated=gated).outs == want.outs == 256 and len(pieces[0].laid) == 40
 
 
 def test_many_tokens_of_few_experts_fill_several_tiles() -> None:

@@ -23,7 +23,7 @@ from headrace.kernels.candidate import Shape
 
 _log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).with_name("measured.json")
-LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}  # the same processor: what was measured on the other goes before rules
+LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200", "NVIDIA H200": "NVIDIA H100 80GB HBM3"}  # one processor: the other's go before rules
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RecursionError)
 
 Row = TypeVar("Row")

@@ -177,19 +177,24 @@ def _chunks(read: Read, outs: int, *, gated: bool) -> Iterator[Codes]:
     half = outs // 2
     for at in range(0, half, _CHUNK // 2):
         end = min(at + _CHUNK // 2, half)
-        yield _joined(read(slice(at, end)), read(slice(half + at, half + end)))
+        yield joined([read(slice(at, end)), read(slice(half + at, half + end))])
 
 
-def _joined(first: Codes, second: Codes) -> Codes:
-    def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-        return None if one is None or other is None else torch.cat([one, other])
+def joined(parts: list[Codes]) -> Codes:
+    """One below another; of one kind."""
+    first = parts[0]
+
+    def all_of(each: list[Tensor | None]) -> Tensor | None:
+        there = [tensor for tensor in each if tensor is not None]
+        return torch.cat(there) if len(there) == len(parts) else None
 
     held = first.scale.dtype
     as_bytes = torch.uint8 if held.itemsize == 1 else held  # float8 is not joined as it is
-    scale = torch.cat([each.scale.view(as_bytes) for each in (first, second)]).view(held)
+    scale = torch.cat([each.scale.view(as_bytes) for each in parts]).view(held)
     return Codes(
-        torch.cat([first.codes, second.codes]), scale, first.group, both(first.beside, second.beside), both(first.factor, second.factor),
-        tuple(torch.cat(each) for each in zip(first.large, second.large, strict=True)), first.size, first.table, first.order,
+        torch.cat([each.codes for each in parts]), scale, first.group,
+        all_of([each.beside for each in parts]), all_of([each.factor for each in parts]),
+        tuple(torch.cat(each) for each in zip(*(part.large for part in parts), strict=True)), first.size, first.table, first.order,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.kernels.candidate import CallSite, EightBits, Empty, ExpertFacts, plainly_empty
 from headrace.kernels.linear.coded import constants, reader, views
 from headrace.kernels.linear.packed import PackedMatrix
-from headrace.kernels.linear.packing import ROWS, Coding, Packed, pack
+from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, joined, pack
 from headrace.kernels.moe.triton_coded import _contract_coded_kernel, _expand_coded_kernel
 from headrace.kernels.moe.triton_moe import _combine_kernel, _routed
 from headrace.kernels.norm.triton_activation import KINDS
@@ -32,18 +32,41 @@ def lay(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: bool) -> Packe
     first = pieces[0]
     if not first.laid:
         outs, count = sum(piece.outs for piece in pieces), first.num_copies
-        own = pack(reader(pieces, 0), outs, coding, gated=gated)
-        blocks = own.blocks.new_empty((count, *own.blocks.shape))
-        factor = own.factor.new_empty((count, *own.factor.shape))
-        for copy in range(count):
-            laid = own if copy == 0 else pack(reader(pieces, copy), outs, coding, gated=gated)
-            blocks[copy], factor[copy] = laid.blocks, laid.factor
+        whole = coding.blocks(outs, first.ins)[0] * ROWS == outs and len(pieces) <= 1 + gated
+        own = _packed_together(pieces, coding, gated=gated) if whole else _packed_singly(pieces, coding, gated=gated)
+        blocks, factor = own.blocks.view(count, -1, *own.blocks.shape[1:]), own.factor.view(count, -1)
         for copy in range(count):
             at = 0
             for piece in pieces:
-                piece.lay(replace(own, blocks=blocks[copy], factor=factor[copy]), at)
+                piece.lay(replace(own, blocks=blocks[copy], factor=factor[copy], outs=outs), at)
                 at += piece.outs
     return first.laid[0]
+
+
+def _packed_together(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: bool) -> Packed:
+    """Whole blocks of rows: as one matrix of all experts, since single ones take as many launches each."""
+    first, count = pieces[0], pieces[0].num_copies
+    halves = 1 + (gated and len(pieces) == 1)
+    sides = [(piece, half * (piece.outs // halves)) for piece in pieces for half in range(halves)]
+    height = first.outs // halves
+
+    def read(rows: slice) -> Codes:
+        (piece, above), parts = sides[rows.start // (count * height)], []
+        at, end = rows.start % (count * height), rows.start % (count * height) + rows.stop - rows.start
+        while at < end:
+            copy, row = divmod(at, height)
+            until = min(height, row + end - at)
+            parts.append(piece.in_codes(slice(above + row, above + until), copy))
+            at += until - row
+        return joined(parts)
+
+    return pack(read, len(sides) * count * height, coding, gated=gated)
+
+
+def _packed_singly(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: bool) -> Packed:
+    outs = sum(piece.outs for piece in pieces)
+    laid = [pack(reader(pieces, copy), outs, coding, gated=gated) for copy in range(pieces[0].num_copies)]
+    return replace(laid[0], blocks=torch.cat([each.blocks for each in laid]), factor=torch.cat([each.factor for each in laid]))
 
 
 def rounded_again(x: Tensor, eight: EightBits | None) -> Tensor:
