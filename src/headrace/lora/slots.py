@@ -63,7 +63,7 @@ class AdapterSlots:
     def bring(self, slot: int, adapter: HostAdapter) -> bool:
         """In place of what was there. Queued behind the steps that still compute with that. Whether graphs of steps with
         adapters are not what they were: it changes a weight that none before it did, or in a way that none did."""
-        before = self._changed()
+        before = self.changed
         with torch.inference_mode():
             self._ranks[slot].copy_(self._ranks_of(adapter), non_blocking=True)
             for name, (delta, layer) in self._deltas.items():
@@ -73,15 +73,17 @@ class AdapterSlots:
                     delta.gains[slot] = _no_gain(delta, delta.gains.device)
                 for each in factors:
                     _place(delta, slot, each, layer)
-        return self._changed() != before
+        return self.changed != before
 
     @property
     def head_touched(self) -> bool:
         """Whether some adapter so far changes the head."""
         return any(delta.touched for name, (delta, _) in self._deltas.items() if name == "head")
 
-    def _changed(self) -> list[tuple[bool, bool]]:
-        return [(delta.touched, delta.adds_only) for delta, _ in self._deltas.values()]
+    @property
+    def changed(self) -> int:
+        """How many ways to compute there were so far: it grows with each weight that an adapter is the first to change."""
+        return sum(delta.touched + (not delta.adds_only) for delta, _ in self._deltas.values())
 
     def _ranks_of(self, adapter: HostAdapter) -> Tensor:
         """At each part of each weight, as ``_ranks`` has them; on the host."""

@@ -318,9 +318,8 @@ class ModelRunner:
             return compute()
         wanted = None if inputs.wanted is None else len(inputs.wanted)
         tokens = len(inputs.token_ids)
-        kind = self._decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None
-        if inputs.adapters is not None:  # what is allocated depends on which weights adapters change
-            return compute()
+        changed = 0 if inputs.adapters is None or self._adapters is None else self._adapters.slots.changed
+        kind = self._decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None, changed
         return self._arena.run(compute, tokens, wanted, kind=kind)
 
     # --- from there to the host

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.build.gpu import can_chain
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import CallSite, Declined, DeltaFacts
 from headrace.kernels.lora.inputs import AdapterRows
@@ -137,7 +138,7 @@ def create_add_deltas(site: CallSite[DeltaFacts]) -> Any:
     """As the twin says, in one rounding. No more than three parts."""
     if len(site.facts.parts) > MOST_PARTS:
         return Declined(f"{len(site.facts.parts)} parts, more than {MOST_PARTS}")
-    return _adder(programmatic=site.programmatic and not site.batch_invariant, invariant=site.batch_invariant)
+    return _adder(programmatic=can_chain(site), invariant=site.batch_invariant)
 
 
 def _adder(*, programmatic: bool, invariant: bool) -> Callable[..., None]:
