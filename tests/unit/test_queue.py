@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.request import SequenceStatus
-from headrace.scheduler.queue import LaneQueue, WaitingQueue
+from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence
 from tests.support.hash_engine import engine, request
@@ -48,7 +48,7 @@ class Model:
 @given(seed=st.integers(0, 2**32))
 def test_lanes_are_what_a_search_finds(seed: int) -> None:
     rng, ranks = random.Random(seed), dict.fromkeys(LANES, 0.0)
-    queue, model, away = LaneQueue(lambda sequence: sequence.request.tenant, ranks.__getitem__), Model(ranks), []
+    queue, model, away = WaitingQueue(lambda sequence: sequence.request.tenant, ranks.__getitem__), Model(ranks), []
     pushed, roster = 0, engine().scheduler.roster
     for number in range(300):
         what = rng.random()
@@ -97,7 +97,7 @@ def test_a_queue_whose_orders_changed_is_sorted_anew_and_equals_keep_their_turn(
 
 def test_lanes_that_never_empty_leave_nothing_behind() -> None:
     ranks = {"a": 0.0, "b": 0.0}
-    queue, roster = LaneQueue(lambda sequence: sequence.request.tenant, ranks.__getitem__), engine().scheduler.roster
+    queue, roster = WaitingQueue(lambda sequence: sequence.request.tenant, ranks.__getitem__), engine().scheduler.roster
     for number in range(6):
         queue.push(create(roster, number, "ab"[number % 2], number))
     for _ in range(500):  # the head begins and is pushed out again

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal
-from headrace.scheduler.queue import LaneQueue, WaitingQueue
+from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence
 
@@ -56,7 +56,7 @@ class Fair(DynamicPolicy):
         return (0.0, arrival_number)
 
     def create_queue(self) -> WaitingQueue:
-        return LaneQueue(lambda sequence: sequence.request.tenant, self.counter)
+        return WaitingQueue(lambda sequence: sequence.request.tenant, self.counter)
 
     def counter(self, tenant: str) -> float:
         """The service it got, or is taken to have got, by its weight."""
