@@ -6,7 +6,7 @@ import pytest
 
 from headrace.engine.detokenizer import ByteDecoder, StopMatcher
 from headrace.scheduler.queue import WaitingQueue
-from headrace.scheduler.step_planner import Planner
+from headrace.scheduler.step_planner import StepPlanner
 from tests.reliability import checks_core
 from tests.support.simulation import defects
 
@@ -43,7 +43,7 @@ def test_a_storm_of_preemptions_passes() -> None:
 
 
 def test_a_storm_without_progress_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_plan_running", lambda self, *given: self.roster.running and self.roster.preempt_last())
+    monkeypatch.setattr(StepPlanner, "_plan_running", lambda self, *given: self.roster.running and self.roster.preempt_last())
     with pytest.raises(AssertionError):
         checks_core.preemption_storm(40)
 

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.cache.prefix_tree import PrefixNode
 from headrace.scheduler.policies import POLICIES
-from headrace.scheduler.step_planner import Planner
+from headrace.scheduler.step_planner import StepPlanner
 from tests.reliability import simulate
 from tests.support.simulation import defects, drawing, exhaust
 from tests.support.simulation.bounds import BOUNDS
@@ -76,8 +76,8 @@ def test_a_seed_replays_byte_for_byte_in_another_process() -> None:
 
 
 def test_a_run_that_depends_on_more_than_its_seed_does_not_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    moods, fill = random.Random(), Planner.fill
-    monkeypatch.setattr(Planner, "fill", lambda self, *given, **more: fill(self, *given, **more) if moods.random() < 0.8 else None)
+    moods, fill = random.Random(), StepPlanner.fill
+    monkeypatch.setattr(StepPlanner, "fill", lambda self, *given, **more: fill(self, *given, **more) if moods.random() < 0.8 else None)
     monkeypatch.setattr("tests.support.simulation.life.Life._turn", lambda self: self.take_turn(self.core.step()))
     with pytest.raises(AssertionError, match="does not replay"):
         for seed in range(5):
@@ -151,7 +151,7 @@ def test_a_small_world_breaks_too(plant: defects.Plant) -> None:
 
 
 def test_a_small_world_in_which_nobody_is_admitted_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_plan_waiting", lambda self, plan, now, idle: None)
+    monkeypatch.setattr(StepPlanner, "_plan_waiting", lambda self, plan, now, idle: None)
     with pytest.raises(Broken, match="after add 0 → submit"):
         exhaust.explore(1)
 
