@@ -32,13 +32,21 @@ _Heap = list[tuple[tuple[float, ...], int, Sequence]]
 _Place = tuple[float, tuple[float, ...], int, str]  # rank, the head's order and number, lane
 
 
+def _lane_of_all(sequence: Sequence) -> str:
+    return ""
+
+
+def _rank_of_all(lane: str) -> float:
+    return 0.0
+
+
 class WaitingQueue:
     """Sequences in ascending ``order``, lane by lane. ``len`` counts those still waiting.
 
     ``lane_of`` never changes for a sequence. ``rank`` of a lane may rise at any time, and the lane of the least rank goes first; so its place
     is looked up anew only when it comes up. By default there is one lane."""
 
-    def __init__(self, lane_of: Callable[[Sequence], str] = lambda sequence: "", rank: Callable[[str], float] = lambda lane: 0.0) -> None:
+    def __init__(self, lane_of: Callable[[Sequence], str] = _lane_of_all, rank: Callable[[str], float] = _rank_of_all) -> None:
         self._lane_of, self._rank = lane_of, rank
         self._pushed = 0
         self._gone = 0
