@@ -109,7 +109,7 @@ def test_a_card_s_account_names_each_purpose_once() -> None:
     text = _render_memory({"announced": purposes, "memory": facts})
     lines = [line.split() for line in text.splitlines()]
     assert [line[-1] for line in lines if line[0] == "kv_cache"] == ["5"]
-    assert "set aside" not in text and "accounted for: 90.00%" in text and "pinned host memory: 2.0 MiB" in text
+    assert "reserved for" not in text and "accounted for: 90.00%" in text and "pinned host memory: 2.0 MiB" in text
 
 
 def shape_report(**changes: int) -> tuple[list[Finding], float, str]:

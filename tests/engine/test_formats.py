@@ -289,7 +289,7 @@ def test_damaged_tensors_are_named_at_load(
         (
             "gptq-4",
             {"group_size": 48},
-            r"q_proj cannot be held as GPTQ, 4 bits, groups of 48: 64 inputs are no whole groups of 48\. Use",
+            r"q_proj cannot be stored as GPTQ, 4 bits, groups of 48: 64 inputs are no whole groups of 48\. Use",
         ),
         ("awq", {"group_size": -1}, "has shape"),
         ("fp8-blocks", {"weight_block_size": [16, 16]}, "weight_scale_inv has shape"),

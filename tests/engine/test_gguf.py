@@ -96,7 +96,7 @@ def test_shards_that_are_not_all_there(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"lacks 1 of \d+ shards \(first: {second.name}\); download them"):
         read_gguf(first)
     write_gguf(tmp_path / "folder", second)  # the whole model in a shard's place
-    with pytest.raises(ModelError, match=r"shards hold \d+ tensors, \d+ of them different, and are to hold \d+"):
+    with pytest.raises(ModelError, match=r"shards hold \d+ tensors, \d+ of them different, but should hold \d+"):
         read_gguf(first)
     with pytest.raises(ModelError, match="give it the name it had, which ends in -00001-of-"):
         read_gguf(first.rename(tmp_path / "renamed.gguf"))
@@ -151,7 +151,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         open_checkpoint(source_of(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize(("kind", "sentence"), [("trailing", "the end lies behind"), ("overlap", "overlaps the tensor before it by")])
+@pytest.mark.parametrize(("kind", "sentence"), [("trailing", "the end follows"), ("overlap", "overlaps the tensor before it by")])
 def test_bytes_of_two_tensors_or_of_none_are_refused(kind: str, sentence: str, tmp_path: Path) -> None:
     file = write_gguf(tiny.save("llama", tmp_path / "folder"), tmp_path / "m.gguf")
     whole = bytearray(file.read_bytes())

@@ -157,7 +157,7 @@ def test_a_quantisation_is_chosen_by_name(quantised: Path, tmp_path: Path) -> No
         shards = {name for name in hub.fetched() if name.startswith("BF16/")}
         assert len(shards) == len(list((quantised / "BF16").iterdir())) > 1
     assert find(hub, home, "org/q:Q8_0", HF_HUB_OFFLINE="1").endswith("/Tiny-Q8_0.gguf gguf")
-    assert "the cache holds of org/q has no Q4_K_M in GGUF: there are BF16, Q8_0" in find(hub, home, "org/q:Q4_K_M", HF_HUB_OFFLINE="1")
+    assert "the cached copy of org/q has no Q4_K_M in GGUF: there are BF16, Q8_0" in find(hub, home, "org/q:Q4_K_M", HF_HUB_OFFLINE="1")
 
 
 def test_the_files_of_a_quantisation() -> None:
@@ -190,7 +190,7 @@ def test_a_local_folder_takes_a_quantisation_too(quantised: Path) -> None:
     assert find_model(ModelConfig(model=f"{quantised}:Q8_0")).path == quantised / "Tiny-Q8_0.gguf"
     with pytest.raises(ModelError, match=r"has no Q2_K in GGUF: there are Q4_K_M, Q8_0, UD-Q4_K_XL"):
         find_model(ModelConfig(model=f"{quantised}:Q2_K"))
-    with pytest.raises(ModelError, match=r"holds 3 \.gguf files .*; name one of them, or a quantisation behind a colon"):
+    with pytest.raises(ModelError, match=r"holds 3 \.gguf files .*; name one of them, or a quantization after a colon"):
         find_model(ModelConfig(model=str(quantised)))
 
 

@@ -188,7 +188,7 @@ def test_an_index_that_names_more_than_there_is(tmp_path: Path) -> None:
         open_checkpoint(source)
     data["weight_map"]["model.ghost"] = "../../etc/passwd.safetensors"
     index.write_text(json.dumps(data))
-    with pytest.raises(ModelError, match=r"no plain \.safetensors file name"):
+    with pytest.raises(ModelError, match=r"not a plain \.safetensors file name"):
         open_checkpoint(source)
 
 
@@ -217,8 +217,8 @@ def write_raw(folder: Path, header: bytes, data: bytes) -> Path:
 LAYOUTS = {
     "overlap": ([(0, 4), (2, 6)], 6, "'t1' overlaps the tensor before it"),
     "same bytes": ([(0, 4), (0, 4)], 4, "'t1' overlaps the tensor before it"),
-    "hole": ([(0, 4), (6, 10)], 10, "'t1' lies behind 2 bytes of no tensor"),
-    "hole in front": ([(2, 6)], 6, "'t0' lies behind 2 bytes"),
+    "hole": ([(0, 4), (6, 10)], 10, "'t1' follows 2 stray bytes"),
+    "hole in front": ([(2, 6)], 6, "'t0' follows 2 stray bytes"),
     "trailing": ([(0, 4)], 5000, "4996 bytes follow the last tensor"),
     "only trailing": ([], 3, "3 bytes follow"),
 }

@@ -60,7 +60,7 @@ def test_what_is_cached(filled: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ["org/model", "safetensors", "main", "2.5", "MB"],
         ["org/some--gguf", "gguf", "Q4_K_M", "Q8_0", "v2", "10.0", "kB"],
     ]
-    assert lines[5] == f"2.5 MB in {filled}; headrace models remove NAME frees its share."
+    assert lines[5] == f"2.5 MB in {filled}; headrace models remove NAME frees the space of one."
     assert run("list", "--json") == 0
     assert [each["name"] for each in json.loads(capsys.readouterr().out)] == ["org/begun", "org/model", "org/some--gguf"]
 
@@ -85,12 +85,12 @@ def test_removing_asks_once_and_then_all_is_gone(filled: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("remove", "org/model"), "Remove org/model (2.5 MB)? Nobody can be asked here; say --yes."),
+        (("remove", "org/model"), "Remove org/model (2.5 MB)? There is no terminal to confirm on; give --yes."),
         (("remove", "--yes", "org/modle"), "did you mean org/model? `headrace models` lists what is."),
         (("remove", "-y", "org/model@main"), "models are removed whole: headrace models remove org/model."),
         (("remove", "-y", "org/model", "../hub"), "'../hub' is not in "),
-        (("pull", "model"), "'model' does not read as a hub id; write org/name"),
-        (("pull", "/etc/passwd"), "does not read as a hub id"),
+        (("pull", "model"), "'model' is not a hub id; write org/name"),
+        (("pull", "/etc/passwd"), "is not a hub id"),
     ],
 )
 def test_a_mistake_changes_nothing(filled: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def test_the_command_writes_a_folder_that_engines_load_and_goes_on_where_it_was_
     monkeypatch.undo()
     assert main(["quantize", source, *flags, "--asymmetric", "--output", str(broken)]) == 2
     assert main(["quantize", source, *flags, "--output", str(broken)]) == 0
-    assert "going on" in capsys.readouterr().out
+    assert "resuming" in capsys.readouterr().out
     files = sorted(file.name for file in whole.iterdir())
     assert files == sorted(file.name for file in broken.iterdir()) and "headrace_quantize.json" not in files
     assert all((whole / name).read_bytes() == (broken / name).read_bytes() for name in files)
@@ -117,19 +117,19 @@ def test_the_command_writes_a_folder_that_engines_load_and_goes_on_where_it_was_
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--format", "w4a16"], "attn.q_proj cannot be quantised as w4a16: its 64 inputs are not a multiple of 128"),
+        (["--format", "w4a16"], "attn.q_proj cannot be quantized as w4a16: its 64 inputs are not a multiple of 128"),
         (["--format", "w4a16", "--group-size", "48"], "--group-size is 48; give 32, 64 or 128"),
         (["--format", "fp8", "--group-size", "32"], "leave them out"),
-        (["--format", "w4a16", "--group-size", "32", "--method", "gptq"], "give it text: --calibration"),
-        (["--format", "w4a16", "--group-size", "32", "--method", "smooth", "--calibration", "x"], "smooth is not for w4a16: outliers moved"),
+        (["--format", "w4a16", "--group-size", "32", "--method", "gptq"], "needs a text to calibrate with; give one: --calibration"),
+        (["--format", "w4a16", "--group-size", "32", "--method", "smooth", "--calibration", "x"], "smooth is not for w4a16: outliers shifted"),
         (["--format", "w9a16"], "--format w9a16 is not known; give one of fp8, fp8-static"),
-        (["--format", "fp8-static"], "--format fp8-static by rtn looks at what the model computes"),
+        (["--format", "fp8-static"], "--format fp8-static by rtn needs a text to calibrate with"),
         (["--format", "mxfp4", "--asymmetric"], "leave them out"),
-        (["--format", "dfloat11", "--group-size", "32"], "dfloat11 has a form of its own; leave them out"),
+        (["--format", "dfloat11", "--group-size", "32"], "dfloat11 has its own format; leave them out"),
         (["--format", "qmoe"], "qmoe is for experts, and this model has none"),
         (["--format", "fp8", "--keep", "0.5"], "--keep is for slicegpt, and fp8 keeps all dimensions"),
-        (["--format", "slicegpt"], "looks at what the model computes; give it text"),
-        (["--format", "slicegpt", "--keep", "1.5", "--calibration", "x"], "--keep 1.5 leaves 96 of 64 dimensions; give a part from 0.50 to 1"),
+        (["--format", "slicegpt"], "needs a text to calibrate with; give one"),
+        (["--format", "slicegpt", "--keep", "1.5", "--calibration", "x"], "--keep 1.5 leaves 96 of 64 dimensions; give a fraction from 0.50 to 1"),
         (["--format", "fp8", "--calibration", "not there"], "cannot be read"),
         (["--format", "fp8", "--calibration-rows", "0"], "give 2 or more"),
     ],
@@ -181,7 +181,7 @@ def test_what_is_quantised_already_and_folders_of_other_things_are_refused(model
     assert main(["quantize", str(first), "--format", "fp8", "--output", str(tmp_path / "second")]) == 2
     assert main(["quantize", source, "--format", "fp8", "--output", str(first)]) == 2
     said = capsys.readouterr().err
-    assert "quantised already" in said and "is not empty" in said
+    assert "already quantized" in said and "is not empty" in said
 
 
 def test_words_are_packed_as_the_form_wants_them() -> None:

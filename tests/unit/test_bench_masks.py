@@ -52,14 +52,14 @@ def test_a_file_without_instances_is_an_error(tmp_path: Path) -> None:
 def test_counts_are_whole_numbers_from_1_on() -> None:
     assert [count(text) for text in ("1", "64", "007")] == [1, 64, 7]
     for text in ("0", "-1", "1.5", "", "many", "٣", "1e3", " 1"):
-        with pytest.raises(argparse.ArgumentTypeError, match="no whole number from 1 on"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a whole number of at least 1"):
             count(text)
 
 
 def test_files_to_write_are_looked_at_before_anything_is_measured(tmp_path: Path) -> None:
     assert output(str(tmp_path / "run.json")) == tmp_path / "run.json" and not (tmp_path / "run.json").exists()
     assert picture(str(tmp_path / "run.SVG")) == tmp_path / "run.SVG"
-    for name, said in ((".", "is a folder"), ("no/run.json", "there is no folder"), ("x.txt", "no picture")):
+    for name, said in ((".", "is a folder"), ("no/run.json", "there is no folder"), ("x.txt", "not an image")):
         with pytest.raises(argparse.ArgumentTypeError, match=said):
             picture(str(tmp_path / name))
 

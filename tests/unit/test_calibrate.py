@@ -232,7 +232,7 @@ def test_another_model_or_precision_is_marked_as_extrapolation(found: Calibrated
     best, other = best_calibrated([found], wide, "float16", {})
     assert best == found and len(other) == 2 and "another model" in other[0] and "another precision (bfloat16)" in other[1]
     packed = replace(SPEC, formats=(("head", (ScaledWeight("float8_e4m3fn", (1, WHOLE)),)),))
-    assert best_calibrated([found], packed, "bfloat16", {}) == (found, ("weights that are not quantised",))
+    assert best_calibrated([found], packed, "bfloat16", {}) == (found, ("weights that are not quantized",))
 
 
 def test_what_lies_beyond_the_fitted_steps_is_marked(found: CalibratedSteps) -> None:
@@ -256,7 +256,7 @@ def test_a_file_with_a_number_that_is_none_is_refused_by_its_name(found: Calibra
         at = at[name]
     at[last] = data.draw(st.sampled_from([-1.0, float("nan"), float("inf"), -1e-300]))
     path.write_text(json.dumps(stored))
-    with pytest.raises(ConfigError, match=f"{last} = .*no number of at least 0"):
+    with pytest.raises(ConfigError, match=f"{last} = .*not a number of at least 0"):
         load_calibrated(path)
 
 

@@ -135,9 +135,9 @@ def test_the_command_takes_conversations_and_lengths_of_a_trace(capsys: pytest.C
 
 
 WRONG = {
-    "--think-time -1": "argument --think-time: '-1' is no finite number from 0 on",
-    "--turns 0": "argument --turns: '0' is no whole number",
-    "--diurnal 0.5": "there is none; give --request-rate",
+    "--think-time -1": "argument --think-time: '-1' is not a finite number of at least 0",
+    "--turns 0": "argument --turns: '0' is not a whole number",
+    "--diurnal 0.5": "needs a rate; give --request-rate",
     "--diurnal 1.5 --request-rate 2": "The rate swings by 1.5",
     "--trace x.csv": "--workload trace, or --lengths-from",
     "--workload trace --trace x.csv --diurnal 0.5": "A trace brings its own arrivals",

@@ -92,7 +92,7 @@ WRONG = {
     "--compare chunked_prefil=on,off": "did you mean chunked_prefill?",
     "--compare enable_prefix_caching=maybe": "give on or off",
     "--compare chunked_prefill=on,off --plot x.png": "give --sweep-rate",
-    "--sweep-rate 9 --processes 0": "argument --processes: '0' is no whole number from 1 on",
+    "--sweep-rate 9 --processes 0": "argument --processes: '0' is not a whole number of at least 1",
     "--sweep-rate 9 --compare max_model_len=100,4096": "longer than the 100 tokens",
 }
 

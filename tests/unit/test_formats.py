@@ -121,7 +121,7 @@ def test_a_family_that_stores_its_matrices_turned_is_refused() -> None:
     from tests.unit.test_families import GPT2
 
     with pytest.raises(
-        ModelError, match=r"transformer\.h\.0\.attn\.c_attn cannot be held as FP8.*stores its matrices \[in, out\]"
+        ModelError, match=r"transformer\.h\.0\.attn\.c_attn cannot be stored as FP8.*stores its matrices \[in, out\]"
     ):
         spec_from_config({**GPT2, "quantization_config": {"quant_method": "fp8"}})
 
@@ -144,5 +144,5 @@ def test_random_weights_are_made_up_in_the_format_that_is_asked_for(method: str,
     found = find_model(ModelConfig(model=str(tmp_path), load_format="dummy", quantization=method))
     site = layer_matrices(spec_from_config(found.config), 0)[Role.DOWN]
     assert [form.label for form in site.formats] == [label]
-    with pytest.raises(ModelError, match=r"--quantization is gguf, but .* is not quantised"):
+    with pytest.raises(ModelError, match=r"--quantization is gguf, but .* is not quantized"):
         find_model(ModelConfig(model=str(tmp_path), load_format="dummy", quantization="gguf"))

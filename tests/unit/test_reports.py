@@ -167,7 +167,7 @@ def test_doctor_says_why_it_cannot_judge_batches() -> None:
         (unknown, CARD, "--calibrate"),
     ):
         (line,) = examine_batch(config, CONFIG, info, profile)["said"]
-        assert line.startswith("Batches are not judged: ") and remedy in line
+        assert line.startswith("No batch advice: ") and remedy in line
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))

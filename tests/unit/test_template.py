@@ -310,7 +310,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("d")
     assert found() == {"default": "c", "rag": "d"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
-    with pytest.raises(ModelError, match="neither a text nor a list"):
+    with pytest.raises(ModelError, match="neither a string nor a list"):
         found()
 
 

@@ -355,8 +355,8 @@ def test_other_and_damaged_sentencepiece_models_are_one_sentence(tmp_path: Path)
 @pytest.mark.parametrize("typed", ["~nobody-of-this-name/model", "x" * 5000])
 def test_what_can_be_no_path_is_said_and_not_a_traceback(typed: str) -> None:
     for config in (ModelConfig(model=typed), ModelConfig(generation_config=typed)):
-        with pytest.raises(ModelError, match="cannot be looked for"):
+        with pytest.raises(ModelError, match="cannot be looked up"):
             find_model(config)
     for options in ({"override": typed}, {"chat_template": typed}):
-        with pytest.raises(ModelError, match="cannot be looked for"):
+        with pytest.raises(ModelError, match="cannot be looked up"):
             load_tokenizer(find_model(ModelConfig()), **options)

@@ -34,7 +34,7 @@ def _kind(read: Callable[[str], Number], allows: Callable[[Number], bool], said:
         except ValueError:
             found = None
         if found is None or not allows(found):
-            raise argparse.ArgumentTypeError(f"{text!r} is no {said}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {said}")
         return found
 
     return convert
@@ -46,11 +46,11 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-count = _kind(_whole, lambda found: found > 0, "whole number from 1 on")
-natural = _kind(_whole, lambda found: True, "whole number from 0 on")
+count = _kind(_whole, lambda found: found > 0, "whole number of at least 1")
+natural = _kind(_whole, lambda found: True, "whole number of at least 0")
 share = _kind(float, lambda found: 0.0 <= found <= 1.0, "number from 0 to 1")
 positive = _kind(float, lambda found: 0.0 < found < math.inf, "finite number above 0")
-amount = _kind(float, lambda found: 0.0 <= found < math.inf, "finite number from 0 on")
+amount = _kind(float, lambda found: 0.0 <= found < math.inf, "finite number of at least 0")
 percentile = _kind(float, lambda found: 0.0 <= found <= 100.0, "number from 0 to 100")
 
 
@@ -61,7 +61,7 @@ def output(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; give a file in it")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text!r} cannot be written: there is no folder {str(path.parent)!r}; make it or give another file"
+            f"{text!r} cannot be written: there is no folder {str(path.parent)!r}; create it or give another file"
         )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied; give another file")
@@ -73,7 +73,7 @@ def picture(text: str) -> Path:
     path = output(text)
     if path.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no picture; give a file name ending in {', '.join(PICTURES[:3])}"
+            f"{text!r} is not an image; give a file name ending in {', '.join(PICTURES[:3])}"
         )
     return path
 

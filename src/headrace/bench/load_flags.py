@@ -86,7 +86,7 @@ def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
     if args.workload == "trace":
         _check_trace(args, trace)
     elif trace is not None:
-        raise ConfigError(f"--trace is {trace}, but the workload is {args.workload}; give --workload trace, or --lengths-from for its lengths alone.")
+        raise ConfigError(f"--trace is {trace}, but the workload is {args.workload}; give --workload trace, or --lengths-from for only its lengths.")
     else:
         _check_arrivals(args)
 
@@ -110,17 +110,17 @@ def _check_workload(args: argparse.Namespace) -> None:
     for name, workloads in OF_WORKLOADS.items():
         if getattr(args, name) != DEFAULTS[name] and args.workload not in workloads:
             flag, meant = f"--{name.replace('_', '-')} {getattr(args, name):g}", " or ".join(workloads)
-            raise ConfigError(f"{flag} changes nothing in the workload {args.workload}; give --workload {meant}, or leave it out.")
+            raise ConfigError(f"{flag} has no effect in the workload {args.workload}; give --workload {meant}, or leave it out.")
     if args.lengths_from is not None and any(getattr(args, name) != DEFAULTS[name] for name in ("input_len", "output_len", "random_range_ratio")):
-        raise ConfigError("--lengths-from brings lengths of its own; leave --input-len, --output-len and --random-range-ratio out.")
+        raise ConfigError("--lengths-from sets its own lengths; leave --input-len, --output-len and --random-range-ratio out.")
 
 
 def _check_arrivals(args: argparse.Namespace) -> None:
     given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in ARRIVALS if getattr(args, name) != DEFAULTS[name]]
     if given and args.request_rate is None and not getattr(args, "sweep_rate", None):
-        raise ConfigError(f"{given[0]} is of a rate, and there is none; give --request-rate.")
+        raise ConfigError(f"{given[0]} needs a rate; give --request-rate.")
     if args.diurnal_period != DEFAULTS["diurnal_period"] and not args.diurnal:
-        raise ConfigError(f"--diurnal-period is {args.diurnal_period:g}, but the rate does not swing; say by how much with --diurnal.")
+        raise ConfigError(f"--diurnal-period is {args.diurnal_period:g}, but the rate does not vary; set by how much with --diurnal.")
 
 
 def _check_trace(args: argparse.Namespace, trace: Path | None) -> None:

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
     facts = machine_facts(limits_here, shape=_shape(args, len(conversations)), server=f"{args.base_url}, model {outcome.model}")
     if outcome.stopped:
-        facts["stopped"] = f"by Ctrl-C, when {len(outcome.samples)} of {sum(len(each.turns) for each in conversations)} requests had ended"
+        facts["stopped"] = f"by Ctrl-C when {len(outcome.samples)} of {sum(len(each.turns) for each in conversations)} requests had ended"
         sweep.stop(facts["stopped"].partition("when ")[2])
     print_facts(facts)
     print()

@@ -48,7 +48,7 @@ class SteadyDecode:
         }
 
     def __str__(self) -> str:
-        host = f"host {self.host_seconds * 1e3:.3f} ms a step (p99 {self.host_seconds_p99 * 1e3:.3f})"
+        host = f"host {self.host_seconds * 1e3:.3f} ms per step (p99 {self.host_seconds_p99 * 1e3:.3f})"
         return f"steady decode, {self.steps} steps: {host}, the device idle {self.idle_share:.1%}"
 
 
@@ -140,5 +140,5 @@ def describe_calibration(found: Calibration | None, most: float = MOST_FRACTION)
         return "no fit: the steps do not differ enough in size, or no limit is known"
     if (void := void_note({"the fit over all steps": found.efficiency}, most)) is not None:
         return void
-    figures = f"{found.efficiency:.0%} of the limit beside {found.overhead * 1e3:.2f} ms a step"
+    figures = f"{found.efficiency:.0%} of the limit plus {found.overhead * 1e3:.2f} ms per step"
     return f"fit over all steps: {figures}; half of the steps within {found.error:.0%} of it"

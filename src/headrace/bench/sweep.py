@@ -42,7 +42,7 @@ class Sweep:
 
     def stop(self, how_far: str) -> None:
         self.stopped = True
-        print(f"\nheadrace: interrupted when {how_far}; these are their figures.", file=sys.stderr)
+        print(f"\nheadrace: interrupted when {how_far}; these are their results.", file=sys.stderr)
 
     def status(self, status: int = 0) -> int:
         return INTERRUPTED if self.stopped else status

@@ -297,8 +297,8 @@ def run_tune(args: argparse.Namespace, spec: DecoderSpec) -> int:
     for kind in (*(kind(spec.activation) for kind in KINDS), *coded_kinds(spec)):
         tuned = found[kind.name] = tune(kind, shapes_of(spec), working_set)
         print(f"{kind.name}:\n{table(COLUMNS, [each.row(limit) for each in tuned])}")
-        print(f"kept in {kind.measured.keep(device, kind.table(tuned))}\n", flush=True)
-    print(f"{time.monotonic() - begun:.0f} s in all; the next start uses what was kept")
+        print(f"saved in {kind.measured.keep(device, kind.table(tuned))}\n", flush=True)
+    print(f"{time.monotonic() - begun:.0f} s in total; the next start uses the saved results")
     if args.output_json:
         write_json(args.output_json, {name: [asdict(each) for each in part] for name, part in found.items()})
     return 0

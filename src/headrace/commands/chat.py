@@ -59,7 +59,7 @@ class Conversation:
         self._clamp = clamp
         self.system = system
         self.turns: list[dict[str, Any]] = []
-        self.cut = False  # the last answer reached its longest length
+        self.cut = False  # the last answer reached its maximum length
 
     def answer(self, message: str) -> Generator[str, None, None]:
         """Pieces of text. An interrupted answer stays in the conversation as far as it was shown."""
@@ -118,7 +118,7 @@ def _reply(conversation: Conversation, line: str) -> None:
     try:
         _show(conversation.answer(line))
         if conversation.cut:
-            print("(the answer reached its longest length)", file=sys.stderr)
+            print("(the answer reached its maximum length)", file=sys.stderr)
     except KeyboardInterrupt:
         print("\n(stopped)", file=sys.stderr)
     except InvalidRequest as error:

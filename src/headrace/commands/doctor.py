@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from headrace.worker.settings import GPU
 
 UNMEASURED = (
-    "Batches are not judged: this device was never measured. headrace doctor --profile does it in under a minute; "
-    "headrace simulate --advise judges devices that are not here."
+    "No batch advice: this device was never measured. headrace doctor --profile measures it in under a minute; "
+    "headrace simulate --advise covers other devices."
 )
-NO_MODEL = "Batches are not judged: this executor computes no model. Leave --executor out."
+NO_MODEL = "No batch advice: this executor computes no model. Leave --executor out."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
         **{name: value for name, value in machine_facts().items() if name in ("machine", "versions")},
         "system": "; ".join((f"{platform.system()} {platform.release()}, {platform.machine()}", *missing())),
         "cores": f"{physical_cores()[1]}; {count} threads compute" + ("" if decision else ", as asked"),
-        "memory": f"{available_memory() / 2**30:.1f} GiB can still be taken",
+        "memory": f"{available_memory() / 2**30:.1f} GiB available",
         "torch": f"{torch.__version__}, instructions {torch.backends.cpu.get_cpu_capability()}, {_onednn(torch.__config__.show())}",
         "compiler": f"{compiler.reason}; until then torch twins run" if isinstance(compiler, Declined) else str(compiler),
         "limits now": limits,
@@ -144,7 +144,7 @@ def _measure(device: str, *, quiet: bool) -> DeviceProfile:
     profile = measure_profile(lambda line: None if quiet else print(line, file=sys.stderr), device)
     path = save_profile(profile)
     if not quiet:
-        print(f"kept in {path}", file=sys.stderr)
+        print(f"saved in {path}", file=sys.stderr)
     return profile
 
 
@@ -219,7 +219,7 @@ def examine_batch(config: EngineConfig, model: Mapping[str, Any], info: Executor
     try:
         return _advice(config, model, info, profile)
     except ConfigError as error:
-        return {"said": [f"Batches are not judged: {error.message}"]}
+        return {"said": [f"No batch advice: {error.message}"]}
 
 
 def _advice(config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile) -> dict[str, Any]:
@@ -333,13 +333,13 @@ def _section(title: str, facts: Mapping[str, Any]) -> str:
 
 def _render_memory(report: Mapping[str, Any]) -> str:
     """Announced sizes, then actual ones, by purpose, with the residual. On a GPU, purposes are as announced."""
-    announced = [[f"set aside for {name}", _mib(size)] for name, size in report["announced"].items() if name not in ("process", "kernels")]
+    announced = [[f"reserved for {name}", _mib(size)] for name, size in report["announced"].items() if name not in ("process", "kernels")]
     text = table(("announced", "MiB"), announced)
     if "memory" not in report:
         return text
     memory = report["memory"]
     rows = [[name, _mib(size)] for name, size in memory["purposes"].items()]
-    rows += [["unexplained", _mib(memory["residual"])], ["in use in all", _mib(memory["resident"])]]
+    rows += [["unexplained", _mib(memory["residual"])], ["in use in total", _mib(memory["resident"])]]
     peaks = [f"{name}: {_mib(size)} MiB above that" for name, size in memory.items() if name.startswith("peak")]
     pinned = [f"{name}: {_mib(size)} MiB" for name, size in memory.items() if name.startswith("pinned")]
     above = [] if "context" in report["announced"] else [text, ""]

@@ -151,9 +151,9 @@ def _fields(line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"not JSON: {error}. Write one JSON object a line.") from error
+        raise InvalidRequest(f"not JSON: {error}. Write one JSON object per line.") from error
     if not isinstance(fields, dict):
-        raise InvalidRequest(f"a JSON {type(fields).__name__} and not an object; write one JSON object a line.")
+        raise InvalidRequest(f"a JSON {type(fields).__name__} and not an object; write one JSON object per line.")
     unknown = sorted(set(fields) - PARAM_NAMES - _PROMPT_FIELDS - {"id"})
     if unknown:
         raise InvalidRequest(f"unknown fields {', '.join(unknown)}; correct or remove them.", param=unknown[0])

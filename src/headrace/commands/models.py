@@ -49,14 +49,14 @@ def _list(*, as_json: bool) -> int:
         return 0
     rows = [[each.name, each.format, ", ".join(each.revisions), said_bytes(each.bytes)] for each in found]
     print(table(("model", "format", "revision", "size"), rows))
-    print(f"\n{said_bytes(sum(each.bytes for each in found))} in {hub_cache()}; headrace models remove NAME frees its share.")
+    print(f"\n{said_bytes(sum(each.bytes for each in found))} in {hub_cache()}; headrace models remove NAME frees the space of one.")
     return 0
 
 
 def _pull(text: str) -> int:
     model = HubId.parse(text)
     if model is None:
-        raise ConfigError(f"{text!r} does not read as a hub id; write org/name, org/name@revision or org/name:Q4_K_M.")
+        raise ConfigError(f"{text!r} is not a hub id; write org/name, org/name@revision or org/name:Q4_K_M.")
     path = download_model(model, with_weights=True)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     print(f"{model}: {said_bytes(sum(file.stat().st_size for file in files))} in {path}. Try: headrace chat --model {model}")
@@ -89,7 +89,7 @@ def _hint(name: str, found: Iterable[str]) -> str:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} Nobody can be asked here; say --yes.")
+        raise ConfigError(f"{question} There is no terminal to confirm on; give --yes.")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

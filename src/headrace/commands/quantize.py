@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.model} is stored as {source.weights.value}; give a checkpoint in safetensors.")
     spec = spec_from_config(source.config)
     if not is_plain(spec):
-        raise ConfigError(f"{args.model} is quantised already; give the checkpoint that it was made from.")
+        raise ConfigError(f"{args.model} is already quantized; give the checkpoint that it was made from.")
     checkpoint = open_checkpoint(source)
     try:
         plan = _plan(args, choice, source, spec, checkpoint)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         going_on = begin_folder(args.output, source, how)
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         shards = Shards(args.output, spec.num_layers + 1)
-        print(f"{source.name}: {spec.num_layers} layers to {args.format} by {choice.method} on {device.type}{', going on' if going_on else ''}")
+        print(f"{source.name}: {spec.num_layers} layers to {args.format} by {choice.method} on {device.type}{', resuming' if going_on else ''}")
         judged = plan.run(rows, held, device, shards, _teller(spec.num_layers))
     finally:
         checkpoint.close()

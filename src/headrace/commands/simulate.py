@@ -191,11 +191,11 @@ def check_modes(args: argparse.Namespace) -> None:
         raise ConfigError(f"{_flag(modes[0])} and {_flag(modes[1])} ask for different things; give one of them.")
     for name, wanted in NEEDS.items():
         if _given(args, name) and not any(_given(args, each) for each in wanted):
-            raise ConfigError(f"{_flag(name)} belongs to {' or '.join(map(_flag, wanted))}; give that too, or leave it out.")
+            raise ConfigError(f"{_flag(name)} is only valid with {' or '.join(map(_flag, wanted))}; add that, or leave it out.")
     for name, others in AGAINST.items():
         for other in others:
             if _given(args, name) and _given(args, other):
-                raise ConfigError(f"{_flag(name)} changes nothing with {_flag(other)}; give one of them.")
+                raise ConfigError(f"{_flag(name)} has no effect with {_flag(other)}; give one of them.")
 
 
 def _given(args: argparse.Namespace, name: str) -> bool:

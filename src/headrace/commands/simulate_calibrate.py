@@ -77,7 +77,7 @@ def run_calibration(args: argparse.Namespace, config: EngineConfig, device: Devi
     print("\n".join(report(found)))
     path = args.output_calibration or calibrated_path(found)
     save_calibrated(found, path)
-    print(f"kept in {path}; headrace simulate --device {args.simulated} takes it for this model by itself")
+    print(f"saved in {path}; headrace simulate --device {args.simulated} uses it for this model automatically")
     return 0
 
 
@@ -89,7 +89,7 @@ def report(found: CalibratedSteps) -> Iterator[str]:
     fitted = found.fitted
     yield f"{found}, engine {found.version}"
     yield f"runs: {', '.join(f'{run.name} ({run.steps} steps, sha256 {run.sha256[:12]}…)' for run in found.runs)}"
-    yield f"switches: {', '.join(f'{name}={value}' for name, value in found.switches.items()) or 'as an engine has them'}"
+    yield f"switches: {', '.join(f'{name}={value}' for name, value in found.switches.items()) or 'engine defaults'}"
     yield f"units: {found.bandwidth / 1e12:.4g} TB/s, {found.rate / 1e12:.4g} TFLOP/s {found.dtype}; a slowness is measured over ideal seconds"
     yield ""
     yield f"{len(fitted)} parameters were fitted:"
@@ -105,15 +105,16 @@ def report(found: CalibratedSteps) -> Iterator[str]:
     yield ""
     reach = found.covered
     yield f"it covers steps of up to {reach.tokens:,} tokens and {reach.sequences:,} sequences, and sequences of up to {reach.context:,} tokens"
-    yield f"half of the fitted steps lie within {found.median_error:.1%} of their price, nine of ten within {found.p90_error:.1%}"
+    yield f"half of the fitted steps are within {found.median_error:.1%} of their price, nine of ten within {found.p90_error:.1%}"
     if found.steadiness is not None:
         yield f"they took {found.steadiness}; a simulation draws from that"
     if found.front is not None:
-        yield f"a front end: {found.front.request * 1e3:.2f} ms a request and {found.front.token * 1e6:.2f} µs a prompt token (2 fitted parameters)"
+        prices = f"{found.front.request * 1e3:.2f} ms per request and {found.front.token * 1e6:.2f} µs per prompt token"
+        yield f"a front end: {prices} (2 fitted parameters)"
 
 
 def _row(each: Parameter) -> list[str | float]:
     seconds = each.name.endswith("seconds")
     value, error = (f"{number * 1e6:.4g} µs" if seconds else f"{number:.4g}" for number in (each.value, each.error))
     share = f"{1.0 / each.value:.0%}" if each.value and not seconds else ""
-    return [each.name.removesuffix(", seconds"), value, error if each.error else "at its least", share, each.steps]
+    return [each.name.removesuffix(", seconds"), value, error if each.error else "at its minimum", share, each.steps]

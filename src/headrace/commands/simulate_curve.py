@@ -79,7 +79,7 @@ def _technique(entry: str) -> str:
     try:
         technique_values([entry])
     except ConfigError as error:
-        raise ConfigError(f"--compare {entry}: that is neither device nor a flag of headrace serve, and as a technique: {error.message}") from error
+        raise ConfigError(f"--compare {entry}: neither device, nor a flag of headrace serve, nor a technique: {error.message}") from error
     return entry
 
 
@@ -94,7 +94,7 @@ def _word(flag: str, value: str, action: argparse.Action) -> str:
 def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespace], Sequence[Trial]]) -> int:
     """``trials``: one configuration at each rate. Exit status 1 if no request of any point was answered."""
     if args.plot and not args.sweep_rate:
-        raise ConfigError("A picture of a comparison is one over rates; give --sweep-rate, or leave --plot out.")
+        raise ConfigError("A comparison can only be plotted over rates; give --sweep-rate, or leave --plot out.")
     if args.against:
         raise ConfigError("--against compares one run with one that was measured; leave --sweep-rate and --compare out.")
     if args.plot:
@@ -163,4 +163,4 @@ def _panel(points: Sequence[Point], column: str) -> dict[str, Any]:
         if (value := point.figures.get(column)) is not None and point.rate is not None:
             curves.setdefault(point.name, []).append((point.rate, value))
     log = "y" if column.endswith("_ms") and all(y > 0 for curve in curves.values() for _, y in curve) else ""
-    return {"x": "requests a second offered", "y": _short(column) + (" (ms)" if column.endswith("_ms") else ""), "curves": curves, "log": log}
+    return {"x": "offered requests per second", "y": _short(column) + (" (ms)" if column.endswith("_ms") else ""), "curves": curves, "log": log}

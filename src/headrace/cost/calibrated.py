@@ -73,7 +73,7 @@ class Steadiness:
 
     def __str__(self) -> str:
         decode, prompts = (f"{ratios[SHARES.index(0.05)]:.2f} to {ratios[SHARES.index(0.95)]:.2f}" for ratios in (self.alone, self.prompts))
-        lasting = f"{self.lasting:.0%} of it lasts about {self.seconds:g} s" if self.lasting else "each for itself"
+        lasting = f"{self.lasting:.0%} of it lasts about {self.seconds:g} s" if self.lasting else "independently of each other"
         return f"{decode} times their price (with prompts {prompts}), {lasting}; {self.long_share:.1%} took over {LONG:g} times"
 
 
@@ -199,7 +199,7 @@ def best_calibrated(
     if best.dtype != dtype:
         other.append(f"another precision ({best.dtype})")
     if not is_plain(spec):  # products over packed weights take another time than their bytes would say
-        other.append("weights that are not quantised")
+        other.append("weights that are not quantized")
     return best, tuple(other)
 
 

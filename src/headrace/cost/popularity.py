@@ -68,7 +68,7 @@ def read_popularity(path: Path, num_experts: int, top_k: int) -> tuple[float, ..
     """Measured counts: a JSON list with one number per expert. Raises ConfigError."""
     import msgspec  # not for --help
 
-    wanted = f"give a JSON list of {num_experts} counts, one an expert"
+    wanted = f"give a JSON list of {num_experts} counts, one per expert"
     try:
         counts = msgspec.json.decode(path.read_bytes(), type=list[Annotated[float, msgspec.Meta(ge=0)]])
     except (OSError, msgspec.MsgspecError, RecursionError) as error:

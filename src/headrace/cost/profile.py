@@ -109,7 +109,7 @@ def check_quiet(sustained: float, plain: float) -> None:
     bytes/s)."""
     if sustained < ACCEPTED_SHARE * plain:
         raise ConfigError(
-            f"The profile is refused: {sustained / 1e9:.1f} GB/s sustained is {sustained / plain:.2f} of the {plain / 1e9:.1f} GB/s "
+            f"The profile is rejected: {sustained / 1e9:.1f} GB/s sustained is {sustained / plain:.2f} of the {plain / 1e9:.1f} GB/s "
             f"a plain read reached in the same run (at least {ACCEPTED_SHARE} is needed), so the machine was busy. "
             f"Stop other work and run headrace doctor --profile again."
         )

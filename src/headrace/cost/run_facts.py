@@ -112,5 +112,5 @@ def facts_of(cost_model: CostModel, config: DeviceConfig, *, model: str, engine:
 def read_facts(stored: Mapping[str, Any]) -> RunFacts:
     """Inverse of ``as_dict``. Raises KeyError, TypeError or ValueError."""
     if stored["version"] != VERSION:
-        raise ValueError(f"version {stored['version']!r}, this program reads {VERSION}")
+        raise ValueError(f"version {stored['version']!r}, but this program reads version {VERSION}")
     return made_of(RunFacts, {name: value for name, value in stored.items() if name != "version"})

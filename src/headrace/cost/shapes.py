@@ -119,12 +119,12 @@ def _unaligned(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
     both = (target.few, target.many)
     if spec.vocab_size % ALIGNED:
         head, padded = head_product(spec), _up(spec.vocab_size)
-        why = f"no multiple of {ALIGNED}: rows of logits begin anywhere, and the last tile is mostly empty"
+        why = f"not a multiple of {ALIGNED}: rows of logits are unaligned, and the last tile is mostly empty"
         remedy = f"pad embedding and head to {padded} rows"
         yield _product(f"vocabulary {spec.vocab_size}", why, remedy, head, replace(head, outs=padded), (target.few,))
     for name, size in (("hidden size", spec.hidden_size), ("feed-forward width", spec.intermediate_size)):
         if size % ALIGNED:
-            why = f"no multiple of {ALIGNED}: loads of a row are split, the last tile is partly empty"
+            why = f"not a multiple of {ALIGNED}: loads of a row are split, the last tile is partly empty"
             wider = _widened(spec, name, _up(size))
             for work, wide in zip(products(spec), products(wider), strict=True):
                 if work != wide:
@@ -187,7 +187,7 @@ def _group(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
     """Query heads that share keys: they fill one matrix instruction, and keys are read once for all of them."""
     group, work = spec.num_heads // spec.num_kv_heads, _heads(spec)
     if group == 1 and spec.num_heads % 4 == 0:
-        why = "every query head reads keys and values of its own"
+        why = "every query head has its own keys and values"
         better = replace(work, kv_heads=spec.num_heads // 4)
         yield Suspect("GQA group 1", why, "fewer KV heads (a group of 4 to 8), with a quarter of the KV cache", (target.few,), work, better)
     elif group & (group - 1):
@@ -203,8 +203,8 @@ def _splits(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
         return
     uneven = [n for n in SPLITS if spec.num_heads % n or (spec.num_kv_heads % n and n % spec.num_kv_heads)]
     if uneven:
-        remedy = f"heads that {uneven[0]} divides; this model cannot be split so"
-        yield Suspect(f"{spec.num_heads} heads over {spec.num_kv_heads}", f"not to be dealt to {_listed(uneven)} devices", remedy)
+        remedy = f"heads that {uneven[0]} divides; this model cannot be split like that"
+        yield Suspect(f"{spec.num_heads} heads over {spec.num_kv_heads}", f"cannot be distributed over {_listed(uneven)} devices", remedy)
     copied = [n for n in SPLITS if n > spec.num_kv_heads and n not in uneven]
     if copied:
         times = ", ".join(f"{n // spec.num_kv_heads}× on {n}" for n in copied)
@@ -216,7 +216,7 @@ def _splits(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
         parts = uneven[0]
         work = replace(gate, outs=gate.outs // parts)
         better = replace(work, outs=gate.outs // spec.intermediate_size * _up(-(-spec.intermediate_size // parts)))
-        why = f"split over {_listed(uneven)} devices its parts are no multiples of {ALIGNED}"
+        why = f"split over {_listed(uneven)} devices, its parts are not multiples of {ALIGNED}"
         remedy = f"a multiple of {parts * ALIGNED}"
         yield _product(f"feed-forward width {spec.intermediate_size}", why, remedy, work, better, (target.few, target.many))
 

@@ -36,7 +36,7 @@ def load(kind: type[T], path: Path, what: str, remedy: str, **version: int) -> T
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if (found := stored.pop(key)) != expected:
-            raise ConfigError(f"{what} {path} has version {found!r}, this program reads {expected}; {remedy}.")
+            raise ConfigError(f"{what} {path} has version {found!r}, but this program reads version {expected}; {remedy}.")
         return made_of(kind, stored)
     except KeyError as error:
         raise ConfigError(f"{what} {path} cannot be read ({error} is missing); {remedy}.") from error
@@ -54,7 +54,7 @@ def made_of(kind: type[T], stored: Mapping[str, Any]) -> T:
 
 def _made_of(kind: Any, value: Any, name: str) -> Any:
     if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-        raise ValueError(f"{name} = {value}, which is no number of at least 0")
+        raise ValueError(f"{name} = {value}, which is not a number of at least 0")
     if get_origin(kind) is UnionType and value is not None:  # something, or None
         kind = get_args(kind)[0]
     if get_origin(kind) is tuple:

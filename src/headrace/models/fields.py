@@ -98,7 +98,7 @@ class Fields:
             found = f"has {len(value)} entries" if isinstance(value, list) else f"is {_shown(value)}"
             raise self.error(name, f"{found}; a list of {length} numbers is needed")
         if any(isinstance(item, bool) or not isinstance(item, (int, float)) or not 0 < item < 1e12 for item in value):
-            raise self.error(name, "holds something else than positive numbers; the config is damaged, fetch it again")
+            raise self.error(name, "holds something other than positive numbers; the config is damaged, fetch it again")
         return tuple(float(item) for item in value)
 
     def choice(self, name: str, choices: Mapping[str, Any], default: Any = _REQUIRED) -> Any:
@@ -127,7 +127,7 @@ class Fields:
                 continue
             known = _NEUTRAL.get(name, _UNKNOWN)
             if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in known["values"]):
-                remedy = "so the model is refused; remove the field only if you know it changes nothing"
+                remedy = "so the model is rejected; remove the field only if you know it changes nothing"
                 raise self.error(name, f"is {_shown(value)}: {known['reason']}, {remedy}")
 
 

@@ -65,7 +65,7 @@ def select_gguf(files: Sequence[str], hub_id: str, quantisation: str) -> list[st
         remedy = (
             f"there are {', '.join(there)}; name one of them"
             if there
-            else "its name has no quantisation in it; name the file"
+            else "its name states no quantization; name the file"
             if models
             else ""
         )

@@ -106,7 +106,7 @@ class GGUFCheckpoint:
         at = placed[0][0]
         for start, end, name in [*placed, (size, size, "the end")]:
             if not 0 <= start - at < self._alignment:
-                what = f"overlaps the tensor before it by {at - start} bytes" if start < at else f"lies behind {start - at} bytes of no tensor"
+                what = f"overlaps the tensor before it by {at - start} bytes" if start < at else f"follows {start - at} stray bytes"
                 raise ModelError(f"{path} is damaged: {name[:80]} {what}. Download it again.")
             at = end
 
@@ -138,7 +138,7 @@ def _dequantised(data: Tensor, kind: int) -> Tensor:
         try:
             result[start : start + step] = dequantize(blocks[start : start + step], quant).reshape(-1, elements)
         except NotImplementedError as error:
-            raise ModelError(f"weights of GGUF type {quant.name} cannot be dequantised; use a file in F16, BF16, Q8_0 or a K-quant.") from error
+            raise ModelError(f"weights of GGUF type {quant.name} cannot be dequantized; use a file in F16, BF16, Q8_0 or a K-quant.") from error
     return torch.from_numpy(result).flatten()
 
 

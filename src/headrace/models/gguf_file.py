@@ -99,7 +99,7 @@ def _with_shards(first: GGUFFile) -> GGUFFile:
     held, said = sum(map(len, parts)), first.get("split.tensors.count", int)
     tensors = {name: tensor for part in parts for name, tensor in part.items()}
     if held != (said or held) or len(tensors) != held:
-        raise first.damaged(f"its {count} shards hold {held} tensors, {len(tensors)} of them different, and are to hold {said}")
+        raise first.damaged(f"its {count} shards hold {held} tensors, {len(tensors)} of them different, but should hold {said}")
     return replace(first, tensors=tensors)
 
 
@@ -155,7 +155,7 @@ class _Reader:
         """Skips ``count`` bytes; returns where they begin."""
         start = self._at
         if count > self._end - start:
-            raise self._damaged(f"{count} bytes are wanted at byte {start} of {self._end} that a head may have here")
+            raise self._damaged(f"{count} bytes are needed at byte {start} of {self._end} that a header may have here")
         self._at = start + count
         return start
 

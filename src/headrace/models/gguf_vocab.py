@@ -119,7 +119,7 @@ def _byte_level(file: GGUFFile) -> tuple[dict[str, Any], bool]:
     name = file.get(_PREFIX + "pre", str, "default") or "default"
     if name not in _SPLITS:
         raise ModelError(
-            f"{file.path} splits text in a way named {name[:40]!r}, which is not known; give the model's tokenizer.json with --tokenizer."
+            f"{file.path} uses the text-splitting rule {name[:40]!r}, which is not known; give the model's tokenizer.json with --tokenizer."
         )
     patterns, nfc, whole_words, bos = _SPLITS[name]
     pieces = _pieces(file)

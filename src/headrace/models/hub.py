@@ -139,7 +139,7 @@ def _cached(hub: Any, model: HubId, error: Exception) -> Path:
     return (
         folder
         / select_gguf(
-            files, f"the hub cannot be asked now, and what the cache holds of {model.repository}", model.quantisation
+            files, f"the hub cannot be reached, and the cached copy of {model.repository}", model.quantisation
         )[0]
     )
 

@@ -169,5 +169,5 @@ def _check(part: Path, found: Any, *, resumed: bool) -> None:
     if digest != found.etag:
         part.unlink()
         raise ModelError(
-            f"a resumed download has the checksum {digest[:12]}…, not {found.etag[:12]}…; run it again, and it starts anew."
+            f"a resumed download has the checksum {digest[:12]}…, not {found.etag[:12]}…; run it again to start over."
         )

@@ -78,13 +78,13 @@ def write_file(file: Path, tensors: Mapping[str, tuple[str, Sequence[int], memor
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     if text.count(b"[") > 2 * MAX_TENSORS:  # a shape and a place each
-        raise ModelError(f"{file} has more than {MAX_TENSORS} tensors, or a header that is none; split it into shards.")
+        raise ModelError(f"{file} has more than {MAX_TENSORS} tensors, or an invalid header; split it into shards.")
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} has a damaged header ({type(error).__name__}). {_AGAIN}") from error
     if not isinstance(header, dict):
-        raise ModelError(f"{file} has a header that is no JSON object. {_AGAIN}")
+        raise ModelError(f"{file} has a header that is not a JSON object. {_AGAIN}")
     header.pop("__metadata__", None)
     return header
 
@@ -103,7 +103,7 @@ def _check_gapless(file: Path, entries: Mapping[str, TensorEntry], base: int, si
     at = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != at:
-            what = "overlaps the tensor before it" if entry.start < at else f"lies behind {entry.start - at} bytes of no tensor"
+            what = "overlaps the tensor before it" if entry.start < at else f"follows {entry.start - at} stray bytes"
             raise ModelError(f"{file} is damaged: {name[:80]!r} {what} (byte {entry.start}, expected {at}). {_AGAIN}")
         at += entry.num_bytes
     if at != size:
@@ -164,7 +164,7 @@ def _check_shards(folder: Path, shards: list[str]) -> None:
     """A shard's name must be a plain file name: an index cannot reach outside its folder."""
     strange = [name for name in shards if Path(name).name != name or not name.endswith(".safetensors")]
     if strange:
-        raise ModelError(f"{folder}/model.safetensors.index.json names {strange[0][:80]!r}, which is no plain .safetensors file name. {_AGAIN}")
+        raise ModelError(f"{folder}/model.safetensors.index.json names {strange[0][:80]!r}, which is not a plain .safetensors file name. {_AGAIN}")
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} shards (first: {', '.join(missing[:3])}); download them.")

@@ -95,7 +95,7 @@ def _quantised_as_asked(source: ModelSource, asked: str | None) -> ModelSource:
     method = stored.get("quant_method") if isinstance(stored, Mapping) else None
     if asked not in (None, "none", method):
         raise ModelError(
-            f"--quantization is {asked}, but {source.name} is {'not quantised' if stored is None else f'quantised by {method}'}; leave it out."
+            f"--quantization is {asked}, but {source.name} is {'not quantized' if stored is None else f'quantized with {method}'}; leave it out."
         )
     if asked != "none" or stored is None:
         return source
@@ -111,7 +111,7 @@ def as_path(text: str) -> Path:
         path.exists()
     except (OSError, RuntimeError) as error:  # the latter for ~somebody who is not known here
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
-        raise ModelError(f"{text[:80]!r} cannot be looked for: {reason}. Check the spelling.") from error
+        raise ModelError(f"{text[:80]!r} cannot be looked up: {reason}. Check the spelling.") from error
     return path
 
 
@@ -149,7 +149,7 @@ def only_gguf(folder: Path) -> Path:
         return folder / found[0][0]
     if found:
         names = ", ".join(files[0] for files in found[:4])
-        raise ModelError(f"{folder} holds {len(found)} .gguf files ({names}); name one of them, or a quantisation behind a colon, like :Q4_K_M.")
+        raise ModelError(f"{folder} holds {len(found)} .gguf files ({names}); name one of them, or a quantization after a colon, like :Q4_K_M.")
     raise ModelError(f"{folder} holds neither config.json nor a .gguf file; name a model's folder, a .gguf file or a hub id.")
 
 
@@ -157,7 +157,7 @@ def _hub_id(model: str, path: Path) -> HubId:
     hub_id = None if model.startswith((".", "/", "~")) else HubId.parse(model)
     if hub_id is None:
         raise ModelError(
-            f"no model at {model!r}: there is no folder or file {path}, and it does not read as a hub id (org/name[@revision][:quantisation]). "
+            f"no model at {model!r}: there is no folder or file {path}, and it is not a hub id (org/name[@revision][:quantization]). "
             "Check the spelling."
         )
     return hub_id
@@ -330,5 +330,5 @@ def _configured_templates(value: Any, origin: str) -> dict[str, str]:
         isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str) for item in value
     )
     if not named:
-        raise ModelError(f"{origin}: chat_template is neither a text nor a list of named templates; give --chat-template instead.")
+        raise ModelError(f"{origin}: chat_template is neither a string nor a list of named templates; give --chat-template instead.")
     return {item["name"]: item["template"] for item in value}

@@ -214,7 +214,7 @@ def stored_matrices(spec: DecoderSpec) -> Iterator[StoredMatrix]:
     for weight in weights(spec):
         if _one_tensor(weight):
             raise ModelError(
-                f"Experts of {weight.name} are stored in one tensor, which is not widened; "
+                f"Experts of {weight.name} are stored in one tensor, which cannot be dequantized at load; "
                 "leave --quantization none out."
             )
         if weight.formats and not weight.tied:
@@ -254,7 +254,7 @@ def _formats(names: Names, weight: Weight, choose: Callable[[str], Format | None
         first = _modules(names, weight)[0][0]
         raise ModelError(
             f"Experts of {first} are in different formats, which is not supported; "
-            "use a checkpoint that treats them alike."
+            "use a checkpoint in which all experts have the same format."
         )
     if not any(found):
         return ()
@@ -266,8 +266,8 @@ def _formats(names: Names, weight: Weight, choose: Callable[[str], Format | None
             problem = "this family stores its matrices [in, out]"
         if problem is not None:
             raise ModelError(
-                f"{module} cannot be held as {form.label}: {problem}. "
-                "Use a checkpoint that leaves this layer unquantised."
+                f"{module} cannot be stored as {form.label}: {problem}. "
+                "Use a checkpoint that leaves this layer unquantized."
             )
     if not formats[0].merges or len(set(formats)) > 1:
         return formats

@@ -24,10 +24,10 @@ def begin_folder(output: Path, source: ModelSource, how: Mapping[str, Any]) -> b
     mark = output / _MADE
     if mark.exists():
         if mark.read_text() != said:
-            raise ConfigError(f"--output {output} holds layers that were made otherwise ({mark.name} says how); give another folder, or remove it.")
+            raise ConfigError(f"--output {output} holds layers that were made differently ({mark.name} says how); give another folder, or remove it.")
         return True
     if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output {output} is not empty; give a folder that is new.")
+        raise ConfigError(f"--output {output} is not empty; give a new folder.")
     output.mkdir(parents=True, exist_ok=True)
     mark.write_text(said)
     return False
@@ -52,7 +52,7 @@ tags: [{form}, {name}]
 ---
 # {source.name}, {name}
 
-Made by `headrace quantize --format {name}`, in the form of {form}.
+Made by `headrace quantize --format {name}`, in the {form} format.
 
 | | |
 |---|---|

@@ -20,7 +20,7 @@ def maker_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scale
     """``scales``: the type in which the model is stored. Raises ConfigError."""
     if choice.form in ("dfloat11", "qmoe"):
         if group_size is not None or asymmetric:
-            raise ConfigError(f"--group-size and --asymmetric are for integers of few bits, and {choice.form} has a form of its own; leave them out.")
+            raise ConfigError(f"--group-size and --asymmetric are for low-bit integers, and {choice.form} has its own format; leave them out.")
         if choice.form == "qmoe":
             return TernaryRecipe(choice.method)
         if scales is not torch.bfloat16:

@@ -66,7 +66,7 @@ def chosen(form: str, method: str | None, *, text: bool) -> Choice:
     method = method or (usual if text else allowed[0])
     choice = Choice(form, method, int(widths[1]) if widths else 8, bool(widths and widths[2] == "8"))
     if not text and needs_text(choice):
-        raise ConfigError(f"--format {form} by {method} looks at what the model computes; give it text: --calibration FILE.")
+        raise ConfigError(f"--format {form} by {method} needs a text to calibrate with; give one: --calibration FILE.")
     return choice
 
 

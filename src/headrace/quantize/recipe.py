@@ -154,11 +154,11 @@ def recipe_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scal
     if choice.method == "mr-gptq":
         recipe = replace(recipe, rotation=ROTATION)
     if (group_size is not None or asymmetric) and not recipe.packed:
-        raise ConfigError(f"--group-size and --asymmetric are for integers of few bits, and {choice.form} has a form of its own; leave them out.")
+        raise ConfigError(f"--group-size and --asymmetric are for low-bit integers, and {choice.form} has its own format; leave them out.")
     grid = replace(recipe.grid, symmetric=not asymmetric, scales=scales)
     if group_size is not None:
         if group_size not in (0, 32, 64, 128):
-            raise ConfigError(f"--group-size is {group_size}; give 32, 64 or 128, or 0 for one scale an output.")
+            raise ConfigError(f"--group-size is {group_size}; give 32, 64 or 128, or 0 for one scale per output.")
         grid = replace(grid, group=group_size)
     return replace(recipe, grid=grid)
 

@@ -55,7 +55,7 @@ def quantised_spec(spec: DecoderSpec, recipe: Maker) -> DecoderSpec:
     found = with_formats(spec, read_quantization(recipe.entry(ignored_modules(spec))))
     for matrix in stored_matrices(found):
         if (problem := recipe.problem(matrix.outs, matrix.ins)) is not None:
-            raise ConfigError(f"{matrix.module} cannot be quantised as {recipe.name}: {problem}. Give another --format or --group-size.")
+            raise ConfigError(f"{matrix.module} cannot be quantized as {recipe.name}: {problem}. Give another --format or --group-size.")
     if is_plain(found):
         raise ConfigError(f"{recipe.name} is for experts, and this model has none; give another --format.")
     return found
@@ -122,7 +122,7 @@ def report(judged: Judged | None) -> Mapping[str, Any]:
     return {
         "perplexity before": f"{judged.before:.4f}",
         "perplexity after": f"{judged.after:.4f} ({judged.after / judged.before - 1:+.2%})",
-        "divergence, nats a token": f"{judged.divergence:.5f}",
-        "same likeliest token": f"{judged.agreement:.2%}",
-        "tokens judged by": f"{judged.tokens:,}",
+        "divergence, nats per token": f"{judged.divergence:.5f}",
+        "same most likely token": f"{judged.agreement:.2%}",
+        "tokens in the evaluation": f"{judged.tokens:,}",
     }

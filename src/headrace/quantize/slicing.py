@@ -40,7 +40,7 @@ def sliced_config(config: Mapping[str, Any], spec: DecoderSpec, keep: float) -> 
     width = round(spec.hidden_size * keep / _MULTIPLE) * _MULTIPLE
     if not 0.0 < keep <= 1.0 or width < _MULTIPLE:
         least = _MULTIPLE / spec.hidden_size
-        raise ConfigError(f"--keep {keep} leaves {width} of {spec.hidden_size} dimensions; give a part from {least:.2f} to 1.")
+        raise ConfigError(f"--keep {keep} leaves {width} of {spec.hidden_size} dimensions; give a fraction from {least:.2f} to 1.")
     eps = config["rms_norm_eps"] * spec.hidden_size / width
     return {**config, "hidden_size": width, "head_dim": spec.head_dim, "rms_norm_eps": eps, "tie_word_embeddings": False}
 

@@ -29,7 +29,7 @@ class TernaryRecipe:
     grid: Grid = Grid(2, 0, kind="ternary")  # noqa: RUF009 - a frozen value
 
     def problem(self, outs: int, ins: int) -> str | None:
-        return f"its {ins} inputs are no whole pairs" if ins % 2 else None
+        return f"its {ins} inputs are not an even number" if ins % 2 else None
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
         if self.method == "gptq" and seen is not None and seen.count:

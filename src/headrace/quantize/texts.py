@@ -55,9 +55,9 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"line {number} of --calibration {path} is no JSON ({error}); give one object a line.") from error
+        raise ConfigError(f"line {number} of --calibration {path} is not JSON ({error}); give one object per line.") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"line {number} of --calibration {path} is no object; give one a line, with text or messages.")
+        raise ConfigError(f"line {number} of --calibration {path} is not an object; give one per line, with text or messages.")
     return value
 
 
