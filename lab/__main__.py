@@ -43,6 +43,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "lab.policies", "orders of service, each by its own measure, over a whole load curve, simulated"
     ),
     "policies-served": Behind("lab.policies_served", "the same on a CPU server of this machine, beside its simulation"),
+    "lossless": Benchmark("lab.lossless", "random requests with drafts and without, bit for bit", model=True, engine=True),
     "speculation": Benchmark("lab.speculation", "drafts on and off, in one engine, turn by turn", model=True, engine=True),
     "control-plane": Benchmark("lab.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("lab.masks", "structured output: a schema's first mask, and each token's"),

@@ -136,9 +136,15 @@ def _side(llm: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace, 
     seconds, cpu, answers = time.perf_counter(), time.process_time(), list[tuple[int, ...]]()
     for first in range(0, len(wanted), batch):
         params = SamplingParams(
-            temperature=args.temperature, seed=first, max_tokens=args.tokens, ignore_eos=True, detokenize=False, speculative=None if drafts else False
+            temperature=args.temperature,
+            seed=first,
+            max_tokens=args.tokens,
+            ignore_eos=args.prompts is None,
+            detokenize=False,
+            speculative=None if drafts else False,
         )
-        found = llm.generate([{"prompt_token_ids": list(ids)} for ids in wanted[first : first + batch]], params, use_tqdm=False)
+        given = [{"prompt_token_ids": list(ids)} for ids in wanted[first : first + batch]]
+        found = llm.generate(given, params, use_tqdm=False)
         answers += [tuple(each.outputs[0].token_ids) for each in found]
     return Side(sum(map(len, answers)), time.perf_counter() - seconds, time.process_time() - cpu, tuple(answers))
 

@@ -12,6 +12,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, ModelError
+from headrace.sampling_params import StructuredOutputs
 from headrace.scheduler.scheduler import Scheduler
 from tests.support import tiny
 
@@ -92,6 +93,21 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 def test_another_model_drafts_and_changes_nothing(folders: dict[str, Path], plain: Callable[[str], list[Any]]) -> None:
     llm = _engine(folders["llama"], {"model": str(folders["qwen2"]), "num_speculative_tokens": 2})
     assert _answers(llm) == plain("llama")
+
+
+def test_masks_are_for_their_rows_beside_others_that_draft() -> None:
+    """The bundled model, which has a tokenizer: grammars, before and behind rows that verify drafts."""
+    grammars = [StructuredOutputs(regex="[a-z]{3,9} [0-9]{1,4}"), StructuredOutputs(choice=("yes, surely", "no, never", "perhaps"))]
+    prompts = ["a b c d a b c d a b c", "Say yes or no: ", "one two one two one two one", "Say yes or no: "]
+    asked = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=grammar is None, structured_outputs=grammar, seed=1)
+             for grammar in (None, grammars[0], None, grammars[1])]  # fmt: skip
+    answers = []
+    for drafts in (None, NGRAM):
+        sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 200, "num_blocks": 60, "threads": 1, "device": "cpu"}
+        llm = LLM(dtype="float32", overlap=1, batch_invariant=True, speculative_config=drafts, **sizes)
+        answers.append([(list(each.outputs[0].token_ids), each.outputs[0].finish_reason) for each in llm.generate(prompts, asked)])
+        llm.shutdown()
+    assert answers[0] == answers[1] and "error" not in {reason for _, reason in answers[0]}
 
 
 def test_a_draft_that_does_not_fit_is_refused_at_start(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import accumulate, cycle
 
 import numpy as np
 import torch
@@ -333,6 +333,7 @@ class ModelRunner:
             tokens = self.graphs.draw(step.bucket, len(step.drawn.on_host), step.drawn.how)
             step.samples = (Samples(tokens),)
         elif step.packing is not None and step.hidden is not None:
+            masks = masks if step.drafts is None or not masks.samples else _behind_drafts(masks, step.drafts.counts)
             self._sample_eagerly(step, step.packing, step.hidden, masks)
             step.hidden = None  # whatever the next step allocates may lie there
         if step.events is None:
@@ -458,6 +459,12 @@ def _drafts_before(plan: StepPlan, piece: slice) -> Ints:
     """Drafts of the same chunk that stand before the place of each sample."""
     work, back = np.asarray(plan.sample_work, dtype=np.int32)[piece], np.asarray(plan.sample_back, dtype=np.int32)[piece]
     return np.asarray(plan.drafts, dtype=np.int32)[work] - back
+
+
+def _behind_drafts(masks: TokenMasks, drafted: Sequence[int]) -> TokenMasks:
+    """Masks of a plan's samples, each as the one that it becomes where others have drafts before them."""
+    firsts = list(accumulate((1 + each for each in drafted), initial=0))
+    return replace(masks, samples=tuple(firsts[sample] for sample in masks.samples))
 
 
 def _masks_of(masks: TokenMasks, piece: slice) -> RowMasks | None:
