@@ -49,7 +49,7 @@ def test_a_copied_kv_head_is_the_one_that_the_ranks_queries_look_at() -> None:
 
 
 def test_pieces_of_a_merged_weight_are_found_in_the_tensors_that_it_is_stored_as() -> None:
-    cut = Cut((range(4, 8), range(10, 12)), range(3), (14, 3), bias=True)
+    cut = Cut((range(4, 8), range(10, 12)), range(3), (14, 3), (14,), bias=True)
     assert list(cut.pieces(0, 14)) == [(0, slice(4, 8)), (4, slice(10, 12))]
     assert list(cut.pieces(0, 6)) == [(0, slice(4, 6))]
     assert list(cut.pieces(6, 8)) == [(2, slice(0, 2)), (4, slice(4, 6))]

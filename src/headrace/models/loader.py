@@ -82,16 +82,17 @@ class _Copy:
     target: Tensor
     transpose: bool
     box: tuple[slice, ...] = ()
+    whole: tuple[int, ...] = ()  # with a box: the stored tensor's shape, as its format has it
 
 
 def _source(copy: _Copy, checkpoint: SafetensorsCheckpoint) -> Source:
     entry, dtype = checkpoint.entry(copy.key), checkpoint.dtype(copy.key)
     if not copy.box:
         return Source(entry.file, entry.start, dtype, entry.shape, copy.target, copy.transpose)
-    pitch = math.prod(entry.shape[1:]) * dtype.itemsize
+    pitch = math.prod(copy.whole[1:]) * dtype.itemsize
     shape = tuple(part.stop - part.start for part in copy.box)
     begin = entry.start + copy.box[0].start * pitch + (copy.box[1].start * dtype.itemsize if len(shape) > 1 else 0)
-    return Source(entry.file, begin, dtype, shape, copy.target, copy.transpose, 0 if shape[1:] == entry.shape[1:] else pitch)
+    return Source(entry.file, begin, dtype, shape, copy.target, copy.transpose, 0 if shape[1:] == copy.whole[1:] else pitch)
 
 
 def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int], None]) -> None:
@@ -104,8 +105,8 @@ def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int
     with torch.inference_mode():
         for copy in copies:
             tensor = checkpoint.read(copy.key)
-            tensor = tensor[copy.box] if copy.box else tensor
-            copy.target.copy_(tensor.t() if copy.transpose else tensor.view(copy.target.shape) if not copy.box else tensor)
+            tensor = tensor.view(copy.whole)[copy.box] if copy.box else tensor if copy.transpose else tensor.view(copy.target.shape)
+            copy.target.copy_(tensor.t() if copy.transpose else tensor)
             filled(copy.target.nbytes)
 
 
@@ -192,9 +193,9 @@ def _copies(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, n
 
 def _copies_of_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoint: Checkpoint) -> Iterator[_Copy]:
     """Tensors concatenated along dimension 0 of ``target``; their sizes must add up exactly."""
-    shapes = [_oriented(checkpoint.shape(key), rule, target) for key in keys]
-    rows = sum(shape[0] if shape else 1 for shape in shapes)
     whole = tuple(target.shape) if rule.cut is None else rule.cut.whole[: target.dim()]
+    shapes = [_oriented(checkpoint.shape(key), rule, whole) for key in keys]
+    rows = sum(shape[0] if shape else 1 for shape in shapes)
     wrong = rows != (whole[0] if whole else 1) or any(shape[1:] != whole[1:] for shape in shapes)
     if wrong:
         raise ModelError(
@@ -207,31 +208,31 @@ def _copies_of_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoi
         _check_type(key, rule, target, checkpoint)
         transpose, count = rule.transpose and len(shape) == 2, shape[0] if shape else 1
         if rule.cut is not None:
-            yield from _cut_copies(key, target, rule.cut, start, count, transpose=transpose)
+            yield from _cut_copies(key, target, rule.cut, start, shape, transpose=transpose)
         else:
             yield _Copy(key, target.narrow(0, start, count) if len(keys) > 1 else target, transpose)
         start += count
 
 
-def _cut_copies(key: str, target: Tensor, cut: Cut, first: int, count: int, *, transpose: bool) -> Iterator[_Copy]:
-    """Of a tensor that holds rows ``first`` … of the whole: what belongs to the cut."""
+def _cut_copies(key: str, target: Tensor, cut: Cut, first: int, shape: tuple[int, ...], *, transpose: bool) -> Iterator[_Copy]:
+    """Of a tensor [out, …] that holds rows ``first`` … of the whole: what belongs to the cut."""
     if target.dim() == 1 and not cut.bias:
         return
     columns = (slice(cut.columns.start, cut.columns.stop),) if target.dim() > 1 else ()
-    for place, rows in cut.pieces(first, count):
-        box = (rows, *columns)
-        yield _Copy(key, target.narrow(0, place, rows.stop - rows.start), transpose, box[::-1] if transpose else box)
+    for place, rows in cut.pieces(first, shape[0]):
+        box, turn = (rows, *columns), -1 if transpose else 1
+        yield _Copy(key, target.narrow(0, place, rows.stop - rows.start), transpose, box[::turn], shape[::turn])
 
 
-def _oriented(shape: tuple[int, ...], rule: WeightRule, target: Tensor) -> tuple[int, ...]:
+def _oriented(shape: tuple[int, ...], rule: WeightRule, whole: tuple[int, ...]) -> tuple[int, ...]:
     """The stored shape in the target's orientation: transposed, or with dimensions of one element added or removed
     where a format stores a different number of them."""
     if rule.transpose and len(shape) == 2:
         return shape[1], shape[0]
     if rule.stored is None:
         return shape
-    same = math.prod(shape) == target.numel() if rule.stored.flat else _squeezed(shape) == _squeezed(target.shape)
-    return tuple(target.shape) if same else shape
+    same = math.prod(shape) == math.prod(whole) if rule.stored.flat else _squeezed(shape) == _squeezed(whole)
+    return whole if same else shape
 
 
 def _squeezed(shape: Sequence[int]) -> list[int]:

@@ -79,6 +79,7 @@ def _names(spec: DecoderSpec) -> Names:
 # What a cache in FP8 takes its scales from (kv_scales.py), and scales of inputs in 4 bits, which stay in the type the model
 # computes in.
 _KV_SCALES = r".*\.[kv]_(proj\.([kv]_|output_)?)?(scale|zero_point)"
+_OF_WHOLE = r".*\.(g_idx|weight_shape)"  # what says nothing of a part: groups in order, a shape
 _UNUSED_SCALES = r".*\.(input_global_scale|weight_format)"
 
 
@@ -91,6 +92,7 @@ def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
         rf"{prefix}h\.\d+\.attn\.(bias|masked_bias)",
     ]
     found += [r"lm_head\.weight"] if spec.tied_head else []
+    found += [_OF_WHOLE] if spec.ranks > 1 else []
     return (*found, _KV_SCALES) if is_plain(spec) else (*found, _KV_SCALES, _UNUSED_SCALES)
 
 
@@ -110,22 +112,21 @@ def weight_rules(spec: DecoderSpec, cuts: Mapping[str, Cut] = MappingProxyType({
     names = _names(spec)
     for weight in weights(spec):
         if not weight.tied:
-            rules, cut = _rules(names, weight), cuts.get(weight.name)
-            yield from rules if cut is None else (replace(rule, cut=cut) for rule in rules)
+            yield from _rules(names, weight, cuts.get(weight.name))
 
 
-def _rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
+def _rules(names: Names, weight: Weight, cut: Cut | None) -> Iterator[WeightRule]:
     """Tensors merged in the order of their names; the finished matrix is [out, in] whatever the order on disk."""
     modules = _modules(names, weight)
     if weight.formats:
-        yield from _stacked_rules(names, weight) if _one_tensor(weight) else _packed_rules(modules, weight)
+        yield from _stacked_rules(names, weight) if _one_tensor(weight) else _packed_rules(modules, weight, cut)
     for target, shape in weight.tensors.items():
         suffix = target.removeprefix(weight.name)
         if suffix.startswith(".pieces."):
             continue
         sources = tuple(tuple(module + (suffix or ".weight") for module in merged) for merged in modules)
         turned = names.transposed and weight.layer is not None and len(shape) == 2
-        yield WeightRule(target, sources, shape, stack=weight.moe is not None, transpose=turned)
+        yield WeightRule(target, sources, shape, stack=weight.moe is not None, transpose=turned, cut=cut)
 
 
 def _stacked_rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
@@ -138,16 +139,19 @@ def _stacked_rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
         )
 
 
-def _packed_rules(modules: tuple[tuple[str, ...], ...], weight: Weight) -> Iterator[WeightRule]:
+def _packed_rules(modules: tuple[tuple[str, ...], ...], weight: Weight, cut: Cut | None) -> Iterator[WeightRule]:
     """Each part that is stored separately has its own tensors."""
+    apart = len(weight.formats) > 1
     for index, each in weight.stored:
-        apart = len(weight.formats) > 1
+        if cut is not None and each.optional:  # it is of the whole matrix
+            continue
         sources = tuple(
             tuple(f"{module}.{each.on_disk[0]}" for module in (merged[index : index + 1] if apart else merged))
             for merged in modules
         )
         target, shape = f"{weight.name}.pieces.{index}.{each.name}", (*weight.stacked, *each.shape)
-        yield WeightRule(target, sources, shape, stack=weight.moe is not None, stored=each)
+        own = None if cut is None else cut.of_stored(weight.pieces[index][1], each.name, index if apart else None)
+        yield WeightRule(target, sources, shape, stack=weight.moe is not None, stored=each, cut=own)
 
 
 def _one_tensor(weight: Weight) -> bool:

@@ -74,7 +74,6 @@ def _check(config: EngineConfig, source: ModelSource, size: int) -> None:
     share(families.spec_from_config(source.config), size)
     apart = {
         "--enable-lora": config.adapters.slots > 0,
-        "compressed_weights": config.device.compressed_weights,
         "--batch-invariant of more than 2 ranks": config.device.batch_invariant and size > 2,
     }
     if found := [name for name, wanted in apart.items() if wanted]:

@@ -13,21 +13,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from headrace.errors import ConfigError
 from headrace.sites import Split, Weight, is_plain, weights
 from headrace.spec import DecoderSpec
 
+if TYPE_CHECKING:
+    from headrace.quant import Format
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A rank's part of a weight [outs, ins]: ``rows`` one behind the other, of these ``columns``. ``whole``: the weight's shape.
-    ``bias``: it holds a part of the bias, too, and not zeros."""
+    ``parts``: of the whole weight's rows. ``bias``: it holds a part of the bias, too, and not zeros."""
 
     rows: tuple[range, ...]
     columns: range
-    whole: tuple[int, int]
+    whole: tuple[int, ...]
+    parts: tuple[int, ...]
     bias: bool
+
+    def of_stored(self, form: Format, name: str, part: int | None) -> Cut | None:
+        """The same of one of the tensors that hold part ``part`` of the weight (None: all of it) in a format; None: every rank has it whole."""
+        first = sum(self.parts[:part]) if part is not None else 0
+        outs = self.whole[0] if part is None else self.parts[part]
+        rows = [range(each.start - first, each.stop - first) for each in (self.rows if part is None else self.rows[part : part + 1])]
+        sizes = sum(map(len, rows)), len(self.columns)
+        whole, mine = (_shape(form, name, *each) for each in ((outs, self.whole[1]), sizes))
+        if whole == mine:
+            return None
+        held, of = ([self.columns], self.whole[1]) if sizes[1] < self.whole[1] else (rows, outs)
+        ranges = [
+            tuple(_scaled(each, size, of) for each in held) if size != own else (range(size),)
+            for size, own in zip(whole, mine, strict=True)
+        ]
+        assert all(len(each) == 1 for each in ranges[1:]), (form.label, name)
+        return Cut(ranges[0], ranges[1][0] if len(ranges) > 1 else range(1), whole, (whole[0],), bias=True)
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, slice]]:
         """Of rows ``first`` … ``first + count`` of the weight, which are stored as one tensor: (where they come to lie in the part, which
@@ -46,18 +68,46 @@ def share(spec: DecoderSpec, ranks: int) -> DecoderSpec:
         return spec
     if problem := next(_problems(spec, ranks), None):
         raise ConfigError(f"--tensor-parallel-size is {ranks}, but {problem}. Choose another number of ranks.")
-    if not is_plain(spec):
-        raise ConfigError(
-            f"--tensor-parallel-size is {ranks}, but this checkpoint's weights are quantised, and those are not shared out yet. "
-            "Use an unquantised checkpoint, or --quantization none."
-        )
     layers = tuple(
         layer if layer.moe is None else replace(layer, moe=replace(layer.moe, intermediate_size=layer.moe.intermediate_size // ranks))
         for layer in spec.layers
     )
     heads, kv_heads = spec.num_heads // ranks, max(1, spec.num_kv_heads // ranks)
     inner = spec.intermediate_size // ranks
-    return replace(spec, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner, layers=layers, ranks=ranks)
+    mine = replace(spec, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner, layers=layers, ranks=ranks)
+    if not is_plain(spec) and (refused := next(_unshared(spec, mine), None)):
+        raise ConfigError(f"--tensor-parallel-size is {ranks}, but {refused}. Use fewer ranks, another checkpoint, or --quantization none.")
+    return mine
+
+
+def _unshared(whole: DecoderSpec, mine: DecoderSpec) -> Iterator[str]:
+    """Matrices in a format of which a part is no matrix in it."""
+    for weight, own in zip(weights(whole), weights(mine), strict=True):
+        if not weight.formats or weight.split is Split.NONE:
+            continue
+        cut = _cut(weight, own, 0, mine.ranks)
+        for index, (outs, form) in enumerate(own.pieces):
+            problem = form.problem(outs, own.ins) if form.shares(by_inputs=weight.split is Split.ROW) else "its parts are not stored apart"
+            if weight.split is Split.VOCABULARY and weight.outs % mine.ranks:
+                problem = f"{weight.outs} tokens do not divide"
+            try:
+                for each in form.tensors(outs, own.ins) if problem is None else ():
+                    cut.of_stored(form, each.name, index if len(own.formats) == len(own.parts) else None)
+            except ValueError as error:
+                problem = str(error)
+            if problem is not None:
+                yield f"{weight.name} is held as {form.label}, and {problem}"
+
+
+def _shape(form: Format, name: str, outs: int, ins: int) -> tuple[int, ...]:
+    return next(each.shape for each in form.tensors(outs, ins) if each.name == name)
+
+
+def _scaled(held: range, size: int, of: int) -> range:
+    """Raises ValueError where the part has no whole rows, or columns."""
+    if held.start * size % of or held.stop * size % of:
+        raise ValueError(f"{len(held)} of {of} are no whole part of {size}")
+    return range(held.start * size // of, held.stop * size // of)
 
 
 def _problems(spec: DecoderSpec, ranks: int) -> Iterator[str]:
@@ -83,11 +133,11 @@ def cuts(whole: DecoderSpec, mine: DecoderSpec, rank: int) -> dict[str, Cut]:
 def _cut(whole: Weight, mine: Weight, rank: int, ranks: int) -> Cut:
     shape = whole.outs, whole.ins
     if whole.split is Split.ROW:
-        return Cut((range(whole.outs),), range(rank * mine.ins, (rank + 1) * mine.ins), shape, bias=rank == 0)
+        return Cut((range(whole.outs),), range(rank * mine.ins, (rank + 1) * mine.ins), shape, whole.parts, bias=rank == 0)
     rows, first = [], 0
     for size, own in zip(whole.parts, mine.parts, strict=True):
         copies = max(1, own * ranks // size) if whole.split is Split.COLUMN else 1
         begin = rank // copies * own
         rows.append(range(first + min(begin, size), first + min(begin + own, size)))
         first += size
-    return Cut(tuple(rows), range(whole.ins), shape, bias=True)
+    return Cut(tuple(rows), range(whole.ins), shape, whole.parts, bias=True)

@@ -72,6 +72,10 @@ class Format:
         """Why a matrix of this shape cannot be held so."""
         return None
 
+    def shares(self, *, by_inputs: bool) -> bool:
+        """Whether some outputs of a matrix, or (``by_inputs``) some of its inputs, are a matrix in it, cut out of the same tensors."""
+        return True
+
     def num_bytes(self, outs: int, ins: int, element_bytes: float) -> float:
         """``element_bytes``: of the type the model computes in. What may be missing is not held."""
         held = (each for each in self.tensors(outs, ins) if not each.optional)

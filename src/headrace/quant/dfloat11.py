@@ -59,6 +59,9 @@ class DFloat11(Format):
     def label(self) -> str:
         return "DFloat11, lossless"
 
+    def shares(self, *, by_inputs: bool) -> bool:
+        return False
+
     def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
         return (
             StoredTensor("sign_mantissa", (outs, ins), "uint8"),

@@ -46,6 +46,9 @@ class MXFP4(Format):
     def problem(self, outs: int, ins: int) -> str | None:
         return f"{ins} inputs are no whole groups of {MX_GROUP}" if ins % MX_GROUP else None
 
+    def shares(self, *, by_inputs: bool) -> bool:
+        return not self.blocks
+
     def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
         groups = ins // MX_GROUP
         shape = (outs, groups, MX_GROUP // 2) if self.blocks else (outs, ins // 2)
@@ -152,6 +155,9 @@ class NormalFloat(Format):
 
     def problem(self, outs: int, ins: int) -> str | None:
         return f"{ins} inputs are no whole blocks of {self.block}" if ins % self.block else None
+
+    def shares(self, *, by_inputs: bool) -> bool:
+        return False
 
     def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
         nested = -(-outs * ins // self.block // self.nested_block)

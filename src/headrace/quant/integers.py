@@ -74,6 +74,9 @@ class _Grouped(Format):
     def act_order(self) -> bool:
         return False
 
+    def shares(self, *, by_inputs: bool) -> bool:
+        return not (by_inputs and self.act_order)
+
     def groups(self, ins: int) -> int:
         return -(-ins // self.group) if self.group else 1
 

@@ -36,6 +36,9 @@ class OutlierColumns(Format):
     def problem(self, outs: int, ins: int) -> str | None:
         return self.inner.problem(outs, ins)
 
+    def shares(self, *, by_inputs: bool) -> bool:
+        return not by_inputs and self.inner.shares(by_inputs=False)
+
     def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
         apart = self.count(ins)
         more = StoredTensor("outlier_index", (apart,), "int64"), StoredTensor("outlier_weight", (outs, apart))
@@ -82,6 +85,9 @@ class SparseOutliers(Format):
 
     def problem(self, outs: int, ins: int) -> str | None:
         return self.inner.problem(outs, ins)
+
+    def shares(self, *, by_inputs: bool) -> bool:
+        return False
 
     def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
         return (

@@ -60,6 +60,9 @@ class Rotated(Format):
             return f"{ins} inputs are no whole blocks of {self.size}"
         return self.inner.problem(outs, ins)
 
+    def shares(self, *, by_inputs: bool) -> bool:
+        return self.inner.shares(by_inputs=by_inputs)
+
     def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
         return self.inner.tensors(outs, ins)
 

@@ -89,6 +89,9 @@ class Ternary(Format):
     def problem(self, outs: int, ins: int) -> str | None:
         return f"{ins} inputs are no whole pairs" if ins % 2 else None
 
+    def shares(self, *, by_inputs: bool) -> bool:
+        return False
+
     def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
         return (
             StoredTensor("words", (-1,), "uint8"),
