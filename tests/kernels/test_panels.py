@@ -136,7 +136,7 @@ def panels_of(piece: Piece) -> Any:
 def linear_function() -> Any:
     found = native_library()
     assert not isinstance(found, Declined)
-    return function_of(found, "headrace_panel_product", "qPPii", c_int)
+    return function_of(found, "headrace_panel_product", "qPPPqii", c_int)
 
 
 def test_the_switch_leaves_inputs_as_they_are() -> None:
@@ -263,7 +263,7 @@ def test_other_processors_compute_the_same(name: str, tmp_path: Path) -> None:
         pytest.skip(f"this processor has no {needed}")
     other = built(tmp_path, flags)
     assert other.library["headrace_panel_vnni"]() == vnni
-    function = function_of(other, "headrace_panel_product", "qPPii", c_int)
+    function = function_of(other, "headrace_panel_product", "qPPPqii", c_int)
     for form in (GGUFBlocks("Q8_0"), GGUFBlocks("Q4_K"), GGUFBlocks("IQ4_XS"), GGUFBlocks("Q6_K"), NVFP4(inverse=True), PackedIntegers(3, 64), W8A8):
         piece, twin = piece_of(form, ins=256), piece_of(form, ins=256)
         assert panels.relaid(other, piece)

@@ -90,6 +90,9 @@ class Piece(nn.Module):
     def coding(self) -> Coding | None:
         return self.form.coding
 
+    def has_codes(self, copy: int = 0) -> bool:
+        return self.form.has_codes(self.tensors[copy])
+
     def in_codes(self, rows: slice, copy: int = 0) -> Codes:
         return self.form.codes(self.tensors[copy], rows)
 

@@ -108,6 +108,10 @@ class Format:
         """Where inputs are rounded to 8 bits and weights have as many: what kernels multiply so."""
         return None
 
+    def has_codes(self, tensors: Tensors) -> bool:
+        """Whether there are ``codes``: not without a meaning of theirs, nor where groups are of several sizes, which only tensors tell."""
+        return self.coding is not None or self.eight is not None
+
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
         """These rows, as ``coding`` says; from multiples of 32 on. Raises FormatError where groups are of several sizes."""
         raise NotImplementedError(f"{self.label} has no codes in groups")

@@ -52,10 +52,14 @@ def _in_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor
     codes, scales = codes.to(torch.uint8), scales.contiguous()
     if order is None:
         return Codes(codes, scales, group, zeros)
-    if bool((order.bincount(minlength=scales.shape[1]) != group).any()):
+    if not _even(order, group):
         raise FormatError(f"groups are of other sizes than {group}")
     found = order.sort(stable=True).indices
     return Codes(codes[:, found], scales, group, zeros, order=found.int())
+
+
+def _even(order: Tensor, group: int) -> bool:
+    return bool((order.bincount(minlength=len(order) // group) == group).all())
 
 
 def _words(count: int, bits: int) -> int:
@@ -97,6 +101,10 @@ class _Grouped(Format):
 
         sets = sets_of(self.group)
         return None if sets is None else Coding(self.bits, sets, zeros=self.zero, ordered=self.act_order)
+
+    def has_codes(self, tensors: Tensors) -> bool:
+        order = tensors.get("g_idx", tensors.get("weight_g_idx"))
+        return Format.has_codes(self, tensors) and (order is None or _even(order, self.group))
 
     @property
     def by_row(self) -> bool:

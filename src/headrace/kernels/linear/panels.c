@@ -446,24 +446,23 @@ static void plain_panel(vf *y, const Panels *w, const Plain *x, int64_t all, int
 typedef struct {
     const Panels *w;
     const char *bias; /* [outs], of the type of y, or NULL */
-    char *y;
-    int64_t y_row;
+    int64_t first;    /* column of y */
 } Output;
 
 static int64_t num_groups(const Panels *w) { return (num_panels(w) + TOGETHER - 1) / TOGETHER; }
 
 /* y [rows, panels, 16] */
-static void store_panels(const Output *to, const vf *y, int panels, int64_t first, int64_t rows, int64_t panel, const int type) {
+static void store_panels(const Output *to, const Inputs *in, char *out, int64_t stride, const vf *y, int panels, int64_t first, int64_t rows, int64_t panel) {
     for (int64_t r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) {
             const int64_t at = (panel + p) * COLUMNS, left = to->w->outs - at;
-            const v16 bias = to->bias ? load_upto(to->bias, at, left, type) : splat(0.0f);
-            store_upto(to->y, (first + r) * to->y_row + at, left, ((const v16 *)y)[r * TOGETHER + p] + bias, type);
+            const v16 bias = to->bias ? load_upto(to->bias, at, left, in->type) : splat(0.0f);
+            store_upto(out, (first + r) * stride + to->first + at, left, ((const v16 *)y)[r * TOGETHER + p] + bias, in->type);
         }
 }
 
 /* Rows of x from `first` on, MOST_ROWS at most, and the panels from `panel` on that are multiplied together. */
-static void some_panels(const Output *to, const Inputs *in, const void *x, int whole, int64_t first, int64_t panel) {
+static void some_panels(const Output *to, const Inputs *in, const void *x, char *out, int64_t stride, int whole, int64_t first, int64_t panel) {
     vf y[MOST_ROWS * WIDE] __attribute__((aligned(64)));
     const int64_t rows = in->rows - first < MOST_ROWS ? in->rows - first : MOST_ROWS, left = num_panels(to->w) - panel;
     const int panels = left < TOGETHER ? (int)left : TOGETHER;
@@ -475,11 +474,11 @@ static void some_panels(const Output *to, const Inputs *in, const void *x, int w
         if (whole && rows == 1) one_row(y + p * PARTS, to->w, (const Rounded *)x + first, in->rows, panel + p);
 #endif
     }
-    store_panels(to, y, panels, first, rows, panel, in->type);
+    store_panels(to, in, out, stride, y, panels, first, rows, panel);
 }
 
-/* Weights that lie one below another, `count` of them, each with its part of y; all take the same inputs. 1: no memory. */
-int headrace_panel_product(int64_t count, const Output *to, const Inputs *in, int whole, int threads) {
+/* Weights that lie one below another, `count` of them, each with its columns of y (rows `stride` apart); all take the same inputs. 1: no memory. */
+int headrace_panel_product(int64_t count, const Output *to, const Inputs *in, void *y, int64_t stride, int whole, int threads) {
     const int64_t chunks = (in->ins + CHUNK - 1) / CHUNK;
     void *x = aligned_alloc(64, chunks * in->rows * (whole ? sizeof(Rounded) : sizeof(Plain)));
     int64_t groups = 0;
@@ -495,7 +494,7 @@ int headrace_panel_product(int64_t count, const Output *to, const Inputs *in, in
             const Output *here = to;
             int64_t group = i % groups;
             while (group >= num_groups(here->w)) group -= num_groups(here++->w);
-            some_panels(here, in, x, whole, i / groups * MOST_ROWS, group * TOGETHER);
+            some_panels(here, in, x, y, stride, whole, i / groups * MOST_ROWS, group * TOGETHER);
         }
     }
     free(x);

@@ -9,8 +9,8 @@ codes become float32 in the first cache. A row's bits are the same in any compan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p, pointer
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Array, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p, pointer
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -51,7 +51,7 @@ class _Panels(Structure):
 
 
 class _Output(Structure):
-    _fields_ = [("w", POINTER(_Panels)), ("bias", c_void_p), ("y", c_void_p), ("y_row", c_int64)]
+    _fields_ = [("w", POINTER(_Panels)), ("bias", c_void_p), ("first", c_int64)]
 
 
 class _Inputs(Structure):
@@ -112,13 +112,12 @@ class _Meaning:
 
 def lay_out(native: Native, piece: PackedMatrix, copy: int = 0) -> PanelWeight | None:
     """None where its format has no codes, or groups that panels do not have."""
+    if not piece.has_codes(copy):
+        return None
     step, parts, meaning = max(BLOCK, _PART // piece.ins // BLOCK * BLOCK), list[dict[str, Tensor]](), None
     for first in range(0, piece.outs, step):
         rows = slice(first, min(first + step, piece.outs))
-        try:
-            codes = piece.in_codes(rows, copy)
-        except (NotImplementedError, ValueError):  # no codes, or groups of several sizes
-            return None
+        codes = piece.in_codes(rows, copy)
         meaning = meaning or _meaning(piece, codes, copy)
         if meaning is None or not _fits(meaning, codes, piece.ins):
             return None
@@ -257,6 +256,27 @@ class Way:
     widened: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Pieces one below another that take the same inputs in one way; their outputs begin with column ``first`` of y. What a product is told of
+    them is made once: a step of one row has little time."""
+
+    way: Way
+    pieces: list[PackedMatrix]
+    first: int
+    outs: int
+    bias: Tensor | None  # their part
+    weights: list[Relaid]  # what outputs point to
+    outputs: Array[_Output] | None  # None: widened
+
+    @classmethod
+    def create(cls, way: Way, pieces: list[PackedMatrix], first: int, bias: Tensor | None, copy: int) -> Run:
+        outs = sum(piece.outs for piece in pieces)
+        own = None if bias is None else bias[first : first + outs]
+        weights = [] if way.widened else [piece.relaid[copy] for piece in pieces]
+        return cls(way, pieces, first, outs, own, weights, _outputs(weights, first, own) if weights else None)
+
+
 @dataclass(frozen=True, slots=True)
 class PanelProduct:
     """x [rows, ins] times matrices that lie one below another. ``rounds``: inputs may be rounded to 8 bits;
@@ -270,8 +290,16 @@ class PanelProduct:
     empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor, piece: PackedMatrix, copy: int) -> Tensor:
-        relaid(self.native, piece)
-        return self.multiply(x, [(self.way(piece, 0), piece)], None, copy)
+        return self.multiply(x, self.runs([piece], None, copy), copy)
+
+    def runs(self, pieces: Sequence[PackedMatrix], bias: Tensor | None, copy: int = 0) -> list[Run]:
+        for piece in pieces:
+            relaid(self.native, piece)
+        ways, made, first = ((self.way(piece, index), piece) for index, piece in enumerate(pieces)), list[Run](), 0
+        for way, group in groupby(ways, itemgetter(0)):
+            made.append(Run.create(way, [piece for _, piece in group], first, bias, copy))
+            first += made[-1].outs
+        return made
 
     def way(self, piece: PackedMatrix, index: int) -> Way:
         """Raises ConfigError where its sums would depend on the batch."""
@@ -289,38 +317,35 @@ class PanelProduct:
             return Way(whole=True, by_row=True)
         return Way(rounding=str(index) if eight.static else piece.form.label)
 
-    def multiply(self, x: Tensor, pieces: Sequence[tuple[Way, PackedMatrix]], bias: Tensor | None, copy: int = 0) -> Tensor:
-        y, first = self.empty((len(x), sum(piece.outs for _, piece in pieces)), x.dtype, x.device), 0
-        for way, group in groupby(pieces, itemgetter(0)):
-            some = [piece for _, piece in group]
-            last = first + sum(piece.outs for piece in some)
-            part, own = y[:, first:last], None if bias is None else bias[first:last]
-            if way.widened or (self.vendor and not way.whole and len(x) > MANY_ROWS):
-                wide = torch.cat([widened(x, piece, copy) for piece in some], 1)
-                part.copy_(wide if own is None else wide + own)
+    def multiply(self, x: Tensor, runs: Sequence[Run], copy: int = 0) -> Tensor:
+        y = self.empty((len(x), runs[-1].first + runs[-1].outs), x.dtype, x.device)
+        for run in runs:
+            if run.outputs is None or (self.vendor and not run.way.whole and len(x) > MANY_ROWS):
+                wide = torch.cat([widened(x, piece, copy) for piece in run.pieces], 1)
+                y[:, run.first : run.first + run.outs].copy_(wide if run.bias is None else wide + run.bias)
             elif len(x):
-                self._call(x, some, own, part, way, copy)
-            first = last
+                self._call(x, run, run.outputs, y, copy)
         return y
 
-    def _call(self, x: Tensor, pieces: Sequence[PackedMatrix], bias: Tensor | None, y: Tensor, way: Way, copy: int) -> None:
-        weights = [piece.relaid[copy] for piece in pieces]
-        inputs = rows_of(x if way.by_row else pieces[0].activated(x, copy))
-        if (order := weights[0].tensors.get("order")) is not None:
+    def _call(self, x: Tensor, run: Run, outputs: Array[_Output], y: Tensor, copy: int) -> None:
+        piece, weight, by_row = run.pieces[0], run.weights[0], run.way.by_row
+        inputs = rows_of(x if by_row else piece.activated(x, copy))
+        if (order := weight.tensors.get("order")) is not None:
             inputs = inputs[:, order]
-        padded = weights[0].pointers.ins
-        given = _Inputs(TYPES[x.dtype], way.by_row, len(x), inputs.stride(0), padded, inputs.shape[1], inputs.data_ptr())
-        outputs = (_Output * len(weights))(*_outputs(weights, bias, y))
-        if self.function(len(weights), outputs, pointer(given), way.whole, torch.get_num_threads()):
-            raise MemoryError(f"no memory for {len(x)} rows of {inputs.shape[1]} inputs")
+        rows, there = inputs.shape
+        given = _Inputs(TYPES[x.dtype], by_row, rows, inputs.stride(0), weight.pointers.ins, there, inputs.data_ptr())
+        if self.function(len(outputs), outputs, byref(given), y.data_ptr(), y.stride(0), run.way.whole, torch.get_num_threads()):
+            raise MemoryError(f"no memory for {rows} rows of {there} inputs")
 
 
-def _outputs(weights: Sequence[Relaid], bias: Tensor | None, y: Tensor) -> Iterator[_Output]:
-    first = 0
-    for weight in weights:
-        at = first * y.itemsize
-        yield _Output(pointer(weight.pointers), None if bias is None else bias.data_ptr() + at, y.data_ptr() + at, y.stride(0))
-        first += weight.outs
+def _outputs(weights: Sequence[Relaid], first: int, bias: Tensor | None) -> Array[_Output]:
+    """``first``: column of the first one; ``bias``: theirs."""
+    made, begin = (_Output * len(weights))(), 0
+    for each, weight in zip(made, weights, strict=True):
+        each.w, each.first = pointer(weight.pointers), first + begin
+        each.bias = None if bias is None else bias[begin:].data_ptr()
+        begin += weight.outs
+    return made
 
 
 def _product(native: Native, site: CallSite[Any], served: Sequence[object], *, rounds: bool) -> PanelProduct | Declined:
@@ -332,7 +357,7 @@ def _product(native: Native, site: CallSite[Any], served: Sequence[object], *, r
         return Declined("built without OpenMP (one thread only); torch's own product uses them all")
     fast = bool(native.library["headrace_has_compressed"]())  # AVX-512 BF16
     vendor = fast and site.facts.dtype is torch.bfloat16 and not site.batch_invariant
-    function = function_of(native, "headrace_panel_product", "qPPii", c_int)
+    function = function_of(native, "headrace_panel_product", "qPPPqii", c_int)
     return PanelProduct(native, function, rounds, vendor, site.batch_invariant, site.empty)
 
 
@@ -344,11 +369,13 @@ def create_linear(native: Native, site: CallSite[WeightFacts], *, rounds: bool) 
         return product
 
     def pack(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        for piece in pieces:
-            relaid(native, piece)
-        ways = [(product.way(piece, index), piece) for index, piece in enumerate(pieces)]
-        outs = sum(piece.outs for piece in pieces)
-        return lambda x: product.multiply(x.reshape(-1, x.shape[-1]), ways, bias).view(*x.shape[:-1], outs)
+        runs = product.runs(pieces, bias)
+        outs = sum(run.outs for run in runs)
+
+        def linear(x: Tensor) -> Tensor:
+            return product.multiply(x, runs) if x.dim() == 2 else product.multiply(x.reshape(-1, x.shape[-1]), runs).view(*x.shape[:-1], outs)
+
+        return linear
 
     return pack
 
