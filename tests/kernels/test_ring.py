@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from headrace.bench import tune
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import CallSite, Declined, EightBits, Shape
-from headrace.kernels.linear import candidates, ring_forms
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear import candidates, reference, ring_forms
+from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.flat_forms import flat, vector
 from headrace.kernels.linear.measured import SHIPPED, Measured
 from headrace.kernels.linear.packing import Coding
@@ -143,6 +144,57 @@ def test_the_shipped_table_is_sound() -> None:
     for shape, forms in shipped.items():
         assert [most for most, _ in forms] == sorted({most for most, _ in forms}) and forms[0] == (1, None)
         assert all(form is None or form.fits(shape, 132) for _, form in forms)
+
+
+# --- who computes how many rows
+
+
+class Ring:
+    """Stands for a RingLinear: which rows it was given, with what, in a product that a CPU computes."""
+
+    def __init__(self, weight: torch.Tensor, forms: Any) -> None:
+        self.weight, self.forms, self.shape, self.given = weight, forms, Shape(*weight.shape), list[tuple[int, int]]()
+
+    def empty(self, size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(size, float("nan"), dtype=dtype, device=device)
+
+    def compute(self, x: torch.Tensor, around: Any, form: RingForm, y: torch.Tensor | None = None) -> Any:
+        assert len(x) <= form.rows
+        self.given.append((len(x), form.rows))
+        product = reference.fused_linear(self.weight, None)(x, around)
+        return product if y is None else (y.copy_(product[0]), None, None)
+
+
+@pytest.mark.parametrize(("rows", "cut"), [(64, []), (65, [65]), (128, [128]), (129, [65, 64]), (256, [128, 128]), (257, [])])
+def test_codes_serve_more_rows_in_parts(rows: int, cut: list[int]) -> None:
+    rings = pytest.importorskip("headrace.kernels.linear.rings", exc_type=ImportError)
+    torch.manual_seed(rows)
+    weight, x = torch.randn(48, 32).bfloat16(), torch.randn(rows, 32).bfloat16()
+    ring = Ring(weight, ((64, RingForm(64, 64)), (128, RingForm(128, 64))))
+    y = rings.CutRing(ring, lambda x: reference.linear(weight, None)(x))(x.view(1, rows, 32))
+    assert [size for size, _ in ring.given] == cut and y.shape == (1, rows, 48)
+    torch.testing.assert_close(y[0], reference.linear(weight, None)(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("rows", "served"), [(1, True), (64, True), (65, False), (128, False)])
+def test_inputs_of_8_bits_are_rounded_once_and_scaled_behind_the_sums(rows: int, served: bool) -> None:
+    """With a norm before it up to 64 rows; alone from there on."""
+    rings = pytest.importorskip("headrace.kernels.linear.rings", exc_type=ImportError)
+    codes, scale = torch.zeros(rows, 32, dtype=torch.float8_e4m3fn), torch.rand(rows, 1)
+    asked: list[Any] = []
+    product = SimpleNamespace(eight=EightBits("fp8"), rounded=lambda x, around: asked.append(around) or (codes, scale), fused=None)
+    ring = SimpleNamespace(forms=((64, RingForm(64, 64, eight="fp8")), (128, RingForm(128, 64, eight="fp8"))))
+    ring.compute = lambda x, around, form: (x, around, form)
+    x, around = torch.randn(rows, 32).bfloat16(), Around(torch.rand(3, rows), 1e-5)
+    if served:
+        pairs, given, form = rings.EightBitRing(product, ring)(x, around)
+        assert asked == [around] and given.squares.shape == (1, rows) and given.eps == 1e-5
+    else:
+        ring.compute = lambda x, around, form: (asked.append((around.squares.shape, form.rows)), torch.zeros(rows, 48))[1:]
+        assert rings.EightBitCut(product, ring)(x).shape == (rows, 48)
+        assert asked == [Around(), ((1, rows), 128)]
+        return
+    assert pairs.shape == (rows, 16) and pairs.dtype is torch.bfloat16 and form.rows == 64 and torch.equal(given.squares[0], scale[:, 0])
 
 
 # --- measuring
