@@ -158,6 +158,14 @@ def test_energy_is_in_the_samples_where_it_is_counted() -> None:
     assert [row[dashboard.SAMPLE_COLUMNS.index("energy_joules") :] for row in history.samples.after(0)] == [(None, None), (12.345679, 0.25)]
 
 
+def test_drafts_are_in_the_samples_where_something_drafts() -> None:
+    history, metrics = History(), ServerMetrics([])
+    for counts in (None, {"steps": 4, "drafted": [4, 3], "accepted": [3, 1]}):
+        history.take(metrics, {**stats(), "drafts": counts}, 1.0)
+    first = dashboard.SAMPLE_COLUMNS.index("draft_steps")
+    assert [row[first : first + 3] for row in history.samples.after(0)] == [(None, None, None), (4, 7, 4)]
+
+
 def test_percentiles_are_of_the_window_alone() -> None:
     history, metrics = History(), ServerMetrics([])
     metrics.observe("inter_token_latency_seconds", 5.0)

@@ -24,15 +24,16 @@ from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams
+from tests.support.hash_engine import FIXED
 
 Events = list[dict[str, Any]]
 
 
-def traced_run(path: Path, depth: int, requests: int = 3) -> tuple[StepTrace, StepRecorder]:
+def traced_run(path: Path, depth: int, requests: int = 3, drafts: int = 0) -> tuple[StepTrace, StepRecorder]:
     clock, recorder = RealClock(), StepRecorder()
     core = EngineCore(
-        KeyedHashExecutor(keyed_hash_info(), device_time=0.0005, clock=clock),
-        scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=2),
+        KeyedHashExecutor(keyed_hash_info(max_drafts=drafts), device_time=0.0005, clock=clock, acceptance=0.7),
+        scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=2, speculative_config=FIXED % drafts if drafts else None),
         cache=CacheConfig(),
         eos_token_ids=frozenset(),
         namespace=b"",
@@ -41,7 +42,7 @@ def traced_run(path: Path, depth: int, requests: int = 3) -> tuple[StepTrace, St
     )
     trace = StepTrace(TraceFile(str(path)), recorder, core.stats, name="test")
     core.observe(trace)
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=6 + 8 * drafts, ignore_eos=True)
     for number in range(requests):
         core.add(Request(request_id=number, prompt_token_ids=array("i", range(40)), params=params))
     while core.has_work:
@@ -53,6 +54,16 @@ def events_of(path: Path) -> Events:
     text = path.read_text()
     events: Events = json.loads(text if text.endswith("]\n") else text + "]")
     return events
+
+
+def test_a_step_tells_what_was_drafted_and_right(tmp_path: Path) -> None:
+    trace, _ = traced_run(tmp_path / "t.json", 1, drafts=3)
+    trace.close()
+    told = [event["args"] for event in events_of(tmp_path / "t.json") if "drafted" in event.get("args", {})]
+    assert told and all(0 <= each["accepted"] <= each["drafted"] for each in told) and sum(each["accepted"] for each in told) > 0
+    plain, _ = traced_run(tmp_path / "plain.json", 1)
+    plain.close()
+    assert not any("drafted" in event.get("args", {}) for event in events_of(tmp_path / "plain.json"))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

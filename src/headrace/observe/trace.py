@@ -119,7 +119,8 @@ class StepTrace:
         self._origin = times.scheduled if self._origin is None else self._origin
         for seconds, event in self._of_sequences(plan, times.scheduled):
             self._add(seconds, event)
-        for seconds, event in (*_of_host(plan.step_id, times), *_of_device(record, self._load(plan, result, times)), *_of_gauges(gauges, times)):
+        of_device = _of_device(record, {**_drafts(result), **self._load(plan, result, times)})
+        for seconds, event in (*_of_host(plan.step_id, times), *of_device, *_of_gauges(gauges, times)):
             self._add(seconds, event)
         # What the next step does begins after this one was submitted, and after now if it is not submitted yet.
         self._write(until=times.queued if times.in_flight else times.settled)
@@ -209,6 +210,14 @@ def _of_device(record: StepRecord, load: dict[str, Any]) -> Iterator[tuple[float
         **load,
     }
     yield record.begin, _slice("failed" if record.failed else record.kind, _DEVICE, record.end - record.begin, args)
+
+
+def _drafts(result: StepResult | None) -> dict[str, Any]:
+    """Tokens that were proposed in a step, and how many of these were right."""
+    if result is None or not sum(result.drafted):
+        return {}
+    right = sum(max(0, len(tokens) - 1) for drafted, tokens in zip(result.drafted, result.tokens, strict=True) if drafted)
+    return {"drafted": sum(result.drafted), "accepted": right}
 
 
 def _of_gauges(gauges: EngineStats, times: StepTimes) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -42,7 +42,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 SAMPLE_COLUMNS = (
     "number", "time", "prompt_tokens", "generated_tokens", "prefilling", "decoding", "waiting", "preempted",
-    "used_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "preemptions",
+    "used_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "preemptions", "draft_steps", "drafted", "accepted",
     "ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99",
     "measured_seconds", "floor_seconds", "idle_seconds", "energy_joules", "energy_seconds",
 )  # fmt: skip
@@ -153,8 +153,13 @@ def _gauges(metrics: ServerMetrics, stats: Mapping[str, Any]) -> Row:
         stats["num_prefilling"], stats["num_running"] - stats["num_prefilling"],
         stats["num_waiting"] - stats["num_preempted"], stats["num_preempted"],
         stats["num_used_blocks"], stats["num_cached_blocks"],
-        counters["prefix_queries"], counters["prefix_hits"], counters["preemptions"],
+        counters["prefix_queries"], counters["prefix_hits"], counters["preemptions"], *_drafts(stats.get("drafts")),
     )  # fmt: skip
+
+
+def _drafts(counts: Mapping[str, Any] | None) -> tuple[int | None, ...]:
+    """Verifications of one row, drafts in them, and how many of these were right; None where nothing drafts."""
+    return (None,) * 3 if counts is None else (counts["steps"], sum(counts["drafted"]), sum(counts["accepted"]))
 
 
 def _sums(stats: Mapping[str, Any]) -> Row:

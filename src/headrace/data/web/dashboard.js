@@ -128,8 +128,18 @@ function drawTiles(news, samples) {
     tile("Between tokens", last.tpot_p50, "seconds", `99 %: ${format(last.tpot_p99 ?? null, "seconds")}`, column("tpot_p50"), 2),
     tile("KV cache in use", usage.at(-1), "percent", `${(last.used_blocks ?? 0).toLocaleString("en")} of ${news.num_blocks.toLocaleString("en")} blocks`, usage, 1),
     tile("Of physical limit", limit.at(-1) ?? null, "percent", "over the last 10 s", limit, 4),
+    ...draftsTile(samples),
     ...powerTile(samples),
   );
+}
+
+/** How many tokens a verification gives, where something drafts. */
+function draftsTile(samples) {
+  const counted = samples.filter((sample) => sample.draft_steps !== null);
+  if (counted.length < 2) return [];
+  const right = ratios(counted, "accepted", "drafted");
+  const tokens = ratios(counted, "accepted", "draft_steps").at(-1);
+  return [tile("Drafts right", right.at(-1), "percent", tokens === null ? "none in the last 10 s" : `${(1 + tokens).toFixed(2)} tokens a row and step`, right, 2)];
 }
 
 /** What the device draws, where it counts that. */
