@@ -69,13 +69,13 @@ class _Memory:
 def _read(files: MappedFiles, factors: Factors, memory: _Memory) -> HostFactors:
     def tensor(entry: TensorEntry) -> Tensor:
         read = files.tensor(entry.file, DTYPES[entry.dtype], entry.start, entry.num_bytes).view(entry.shape)
-        if not torch.isfinite(read).all():
+        if not _is_finite(read):
             raise ModelError(f"{entry.file}: a factor of {factors.module.name} holds NaN or infinite values. Use another version of it.")
         return read
 
     def held(value: Tensor) -> Tensor:
         kept = memory.held(value)
-        if kept.dtype != value.dtype and not torch.isfinite(kept).all():
+        if kept.dtype != value.dtype and not _is_finite(kept):
             raise ModelError(f"{factors.a.file}: a factor of {factors.module.name} is too large for {kept.dtype}. Use --dtype float32.")
         return kept
 
@@ -83,3 +83,8 @@ def _read(files: MappedFiles, factors: Factors, memory: _Memory) -> HostFactors:
     turned = factors.module.weight.role is Role.EMBEDDING
     magnitude = None if factors.magnitude is None else tensor(factors.magnitude).float()
     return HostFactors(factors.module.part, held(a.T if turned else a), held(b.T), magnitude)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """All of them. A sum is where they are, but for large ones, and takes a tenth of the time."""
+    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
