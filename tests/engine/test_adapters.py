@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from headrace import LLM, LoRARequest, SamplingParams
+from headrace.cache.prefix_tree import PrefixTree
 from headrace.errors import ConfigError, InvalidRequest, ModelError
+from headrace.lora import peft
+from headrace.lora.residency import Residency
+from headrace.lora.slots import AdapterSlots
+from headrace.worker.inputs import Gather
 from tests.support import adapters, tiny
 from tests.support.outside import shared
 
@@ -152,3 +158,51 @@ def test_what_is_no_adapter_of_this_model_harms_nobody(llama: tuple[Any, Path], 
         LLM(str(folder / "base"), lora_modules=[f"good={good}"], max_lora_rank=2)
     with pytest.raises(ConfigError, match="NAME=PATH"):
         LLM(str(folder / "base"), lora_modules=["good"])
+
+
+# --- planted defects: what the tests above are worth ------------------------------------------------------------------
+
+
+def _crowd(llama: tuple[Any, Path]) -> list[list[int]]:
+    """Answers of four adapters in turn behind one long beginning, over two slots, which they take from each other."""
+    model, folder = llama
+    for seed in range(4):
+        adapters.write(folder / "crowd" / f"c{seed}", model, targets=("q_proj", "v_proj", "down_proj"), rank=2 + seed, seed=seed, strength=0.6)
+    prompts = [[*range(100, 150), 7 + index] for index in range(12)]
+    asked = [LoRARequest(f"c{index % 4}") for index in range(12)]
+    with engine(folder / "base", lora_dir=str(folder / "crowd"), max_loras=2, max_num_seqs=4, max_num_batched_tokens=80) as llm:
+        return answers(llm, prompts, asked)
+
+
+@pytest.fixture(scope="module")
+def crowd(llama: tuple[Any, Path]) -> list[list[int]]:
+    return _crowd(llama)
+
+
+_bring, _claims, _find, _ensure, _scale, _rows_of = (
+    AdapterSlots.bring, Residency.claims, PrefixTree.find_root, PrefixTree.ensure_root, peft._scale, Gather._adapters
+)  # fmt: skip
+DEFECTS: dict[str, dict[tuple[Any, str], Any]] = {
+    "brought into the slot beside its own": {(AdapterSlots, "bring"): lambda self, slot, adapter: _bring(self, (slot + 1) % 2, adapter)},
+    "rows have the slot of the row before": {(Gather, "_adapters"): lambda self, packing, slots: _rows_of(self, packing, np.roll(slots, 1))},
+    "scaled by a rank too many": {(peft, "_scale"): lambda folder, config, module, rank: _scale(folder, config, module, rank + 1)},
+    "evicted while in use": {(Residency, "claims"): lambda self, running: _claims(self, ())},
+    "prefixes of all adapters are one": {
+        (PrefixTree, "find_root"): lambda self, salt, adapter: _find(self, salt, None),
+        (PrefixTree, "ensure_root"): lambda self, salt, adapter: _ensure(self, salt, None),
+    },
+}
+
+
+def test_a_crowd_gets_what_each_gets_alone(llama: tuple[Any, Path], crowd: list[list[int]]) -> None:
+    _, folder = llama
+    with engine(folder / "base", lora_dir=str(folder / "crowd"), enable_prefix_caching=False) as llm:
+        alone = [answers(llm, [[*range(100, 150), 7 + index]], LoRARequest(f"c{index % 4}"))[0] for index in range(12)]
+    assert crowd == alone
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_found(defect: str, llama: tuple[Any, Path], crowd: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    for (owner, name), replacement in DEFECTS[defect].items():
+        monkeypatch.setattr(owner, name, replacement)
+    assert _crowd(llama) != crowd

@@ -209,8 +209,25 @@ def test_steps_with_adapters_have_graphs_that_hold_for_any_rows(head_touched: bo
                 adapted = replays
     assert found[0] == found[1]
     assert (len(adapted) >= 15) != head_touched
-    bare = alone(sequences(8, 1, (GREEDY, SAMPLED)))
-    assert found[0] != bare
+    assert found[0] != alone(sequences(8, 1, (GREEDY, SAMPLED)))
+
+
+def test_slots_as_they_were_at_the_capture_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted defect."""
+    real, stand_in = Rows.slots_of, SimpleNamespace(slots=SimpleNamespace(head_touched=False), close=lambda: None)
+    found = []
+    for frozen in (False, True):
+        if frozen:
+            monkeypatch.setattr(Rows, "slots_of", lambda self, rows, positions: _frozen(real(self, rows, positions)))
+        with recorded_executor(graphed=True, adapters=stand_in) as (executor, _, _):
+            running, planner = sequences(4, 1), Planner(executor.info.kv_groups)
+            for each in running:
+                each.adapter_slot = each.row
+            prefill(executor, planner, running)
+            for pair in (running[:2], running[2:], running[1:3]):
+                decode(executor, planner, pair)
+            found.append([each.output for each in running])
+    assert found[0] != found[1]
 
 
 def test_a_chunk_of_one_prompt_token_samples_nothing_where_nothing_is_asked_for() -> None:
