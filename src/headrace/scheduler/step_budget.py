@@ -25,8 +25,10 @@ SLICE = 16  # tokens: of a second prompt, no less is worth a row of its own
 ROUNDS = 12
 
 
-class StepFloors(Protocol):
-    """What the cost model is to the scheduler. ``windows``: how far attention sees, by KV group (None: all)."""
+class Forecast(Protocol):
+    """What the cost model is to the scheduler. ``windows``: how far attention sees, by KV group (None: all).
+
+    Frozen: what is learnt later is the roster's ``speed``."""
 
     @property
     def windows(self) -> tuple[int | None, ...]: ...
@@ -35,21 +37,25 @@ class StepFloors(Protocol):
         """The least a step takes on this device. ``pairs`` of query and key, and ``keys`` read, of one layer by KV group."""
         ...
 
+    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
+        """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves included."""
+        ...
+
 
 class StepMeter:
     """One step. ``starts``: positions of the single tokens that it computes already. ``overfull``: they alone exceed ``seconds``."""
 
     __slots__ = (
-        "_answer", "_asked", "_chunks", "_floor", "_floors", "_keys", "_least",
+        "_answer", "_asked", "_chunks", "_floor", "_forecast", "_keys", "_least",
         "_pairs", "_share", "_target", "_tokens", "bound", "overfull",
     )  # fmt: skip
 
-    def __init__(self, floors: StepFloors, speed: StepSpeed, seconds: float, starts: Sequence[int]) -> None:
+    def __init__(self, forecast: Forecast, speed: StepSpeed, seconds: float, starts: Sequence[int]) -> None:
         self.bound = bool(starts)
-        self._floors = floors
+        self._forecast = forecast
         self._tokens = len(starts)
         self._chunks = 0
-        self._keys = [_keys_of_singles(starts, window) for window in floors.windows]
+        self._keys = [_keys_of_singles(starts, window) for window in forecast.windows]
         self._pairs = self._keys[:]
         self._asked, self._answer = (0, 0), 0
         self._target = speed.promised(seconds)
@@ -70,7 +76,7 @@ class StepMeter:
         """Planned. Its last token may be sampled."""
         self._chunks += 1
         self._tokens += count
-        for group, window in enumerate(self._floors.windows):
+        for group, window in enumerate(self._forecast.windows):
             self._pairs[group] += pairs_of(start, count, window)
             self._keys[group] += keys_of(start, count, window)
         self._asked = (0, 0)
@@ -104,11 +110,11 @@ class StepMeter:
     def floor_with(self, start: int, count: int) -> float:
         """The step's floor with one more chunk."""
         if not count:
-            return self._floors.floor_seconds(self._tokens, self._tokens, self._pairs, self._keys)
-        windows = self._floors.windows
+            return self._forecast.floor_seconds(self._tokens, self._tokens, self._pairs, self._keys)
+        windows = self._forecast.windows
         pairs = [known + pairs_of(start, count, window) for known, window in zip(self._pairs, windows, strict=True)]
         keys = [known + keys_of(start, count, window) for known, window in zip(self._keys, windows, strict=True)]
-        return self._floors.floor_seconds(self._tokens + count, self._tokens + 1, pairs, keys)
+        return self._forecast.floor_seconds(self._tokens + count, self._tokens + 1, pairs, keys)
 
 
 def _keys_of_singles(starts: Sequence[int], window: int | None) -> float:

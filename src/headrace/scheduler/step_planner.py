@@ -24,7 +24,7 @@ from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import Policy
 from headrace.scheduler.roster import Roster
-from headrace.scheduler.step_budget import StepFloors, StepMeter
+from headrace.scheduler.step_budget import Forecast, StepMeter
 from headrace.sequence import Sequence
 from headrace.speculative.length import Speculation
 
@@ -85,7 +85,7 @@ class StepPlanner:
         roster: Roster,
         cache: CacheManager,
         policy: Policy,
-        floors: StepFloors | None = None,
+        forecast: Forecast | None = None,
         residency: Residency | None = None,
     ) -> None:
         """``residency``: where requests' adapters take slots of a device."""
@@ -95,7 +95,7 @@ class StepPlanner:
         self.roster = roster
         self.cache = cache
         self.policy = policy
-        self._floors = floors
+        self._forecast = forecast
         self.speculation: Speculation | None = None  # where the worker drafts
         self.max_step_seconds = limits.max_step_seconds
         self.prefix_queries = 0
@@ -306,8 +306,8 @@ class StepPlanner:
         return plan.meter
 
     def create_meter(self, seconds: float, starts: Seq[int]) -> StepMeter:
-        assert self._floors is not None, "checked at the start"
-        return StepMeter(self._floors, self.roster.speed, seconds, starts)
+        assert self._forecast is not None, "checked at the start"
+        return StepMeter(self._forecast, self.roster.speed, seconds, starts)
 
     def _try_plan(self, sequence: Sequence, plan: PlanBuilder, count: int, drafts: int = 0) -> bool:
         """Plans ``count`` tokens if blocks suffice, the last ``drafts`` of them to be proposed; samples when the others are the last known

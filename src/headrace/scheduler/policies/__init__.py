@@ -14,10 +14,11 @@ from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.scheduler.policies.deadline import Deadline
 from headrace.scheduler.policies.fair import Fair
-from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Policy, Refusal
+from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Policy, Refusal
 from headrace.scheduler.policies.qoe import QualityOfExperience
 from headrace.scheduler.policies.shortest_remaining import History, MaxTokens, ShortestRemaining
 from headrace.scheduler.policies.static import FirstComeFirstServed, Priority
+from headrace.scheduler.step_budget import Forecast
 
 Create = Callable[[SchedulerConfig, Forecast | None], Policy]
 

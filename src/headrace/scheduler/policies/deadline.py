@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from headrace.cost.speed import StepSpeed, Tail
 from headrace.errors import ConfigError
 from headrace.request import Request, SequenceStatus
-from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Refusal
+from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal
 from headrace.scheduler.roster import Roster
-from headrace.scheduler.step_budget import StepFloors, StepMeter
+from headrace.scheduler.step_budget import Forecast, StepMeter
 from headrace.sequence import Sequence
 
 # --- what a request would meet
@@ -88,11 +88,11 @@ class Past:
         return max(1.0, min(most, max(self.answer - sequence.num_output_tokens, self.answer / 4)))
 
 
-def prompt_pace(floors: StepFloors, roster: Roster, bound: float | None, context: int) -> PromptPace:
+def prompt_pace(forecast: Forecast, roster: Roster, bound: float | None, context: int) -> PromptPace:
     """How fast prompts are computed beside those who run now, each token seeing ``context`` before it."""
     starts = [each.num_tokens - 1 for each in roster.running if each.num_computed_tokens >= each.num_prompt_tokens]
     room = max(1, roster.limits.max_num_batched_tokens - len(starts))
-    meter = StepMeter(floors, roster.speed, bound if bound is not None else 1e9, starts)
+    meter = StepMeter(forecast, roster.speed, bound if bound is not None else 1e9, starts)
     tokens = meter.fits(context, room)
     return PromptPace(tokens, _seconds(roster.speed, meter.floor_with(context, tokens), alone=not starts))
 
@@ -107,36 +107,36 @@ def _seconds(speed: StepSpeed, floor: float, *, alone: bool) -> float:
 
 
 def prospect(
-    sequence: Sequence, work: int, ahead: Iterable[tuple[Sequence, int]], floors: StepFloors, roster: Roster, past: Past, bound: float | None
+    sequence: Sequence, work: int, ahead: Iterable[tuple[Sequence, int]], forecast: Forecast, roster: Roster, past: Past, bound: float | None
 ) -> Prospect:
     """``work``: tokens of its prompt to compute; ``ahead``: those who go first, with theirs; ``bound``: seconds a step may take."""
     before = list(ahead)
-    pace = prompt_pace(floors, roster, bound, max(0, sequence.num_prompt_tokens - work // 2))
-    others, own = pace.time(left_of_prompts(roster) + sum(tokens for _, tokens in before)), _own_seconds(work, pace, floors, roster, sequence)
-    gap = _gap(sequence, before, floors, roster)
+    pace = prompt_pace(forecast, roster, bound, max(0, sequence.num_prompt_tokens - work // 2))
+    others, own = pace.time(left_of_prompts(roster) + sum(tokens for _, tokens in before)), _own_seconds(work, pace, forecast, roster, sequence)
+    gap = _gap(sequence, before, forecast, roster)
     return Prospect(_place(sequence, work, before, roster, past, gap), others, own, gap, len(roster.running))
 
 
-def _own_seconds(work: int, pace: PromptPace, floors: StepFloors, roster: Roster, sequence: Sequence) -> float:
+def _own_seconds(work: int, pace: PromptPace, forecast: Forecast, roster: Roster, sequence: Sequence) -> float:
     """A short prompt takes one step, and that is shorter than a full one."""
     if work > pace.tokens:
         return pace.time(work)
-    return min(pace.seconds, alone(work, sequence.num_prompt_tokens - work, floors, roster.speed) + pace.seconds / 2)
+    return min(pace.seconds, alone(work, sequence.num_prompt_tokens - work, forecast, roster.speed) + pace.seconds / 2)
 
 
-def alone(work: int, start: int, floors: StepFloors, speed: StepSpeed) -> float:
+def alone(work: int, start: int, forecast: Forecast, speed: StepSpeed) -> float:
     """Seconds of a prompt on an idle engine, at least: in one step."""
-    meter = StepMeter(floors, speed, 1e9, ())
+    meter = StepMeter(forecast, speed, 1e9, ())
     return _seconds(speed, meter.floor_with(start, max(1, work)), alone=True)
 
 
-def _gap(sequence: Sequence, before: list[tuple[Sequence, int]], floors: StepFloors, roster: Roster) -> float:
+def _gap(sequence: Sequence, before: list[tuple[Sequence, int]], forecast: Forecast, roster: Roster) -> float:
     """Seconds of a step once all of these write, as far as there are rows for them."""
     members = [*roster.running, *(each for each, _ in before), sequence]
     rows = min(len(members), roster.limits.max_num_seqs)
     keys = sum(each.num_tokens for each in members) * rows / len(members)
-    seen = [keys if window is None else min(keys, float(rows * window)) for window in floors.windows]
-    return roster.speed.decode.seconds(floors.floor_seconds(rows, rows, seen, seen)) + roster.speed.gap
+    seen = [keys if window is None else min(keys, float(rows * window)) for window in forecast.windows]
+    return roster.speed.decode.seconds(forecast.floor_seconds(rows, rows, seen, seen)) + roster.speed.gap
 
 
 def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], roster: Roster, past: Past, gap: float) -> float:

@@ -23,12 +23,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from headrace.request import Request
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.roster import Roster
-from headrace.scheduler.step_budget import StepFloors
 from headrace.sequence import Sequence
 
 Order = tuple[float, ...]  # smaller goes first; all orders of one policy are of one length; never NaN
@@ -53,14 +51,6 @@ class Refusal:
     message: str
     retry_after: float | None = None
     param: str | None = None
-
-
-class Forecast(StepFloors, Protocol):
-    """What the cost model knows. Frozen: what is learnt later is the roster's ``speed``."""
-
-    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves included."""
-        ...
 
 
 class DynamicPolicy(Policy):
