@@ -67,6 +67,8 @@ class NCCLGroup:
 
     def __init__(self, id: bytes, rank: int, size: int, *, one_shot: bool) -> None:
         self.rank, self.size, self.meetings = rank, size, 0
+        self._one_shot: OneShot | None = None
+        self.account = "NCCL"
         self._library = library = _library()
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
@@ -74,8 +76,6 @@ class NCCLGroup:
         self.all_reduce(torch.zeros(2**20, device=self._device))  # connections are made, and their memory is taken, before anybody counts it
         self.all_gather(torch.zeros(1, 2**10, device=self._device), 2**10)
         torch.cuda.synchronize()
-        self._one_shot: OneShot | None = None
-        self.account = "NCCL"
         if one_shot:
             self._try_one_shot()
 

@@ -48,7 +48,8 @@ class Cut:
             tuple(_scaled(each, size, of) for each in held) if size != own else (range(size),)
             for size, own in zip(whole, mine, strict=True)
         ]
-        assert all(len(each) == 1 for each in ranges[1:]), (form.label, name)
+        if any(len(each) != 1 for each in ranges[1:]):
+            raise ValueError(f"{name} has several of its parts side by side")
         return Cut(ranges[0], ranges[1][0] if len(ranges) > 1 else range(1), whole, (whole[0],), bias=True)
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, slice]]:
