@@ -101,7 +101,7 @@ class RingLinear:
         units = self.units if isinstance(self.weight, Tensor) else self.weight.factor
         turned = not isinstance(self.weight, Tensor) and self.weight.gated and around.gate is None
         kernels.function((replace(form, late=False), around.gate, turned)).launch(
-            form.programs(self.shape, kernels.processors), 2 * form.columns + 32, torch.cuda.current_stream(x.device).cuda_stream,
+            form.programs(self.shape, kernels.processors), form.threads, torch.cuda.current_stream(x.device).cuda_stream,
             kernels.input_map(x, form.rows), self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
             _at(around.scale), c_int(0 if around.scale is None else around.scale.element_size()), _at(y), _at(scaled), _at(sums),
             c_int(pieces), c_int(tokens), c_int(outs), c_int(ins), c_float(around.eps), c_int(form.late),

@@ -34,6 +34,15 @@
 #define X_AT ((W_BYTES + 1023) / 1024 * 1024)
 #define STAGE_BYTES (X_AT + X_BYTES)
 #define THREADS (128 * GROUPS)  // that multiply; one more warp asks for copies
+#if defined(BITS) && ROWS > 64 && GROUPS > 1  // or four, whose registers go to those who multiply
+#define OTHERS 128
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 24;")
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 240;")
+#else
+#define OTHERS 32
+#define GIVE_REGISTERS()
+#define TAKE_REGISTERS()
+#endif
 #define SLICES (THREADS / ROWS)
 #define BLOCKS (ROWS / 8)  // of eight rows of x: a thread has four sums of each
 #define OWN ((BLOCKS + WAYS - 1) / WAYS)  // blocks of a tile that a program finishes, at most
@@ -118,7 +127,7 @@ struct Deal {  // what a program has to do: whole tiles, every so-manieth, or a 
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
 ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16 *bias, const u16 *residual,
      const void *scale, int scale_bytes, u16 *y, u16 *scaled, float *sums, int pieces, int tokens, int outs, int ins, float eps, int late UNIT) {
   extern __shared__ unsigned char raw[];
@@ -138,6 +147,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
   }
   __syncthreads();
   if (WAYS > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // who wants to hand over parts waits for it
+  if (threadIdx.x >= THREADS) { GIVE_REGISTERS(); }
   if (threadIdx.x == THREADS) {
     int ahead = min(deal.total, STAGES), s = 0, phase = 0, step = deal.begin, row = deal.tile * TALL, gate = late ? deal.total - LEAD : 0;
     auto weights = [&](int s) {
@@ -178,6 +188,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     if (WAYS > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     return;
   }
+  TAKE_REGISTERS();
   wait_for_before();
   int thread = threadIdx.x, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32, pair = lane % 4 * 2;
   float early[EARLY_PIECES];

@@ -63,6 +63,11 @@ class RingForm:
         return 2 * DEPTH if self.eight else DEPTH if self.coding is None else packing.DEPTH
 
     @property
+    def threads(self) -> int:
+        """Those that multiply, and a warp that asks for copies; or four, whose registers the others need."""
+        return 2 * self.columns + (128 if self.coding is not None and self.rows > 64 and self.columns > 64 else 32)
+
+    @property
     def stage_bytes(self) -> int:
         weights = 2 * DEPTH * self.columns if self.coding is None else self.columns // packing.ROWS * self.coding.block_bytes
         return -(-weights // 1024) * 1024 + (1 if self.eight else 2) * self.depth * self.rows
