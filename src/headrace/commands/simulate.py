@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=f"required: {DEVICES}")
     where.add_argument("--device-memory", type=parse_size, metavar="SIZE", help="memory of the device in bytes, instead of its known size")
     where.add_argument("--link-bandwidth", type=parse_size, metavar="SIZE", help="bytes/s between ranks, one way (default: the device's)")
-    where.add_argument("--link-latency", type=float, metavar="US", help="microseconds of one all-reduce without its bytes (default: 9)")
+    where.add_argument("--link-latency", type=float, metavar="US", help="microseconds of one all-reduce without its bytes (default: the device's)")
     simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")

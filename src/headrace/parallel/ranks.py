@@ -177,9 +177,7 @@ class Ranks:
         if isinstance(report, frames.Failed):
             self._lose(f"{rank}: {report.message}", report.kind)
         elif isinstance(report, frames.StepBroke):
-            timer = threading.Timer(ALONE_SECONDS, self._judge, (rank, report))
-            timer.daemon = True
-            timer.start()
+            _later(ALONE_SECONDS, self._judge, rank, report)
         elif not isinstance(report, frames.Beat):
             with self._changed:
                 rank.said.append(report)
@@ -214,8 +212,12 @@ class Ranks:
                 rank.process.kill()
             self._changed.notify_all()
         log.error("%s", self._lost.message)
-        self.abort()
+        _later(0.0, self.abort)  # which may have to wait itself
         if self._on_loss is not None:
-            timer = threading.Timer(LAST_WORDS_SECONDS, self._on_loss, (self._lost.message,))
-            timer.daemon = True
-            timer.start()
+            _later(LAST_WORDS_SECONDS, self._on_loss, self._lost.message)
+
+
+def _later(seconds: float, call: Callable[..., object], *arguments: object) -> None:
+    timer = threading.Timer(seconds, call, arguments)
+    timer.daemon = True
+    timer.start()

@@ -26,9 +26,11 @@ HERE = "cpu"
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes/s of sixteen lanes, one way
-REACHED_LINK = 329 / 450  # of NVLink's published bytes/s, one way, that sums of 1 GiB over two H100 reach
-MEETING_SECONDS = 9e-6  # assumed: what a small sum takes beside what it sends
-NVLINK_4, NVLINK_3, OVER_PCIE_4 = (Link(each * REACHED_LINK, MEETING_SECONDS) for each in (450e9, 300e9, PCIE_4))
+REACHED_LINK = 262 / 450  # of NVLink's published bytes/s, one way, that sums of 64 MiB over two H100 reach
+MEETING_SECONDS = 12.6e-6  # of a sum of 8 KiB over two H100, in a graph, through NCCL
+ONE_SHOT_SECONDS = 4.1e-6  # the same by the kernel of kernels/sums
+NVLINK_4 = Link(450e9 * REACHED_LINK, ONE_SHOT_SECONDS)
+NVLINK_3, OVER_PCIE_4 = (Link(each * REACHED_LINK, MEETING_SECONDS) for each in (300e9, PCIE_4))
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
 GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)  # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
 
