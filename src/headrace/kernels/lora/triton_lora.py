@@ -9,6 +9,8 @@ lane for each adapter that may be in it:
     slots of a tile    2  2  -  0  2  0  -  5        rows without an adapter are in no lane
     first of a kind    2        0           5
     lane               0        1           2        lane 3 and those behind it have nothing to do
+
+Slots, ranks and factors may be read before the launch before has ended: what writes them is never launched early.
 """
 
 from __future__ import annotations
@@ -49,6 +51,28 @@ def _kinds(slots_ptr, row, rows, ROWS: tl.constexpr):
     return slot, lane, tl.sum(first.to(tl.int32), 0)
 
 
+@triton.jit
+def _dots(sums, x_at, a_at, place, mine, there, begin, end, INS: tl.constexpr, EXACT: tl.constexpr):
+    for at in range(begin, end, INS):
+        inside = at + place < end
+        x = tl.load(x_at + at + place[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+        a = tl.load(a_at + at + place[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+        sums = tl.dot(x, tl.trans(a), sums, input_precision="ieee" if EXACT else "tf32")
+    return sums
+
+
+@triton.jit
+def _keep(inner_ptr, sums, squares_ptr, row, rank, mine, there, rows, squares_row, pieces, ins, eps, split, part, most, PARTS: tl.constexpr,
+          ROWS: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
+    if NORMED:
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        for piece in range(pieces):
+            total += tl.load(squares_ptr + piece * squares_row + row, mask=mine, other=0.0)
+        sums *= tl.rsqrt(total / ins + eps)[:, None]
+    out = inner_ptr + ((split.to(tl.int64) * rows + row[:, None]) * PARTS + part) * most + rank[None, :]
+    tl.store(out, sums, mask=mine[:, None] & there[None, :])
+
+
 @launchable(do_not_specialize=["rows", "pieces", "ranks_row", "squares_row"], do_not_specialize_on_alignment=_ANYWHERE)
 def _shrink_kernel(
     x_ptr, a_ptr, inner_ptr, slots_ptr, ranks_ptr, squares_ptr, rows, x_row, ranks_row, squares_row, ins, most, pieces, eps,
@@ -58,32 +82,51 @@ def _shrink_kernel(
     tile, part, split = tl.program_id(0) // LANES, tl.program_id(1) % PARTS, tl.program_id(2)
     rank = tl.program_id(1) // PARTS * RANKS + tl.arange(0, RANKS)
     row, place = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, INS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    slot, lane, kinds = _kinds(slots_ptr, row, rows, ROWS)
     share = tl.cdiv(tl.cdiv(ins, INS), SPLITS) * INS
-    end = tl.minimum(ins, (split + 1) * share)
-    for kind in range(tl.program_id(0) % LANES, kinds, LANES):
-        own = tl.max(tl.where(lane == kind, slot, -1), 0)
-        held = tl.load(ranks_ptr + own * ranks_row + part)
+    begin, end = split * share, tl.minimum(ins, (split + 1) * share)
+    x_at = x_ptr + row[:, None].to(tl.int64) * x_row
+    slot, lane, kinds = _kinds(slots_ptr, row, rows, ROWS)
+    if LANES == ROWS:  # one adapter at most: what does not hang on the launch before comes ahead of it
+        own = tl.max(tl.where(lane == tl.program_id(0) % LANES, slot, -1), 0)
+        held = tl.where(own >= 0, tl.load(ranks_ptr + tl.maximum(own, 0) * ranks_row + part), 0)
+        mine, there, inside = (slot == own) & (own >= 0), rank < held, begin + place < end
+        a_at = a_ptr + (tl.maximum(own, 0).to(tl.int64) * PARTS + part) * most * ins + rank[:, None].to(tl.int64) * ins
+        a = tl.load(a_at + begin + place[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
         if tl.program_id(1) // PARTS * RANKS < held:
-            mine, there = slot == own, rank < held
-            at = a_ptr + (own.to(tl.int64) * PARTS + part) * most * ins + rank[:, None].to(tl.int64) * ins
-            from_ = x_ptr + row[:, None].to(tl.int64) * x_row
-            sums = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-            for begin in range(split * share, end, INS):
-                inside = begin + place < end
-                x = tl.load(from_ + begin + place[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
-                a = tl.load(at + begin + place[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-                sums = tl.dot(x, tl.trans(a), sums, input_precision="ieee" if EXACT else "tf32")
-            if NORMED:
-                total = tl.zeros((ROWS,), dtype=tl.float32)
-                for piece in range(pieces):
-                    total += tl.load(squares_ptr + piece * squares_row + row, mask=mine, other=0.0)
-                sums *= tl.rsqrt(total / ins + eps)[:, None]
-            out = inner_ptr + ((split.to(tl.int64) * rows + row[:, None]) * PARTS + part) * most + rank[None, :]
-            tl.store(out, sums, mask=mine[:, None] & there[None, :])
+            x = tl.load(x_at + begin + place[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+            sums = tl.dot(x, tl.trans(a), input_precision="ieee" if EXACT else "tf32")
+            sums = _dots(sums, x_at, a_at, place, mine, there, begin + INS, end, INS, EXACT)
+            _keep(inner_ptr, sums, squares_ptr, row, rank, mine, there, rows, squares_row, pieces, ins, eps, split, part, most, PARTS, ROWS, NORMED)
+    else:
+        for kind in range(tl.program_id(0) % LANES, kinds, LANES):
+            own = tl.max(tl.where(lane == kind, slot, -1), 0)
+            held = tl.load(ranks_ptr + own * ranks_row + part)
+            if tl.program_id(1) // PARTS * RANKS < held:
+                mine, there = slot == own, rank < held
+                a_at = a_ptr + (own.to(tl.int64) * PARTS + part) * most * ins + rank[:, None].to(tl.int64) * ins
+                sums = _dots(tl.zeros((ROWS, RANKS), dtype=tl.float32), x_at, a_at, place, mine, there, begin, end, INS, EXACT)
+                _keep(
+                    inner_ptr, sums, squares_ptr, row, rank, mine, there, rows, squares_row, pieces, ins, eps, split, part, most,
+                    PARTS, ROWS, NORMED,
+                )  # fmt: skip
+
+
+@triton.jit
+def _summed(inner_ptr, row, rank, mine, there, rows, part, most, PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr):
+    inner = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = ((split * rows + row[:, None]).to(tl.int64) * PARTS + part) * most + rank[None, :]
+        inner += tl.load(inner_ptr + at, mask=mine[:, None] & there[None, :], other=0.0)
+    return inner
+
+
+@triton.jit
+def _gained(y, gains_ptr, own, out, outs, inside):
+    gain = gains_ptr + own.to(tl.int64) * 2 * outs + out
+    return y * tl.load(gain, mask=inside, other=1.0)[None, :] + tl.load(gain + outs, mask=inside, other=0.0)[None, :]
 
 
 @launchable(do_not_specialize=["rows", "ranks_row"], do_not_specialize_on_alignment=_ANYWHERE)
@@ -105,33 +148,48 @@ def _expand_kernel(
     row, rank = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
     out = first + block * OUTS + tl.arange(0, OUTS)
     inside = out < last
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    to = y_ptr + row[:, None].to(tl.int64) * y_row + out[None, :]
     slot, lane, kinds = _kinds(slots_ptr, row, rows, ROWS)
-    for kind in range(tl.program_id(0) % LANES, kinds, LANES):
-        own = tl.max(tl.where(lane == kind, slot, -1), 0)
-        held = tl.load(ranks_ptr + own * ranks_row + part)
+    if LANES == ROWS:  # as above
+        own = tl.max(tl.where(lane == tl.program_id(0) % LANES, slot, -1), 0)
+        held = tl.where(own >= 0, tl.load(ranks_ptr + tl.maximum(own, 0) * ranks_row + part), 0)
+        mine, there = (slot == own) & (own >= 0), rank < held
+        b_at = b_ptr + (tl.maximum(own, 0).to(tl.int64) * most + rank[:, None]) * outs + out[None, :]
+        b = tl.load(b_at, mask=there[:, None] & inside[None, :], other=0.0)
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
         if held > 0:
-            mine = slot == own
             mask = mine[:, None] & inside[None, :]
-            sums = tl.zeros((ROWS, OUTS), dtype=tl.float32)
-            for begin in range(0, held, RANKS):
-                there = begin + rank < held
-                inner = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-                for split in tl.static_range(SPLITS):
-                    at = ((split * rows + row[:, None]).to(tl.int64) * PARTS + part) * most + begin + rank[None, :]
-                    inner += tl.load(inner_ptr + at, mask=mine[:, None] & there[None, :], other=0.0)
-                at = (own.to(tl.int64) * most + begin + rank[:, None]) * outs + out[None, :]
-                b = tl.load(b_ptr + at, mask=there[:, None] & inside[None, :], other=0.0)
-                sums = tl.dot((inner * scale).to(b.dtype), b, sums, input_precision="ieee" if EXACT else "tf32")
-            to = y_ptr + row[:, None].to(tl.int64) * y_row + out[None, :]
             y = tl.load(to, mask=mask, other=0.0).to(tl.float32)
+            inner = _summed(inner_ptr, row, rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS)
+            sums = tl.dot((inner * scale).to(b.dtype), b, input_precision="ieee" if EXACT else "tf32")
+            for begin in range(RANKS, held, RANKS):
+                there = begin + rank < held
+                inner = _summed(inner_ptr, row, begin + rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS)
+                b = tl.load(b_at + begin * outs, mask=there[:, None] & inside[None, :], other=0.0)
+                sums = tl.dot((inner * scale).to(b.dtype), b, sums, input_precision="ieee" if EXACT else "tf32")
             if GAINED:
-                gain = gains_ptr + own.to(tl.int64) * 2 * outs + out
-                y *= tl.load(gain, mask=inside, other=1.0)[None, :]
-                y += tl.load(gain + outs, mask=inside, other=0.0)[None, :]
+                y = _gained(y, gains_ptr, own, out, outs, inside)
             tl.store(to, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        for kind in range(tl.program_id(0) % LANES, kinds, LANES):
+            own = tl.max(tl.where(lane == kind, slot, -1), 0)
+            held = tl.load(ranks_ptr + own * ranks_row + part)
+            if held > 0:
+                mine = slot == own
+                mask = mine[:, None] & inside[None, :]
+                sums = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+                for begin in range(0, held, RANKS):
+                    there = begin + rank < held
+                    inner = _summed(inner_ptr, row, begin + rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS)
+                    at = (own.to(tl.int64) * most + begin + rank[:, None]) * outs + out[None, :]
+                    b = tl.load(b_ptr + at, mask=there[:, None] & inside[None, :], other=0.0)
+                    sums = tl.dot((inner * scale).to(b.dtype), b, sums, input_precision="ieee" if EXACT else "tf32")
+                y = tl.load(to, mask=mask, other=0.0).to(tl.float32)
+                if GAINED:
+                    y = _gained(y, gains_ptr, own, out, outs, inside)
+                tl.store(to, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def create_add_deltas(site: CallSite[DeltaFacts]) -> Any:
@@ -179,12 +237,14 @@ def _expand(
     tall: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """y += scale · Σ splits of ``inner`` [splits, T, parts, most] · b."""
+    exact, ranks_at_once = y.dtype == torch.float32, _ranks(b.shape[1])
+    columns = _OUTS if tall or exact or ranks_at_once > 16 else 2 * _OUTS  # what registers hold
     tile, outs = _tile(tall), tuple(parts) + (0,) * (MOST_PARTS - len(parts))
-    grid = (triton.cdiv(len(y), tile["ROWS"]) * tile["LANES"], sum(triton.cdiv(each, _OUTS) for each in parts))
+    grid = (triton.cdiv(len(y), tile["ROWS"]) * tile["LANES"], sum(triton.cdiv(each, columns) for each in parts))
     _expand_kernel[grid](
         y, inner, b, rows.slots, ranks, inner if gains is None else gains, len(y), y.stride(0), ranks.stride(0), b.shape[1], scale, b.shape[2], *outs,
-        PARTS=len(parts), **tile, RANKS=_ranks(b.shape[1]), OUTS=_OUTS, SPLITS=len(inner), GAINED=gains is not None, EXACT=y.dtype == torch.float32,
-        PDL=pdl, num_warps=4, num_stages=2, **dependent(pdl),
+        PARTS=len(parts), **tile, RANKS=ranks_at_once, OUTS=columns, SPLITS=len(inner), GAINED=gains is not None, EXACT=exact, PDL=pdl,
+        num_warps=4, num_stages=2, **dependent(pdl),
     )  # fmt: skip
 
 
