@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, LoRARequest, SamplingParams
 from headrace.errors import ConfigError, EngineDead
 from headrace.parallel import ranks
 from headrace.processes import child
-from tests.support import modes, quantised, tiny
+from tests.support import adapters, modes, quantised, tiny
 from tests.support.forward import PagedRun, load_decoder
 from tests.support.ranks import ThreadGroup, load_share, together
 
@@ -138,6 +138,25 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(llama: str, overlap: int, r
     assert gone(pid)
 
 
+@pytest.mark.parametrize(
+    ("family", "targets"), [("llama", (*adapters.LLAMA, "embed_tokens", "lm_head")), ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))]
+)
+def test_ranks_answer_with_adapters_as_one_does(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
+    made = tiny.create(family, seed=3, vocab_size=319)
+    made.save_pretrained(tmp_path / "base")
+    modules = [f"{name}={adapters.write(tmp_path / name, made, targets=targets, seed=seed)}" for seed, name in enumerate(("one", "two"))]
+    asked = [LoRARequest("one"), None, LoRARequest("two")]
+
+    def answers(size: int) -> list[list[int]]:
+        with ranked(str(tmp_path / "base"), tensor_parallel_size=size, lora_modules=modules, max_loras=2) as llm:
+            found = [llm.generate([[5, 9, 200, 31], [7, 8], list(range(20))], GREEDY, use_tqdm=False, lora_request=lora) for lora in asked]
+            found.append(llm.generate([[5, 9, 200, 31]] * 3, GREEDY, use_tqdm=False, lora_request=asked))
+        return [each.outputs[0].token_ids for some in found for each in some]
+
+    found = answers(2)
+    assert found == answers(1) and len({tuple(each) for each in found[9:]}) == 3
+
+
 def test_a_step_that_fails_on_all_ranks_alike_is_recovered_from(llama: str) -> None:
     """Its requests end; what follows is computed, by ranks that are at the same place. Nothing is left of them once the LLM is shut down."""
     with ranked(llama) as llm:
@@ -178,8 +197,8 @@ def test_what_cannot_be_shared_out_is_said_before_anything_starts(llama: str) ->
     begun = time.monotonic()
     with pytest.raises(ConfigError, match="--tensor-parallel-size is 3, but 4 attention heads do not divide by 3"):
         ranked(llama, tensor_parallel_size=3)
-    with pytest.raises(ConfigError, match="does not go together with --enable-lora yet"):
-        ranked(llama, enable_lora=True)
+    with pytest.raises(ConfigError, match="--batch-invariant holds for sums of up to 2 ranks"):
+        ranked(llama, tensor_parallel_size=4, batch_invariant=True)
     assert time.monotonic() - begun < 2
 
 

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner.pricing": {"engine.executor", "engine.resolve", "models", "parallel.shares", "worker.memory", "worker.settings"},
     "sequence": {"cache"},
     "scheduler": {"cache", "sequence", "speculative.length", "lora.residency"},
-    "lora": {"engine.executor", "scheduler.events", "models", "layers", "kernels"},
+    "lora": {"engine.executor", "scheduler.events", "models", "layers", "kernels", "parallel.shares"},
     "lora.residency": set(),
     "speculative": set(),
     "cache": set(),

@@ -101,17 +101,18 @@ class Embedding(nn.Module):
         return sum(piece.num_bytes for piece in self.pieces if isinstance(piece, Piece))
 
     def forward(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [tokens], int64 → [tokens, size]
-        found = self._found(ids)
+        if self._group is None:
+            return self._adapted(ids, adapters)
+        own = ids - self._group.rank * self._rows
+        others = (own < 0) | (own >= self._rows)
+        found = self._adapted(own.masked_fill_(others, 0), adapters)
+        return self._group.all_reduce(found.masked_fill_(others.unsqueeze(1), 0))
+
+    def _adapted(self, ids: Tensor, adapters: AdapterRows | None) -> Tensor:
+        found = self._looked_up(ids)
         if adapters is not None and self.delta is not None and self.delta.touched:
             self.delta.look_up(found, ids, adapters, self._scale)
         return found
-
-    def _found(self, ids: Tensor) -> Tensor:
-        if self._group is None:
-            return self._looked_up(ids)
-        own = ids - self._group.rank * self._rows
-        others = (own < 0) | (own >= self._rows)
-        return self._group.all_reduce(self._looked_up(own.masked_fill_(others, 0)).masked_fill_(others.unsqueeze(1), 0))
 
     def _looked_up(self, ids: Tensor) -> Tensor:
         if self.weight is not None:

@@ -7,10 +7,10 @@ when and which (residency.py, registry.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from headrace.errors import HeadraceError
 from headrace.lora.peft import read_adapter
 from headrace.lora.reading import HostAdapter, read_factors
 from headrace.lora.slots import AdapterSlots
+from headrace.parallel.shares import Cut
 from headrace.spec import DecoderSpec
 
 _log = logging.getLogger(__name__)
@@ -27,15 +28,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How adapters are read: of which model, up to which rank, as what."""
+    """How adapters are read: of which model, up to which rank, as what; of several ranks, what is one's of each weight."""
 
     spec: DecoderSpec
     max_rank: int
     dtype: torch.dtype
     pinned: bool
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     def read(self, folder: str) -> HostAdapter:
-        return read_factors(read_adapter(Path(folder), self.spec, self.max_rank), self.dtype, pinned=self.pinned)
+        return read_factors(read_adapter(Path(folder), self.spec, self.max_rank), self.dtype, pinned=self.pinned, cuts=self.cuts)
 
 
 class DeviceAdapters:

@@ -18,6 +18,7 @@ from headrace.errors import ModelError
 from headrace.lora.peft import Adapter, Factors
 from headrace.models.checkpoint import DTYPES, MappedFiles
 from headrace.models.safetensors_file import TensorEntry
+from headrace.parallel.shares import Cut
 from headrace.sites import Role
 
 
@@ -39,15 +40,16 @@ class HostFactors:
 HostAdapter = Mapping[str, tuple[HostFactors, ...]]  # by the weight's name in the decoder
 
 
-def read_factors(adapter: Adapter, dtype: torch.dtype, *, pinned: bool) -> HostAdapter:
-    """All of it. ``pinned``: where a device copies from it. Raises ModelError for values that are no numbers."""
+def read_factors(adapter: Adapter, dtype: torch.dtype, *, pinned: bool, cuts: Mapping[str, Cut] = MappingProxyType({})) -> HostAdapter:
+    """All of it, or what belongs to a rank's ``cuts`` of weights, by name. ``pinned``: where a device copies from it. Raises ModelError for
+    values that are no numbers."""
     files, found = MappedFiles(), dict[str, tuple[HostFactors, ...]]()
     memory = _Memory(sum(math.prod(each.a.shape) + math.prod(each.b.shape) for each in adapter.factors), dtype, pinned=pinned)
     try:
         with torch.inference_mode():
             for each in adapter.factors:
                 name = each.module.weight.name
-                found[name] = (*found.get(name, ()), _read(files, each, memory))
+                found[name] = (*found.get(name, ()), _read(files, each, memory, cuts.get(name)))
     finally:
         files.close()
     return MappingProxyType(found)
@@ -66,7 +68,7 @@ class _Memory:
         return kept
 
 
-def _read(files: MappedFiles, factors: Factors, memory: _Memory) -> HostFactors:
+def _read(files: MappedFiles, factors: Factors, memory: _Memory, cut: Cut | None) -> HostFactors:
     def tensor(entry: TensorEntry) -> Tensor:
         read = files.tensor(entry.file, DTYPES[entry.dtype], entry.start, entry.num_bytes).view(entry.shape)
         if not _is_finite(read):
@@ -82,7 +84,22 @@ def _read(files: MappedFiles, factors: Factors, memory: _Memory) -> HostFactors:
     a, b = tensor(factors.a), tensor(factors.b).float() * factors.scale
     turned = factors.module.weight.role is Role.EMBEDDING
     magnitude = None if factors.magnitude is None else tensor(factors.magnitude).float()
-    return HostFactors(factors.module.part, held(a.T if turned else a), held(b.T), magnitude)
+    a, b = a.T if turned else a, b.T
+    if cut is not None:
+        a, b, magnitude = _shared(a, b, magnitude, cut, factors.module.part, turned=turned)
+    return HostFactors(factors.module.part, held(a), held(b), magnitude)
+
+
+def _shared(a: Tensor, b: Tensor, magnitude: Tensor | None, cut: Cut, part: int | None, *, turned: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A rank's rows of the embedding (``turned``), inputs, or outputs."""
+    rows = torch.cat([torch.arange(each.start, each.stop) for each in cut.rows_of(part)])
+    if turned:
+        return a[rows], b, magnitude
+    if len(cut.columns) == cut.whole[1]:
+        return a, b[:, rows], None if magnitude is None else magnitude[rows]
+    if magnitude is not None:
+        raise ModelError("It has magnitudes (DoRA) of results that ranks add up, which is not supported; merge it, or use one rank.")
+    return a[:, cut.columns.start : cut.columns.stop], b, None
 
 
 def _is_finite(values: Tensor) -> bool:

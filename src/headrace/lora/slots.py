@@ -98,9 +98,9 @@ class AdapterSlots:
 def _place(delta: Delta, slot: int, factors: HostFactors, layer: Linear | Embedding) -> None:
     rank, part = factors.rank, factors.part or 0
     first = sum(delta.parts[:part])
-    outs = slice(first, first + delta.parts[part])
+    outs = slice(first, first + factors.b.shape[1])  # of ranks the last may have fewer tokens
     if isinstance(layer, Embedding):
-        delta.a[slot, :, :rank].copy_(factors.a, non_blocking=True)
+        delta.a[slot, : len(factors.a), :rank].copy_(factors.a, non_blocking=True)
     else:
         delta.a[slot, part, :rank].copy_(factors.a, non_blocking=True)
     b = delta.b[slot, :rank, outs]

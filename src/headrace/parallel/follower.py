@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.executor import Ticket
-from headrace.errors import HeadraceError, StepFailed
+from headrace.errors import HeadraceError, ModelError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.parallel import frames
 from headrace.portability import ignore_terminal
@@ -86,9 +86,10 @@ class Follower:
         self._first, self._executor, self._group = first, executor, group
         self._plans = frames.PlanUnpacker()
         self._failed: list[int] = []
+        self._adapters: set[str] = set()  # that are there
         executor.on_failure = self._tell_failure
         self._does: dict[type, Callable[[Any], object]] = {
-            frames.Submit: lambda order: executor.submit(self._plans.unpack(order)),
+            frames.Submit: self._submit,
             frames.Sample: lambda order: executor.sample(Ticket(order.step_id), TokenMasks(order.samples, order.words_each, order.words)),
             frames.Collect: self._collect,
             frames.Recover: self._recover,
@@ -99,6 +100,21 @@ class Follower:
 
     def obey(self, order: Any) -> None:
         self._does[type(order)](order)
+
+    def _submit(self, order: frames.Submit) -> None:
+        plan = self._plans.unpack(order)
+        for _, name in plan.adapters:
+            self._await_adapter(name)
+        self._executor.submit(plan)
+
+    def _await_adapter(self, name: str) -> None:
+        """The first rank has it; so must this one."""
+        while name not in self._adapters:
+            for outcome in self._executor.outcomes(1.0):
+                if outcome.error is None:
+                    self._adapters.add(outcome.name)
+                elif outcome.name == name:
+                    raise ModelError(outcome.error)
 
     def _collect(self, order: frames.Collect) -> None:
         with suppress(StepFailed):  # that has been told
@@ -117,6 +133,8 @@ class Follower:
         for each in (order.load, order.drop):
             if each is not None:
                 self._executor.control(each)
+        if order.drop is not None:
+            self._adapters.discard(order.drop.name)
 
     def _close(self, order: frames.Close) -> None:
         self._executor.close()

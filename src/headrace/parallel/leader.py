@@ -72,12 +72,8 @@ def create_executor(
 def _check(config: EngineConfig, source: ModelSource, size: int) -> None:
     """Before anything is loaded, or started."""
     share(families.spec_from_config(source.config), size)
-    apart = {
-        "--enable-lora": config.adapters.slots > 0,
-        "--batch-invariant of more than 2 ranks": config.device.batch_invariant and size > 2,
-    }
-    if found := [name for name, wanted in apart.items() if wanted]:
-        raise ConfigError(f"--tensor-parallel-size is {size}, which does not go together with {found[0]} yet; leave one of them out.")
+    if config.device.batch_invariant and size > 2:
+        raise ConfigError(f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out.")
 
 
 def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Group:

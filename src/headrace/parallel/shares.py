@@ -34,11 +34,15 @@ class Cut:
     parts: tuple[int, ...]
     bias: bool
 
+    def rows_of(self, part: int | None) -> list[range]:
+        """Those of one of the weight's parts, counted from its first (None: of all of it)."""
+        first = sum(self.parts[:part]) if part is not None else 0
+        held = self.rows if part is None else self.rows[part : part + 1]
+        return [range(each.start - first, each.stop - first) for each in held]
+
     def of_stored(self, form: Format, name: str, part: int | None) -> Cut | None:
         """The same of one of the tensors that hold part ``part`` of the weight (None: all of it) in a format; None: every rank has it whole."""
-        first = sum(self.parts[:part]) if part is not None else 0
-        outs = self.whole[0] if part is None else self.parts[part]
-        rows = [range(each.start - first, each.stop - first) for each in (self.rows if part is None else self.rows[part : part + 1])]
+        outs, rows = self.whole[0] if part is None else self.parts[part], self.rows_of(part)
         sizes = sum(map(len, rows)), len(self.columns)
         whole, mine = (_shape(form, name, *each) for each in ((outs, self.whole[1]), sizes))
         if whole == mine:

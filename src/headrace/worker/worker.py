@@ -140,9 +140,10 @@ class Worker:
             setup, self._formats = _without_loss(setup)
         self._group = group
         self._cuts: Mapping[str, Cut] = {}
+        self._whole = setup.spec
         if group is not None:
-            whole, setup = setup.spec, replace(setup, spec=share(setup.spec, group.size))
-            self._cuts = cuts(whole, setup.spec, group.rank)
+            setup = replace(setup, spec=share(setup.spec, group.size))
+            self._cuts = cuts(self._whole, setup.spec, group.rank)
         self._setup = setup = replace(setup, draft=resolve_draft(config, source, setup.spec))
         self._cuda = setup.device.type == "cuda"
         self._arena = create_arena(setup.device) if config.device.activation_arena else None
@@ -253,7 +254,7 @@ class Worker:
             return None
         context = LayerContext(setup.dtype, setup.device, self._kernels)
         slots = AdapterSlots(self._decoder, setup.spec, config.slots, config.max_lora_rank, context)
-        return DeviceAdapters(slots, Reading(setup.spec, config.max_lora_rank, setup.dtype, pinned=self._cuda))
+        return DeviceAdapters(slots, Reading(self._whole, config.max_lora_rank, setup.dtype, pinned=self._cuda, cuts=self._cuts))
 
     def _fill(self, decoder: Decoder, source: ModelSource, spec: DecoderSpec) -> None:
         shared = self._cuts if decoder is self._decoder else {}  # a draft model every rank has whole
