@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
 from headrace.models import families
+from headrace.request import NO_SLOT
 from headrace.sampling_params import SamplingParams
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import PromptGraphs, _fill, _places
@@ -105,6 +107,26 @@ def test_mixed_steps_are_replayed_too() -> None:
             return [each.output for each in running]
 
     assert mixed(True) == mixed(False)
+
+
+def test_steps_with_adapters_are_replayed_too() -> None:
+    """Each token's slot is read on the device: prompts with and without, in any rows, and once more after graphs were forgotten."""
+    stand_in: Any = SimpleNamespace(slots=SimpleNamespace(head_touched=False, changed=1), close=lambda: None)
+
+    def adapted(graphed: bool, *, bare: bool = False) -> list[list[list[int]]]:
+        found = []
+        with executor(graphed=graphed, adapters=stand_in) as (made, runner, _, planner):
+            for turn, (batch, chunk) in enumerate(batches(40)):
+                for each in batch:
+                    each.adapter_slot = NO_SLOT if bare else (each.row + turn) % 4 - 1
+                if turn == 25 and graphed:
+                    assert len(graphs_of(runner)._adapted) >= 3
+                    graphs_of(runner).forget_adapted()
+                found.append(answer(made, planner, batch, chunk))
+            assert not graphed or graphs_of(runner)._adapted
+        return found
+
+    assert adapted(True) == adapted(False) != adapted(False, bare=True)
 
 
 def pair(length: int) -> list[Planned]:

@@ -229,6 +229,8 @@ class ModelRunner:
         if adapters.bring(plan.adapters) and self.graphs is not None:
             self.graphs.forget_adapted()
             self._last_drawn = None
+            if self.prompt_graphs is not None:
+                self.prompt_graphs.forget_adapted()
 
     def _await_lengths(self) -> None:
         """A step behind one that verifies drafts, on a device with a queue, waits until it is known how long its rows are."""
@@ -287,13 +289,13 @@ class ModelRunner:
             rows = np.asarray(plan.rows, dtype=np.int32)[packing.chunk]
             bucket = graphs.write(rows, packing.position + 1, shared_tokens=0, chained=True)
             return partial(graphs.hidden, bucket, len(rows)), 0
-        if slots is not None:  # graphs of prompts hold no adapters
-            return partial(self._computed, self._gather.inputs(plan, packing, slots)), 0
         if prompts is not None and not plan.drafts and (shape := prompts.shape_of(plan, packing)) is not None:
             prompts.write(shape, plan, packing)
             wanted = packing.chunk if packing.wanted is None else packing.wanted
-            return partial(prompts.compute, shape, len(wanted)), shape.tokens if prompts.replays(shape) else 0
-        return partial(self._computed, self._gather.inputs(plan, packing)), 0
+            adapted = slots is not None
+            compute = partial(prompts.compute, shape, len(wanted), adapted=adapted)
+            return compute, shape.tokens if prompts.replays(shape, adapted=adapted) else 0
+        return partial(self._computed, self._gather.inputs(plan, packing, slots)), 0
 
     @staticmethod
     def _serves(graphs: DecodeGraphs, count: int, *, adapted: bool) -> bool:

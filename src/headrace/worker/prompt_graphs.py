@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from headrace.cost.prompt_shapes import PromptShapes, Shape, ShapeBounds
+from headrace.kernels.lora.inputs import AdapterRows
 from headrace.request import StepPlan
 from headrace.worker.inputs import Packing
 from headrace.worker.recorder import Recorder
@@ -38,6 +39,7 @@ from headrace.worker.rows import Ints
 _log = logging.getLogger(__name__)
 
 _ALIGNED = 4  # int32 values in 16 bytes
+_MOST_ADAPTED = 32  # graphs beside those of the same shapes without adapters; what they take is not planned for
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class PromptGraphs:
         self._bounds = bounds
         self._shapes = PromptShapes(bounds)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._due: Shape | None = None  # computed eagerly just now
+        self._adapted: dict[Shape, torch.cuda.CUDAGraph] = {}  # of steps with adapters; whose a token is, they read on the device
+        self._due: tuple[Shape, bool] | None = None  # computed eagerly just now; whether with adapters
         self._shipped = torch.zeros(_places(self._shapes.largest)[-1].stop, dtype=torch.int32, device=self._device)
         self._hidden = hidden
 
@@ -114,13 +117,13 @@ class PromptGraphs:
         parts = np.asarray(plan.rows, dtype=np.int32), packing.query_start, packing.context, packing.chunk, packing.position, wanted
         self._ship(shape, parts)
 
-    def compute(self, shape: Shape, count: int) -> Tensor:
+    def compute(self, shape: Shape, count: int, *, adapted: bool = False) -> Tensor:
         """Hidden states of the step just written: of its ``count`` first tokens, or of those that are wanted. The next
-        one overwrites them; work queued before sees them."""
-        graph = self._graphs.get(shape)
+        one overwrites them; work queued before sees them. ``adapted``: some sequences have adapters."""
+        graph = self._of(adapted).get(shape)
         if graph is None:
-            self._run(shape)
-            self._due = shape
+            self._run(shape, adapted=adapted)
+            self._due = shape, adapted
         else:
             graph.replay()
         return self._hidden[:count]
@@ -128,13 +131,23 @@ class PromptGraphs:
     def record(self) -> bool:
         """Some milliseconds, once a shape: what was computed eagerly is a graph from now on. Whether there was one to
         record."""
-        shape, self._due = self._due, None
-        if shape is not None:
-            self._try(shape)
-        return shape is not None
+        due, self._due = self._due, None
+        if due is None or (due[1] and len(self._adapted) >= _MOST_ADAPTED):
+            return False
+        self._try(*due)
+        return True
 
-    def replays(self, shape: Shape) -> bool:
-        return shape in self._graphs
+    def replays(self, shape: Shape, *, adapted: bool = False) -> bool:
+        return shape in self._of(adapted)
+
+    def forget_adapted(self) -> None:
+        """Adapters change more than those that graphs were captured with."""
+        if self._adapted:
+            torch.cuda.synchronize(self._device)  # none is under way
+        self._adapted.clear()
+
+    def _of(self, adapted: bool) -> dict[Shape, torch.cuda.CUDAGraph]:
+        return self._adapted if adapted else self._graphs
 
     def prepare(self) -> bool:
         """Records a shape that may come to be needed, while nothing is computed. Whether it did. Raises what computing
@@ -148,12 +161,13 @@ class PromptGraphs:
 
     def _forget(self) -> None:
         self._graphs.clear()
+        self._adapted.clear()
         self._shapes.captured.clear()
 
-    def _try(self, shape: Shape) -> None:
+    def _try(self, shape: Shape, adapted: bool) -> None:
         """Where it fails, such steps go on as they are."""
         try:
-            self._capture(shape)
+            self._capture(shape, adapted=adapted)
         except Exception as error:  # the step that brought it has been queued as it should
             self._shapes.refuse(shape)
             _log.warning("no graph for steps of %d tokens in %d sequences (%s); they are launched one by one", shape.tokens, shape.sequences, error)
@@ -171,7 +185,7 @@ class PromptGraphs:
         _fill(host.numpy(), places, parts)
         self._shipped[: len(host)].copy_(host, non_blocking=True)
 
-    def _run(self, shape: Shape) -> None:
+    def _run(self, shape: Shape, *, adapted: bool = False) -> None:
         """The step whose inputs are there."""
         row, query_start, context, chunk, position, wanted = (self._shipped[place] for place in _places(shape))
         longest = shape.tokens + 1  # more than any sequence has: who fills a step up must not be taken for a query of the only one
@@ -179,6 +193,10 @@ class PromptGraphs:
         inputs = gather.gathered(row, query_start, context, chunk, position, longest, self._bounds.max_model_len, 0)
         if self._bounds.prune:
             inputs = gather.wanting(inputs, wanted, chunk, position)
+        if adapted:
+            slots = self._recorder.rows.slots_of(row.index_select(0, chunk), position)
+            few = AdapterRows(slots.index_select(0, wanted)) if self._bounds.prune else None
+            inputs = replace(inputs, adapters=AdapterRows(slots, wanted=few))
         found = self._recorder.forward(inputs)
         self._hidden[: len(found)].copy_(found)
 
@@ -189,13 +207,14 @@ class PromptGraphs:
             self._run(shape)
             self._capture(shape)
 
-    def _capture(self, shape: Shape) -> None:
+    def _capture(self, shape: Shape, *, adapted: bool = False) -> None:
         with self._recorder.captures():
             self._recorder.follow()
             with self._recorder.recording() as graph:
-                self._run(shape)
-        self._graphs[shape] = graph
-        self._shapes.add((shape,))
+                self._run(shape, adapted=adapted)
+        self._of(adapted)[shape] = graph
+        if not adapted:
+            self._shapes.add((shape,))
 
 
 def _places(shape: Shape) -> tuple[slice, ...]:
