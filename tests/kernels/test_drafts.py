@@ -1,4 +1,4 @@
-"""Runs of greedy drafts in one C call against their twin, pass by pass."""
+"""Runs of drafts in one C call against their twin, pass by pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import Declined, StepFacts
 from headrace.kernels.operations import DRAFT_TOKENS
-from headrace.kernels.step.reference import StepWeights, draft_tokens
+from headrace.kernels.step.reference import DraftRows, StepWeights, draft_tokens
 from headrace.layers.rotary import rotary_table
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 from tests.support.specs import SMALL
@@ -48,7 +48,8 @@ def _run(draft: object, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Tensor, 
     cache = torch.zeros(table.numel(), len(spec.layers), 2, spec.num_kv_heads, BLOCK, DIM, dtype=dtype)
     ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     for start, length, most in ((ints(0, 0, 0), ints(9, 21, 30), ints(1, 1, 1)), (ints(0, 20, 29), ints(10, 22, 31), ints(5, 3, 1))):
-        draft(ids, table, ints(2, 0, 3), start, length, most, cache)  # type: ignore[operator]
+        temperature, seed = torch.tensor([0.0, 0.7, 1.3]), torch.tensor([1, 2**40 + 5, -3])
+        draft(ids, table, DraftRows(ints(2, 0, 3), start, length, most, ints(4, 2, 9), temperature, seed), cache)  # type: ignore[operator]
     return ids, cache
 
 

@@ -24,7 +24,7 @@ from headrace.kernels.inputs import AttentionInputs, ForwardInputs
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.lora.inputs import adapter_rows
 from headrace.kernels.norm import reference
-from headrace.kernels.step.reference import StepWeights, longest_context
+from headrace.kernels.step.reference import DraftRows, StepWeights, longest_context
 from headrace.layers.packed import Piece
 from headrace.quant import Format, lossless
 from headrace.quant.codes import Activations
@@ -546,7 +546,8 @@ def _written(write: Callable[..., None], token_ids: Tensor, ids: Tensor, row: Te
 
 def _drafted(draft: Callable[..., None], ids: Tensor, table: Tensor, row: Tensor, length: Tensor, drafts: int, cache: Tensor) -> Tensor:
     """The first one: those behind it hang on the last bits of its logits."""
-    draft(ids, table, row, length - 1, length, torch.full_like(row, drafts), cache)
+    greedy, seed = torch.zeros(len(row)), torch.zeros(len(row), dtype=torch.int64)
+    draft(ids, table, DraftRows(row, length - 1, length, torch.full_like(row, drafts), length - 1, greedy, seed), cache)
     return ids[:, int(length[0])]
 
 

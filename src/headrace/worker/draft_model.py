@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
+from headrace.kernels.step.reference import DraftRows
 from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
 from headrace.worker.graphs import DecodeGraphs
@@ -29,6 +30,7 @@ from headrace.worker.speculator import Proposal
 
 MOST_DRAFTING = 64  # rows that graphs of its steps are captured for: of more, seldom anything is drafted
 _UNKNOWN = -1
+_DRAWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
 
 
 class DraftModel:
@@ -77,7 +79,7 @@ class DraftModel:
         starts: Ints = np.minimum(self._computed[rows], lengths - 1)  # what was drafted beyond was refuted, or is sampled anew
         at_once = np.zeros(len(rows), dtype=bool)
         if self._decoder.draft_tokens is not None:
-            at_once = (self._rows.traits[rows] & ~Trait.SCORED) == 0
+            at_once = (self._rows.traits[rows] & ~_DRAWN) == 0
             self._draw_all(rows[at_once], starts[at_once], lengths[at_once], most[at_once])
         if not at_once.all():
             self._draw_by_pass(rows[~at_once], starts[~at_once], lengths[~at_once], most[~at_once])
@@ -85,12 +87,13 @@ class DraftModel:
         return Proposal(most, self._drafted(rows, lengths, int(most.max())), stand=True)
 
     def _draw_all(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
-        """All passes in one call, of rows that are drawn greedily."""
+        """All passes in one call, of rows whose logits nothing edits. Filters are left out: what they would forbid is mostly not drawn."""
         assert self._decoder.draft_tokens is not None
         if len(rows):
-            row, start, length, count = (torch.from_numpy(each.astype(np.int32)) for each in (rows, starts, lengths, most))
-            table = self._rows.tables[self._groups[0]]
-            self._decoder.draft_tokens(self._rows.token_ids, table, row, start, length, count, self._kv_caches[0])
+            columns = (rows, starts, lengths, most, self._rows.num_prompt_tokens[rows])
+            row, start, length, count, prompt = (torch.from_numpy(each.astype(np.int32)) for each in columns)
+            given = DraftRows(row, start, length, count, prompt, *self._sampler.temperatures(row.long()))
+            self._decoder.draft_tokens(self._rows.token_ids, self._rows.tables[self._groups[0]], given, self._kv_caches[0])
 
     def _draw_by_pass(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
         counts = lengths - starts

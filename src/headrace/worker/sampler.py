@@ -139,6 +139,10 @@ class Sampler:
         rows, positions, source = (part.long() for part in ship_all(self._rows.device, batch.rows, batch.positions, batch.source))
         return self._sample_as_asked(logits, source, batch, rows, positions, traits, shared=False)[0]
 
+    def temperatures(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # [n], int64 → [n] float32, [n] int64
+        """Of rows, and their seeds."""
+        return self._rows.float_params(rows)[:, _FLOAT["temperature"]].contiguous(), _seeds(self._rows.int_params(rows))
+
     def score(self, logits: Tensor, targets: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
         """Known tokens [n] under logits [n, vocab]: ids and logprobs [n, 1 + num_best], ranks [n]; see
         ``score_tokens``."""
@@ -176,7 +180,7 @@ class Sampler:
     def _pick_group(self, logits: Tensor, peak: Tensor, rows: Tensor, positions: Tensor, has_filters: bool) -> Tensor:
         floats, ints = self._rows.float_params(rows), self._rows.int_params(rows)
         filters = (ints[:, _INT["top_k"]], floats[:, _FLOAT["top_p"]], floats[:, _FLOAT["min_p"]]) if has_filters else None
-        seeds = (ints[:, _INT["seed_high"]] << 32) | (ints[:, _INT["seed_low"]] & 0xFFFFFFFF)
+        seeds = _seeds(ints)
         output_positions = positions - ints[:, _INT["num_prompt_tokens"]]
         tokens: Tensor = self._pick(logits, peak, floats[:, _FLOAT["temperature"]], filters, seeds, output_positions)
         return tokens
@@ -308,3 +312,7 @@ class Sampler:
         num_best = tuple(self._rows.host[int(row)].params.logprobs or 0 for row in batch.rows[which])
         at = ship(which, self._rows.device)
         return Scores(which, num_best, *self.score(raw[source[at]], tokens[at], max(num_best)))
+
+
+def _seeds(ints: Tensor) -> Tensor:  # of Rows.int_params: [n, INT_COLUMNS] → [n], int64
+    return (ints[:, _INT["seed_high"]] << 32) | (ints[:, _INT["seed_low"]] & 0xFFFFFFFF)

@@ -1,12 +1,13 @@
 /* Draft tokens of a small decoder: all layers of all passes in one call, so that no pass waits for its launches.
  *
  * What lives here: the order of a decoder's operations, and of the passes of a run of drafts. What may not: the operations (linear.c,
- * attention.c, elementwise.c), which are those that layers call one by one; sampling with a temperature.
+ * attention.c, elementwise.c, sampling.c), which are those that layers and the sampler call one by one; filters and penalties.
  *
  *     pass 0      the tokens of each row whose keys are missing, the last known one among them
  *     pass d      the token that pass d - 1 drew, of the rows that draft more than d
  *
- * Each pass writes the tokens it draws, the largest logit's, into the rows, where the next one finds them.
+ * Each pass writes the tokens it draws into the rows, where the next one finds them: the largest logit's, or with a temperature the one
+ * that the row's own noise picks from all of them.
  */
 #include "attention.h"
 #include "common.h"
@@ -17,6 +18,9 @@ enum { QKV, OUTPUT, UP, DOWN, FIRST_NORM, SECOND_NORM, PARTS };
 
 void headrace_linear(int type, int64_t m, int64_t n, int64_t k, const char *x, int64_t x_row, const char *w, int64_t w_row, const char *bias,
                      char *y, int64_t y_row, int invariant, int threads);
+
+int headrace_gumbel_argmax(int64_t rows, int64_t vocab, const float *scores, int64_t row_stride, const float *thresholds, const int64_t *seeds,
+                           const int64_t *positions, int64_t *tokens, int threads);
 
 /* A decoder of norm, attention, norm and gated feed-forward with SiLU. */
 typedef struct {
@@ -33,6 +37,9 @@ typedef struct {
     int32_t *token_ids;                                       /* of all rows; drafts are written behind each row's length */
     const int32_t *tables;                                    /* of all rows */
     const int32_t *row, *start, *length, *most;               /* [rows]: tokens start .. length - 1 are computed, then most drawn */
+    const int32_t *prompt;                                    /* [rows]: tokens before the answer, whose places the noise counts */
+    const float *temperature;                                 /* [rows]; 0: the largest logit */
+    const int64_t *seed;                                      /* [rows] */
     char *cache;
     int64_t threads;
 } Drafting;
@@ -129,7 +136,7 @@ static void add_sequence(const Drafting *d, Pass *p, int64_t i, int64_t first, i
     p->longest = first + count > p->longest ? first + count : p->longest, p->max_query = count > p->max_query ? count : p->max_query;
 }
 
-INLINE int32_t largest(const char *logits, int64_t vocab, const int type) {
+INLINE float peak_of(const char *logits, int64_t vocab, const int type) {
     v16 top = splat(-INFINITY);
     float best = -INFINITY;
     int64_t at = 0;
@@ -139,6 +146,12 @@ INLINE int32_t largest(const char *logits, int64_t vocab, const int type) {
         const float value = load_upto(logits, i, 1, type)[0];
         best = value > best ? value : best;
     }
+    return best;
+}
+
+/* The first token that has the largest logit. */
+INLINE int32_t largest(const char *logits, int64_t vocab, const int type) {
+    const float best = peak_of(logits, vocab, type);
     for (int64_t i = 0; i < vocab; i += 16) {
         const v16 part = load_upto(logits, i, vocab - i, type);
         for (int j = 0; j < 16 && i + j < vocab; j++)
@@ -147,23 +160,37 @@ INLINE int32_t largest(const char *logits, int64_t vocab, const int type) {
     return 0;
 }
 
-static int32_t largest_of(const Model *m, const char *logits) {
+/* Where row i's noise, at this place of its answer, makes a logit the largest. */
+INLINE int32_t noisy(const Model *m, const Drafting *d, int64_t i, int64_t depth, const char *logits, float *scores, const int type) {
+    const float peak = peak_of(logits, m->vocab, type), kept = -INFINITY;
+    const int64_t place = d->length[i] + depth - d->prompt[i];
+    int64_t token = 0;
+    for (int64_t t = 0; t < m->vocab; t += 16) store_upto(scores, t, m->vocab - t, (load_upto(logits, t, m->vocab - t, type) - peak) / d->temperature[i], F32);
+    if (headrace_gumbel_argmax(1, m->vocab, scores, m->vocab, &kept, d->seed + i, &place, &token, 1)) return 0;
+    return (int32_t)token;
+}
+
+static int32_t drawn(const Model *m, const Drafting *d, int64_t i, int64_t depth, const char *logits, float *scores) {
+    if (d->temperature[i] > 0.0f) {
+        if (m->type == F32) return noisy(m, d, i, depth, logits, scores, F32);
+        return m->type == BF16 ? noisy(m, d, i, depth, logits, scores, BF16) : noisy(m, d, i, depth, logits, scores, F16);
+    }
     if (m->type == F32) return largest(logits, m->vocab, F32);
     return m->type == BF16 ? largest(logits, m->vocab, BF16) : largest(logits, m->vocab, F16);
 }
 
 /* Draws behind the last token of each sequence. `which`: the rows they are of. */
-static void draw(const Model *m, const Drafting *d, Pass *p, const int64_t *which, int64_t depth, char *last, char *logits) {
+static void draw(const Model *m, const Drafting *d, Pass *p, const int64_t *which, int64_t depth, char *last, char *logits, float *scores) {
     const int64_t size = size_of((int)m->type), line = m->hidden * size;
     for (int64_t s = 0; s < p->sequences; s++) memcpy(last + s * line, p->normed + (p->query_start[s + 1] - 1) * line, line);
     product(m, p->sequences, m->vocab, m->hidden, last, m->head, logits, (int)d->threads);
     for (int64_t s = 0; s < p->sequences; s++) {
         const int64_t i = which[s];
-        d->token_ids[d->row[i] * d->id_row + d->length[i] + depth] = largest_of(m, logits + s * m->vocab * size);
+        d->token_ids[d->row[i] * d->id_row + d->length[i] + depth] = drawn(m, d, i, depth, logits + s * m->vocab * size, scores);
     }
 }
 
-static int run_passes(const Model *m, const Drafting *d, Pass *p, int64_t *which, char *last, char *logits) {
+static int run_passes(const Model *m, const Drafting *d, Pass *p, int64_t *which, char *last, char *logits, float *scores) {
     int64_t deepest = 0;
     for (int64_t i = 0; i < d->rows; i++) deepest = d->most[i] > deepest ? d->most[i] : deepest;
     for (int64_t depth = 0; depth < deepest; depth++) {
@@ -175,7 +202,7 @@ static int run_passes(const Model *m, const Drafting *d, Pass *p, int64_t *which
             add_sequence(d, p, i, first, d->length[i] + depth - first);
         }
         if (forward(m, d, p)) return 1;
-        draw(m, d, p, which, depth, last, logits);
+        draw(m, d, p, which, depth, last, logits, scores);
     }
     return 0;
 }
@@ -189,7 +216,8 @@ int headrace_draft(const Model *m, const Drafting *d) {
     char *memory = make_pass(&p, m, tokens, d->rows, d->table_row);
     int64_t *which = malloc(d->rows * sizeof(int64_t));
     char *last = malloc(d->rows * m->hidden * size), *logits = malloc(d->rows * m->vocab * size);
-    if (memory && which && last && logits) failed = run_passes(m, d, &p, which, last, logits);
-    free(memory), free(which), free(last), free(logits);
+    float *scores = malloc(m->vocab * sizeof(float));
+    if (memory && which && last && logits && scores) failed = run_passes(m, d, &p, which, last, logits, scores);
+    free(memory), free(which), free(last), free(logits), free(scores);
     return (int)failed;
 }

@@ -1,4 +1,4 @@
-"""The C run of greedy drafts (draft.c) as a torch function.
+"""The C run of drafts (draft.c) as a torch function.
 
 What lives here: the structs of draft.c, pointers, and which decoders are accepted. What may not: compiling (build/),
 mathematics.
@@ -17,13 +17,13 @@ from torch import Tensor
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.native import TYPES, function_of
 from headrace.kernels.candidate import CallSite, Declined, StepFacts
-from headrace.kernels.step.reference import StepWeights
+from headrace.kernels.step.reference import DraftRows, StepWeights
 from headrace.kernels.step.shape import beyond_plain
 from headrace.spec import DecoderSpec
 
 MAX_HEAD_DIM = 512  # attention.c: MAX_DIM
 _MODEL = Struct("@9q5P2d")
-_DRAFTING = Struct("@5q7Pq")
+_DRAFTING = Struct("@5q10Pq")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +48,12 @@ class NativeDrafts:
         address = torch.frombuffer(pointers, dtype=torch.int64).data_ptr()
         object.__setattr__(self, "_held", (pointers, _MODEL.pack(*sizes, address, *places, weights.eps, weights.scale)))
 
-    def __call__(
-        self, token_ids: Tensor, table: Tensor, row: Tensor, start: Tensor, length: Tensor, most: Tensor, cache: Tensor
-    ) -> None:
+    def __call__(self, token_ids: Tensor, table: Tensor, rows: DraftRows, cache: Tensor) -> None:
         assert cache.is_contiguous() and token_ids.stride(1) == table.stride(1) == 1
-        places = (each.data_ptr() for each in (token_ids, table, row, start, length, most, cache))
-        sizes = row.shape[0], cache.shape[4], cache.shape[0], token_ids.stride(0), table.stride(0)
+        places = (each.data_ptr() for each in (token_ids, table, *rows, cache))
+        sizes = rows.row.shape[0], cache.shape[4], cache.shape[0], token_ids.stride(0), table.stride(0)
         if self.function(self._held[1], _DRAFTING.pack(*sizes, *places, torch.get_num_threads())):
-            raise MemoryError(f"no memory for drafts of {row.shape[0]} rows, or a position is beyond the model's")
+            raise MemoryError(f"no memory for drafts of {rows.row.shape[0]} rows, or a position is beyond the model's")
 
 
 def create_drafts(native: Native, site: CallSite[StepFacts]) -> Any:

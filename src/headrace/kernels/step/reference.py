@@ -1,4 +1,4 @@
-"""A whole decode step as one operation, and a run of greedy drafts: what they are made from, and their twins.
+"""A whole decode step as one operation, and a run of drafts: what they are made from, and their twins.
 
 What lives here: the nouns, and the twins in plain torch. What may not: kernels, how a decoder is put together
 (models/decoder.py).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.kernels.attention import reference as attention_twins
 from headrace.kernels.inputs import AttentionInputs, ForwardInputs
 from headrace.kernels.norm import reference as norm_twins
+from headrace.kernels.sampling import reference as sampling_twins
 from headrace.spec import Activation
 
 MOST_ROWS = 8  # of a step that is worth one launch; with 16 it is slower than layer by layer
@@ -46,18 +47,27 @@ class StepWeights:
     scale: float  # of scores
 
 
+class DraftRows(NamedTuple):
+    """Whose tokens are drawn, each [n], int32 but for the last two: of row ``row[i]``, tokens ``start[i]`` to
+    ``length[i] - 1`` are computed (their keys and values, too), and ``most[i]`` more drawn behind them."""
+
+    row: Tensor
+    start: Tensor
+    length: Tensor
+    most: Tensor
+    prompt: Tensor  # tokens before the answer, whose places the noise counts
+    temperature: Tensor  # float32; 0: the largest logit's token
+    seed: Tensor  # int64
+
+
 class DraftTokens(Protocol):
-    """Greedy runs of one decoder. Of row ``row[i]``, tokens ``start[i]`` to ``length[i] - 1`` are computed (their keys
-    and values, too), and ``most[i]`` more drawn behind them, the largest logit's each, into ``token_ids``."""
+    """Runs of one decoder, without filters or penalties; what is drawn is written into ``token_ids``."""
 
     def __call__(
         self,
         token_ids: Tensor,  # [rows, length], int32, written
         table: Tensor,  # [rows, blocks], int32
-        row: Tensor,  # [n], int32; as are start, length and most
-        start: Tensor,
-        length: Tensor,
-        most: Tensor,
+        rows: DraftRows,
         cache: Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim], written
     ) -> None: ...
 
@@ -114,17 +124,22 @@ class _TwinDrafts:
 
     weights: StepWeights
 
-    def __call__(
-        self, token_ids: Tensor, table: Tensor, row: Tensor, start: Tensor, length: Tensor, most: Tensor, cache: Tensor
-    ) -> None:
-        row, start, length, most = (each.long() for each in (row, start, length, most))
+    def __call__(self, token_ids: Tensor, table: Tensor, rows: DraftRows, cache: Tensor) -> None:
+        row, start, length, most, prompt = (each.long() for each in rows[:5])
         for depth in range(int(most.max())):
             live = most > depth
             ends = length[live] + depth
-            begins = ends - 1 if depth else start[live]
-            inputs = _chunks(token_ids, table, row[live], begins, ends, cache.shape[4])
+            inputs = _chunks(token_ids, table, row[live], ends - 1 if depth else start[live], ends, cache.shape[4])
             hidden = _TwinStep(self.weights)(inputs, (cache,))[inputs.attention[0].query_start[1:].long() - 1]
-            token_ids[row[live], ends] = F.linear(hidden, self.weights.head).argmax(-1).int()
+            logits = F.linear(hidden, self.weights.head).float()
+            drawn = _drawn(logits, rows.temperature[live], rows.seed[live], ends - prompt[live])
+            token_ids[row[live], ends] = drawn.int()
+
+
+def _drawn(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    peak, largest = logits.max(-1)
+    scores = (logits - peak[:, None]) / temperature.clamp(min=1e-30)[:, None]
+    return torch.where(temperature > 0.0, sampling_twins.gumbel_argmax(scores, None, seeds, positions), largest)
 
 
 def draft_tokens(weights: StepWeights) -> DraftTokens:
