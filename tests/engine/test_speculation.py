@@ -14,6 +14,7 @@ from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, ModelError
 from headrace.sampling_params import StructuredOutputs
 from headrace.scheduler.scheduler import Scheduler
+from headrace.sites import count_bytes
 from tests.support import tiny
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7] * 4, [9] * 12, [20, 21, 22, 20, 21, 22, 20], [30, 31], [40, 41, 42]]
@@ -88,6 +89,18 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     counts = speculation.counts
     # What is drafted beyond an end is right and not taken; a resumed sequence's first tokens may have come from blocks that nobody drafted in.
     assert sum(counts.accepted) >= (0.9 if not more else 0.7) * sum(counts.drafted) > 100
+
+
+def test_what_a_draft_holds_is_said_to_the_byte(folders: dict[str, Path]) -> None:
+    llm = _engine(folders["llama"], {"model": str(folders["qwen2"])})
+    (said,) = (each for each in llm.info.decisions if each.name == "draft memory")
+    drafting = llm.engine.core.executor._runner._speculator._proposer  # type: ignore[attr-defined]
+    caches, weights = drafting._kv_caches, count_bytes(drafting._decoder.spec, 4)
+    held = sum(cache.nbytes for cache in caches)
+    assert all(cache.shape[0] == 100 for cache in caches)
+    assert said.value == f"{(held + weights) / 2**20:.1f} MiB"
+    groups = llm.engine.core.executor.info.kv_groups
+    assert held == sum(group.spec.beside * group.num_blocks for group in groups), "the plan counts it, block by block"
 
 
 def test_another_model_drafts_and_changes_nothing(folders: dict[str, Path], plain: Callable[[str], list[Any]]) -> None:

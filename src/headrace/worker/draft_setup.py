@@ -6,18 +6,22 @@ What lives here: finding it, the checks at start. What may not: loading it, runn
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.config import EngineConfig
+from torch import Tensor
+
+from headrace.config import Decision, EngineConfig
 from headrace.errors import ConfigError, ModelError
 from headrace.models import families
 from headrace.models.source import ModelSource, find_model
-from headrace.spec import DecoderSpec, KVSpec, attention_groups, kv_groups
+from headrace.sites import count_bytes
+from headrace.spec import DecoderSpec, KVGroup, KVSpec, attention_groups, kv_groups
 from headrace.speculative.settings import read_settings
 
 _FIELD = "speculative_config.model"
+_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,17 @@ def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) 
         )
     _check_texts(source, target)
     return DraftSetup(source, draft, _groups(draft, spec, source.name))
+
+
+def draft_memory(spec: DecoderSpec, dtype_bytes: int, caches: Sequence[Tensor], groups: Sequence[KVGroup]) -> Decision:
+    """All that a draft model holds, allocated at start: a bound that no load exceeds, and what it costs. ``groups``: the target's."""
+    weights, keys = count_bytes(spec, dtype_bytes), sum(cache.nbytes for cache in caches)
+    plain = sum((group.spec.bytes_per_block - group.spec.beside) * group.num_blocks for group in groups)
+    tokens = max(group.num_blocks * group.spec.block_size for group in groups)
+    more = int((weights + keys) / plain * tokens)
+    parts = f"{weights / _MIB:.1f} MiB of weights and {keys / _MIB:.1f} MiB of keys and values, allocated now and never more"
+    reason = f"{parts}; the target could keep {more} more tokens in it"
+    return Decision("draft memory", f"{(weights + keys) / _MIB:.1f} MiB", reason)
 
 
 def _groups(draft: DecoderSpec, target: DecoderSpec, name: str) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ from headrace.techniques import switched_off
 from headrace.worker.allocation import Allocation, allocate_kv
 from headrace.worker.arena import create_arena
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel
-from headrace.worker.draft_setup import resolve_draft
+from headrace.worker.draft_setup import draft_memory, resolve_draft
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.head_start import HeadStart, Stages
@@ -197,7 +197,7 @@ class Worker:
             self._rows = Rows(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write)
         with memory.explaining("KV blocks", plan.num_bytes):
             kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
-            own = self._draft_caches(kv_caches)
+            self._draft_kv = own = self._draft_caches(kv_caches)
         self._graphs = self._create_graphs(plan.max_model_len, self._rows, kv_caches, own)
         self._runner = self._create_runner(self._rows, kv_caches, own, self._graphs)
         memory.set_aside()
@@ -395,6 +395,8 @@ class Worker:
         if self._ahead is not None:
             folder, problem = self._ahead.prepared
             yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
+        if self._setup.draft is not None:
+            yield draft_memory(self._setup.draft.spec, self._setup.dtype.itemsize, self._draft_kv, self._plan.groups)
         if self._adapters is not None:
             said = f"{self._adapters.slots.num_bytes / 2**20:.0f} MiB beside the weights, set aside for --max-loras and --max-lora-rank"
             yield Decision("adapters", f"{self._config.adapters.slots} slots of rank {self._config.adapters.max_lora_rank}", said)
