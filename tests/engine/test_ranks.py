@@ -157,6 +157,32 @@ def test_ranks_answer_with_adapters_as_one_does(tmp_path: Path, family: str, tar
     assert found == answers(1) and len({tuple(each) for each in found[9:]}) == 3
 
 
+@pytest.mark.parametrize("drafts", [{"method": "ngram", "num_speculative_tokens": 3}, {"model": "itself", "num_speculative_tokens": 2}])
+def test_ranks_accept_the_drafts_that_one_does(llama: str, drafts: dict[str, Any]) -> None:
+    """The draft model is the target: what it proposes is accepted, whichever rank proposes it."""
+    config = {**drafts, **({"model": llama} if "model" in drafts else {})}
+    prompts = [[7, 8, 9] * 6, [5, 6, 7]]
+
+    def answers(size: int) -> tuple[list[list[int]], Any]:
+        with ranked(llama, tensor_parallel_size=size, speculative_config=config) as llm:
+            found = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+            return [each.outputs[0].token_ids for each in found], llm.engine.core.stats().drafts
+
+    assert answers(2) == answers(1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_ends_all_and_is_named(llama: str) -> None:
+    with ranked(llama) as llm:
+        (pid,) = pids(llm)
+        os.kill(pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match=r"rank 1 .* has been silent for 20 s"):
+            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        assert time.monotonic() - begun < 30
+    assert gone(pid)
+
+
 def test_a_step_that_fails_on_all_ranks_alike_is_recovered_from(llama: str) -> None:
     """Its requests end; what follows is computed, by ranks that are at the same place. Nothing is left of them once the LLM is shut down."""
     with ranked(llama) as llm:
