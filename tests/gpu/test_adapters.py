@@ -51,7 +51,7 @@ def factors(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> 
     return a.to(dtype), b.to(dtype), ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("parts", "ins", "most"), [((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1000, 1000), 1096, 5)], ids=str)
 def test_kernels_are_their_twins(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> None:
     torch.manual_seed(most)

