@@ -72,8 +72,12 @@ class _Bucket:
 class DecodeGraphs:
     """Empty, and then of no use, until ``capture_all``."""
 
-    def __init__(self, recorder: Recorder, *, max_num_seqs: int, max_model_len: int, max_logits_rows: int) -> None:
+    def __init__(
+        self, recorder: Recorder, *, max_num_seqs: int, max_model_len: int, max_logits_rows: int, built: bool = True
+    ) -> None:
+        """``built``: so are the decoder's kernels for every bucket; else each is run once before it is captured."""
         self._recorder = recorder
+        self._built = built
         self._rows = rows = recorder.rows
         self._max_model_len = max_model_len
         self._max_logits_rows = max_logits_rows
@@ -116,7 +120,7 @@ class DecodeGraphs:
         """In this order."""
         with self._recorder.while_graphable(self._captured.clear), self._recorder.captures():
             for bucket in buckets:
-                if not self._captured:
+                if not self._captured or not self._built:
                     self._run_eagerly(bucket)
                 self._capture(bucket)
             self.restart()

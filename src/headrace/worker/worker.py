@@ -316,10 +316,10 @@ class Worker:
             return Graphs()
         recorder = Recorder(self._decoder, self._kernels, rows, kv_caches)
         lengths = {"max_num_seqs": setup.most_rows, "max_model_len": max_model_len}
-        most = {"max_num_seqs": setup.most_verified, "max_model_len": max_model_len, "max_logits_rows": config.scheduler.logits_rows}
+        most: dict[str, Any] = {"max_num_seqs": setup.most_verified, "max_model_len": max_model_len, "max_logits_rows": config.scheduler.logits_rows}
         decode, draft = DecodeGraphs(recorder, **most), None
         if self._draft is not None and setup.draft is not None:
-            most["max_num_seqs"] = min(setup.most_rows, MOST_DRAFTING)
+            most |= {"max_num_seqs": min(setup.most_rows, MOST_DRAFTING), "built": False}
             draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups), **most)
         if not config.device.prompt_graphs:
             return Graphs(decode, None, draft)
