@@ -38,7 +38,7 @@ def reads(meter: EnergyMeter, joules: float) -> bool:
     return last is not None and last.joules == joules
 
 
-def raising() -> NoReturn:
+def raising(device: int) -> NoReturn:
     raise RuntimeError("no CUDA GPUs are available")
 
 
@@ -166,6 +166,17 @@ def test_a_card_without_a_counter_has_no_figure(card: FakeDriver, monkeypatch: p
         monkeypatch.setattr(ctypes, "CDLL", LIBRARY)
         monkeypatch.setattr(driver, "_LIBRARY", "libthere-is-none.so" if broken == "no library" else "libc.so.6")
     assert create_energy_meter("cuda").joules() is None and power_limit("cuda") is None
+
+
+def test_ranks_count_the_cards_of_all(card: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks' cards are the same one here; where one of them is not found, there is no figure."""
+    card.millijoules = 500
+    meter = create_energy_meter("cuda", 2)
+    meter.joules()
+    card.millijoules = 1500
+    assert meter.joules() == 2.0
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="102-b" if index else "101-b"))
+    assert create_energy_meter("cuda", 2).joules() is None and create_energy_meter("cuda").joules() == 0.0
 
 
 def test_a_card_that_is_not_shown_hides_no_other(card: FakeDriver) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -128,10 +128,27 @@ def _grown(before: int, now: int, most: int) -> int:
     return grown if grown <= most // 2 else now
 
 
-def create_energy_meter(device: str) -> EnergyMeter:
-    """Of the device ("cpu" or "cuda") that an engine would choose in this thread now."""
+class CardCounters:
+    """Those of several cards."""
+
+    def __init__(self, uuids: Sequence[str]) -> None:
+        """Raises OSError or AttributeError where one of them does not count."""
+        found = [find_counter(uuid) for uuid in uuids]
+        self._counters = [each for each in found if each is not None]
+        if len(self._counters) < len(uuids):
+            raise OSError(f"{len(self._counters)} of {len(uuids)} cards were found")
+
+    def joules(self) -> float:
+        return sum(each.joules() for each in self._counters)
+
+
+def create_energy_meter(device: str, ranks: int = 1) -> EnergyMeter:
+    """Of the device ("cpu" or "cuda") that an engine would choose in this thread now; of ``ranks``, all of theirs."""
     try:
-        return EnergyMeter(partial(find_counter, _uuid()) if device == "cuda" else PackageCounters)
+        if device != "cuda":
+            return EnergyMeter(PackageCounters)
+        first = torch.cuda.current_device()
+        return EnergyMeter(partial(CardCounters, [_uuid(first + rank) for rank in range(ranks)]))
     except _UNREADABLE:
         return EnergyMeter(lambda: None)
 
@@ -139,12 +156,11 @@ def create_energy_meter(device: str) -> EnergyMeter:
 def power_limit(device: str) -> float | None:
     """Watts that the card may draw; None for a CPU, and where the driver does not say."""
     try:
-        counter = find_counter(_uuid()) if device == "cuda" else None
+        counter = find_counter(_uuid(torch.cuda.current_device())) if device == "cuda" else None
         return counter.power_limit() if counter is not None else None
     except _UNREADABLE:
         return None
 
 
-def _uuid() -> str:
-    """Of this thread's card."""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -245,7 +245,7 @@ def create_recorder(
     are held in; ``promise``: seconds a step may take (--max-step-ms); ``switches``: as run_facts.py has them;
     ``ranks``: of which the device is one."""
     profile, decision = limits
-    energy = create_energy_meter(device).read
+    energy = create_energy_meter(device, ranks).read
     if profile is None:
         return StepRecorder(promise=promise, energy=energy), decision
     groups = [group.spec for group in info.kv_groups]
