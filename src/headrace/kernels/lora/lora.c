@@ -131,6 +131,8 @@ INLINE void add_pairs(char *const *y, const uint16_t *b, const int32_t (*pairs)[
         UNROLL for (int half = 0; half < 2; half++) {
             const __m512i one = _mm512_loadu_si512(b + r * outs + at + 32 * half);
             const __m512i other = r + 1 < rank ? _mm512_loadu_si512(b + (r + 1) * outs + at + 32 * half) : _mm512_setzero_si512();
+            __builtin_prefetch(b + r * outs + at + 32 * half + PAIRED); /* each rank is a stream of its own, too many for the processor */
+            __builtin_prefetch(b + (r + 1) * outs + at + 32 * half + PAIRED);
             held[2 * half] = _mm512_unpacklo_epi16(one, other);
             held[2 * half + 1] = _mm512_unpackhi_epi16(one, other);
         }
