@@ -57,6 +57,19 @@ def test_latency_shows_steps_beside_their_floor(model: str, tmp_path: Path) -> N
         assert step["floor ms"] > 0 and step["fraction"] > 0
 
 
+def test_adapters_are_asked_for_by_popularity_beside_the_base(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-prompts", "5", "--input-len", "9", "--output-len", "4", "--repeats", "2")
+    made = ("--num-adapters", "4", "--ranks", "2", "20", "--targets", "q_proj", "down_proj")
+    popularities = ("--popularity", "distinct", "uniform", "skewed", "identical", "apart")
+    found = figures(tmp_path, "lora", model, *ENGINE, *sizes, *made, *popularities)["popularities"]
+    counts = {name: each["adapters"] for name, each in found.items() if name != "skewed"}
+    assert counts == {"base": 0, "distinct": 4, "uniform": 3, "identical": 1, "apart": 4}
+    assert all(len(each["runs"]) == 2 and each["of_base"] > 0 for each in found.values()) and found["base"]["of_base"] == 1
+    assert "slots of rank 20" in capsys.readouterr().out
+    assert run("lora", model, *ENGINE, *sizes, "--targets", "k_proj", "gates") == 2
+    assert "gates, which the model does not have" in capsys.readouterr().err
+
+
 def test_the_table_runs_each_model_in_its_own_process(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "table.md"
     words = ("--model", model, "--rows", "decode-8", "prefill-16x2048", "mixed", "--scale", "0.01", "--repeats", "2", "--markdown", str(page))
