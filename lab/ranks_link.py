@@ -27,8 +27,9 @@ _CALLS = 40
 def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     """``job``: size, device, result (a file)."""
     from headrace.bench.offline import limits_here
-    from headrace.parallel.device import create_group, visible_devices
+    from headrace.parallel.device import check_devices, create_group
     from headrace.parallel.nccl import create_id
+    from headrace.parallel.ranks import device_of
     from headrace.worker.settings import device_kind
 
     kind, size = device_kind(job["device"]), job["size"]
@@ -40,9 +41,10 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
         return
     with Scratch() as folder:
         place = (str(folder), "") if kind == "cpu" else ("", create_id().hex())
-        devices = [{}] * size if kind == "cpu" else [{"CUDA_VISIBLE_DEVICES": each} for each in visible_devices(size)]
+        if kind == "cuda":
+            check_devices(size)
         others = [
-            subprocess.Popen([sys.executable, "-m", "lab.ranks_link", str(rank), str(size), *place], env=environment() | devices[rank])
+            subprocess.Popen([sys.executable, "-m", "lab.ranks_link", str(rank), str(size), *place], env=environment() | device_of(rank))
             for rank in range(1, size)
         ]
         try:

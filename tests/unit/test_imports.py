@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.client": {"models.source", "lora.registry"},
     "engine.loop": {"lora.registry", "scheduler.explain"},
     "engine.executor": set(),
-    "engine.assembly": {"worker", "parallel.leader", "models.source", "models.families", "lora", "scheduler", "cache", "sequence"},
+    "engine.assembly": {"worker", "parallel.leader", "parallel.ranks", "models.source", "models.families", "lora", "scheduler", "cache", "sequence"},
     "planner": {"engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models", "speculative.settings", "parallel.shares"},
     "planner.workload": set(),
     # the engine's own rules; not at import

@@ -32,6 +32,7 @@ from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
+from headrace.parallel.ranks import Ranks, begin_ranks
 from headrace.processes.builders import mark_of
 from headrace.processes.garbage import no_collections
 from headrace.sampling_params import SamplingParams
@@ -183,14 +184,21 @@ def _create_executor(
     if config.device.executor == "keyed-hash":
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
+    mark = mark_of(config, source.config) if config.device.device != "cpu" else None
+    several = config.device.tensor_parallel_size > 1
+    ranks = begin_ranks(config, spec_from_config(source.config), str(mark or ""), lost) if several else None
     prepare_for_torch()
-    head_start = begin_head_start(mark_of(config, source.config)) if config.device.device != "cpu" else None
-    with head_start or nullcontext():
-        return _load(config, source, watched, head_start, lost)
+    try:
+        with (begin_head_start(mark) if mark is not None else None) or nullcontext() as head_start:
+            return _load(config, source, watched, head_start, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
 
 
 def _load(
-    config: EngineConfig, source: ModelSource, watched: bool, head_start: HeadStart | None, lost: Callable[[str], None] | None
+    config: EngineConfig, source: ModelSource, watched: bool, head_start: HeadStart | None, ranks: Ranks | None
 ) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
     stages = Stages(RealClock())
     with no_collections():  # torch makes 170,000 objects that stay
@@ -202,7 +210,7 @@ def _load(
     device, found = resolve_device(config.device.device)
     config, decisions = resolve_config(config, device, long_steps=not watched and takes_long_steps(device, source.config))
     limits = cache(partial(resolve_profile, device))  # once, when they are first asked for
-    executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits, lost=lost)
+    executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits, ranks=ranks)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
     told: dict[str, Any] = {"device": device, "dtype": dtype, "promise": promise, "switches": switches}

@@ -7,7 +7,6 @@ Each rank's process sees one GPU alone (CUDA_VISIBLE_DEVICES), so that nothing i
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -30,13 +29,11 @@ def create_group(folder: str, id: bytes, rank: int, size: int, *, one_shot: bool
     return NCCLGroup(id, rank, size, one_shot=one_shot) if id else GlooGroup(Path(folder), rank, size)
 
 
-def visible_devices(size: int) -> list[str]:
-    """What each of so many ranks' processes is to see. Raises ConfigError where there are fewer GPUs."""
+def check_devices(size: int) -> None:
+    """Raises ConfigError where there are fewer GPUs than ranks."""
     count = torch.cuda.device_count()
     if count < size:
         raise ConfigError(
             f"--tensor-parallel-size is {size}, but {count} GPU{'s are' if count != 1 else ' is'} visible here. "
             f"Give at most {count}, or make more visible (CUDA_VISIBLE_DEVICES)."
         )
-    named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
-    return named[:size] if named else [str(index) for index in range(size)]

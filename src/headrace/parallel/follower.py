@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.executor import Ticket
@@ -23,14 +24,12 @@ from headrace.parallel import frames
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import freeze_start, no_collections
-from headrace.processes.messages import BadFrame, Unpacker, pack, receive
+from headrace.processes.messages import BadFrame, Message, Unpacker, pack, receive
 from headrace.request import TokenMasks
 
 if TYPE_CHECKING:
-    from headrace.models.source import ModelSource
     from headrace.parallel.group import Group
     from headrace.worker.executor import DeviceExecutor
-    from headrace.worker.head_start import HeadStart
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +66,9 @@ class First:
             except FirstGone:
                 os._exit(1)
 
-    def where_to_meet(self) -> tuple[str, bytes]:
-        meet = receive(self._sock, frames.Meet)
-        return meet.folder, meet.id
+    def hear(self, kind: type[Message]) -> Message:
+        """What comes next, which is of this kind."""
+        return receive(self._sock, kind)
 
     def follow(self, obey: Callable[[Any], None]) -> None:
         """Until there is nobody to follow, or ``obey`` raises."""
@@ -141,32 +140,26 @@ class Follower:
         raise FirstGone
 
 
-def _start(first: First, launch: frames.Launch) -> Follower:
-    from headrace.engine.resolve import find_source
-    from headrace.processes.builders import mark_of
+def _start(first: First, mark: str) -> Follower:
     from headrace.torch_environment import prepare_for_torch
     from headrace.worker.head_start import begin_head_start
 
-    config = launch.config
-    source = find_source(config)
     prepare_for_torch()
-    head_start = begin_head_start(mark_of(config, source.config)) if config.device.device != "cpu" else None
-    with head_start or nullcontext():
-        return _load(first, launch, source, head_start)
+    with (begin_head_start(Path(mark)) if mark else None) or nullcontext() as head_start:
+        with no_collections():
+            from headrace.engine.resolve import find_source
+            from headrace.parallel.device import create_group, device_here
+            from headrace.worker.executor import DeviceExecutor
+            from headrace.worker.worker import create_executor
 
-
-def _load(first: First, launch: frames.Launch, source: ModelSource, head_start: HeadStart | None) -> Follower:
-    config = launch.config
-    with no_collections():
-        from headrace.parallel.device import create_group, device_here
-        from headrace.worker.executor import DeviceExecutor
-        from headrace.worker.worker import create_executor
-
-    first.tell(frames.Here(device_here(config.device.device)))
-    group = create_group(*first.where_to_meet(), launch.rank, config.device.tensor_parallel_size, one_shot=config.device.one_shot_sums)
-    executor, _ = create_executor(config, source, head_start, group=group)
-    assert isinstance(executor, DeviceExecutor)
-    return Follower(first, executor, group)
+        launch = first.hear(frames.Launch)
+        config, device = launch.config, launch.config.device
+        first.tell(frames.Here(device_here(device.device)))
+        meet = first.hear(frames.Meet)
+        group = create_group(meet.folder, meet.id, launch.rank, device.tensor_parallel_size, one_shot=device.one_shot_sums)
+        executor, _ = create_executor(config, find_source(config), head_start, group=group)
+        assert isinstance(executor, DeviceExecutor)
+        return Follower(first, executor, group)
 
 
 def main() -> None:
@@ -176,10 +169,10 @@ def main() -> None:
     configure_child()
     first = First(parent_socket())
     try:
-        launch = receive(first._sock, frames.Launch)
+        begin = first.hear(frames.Begin)
         threading.Thread(target=first.beat_forever, daemon=True, name="pulse").start()
         try:
-            follower = _start(first, launch)
+            follower = _start(first, begin.mark)
             freeze_start()
             first.tell(frames.Ready())
             first.follow(follower.obey)
@@ -188,7 +181,7 @@ def main() -> None:
         except (FirstGone, BadFrame):
             raise
         except Exception as error:
-            log.exception("rank %d failed", launch.rank)
+            log.exception("this rank failed")
             first.tell(frames.Failed("", f"{type(error).__name__}: {error}"))
     except (FirstGone, BadFrame, OSError):
         pass

@@ -2,8 +2,9 @@
 
 What lives here: the schema of the messages, and how plans are packed. What may not: sockets, processes, what a message does.
 
-Start: a rank's standard input is a socket to the first one's process, whose first message is a Launch. It says Here when it has a
-device, is told where to Meet, loads together with the others, and says Ready. From then on every call of the first rank's executor
+Start: a rank's standard input is a socket to the first one's process, whose first message is a Begin: it imports what a rank needs, as the
+first one does meanwhile. With its Launch it says Here when it has a device, is told where to Meet, loads together with the others, and says
+Ready. From then on every call of the first rank's executor
 comes as a message, in order. Beats come all the while. No socket has a name: nobody else can come in.
 """
 
@@ -20,6 +21,12 @@ from headrace.request import StepPlan
 
 _KEPT = ("rows", "counts", "sample_work", "sample_rows")  # of a plan: often the very arrays of the one before
 _NOTHING = array("i")
+
+
+class Begin(Frame):
+    """``mark``: as a head start on a GPU has it; empty on a CPU."""
+
+    mark: str
 
 
 class Launch(Frame):

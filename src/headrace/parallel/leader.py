@@ -15,14 +15,12 @@ from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
 from headrace.engine.executor import AdapterOutcome, Control, Executor, LoadAdapter, Ticket
 from headrace.errors import ConfigError, StepFailed
-from headrace.models import families
 from headrace.models.source import ModelSource
 from headrace.parallel import frames
-from headrace.parallel.device import create_group, device_here, visible_devices
+from headrace.parallel.device import check_devices, create_group, device_here
 from headrace.parallel.group import Group
 from headrace.parallel.nccl import create_id
 from headrace.parallel.ranks import Ranks
-from headrace.parallel.shares import share
 from headrace.processes.messages import pack
 from headrace.processes.scratch import Scratch
 from headrace.request import StepPlan, StepResult, TokenMasks
@@ -31,8 +29,6 @@ from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.settings import device_kind
 from headrace.worker.worker import create_executor as create_alone
 
-Lost = Callable[[str], None]
-
 
 def create_executor(
     config: EngineConfig,
@@ -40,40 +36,29 @@ def create_executor(
     head_start: HeadStart | None = None,
     stages: Stages | None = None,
     meanwhile: Callable[[], object] = lambda: None,
-    lost: Lost | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Executor, tuple[Decision, ...]]:
-    """As the worker's, with as many ranks as the config has. ``lost``: is told, from a thread, that one has been lost, and all with it."""
-    size = config.device.tensor_parallel_size
-    if size == 1:
+    """As the worker's. ``ranks``: the others, begun and not launched; they are this executor's, and end with it."""
+    if ranks is None:
         return create_alone(config, source, head_start, stages, meanwhile)
-    kind = device_kind(config.device.device)
-    _check(config, source, size)
+    size, kind, stages = config.device.tensor_parallel_size, device_kind(config.device.device), stages or Stages(RealClock())
     config = replace(config, device=replace(config.device, device=kind))
-    devices = [{} for _ in range(size)] if kind == "cpu" else [{"CUDA_VISIBLE_DEVICES": each} for each in visible_devices(size)]
-    stages = stages or Stages(RealClock())
-    ranks = Ranks(config, devices[1:], lost)
+    if kind == "cuda":
+        check_devices(size)
     try:
+        ranks.launch(config)
         group = _meet(ranks, kind, config)
         ranks.abort = group.abort
         stages.done("ranks")
         executor, decisions = create_alone(config, source, head_start, stages, meanwhile, group)
         assert isinstance(executor, DeviceExecutor)
         ranks.hear(frames.Ready)
-    except BaseException as error:
-        if isinstance(error, Exception) and ranks.settle(1.0) is not None:
-            ranks.close()
+    except Exception:
+        if ranks.settle(1.0) is not None:
             ranks.check()
-        ranks.close()
         raise
     said = Decision("ranks", size, f"each a process with a device of its own; over {group.account}")
     return RankedExecutor(executor, ranks, group), (said, *decisions)
-
-
-def _check(config: EngineConfig, source: ModelSource, size: int) -> None:
-    """Before anything is loaded, or started."""
-    share(families.spec_from_config(source.config), size)
-    if config.device.batch_invariant and size > 2:
-        raise ConfigError(f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out.")
 
 
 def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Group:

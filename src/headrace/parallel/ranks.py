@@ -10,30 +10,33 @@ killed, so that whoever waits for them in a step need not any more, and whoever 
 from __future__ import annotations
 
 import logging
+import os
 import selectors
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace import errors
 from headrace.config import EngineConfig
-from headrace.errors import EngineDead, HeadraceError
+from headrace.errors import ConfigError, EngineDead, HeadraceError
 from headrace.parallel import frames
+from headrace.parallel.shares import share
 from headrace.processes.child import start
 from headrace.processes.messages import BadFrame, Unpacker, pack
+from headrace.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
 
 SILENCE = 20  # seconds without a beat, counted in looks: a process that was stopped itself has missed nothing
 ALONE_SECONDS = 1.5  # within which a step that failed on one rank has failed on the first, too
 AGREE_SECONDS = 4.0  # for all to be where the first is, after a step that failed
-LAST_WORDS_SECONDS = 0.5
+LAST_WORDS_SECONDS = 1.5  # for whoever waits to say it himself
 END_SECONDS = 5.0
 _RECEIVED = 2**16
 
@@ -51,43 +54,67 @@ class _Rank:
         return f"rank {self.number} (process {self.process.pid})"
 
 
+def begin_ranks(config: EngineConfig, spec: DecoderSpec, mark: str, lost: Callable[[str], None] | None) -> Ranks:
+    """The processes of all ranks but this one, which import what they need while this one does. Raises ConfigError before anything is started
+    where the model cannot be shared out."""
+    size = config.device.tensor_parallel_size
+    share(spec, size)
+    if config.device.batch_invariant and size > 2:
+        raise ConfigError(f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out.")
+    return Ranks(size - 1, mark, lost)
+
+
+def device_of(number: int) -> dict[str, str]:
+    """What a rank sees of this process's GPUs: one. Where there are fewer, leader.py says so."""
+    named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    return {"CUDA_VISIBLE_DEVICES": named[number] if number < len(named) else str(number) if not named else ""}
+
+
 class Ranks:
     """All but the first. ``lost`` is called, once, a moment after one has been: whoever waits in a step has been woken then.
 
     Methods raise what was said of the lost one: while they load, the error that it met; later EngineDead.
     """
 
-    def __init__(self, config: EngineConfig, devices: Sequence[dict[str, str]], lost: Callable[[str], None] | None) -> None:
-        """``devices``: what each one's environment has beside this one's."""
+    def __init__(self, count: int, mark: str, lost: Callable[[str], None] | None) -> None:
+        """``mark``: as Begin has it."""
         self._changed = threading.Condition()
         self._lost: HeadraceError | None = None
         self._on_loss = lost
         self._closing = False
         self._own_failures: set[int] = set()
         self.abort: Callable[[], None] = lambda: None
-        self._ranks = [self._launch(config, number, device) for number, device in enumerate(devices, 1)]
+        self._ranks = [self._begin(number, mark) for number in range(1, count + 1)]
         self._thread = threading.Thread(target=self._watch, name="headrace-ranks", daemon=True)
         self._thread.start()
 
     @staticmethod
-    def _launch(config: EngineConfig, number: int, device: dict[str, str]) -> _Rank:
+    def _begin(number: int, mark: str) -> _Rank:
         ours, theirs = socket.socketpair()
         with theirs:
-            rank = _Rank(number, start("headrace.parallel.follower", theirs, device), ours)
-        ours.sendall(pack(frames.Launch(config, number)))
+            rank = _Rank(number, start("headrace.parallel.follower", theirs, device_of(number)), ours)
+        ours.sendall(pack(frames.Begin(mark)))
         return rank
 
     # --- speaking
 
+    def launch(self, config: EngineConfig) -> None:
+        """``config`` is resolved."""
+        for rank in self._ranks:
+            self._send(rank, pack(frames.Launch(config, rank.number)))
+
     def tell(self, message: bytes) -> None:
         """The same to all of them."""
-        self.check()
         for rank in self._ranks:
-            try:
-                rank.sock.sendall(message)
-            except OSError:  # its end is heard, too
-                self.settle()
-                self.check()
+            self._send(rank, message)
+
+    def _send(self, rank: _Rank, message: bytes) -> None:
+        self.check()
+        try:
+            rank.sock.sendall(message)
+        except OSError:  # its end is heard, too
+            self.settle()
+            self.check()
 
     def hear(self, kind: type[frames.Report], seconds: float = float("inf")) -> list[Any]:
         """What each says next, which is of this kind."""
