@@ -292,12 +292,15 @@ INLINE void add_part(
     const int8_t *at[ROWS];
     UNROLL for (int r = 0; r < rows; r++) {
         at[r] = x[r].codes + i * part;
-        UNROLL for (int p = 0; p < wide; p++) found[r * wide + p] = (vi){} + sums[r].start[i];
+        UNROLL for (int p = 0; p < wide; p++) found[r * wide + p] = FROM_128 ? (vi){} + sums[r].start[i] : (vi){};
     }
     dots(found, at, codes, rows, wide, part / 4, run);
     UNROLL for (int r = 0; r < rows; r++) {
         const float by = x[r].scale[i * part / BLOCK];
-        UNROLL for (int p = 0; p < wide; p++) y[r * wide + p] += __builtin_convertvector(found[r * wide + p], vf) * scale[p] * by;
+        UNROLL for (int p = 0; p < wide; p++) {
+            if (!FROM_128) found[r * wide + p] += sums[r].start[i]; /* AVX2 has no register for it before */
+            y[r * wide + p] += __builtin_convertvector(found[r * wide + p], vf) * scale[p] * by;
+        }
         UNROLL for (int p = 0; least && p < wide; p++) y[r * wide + p] -= least[p] * sums[r].sum[i];
     }
 }
