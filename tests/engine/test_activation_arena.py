@@ -96,7 +96,7 @@ def test_a_wrong_lifetime_shows(folders: dict[str, Path], poisoned: None) -> Non
     """Each that lasts beyond the next request, in turn, is made to end with it: what is read then is NaN, or another's."""
     executor = worker_for(folders["llama"])
     expected = said([[_first(executor, 21)]])
-    (trace,) = arena_of(executor)._kinds[((False, False), False, False), False]._traces
+    (trace,) = arena_of(executor)._kinds[((False, False), False, False, 0), False]._traces
     right, long, shown = trace.ends, 0, 0
     for at, end in enumerate(right):
         if end is not None and end > at + 1:

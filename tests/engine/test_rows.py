@@ -41,7 +41,7 @@ class Record:
     def __init__(self, block_sizes: tuple[int, ...]) -> None:
         self.ids = [[0] * LONGEST for _ in range(ROWS)]
         self.tables = [[[0] * -(-LONGEST // size) for _ in range(ROWS)] for size in block_sizes]
-        self.params = [[0] * 10 for _ in range(ROWS)]
+        self.params = [[0] * 11 for _ in range(ROWS)]
         self.counts = [[0] * VOCAB for _ in range(ROWS)]
         self.known: dict[int, NewRow] = {}
 
@@ -64,7 +64,8 @@ def _bits(new: NewRow) -> list[int]:
     p = new.params
     floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, 1e-30))
     whole = struct.pack("<q" if new.seed < 0 else "<Q", new.seed)
-    return list(struct.unpack("<10i", struct.pack("<6fi", *floats, max(p.top_k, 0)) + whole + struct.pack("<i", new.num_prompt_tokens)))
+    ends = struct.pack("<2i", new.num_prompt_tokens, new.adapter_slot)
+    return list(struct.unpack("<11i", struct.pack("<6fi", *floats, max(p.top_k, 0)) + whole + ends))
 
 
 def _traits(new: NewRow) -> Iterator[Trait]:
