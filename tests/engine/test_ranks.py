@@ -78,13 +78,13 @@ def oracle(model: str) -> Iterator[modes.Oracle]:
     made.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_no_mode_of_two_ranks_changes_an_answer(model: str, oracle: modes.Oracle, seed: int) -> None:
     check(model, oracle, seed, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("seed", (1, *range(100, 120)))
 def test_no_mode_of_ranks_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
     check(model, oracle, seed, 2 + 2 * (seed % 2))
 
@@ -139,7 +139,11 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(llama: str, overlap: int, r
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"), [("llama", (*adapters.LLAMA, "embed_tokens", "lm_head")), ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))]
+    ("family", "targets"),
+    [
+        ("llama", (*adapters.LLAMA, "embed_tokens", "lm_head")),
+        pytest.param("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_answer_with_adapters_as_one_does(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
     made = tiny.create(family, seed=3, vocab_size=319)
@@ -204,7 +208,8 @@ def test_a_step_that_fails_on_all_ranks_alike_is_recovered_from(llama: str) -> N
     assert gone(pid)
 
 
-def test_a_step_that_fails_on_one_rank_alone_ends_all_and_names_it(llama: str) -> None:
+def test_a_step_that_fails_on_one_rank_alone_ends_all_and_names_it(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "AGREE_SECONDS", 1.0)
     with ranked(llama) as llm:
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         inner = llm.engine.core.executor._inner  # type: ignore[attr-defined]
