@@ -1,4 +1,5 @@
-"""What MkDocs needs to make a site of this folder: files from outside it that pages link to, and the HTTP API from the server's own description.
+"""What MkDocs needs to make a site of this folder: files from outside it that pages link to, and the HTTP API from the
+server's own description.
 
 A hook, named in mkdocs.yml. What may not live here: text that belongs into a page.
 """
@@ -41,7 +42,11 @@ Every error is a JSON object: `{"error": {"message", "type", "param", "code"}}`,
 
 
 def on_config(config: MkDocsConfig) -> None:
-    config.mdx_configs["toc"] = {"slugify": slugify(case="lower"), "permalink": True, "toc_depth": 3}  # anchors as on code-hosting sites
+    config.mdx_configs["toc"] = {
+        "slugify": slugify(case="lower"),
+        "permalink": True,
+        "toc_depth": 3,
+    }  # anchors as on code-hosting sites
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -55,7 +60,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def _outside() -> set[Path]:
     pages = {*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}
-    linked = {(page.parent / target).resolve() for page in pages for _, target in LINK.findall(page.read_text(encoding="utf-8"))}
+    linked = {
+        (page.parent / target).resolve()
+        for page in pages
+        for _, target in LINK.findall(page.read_text(encoding="utf-8"))
+    }
     return {path for path in linked | pages if path.is_file() and not path.is_relative_to(DOCS)}
 
 
@@ -76,9 +85,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _http_api(described: Mapping[str, Any]) -> Iterator[str]:
-    operations = [(f"{method.upper()} {path}", each) for path, methods in described["paths"].items() for method, each in methods.items()]
-    failures = {status: each for _, operation in operations for status, each in operation["responses"].items() if status != "200"}
-    yield from _table(("status", "when"), [(_status(status), each["description"]) for status, each in sorted(failures.items())])
+    operations = [
+        (f"{method.upper()} {path}", each)
+        for path, methods in described["paths"].items()
+        for method, each in methods.items()
+    ]
+    failures = {
+        status: each
+        for _, operation in operations
+        for status, each in operation["responses"].items()
+        if status != "200"
+    }
+    yield from _table(
+        ("status", "when"), [(_status(status), each["description"]) for status, each in sorted(failures.items())]
+    )
     for name, operation in operations:
         yield from _operation(name, operation, described["components"]["schemas"])
 
@@ -86,13 +106,19 @@ def _http_api(described: Mapping[str, Any]) -> Iterator[str]:
 def _operation(name: str, operation: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n## {name}\n\n{operation['summary'].capitalize()}.\n"
     if parameters := operation.get("parameters"):
-        yield from _table(("parameter", "in", "type"), [(f"`{each['name']}`", each["in"], _said(each["schema"])) for each in parameters])
+        yield from _table(
+            ("parameter", "in", "type"),
+            [(f"`{each['name']}`", each["in"], _said(each["schema"])) for each in parameters],
+        )
     if body := operation.get("requestBody"):
         ((kind, content),) = body["content"].items()
         yield f"\n**Body**, `{kind}`:\n"
         required = set(content["schema"].get("required", ()))
         fields = content["schema"]["properties"].items()
-        rows = [(f"`{each}`{' *' if each in required else ''}", _said(field), field.get("description", "")) for each, field in fields]
+        rows = [
+            (f"`{each}`{' *' if each in required else ''}", _said(field), field.get("description", ""))
+            for each, field in fields
+        ]
         yield from _table(("field", "type", "meaning"), rows)
         yield f"\n```json\n{json.dumps(content['example'], indent=2, ensure_ascii=False)}\n```\n"
     for kind, content in operation["responses"].get("200", {}).get("content", {}).items():

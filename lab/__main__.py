@@ -27,15 +27,15 @@ BENCHMARKS: dict[str, Benchmark] = {
     "table": Behind("lab.table", "every row of the performance table, beside its floor and a peer's figure"),
     "truth": Behind("lab.truth", "how true a simulation is here: prices fitted to one load, held against another"),
     "profile": Behind("lab.profile_page", "where a start's time goes and where a step's, on one page"),
-    "ranks": Benchmark("lab.ranks", "one model over several numbers of ranks, and their sums alone", model=True, engine=True),
+    "ranks": Benchmark(
+        "lab.ranks", "one model over several numbers of ranks, and their sums alone", model=True, engine=True
+    ),
     "skip": Benchmark("lab.skip", "does the device wait for launches, or they for it (GPU)", model=True, engine=True),
     "rival": Benchmark("lab.rival", "the same shape on llama.cpp, both sides in turn", model=True, engine=True),
     "arena": Benchmark(
         "lab.arena", "activations planned by lifetime beside torch's allocator (GPU)", model=True, engine=True
     ),
-    "capacity": Benchmark(
-        "lab.capacity", "requests a second within a bound on the time between tokens, simulated"
-    ),
+    "capacity": Benchmark("lab.capacity", "requests a second within a bound on the time between tokens, simulated"),
     "overload": Benchmark(
         "lab.overload", "requests served in time when more are asked than a device can do, simulated"
     ),
@@ -43,8 +43,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         "lab.policies", "orders of service, each by its own measure, over a whole load curve, simulated"
     ),
     "policies-served": Behind("lab.policies_served", "the same on a CPU server of this machine, beside its simulation"),
-    "lossless": Benchmark("lab.lossless", "random requests with drafts and without, bit for bit", model=True, engine=True),
-    "speculation": Benchmark("lab.speculation", "drafts on and off, in one engine, turn by turn", model=True, engine=True),
+    "lossless": Benchmark(
+        "lab.lossless", "random requests with drafts and without, bit for bit", model=True, engine=True
+    ),
+    "speculation": Benchmark(
+        "lab.speculation", "drafts on and off, in one engine, turn by turn", model=True, engine=True
+    ),
     "control-plane": Benchmark("lab.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("lab.masks", "structured output: a schema's first mask, and each token's"),
     "stream-rate": Benchmark("lab.stream_rate", "tokens a second one server streams, nothing computed"),

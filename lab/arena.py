@@ -1,8 +1,8 @@
 """``python -m lab arena``: what planning a step's activations saves, over a run of changing lengths (GPU).
 
-First the engine with its arena and without: prompts one after the other, what they ask torch's allocator for, what the host takes for each.
-Then a step by itself: two lengths are recorded without the arena, from these every other length follows, and the same requests go to torch's
-caching allocator, really, and to a plan of lifetimes.
+First the engine with its arena and without: prompts one after the other, what they ask torch's allocator for, what the
+host takes for each. Then a step by itself: two lengths are recorded without the arena, from these every other length
+follows, and the same requests go to torch's caching allocator, really, and to a plan of lifetimes.
 
 What lives here: running, recording, replaying on the card, the tables. What may not: planning (worker/arena.py).
 """
@@ -35,7 +35,9 @@ _MOST_EVENTS = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=count, default=LENGTHS, help=f"steps of the run, of random lengths (default: {LENGTHS})")
+    parser.add_argument(
+        "--steps", type=count, default=LENGTHS, help=f"steps of the run, of random lengths (default: {LENGTHS})"
+    )
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 
@@ -43,13 +45,17 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     from headrace.worker.settings import device_kind
 
     if device_kind(config.device.device) != "cuda":
-        raise ConfigError("python -m lab arena replays on a GPU's allocator; run it where torch finds a CUDA device, without --device cpu.")
+        raise ConfigError(
+            "python -m lab arena replays on a GPU's allocator; run it where torch finds a CUDA device, without --device cpu."
+        )
     facts = machine_facts("not measured: bytes and counts, no rates")
     print_facts(facts)
     draw, served = random.Random(0), []
     for low, high in RANGES:
         asked = [draw.randint(low, high) for _ in range(args.steps)]
-        served += [{"tokens": f"{low} to {high}", "arena": mode, **run_engine(config, mode, asked)} for mode in ("off", "on")]
+        served += [
+            {"tokens": f"{low} to {high}", "arena": mode, **run_engine(config, mode, asked)} for mode in ("off", "on")
+        ]
     print(table(tuple(served[0]), [tuple(each.values()) for each in served]))
     tokens, traces = _record(config)
     lengths = [draw.randint(tokens[0], tokens[1]) for _ in range(args.steps)]
@@ -57,19 +63,24 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     print(table(("over the run", "figure"), list(figures.items())))
     if args.output_json:
         uses = [asdict(use) for use in traces[1]]
-        write_json(args.output_json, {"facts": facts, "served": served, "lengths": lengths, "figures": figures, "uses": uses})
+        write_json(
+            args.output_json, {"facts": facts, "served": served, "lengths": lengths, "figures": figures, "uses": uses}
+        )
     return 0
 
 
 def run_engine(config: EngineConfig, mode: str, lengths: Sequence[int]) -> dict[str, float]:
-    """Prompts of these lengths, as far as a step takes them, one step each; all twice, the second time is measured. Bytes are MiB."""
+    """Prompts of these lengths, as far as a step takes them, one step each; all twice, the second time is measured.
+    Bytes are MiB."""
     import torch
 
     from headrace.engine.assembly import create_engine
 
     technique = find_technique("activation_arena")
     value = technique.on if mode == "on" else technique.off
-    engine = create_engine(replace(config, device=replace(config.device, activation_arena=value, overlap=0)), with_tokenizer=False)
+    engine = create_engine(
+        replace(config, device=replace(config.device, activation_arena=value, overlap=0)), with_tokenizer=False
+    )
     try:
         most = min(engine.info.max_num_batched_tokens, engine.info.max_sequence_tokens - 1)
         host = _timed_submissions(engine)
@@ -84,7 +95,9 @@ def run_engine(config: EngineConfig, mode: str, lengths: Sequence[int]) -> dict[
         after = torch.cuda.memory_stats()
         return {
             "MiB alive at once": _mib(torch.cuda.max_memory_allocated() - alive),
-            "requests a step": round((after["allocation.all.allocated"] - before["allocation.all.allocated"]) / len(lengths), 1),
+            "requests a step": round(
+                (after["allocation.all.allocated"] - before["allocation.all.allocated"]) / len(lengths), 1
+            ),
             "segments taken": after["num_device_alloc"] - before["num_device_alloc"],
             "host ms a step": round(1e3 * median(host), 3),
             "MiB set aside at start": _mib(engine.info.memory["activations"]),
@@ -111,7 +124,9 @@ def _timed_submissions(engine: Engine) -> list[float]:
     return seconds
 
 
-def measure(tokens: tuple[int, int], traces: tuple[Sequence[Use], Sequence[Use]], lengths: Sequence[int]) -> dict[str, float]:
+def measure(
+    tokens: tuple[int, int], traces: tuple[Sequence[Use], Sequence[Use]], lengths: Sequence[int]
+) -> dict[str, float]:
     """Bytes are MiB. On the card, with nothing else allocated."""
     steps = [between(*traces, tokens, length) for length in lengths]
     begin = time.perf_counter()
@@ -146,7 +161,8 @@ def _mib(size: int) -> float:
 
 
 def _replayed(steps: Sequence[Sequence[Use]]) -> tuple[int, int, float]:
-    """Bytes torch's allocator came to hold above what it held before, segments it took for that, seconds of the second turn."""
+    """Bytes torch's allocator came to hold above what it held before, segments it took for that, seconds of the second
+    turn."""
     import torch
 
     torch.cuda.synchronize()
@@ -169,7 +185,9 @@ def _replayed(steps: Sequence[Sequence[Use]]) -> tuple[int, int, float]:
 
 
 def _events(uses: Sequence[Use]) -> Iterator[tuple[int, bool]]:
-    events = [(use.first, True, index) for index, use in enumerate(uses)] + [(use.last, False, index) for index, use in enumerate(uses)]
+    events = [(use.first, True, index) for index, use in enumerate(uses)] + [
+        (use.last, False, index) for index, use in enumerate(uses)
+    ]
     yield from ((index, begins) for _, begins, index in sorted(events, key=lambda event: event[0]))
 
 
@@ -184,7 +202,9 @@ def _record(config: EngineConfig) -> tuple[tuple[int, int], tuple[list[Use], lis
         tokens, vocab = (most // 2, most), engine.info.vocab_size
 
         def trace(length: int, seed: int) -> list[Use]:
-            conversations = [random_conversations(1, Lengths(length, 1), vocab_size=vocab, seed=seed + turn) for turn in range(2)]
+            conversations = [
+                random_conversations(1, Lengths(length, 1), vocab_size=vocab, seed=seed + turn) for turn in range(2)
+            ]
             drive(engine.core, conversations[0])
             return _recorded(lambda: drive(engine.core, conversations[1]))
 
@@ -210,7 +230,8 @@ def _recorded(step: Any) -> list[Use]:
 
 
 def uses_of(entries: Sequence[Mapping[str, Any]]) -> list[Use]:
-    """Lifetimes from a record of requests; what is not freed within lives to the end of it. Small tensors (indexes) are left out."""
+    """Lifetimes from a record of requests; what is not freed within lives to the end of it. Small tensors (indexes) are
+    left out."""
     begun: dict[int, tuple[int, int]] = {}  # address → (event, size)
     found: list[Use] = []
     count = 0

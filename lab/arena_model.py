@@ -1,6 +1,8 @@
-"""What torch's caching allocator does with the requests of steps, and what a plan of their lifetimes takes in its place.
+"""What torch's caching allocator does with the requests of steps, and what a plan of their lifetimes takes in its
+place.
 
-What lives here: traces of two lengths and those between, a model of that allocator. What may not: torch, recording (arena.py), planning.
+What lives here: traces of two lengths and those between, a model of that allocator. What may not: torch, recording
+(arena.py), planning.
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ ALMOST_LARGE = 10 * 2**20
 
 
 def between(shorter: Sequence[Use], longer: Sequence[Use], tokens: tuple[int, int], wanted: int) -> list[Use]:
-    """The trace of ``wanted`` tokens from those of ``tokens``: sizes are linear in tokens. The two must be of one order."""
+    """The trace of ``wanted`` tokens from those of ``tokens``: sizes are linear in tokens. The two must be of one
+    order."""
     if [(use.first, use.last) for use in shorter] != [(use.first, use.last) for use in longer]:
-        raise ValueError(f"{len(shorter)} and {len(longer)} tensors, or other lifetimes: steps of {tokens} tokens are not of one kind")
+        raise ValueError(
+            f"{len(shorter)} and {len(longer)} tensors, or other lifetimes: steps of {tokens} tokens are not of one kind"
+        )
     share = (wanted - tokens[0]) / (tokens[1] - tokens[0])
-    return [Use(max(0, round(a.size + (b.size - a.size) * share)), a.first, a.last) for a, b in zip(shorter, longer, strict=True)]
+    return [
+        Use(max(0, round(a.size + (b.size - a.size) * share)), a.first, a.last)
+        for a, b in zip(shorter, longer, strict=True)
+    ]
 
 
 class CachingAllocator:
@@ -81,7 +89,10 @@ class CachingAllocator:
 
 def replay(allocator: CachingAllocator, uses: Sequence[Use]) -> None:
     """One step's requests in their order."""
-    events = sorted([(use.first, 1, index) for index, use in enumerate(uses)] + [(use.last, 0, index) for index, use in enumerate(uses)])
+    events = sorted(
+        [(use.first, 1, index) for index, use in enumerate(uses)]
+        + [(use.last, 0, index) for index, use in enumerate(uses)]
+    )
     blocks = {}
     for _, begins, index in events:
         if begins:
@@ -111,7 +122,9 @@ def compare(traces: Iterable[Sequence[Use]]) -> Comparison:
 
 def most_alive(uses: Sequence[Use]) -> int:
     """Bytes alive at once: no plan is smaller."""
-    changes = sorted([(use.first, 1, rounded(use.size)) for use in uses] + [(use.last, 0, -rounded(use.size)) for use in uses])
+    changes = sorted(
+        [(use.first, 1, rounded(use.size)) for use in uses] + [(use.last, 0, -rounded(use.size)) for use in uses]
+    )
     alive = most = 0
     for _, _, change in changes:
         alive += change

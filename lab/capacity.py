@@ -30,7 +30,16 @@ CLOSE = 1.03  # the search ends when the bounds of a capacity are that near each
 MOST_TIMES = 1e6  # of the first guess: whatever holds there holds at any rate
 BUDGET_SHARE = 0.95  # of the bound, as the budget: a client's gap is a step and what little lies between two
 GROWTH = 0.05  # of those that come in the second half may stay
-COLUMNS = ("steps bounded by", "requests/s", "steady", "p99 gap ms", "median gap ms", "median first token ms", "p99 first token ms", "kept")
+COLUMNS = (
+    "steps bounded by",
+    "requests/s",
+    "steady",
+    "p99 gap ms",
+    "median gap ms",
+    "median first token ms",
+    "p99 first token ms",
+    "kept",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,35 @@ Steady = Literal["yes", "no", "too short"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulated.add_arguments(parser)
     parser.add_argument(
-        "--gap", type=positive, nargs="+", default=[100.0, 500.0], metavar="MS", help="bounds on the 99th percentile (default: 100 500)"
+        "--gap",
+        type=positive,
+        nargs="+",
+        default=[100.0, 500.0],
+        metavar="MS",
+        help="bounds on the 99th percentile (default: 100 500)",
     )
-    parser.add_argument("--queued", type=positive, default=2000.0, metavar="MS", help="bound on the median time to the first token (default: 2000)")
-    parser.add_argument("--chunks", type=count, nargs="+", default=[256, 512, 1024, 2048], metavar="N", help="fixed chunks (default: 256 … 2048)")
-    parser.add_argument("--rates", type=positive, nargs="+", metavar="R", help="points of the load curve (default: shares of the best capacity)")
+    parser.add_argument(
+        "--queued",
+        type=positive,
+        default=2000.0,
+        metavar="MS",
+        help="bound on the median time to the first token (default: 2000)",
+    )
+    parser.add_argument(
+        "--chunks",
+        type=count,
+        nargs="+",
+        default=[256, 512, 1024, 2048],
+        metavar="N",
+        help="fixed chunks (default: 256 … 2048)",
+    )
+    parser.add_argument(
+        "--rates",
+        type=positive,
+        nargs="+",
+        metavar="R",
+        help="points of the load curve (default: shares of the best capacity)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +105,10 @@ def ways(chunks: Sequence[int], gap: float) -> list[Way]:
     budget = gap * BUDGET_SHARE
     return [
         _way("nothing: whole prompts", SchedulerConfig(max_num_seqs=ROWS, chunked_prefill=False), plain=True),
-        *(_way(f"{size} tokens", SchedulerConfig(max_num_seqs=min(size, ROWS), max_num_batched_tokens=size)) for size in chunks),
+        *(
+            _way(f"{size} tokens", SchedulerConfig(max_num_seqs=min(size, ROWS), max_num_batched_tokens=size))
+            for size in chunks
+        ),
         _way(f"{budget:g} ms", SchedulerConfig(max_num_seqs=ROWS, max_step_ms=budget)),
     ]
 
@@ -86,18 +122,34 @@ def _at_bound(bench: simulated.Bench, args: argparse.Namespace, gap: float, swee
     compared = ways(args.chunks, gap)
 
     def holds(found: Point) -> bool:
-        return found["steady"] != "no" and bool(found["p99 gap ms"] <= gap and found["median first token ms"] <= args.queued)
+        return found["steady"] != "no" and bool(
+            found["p99 gap ms"] <= gap and found["median first token ms"] <= args.queued
+        )
 
-    capacities = {way.name: capacity(lambda rate, way=way: holds(point(bench, way, rate)), bench.base_rate()) for way in compared}  # type: ignore[misc]
+    def capacity_of(way: Way) -> float:
+        return capacity(lambda rate: holds(point(bench, way, rate)), bench.base_rate())
+
+    capacities = {way.name: capacity_of(way) for way in compared}
     plain = next(capacities[way.name] for way in compared if way.plain)
     best = max(capacities.values())
-    print(f"\ncapacity with the 99th percentile of the time between tokens within {gap:g} ms, and the median first token within {args.queued:g}:")
-    print(table(("steps bounded by", "requests/s", "times whole prompts"), [[n, c, c / plain if plain else None] for n, c in capacities.items()]))
-    rates = args.rates or ([round(best * share, 3) for share in (0.3, 0.6, 0.8, 1.0, 1.2)] if best else [bench.base_rate()])
+    print(
+        f"\ncapacity with the 99th percentile of the time between tokens within {gap:g} ms, and the median first token within {args.queued:g}:"
+    )
+    print(
+        table(
+            ("steps bounded by", "requests/s", "times whole prompts"),
+            [[n, c, c / plain if plain else None] for n, c in capacities.items()],
+        )
+    )
+    rates = args.rates or (
+        [round(best * share, 3) for share in (0.3, 0.6, 0.8, 1.0, 1.2)] if best else [bench.base_rate()]
+    )
     curve = sweep.take(point(bench, way, rate) for rate in rates for way in compared)
     print(f"\n{table(COLUMNS, [[each[column] for column in COLUMNS] for each in curve])}", flush=True)
     if any(each["steady"] == "too short" for each in curve):
-        print("too short: answers take longer than half of the run, so nobody can say whether as many end as come; give more --requests.")
+        print(
+            "too short: answers take longer than half of the run, so nobody can say whether as many end as come; give more --requests."
+        )
     return {"gap": gap, "capacities": capacities, "curve": curve}
 
 
@@ -137,7 +189,9 @@ def capacity(holds: Callable[[float], bool], guess: float) -> float:
     low, high = 0.0, guess
     while holds(high):
         if high > MOST_TIMES * guess:
-            raise ConfigError(f"Even {high:,.0f} requests a second are served within the bounds: too few to queue up; give more --requests.")
+            raise ConfigError(
+                f"Even {high:,.0f} requests a second are served within the bounds: too few to queue up; give more --requests."
+            )
         low, high = high, high * 2
     while not low:
         if high < guess / 1000:

@@ -1,7 +1,7 @@
 """``python -m lab control-plane``: what scheduling, cache and update cost, without a model.
 
-Steady decoding at a number of running requests (CPU µs a step, schedule and update apart), the match of a cached prefix of
-2,048 tokens, what passes until an offline batch's first step begins, and memory over many requests.
+Steady decoding at a number of running requests (CPU µs a step, schedule and update apart), the match of a cached prefix
+of 2,048 tokens, what passes until an offline batch's first step begins, and memory over many requests.
 
 What lives here: these four measurements. What may not: torch, any executor but the keyed-hash one.
 """
@@ -39,15 +39,24 @@ ADMISSION_BUDGET = {"shared-prefix": 20.0, "mixed": 35.0}  # ms
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=count, nargs="+", default=[64, 256], metavar="N", help="running requests (default: 64 256)")
+    parser.add_argument(
+        "--rows", type=count, nargs="+", default=[64, 256], metavar="N", help="running requests (default: 64 256)"
+    )
     parser.add_argument("--steps", type=count, default=400, help="timed steps a figure (default: 400)")
     parser.add_argument("--batches", type=count, default=7, help="offline batches a figure (default: 7)")
-    parser.add_argument("--requests", type=natural, default=100_000, help="requests of the memory test; 0 leaves it out (default: 100000)")
+    parser.add_argument(
+        "--requests",
+        type=natural,
+        default=100_000,
+        help="requests of the memory test; 0 leaves it out (default: 100000)",
+    )
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    facts = machine_facts("none: no model is computed", shape=f"decode rows {args.rows}, prompts of 128 ids, prefix {PREFIX}")
+    facts = machine_facts(
+        "none: no model is computed", shape=f"decode rows {args.rows}, prompts of 128 ids, prefix {PREFIX}"
+    )
     print_facts(facts)
     print()
     steps = [steady_steps(rows, args.steps) for rows in args.rows]
@@ -57,22 +66,33 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nprefix of {PREFIX:,} tokens matched in {match:.1f} µs (budget {MATCH_BUDGET:.0f})")
     admitted = [admission(select_rows([name])[0], args.batches) for name in ADMITTED]
     shown = ("requests", "ids", "first step after ms", "lowest ms", "budget ms")
-    print(f"\nan offline batch, of the table's rows\n{table(('row', *shown), [[each[name] for name in ('row', *shown)] for each in admitted])}\n")
+    print(
+        f"\nan offline batch, of the table's rows\n{table(('row', *shown), [[each[name] for name in ('row', *shown)] for each in admitted])}\n"
+    )
     memory = memory_growth(args.requests) if args.requests else None
     if memory:
-        print(f"{args.requests:,} requests ({memory['requests_per_second']:,.0f}/s): {memory['first_mib']:.1f} MiB after a tenth of them, ", end="")
+        print(
+            f"{args.requests:,} requests ({memory['requests_per_second']:,.0f}/s): {memory['first_mib']:.1f} MiB after a tenth of them, ",
+            end="",
+        )
         print(f"{memory['last_mib']:.1f} MiB at the end")
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, "steps": steps, "prefix_match_us": match, "admission": admitted, "memory": memory})
+        write_json(
+            args.output_json,
+            {"facts": facts, "steps": steps, "prefix_match_us": match, "admission": admitted, "memory": memory},
+        )
     return 0
 
 
 def steady_steps(rows: int, steps: int) -> dict[str, Any]:
-    """CPU time of one decode step with ``rows`` running requests, median over ``steps``; the executor's own time is left out."""
+    """CPU time of one decode step with ``rows`` running requests, median over ``steps``; the executor's own time is
+    left out."""
     length = 128 + steps + 64
     info = keyed_hash_info(max_num_seqs=rows, max_model_len=4096, num_blocks=rows * (length // 16 + 2))
     executor = KeyedHashExecutor(info)
-    scheduler = create_scheduler(executor, SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=8192), CacheConfig(), frozenset(), b"")
+    scheduler = create_scheduler(
+        executor, SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=8192), CacheConfig(), frozenset(), b""
+    )
     events = [AddRequest(_request(index, 128, steps + 60)) for index in range(rows)]
     _turn(scheduler, executor, events)
     while scheduler.num_waiting:
@@ -106,10 +126,13 @@ def _turn(scheduler: Scheduler, executor: KeyedHashExecutor, events: list[Any]) 
 
 
 def prefix_match_seconds() -> float:
-    """The cost of admitting a request whose first 2,048 tokens are cached, less that of one with nothing to match (medians)."""
+    """The cost of admitting a request whose first 2,048 tokens are cached, less that of one with nothing to match
+    (medians)."""
     info = keyed_hash_info(num_blocks=4096)
     executor = KeyedHashExecutor(info)
-    scheduler = create_scheduler(executor, SchedulerConfig(max_num_batched_tokens=4096), CacheConfig(), frozenset(), b"")
+    scheduler = create_scheduler(
+        executor, SchedulerConfig(max_num_batched_tokens=4096), CacheConfig(), frozenset(), b""
+    )
     ids = iter(range(1_000_000))
     _finish(scheduler, executor, _request(next(ids), PREFIX + 16, 1))
     hits, plain = [], []
@@ -129,14 +152,23 @@ def _finish(scheduler: Scheduler, executor: KeyedHashExecutor, request: Request)
 
 def _request(request_id: int, prompt_len: int, max_tokens: int, start: int = 0) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    prompt = array("i", ((start + index * 7 + (request_id if prompt_len == 128 else 0)) % 500 for index in range(prompt_len)))
+    prompt = array(
+        "i", ((start + index * 7 + (request_id if prompt_len == 128 else 0)) % 500 for index in range(prompt_len))
+    )
     return Request(request_id=request_id, prompt_token_ids=prompt, params=params)
 
 
 def admission(row: Row, batches: int) -> dict[str, Any]:
-    """Milliseconds from calling ``LLM.generate`` with a row's requests until its first step is handed over, median and lowest."""
+    """Milliseconds from calling ``LLM.generate`` with a row's requests until its first step is handed over, median and
+    lowest."""
     with LLM(
-        executor="keyed-hash", max_model_len=4096, max_num_seqs=512, num_blocks=8192, block_size=128, max_num_batched_tokens=16384, overlap=1
+        executor="keyed-hash",
+        max_model_len=4096,
+        max_num_seqs=512,
+        num_blocks=8192,
+        block_size=128,
+        max_num_batched_tokens=16384,
+        overlap=1,
     ) as llm:
         stamp = llm.engine.core.executor = _FirstStep(llm.engine.core.executor)
         passed: list[float] = []
@@ -148,15 +180,29 @@ def admission(row: Row, batches: int) -> dict[str, Any]:
             passed.append(1e3 * (stamp.at - begin))
     del passed[0]  # what is made once
     figures = (len(asked.prompts), asked.prompt_tokens, median(passed), min(passed), ADMISSION_BUDGET[row.name])
-    return {"row": row.name, **dict(zip(("requests", "ids", "first step after ms", "lowest ms", "budget ms"), figures, strict=True))}
+    return {
+        "row": row.name,
+        **dict(zip(("requests", "ids", "first step after ms", "lowest ms", "budget ms"), figures, strict=True)),
+    }
 
 
 class _FirstStep:
     """An executor that notes when it was given a step first."""
 
     def __init__(self, inner: Executor) -> None:
-        self.info, self.collect, self.sample, self.recover, self.close = inner.info, inner.collect, inner.sample, inner.recover, inner.close
-        self.prepare, self._submit, self.control, self.outcomes = inner.prepare, inner.submit, inner.control, inner.outcomes
+        self.info, self.collect, self.sample, self.recover, self.close = (
+            inner.info,
+            inner.collect,
+            inner.sample,
+            inner.recover,
+            inner.close,
+        )
+        self.prepare, self._submit, self.control, self.outcomes = (
+            inner.prepare,
+            inner.submit,
+            inner.control,
+            inner.outcomes,
+        )
         self.at: float | None = None
 
     def submit(self, plan: StepPlan) -> Ticket:
@@ -184,7 +230,11 @@ def memory_growth(count: int) -> dict[str, float]:
             first = _resident_mib()
     while core.has_work:
         core.step()
-    return {"first_mib": first, "last_mib": _resident_mib(), "requests_per_second": count / (time.perf_counter() - begin)}
+    return {
+        "first_mib": first,
+        "last_mib": _resident_mib(),
+        "requests_per_second": count / (time.perf_counter() - begin),
+    }
 
 
 def _short(request_id: int) -> Request:

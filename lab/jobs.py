@@ -1,6 +1,7 @@
 """Work of a benchmark in a process of its own: a job goes in as JSON, the result comes out as JSON.
 
-What lives here: both ends of that, an engine's config on the way, and the account an engine gives of itself. What may not: any measuring.
+What lives here: both ends of that, an engine's config on the way, and the account an engine gives of itself. What may
+not: any measuring.
 """
 
 from __future__ import annotations
@@ -58,9 +59,15 @@ def flags_of(config: EngineConfig, flags: Sequence[str]) -> list[str]:
 
 
 def run_child(
-    module: str, config: EngineConfig, job: Mapping[str, Any], *, before: Sequence[str] = (), timeout: float | None = None
+    module: str,
+    config: EngineConfig,
+    job: Mapping[str, Any],
+    *,
+    before: Sequence[str] = (),
+    timeout: float | None = None,
 ) -> tuple[dict[str, Any], int | str]:
-    """The result that ``python -m MODULE JOB.json`` left (empty where it left none), and its exit status or that it took too long.
+    """The result that ``python -m MODULE JOB.json`` left (empty where it left none), and its exit status or that it
+    took too long.
 
     ``before``: a program around it. The child's stdout is dropped, its stderr is this process's.
     """
@@ -69,7 +76,9 @@ def run_child(
         write_json(path, {**job, "config": asdict(config), "result": str(result)})
         command = [*before, sys.executable, "-m", module, str(path)]
         try:
-            status: int | str = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, timeout=timeout).returncode
+            status: int | str = subprocess.run(
+                command, check=False, stdout=subprocess.DEVNULL, timeout=timeout
+            ).returncode
         except subprocess.TimeoutExpired:
             status = f"{timeout:g} s and no end"
         return json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}, status
@@ -90,7 +99,9 @@ def config_of(entry: Mapping[str, Mapping[str, Any]]) -> EngineConfig:
     """A config from what ``asdict`` and JSON made of it."""
 
     def part(kind: type[_Part], name: str) -> _Part:
-        return kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in entry[name].items()})
+        return kind(
+            **{field: tuple(value) if isinstance(value, list) else value for field, value in entry[name].items()}
+        )
 
     return EngineConfig(
         model=part(ModelConfig, "model"),

@@ -1,8 +1,9 @@
 """``python -m lab lossless``: random requests with drafts and without, bit for bit.
 
-Each request draws what it asks for: how it is sampled, penalties, biases, stop strings and tokens, logprobs, several answers, grammars, shared
-prefixes, an opt-out. They go to two engines, one of which drafts, in waves, so that prompts are computed beside rows that decode, and with so
-few blocks that some are pushed out. Both are batch-invariant: tokens, logprobs and ends must be equal.
+Each request draws what it asks for: how it is sampled, penalties, biases, stop strings and tokens, logprobs, several
+answers, grammars, shared prefixes, an opt-out. They go to two engines, one of which drafts, in waves, so that prompts
+are computed beside rows that decode, and with so few blocks that some are pushed out. Both are batch-invariant: tokens,
+logprobs and ends must be equal.
 
 What lives here: what is drawn, the comparison. What may not: drafting, other ways to run an engine.
 """
@@ -22,11 +23,32 @@ from headrace.observe.report import machine_facts, print_facts, table
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 
 SHOWN = 5  # requests that differ
-_WORDS = ("the", "river", "of", "stone", "let", "mut", "I", "think", "that", "fn", "\n", "light", "and", "hello", "book", "a", ",", ".")
+_WORDS = (
+    "the",
+    "river",
+    "of",
+    "stone",
+    "let",
+    "mut",
+    "I",
+    "think",
+    "that",
+    "fn",
+    "\n",
+    "light",
+    "and",
+    "hello",
+    "book",
+    "a",
+    ",",
+    ".",
+)
 _GRAMMARS = (
     {"regex": r"[a-z]{3,9} [0-9]{1,4}"},
     {"choice": ("yes, surely", "no, never", "perhaps")},
-    {"json": '{"type":"object","properties":{"name":{"type":"string"},"count":{"type":"integer"}},"required":["name","count"]}'},
+    {
+        "json": '{"type":"object","properties":{"name":{"type":"string"},"count":{"type":"integer"}},"required":["name","count"]}'
+    },
 )
 
 
@@ -61,7 +83,10 @@ def _answers(config: EngineConfig, args: argparse.Namespace) -> tuple[list[Any],
             prompts, params = zip(*asked[first : first + args.wave], strict=True)
             made = llm.generate([{"prompt": text} for text in prompts], params, use_tqdm=False)
             answers += [
-                ([(tuple(o.token_ids), o.finish_reason, o.stop_reason, o.logprobs, o.text) for o in each.outputs], each.prompt_logprobs)
+                (
+                    [(tuple(o.token_ids), o.finish_reason, o.stop_reason, o.logprobs, o.text) for o in each.outputs],
+                    each.prompt_logprobs,
+                )
                 for each in made
             ]
         stats = llm.engine.core.stats()
@@ -85,7 +110,11 @@ def _request(draw: random.Random, openings: Sequence[str]) -> tuple[str, Samplin
         text += text
     fields: dict[str, Any] = {"max_tokens": draw.randint(1, 60), "seed": draw.randrange(2**40), "temperature": 0.0}
     if draw.random() < 0.5:
-        fields |= {"temperature": draw.choice((0.3, 0.8, 1.2)), "top_p": draw.choice((1.0, 0.9)), "top_k": draw.choice((0, 20))}
+        fields |= {
+            "temperature": draw.choice((0.3, 0.8, 1.2)),
+            "top_p": draw.choice((1.0, 0.9)),
+            "top_k": draw.choice((0, 20)),
+        }
         fields |= {"min_p": draw.choice((0.0, 0.0, 0.05)), "n": draw.choice((1, 1, 2, 3))}
     choices: tuple[tuple[float, dict[str, Any]], ...] = (
         (0.15, {"presence_penalty": 0.4, "frequency_penalty": 0.3}),

@@ -1,7 +1,8 @@
 """``python -m lab masks``: what structured output costs beside a step: a schema's first mask, and each token's.
 
-Valid instances of JSON schemas are followed token by token through the engine's own masks: one answer alone, and many side by side,
-each under another schema. CPU time is told beside wall time: on a machine that does other things they differ.
+Valid instances of JSON schemas are followed token by token through the engine's own masks: one answer alone, and many
+side by side, each under another schema. CPU time is told beside wall time: on a machine that does other things they
+differ.
 
 What lives here: these measurements. What may not: torch, a model's weights.
 """
@@ -40,15 +41,32 @@ _LETTERS = "etaoinshrdlucmfwyp"
 _NAME = {"type": "string", "minLength": 1, "maxLength": 40}
 # Without a file: a few of the kinds that people send, each with an instance.
 EXAMPLES: tuple[tuple[Any, Any], ...] = (
-    ({"type": "object", "properties": {"name": _NAME, "age": {"type": "integer"}}, "required": ["name", "age"]}, {"name": "Ada Lovelace", "age": 36}),
+    (
+        {"type": "object", "properties": {"name": _NAME, "age": {"type": "integer"}}, "required": ["name", "age"]},
+        {"name": "Ada Lovelace", "age": 36},
+    ),
     ({"enum": ["positive", "negative", "neutral"]}, "neutral"),
     ({"type": "array", "items": {"type": "number"}, "maxItems": 20}, [1.5, -2, 3e4, 0.125, 17]),
     ({"type": "object"}, {"any": {"thing": [True, None, "at all"]}, "may": "stand here"}),
-    ({"type": "object", "properties": {"when": {"type": "string", "format": "date-time"}}, "required": ["when"]}, {"when": "2026-11-20T17:00:00Z"}),
-    ({"type": "object", "properties": {"tel": {"type": "string", "pattern": "^\\+[0-9 ]{6,20}$"}}}, {"tel": "+33 6 12 34 56 78"}),
-    ({"type": "object", "properties": {f"field_{i}": _NAME for i in range(60)}}, {f"field_{i}": f"value {i}" for i in range(0, 60, 4)}),
     (
-        {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"id": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}}}},
+        {"type": "object", "properties": {"when": {"type": "string", "format": "date-time"}}, "required": ["when"]},
+        {"when": "2026-11-20T17:00:00Z"},
+    ),
+    (
+        {"type": "object", "properties": {"tel": {"type": "string", "pattern": "^\\+[0-9 ]{6,20}$"}}},
+        {"tel": "+33 6 12 34 56 78"},
+    ),
+    (
+        {"type": "object", "properties": {f"field_{i}": _NAME for i in range(60)}},
+        {f"field_{i}": f"value {i}" for i in range(0, 60, 4)},
+    ),
+    (
+        {
+            "$ref": "#/$defs/node",
+            "$defs": {
+                "node": {"type": "object", "properties": {"id": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}}
+            },
+        },
         {"id": 1, "next": {"id": 2, "next": {"id": 3, "next": {}}}},
     ),
 )
@@ -56,16 +74,37 @@ EXAMPLES: tuple[tuple[Any, Any], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FOLDER", help="whose vocabulary (default: the bundled model's)")
-    parser.add_argument("--vocabulary", type=count, default=128_000, metavar="N", help="made-up words fill it up to this size (default: 128000)")
-    parser.add_argument("--schemas", type=Path, metavar="FILE", help='lines of {"schema": …, "tests": [{"data": …, "valid": true}]}, also .gz')
-    parser.add_argument("--every", type=count, default=1, metavar="N", help="take each so many-th schema of the file (default: 1)")
-    parser.add_argument("--rows", type=count, nargs="+", default=[1, 16, 64], metavar="N", help="answers side by side (default: 1 16 64)")
+    parser.add_argument(
+        "--vocabulary",
+        type=count,
+        default=128_000,
+        metavar="N",
+        help="made-up words fill it up to this size (default: 128000)",
+    )
+    parser.add_argument(
+        "--schemas",
+        type=Path,
+        metavar="FILE",
+        help='lines of {"schema": …, "tests": [{"data": …, "valid": true}]}, also .gz',
+    )
+    parser.add_argument(
+        "--every", type=count, default=1, metavar="N", help="take each so many-th schema of the file (default: 1)"
+    )
+    parser.add_argument(
+        "--rows",
+        type=count,
+        nargs="+",
+        default=[1, 16, 64],
+        metavar="N",
+        help="answers side by side (default: 1 16 64)",
+    )
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 
 @dataclass(slots=True)
 class Case:
-    """A schema that is followed: ``first`` seconds from text to first mask, ``tokens`` of its instance, seconds of each mask."""
+    """A schema that is followed: ``first`` seconds from text to first mask, ``tokens`` of its instance, seconds of each
+    mask."""
 
     schema: str
     tokens: list[int]
@@ -143,11 +182,17 @@ def measure(masks: GrammarMasks, cases: Sequence[Case], rows: Sequence[int]) -> 
     firsts = sorted(case.first for case in followed)
     for case in followed:
         case.wall, case.cpu = _follow(masks, [case])
-    middle = sorted((case for case in followed if case.wall), key=lambda case: mean(case.cpu or [0.0]))[(len(followed) - 1) // 2]
+    middle = sorted((case for case in followed if case.wall), key=lambda case: mean(case.cpu or [0.0]))[
+        (len(followed) - 1) // 2
+    ]
     return {
         "schemas": len(cases),
         "followed": len(followed),
-        "first_ms": {"median": 1e3 * median(firsts), "p90": 1e3 * firsts[len(firsts) * 9 // 10], "worst": 1e3 * firsts[-1]},
+        "first_ms": {
+            "median": 1e3 * median(firsts),
+            "p90": 1e3 * firsts[len(firsts) * 9 // 10],
+            "worst": 1e3 * firsts[-1],
+        },
         "median_schema": [_line("alone, the median schema", middle.wall or [], middle.cpu or [])],
         "spread": [_spread(masks, followed, side_by_side) for side_by_side in rows],
     }
@@ -155,12 +200,20 @@ def measure(masks: GrammarMasks, cases: Sequence[Case], rows: Sequence[int]) -> 
 
 def _spread(masks: GrammarMasks, followed: Sequence[Case], at_once: int) -> dict[str, Any]:
     if at_once == 1:
-        return _line("alone, every schema", [each for case in followed for each in case.wall or []], [e for case in followed for e in case.cpu or []])
+        return _line(
+            "alone, every schema",
+            [each for case in followed for each in case.wall or []],
+            [e for case in followed for e in case.cpu or []],
+        )
     groups = [followed[begin : begin + at_once] for begin in range(0, max(1, len(followed) - at_once + 1), at_once)]
     if len(groups[0]) < at_once:  # fewer schemas than rows
         groups = [[followed[index % len(followed)] for index in range(at_once)]]
     times = [_follow(masks, group) for group in groups]
-    return _line(f"{at_once} side by side", [each for wall, _ in times for each in wall], [each for _, cpu in times for each in cpu])
+    return _line(
+        f"{at_once} side by side",
+        [each for wall, _ in times for each in wall],
+        [each for _, cpu in times for each in cpu],
+    )
 
 
 def _line(what: str, wall: list[float], cpu: list[float]) -> dict[str, Any]:
@@ -218,7 +271,9 @@ def _sequence(masks: GrammarMasks, number: int, case: Case) -> LiveSequence:
 def _show(figures: dict[str, Any]) -> None:
     first = figures["first_ms"]
     print(f"\n{figures['followed']} of {figures['schemas']} schemas are followed")
-    print(f"first mask: median {first['median']:.2f} ms (budget {FIRST_BUDGET:g}), p90 {first['p90']:.2f}, worst {first['worst']:.0f}")
+    print(
+        f"first mask: median {first['median']:.2f} ms (budget {FIRST_BUDGET:g}), p90 {first['p90']:.2f}, worst {first['worst']:.0f}"
+    )
     print(f"\na token's mask beside the step (budget: mean {MASK_BUDGET:g} µs)\n")
     lines = [*figures["median_schema"], *figures["spread"]]
     print(table(tuple(lines[0]), [list(line.values()) for line in lines]))

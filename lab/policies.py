@@ -1,14 +1,17 @@
-"""``python -m lab policies``: what orders of service are worth, each by its own measure, from an idle device to three times what it can do.
+"""``python -m lab policies``: what orders of service are worth, each by its own measure, from an idle device to three
+times what it can do.
 
-Every policy runs the same requests at the same times as first come, first served, through the engine's own scheduler on a simulated device.
-Loads are shares of what the device does when everything is asked at once.
+Every policy runs the same requests at the same times as first come, first served, through the engine's own scheduler on
+a simulated device. Loads are shares of what the device does when everything is asked at once.
 
-    fair                 one tenant asks nine times as much as the other: what the other's requests take; then both ask more than their
+    fair                 one tenant asks nine times as much as the other: what the other's requests take; then both ask
+    more than their
                          share: how far their services drift apart, beside the bound
     qoe                  the experience of readers (Andes)
     shortest-remaining   four kinds of requests: the mean time they take, with lengths predicted and with lengths known
 
-What lives here: the three comparisons and their tables. What may not: runs (simulated.py), figures of one, modelling (planner/).
+What lives here: the three comparisons and their tables. What may not: runs (simulated.py), figures of one, modelling
+(planner/).
 """
 
 from __future__ import annotations
@@ -57,15 +60,28 @@ KINDS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulated.add_arguments(parser)
-    parser.add_argument("--only", nargs="+", choices=sorted(COMPARISONS), default=sorted(COMPARISONS), help="policies (default: all)")
-    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, metavar="X", help="shares of what the device can do (default: 0.25 … 3)")
-    parser.add_argument("--preemptions", type=float, nargs="+", metavar="X", help="qoe: also compare these of --qoe-preemptions")
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted(COMPARISONS), default=sorted(COMPARISONS), help="policies (default: all)"
+    )
+    parser.add_argument(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=LOADS,
+        metavar="X",
+        help="shares of what the device can do (default: 0.25 … 3)",
+    )
+    parser.add_argument(
+        "--preemptions", type=float, nargs="+", metavar="X", help="qoe: also compare these of --qoe-preemptions"
+    )
     parser.set_defaults(device="l40s", requests=1500, input=(160, 600), output=(200, 600), max_len=4096)
 
 
 def run(args: argparse.Namespace) -> int:
     if any(not 0.0 <= each < math.inf for each in args.preemptions or ()):
-        raise ConfigError(f"--preemptions is {' '.join(f'{each:g}' for each in args.preemptions)}; give finite numbers of at least 0.")
+        raise ConfigError(
+            f"--preemptions is {' '.join(f'{each:g}' for each in args.preemptions)}; give finite numbers of at least 0."
+        )
     if any(not 0.0 < load < math.inf for load in args.loads):
         raise ConfigError(f"--loads is {' '.join(f'{load:g}' for load in args.loads)}; give finite numbers above 0.")
     bench = simulated.create(args)
@@ -113,7 +129,9 @@ def _qoe(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, Any]:
     _show("qoe: experience of readers", points, capacity)
     gain = max(point["QoE qoe"] / point["QoE fcfs"] for point in points)
     kept = {policy: _reach(points, f"QoE {policy}") for policy in ("fcfs", "qoe")}
-    print(f"\nup to {gain:.2f} times the QoE; QoE stays at {GOOD:g} up to a load of {kept['fcfs']:.2f} with fcfs and {kept['qoe']:.2f} with qoe")
+    print(
+        f"\nup to {gain:.2f} times the QoE; QoE stays at {GOOD:g} up to a load of {kept['fcfs']:.2f} with fcfs and {kept['qoe']:.2f} with qoe"
+    )
     return {"capacity": capacity, "points": points, "gain": gain, "kept": kept}
 
 
@@ -122,11 +140,18 @@ def _preemptions(bench: simulated.Bench, loads: Sequence[float], allowed: Sequen
     capacity, points = _capacity(bench), list[Point]()
     for load in loads:
         point: Point = {"load": load}
-        for name, config in [("fcfs", _config("fcfs")), *((f"{each:g}", _config("qoe", qoe_preemptions=each)) for each in allowed)]:
+        for name, config in [
+            ("fcfs", _config("fcfs")),
+            *((f"{each:g}", _config("qoe", qoe_preemptions=each)) for each in allowed),
+        ]:
             figures, _ = bench.run(config, bench.at_rate(load * capacity))
             point |= {name: figures["good_qoe_share"], f"p10 {name}": figures["p10_qoe"]}
         points.append(point)
-    _show(f"qoe: share of readers with at least {GOOD:g}, and the worst tenth's, by preemptions a request", points, capacity)
+    _show(
+        f"qoe: share of readers with at least {GOOD:g}, and the worst tenth's, by preemptions a request",
+        points,
+        capacity,
+    )
     return {"capacity": capacity, "points": points}
 
 
@@ -158,7 +183,11 @@ def _fair(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, Any]:
                 own = [sample for sample, each in zip(samples, here, strict=True) if each.tenant == tenant]
                 point[f"{tenant} ttft s {policy}"] = float(np.mean([sample.ttft for sample in own]))
         points.append(point)
-    _show(f"fair: mean time to the first token of two tenants; the light one sends {LIGHT:.0%} of the requests", points, capacity)
+    _show(
+        f"fair: mean time to the first token of two tenants; the light one sends {LIGHT:.0%} of the requests",
+        points,
+        capacity,
+    )
     return {"capacity": capacity, "points": points, "drift": _drift(bench, capacity)}
 
 
@@ -176,7 +205,9 @@ def _drift(bench: simulated.Bench, capacity: float) -> Mapping[str, float]:
         figures, _ = bench.run(_config(policy, max_num_seqs=ROWS), asked)
         found |= {policy: figures["service_drift"], "bound": figures["service_drift_bound"]}
     shown = f"{found['fcfs']:,.0f} with fcfs, {found['fair']:,.0f} with fair; the bound is {found['bound']:,.0f}"
-    print(f"\nboth ask more than their share, one three times as much as the other: their services differ by up to {shown}")
+    print(
+        f"\nboth ask more than their share, one three times as much as the other: their services differ by up to {shown}"
+    )
     return found
 
 
@@ -199,8 +230,12 @@ def _shortest(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, An
             point[f"p99 s {name}"] = figures["p99_e2el_ms"] / 1e3
         points.append(point)
     _show("shortest-remaining: what requests of four kinds take", points, capacity)
-    gains = {name: max(point["mean s fcfs"] / point[f"mean s {name}"] for point in points) for name in ("predicted", "known")}
-    print(f"\nthe mean is up to {gains['predicted']:.2f} times as short with predicted lengths, {gains['known']:.2f} times with known ones")
+    gains = {
+        name: max(point["mean s fcfs"] / point[f"mean s {name}"] for point in points) for name in ("predicted", "known")
+    }
+    print(
+        f"\nthe mean is up to {gains['predicted']:.2f} times as short with predicted lengths, {gains['known']:.2f} times with known ones"
+    )
     return {"capacity": capacity, "points": points, "gains": gains}
 
 
@@ -208,9 +243,13 @@ def of_kinds(kinds: Sequence[Kind], count: int, seed: int) -> list[LoadRequest]:
     """Prompts of a kind begin alike."""
     rng = np.random.default_rng((seed, 8))
     picked = rng.choice(len(kinds), count, p=[kind.share for kind in kinds])
-    lengths = [(simulated.lognormal(rng, kind.prompt, count), simulated.lognormal(rng, kind.output, count)) for kind in kinds]
+    lengths = [
+        (simulated.lognormal(rng, kind.prompt, count), simulated.lognormal(rng, kind.output, count)) for kind in kinds
+    ]
     return [
-        LoadRequest(int(lengths[kind][0][index]) + BEGINNING, int(lengths[kind][1][index]), pieces=(int(kind),), piece=BEGINNING)
+        LoadRequest(
+            int(lengths[kind][0][index]) + BEGINNING, int(lengths[kind][1][index]), pieces=(int(kind),), piece=BEGINNING
+        )
         for index, kind in enumerate(picked)
     ]
 

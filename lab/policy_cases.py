@@ -1,4 +1,5 @@
-"""The comparisons of ``python -m lab policies-served``: of each policy a load that it is for, small enough for one CPU, and the figure it is for.
+"""The comparisons of ``python -m lab policies-served``: of each policy a load that it is for, small enough for one CPU,
+and the figure it is for.
 
 What lives here: requests, flags and figures. What may not: running them (policies_served.py).
 """
@@ -37,7 +38,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``fields``: of the scheduler's config, on the policy's side. ``load``: times what the server can do. ``tenants`` have a key each."""
+    """``fields``: of the scheduler's config, on the policy's side. ``load``: times what the server can do. ``tenants``
+    have a key each."""
 
     name: str
     figure: str
@@ -82,7 +84,16 @@ _IN_TIME = {f"{name}_target_ms": seconds * 1e3 for name, seconds in TARGETS.item
 CASES = {
     case.name: case
     for case in (
-        Case("fair", "s to the light tenant's first tokens, mean", _light_ttft, False, 2.0, CHAT, {_POLICY: "fair"}, ("light", "heavy")),
+        Case(
+            "fair",
+            "s to the light tenant's first tokens, mean",
+            _light_ttft,
+            False,
+            2.0,
+            CHAT,
+            {_POLICY: "fair"},
+            ("light", "heavy"),
+        ),
         Case("qoe", "QoE, mean", _qoe, True, 3.0, CHAT, {_POLICY: "qoe"}),
         Case("shortest-remaining", "s of a request, mean", _whole, False, 2.0, MIXED, {_POLICY: "shortest-remaining"}),
         Case("deadline", "requests/s in time", _goodput, True, 3.0, CHAT, {_POLICY: "deadline", **_IN_TIME}),

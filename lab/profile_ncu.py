@@ -1,9 +1,10 @@
 """What Nsight Compute counted of the kernels of single steps, summed up by step.
 
-The program it watches puts a marker kernel in front of each step, so that one run tells several steps apart. Shares are weighted with
-each kernel's time: a share of a step is the share of the time in which its kernels ran.
+The program it watches puts a marker kernel in front of each step, so that one run tells several steps apart. Shares are
+weighted with each kernel's time: a share of a step is the share of the time in which its kernels ran.
 
-What lives here: the command line of ncu, reading its CSV, sums. What may not: torch, the steps themselves (profile_step.py).
+What lives here: the command line of ncu, reading its CSV, sums. What may not: torch, the steps themselves
+(profile_step.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ MARKER = "spin_kernel"  # of torch.cuda._sleep, which no model launches
 PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 FACTORS = {"": 1.0, "%": 1.0}
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-FACTORS |= {f"{prefix}{unit}": factor for prefix, factor in _PREFIXES.items() for unit in ("byte/second", "byte/s", "B/s")}
+FACTORS |= {
+    f"{prefix}{unit}": factor for prefix, factor in _PREFIXES.items() for unit in ("byte/second", "byte/s", "B/s")
+}
 FACTORS |= {name: 1e-9 for name in ("nsecond", "ns")} | {name: 1e-6 for name in ("usecond", "us")}
 FACTORS |= {name: 1e-3 for name in ("msecond", "ms")} | {name: 1.0 for name in ("second", "s")}
 
@@ -55,18 +58,22 @@ class Share:
 
 
 def find_ncu() -> str | None:
-    return shutil.which("ncu") or next((path for place in PLACES for path in sorted(glob.glob(place), reverse=True)), None)
+    return shutil.which("ncu") or next(
+        (path for place in PLACES for path in sorted(glob.glob(place), reverse=True)), None
+    )
 
 
 def ncu_command(ncu: str, log: Path) -> list[str]:
-    """What stands before the program. Clocks and caches are left as the engine meets them; the program says which kernels count."""
+    """What stands before the program. Clocks and caches are left as the engine meets them; the program says which
+    kernels count."""
     watched = ["--target-processes", "application-only", "--profile-from-start", "off"]
     options = [*watched, "--clock-control", "none", "--cache-control", "none", "--metrics", ",".join(METRICS)]
     return [ncu, *options, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
 
 
 def read_kernels(lines: Iterable[str]) -> list[Kernel]:
-    """Launches in order, from ncu's raw CSV; lines around it are passed over. Raises BenchFailed for what holds none."""
+    """Launches in order, from ncu's raw CSV; lines around it are passed over. Raises BenchFailed for what holds
+    none."""
     rows = [row for row in csv.reader(lines) if len(row) > 1]
     start = next((number for number, row in enumerate(rows) if row[0] == "ID"), None)
     if start is None or len(rows) < start + 3:

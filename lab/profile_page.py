@@ -1,6 +1,7 @@
 """``python -m lab profile``: where a start's time goes and where a step's, on one page.
 
-What lives here: the children that measure, and the page. What may not: measuring (profile_run.py, profile_step.py, table_start.py).
+What lives here: the children that measure, and the page. What may not: measuring (profile_run.py, profile_step.py,
+table_start.py).
 
 A part that cannot be measured here is printed as missing, with its reason.
 """
@@ -44,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
     if args.repeats < 1 or not 0.0 < args.scale <= 1.0:
-        raise ConfigError(f"--repeats is {args.repeats} and --scale {args.scale:g}; give at least 1 repeat and a scale above 0 and up to 1.")
+        raise ConfigError(
+            f"--repeats is {args.repeats} and --scale {args.scale:g}; give at least 1 repeat and a scale above 0 and up to 1."
+        )
     sweep = Sweep()
     found = sweep.take(profile_model(name, config_for(name, config), args) for name in args.model)
     pages = [list(sections(model)) for model in found]
@@ -63,10 +66,19 @@ def profile_model(name: str, config: EngineConfig, args: argparse.Namespace) -> 
     say(f"{name}: token times, launches, allocations")
     measured, status = run_child("lab.profile_run", config, {"scale": args.scale, "repeats": args.repeats})
     if not measured:
-        raise BenchFailed(f"{name} could not be profiled: its process ended with status {status}; what it said is above.")
+        raise BenchFailed(
+            f"{name} could not be profiled: its process ended with status {status}; what it said is above."
+        )
     say(f"{name}: hardware counters")
     counted, uncounted = _counters(config, args.scale, on_gpu=measured["facts"]["device"] != "cpu")
-    return {"name": Path(name).name, "start": start, "start_problem": problem, **measured, "counters": counted, "counters_problem": uncounted}
+    return {
+        "name": Path(name).name,
+        "start": start,
+        "start_problem": problem,
+        **measured,
+        "counters": counted,
+        "counters_problem": uncounted,
+    }
 
 
 def _start(config: EngineConfig, args: argparse.Namespace) -> tuple[dict[str, float], str | None]:
@@ -82,13 +94,20 @@ def _counters(config: EngineConfig, scale: float, *, on_gpu: bool) -> tuple[list
     """Each case's step: its kernels together, and by name. Or why there are none."""
     ncu = find_ncu()
     if not on_gpu or ncu is None:
-        return [], "ncu (Nsight Compute) is not installed" if on_gpu else "the engine runs on a CPU, which has no such units"
+        return (
+            [],
+            "ncu (Nsight Compute) is not installed" if on_gpu else "the engine runs on a CPU, which has no such units",
+        )
     from lab.profile_step import counted_config, scaled_cases
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "kernels.csv"
         _, status = run_child(
-            "lab.profile_step", counted_config(config), {"scale": scale}, before=ncu_command(ncu, log), timeout=NCU_TIMEOUT
+            "lab.profile_step",
+            counted_config(config),
+            {"scale": scale},
+            before=ncu_command(ncu, log),
+            timeout=NCU_TIMEOUT,
         )
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     try:
@@ -98,7 +117,11 @@ def _counters(config: EngineConfig, scale: float, *, on_gpu: bool) -> tuple[list
         return [], f"{error.message} Its status was {status}. {said}".strip()
     cases = scaled_cases(scale)
     return [
-        {"step": case.says, "all": asdict(sum_up("all", kernels)), "kernels": [asdict(share) for share in by_kernel(kernels)[:KERNELS_SHOWN]]}
+        {
+            "step": case.says,
+            "all": asdict(sum_up("all", kernels)),
+            "kernels": [asdict(share) for share in by_kernel(kernels)[:KERNELS_SHOWN]],
+        }
         for case, kernels in zip(cases, steps, strict=False)
     ], None
 
@@ -118,7 +141,12 @@ def sections(model: Mapping[str, Any]) -> Iterator[Section]:
 
 def _start_section(model: Mapping[str, Any]) -> Section:
     rows = [[name, f"{seconds:.3f}"] for name, seconds in model["start"].items()]
-    return "The start, in stages", ["stage", "s"], rows, f"missing: {model['start_problem']}" if model["start_problem"] else ""
+    return (
+        "The start, in stages",
+        ["stage", "s"],
+        rows,
+        f"missing: {model['start_problem']}" if model["start_problem"] else "",
+    )
 
 
 def _token_section(model: Mapping[str, Any]) -> Section:
@@ -130,7 +158,13 @@ def _token_section(model: Mapping[str, Any]) -> Section:
         decode = row["row"].startswith("decode")
         paid = [f"{start / (middle / 1e3) * batch:,.0f}" if decode and start else "" for start in starts]
         rows.append([row["row"], f"{middle:.3f}", f"{min(row['values']):.3f}–{max(row['values']):.3f}", *paid])
-    columns = ["", "ms a step (prefill: to the first token)", "spread", "tokens in the time of a start, caches empty", "caches filled"]
+    columns = [
+        "",
+        "ms a step (prefill: to the first token)",
+        "spread",
+        "tokens in the time of a start, caches empty",
+        "caches filled",
+    ]
     return "Start against token time", columns, rows, ""
 
 
@@ -139,7 +173,12 @@ def _counter_section(model: Mapping[str, Any]) -> Section:
     limit = model["limits"]["read_bandwidth"]
     rows = [[each["step"], *_share(each["all"], limit)] for each in model["counters"]]
     remark = "Counted by ncu on an eager engine, kernel by kernel, weighted with their times; one after the other, they run longer than in a graph."
-    return "What the device did in a step", columns, rows, f"missing: {model['counters_problem']}" if model["counters_problem"] else remark
+    return (
+        "What the device did in a step",
+        columns,
+        rows,
+        f"missing: {model['counters_problem']}" if model["counters_problem"] else remark,
+    )
 
 
 def _kernel_section(counted: Mapping[str, Any]) -> Section:
@@ -181,7 +220,11 @@ def _gib(size: float) -> str:
 
 
 def _facts(model: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"{name}: {model['facts'][name]}" for name in ("date", "device", "machine", "versions", "limits") if name in model["facts"])
+    yield from (
+        f"{name}: {model['facts'][name]}"
+        for name in ("date", "device", "machine", "versions", "limits")
+        if name in model["facts"]
+    )
 
 
 def _terminal(model: Mapping[str, Any], page: Sequence[Section]) -> str:

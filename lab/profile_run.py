@@ -1,8 +1,10 @@
-"""The child of ``python -m lab profile`` that runs the engine as it is: token times, launches and allocations a step, memory.
+"""The child of ``python -m lab profile`` that runs the engine as it is: token times, launches and allocations a step,
+memory.
 
 ``python -m lab.profile_run JOB.json``.
 
-What lives here: those measurements. What may not: hardware counters (profile_ncu.py, profile_step.py), rendering (profile_page.py).
+What lives here: those measurements. What may not: hardware counters (profile_ncu.py, profile_step.py), rendering
+(profile_page.py).
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def _counts(stepper: Stepper, case: Case) -> dict[str, Any]:
 
 
 def _allocations(stepper: Stepper, case: Case) -> dict[str, Any]:
-    """Calls of torch's allocator for the device, memory it took from the driver, and what the process grew by on the host."""
+    """Calls of torch's allocator for the device, memory it took from the driver, and what the process grew by on the
+    host."""
     stepper.add(case, 4 * WINDOW)
     stepper.decode_until_settled(case, WINDOW)
     before, resident = _allocator(), process_memory()
@@ -69,7 +72,9 @@ def _allocations(stepper: Stepper, case: Case) -> dict[str, Any]:
         stepper.engine.core.step()
     after, grown = _allocator(), process_memory() - resident
     stepper.finish()
-    return {name: (after[name] - value) / WINDOW for name, value in before.items()} | {"host bytes": max(0, grown) / WINDOW}
+    return {name: (after[name] - value) / WINDOW for name, value in before.items()} | {
+        "host bytes": max(0, grown) / WINDOW
+    }
 
 
 def _allocator() -> dict[str, int]:
@@ -77,7 +82,10 @@ def _allocator() -> dict[str, int]:
     if not torch.cuda.is_initialized():
         return {}
     stats = torch.cuda.memory_stats()
-    return {"device allocations": stats["allocation.all.allocated"], "taken from the driver": stats["segment.all.allocated"]}
+    return {
+        "device allocations": stats["allocation.all.allocated"],
+        "taken from the driver": stats["segment.all.allocated"],
+    }
 
 
 def _launches(stepper: Stepper, case: Case) -> dict[str, Any]:

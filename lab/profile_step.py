@@ -2,7 +2,8 @@
 
 ``python -m lab.profile_step JOB.json`` under ncu: each case's step is run twice, and the second time counted.
 
-What lives here: cases, and stepping a core by hand. What may not: counters (profile_ncu.py), figures of speed (table_measure.py).
+What lives here: cases, and stepping a core by hand. What may not: counters (profile_ncu.py), figures of speed
+(table_measure.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ SETTLING = 3  # decode steps before one is looked at
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``count`` prompts of ``prompt`` ids: the step that computes them ("prefill"), or a later one in which all decode ("decode")."""
+    """``count`` prompts of ``prompt`` ids: the step that computes them ("prefill"), or a later one in which all decode
+    ("decode")."""
 
     kind: str
     count: int
@@ -48,7 +50,10 @@ CASES = (Case("decode", 1, 128), Case("decode", 256, 128), Case("prefill", 1, 20
 
 
 def scaled_cases(scale: float) -> list[Case]:
-    return [replace(case, count=max(1, round(case.count * scale)), prompt=max(2, round(case.prompt * scale))) for case in CASES]
+    return [
+        replace(case, count=max(1, round(case.count * scale)), prompt=max(2, round(case.prompt * scale)))
+        for case in CASES
+    ]
 
 
 @dataclass(slots=True)
@@ -61,9 +66,16 @@ class Stepper:
 
     def add(self, case: Case, max_tokens: int) -> None:
         lengths = Lengths(case.prompt, max_tokens)
-        for each in random_conversations(case.count, lengths, vocab_size=self.engine.info.vocab_size, seed=next(self._seeds)):
+        for each in random_conversations(
+            case.count, lengths, vocab_size=self.engine.info.vocab_size, seed=next(self._seeds)
+        ):
             ids = array("i", each.turns[0].new_ids)
-            request = Request(request_id=next(self._ids), prompt_token_ids=ids, params=greedy(each.turns[0]), arrival_time=time.perf_counter())
+            request = Request(
+                request_id=next(self._ids),
+                prompt_token_ids=ids,
+                params=greedy(each.turns[0]),
+                arrival_time=time.perf_counter(),
+            )
             self.engine.core.add(request)
 
     def decode_until_settled(self, case: Case, steps: int = SETTLING) -> None:
@@ -71,7 +83,9 @@ class Stepper:
         seen = 0
         while seen < steps:
             if not self.engine.core.has_work:
-                raise BenchFailed(f"{case.says}: its requests ended before they decoded together; give the engine room for {case.count} sequences.")
+                raise BenchFailed(
+                    f"{case.says}: its requests ended before they decoded together; give the engine room for {case.count} sequences."
+                )
             self.engine.core.step()
             records = self.engine.recorder.records
             seen += bool(records) and records[-1].kind == "decode" and records[-1].rows == case.count
@@ -82,8 +96,11 @@ class Stepper:
 
 
 def counted_config(config: EngineConfig) -> EngineConfig:
-    """As the engine, but launched kernel by kernel and one step at a time, over a cache that holds the cases and no more."""
-    cache = config.cache if config.cache.kv_cache_memory is not None else replace(config.cache, kv_cache_memory=KV_BYTES)
+    """As the engine, but launched kernel by kernel and one step at a time, over a cache that holds the cases and no
+    more."""
+    cache = (
+        config.cache if config.cache.kv_cache_memory is not None else replace(config.cache, kv_cache_memory=KV_BYTES)
+    )
     return replace(config, cache=cache, device=replace(config.device, enforce_eager=True, overlap=0))
 
 

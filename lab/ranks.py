@@ -1,7 +1,7 @@
 """``python -m lab ranks``: one model over several numbers of ranks, each engine in a process of its own, after another.
 
-What lives here: which rows for how many ranks, and both ends of the child that measures them. What may not: rows (table_rows.py), timing
-(table_measure.py), ranks meeting alone (ranks_link.py).
+What lives here: which rows for how many ranks, and both ends of the child that measures them. What may not: rows
+(table_rows.py), timing (table_measure.py), ranks meeting alone (ranks_link.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,24 @@ ROWS = ("decode", "prefill-1x2048", "prefill-1x8192")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", nargs="+", type=count, default=[1, 2], metavar="N", help="numbers of ranks, one after the other (default: 1 2)")
-    parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROW", help="rows of the table (default: decode and two prompts)")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=count,
+        default=[1, 2],
+        metavar="N",
+        help="numbers of ranks, one after the other (default: 1 2)",
+    )
+    parser.add_argument(
+        "--rows", nargs="+", default=ROWS, metavar="ROW", help="rows of the table (default: decode and two prompts)"
+    )
     parser.add_argument("--repeats", type=count, default=2, help="timed repeats of a row (default: 2)")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies requests and lengths: to try it out, comparable with nothing")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="multiplies requests and lengths: to try it out, comparable with nothing",
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each number of ranks (default: 300)")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
@@ -57,8 +71,15 @@ def _table(found: Mapping[str, Any], sizes: list[int]) -> str:
     lines = [str(found["links"].get("limits", "limits: not measured"))]
     lines += [f"all-reduce of {size} ranks, {each}" for size, each in found["links"].get("sums", ())]
     for size in sizes:
-        rows = [(row["row"], median(row["values"]), row["unit"], row["floor"]) for row in found[str(size)].get("rows", ()) if row["values"]]
-        said = [f"{name} {value:.3f} {unit}" + (f" (floor {floor:.3f})" if floor else "") for name, value, unit, floor in rows]
+        rows = [
+            (row["row"], median(row["values"]), row["unit"], row["floor"])
+            for row in found[str(size)].get("rows", ())
+            if row["values"]
+        ]
+        said = [
+            f"{name} {value:.3f} {unit}" + (f" (floor {floor:.3f})" if floor else "")
+            for name, value, unit, floor in rows
+        ]
         lines.append(f"{size} ranks, ready after {found[str(size)].get('start', 0.0):.1f} s: {'; '.join(said)}")
     return "\n".join(lines)
 
@@ -70,7 +91,9 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     begin, result = time.perf_counter(), dict[str, Any](rows=[])
     with LLM.from_config(config) as llm:
         result["start"] = time.perf_counter() - begin
-        say(f"{config.device.tensor_parallel_size} ranks are ready after {result['start']:.1f} s: {llm.engine.core.executor.info.start_seconds}")
+        say(
+            f"{config.device.tensor_parallel_size} ranks are ready after {result['start']:.1f} s: {llm.engine.core.executor.info.start_seconds}"
+        )
         llm.engine.await_kernels()
         bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"])
         for row in select_rows(job["rows"]):

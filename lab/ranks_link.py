@@ -44,14 +44,19 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
         if kind == "cuda":
             check_devices(size)
         others = [
-            subprocess.Popen([sys.executable, "-m", "lab.ranks_link", str(rank), str(size), *place], env=environment() | device_of(rank))
+            subprocess.Popen(
+                [sys.executable, "-m", "lab.ranks_link", str(rank), str(size), *place],
+                env=environment() | device_of(rank),
+            )
             for rank in range(1, size)
         ]
         try:
             group = create_group(place[0], bytes.fromhex(place[1]), 0, size)
             say(f"{size} ranks: {group.account}")
             for way, num_bytes, seconds, graphed in _sums(group, kind):
-                said = f"{way}, {num_bytes / 1024:g} KiB: {seconds * 1e6:.1f} us" + (f", in a graph {graphed * 1e6:.1f} us" if graphed else "")
+                said = f"{way}, {num_bytes / 1024:g} KiB: {seconds * 1e6:.1f} us" + (
+                    f", in a graph {graphed * 1e6:.1f} us" if graphed else ""
+                )
                 say(said)
                 result["sums"].append((size, said))
                 write_json(Path(job["result"]), result)

@@ -19,12 +19,14 @@ _SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # where 
 
 
 def write_random_gguf(path: Path, spec: DecoderSpec, context: int, form: str = "BF16") -> None:
-    """Llama-shaped dense models only: RMS norms, gated feed-forward, no biases. ``form``: one of FORMATS, mixed from matrix to
-    matrix as llama.cpp's own quantizer does. Raises ConfigError for other shapes."""
+    """Llama-shaped dense models only: RMS norms, gated feed-forward, no biases. ``form``: one of FORMATS, mixed from
+    matrix to matrix as llama.cpp's own quantizer does. Raises ConfigError for other shapes."""
     import gguf
 
     if spec.family not in ("llama", "mistral") or spec.qkv_bias or any(layer.moe for layer in spec.layers):
-        raise ConfigError(f"a GGUF for the rival can be made of Llama-shaped dense models, not of {spec.family}; give another config.")
+        raise ConfigError(
+            f"a GGUF for the rival can be made of Llama-shaped dense models, not of {spec.family}; give another config."
+        )
     writer = gguf.GGUFWriter(str(path), "llama", use_temp_file=False)
     writer.add_context_length(context)
     writer.add_embedding_length(spec.hidden_size)
@@ -46,7 +48,9 @@ def write_random_gguf(path: Path, spec: DecoderSpec, context: int, form: str = "
             writer.add_tensor(name, np.ones(shape, np.float32))
         else:
             kind = _kind(form, name, spec.num_layers)
-            raw = _random_bf16(random, *shape).view(np.uint8) if kind == "BF16" else _random_blocks(random, kind, *shape)
+            raw = (
+                _random_bf16(random, *shape).view(np.uint8) if kind == "BF16" else _random_blocks(random, kind, *shape)
+            )
             writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -102,6 +106,7 @@ def _random_blocks(random: np.random.Generator, kind: str, rows: int, columns: i
 
 
 def _random_bf16(random: np.random.Generator, rows: int, columns: int) -> NDArray[np.uint16]:
-    """Uniform in ±0.035 (a deviation of 0.02), cut to bfloat16's upper 16 bits; a large matrix repeats its first million values."""
+    """Uniform in ±0.035 (a deviation of 0.02), cut to bfloat16's upper 16 bits; a large matrix repeats its first
+    million values."""
     values = (random.random(min(rows * columns, 1 << 20), np.float32) - 0.5) * 0.07
     return np.resize((values.view(np.uint32) >> 16).astype(np.uint16), (rows, columns))

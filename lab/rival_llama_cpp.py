@@ -1,4 +1,5 @@
-"""The rival's side of ``python -m lab rival``: run by an interpreter that has llama-cpp-python; imports nothing of Headrace.
+"""The rival's side of ``python -m lab rival``: run by an interpreter that has llama-cpp-python; imports nothing of
+Headrace.
 
 Usage: python rival_llama_cpp.py GGUF PROMPT_TOKENS OUTPUT_TOKENS THREADS BATCH_THREADS; prints one JSON line.
 Tokens go through the C API directly (llama_decode), so that no Python work is timed besides the call.

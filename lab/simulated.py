@@ -34,13 +34,39 @@ P90 = 1.2815515655446004  # of a standard normal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PATH", help="config.json, its folder, or a hub id; no weights are read")
+    parser.add_argument(
+        "--model", required=True, metavar="PATH", help="config.json, its folder, or a hub id; no weights are read"
+    )
     parser.add_argument("--device", default="a100", help="a device that headrace simulate knows (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and lengths of a trace, faster or slower; without it lengths are drawn")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="arrivals and lengths of a trace, faster or slower; without it lengths are drawn",
+    )
     parser.add_argument("--requests", type=int, default=400, help="requests a run (default: %(default)s)")
-    parser.add_argument("--input", type=int, nargs=2, default=(1730, 5696), metavar=("MEDIAN", "P90"), help="prompt tokens (default: %(default)s)")
-    parser.add_argument("--output", type=int, nargs=2, default=(415, 834), metavar=("MEDIAN", "P90"), help="output tokens (default: %(default)s)")
-    parser.add_argument("--max-len", type=int, default=8192, help="longer prompts and answers are cut to this together (default: %(default)s)")
+    parser.add_argument(
+        "--input",
+        type=int,
+        nargs=2,
+        default=(1730, 5696),
+        metavar=("MEDIAN", "P90"),
+        help="prompt tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=int,
+        nargs=2,
+        default=(415, 834),
+        metavar=("MEDIAN", "P90"),
+        help="output tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-len",
+        type=int,
+        default=8192,
+        help="longer prompts and answers are cut to this together (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: %(default)s)")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write every point")
 
@@ -101,7 +127,9 @@ class Bench:
 
 
 def shape(args: argparse.Namespace) -> str:
-    drawn = f"prompts {args.input[0]} (p90 {args.input[1]}), answers {args.output[0]} ({args.output[1]}), Poisson arrivals"
+    drawn = (
+        f"prompts {args.input[0]} (p90 {args.input[1]}), answers {args.output[0]} ({args.output[1]}), Poisson arrivals"
+    )
     return f"{args.requests} requests, {f'trace {args.trace.name}' if args.trace else drawn}"
 
 
@@ -109,23 +137,32 @@ def create(args: argparse.Namespace) -> Bench:
     """Raises ConfigError."""
     for name, low, high in (("--input", *args.input), ("--output", *args.output)):
         if not 1 <= low <= high:
-            raise ConfigError(f"{name} is {low} {high}; give a median of at least 1, and a 90th percentile that is not below it.")
+            raise ConfigError(
+                f"{name} is {low} {high}; give a median of at least 1, and a 90th percentile that is not below it."
+            )
     if not 2 <= args.requests <= MOST_ROWS or args.max_len < 2 or args.seed < 0:
         given = f"--requests is {args.requests:,}, --max-len {args.max_len} and --seed {args.seed}"
         raise ConfigError(f"{given}; give at least 2, 2 and 0, and at most {MOST_ROWS:,} requests.")
     path = Path(args.model)
-    source = find_model(ModelConfig(model=str(path.parent if path.name == "config.json" else args.model), load_format="dummy"))
+    source = find_model(
+        ModelConfig(model=str(path.parent if path.name == "config.json" else args.model), load_format="dummy")
+    )
     device = find_device(args.device, threads=1, memory=None, free_memory=0)
     return Bench(families.spec_from_config(source.config), device, _asked(args), args.trace is not None, args.seed)
 
 
 def _asked(args: argparse.Namespace) -> list[LoadRequest]:
     if args.trace is not None:
-        return traced(args.trace, count=args.requests, speed=1.0, max_prompt=args.max_len // 2, max_output=args.max_len // 2)
+        return traced(
+            args.trace, count=args.requests, speed=1.0, max_prompt=args.max_len // 2, max_output=args.max_len // 2
+        )
     draw = np.random.default_rng(args.seed)
     prompts = lognormal(draw, args.input, args.requests)
     outputs = np.minimum(lognormal(draw, args.output, args.requests), args.max_len // 2)
-    return [LoadRequest(int(min(prompt, args.max_len - output)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
+    return [
+        LoadRequest(int(min(prompt, args.max_len - output)), int(output))
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def lognormal(draw: np.random.Generator, quantiles: tuple[int, int], count: int) -> np.ndarray:

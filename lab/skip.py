@@ -1,9 +1,10 @@
 """``python -m lab skip``: does the device wait for launches, or do launches wait for the device?
 
-The measures of SKIP (Vellaisamy et al. 2025, Characterizing and Optimizing LLM Inference Workloads on CPU-GPU Coupled Architectures):
-a kernel's launch and queuing time is what passes between the call that launches it and its first instruction; their sum over a run is
-TKLQT. While the device is idle that time is the launch itself and does not depend on the batch (CPU-bound); once kernels queue behind
-each other it grows (GPU-bound). The kernels of a CUDA graph share one call, so for the verdict only the first kernel of a call counts.
+The measures of SKIP (Vellaisamy et al. 2025, Characterizing and Optimizing LLM Inference Workloads on CPU-GPU Coupled
+Architectures): a kernel's launch and queuing time is what passes between the call that launches it and its first
+instruction; their sum over a run is TKLQT. While the device is idle that time is the launch itself and does not depend
+on the batch (CPU-bound); once kernels queue behind each other it grows (GPU-bound). The kernels of a CUDA graph share
+one call, so for the verdict only the first kernel of a call counts.
 
 What lives here: the profile of some decode steps by torch.profiler (CUPTI), and these figures from its events.
 What may not: the engine's own record of its steps (observe/metrics.py, steps.py), other benchmarks.
@@ -78,13 +79,16 @@ COLUMNS = (
 
 
 def skip_figures(events: Iterable[Event], steps: int, floor: LaunchFloor, mode: str) -> SkipFigures:
-    """From Chrome trace events as torch.profiler writes them. Work whose launch lies outside of the profile is left out."""
+    """From Chrome trace events as torch.profiler writes them. Work whose launch lies outside of the profile is left
+    out."""
     events = list(events)
     calls = _calls_of(events)
     launched = [event for event in events if event.get("cat") in _ON_DEVICE and _correlation(event) in calls]
     kernels = [event for event in launched if event["cat"] == "kernel"]
     if not kernels:
-        raise ConfigError("The profiler saw no kernels; CUPTI may be taken by another profiler. Stop that one and run this again.")
+        raise ConfigError(
+            "The profiler saw no kernels; CUPTI may be taken by another profiler. Stop that one and run this again."
+        )
     queued = [event["ts"] - calls[_correlation(event)]["ts"] for event in kernels]
     first = _first_of_each_call(kernels)
     waits = [event["ts"] - calls[call]["ts"] for call, event in first.items()]
@@ -157,15 +161,21 @@ def check_skip_profile(config: EngineConfig) -> None:
     from headrace.worker.settings import device_kind
 
     if config.device.executor != "model" or device_kind(config.device.device) != "cuda":
-        raise ConfigError("Kernel launches (CUPTI) need a model on a CUDA device; run this where torch finds one, without --device cpu.")
+        raise ConfigError(
+            "Kernel launches (CUPTI) need a model on a CUDA device; run this where torch finds one, without --device cpu."
+        )
 
 
 def run_skip_profile(config: EngineConfig, batch_size: int, input_len: int, steps: int = STEPS) -> list[SkipFigures]:
-    """The steady decode steps of one batch, with graphs (unless they are off) and without. Starts an engine for each."""
+    """The steady decode steps of one batch, with graphs (unless they are off) and without. Starts an engine for
+    each."""
     config = replace(config, device=replace(config.device, trace=None))  # the timed run's, and not to be overwritten
     eager = replace(config, device=replace(config.device, enforce_eager=True))
     floor = launch_floor()
-    return [_profiled(each, batch_size, input_len, steps, floor) for each in ([eager] if config.device.enforce_eager else [config, eager])]
+    return [
+        _profiled(each, batch_size, input_len, steps, floor)
+        for each in ([eager] if config.device.enforce_eager else [config, eager])
+    ]
 
 
 def show_skip(figures: Sequence[SkipFigures]) -> str:
@@ -212,7 +222,8 @@ def _median_wait(events: Sequence[Event]) -> float:
 
 
 def profiled(work: Callable[[], None]) -> list[Event]:
-    """The trace events of ``work`` and of everything it launched. Only CUDA's side is recorded: that of the operators costs time itself."""
+    """The trace events of ``work`` and of everything it launched. Only CUDA's side is recorded: that of the operators
+    costs time itself."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -248,8 +259,12 @@ def _turn(llm: LLM, times: int) -> None:
 
 def _submit(llm: LLM, batch_size: int, input_len: int, output_len: int, seed: int) -> list[Any]:
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    conversations = random_conversations(batch_size, Lengths(input_len, output_len), vocab_size=llm.info.vocab_size, seed=seed)
-    return [llm.submit({"prompt_token_ids": list(conversation.turns[0].new_ids)}, params) for conversation in conversations]
+    conversations = random_conversations(
+        batch_size, Lengths(input_len, output_len), vocab_size=llm.info.vocab_size, seed=seed
+    )
+    return [
+        llm.submit({"prompt_token_ids": list(conversation.turns[0].new_ids)}, params) for conversation in conversations
+    ]
 
 
 def _until_steady(llm: LLM, batch_size: int) -> None:

@@ -1,9 +1,9 @@
 """``python -m lab speculation``: the same requests with drafts and without, in one engine, turn by turn.
 
-Requests opt out of drafts where they are measured without, so weights, graphs and caches are the same ones. A ratio stands beside what the
-device's own times would allow: tokens a verification, times a plain step's seconds, over those of a step that drafts and verifies. With
-``--imposed`` a coin says which drafts are right, at that chance each while those before it are: shapes with made-up weights can be measured so,
-their answers mean nothing.
+Requests opt out of drafts where they are measured without, so weights, graphs and caches are the same ones. A ratio
+stands beside what the device's own times would allow: tokens a verification, times a plain step's seconds, over those
+of a step that drafts and verifies. With ``--imposed`` a coin says which drafts are right, at that chance each while
+those before it are: shapes with made-up weights can be measured so, their answers mean nothing.
 
 What lives here: the loads, the coin, the figures. What may not: drafting.
 """
@@ -34,9 +34,18 @@ PROMPT, COPIED = 48, 192  # tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines with 'text' to go on from, or 'messages' (default: random tokens)")
-    parser.add_argument("--copying", action="store_true", help="each prompt says its text twice, and the answer begins a third time")
-    parser.add_argument("--requests", type=count, default=4, help="one after the other, where one is at once (default: 4)")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines with 'text' to go on from, or 'messages' (default: random tokens)",
+    )
+    parser.add_argument(
+        "--copying", action="store_true", help="each prompt says its text twice, and the answer begins a third time"
+    )
+    parser.add_argument(
+        "--requests", type=count, default=4, help="one after the other, where one is at once (default: 4)"
+    )
     parser.add_argument("--batch", type=count, nargs="+", default=[1], help="requests at once, in turn (default: 1)")
     parser.add_argument("--tokens", type=count, default=128, help="of each answer (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: 0)")
@@ -53,7 +62,11 @@ class Steps:
     drafted: list[float] = field(default_factory=list)
 
     def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> None:
-        if result is None or not plan.rows or list(plan.counts) != [1 + each for each in plan.drafts or [0] * len(plan.rows)]:
+        if (
+            result is None
+            or not plan.rows
+            or list(plan.counts) != [1 + each for each in plan.drafts or [0] * len(plan.rows)]
+        ):
             return
         (self.drafted if sum(result.drafted) else self.plain).append(result.device_seconds)
 
@@ -73,7 +86,9 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
 
     if config.scheduler.speculative_config is None:
         raise ConfigError("python -m lab speculation compares drafts with none, so it needs --speculative-config.")
-    facts = machine_facts("not measured: both sides ran in turn, in one engine", config=config.scheduler.speculative_config)
+    facts = machine_facts(
+        "not measured: both sides ran in turn, in one engine", config=config.scheduler.speculative_config
+    )
     print_facts(facts)
     llm = LLM.from_config(config)
     try:
@@ -91,7 +106,9 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     return 0
 
 
-def measure(llm: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace, batch: int, chance: float | None) -> dict[str, Any]:
+def measure(
+    llm: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace, batch: int, chance: float | None
+) -> dict[str, Any]:
     """Both sides in turn; the first turn of each pays for first uses."""
     core, steps, sides = llm.engine.core, Steps(), dict[bool, list[Side]]()
     counts = core.scheduler.speculation.counts
@@ -105,7 +122,9 @@ def measure(llm: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace
                 if turn:
                     sides.setdefault(drafts, []).append(side)
         core.observe(None)
-    verified, drafted, right = (now - old for now, old in zip((counts.steps, sum(counts.drafted), sum(counts.accepted)), before, strict=True))
+    verified, drafted, right = (
+        now - old for now, old in zip((counts.steps, sum(counts.drafted), sum(counts.accepted)), before, strict=True)
+    )
     off, on = (min(sides[drafts], key=lambda side: side.seconds) for drafts in (False, True))
     per_step = 1 + right / max(1, verified)
     plain, both = (median(each) if each else 0.0 for each in (steps.plain, steps.drafted))
@@ -191,5 +210,7 @@ def _read(llm: Any, line: Mapping[str, Any], size: int, many: int) -> list[list[
         return [ids[at : at + size] for at in range(size, len(ids) - size, 8 * size)]
     messages = line["messages"]
     last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
-    prompt = llm._inputs.chat_prompt(messages[:last], tools=line.get("tools"), add_generation_prompt=True, continue_final_message=False)
+    prompt = llm._inputs.chat_prompt(
+        messages[:last], tools=line.get("tools"), add_generation_prompt=True, continue_final_message=False
+    )
     return [list(prompt.token_ids)] if prompt.token_ids is not None else []

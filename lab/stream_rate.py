@@ -1,10 +1,11 @@
 """How many tokens a second one server streams: many clients, one event a token, nothing computed.
 
-What lives here: a client that only reads sockets, the server it can start for itself, the figures. What may not: models.
+What lives here: a client that only reads sockets, the server it can start for itself, the figures. What may not:
+models.
 
-``python -m lab stream-rate`` starts ``headrace serve --executor keyed-hash``, opens the streams from this process and counts every
-event. An event that is missing, or two tokens in one, is an error and not a figure. Then it compares the first token's time with an
-engine's without HTTP.
+``python -m lab stream-rate`` starts ``headrace serve --executor keyed-hash``, opens the streams from this process and
+counts every event. An event that is missing, or two tokens in one, is an error and not a figure. Then it compares the
+first token's time with an engine's without HTTP.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class StreamRateError(HeadraceError):
 class StreamRate:
     """``tokens_per_second``: all tokens over the time from the first request sent to the last byte read.
 
-    ``steady_tokens_per_second``: while all streams ran. CPU times are of that whole run, in microseconds a token, by process.
+    ``steady_tokens_per_second``: while all streams ran. CPU times are of that whole run, in microseconds a token, by
+    process.
     """
 
     clients: int
@@ -86,7 +88,13 @@ class _Client:
 
 def request_bytes(url: str, route: str, tokens: int, seed: int, api_key: str | None) -> bytes:
     """A streaming request of exactly ``tokens`` tokens."""
-    body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens, "ignore_eos": True, "seed": seed}
+    body: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "seed": seed,
+    }
     prompt = f"client {seed}"
     body |= {"messages": [{"role": "user", "content": prompt}]} if route == "chat" else {"prompt": prompt}
     data = json.dumps(body).encode()
@@ -98,10 +106,16 @@ def request_bytes(url: str, route: str, tokens: int, seed: int, api_key: str | N
     return head.encode() + data
 
 
-def measure(url: str, *, clients: int = 64, tokens: int = 1000, route: str = "completions", api_key: str | None = None) -> StreamRate:
-    """Streams from a server that is ready. Raises StreamRateError when a stream is not complete or tokens share events."""
+def measure(
+    url: str, *, clients: int = 64, tokens: int = 1000, route: str = "completions", api_key: str | None = None
+) -> StreamRate:
+    """Streams from a server that is ready. Raises StreamRateError when a stream is not complete or tokens share
+    events."""
     parts = urlsplit(url)
-    opened = [_Client(socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=60)) for _ in range(clients)]
+    opened = [
+        _Client(socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=60))
+        for _ in range(clients)
+    ]
     selector = selectors.DefaultSelector()
     cpu, begun = time.process_time(), time.perf_counter()
     for seed, client in enumerate(opened):
@@ -114,7 +128,9 @@ def measure(url: str, *, clients: int = 64, tokens: int = 1000, route: str = "co
         _check(client, tokens, route)
     total = clients * tokens
     spent = (time.process_time() - cpu) / total * 1e6
-    return StreamRate(clients, tokens, route, seconds, total / seconds, _steady(opened, tokens), client_microseconds=spent)
+    return StreamRate(
+        clients, tokens, route, seconds, total / seconds, _steady(opened, tokens), client_microseconds=spent
+    )
 
 
 def _read_all(selector: selectors.BaseSelector, remaining: int) -> None:
@@ -143,7 +159,8 @@ def _check(client: _Client, tokens: int, route: str) -> None:
 
 
 def _steady(clients: Sequence[_Client], tokens: int) -> float:
-    """Tokens a second between the last stream's first token and the first stream's last, taking each stream's pace as even."""
+    """Tokens a second between the last stream's first token and the first stream's last, taking each stream's pace as
+    even."""
     begun = max(client.first or client.last for client in clients)
     ended = min(client.last for client in clients)
     if ended <= begun:
@@ -156,7 +173,11 @@ def served(*flags: str) -> Iterator[tuple[str, int]]:
     """A server with the keyed-hash executor for the length of a with block: its URL and process id."""
     command = [sys.executable, "-m", "headrace", "serve", "--executor", "keyed-hash", "--port", "0", *flags]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env={**os.environ, "HEADRACE_LOG_LEVEL": "error"}
+        command,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "HEADRACE_LOG_LEVEL": "error"},
     )
     try:
         yield _wait_ready(process), process.pid
@@ -187,7 +208,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
 
 
 def show_first(first: FirstToken) -> str:
@@ -214,7 +237,11 @@ def _with_cpu_times(url: str, pid: int, clients: int, tokens: int, **shape: Any)
 def show(rate: StreamRate) -> str:
     cpu = ", ".join(
         f"{name} {value:.1f}"
-        for name, value in (("server", rate.server_microseconds), ("engine", rate.engine_microseconds), ("client", rate.client_microseconds))
+        for name, value in (
+            ("server", rate.server_microseconds),
+            ("engine", rate.engine_microseconds),
+            ("client", rate.client_microseconds),
+        )
         if value is not None
     )
     return (
@@ -240,7 +267,8 @@ class FirstToken:
 
 
 def first_token(url: str, *, requests: int = 200, route: str = "completions", api_key: str | None = None) -> FirstToken:
-    """From the first byte sent to the first event read, on a connection that is open; beside it ``LLM.generate`` of one token."""
+    """From the first byte sent to the first event read, on a connection that is open; beside it ``LLM.generate`` of one
+    token."""
     over_http, offline = [_first_event(url, route, seed, api_key) for seed in range(requests)], _offline(requests)
     return FirstToken(requests, 1e3 * statistics.median(over_http), 1e3 * statistics.median(offline))
 
@@ -275,9 +303,13 @@ def _offline(requests: int) -> list[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base-url", help="a server that is running; without it one is started with the keyed-hash executor")
+    parser.add_argument(
+        "--base-url", help="a server that is running; without it one is started with the keyed-hash executor"
+    )
     add_key_argument(parser)
-    parser.add_argument("--api-server-count", type=count, default=1, help="front ends of the server that is started (default: 1)")
+    parser.add_argument(
+        "--api-server-count", type=count, default=1, help="front ends of the server that is started (default: 1)"
+    )
     parser.add_argument("--clients", type=count, default=64, help="streams at once (default: 64)")
     parser.add_argument("--tokens", type=count, default=1000, help="tokens a client (default: 1000)")
     parser.add_argument("--endpoint", choices=sorted(ROUTES), default="completions", help="default: completions")
@@ -290,10 +322,17 @@ def run(args: argparse.Namespace) -> int:
     with _server(args) as (url, pid):
         measure(url, clients=args.clients, tokens=16, route=args.endpoint, api_key=args.api_key)  # warms up
         shape = {"clients": args.clients, "tokens": args.tokens, "route": args.endpoint, "api_key": args.api_key}
-        rates = sweep.take(measure(url, **shape) if pid is None else _with_cpu_times(url, pid, **shape) for _ in range(args.repeats))
+        rates = sweep.take(
+            measure(url, **shape) if pid is None else _with_cpu_times(url, pid, **shape) for _ in range(args.repeats)
+        )
         first = sweep.take(first_token(url, route=args.endpoint, api_key=args.api_key) for _ in range(1))
     if args.json:
-        print(json.dumps({"rates": [asdict(rate) for rate in rates], "first_token": asdict(first[0]) if first else None}, indent=1))
+        print(
+            json.dumps(
+                {"rates": [asdict(rate) for rate in rates], "first_token": asdict(first[0]) if first else None},
+                indent=1,
+            )
+        )
     else:
         print("\n".join([*map(show, rates), *map(show_first, first)]))
     return sweep.status()

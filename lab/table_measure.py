@@ -2,7 +2,8 @@
 
 What lives here: timing of rows through the public LLM API. What may not: torch, processes, peers, printing.
 
-Everything said of a row beside its time (floor, host time) comes from the same runs as the time, by the same definition.
+Everything said of a row beside its time (floor, host time) comes from the same runs as the time, by the same
+definition.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class Records(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One row's figures. ``values``: one a repeat, in the row's unit; ``floor`` in the same unit by this device's own limits.
+    """One row's figures. ``values``: one a repeat, in the row's unit; ``floor`` in the same unit by this device's own
+    limits.
 
-    ``host_ms`` (host time a decode step), ``idle`` (share of the time in which the device waited) and ``device_ms`` are of decode rows only.
-    ``watts``: the device's mean power over all that was timed for the row, prompts of decode rows too; None where nothing counts it.
-    ``problem`` says why there are no values.
+    ``host_ms`` (host time a decode step), ``idle`` (share of the time in which the device waited) and ``device_ms`` are
+    of decode rows only. ``watts``: the device's mean power over all that was timed for the row, prompts of decode rows
+    too; None where nothing counts it. ``problem`` says why there are no values.
     """
 
     row: str
@@ -66,7 +68,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One call of generate, or a figure made of two: its seconds, and the floor of its steps (0 where no limit is known)."""
+    """One call of generate, or a figure made of two: its seconds, and the floor of its steps (0 where no limit is
+    known)."""
 
     seconds: float
     floor: float
@@ -95,7 +98,8 @@ class _Power:
 
 @dataclass(slots=True)
 class TableBench:
-    """Runs rows on one LLM. ``now`` is the clock in seconds; ``joules``: what the device has used, where that is counted."""
+    """Runs rows on one LLM. ``now`` is the clock in seconds; ``joules``: what the device has used, where that is
+    counted."""
 
     llm: Generates
     vocab_size: int
@@ -126,7 +130,8 @@ class TableBench:
         return replace(measured, **self._of_decode_steps(row.count, taken)) if row.group == "decode" else measured
 
     def _warm_up(self, row: Row) -> None:
-        """What compiles, captures or grows at first use does it here; the same lengths as later, of a row of many requests only some."""
+        """What compiles, captures or grows at first use does it here; the same lengths as later, of a row of many
+        requests only some."""
         asked = requests_of(row, self.vocab_size, next(self._seeds))
         some = len(asked.prompts) if row.group == "decode" else WARM_UP_REQUESTS
         self._run(Asked(asked.prompts[:some], asked.params[:some]))
@@ -159,7 +164,11 @@ class TableBench:
 
     def _of_decode_steps(self, rows: int, after: int) -> dict[str, Any]:
         """Of the steps after one in which all rows decoded; those that the recorder no longer holds are left out."""
-        steps = [each for each in self.recorder.records if each.step_id > after and each.kind == "decode" and each.rows == rows and not each.failed]
+        steps = [
+            each
+            for each in self.recorder.records
+            if each.step_id > after and each.kind == "decode" and each.rows == rows and not each.failed
+        ]
         if not steps:
             return {}
         idle, measured = sum(each.idle_seconds for each in steps), sum(each.measured_seconds for each in steps)
@@ -176,4 +185,6 @@ def _check(asked: Asked, outputs: Sequence[Any]) -> None:
         answer = output.outputs[0]
         if len(answer.token_ids) != params.max_tokens:
             reason = answer.stop_reason or answer.finish_reason
-            raise BenchFailed(f"a request ended after {len(answer.token_ids)} of {params.max_tokens} tokens ({reason}); its time is worth nothing.")
+            raise BenchFailed(
+                f"a request ended after {len(answer.token_ids)} of {params.max_tokens} tokens ({reason}); its time is worth nothing."
+            )

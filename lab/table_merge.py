@@ -17,7 +17,8 @@ NEEDED = ("name", "command", "scale", "repeats", "rows", "facts")  # of a model,
 
 
 def read_files(paths: Iterable[Path]) -> list[Model]:
-    """The models of earlier runs, each once. Raises ConfigError for what is no such file, or ablations of a model that none of them has."""
+    """The models of earlier runs, each once. Raises ConfigError for what is no such file, or ablations of a model that
+    none of them has."""
     entries = [(path, _read(path)) for path in paths]
     models = combine([model for path, entry in entries for model in _models(path, entry)])
     for path, entry in entries:
@@ -42,7 +43,11 @@ def _is_same(first: Model, second: Model) -> bool:
 
 def _combined(first: Model, second: Model) -> Model:
     rows = {row["row"]: row for row in first["rows"]}
-    rows |= {row["row"]: row for row in second["rows"] if not row["problem"] or row["row"] not in rows or rows[row["row"]]["problem"]}
+    rows |= {
+        row["row"]: row
+        for row in second["rows"]
+        if not row["problem"] or row["row"] not in rows or rows[row["row"]]["problem"]
+    }
     both: dict[str, Any] = {**first, **{name: value for name, value in second.items() if value}}
     both["rows"] = list(rows.values())
     both["command"] = " ; ".join(dict.fromkeys([first["command"], second["command"]]))
@@ -60,7 +65,8 @@ def _both(first: Model, second: Model, fact: str) -> str:
 
 
 def _worse(first: Mapping[str, float] | None, second: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Of two runs' limits the lower ones; none where one run has none. (A start alone measures none, and needs none.)"""
+    """Of two runs' limits the lower ones; none where one run has none. (A start alone measures none, and needs
+    none.)"""
     if not first or not second:
         return first or second or {}
     return {name: min(value, second.get(name, value)) for name, value in first.items()}
@@ -72,7 +78,9 @@ def _read(path: Path) -> Mapping[str, Any]:
         if not isinstance(entry, dict):
             raise TypeError("no object")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"--merge {path} cannot be read ({type(error).__name__}: {error}); give a file that --output-json wrote.") from error
+        raise ConfigError(
+            f"--merge {path} cannot be read ({type(error).__name__}: {error}); give a file that --output-json wrote."
+        ) from error
     return entry
 
 
@@ -83,9 +91,13 @@ def _models(path: Path, entry: Mapping[str, Any]) -> list[Model]:
         models: list[Model] = list(entry["models"])
         strange = [name for model in models for name in NEEDED if name not in model]
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"--merge {path} cannot be read ({type(error).__name__}: {error}); give a file that --output-json wrote.") from error
+        raise ConfigError(
+            f"--merge {path} cannot be read ({type(error).__name__}: {error}); give a file that --output-json wrote."
+        ) from error
     if strange:
-        raise ConfigError(f"--merge {path} is of another benchmark: its models have no {strange[0]!r}; give a file that python -m lab table wrote.")
+        raise ConfigError(
+            f"--merge {path} is of another benchmark: its models have no {strange[0]!r}; give a file that python -m lab table wrote."
+        )
     return models
 
 
@@ -96,7 +108,12 @@ def _with_ablations(path: Path, entry: Mapping[str, Any], models: list[Model]) -
     name = Path(str(entry["facts"].get("model", "")).rpartition(",")[0]).name
     if name not in {model["name"] for model in models}:
         known = ", ".join(model["name"] for model in models) or "none"
-        raise ConfigError(f"--merge {path} has ablations of {name or 'a model without a name'}, and the tables are of {known}; merge its table too.")
+        raise ConfigError(
+            f"--merge {path} has ablations of {name or 'a model without a name'}, and the tables are of {known}; merge its table too."
+        )
     date = entry["facts"]["date"]
     results = [{**each, "date": date} for each in entry["ablations"]]
-    return [model if model["name"] != name else {**model, "techniques": [*model.get("techniques", ()), *results]} for model in models]
+    return [
+        model if model["name"] != name else {**model, "techniques": [*model.get("techniques", ()), *results]}
+        for model in models
+    ]

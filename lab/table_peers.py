@@ -1,7 +1,7 @@
 """What others were measured at, and whether it may stand beside a run of ours.
 
-The figures are package data (peers/), by the shape of the model. They are compared only with a run whose device shows the same limits:
-another card, or the same one throttled, would make the ratio say something about the card.
+The figures are package data (peers/), by the shape of the model. They are compared only with a run whose device shows
+the same limits: another card, or the same one throttled, would make the ratio say something about the card.
 
 What lives here: reading and comparing. What may not: measuring, rendering.
 """
@@ -16,12 +16,17 @@ from typing import Any
 
 TOLERANCE = 0.03
 PEER_FILE = "vllm-0.26-h200.json"
-LIMITS = {"copy_bandwidth": ("copy", "B/s"), "read_bandwidth": ("read", "B/s"), "gemm_rate": ("bfloat16 GEMM", "FLOP/s")}
+LIMITS = {
+    "copy_bandwidth": ("copy", "B/s"),
+    "read_bandwidth": ("read", "B/s"),
+    "gemm_rate": ("bfloat16 GEMM", "FLOP/s"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class PeerModel:
-    """One model's figures by row: {"peer": …, "floor": …, "target": …} in the row's unit; None where nothing was measured or worked out."""
+    """One model's figures by row: {"peer": …, "floor": …, "target": …} in the row's unit; None where nothing was
+    measured or worked out."""
 
     name: str
     rows: Mapping[str, Mapping[str, float | None]]
@@ -66,7 +71,11 @@ def load_peer() -> Peer:
 
 def differences(limits: Mapping[str, float], peer: Mapping[str, float], tolerance: float = TOLERANCE) -> list[str]:
     """Each limit that differs too much from the peer's, in words; none where the two runs may be compared."""
-    return [_said(name, limits.get(name, 0.0), value) for name, value in peer.items() if abs(limits.get(name, 0.0) / value - 1) > tolerance]
+    return [
+        _said(name, limits.get(name, 0.0), value)
+        for name, value in peer.items()
+        if abs(limits.get(name, 0.0) / value - 1) > tolerance
+    ]
 
 
 def _said(name: str, ours: float, theirs: float) -> str:

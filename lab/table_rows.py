@@ -7,8 +7,8 @@
     start           s from the command until the engine is ready, the caches of compiled kernels empty (bench startup)
     start-warm      the same with what the start before it left in these caches
 
-Lengths that differ are evenly spaced over their range and shuffled, always in the same order: every repeat does the same work.
-Ids are random and new in every repeat, so that none is answered from the last one's cache.
+Lengths that differ are evenly spaced over their range and shuffled, always in the same order: every repeat does the
+same work. Ids are random and new in every repeat, so that none is answered from the last one's cache.
 
 What lives here: rows and their requests. What may not: torch, clocks, engines.
 """
@@ -48,7 +48,13 @@ def _decode(batch: int, output: int) -> Row:
 
 
 def _prefill(count: int, length: int) -> Row:
-    return Row(f"prefill-{count}x{length}", "prefill", f"prefill {count} × {length:,} (ms to first token)", count, (length, length))
+    return Row(
+        f"prefill-{count}x{length}",
+        "prefill",
+        f"prefill {count} × {length:,} (ms to first token)",
+        count,
+        (length, length),
+    )
 
 
 ROWS = (
@@ -58,17 +64,28 @@ ROWS = (
     _prefill(1, 8192),
     _prefill(16, 2048),
     Row("mixed", "requests", "512 mixed requests, 128–2,048 in, 16–256 out (s)", 512, (128, 2048), (16, 256)),
-    Row("shared-prefix", "requests", "256 requests sharing a 2,048-id prefix, +64 ids, 64 out (s)", 256, (64, 64), (64, 64), 2048),
+    Row(
+        "shared-prefix",
+        "requests",
+        "256 requests sharing a 2,048-id prefix, +64 ids, 64 out (s)",
+        256,
+        (64, 64),
+        (64, 64),
+        2048,
+    ),
     Row("start", "start", "start: command to ready, caches empty (s)"),
     Row("start-warm", "start", "start again, caches filled (s)"),
 )
 
 
 def select_rows(names: Sequence[str]) -> tuple[Row, ...]:
-    """Rows by name, or by the word before its hyphen; all of them for no names. Raises ConfigError with the names there are."""
+    """Rows by name, or by the word before its hyphen; all of them for no names. Raises ConfigError with the names there
+    are."""
     for name in names:
         if not any(_is_called(row, name) for row in ROWS):
-            raise ConfigError(f"There is no row {name!r}; choose of decode, prefill, {', '.join(row.name for row in ROWS)}.")
+            raise ConfigError(
+                f"There is no row {name!r}; choose of decode, prefill, {', '.join(row.name for row in ROWS)}."
+            )
     return tuple(row for row in ROWS if not names or any(_is_called(row, name) for name in names))
 
 
@@ -85,7 +102,13 @@ def scaled(row: Row, scale: float) -> Row:
         return max(least, round(value * scale)) if value else 0
 
     output = row.output if row.output == (1, 1) else (times(row.output[0], 2), times(row.output[1], 2))
-    return replace(row, count=times(row.count), prompt=(times(row.prompt[0]), times(row.prompt[1])), output=output, prefix=times(row.prefix))
+    return replace(
+        row,
+        count=times(row.count),
+        prompt=(times(row.prompt[0]), times(row.prompt[1])),
+        output=output,
+        prefix=times(row.prefix),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +128,18 @@ class Asked:
 
 
 def requests_of(row: Row, vocab_size: int, seed: int, *, one_token: bool = False) -> Asked:
-    """Greedy requests whose lengths are the row's and whose ids are ``seed``'s. ``one_token``: the same prompts' lengths, one token out."""
+    """Greedy requests whose lengths are the row's and whose ids are ``seed``'s. ``one_token``: the same prompts'
+    lengths, one token out."""
     order = np.random.default_rng(0)
     prompts, outputs = _lengths(row.prompt, row.count, order), _lengths(row.output, row.count, order)
     ids = np.random.default_rng((1, seed))
     prefix = ids.integers(0, vocab_size, row.prefix).tolist()
     return Asked(
         [{"prompt_token_ids": prefix + ids.integers(0, vocab_size, length).tolist()} for length in prompts],
-        [SamplingParams(temperature=0.0, max_tokens=1 if one_token else each, ignore_eos=True, detokenize=False) for each in outputs],
+        [
+            SamplingParams(temperature=0.0, max_tokens=1 if one_token else each, ignore_eos=True, detokenize=False)
+            for each in outputs
+        ],
     )
 
 

@@ -2,7 +2,8 @@
 
 The result is written anew after every row, so that what was measured is kept whatever happens later.
 
-What lives here: the child of ``python -m lab table``. What may not: definitions of rows (table_rows.py), peers, rendering.
+What lives here: the child of ``python -m lab table``. What may not: definitions of rows (table_rows.py), peers,
+rendering.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     from headrace.worker.settings import device_kind
 
     rows = [scaled(row, job["scale"]) for row in select_rows(job["rows"]) if row.group != "start"]
-    kind, limits = device_kind(config.device.device), limits_here(config.device.device)  # before the engine takes the memory
+    kind, limits = (
+        device_kind(config.device.device),
+        limits_here(config.device.device),
+    )  # before the engine takes the memory
     facts = machine_facts(str(limits), device=device_name(config), flags=_said(config), **_power_of(power_limit(kind)))
     result: dict[str, Any] = {"facts": facts, "limits": limits_of(limits), "rows": []}
     write_json(Path(job["result"]), result)
@@ -40,7 +44,9 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     with LLM.from_config(config) as llm:
         say(f"{llm.info.model} loaded in {time.perf_counter() - begin:.1f} s")
         llm.engine.await_kernels()
-        bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"], joules=create_energy_meter(kind).joules)
+        bench = TableBench(
+            llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"], joules=create_energy_meter(kind).joules
+        )
         for row in rows:
             result["rows"].append(asdict(measured_row(bench, row)))
             write_json(Path(job["result"]), result | account_of(llm.engine))
@@ -58,7 +64,11 @@ def _said(config: EngineConfig) -> str:
 
 def limits_of(limits: Limits) -> dict[str, float]:
     """Those that a peer's are held against: bytes/s, and FLOP/s in bfloat16."""
-    return {"read_bandwidth": limits.read_bandwidth, "copy_bandwidth": limits.copy_bandwidth, "gemm_rate": limits.gemm_rates["bfloat16"]}
+    return {
+        "read_bandwidth": limits.read_bandwidth,
+        "copy_bandwidth": limits.copy_bandwidth,
+        "gemm_rate": limits.gemm_rates["bfloat16"],
+    }
 
 
 def measured_row(bench: TableBench, row: Row) -> Measured:

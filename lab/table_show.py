@@ -2,7 +2,8 @@
 
 What lives here: rendering of what was measured beside peer and floor. What may not: measuring, files.
 
-A row without a figure is printed as missing, with its reason below. Where this run's limits differ from the peer's no ratio is printed.
+A row without a figure is printed as missing, with its reason below. Where this run's limits differ from the peer's no
+ratio is printed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _KINDS, _STARTS = ("caches empty", "caches filled"), ("empty caches: ", "in one 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of figures. ``floor`` is the one stated beside the peer's figures, else this run's own; None where there is none."""
+    """One row of figures. ``floor`` is the one stated beside the peer's figures, else this run's own; None where there
+    is none."""
 
     row: Row
     measured: float | None
@@ -121,15 +123,37 @@ def _grid(model: Mapping[str, Any], peer: Peer) -> tuple[list[str], list[list[st
     """Columns and rows. Power has a column where the device counts it."""
     lines, comparable = lines_of(model, peer), not refusals(model, peer)
     power = any(line.watts is not None for line in lines)
-    columns = ["", "measured", "spread", "target", peer.name, "ratio", "floor", "fraction", "floor, this run", "host ms a step", "idle"]
-    return [*columns, "W"] if power else columns, [[line.row.says, *_cells(line, comparable=comparable, power=power)] for line in lines]
+    columns = [
+        "",
+        "measured",
+        "spread",
+        "target",
+        peer.name,
+        "ratio",
+        "floor",
+        "fraction",
+        "floor, this run",
+        "host ms a step",
+        "idle",
+    ]
+    return [*columns, "W"] if power else columns, [
+        [line.row.says, *_cells(line, comparable=comparable, power=power)] for line in lines
+    ]
 
 
 def terminal(model: Mapping[str, Any], peer: Peer) -> str:
     columns, grid = _grid(model, peer)
     widths = [max(len(row[i]) for row in [columns, *grid]) for i in range(len(columns))]
-    right = [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in [columns, *grid]]
-    parts = [_title(model), *(f"{name}: {value}" for name, value in _facts(model, peer)), "", table(right[0], right[1:])]
+    right = [
+        [row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in [columns, *grid]
+    ]
+    parts = [
+        _title(model),
+        *(f"{name}: {value}" for name, value in _facts(model, peer)),
+        "",
+        table(right[0], right[1:]),
+    ]
     parts += [f"missing: {text}" for text in _problems(model, peer)]
     parts += [void for void in [_void(model, peer)] if void]
     parts += ["", table(_CURVE_COLUMNS, _curves(model))] if model.get("techniques") else []
@@ -145,7 +169,13 @@ def markdown(model: Mapping[str, Any], peer: Peer) -> str:
     lines += [f"Missing: {text}." for text in _problems(model, peer)]
     lines += [void for void in [_void(model, peer)] if void]
     if model.get("techniques"):
-        lines += ["", "Techniques, off → on (gain: how many times better):", "", *_markdown_table(_CURVE_COLUMNS, _curves(model)), ""]
+        lines += [
+            "",
+            "Techniques, off → on (gain: how many times better):",
+            "",
+            *_markdown_table(_CURVE_COLUMNS, _curves(model)),
+            "",
+        ]
     if model.get("start_stages"):
         lines += ["", *_markdown_table(("a start, stage by stage (s)", *_KINDS), _stages(model["start_stages"])), ""]
     if model.get("kernels"):
@@ -169,7 +199,9 @@ def _curves(model: Mapping[str, Any]) -> list[list[str]]:
 
 def _stages(seconds: Mapping[str, float]) -> list[list[str]]:
     """What both starts have, one beside the other."""
-    first, second = ({name.removeprefix(kind): value for name, value in seconds.items() if name.startswith(kind)} for kind in _STARTS)
+    first, second = (
+        {name.removeprefix(kind): value for name, value in seconds.items() if name.startswith(kind)} for kind in _STARTS
+    )
     return [[name, _seconds(first.get(name)), _seconds(second.get(name))] for name in dict.fromkeys([*first, *second])]
 
 
@@ -200,7 +232,10 @@ def _facts(model: Mapping[str, Any], peer: Peer) -> Iterator[tuple[str, str]]:
     if reasons:
         yield f"not comparable with {peer.name}", "; ".join(reasons)
     else:
-        yield "compared with", f"{peer.name} ({peer.versions}) on {peer.device}, whose limits were {said_limits(peer.limits)}: {peer.origin}"
+        yield (
+            "compared with",
+            f"{peer.name} ({peer.versions}) on {peer.device}, whose limits were {said_limits(peer.limits)}: {peer.origin}",
+        )
     yield "figures", f"median of {model['repeats']} repeats with new ids each; ratio = {peer.name} / measured"
     if above := [f"{line.row.says} by {line.excess:.1%}" for line in lines_of(model, peer) if line.excess]:
         yield "above their targets", ", ".join(above)

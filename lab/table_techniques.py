@@ -1,6 +1,7 @@
 """Techniques on and off beside a model's table: ``bench ablate`` as a child process, its curves as one line each.
 
-What lives here: that call, and reading a curve. What may not: what a technique's benchmark does (techniques/loads.toml), rendering.
+What lives here: that call, and reading a curve. What may not: what a technique's benchmark does
+(techniques/loads.toml), rendering.
 """
 
 from __future__ import annotations
@@ -45,7 +46,19 @@ def _measure(name: str, flags: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ablation.json"
         model, *rest = flags
-        command = [sys.executable, "-m", "headrace", "bench", "ablate", name, "--output-json", str(path), "--model", model, *rest]
+        command = [
+            sys.executable,
+            "-m",
+            "headrace",
+            "bench",
+            "ablate",
+            name,
+            "--output-json",
+            str(path),
+            "--model",
+            model,
+            *rest,
+        ]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode or not path.exists():
             said = (done.stderr.strip().splitlines() or [f"bench ablate ended with status {done.returncode}"])[-1]
@@ -56,13 +69,24 @@ def _measure(name: str, flags: Sequence[str]) -> list[dict[str, Any]]:
 
 def curves_of(model: Mapping[str, Any]) -> Iterator[Curve]:
     """Of a technique that was measured more than once, the last."""
-    latest = {(each["technique"], each.get("title")): each for each in model.get("techniques", ()) if "problem" not in each}
+    latest = {
+        (each["technique"], each.get("title")): each for each in model.get("techniques", ()) if "problem" not in each
+    }
     for result in latest.values():
         figure, sides = result["figures"][0], {curve["mode"]: curve["points"] for curve in result["curves"]}
         pairs = [(off, on) for off in sides["off"] for on in sides["on"] if off[result["x"]] == on[result["x"]]]
         name, better = figure["name"], figure["higher_is_better"]
-        points = tuple((off[result["x"]], off[name], on[name], gain(off[name], on[name], higher_is_better=better)) for off, on in pairs)
-        yield Curve(result["technique"], name, result["x"], points, f"{result['same']} of {result['compared']}" if result["compared"] else "")
+        points = tuple(
+            (off[result["x"]], off[name], on[name], gain(off[name], on[name], higher_is_better=better))
+            for off, on in pairs
+        )
+        yield Curve(
+            result["technique"],
+            name,
+            result["x"],
+            points,
+            f"{result['same']} of {result['compared']}" if result["compared"] else "",
+        )
 
 
 def problems_of(model: Mapping[str, Any]) -> list[str]:

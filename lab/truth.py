@@ -1,10 +1,11 @@
-"""``python -m lab truth``: how true a simulation is here. Prices are fitted to a run of load A, load B is measured twice and simulated.
+"""``python -m lab truth``: how true a simulation is here. Prices are fitted to a run of load A, load B is measured
+twice and simulated.
 
-One server (or engine) takes servings of A and runs of B in turn, so that what drifts about the machine meets both. Prices are fitted to the steps
-of A alone.
+One server (or engine) takes servings of A and runs of B in turn, so that what drifts about the machine meets both.
+Prices are fitted to the steps of A alone.
 
-What lives here: that order, and what is printed. What may not: loads (truth_loads.py), running them (truth_run.py), the verdict (truth_judge.py),
-fitting (planner/).
+What lives here: that order, and what is printed. What may not: loads (truth_loads.py), running them (truth_run.py), the
+verdict (truth_judge.py), fitting (planner/).
 """
 
 from __future__ import annotations
@@ -51,10 +52,22 @@ def _folder(text: str) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help=f"folder, hub id, or a shape that comes with it ({', '.join(known_shapes())}); without it the demo model")
-    parser.add_argument("--offline", action="store_true", help="an engine in this process instead of a server: no HTTP, and no front end to fit")
+    parser.add_argument(
+        "--model",
+        help=f"folder, hub id, or a shape that comes with it ({', '.join(known_shapes())}); without it the demo model",
+    )
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="an engine in this process instead of a server: no HTTP, and no front end to fit",
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="times as many requests (default: 1)")
-    parser.add_argument("--keep", type=_folder, metavar="DIR", help="leave all files there: the trace, what clients saw, the calibration")
+    parser.add_argument(
+        "--keep",
+        type=_folder,
+        metavar="DIR",
+        help="leave all files there: the trace, what clients saw, the calibration",
+    )
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write every figure, simulated and measured")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the engine, behind --")
 
@@ -71,23 +84,32 @@ class _Bench:
     folder: Path
 
     def device(self, run: RecordedRun) -> Device:
-        """As simulate knows the device that a run was measured on; one that was never measured by the limits that the run knew."""
+        """As simulate knows the device that a run was measured on; one that was never measured by the limits that the
+        run knew."""
         from headrace.worker.host import available_memory
 
         facts, memory = run.facts, available_memory()
         names = [key for key, known in known_devices().items() if known.profile.identity.name == facts.device.name]
         try:
-            return find_device("cpu" if facts.device.kind == "cpu" else names[0], threads=facts.device.threads, memory=None, free_memory=memory)
+            return find_device(
+                "cpu" if facts.device.kind == "cpu" else names[0],
+                threads=facts.device.threads,
+                memory=None,
+                free_memory=memory,
+            )
         except (ConfigError, IndexError):
             read = facts.read_bandwidth
             rates = {facts.dtype: facts.gemm_rate}
-            profile = DeviceProfile(identity=facts.device, read_bandwidth=read, copy_bandwidth=read, gemm_rates=rates, source="estimated")
+            profile = DeviceProfile(
+                identity=facts.device, read_bandwidth=read, copy_bandwidth=read, gemm_rates=rates, source="estimated"
+            )
             return device_of(profile, memory, memory)
 
 
 @dataclass(slots=True)
 class _Measured:
-    """What was seen so far. ``parts``: of A, by the names of their runs. ``looks``: the machine's limits, each time between two loads."""
+    """What was seen so far. ``parts``: of A, by the names of their runs. ``looks``: the machine's limits, each time
+    between two loads."""
 
     held: list[Part] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
@@ -176,7 +198,9 @@ def _calibrated(bench: _Bench, runner: Runner, seen: _Measured) -> tuple[Calibra
     assert bench.config.cache.block_size is not None, "resolved"
     size = ELEMENT_BYTES[recorded.facts.dtype]
     groups = kv_groups(bench.spec, bench.config.cache.block_size, size)
-    found = calibrate([recorded], device, CostModel(bench.spec, groups, device.profile, weight_bytes=size, dtype=recorded.facts.dtype))
+    found = calibrate(
+        [recorded], device, CostModel(bench.spec, groups, device.profile, weight_bytes=size, dtype=recorded.facts.dtype)
+    )
     if not bench.args.offline:
         found = fit_front([runner.path(name) for name in seen.fronts], found, recorded)
     return found, replace(device, calibrated=(found,))
@@ -186,18 +210,34 @@ def _calibrated(bench: _Bench, runner: Runner, seen: _Measured) -> tuple[Calibra
 
 
 def _show(args: argparse.Namespace, found: CalibratedSteps, judged: Sequence[Judged], looks: Sequence[Limits]) -> int:
-    limits = _said(looks) if looks else f"read {found.bandwidth / 1e12:.3g} TB/s, {found.rate / 1e12:.4g} TFLOP/s, as the engine knew them"
-    print_facts(machine_facts(limits, shape="prices fitted to A, B measured twice and simulated", model=str(args.model or "demo")))
+    limits = (
+        _said(looks)
+        if looks
+        else f"read {found.bandwidth / 1e12:.3g} TB/s, {found.rate / 1e12:.4g} TFLOP/s, as the engine knew them"
+    )
+    print_facts(
+        machine_facts(
+            limits, shape="prices fitted to A, B measured twice and simulated", model=str(args.model or "demo")
+        )
+    )
     print("\n" + "\n".join(report(found)))
     for each in judged:
         print(f"\n{each}")
     asked = [figure for each in judged for figure in each.asked]
-    holds, missed, void = (sum(figure.verdict == verdict for figure in asked) for verdict in ("holds", "MISSED", "void"))
-    print(f"\n{holds} of {len(asked)} figures hold" + (f", {missed} MISSED" if missed else "") + (f", {void} void" if void else ""))
+    holds, missed, void = (
+        sum(figure.verdict == verdict for figure in asked) for verdict in ("holds", "MISSED", "void")
+    )
+    print(
+        f"\n{holds} of {len(asked)} figures hold"
+        + (f", {missed} MISSED" if missed else "")
+        + (f", {void} void" if void else "")
+    )
     if void:
         print(f"void: the two runs are more than {VOID:.0%} apart; measure again on a machine where nothing else runs.")
     if args.keep:
-        print(f"files in {args.keep}; headrace simulate --calibration {args.keep / 'calibration.json'} takes these prices")
+        print(
+            f"files in {args.keep}; headrace simulate --calibration {args.keep / 'calibration.json'} takes these prices"
+        )
     if args.output_json:
         figures = {each.part.name: each.as_dict() for each in judged}
         more = {"limits": limits, "looks": [asdict(look) for look in looks], "steadiness": str(found.steadiness)}

@@ -1,7 +1,8 @@
-"""The verdict of ``python -m lab truth``: a part of B as it was simulated, in the mean over lucks, beside the runs of it that were measured.
+"""The verdict of ``python -m lab truth``: a part of B as it was simulated, in the mean over lucks, beside the runs of
+it that were measured.
 
-What lives here: that comparison, and how it is shown. What may not: measuring (truth_run.py), fitting (planner/calibrate.py), bounds
-(planner/against.py).
+What lives here: that comparison, and how it is shown. What may not: measuring (truth_run.py), fitting
+(planner/calibrate.py), bounds (planner/against.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from headrace.planner.simulator import Load, simulate
 from headrace.spec import DecoderSpec
 from lab.truth_loads import Part
 
-ASKED = ("mean_step_ms", "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms")  # figures the verdict is of
+ASKED = (
+    "mean_step_ms",
+    "output_throughput",
+    "median_ttft_ms",
+    "median_tpot_ms",
+    "p99_ttft_ms",
+    "p99_tpot_ms",
+)  # figures the verdict is of
 LUCKS = 8  # simulations of a part, each disturbed otherwise
 
 
@@ -46,7 +54,9 @@ class Judged:
         return {"load": str(self.part), "figures": figures}
 
 
-def simulated(spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, lucks: int = LUCKS) -> dict[str, float]:
+def simulated(
+    spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, lucks: int = LUCKS
+) -> dict[str, float]:
     """The mean of each figure; one run where nothing disturbs steps."""
     load, runs = Load(part.asked(), seed=part.seed, max_concurrency=part.room), []
     for luck in range(lucks):
@@ -58,9 +68,18 @@ def simulated(spec: DecoderSpec, config: EngineConfig, device: Device, part: Par
     return {name: sum(run[name] for run in runs) / len(runs) for name in names}
 
 
-def judge(spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, runs: Sequence[Mapping[str, Any]], lucks: int = LUCKS) -> Judged:
+def judge(
+    spec: DecoderSpec,
+    config: EngineConfig,
+    device: Device,
+    part: Part,
+    runs: Sequence[Mapping[str, Any]],
+    lucks: int = LUCKS,
+) -> Judged:
     """Raises ConfigError where requests failed."""
     for each in runs:
         if each["failed"]:
-            raise ConfigError(f"{each['failed']} requests of the part {part.name} failed, so there is nothing to hold a simulation against.")
+            raise ConfigError(
+                f"{each['failed']} requests of the part {part.name} failed, so there is nothing to hold a simulation against."
+            )
     return Judged(part, tuple(compare_figures(simulated(spec, config, device, part, lucks), runs)))

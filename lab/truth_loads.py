@@ -1,10 +1,12 @@
-"""The loads of ``python -m lab truth``: A, which prices are fitted to, and B, which they are held against. No part of B is one of A.
+"""The loads of ``python -m lab truth``: A, which prices are fitted to, and B, which they are held against. No part of B
+is one of A.
 
 A comes in servings, B is measured between them, so that a machine whose speed drifts is met by both alike:
 
     A   B   A   B   A
 
-What lives here: the parts, and each as flags of bench serve, as conversations and as a simulation's requests. What may not: running them.
+What lives here: the parts, and each as flags of bench serve, as conversations and as a simulation's requests. What may
+not: running them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ SERVINGS = 3  # of A
 REPEATS = 2  # of B
 LASTS = 60.0  # s: a part of B on a CPU
 FEWEST, MOST = 24, 800  # requests of such a part
-QUICK, MOST_TIMES = 0.75, 8.0  # s that one request of A takes alone: quicker machines get A so many times as long, up to MOST_TIMES
+QUICK, MOST_TIMES = (
+    0.75,
+    8.0,
+)  # s that one request of A takes alone: quicker machines get A so many times as long, up to MOST_TIMES
 FEWEST_ALONE = 6  # that come to an idle engine: fewer say nothing of a front end
 OPEN_SHARE = 0.5  # of what a closed loop reaches: the rate of the open one
 RESTING_SHARE = 0.4  # of the rate that one client alone gets: every request comes to an idle engine
@@ -30,8 +35,9 @@ RESTING_SHARE = 0.4  # of the rate that one client alone gets: every request com
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Requests of drawn lengths: ``clients`` at once, or ``rate`` arrivals a second (``even``: all gaps are equal). ``prefix``: tokens all of
-    them begin with. Another ``vocabulary`` makes other ids of the same lengths, so that none is answered from the cache."""
+    """Requests of drawn lengths: ``clients`` at once, or ``rate`` arrivals a second (``even``: all gaps are equal).
+    ``prefix``: tokens all of them begin with. Another ``vocabulary`` makes other ids of the same lengths, so that none
+    is answered from the cache."""
 
     name: str
     count: int
@@ -60,15 +66,41 @@ class Part:
     def conversations(self, salt: int, vocab_size: int) -> list[Conversation]:
         """``salt`` makes ids new, too; lengths and arrivals stay."""
         made = conversations_of(self.asked(), vocab_size=self.vocabulary, seed=self.seed)
-        return [replace(each, turns=tuple(replace(turn, new_ids=_salted(turn.new_ids, salt, vocab_size)) for turn in each.turns)) for each in made]
+        return [
+            replace(
+                each, turns=tuple(replace(turn, new_ids=_salted(turn.new_ids, salt, vocab_size)) for turn in each.turns)
+            )
+            for each in made
+        ]
 
     def flags(self) -> list[str]:
         """Of headrace bench serve."""
         kind = ["--workload", "shared-prefix", "--prefix-len", str(self.prefix)] if self.prefix else []
-        load = ["--request-rate", f"{self.rate:g}"] if self.rate is not None else ["--max-concurrency", str(self.clients or self.count)]
+        load = (
+            ["--request-rate", f"{self.rate:g}"]
+            if self.rate is not None
+            else ["--max-concurrency", str(self.clients or self.count)]
+        )
         load += ["--burstiness", "inf"] if self.rate is not None and self.even else []
-        lengths = ["--input-len", str(self.prompt), "--output-len", str(self.output), "--random-range-ratio", f"{self.spread:g}"]
-        return [*kind, "--num-prompts", str(self.count), *lengths, *load, "--seed", str(self.seed), "--vocab-size", str(self.vocabulary)]
+        lengths = [
+            "--input-len",
+            str(self.prompt),
+            "--output-len",
+            str(self.output),
+            "--random-range-ratio",
+            f"{self.spread:g}",
+        ]
+        return [
+            *kind,
+            "--num-prompts",
+            str(self.count),
+            *lengths,
+            *load,
+            "--seed",
+            str(self.seed),
+            "--vocab-size",
+            str(self.vocabulary),
+        ]
 
     @property
     def room(self) -> int | None:
@@ -88,7 +120,8 @@ def _salted(ids: tuple[int, ...], salt: int, vocab_size: int) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """``servings`` of A, ``held``: B. ``fronts``: parts of each serving whose requests come to an idle engine. ``timed``: B is as long as LASTS."""
+    """``servings`` of A, ``held``: B. ``fronts``: parts of each serving whose requests come to an idle engine.
+    ``timed``: B is as long as LASTS."""
 
     servings: tuple[tuple[Part, ...], ...]
     held: tuple[Part, ...]
@@ -113,18 +146,22 @@ def _scaled(part: Part, scale: float) -> Part:
 
 
 def repeated(held: Sequence[Part], repeat: int) -> list[Part]:
-    """B once more: the same load of other ids. Every other time backwards, so that the middle of a part's two runs is the middle of all."""
+    """B once more: the same load of other ids. Every other time backwards, so that the middle of a part's two runs is
+    the middle of all."""
     return [replace(part, vocabulary=VOCAB // (repeat + 1)) for part in (reversed(held) if repeat % 2 else held)]
 
 
 def sized(loads: Loads, reached: float) -> list[Part]:
-    """B where a closed loop reaches so many requests a second: open loops at a share of it, and as many requests as last."""
+    """B where a closed loop reaches so many requests a second: open loops at a share of it, and as many requests as
+    last."""
     rates = {part.name: None if part.rate is None else float(f"{OPEN_SHARE * reached:.3g}") for part in loads.held}
     if not loads.timed:
         return [replace(part, rate=rates[part.name]) for part in loads.held]
     lasting = {part.name: round(LASTS * loads.scale * (rates[part.name] or reached)) for part in loads.held}
     fewest, most = max(2, round(FEWEST * min(1.0, loads.scale))), round(MOST * max(1.0, loads.scale))
-    return [replace(part, rate=rates[part.name], count=min(max(lasting[part.name], fewest), most)) for part in loads.held]
+    return [
+        replace(part, rate=rates[part.name], count=min(max(lasting[part.name], fewest), most)) for part in loads.held
+    ]
 
 
 def _cpu_loads(scale: float) -> Loads:
@@ -135,18 +172,27 @@ def _cpu_loads(scale: float) -> Loads:
 
 def _cpu_serving(seed: int) -> list[Part]:
     """Rests in the middle, where they shift the others least against B."""
-    decode = [Part(f"decode-{clients}", clients, 12, 16, clients=clients, seed=seed + 2) for clients in (2, 3, 4, 6, 8, 12, 16)]
+    decode = [
+        Part(f"decode-{clients}", clients, 12, 16, clients=clients, seed=seed + 2)
+        for clients in (2, 3, 4, 6, 8, 12, 16)
+    ]
     found = [Part("single", 10, 90, 6, 0.9, clients=1, seed=seed + 1), *decode[:4]]
     found += [Part("resting", 10, 90, 5, 0.9, rate=1.0, even=True, seed=seed + 5), *decode[4:]]
-    return [*found, Part("long", 2, 700, 12, clients=2, seed=seed + 3), Part("mixed", 20, 150, 14, 0.9, clients=5, seed=seed + 4)]
+    return [
+        *found,
+        Part("long", 2, 700, 12, clients=2, seed=seed + 3),
+        Part("mixed", 20, 150, 14, 0.9, clients=5, seed=seed + 4),
+    ]
 
 
 def suited(part: Part, alone_seconds: float) -> Part:
-    """A part of A for a machine that one request takes so long: rests before each request where they come evenly, and longer answers or more
-    requests on a quick one, whose steps would else be few and all from a part's beginning."""
+    """A part of A for a machine that one request takes so long: rests before each request where they come evenly, and
+    longer answers or more requests on a quick one, whose steps would else be few and all from a part's beginning."""
     times = min(max(QUICK / alone_seconds, 1.0), MOST_TIMES)
     if part.even:
-        return replace(part, rate=float(f"{RESTING_SHARE / alone_seconds:.3g}"), count=round(part.count * min(times, 2.0)))
+        return replace(
+            part, rate=float(f"{RESTING_SHARE / alone_seconds:.3g}"), count=round(part.count * min(times, 2.0))
+        )
     if part.clients == part.count:
         return replace(part, output=round(part.output * times))
     return replace(part, count=round(part.count * min(times, 4.0)))
@@ -156,7 +202,10 @@ def _card_loads(scale: float) -> Loads:
     batches = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320)
     fitted = [Part("single", 10, 300, 6, 0.9, clients=1, seed=5)]
     fitted += [Part(f"decode-{batch}", batch, 64, 24, seed=batch) for batch in batches]
-    fitted += [Part(f"long-{batch}", batch, prompt, 24, seed=batch) for batch, prompt in ((1, 12000), (4, 8000), (16, 3000), (48, 1500), (128, 800))]
+    fitted += [
+        Part(f"long-{batch}", batch, prompt, 24, seed=batch)
+        for batch, prompt in ((1, 12000), (4, 8000), (16, 3000), (48, 1500), (128, 800))
+    ]
     prompts = (8, 16, 40, 70, 100, 200, 300, 450, 700, 1100, 1600, 2500, 4000, 6000, 8000)
     fitted += [Part(f"prompt-{prompt}", 2, prompt, 2, clients=1, seed=prompt) for prompt in prompts]
     fitted += [Part("mixed", 150, 350, 80, 0.9, clients=48, seed=1), Part("open", 100, 500, 70, 0.9, rate=30.0, seed=3)]
@@ -167,4 +216,10 @@ def _card_loads(scale: float) -> Loads:
         Part("burst", 200, 256, 200, 0.5, seed=13),
         Part("shared", 160, 64, 64, prefix=2048, seed=14),
     )
-    return Loads(tuple(tuple(fitted[number::SERVINGS]) for number in range(SERVINGS)), held, ("single",), timed=False, scale=scale)
+    return Loads(
+        tuple(tuple(fitted[number::SERVINGS]) for number in range(SERVINGS)),
+        held,
+        ("single",),
+        timed=False,
+        scale=scale,
+    )

@@ -1,5 +1,5 @@
-"""Runs of ``python -m lab truth``: one server, or one engine in this process, under one part of a load after another. It writes one trace; which
-of its steps were which part's is noted as it grows.
+"""Runs of ``python -m lab truth``: one server, or one engine in this process, under one part of a load after another.
+It writes one trace; which of its steps were which part's is noted as it grows.
 
 What lives here: starting, loading and stopping. What may not: loads (truth_loads.py), fitting, comparing.
 """
@@ -36,7 +36,8 @@ Figures = dict[str, Any]
 
 @dataclass(slots=True)
 class Runner:
-    """``bench``: a part under load, its figures into a file. ``until``: the number of the first step that is nobody's yet."""
+    """``bench``: a part under load, its figures into a file. ``until``: the number of the first step that is nobody's
+    yet."""
 
     folder: Path
     trace: Path
@@ -81,11 +82,26 @@ def served(flags: Sequence[str], folder: Path) -> Iterator[Runner]:
 
 
 def _bench(url: str, part: Part, path: Path) -> None:
-    command = [sys.executable, "-m", "headrace", "bench", "serve", "--base-url", url, *part.flags(), "--num-warmups", "0", "--output-json", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "bench",
+        "serve",
+        "--base-url",
+        url,
+        *part.flags(),
+        "--num-warmups",
+        "0",
+        "--output-json",
+        str(path),
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode or not path.exists():
         lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise BenchFailed(f"headrace bench serve ended with status {done.returncode} in the part {part.name}: {lines[-1]}")
+        raise BenchFailed(
+            f"headrace bench serve ended with status {done.returncode} in the part {part.name}: {lines[-1]}"
+        )
 
 
 # --- in this process
@@ -116,11 +132,16 @@ def offline(config: EngineConfig, folder: Path) -> Iterator[Runner]:
         engine, vocab = llm.engine, llm.info.vocab_size
         engine.await_kernels()
         engine.prepare()
-        for part in (Part("warm", 64, 300, 8, 0.9), Part("warm shared", 32, 64, 8, prefix=1024)):  # what is built or captured at first use
+        for part in (
+            Part("warm", 64, 300, 8, 0.9),
+            Part("warm shared", 32, 64, 8, prefix=1024),
+        ):  # what is built or captured at first use
             drive(engine.core, part.conversations(next(salts), vocab))
         observer = trace_into(str(trace), engine, replace(config.device, overlap=engine.core.depth))
         try:
-            yield Runner(folder, trace, lambda part, path: _drive(engine.core, observer, part, next(salts), vocab, path))
+            yield Runner(
+                folder, trace, lambda part, path: _drive(engine.core, observer, part, next(salts), vocab, path)
+            )
         finally:
             engine.core.observe(engine.recorder)
             observer.close()
@@ -134,4 +155,7 @@ def _drive(core: Any, observer: Any, part: Part, salt: int, vocab: int, path: Pa
         sample.sent = sample.sent if sample.due is None else sample.due
     seconds = measured.seconds
     steps = {"steps": len(seconds), "mean_step_ms": sum(seconds) / len(seconds) * 1e3} if seconds else {}
-    write_json(path, {**summarise(made.samples, made.seconds), **steps, "requests": [asdict(sample) for sample in made.samples]})
+    write_json(
+        path,
+        {**summarise(made.samples, made.seconds), **steps, "requests": [asdict(sample) for sample in made.samples]},
+    )

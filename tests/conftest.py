@@ -18,8 +18,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("HEADRACE_API_KEY", None)
 os.environ.pop("HEADRACE_LOG_LEVEL", None)
 
-# Seconds on two cores of a machine that counts to COUNT in COUNT_SECONDS. Where that takes longer while the tests run, so may they, up to MOST
-# times (.ci/run stretches its stages alike): machines differ, and so does one from hour to hour. Folders that share a line share the budget.
+# Seconds on two cores of a machine that counts to COUNT in COUNT_SECONDS. Where that takes longer while the tests run,
+# so may they, up to MOST times (.ci/run stretches its stages alike): machines differ, and so does one from hour to
+# hour. Folders that share a line share the budget.
 BUDGETS = {"unit": 120, "engine + kernels": 300, "server": 210, "reliability": 180}
 COUNT, COUNT_SECONDS, MOST = 100_000, 0.005, 5.0
 COUNT_EVERY = 2.0  # seconds
@@ -28,8 +29,12 @@ SECONDS = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    parser.addoption("--enforce-budgets", action="store_true", help="fail when the tests of a folder take longer than its budget")
-    if not pluginmanager.hasplugin("timeout"):  # a bare GPU machine may lack pytest-timeout; the setting in pyproject.toml is no mistake there
+    parser.addoption(
+        "--enforce-budgets", action="store_true", help="fail when the tests of a folder take longer than its budget"
+    )
+    if not pluginmanager.hasplugin(
+        "timeout"
+    ):  # a bare GPU machine may lack pytest-timeout; the setting in pyproject.toml is no mistake there
         parser.addini("timeout", "seconds a test may take, which nobody counts without pytest-timeout")
 
 
@@ -40,9 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def limits_measured_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This CPU's profile, roughly, for the engines of all processes: each would measure it again when it starts, for 0.2 s.
+    """This CPU's profile, roughly, for the engines of all processes: each would measure it again when it starts, for
+    0.2 s.
 
-    In a cache folder of the tests' own, where the user's compiled kernels are. Tests of the control plane alone do without torch.
+    In a cache folder of the tests' own, where the user's compiled kernels are. Tests of the control plane alone do
+    without torch.
     """
     if all("unit" in item.path.parts for item in request.session.items):
         yield

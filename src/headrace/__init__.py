@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "headrace.config": ("CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "ServerConfig"),
+    "headrace.config": (
+        "CacheConfig",
+        "DeviceConfig",
+        "EngineConfig",
+        "ModelConfig",
+        "SchedulerConfig",
+        "ServerConfig",
+    ),
     "headrace.engine.client": ("AsyncLLM",),
     "headrace.engine.llm": ("LLM",),
     "headrace.errors": ("HeadraceError",),

@@ -1,7 +1,7 @@
 """The ``headrace`` command: picks a sub-command, runs it, and turns errors into one line and an exit status.
 
-What lives here: the list of commands and the outermost error handling. What may not: any command's work (commands/), flags
-(flags.py), and any import that costs time: ``headrace --help`` answers in under 0.3 s, so a command's module is
+What lives here: the list of commands and the outermost error handling. What may not: any command's work (commands/),
+flags (flags.py), and any import that costs time: ``headrace --help`` answers in under 0.3 s, so a command's module is
 imported only when it is the one chosen.
 """
 
@@ -61,7 +61,8 @@ class _Version(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0 fine, 1 an error that was explained in one line, 2 wrong usage (a flag or a setting)."""
+    """Runs one command. Returns the exit status: 0 fine, 1 an error that was explained in one line, 2 wrong usage (a
+    flag or a setting)."""
     return answer(_run, argv)
 
 

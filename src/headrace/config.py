@@ -1,4 +1,5 @@
-"""Configuration: frozen dataclasses, composed. Command-line flags, the config file and LLM(...) keywords all come from these fields.
+"""Configuration: frozen dataclasses, composed. Command-line flags, the config file and LLM(...) keywords all come from
+these fields.
 
 What lives here: the fields, their help and bounds, and the one check that every value passes, whichever way it came.
 What may not: torch, reading checkpoints, command-line parsing (flags.py), and any use of the values.
@@ -25,9 +26,10 @@ Config = TypeVar("Config")
 def option(default: Any, help: str, **extra: Any) -> Any:
     """A config field that is also a flag.
 
-    ``extra``: ``choices``; ``aliases`` (other words for them); ``minimum``; ``size`` (32k, 2M, 20GiB are read); ``flags`` (further
-    spellings); ``metavar``; ``json`` (the whole list may be one word of JSON); ``technique`` (it is reached by ``--technique`` too; a
-    text is the technique's name where the field has another), with ``on`` and ``off`` where those words mean other values.
+    ``extra``: ``choices``; ``aliases`` (other words for them); ``minimum``; ``size`` (32k, 2M, 20GiB are read);
+    ``flags`` (further spellings); ``metavar``; ``json`` (the whole list may be one word of JSON); ``technique`` (it is
+    reached by ``--technique`` too; a text is the technique's name where the field has another), with ``on`` and ``off``
+    where those words mean other values.
     """
     return field(default=default, metadata={"help": help, **extra})
 
@@ -44,12 +46,21 @@ def technique_name(of: Field[Any]) -> str:
 
 
 def technique_spellings(of: Field[Any]) -> set[str]:
-    """What ``--technique`` and ``LLM(technique=…)`` know a switch by: the technique's name, and the field's own where that says the same."""
+    """What ``--technique`` and ``LLM(technique=…)`` know a switch by: the technique's name, and the field's own where
+    that says the same."""
     return {technique_name(of)} if isinstance(of.metadata["technique"], str) else {technique_name(of), of.name}
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-DTYPE_ALIASES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "fp32": "float32", "f32": "float32"}
+DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "half": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+    "float": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+}
 
 
 QUANTIZATIONS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "gguf")
@@ -60,21 +71,31 @@ QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp
 class ModelConfig:
     """Which model, in which precision."""
 
-    model: str | None = option(None, "directory, .gguf file or hub id (org/name[@revision][:Q4_K_M]); default: the bundled demo model")
+    model: str | None = option(
+        None, "directory, .gguf file or hub id (org/name[@revision][:Q4_K_M]); default: the bundled demo model"
+    )
     tokenizer: str | None = option(None, "directory or file of a tokenizer to use instead of the model's own")
     served_model_name: tuple[str, ...] = option((), "model names that the API accepts", metavar="NAME")
     dtype: str = option(
-        "auto", "precision of weights and activations; aliases such as bf16 and half are accepted", choices=("auto", *DTYPES), aliases=DTYPE_ALIASES
+        "auto",
+        "precision of weights and activations; aliases such as bf16 and half are accepted",
+        choices=("auto", *DTYPES),
+        aliases=DTYPE_ALIASES,
     )
-    load_format: str = option("auto", "format of the weights; dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
-    max_model_len: int | None = option(None, "maximum sequence length in tokens; default: what model and memory allow", size=True, minimum=2)
+    load_format: str = option(
+        "auto", "format of the weights; dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy")
+    )
+    max_model_len: int | None = option(
+        None, "maximum sequence length in tokens; default: what model and memory allow", size=True, minimum=2
+    )
     quantization: str | None = option(
         None, "quantization of the weights; default: as in the checkpoint; none dequantizes them at load", choices=("none", *QUANTIZATIONS),
         aliases=QUANTIZATION_ALIASES,
     )  # fmt: skip
     chat_template: str | None = option(None, "Jinja chat template: a file, or the text of the template")
     special_tokens_in_messages: bool = option(
-        False, "on: a special token's text in a message, tool or document is read as that token, as in /v1/completions; off: as plain text"
+        False,
+        "on: a special token's text in a message, tool or document is read as that token, as in /v1/completions; off: as plain text",
     )
     generation_config: str = option("auto", "sampling defaults: auto (from the model), headrace (none), or a directory")
     seed: int = option(0, "seed for dummy weights, and for requests that set none")
@@ -92,12 +113,19 @@ class ModelConfig:
 class CacheConfig:
     """The size, format and reuse of the KV cache."""
 
-    block_size: int | None = option(None, "tokens per KV block; default: chosen by device", choices=(8, 16, 32, 64, 128))
-    gpu_memory_utilization: float = option(
-        0.9, "share of a GPU's memory that may be in use, including by other processes (on a CPU, use --kv-cache-memory)"
+    block_size: int | None = option(
+        None, "tokens per KV block; default: chosen by device", choices=(8, 16, 32, 64, 128)
     )
-    kv_cache_memory: int | None = option(None, "size of the KV cache in bytes, instead of a share of memory", size=True, minimum=1)
-    num_blocks: int | None = option(None, "number of KV blocks, instead of a size in bytes (for tests and experiments)", minimum=1)
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of a GPU's memory that may be in use, including by other processes (on a CPU, use --kv-cache-memory)",
+    )
+    kv_cache_memory: int | None = option(
+        None, "size of the KV cache in bytes, instead of a share of memory", size=True, minimum=1
+    )
+    num_blocks: int | None = option(
+        None, "number of KV blocks, instead of a size in bytes (for tests and experiments)", minimum=1
+    )
     kv_cache_dtype: str = option(
         "auto", "precision of the KV cache: auto (the model's), 8 or 4 bits", choices=("auto", *DTYPES, *KV_FORMATS),
         aliases=DTYPE_ALIASES | {"fp8": "fp8_e4m3"}, technique="quantized_kv", on="int8", off="auto",
@@ -109,7 +137,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; give a share above 0 and up to 1.")
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; give a share above 0 and up to 1."
+            )
 
 
 def resolve_kv_format(requested: str, dtype: str, head_dim: int) -> KVFormat | None:
@@ -118,7 +148,9 @@ def resolve_kv_format(requested: str, dtype: str, head_dim: int) -> KVFormat | N
         return None
     if (found := KV_FORMATS.get(requested)) is None:
         narrow = ", ".join(KV_FORMATS)
-        raise ConfigError(f"--kv-cache-dtype is {requested}, but the model computes in {dtype}; leave it at auto, or choose one of {narrow}.")
+        raise ConfigError(
+            f"--kv-cache-dtype is {requested}, but the model computes in {dtype}; leave it at auto, or choose one of {narrow}."
+        )
     if (problem := found.problem(head_dim)) is not None:
         raise ConfigError(f"--kv-cache-dtype {requested} does not fit this model: {problem}; int8 does.")
     return found
@@ -129,38 +161,56 @@ class SchedulerConfig:
     """Which requests run, and with how many tokens per step."""
 
     max_num_seqs: int | None = option(None, "maximum number of running sequences; default: chosen by device", minimum=1)
-    max_num_batched_tokens: int | None = option(None, "maximum tokens per step; default: by device (offline, also by model)", size=True, minimum=1)
+    max_num_batched_tokens: int | None = option(
+        None, "maximum tokens per step; default: by device (offline, also by model)", size=True, minimum=1
+    )
     max_logits_rows: int | None = option(
-        None, "positions per step whose logits may be materialized (prompt_logprobs need many); default: 512 or --max-num-seqs, if larger", minimum=1
+        None,
+        "positions per step whose logits may be materialized (prompt_logprobs need many); default: 512 or --max-num-seqs, if larger",
+        minimum=1,
     )
     max_step_ms: float | None = option(
         None, "milliseconds a step may take while answers are generated: prompts get the largest chunk that fits", minimum=0.01,
         technique="step_budget", on=50.0, off=None,
     )  # fmt: skip
     scheduling_policy: str = option(
-        "fcfs", "which requests run first; see docs/policies.md", choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining")
+        "fcfs",
+        "which requests run first; see docs/policies.md",
+        choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining"),
     )
     tenant_weight: tuple[str, ...] = option((), "fair: relative shares of tenants (default: 1)", metavar="NAME=WEIGHT")
     fair_input_price: float = option(1.0, "fair: price of a computed prompt token", minimum=0.0)
     fair_output_price: float = option(2.0, "fair: price of a generated token", minimum=0.0)
-    expected_ttft: float = option(1.0, "qoe: seconds after which readers expect the first token, unless the request says otherwise")
+    expected_ttft: float = option(
+        1.0, "qoe: seconds after which readers expect the first token, unless the request says otherwise"
+    )
     reading_speed: float = option(4.8, "qoe: reading speed in tokens per second, unless the request says otherwise")
     qoe_preemptions: float = option(0.1, "qoe: how often requests may be preempted, on average", minimum=0.0)
-    ageing: float = option(4.0, "shortest-remaining: number of tokens that one second of waiting is worth", minimum=0.001)
+    ageing: float = option(
+        4.0, "shortest-remaining: number of tokens that one second of waiting is worth", minimum=0.001
+    )
     length_prediction: str = option(
         "history", "shortest-remaining: predict lengths from earlier answers or from max_tokens (in simulations, an oracle)",
         choices=("history", "max-tokens"),
     )  # fmt: skip
-    ttft_target_ms: float = option(2000.0, "deadline: target time to first token in milliseconds, unless the request says otherwise", minimum=0.01)
-    tpot_target_ms: float = option(100.0, "deadline: target time between tokens in milliseconds, unless the request says otherwise", minimum=0.01)
+    ttft_target_ms: float = option(
+        2000.0, "deadline: target time to first token in milliseconds, unless the request says otherwise", minimum=0.01
+    )
+    tpot_target_ms: float = option(
+        100.0, "deadline: target time between tokens in milliseconds, unless the request says otherwise", minimum=0.01
+    )
     chunked_prefill: bool = switch(True, "off: a prompt is computed in one step, before any decoding")
-    continuous_batching: bool = switch(True, "off: the next batch is formed only when the last sequence of the current one has ended")
+    continuous_batching: bool = switch(
+        True, "off: the next batch is formed only when the last sequence of the current one has ended"
+    )
     fast_forward: bool = switch(True, "off: each token that a grammar forces is sampled in a separate step")
     speculative_config: str | None = option(
         None, 'speculative decoding: {"method": "ngram"}, {"method": "suffix"} or {"model": "a draft model"}', metavar="JSON",
         technique="speculation", on='{"method": "ngram"}', off=None,
     )  # fmt: skip
-    longest_first: bool = switch(True, "off: requests of one offline call start in the given order, even if all answer lengths are known")
+    longest_first: bool = switch(
+        True, "off: requests of one offline call start in the given order, even if all answer lengths are known"
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -171,18 +221,30 @@ class SchedulerConfig:
         if not self.ageing < math.inf:
             raise ConfigError(f"ageing is {self.ageing:g}; give a finite number of tokens a second.")
         if self.max_step_ms is not None and not (self.max_step_ms < float("inf") and self.chunked_prefill):
-            why = "prompts are computed whole (chunked_prefill is off)" if self.max_step_ms < float("inf") else "that bounds nothing"
-            raise ConfigError(f"max_step_ms is {self.max_step_ms:g}, but {why}; leave one of them out, or give a finite number of milliseconds.")
+            why = (
+                "prompts are computed whole (chunked_prefill is off)"
+                if self.max_step_ms < float("inf")
+                else "that bounds nothing"
+            )
+            raise ConfigError(
+                f"max_step_ms is {self.max_step_ms:g}, but {why}; leave one of them out, or give a finite number of milliseconds."
+            )
         if math.isinf(max(self.ttft_target_ms, self.tpot_target_ms)):
             targets = f"ttft_target_ms is {self.ttft_target_ms:g} and tpot_target_ms {self.tpot_target_ms:g}"
-            raise ConfigError(f"{targets}; give finite numbers of milliseconds, or a scheduling_policy without targets.")
+            raise ConfigError(
+                f"{targets}; give finite numbers of milliseconds, or a scheduling_policy without targets."
+            )
 
     @property
     def max_step_seconds(self) -> float | None:
         return None if self.max_step_ms is None else self.max_step_ms / 1e3
 
     def _check_reader(self) -> None:
-        if not 0.0 < self.expected_ttft <= 86_400.0 or not 0.0 < self.reading_speed <= 1e6 or not self.qoe_preemptions < math.inf:
+        if (
+            not 0.0 < self.expected_ttft <= 86_400.0
+            or not 0.0 < self.reading_speed <= 1e6
+            or not self.qoe_preemptions < math.inf
+        ):
             raise ConfigError(
                 f"expected_ttft is {self.expected_ttft:g} s, reading_speed {self.reading_speed:g}, qoe_preemptions {self.qoe_preemptions:g}; "
                 f"give finite numbers, the first two above 0, up to 86400 s and 1000000 tokens/s."
@@ -191,9 +253,13 @@ class SchedulerConfig:
     def _check_fair(self) -> None:
         prices = (self.fair_input_price, self.fair_output_price)
         if not 0.0 < sum(prices) < math.inf:
-            raise ConfigError(f"fair_input_price and fair_output_price are {prices[0]:g} and {prices[1]:g}; give finite numbers, one above 0.")
+            raise ConfigError(
+                f"fair_input_price and fair_output_price are {prices[0]:g} and {prices[1]:g}; give finite numbers, one above 0."
+            )
         if len(self.tenant_weights) < len(self.tenant_weight):
-            raise ConfigError(f"tenant_weight names a tenant twice ({', '.join(self.tenant_weight)[:200]}); give each one weight.")
+            raise ConfigError(
+                f"tenant_weight names a tenant twice ({', '.join(self.tenant_weight)[:200]}); give each one weight."
+            )
 
     @property
     def tenant_weights(self) -> dict[str, float]:
@@ -209,7 +275,8 @@ class SchedulerConfig:
 
     @property
     def logits_rows(self) -> int:
-        """``max_logits_rows``, or what it is by default: more would be set aside for prompts' scores alone, and gain them nothing."""
+        """``max_logits_rows``, or what it is by default: more would be set aside for prompts' scores alone, and gain
+        them nothing."""
         return self.max_logits_rows or max(_LOGITS_ROWS, self.max_num_seqs or 0)
 
 
@@ -223,7 +290,9 @@ def _read_weight(entry: str) -> tuple[str, float]:
     except ValueError:
         weight = math.nan
     if not name or not 1e-6 <= weight <= 1e6:
-        raise ConfigError(f"tenant_weight has {entry[:80]!r}; give NAME=WEIGHT with a weight from 0.000001 to 1000000, like team-a=2.")
+        raise ConfigError(
+            f"tenant_weight has {entry[:80]!r}; give NAME=WEIGHT with a weight from 0.000001 to 1000000, like team-a=2."
+        )
     return name, weight
 
 
@@ -239,31 +308,64 @@ class DeviceConfig:
     )
     device_time: float = option(0.0, "seconds that a step of the keyed-hash executor takes", minimum=0.0)
     threads: int | None = option(None, "CPU threads for computation; default: chosen by core count", minimum=1)
-    tensor_parallel_size: int = option(1, "number of devices that each layer is split across, one process each", flags=("-tp",), minimum=1)
-    pipeline_parallel_size: int = option(1, "number of devices that the layers are distributed over (only 1 so far)", flags=("-pp",), minimum=1)
+    tensor_parallel_size: int = option(
+        1, "number of devices that each layer is split across, one process each", flags=("-tp",), minimum=1
+    )
+    pipeline_parallel_size: int = option(
+        1, "number of devices that the layers are distributed over (only 1 so far)", flags=("-pp",), minimum=1
+    )
     overlap: int | None = option(
-        None, "steps in flight beyond the one being collected (0, 1 or 2); default: chosen by device", choices=(0, 1, 2), technique=True, on=1, off=0
+        None,
+        "steps in flight beyond the one being collected (0, 1 or 2); default: chosen by device",
+        choices=(0, 1, 2),
+        technique=True,
+        on=1,
+        off=0,
     )
     enforce_eager: bool = option(False, "do not use CUDA graphs", technique="cuda_graphs", on=False, off=True)
-    batch_invariant: bool = option(False, "bitwise identical results, regardless of what else is in the batch", technique=True)
-    trace: str | None = option(None, "write a trace of host and device, step by step, to this file, for ui.perfetto.dev", metavar="FILE")
+    batch_invariant: bool = option(
+        False, "bitwise identical results, regardless of what else is in the batch", technique=True
+    )
+    trace: str | None = option(
+        None, "write a trace of host and device, step by step, to this file, for ui.perfetto.dev", metavar="FILE"
+    )
     strict_kernels: bool = option(False, "treat a kernel's fallback to its torch twin as an error")
     token_concatenation: bool = switch(True, "off: every sequence in a step is padded to the longest one")
-    last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, even those whose output is not used")
+    last_layer_pruning: bool = switch(
+        True, "off: the last layer computes every token of a prompt, even those whose output is not used"
+    )
     compressed_weights: bool = switch(False, "store bfloat16 weights losslessly in 12 bits, on a CPU with AVX-512 BF16")
-    integer_products: bool = switch(True, "off: a CPU that computes in bfloat16 or float16 does not round the inputs of low-bit weights to 8 bits")
+    integer_products: bool = switch(
+        True, "off: a CPU that computes in bfloat16 or float16 does not round the inputs of low-bit weights to 8 bits"
+    )
     flat_gemm: bool = switch(True, "off: GEMMs with few rows use the vendor's library, regardless of shape")
-    tuned_products: bool = switch(True, "off: torch chooses the algorithm for GEMMs with 65 or more rows, and norms add the residual")
-    quantized_gemm: bool = switch(True, "off: on a GPU, quantized weights are dequantized in every step and multiplied by torch")
+    tuned_products: bool = switch(
+        True, "off: torch chooses the algorithm for GEMMs with 65 or more rows, and norms add the residual"
+    )
+    quantized_gemm: bool = switch(
+        True, "off: on a GPU, quantized weights are dequantized in every step and multiplied by torch"
+    )
     gated_products: bool = switch(True, "off: with 65 or more rows, the activation after gate-up is a separate kernel")
     cuda_prefill: bool = switch(True, "off: prompt attention uses the Triton kernel on Hopper, too")
-    deep_fusion: bool = switch(True, "off: norms, residual additions and activations with few rows are separate kernels")
-    early_weights: bool = switch(True, "off: GEMMs with 2 to 64 rows load weights only after the previous kernel has ended, for measured shapes too")
+    deep_fusion: bool = switch(
+        True, "off: norms, residual additions and activations with few rows are separate kernels"
+    )
+    early_weights: bool = switch(
+        True,
+        "off: GEMMs with 2 to 64 rows load weights only after the previous kernel has ended, for measured shapes too",
+    )
     persistent_decode: bool = switch(True, "off: decode steps of a few requests are launched layer by layer")
-    fused_rope_attention: bool = switch(True, "off: in decode steps, attention is a separate kernel from rotary embedding and the cache write")
-    cascade_attention: bool = switch(True, "off: prefix blocks that decoding sequences share are read once per sequence")
+    fused_rope_attention: bool = switch(
+        True, "off: in decode steps, attention is a separate kernel from rotary embedding and the cache write"
+    )
+    cascade_attention: bool = switch(
+        True, "off: prefix blocks that decoding sequences share are read once per sequence"
+    )
     one_shot_sums: bool = switch(True, "off: ranks on GPUs add up small results through NCCL, too")
-    unified_maximum: bool = switch(False, "decode attention takes exponentials without a running maximum; sums too large for float32 are recomputed")
+    unified_maximum: bool = switch(
+        False,
+        "decode attention takes exponentials without a running maximum; sums too large for float32 are recomputed",
+    )
     programmatic_launch: bool = switch(True, "off: a kernel starts only when the previous one has ended")
     prompt_graphs: bool = switch(True, "off: steps with prompts of up to 2,048 tokens are launched kernel by kernel")
     activation_arena: bool = switch(True, "off: each result within a step is allocated by torch's allocator")
@@ -272,9 +374,13 @@ class DeviceConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.pipeline_parallel_size != 1:
-            raise ConfigError(f"pipeline_parallel_size is {self.pipeline_parallel_size}, which is not supported so far; leave it at 1.")
+            raise ConfigError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}, which is not supported so far; leave it at 1."
+            )
         if self.tensor_parallel_size != 1 and self.executor == "keyed-hash":
-            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}, but keyed-hash computes no model; leave one of them out.")
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but keyed-hash computes no model; leave one of them out."
+            )
 
 
 MAX_FRONT_ENDS = 64
@@ -288,7 +394,9 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; any address other than loopback needs a key")
     port: int = option(8000, "port to listen on; 0 picks a free one", minimum=0)
     uds: str | None = option(None, "listen on this Unix socket instead of an address", metavar="PATH")
-    api_server_count: int = option(1, "number of front-end processes, which accept, tokenize and stream for the engine", minimum=1)
+    api_server_count: int = option(
+        1, "number of front-end processes, which accept, tokenize and stream for the engine", minimum=1
+    )
     api_key: tuple[str, ...] = option((), "key that clients must send (also HEADRACE_API_KEY)", metavar="KEY")
     operator_key: tuple[str, ...] = option(
         (), "keys that see all requests on the dashboard: key1, key2 … in the order of --api-key", metavar="NAME"
@@ -309,39 +417,60 @@ class ServerConfig:
     ssl_certfile: str | None = option(
         None, "serve HTTPS with this certificate: a PEM file that includes the chain", metavar="FILE"
     )
-    ssl_keyfile: str | None = option(None, "private key of the certificate, if it is not in the same file", metavar="FILE")
+    ssl_keyfile: str | None = option(
+        None, "private key of the certificate, if it is not in the same file", metavar="FILE"
+    )
     ssl_ca_certs: str | None = option(None, "CAs that sign client certificates: a PEM file", metavar="FILE")
     ssl_cert_reqs: int = option(0, "client certificates: 0 none, 1 optional, 2 required", choices=(0, 1, 2))
     unknown_fields: str = option(
         "refuse", "request fields that the route does not know: refuse them (400), or ignore and count them",
         choices=("refuse", "ignore"),
     )  # fmt: skip
-    max_queue: int = option(1024, "waiting and running requests beyond which new ones get a 429; with several keys, each gets a share", minimum=1)
+    max_queue: int = option(
+        1024,
+        "waiting and running requests beyond which new ones get a 429; with several keys, each gets a share",
+        minimum=1,
+    )
     max_body_bytes: int = option(32 * 2**20, "maximum size of a request body", size=True, minimum=1)
-    max_answer_bytes: int = option(64 * 2**20, "maximum memory that one answer may take before it is sent", size=True, minimum=2**16)
+    max_answer_bytes: int = option(
+        64 * 2**20, "maximum memory that one answer may take before it is sent", size=True, minimum=2**16
+    )
     max_answers_bytes: int = option(
-        256 * 2**20, "memory for all answers and their requests' lists, beyond which large requests get a 503", size=True, minimum=2**16
+        256 * 2**20,
+        "memory for all answers and their requests' lists, beyond which large requests get a 503",
+        size=True,
+        minimum=2**16,
     )
     tool_call_parser: str = option(
-        "auto", "how the model writes tool calls; auto: detected from the chat template", choices=tuple(_PARSERS["tool_call_parser"])
+        "auto",
+        "how the model writes tool calls; auto: detected from the chat template",
+        choices=tuple(_PARSERS["tool_call_parser"]),
     )
     reasoning_parser: str = option(
-        "auto", "how the model writes reasoning; auto: detected from the chat template", choices=tuple(_PARSERS["reasoning_parser"])
+        "auto",
+        "how the model writes reasoning; auto: detected from the chat template",
+        choices=tuple(_PARSERS["reasoning_parser"]),
     )
     repetition_detection: bool = option(False, "end answers that loop, unless the request turns this off")
-    moderation: str | None = option(None, "your own Python function that judges answers while they are generated", metavar="MODULE:FUNCTION")
+    moderation: str | None = option(
+        None, "your own Python function that judges answers while they are generated", metavar="MODULE:FUNCTION"
+    )
     moderation_words: str | None = option(None, "file of words that end an answer, one per line", metavar="FILE")
     moderation_prompt: bool = option(False, "moderate prompts, too")
     moderation_timeout: float = option(5.0, "seconds that each call of the moderation function may take", minimum=0.01)
     shutdown_timeout: float = option(30.0, "seconds that running requests have to finish after SIGTERM", minimum=0.0)
     supervise: bool = option(False, "a parent process restarts the engine and front ends when they die")
-    log_format: str = option("text", "format of log lines: text (for people) or json (for log collectors)", choices=("text", "json"))
+    log_format: str = option(
+        "text", "format of log lines: text (for people) or json (for log collectors)", choices=("text", "json")
+    )
     tenant_by: str = option(
         "auto", "what counts as a tenant: the API key, the request's user field, its adapter, or (auto) the key if there are several",
         choices=("auto", "key", "user", "adapter"),
     )  # fmt: skip
     prefix_sharing: str = option(
-        "key", "which requests share cached prefixes: those with the same API key (key), or all of them (all)", choices=("key", "all")
+        "key",
+        "which requests share cached prefixes: those with the same API key (key), or all of them (all)",
+        choices=("key", "all"),
     )
 
     allow_runtime_lora_updating: bool = option(
@@ -365,23 +494,33 @@ MOST_LORA_RANK = 256
 class AdapterConfig:
     """LoRA adapters that are served with the model."""
 
-    enable_lora: bool = option(False, "let requests name LoRA adapters, which are served side by side", technique="lora")
-    lora_modules: tuple[str, ...] = option((), "adapters by name, as PEFT directories; turns --enable-lora on", metavar="NAME=PATH")
+    enable_lora: bool = option(
+        False, "let requests name LoRA adapters, which are served side by side", technique="lora"
+    )
+    lora_modules: tuple[str, ...] = option(
+        (), "adapters by name, as PEFT directories; turns --enable-lora on", metavar="NAME=PATH"
+    )
     lora_dir: str | None = option(
         None, "directory of adapters, each named after its subdirectory; turns --enable-lora on", metavar="FOLDER"
     )
     max_loras: int = option(8, "maximum number of adapters in one step; memory for as many is reserved", minimum=1)
     max_lora_rank: int = option(16, f"maximum rank of an adapter, up to {MOST_LORA_RANK}", minimum=1)
-    max_cpu_loras: int | None = option(None, "maximum number of adapters in host memory; default: four times --max-loras", minimum=1)
+    max_cpu_loras: int | None = option(
+        None, "maximum number of adapters in host memory; default: four times --max-loras", minimum=1
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_lora_rank > MOST_LORA_RANK:
             raise ConfigError(f"max_lora_rank is {self.max_lora_rank}; give 1 to {MOST_LORA_RANK}.")
         if self.most_held < self.max_loras:
-            raise ConfigError(f"max_cpu_loras is {self.most_held}, below max_loras, {self.max_loras}; give at least as many.")
+            raise ConfigError(
+                f"max_cpu_loras is {self.most_held}, below max_loras, {self.max_loras}; give at least as many."
+            )
         if len(self.modules) < len(self.lora_modules):
-            raise ConfigError(f"lora_modules names an adapter twice ({', '.join(self.lora_modules)[:200]}); give each name once.")
+            raise ConfigError(
+                f"lora_modules names an adapter twice ({', '.join(self.lora_modules)[:200]}); give each name once."
+            )
         if (self.lora_modules or self.lora_dir is not None) and not self.enable_lora:
             object.__setattr__(self, "enable_lora", True)
 
@@ -410,13 +549,16 @@ def _read_module(entry: str) -> tuple[str, str]:
 def check_adapter_name(name: str) -> str:
     """Raises ConfigError."""
     if not 0 < len(name) <= 128 or name.startswith(".") or not all(each.isalnum() or each in "-_.:@" for each in name):
-        raise ConfigError(f"an adapter is called {name[:80]!r}; give 1 to 128 letters, digits and -_.:@, not beginning with a dot.")
+        raise ConfigError(
+            f"an adapter is called {name[:80]!r}; give 1 to 128 letters, digits and -_.:@, not beginning with a dot."
+        )
     return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything below the server. What only the checkpoint and the device can tell is filled at start, each choice with its reason (a Decision)."""
+    """Everything below the server. What only the checkpoint and the device can tell is filled at start, each choice
+    with its reason (a Decision)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -488,7 +630,8 @@ def _field_type(hint: Any) -> FieldType:
 
 
 def check_fields(config: Any) -> None:
-    """Type, choices and minimum of every field. Raises ConfigError that names the field, its value and what is allowed."""
+    """Type, choices and minimum of every field. Raises ConfigError that names the field, its value and what is
+    allowed."""
     kinds = field_types(type(config))
     for each in fields(config):
         value = getattr(config, each.name)

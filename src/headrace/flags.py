@@ -41,7 +41,9 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kmgtKMGT])(?P<b
 @cache
 def elsewhere(kind: Literal["commands", "flags"]) -> Mapping[str, str]:
     """A sentence for each that people bring along from other engines, instead of "unknown"."""
-    found: Mapping[str, str] = tomllib.loads((Path(__file__).parent / "data" / "elsewhere.toml").read_text(encoding="utf-8"))[kind]
+    found: Mapping[str, str] = tomllib.loads(
+        (Path(__file__).parent / "data" / "elsewhere.toml").read_text(encoding="utf-8")
+    )[kind]
     return found
 
 
@@ -70,13 +72,22 @@ class CommandParser(argparse.ArgumentParser):
         self._reads_config_file = False
         self.rare: set[str] = set()  # fields that --help leaves out
         help_text = "show this help and exit; --help=all shows all flags, --help=WORD those that match a word"
-        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="WORD", default=argparse.SUPPRESS, help=help_text)
-        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks with errors, and log more")
+        self.add_argument(
+            "-h", "--help", action=_Help, nargs="?", metavar="WORD", default=argparse.SUPPRESS, help=help_text
+        )
+        self.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks with errors, and log more"
+        )
 
     def add_config_file_flag(self) -> None:
         """Declares ``--config FILE``: every other flag of this parser may stand in the file; the command line wins."""
         self._reads_config_file = True
-        self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these flags; command-line flags win")
+        self.add_argument(
+            "--config",
+            metavar="FILE",
+            default=argparse.SUPPRESS,
+            help="YAML file with any of these flags; command-line flags win",
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The file's flags are put before the command line's, so that a later one replaces an earlier one."""
@@ -86,7 +97,10 @@ class CommandParser(argparse.ArgumentParser):
         values, unknown = super().parse_known_args([*from_file, *words], namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
-        if "--model" not in [word.partition("=")[0] for word in words] and getattr(values, "model_argument", None) is not None:
+        if (
+            "--model" not in [word.partition("=")[0] for word in words]
+            and getattr(values, "model_argument", None) is not None
+        ):
             values.__dict__.pop("model", None)  # a model from the file gives way to MODEL on the command line
         return values, unknown
 
@@ -95,23 +109,37 @@ class CommandParser(argparse.ArgumentParser):
 
     def subcommands(self) -> dict[str, CommandParser]:
         """Its sub-commands' parsers by name."""
-        return {name: each for action in self._actions if isinstance(action, argparse._SubParsersAction) for name, each in action.choices.items()}
+        return {
+            name: each
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for name, each in action.choices.items()
+        }
 
     def help_about(self, word: str) -> str:
-        """Of the flags whose spelling or help has ``word`` in it; of every one (all), of a sub-command, of the common ones where nothing has."""
+        """Of the flags whose spelling or help has ``word`` in it; of every one (all), of a sub-command, of the common
+        ones where nothing has."""
         if word in self.subcommands():
             return self.subcommands()[word].format_help()
         if word == "all":
             return self._format_help(set())
         spelled = word.lstrip("-").replace("_", "-").lower()
-        others = {each.dest for each in self._actions if not any(spelled in text.lower() for text in (*each.option_strings, each.help or ""))}
+        others = {
+            each.dest
+            for each in self._actions
+            if not any(spelled in text.lower() for text in (*each.option_strings, each.help or ""))
+        }
         if len(others) == len({each.dest for each in self._actions}):
             return f"{self.format_help()}\nNo flag is about {word!r}.\n"
         return self._format_help(others)
 
     def format_help(self) -> str:
         """The common ones."""
-        more = f"\n{len(self.rare)} more flags: {self.prog} --help=all, or --help=WORD for those about a word.\n" if self.rare else ""
+        more = (
+            f"\n{len(self.rare)} more flags: {self.prog} --help=all, or --help=WORD for those about a word.\n"
+            if self.rare
+            else ""
+        )
         return self._format_help(self.rare) + more
 
     def _format_help(self, hidden: set[str]) -> str:
@@ -190,7 +218,9 @@ class CommandParser(argparse.ArgumentParser):
         action = self.options().get(flag)
         if action is None or flag in ("--config", "--help"):
             sentence = elsewhere("flags").get(flag)
-            self.error(f"{path}: {f'{key}: {sentence}' if sentence else f'unknown key {key!r}{near_match(key, self._keys())}'}")
+            self.error(
+                f"{path}: {f'{key}: {sentence}' if sentence else f'unknown key {key!r}{near_match(key, self._keys())}'}"
+            )
         if flag == "--technique":
             yield from (f"{flag}={entry}" for entry in _technique_entries(value))
         elif isinstance(value, bool) and action.nargs == 0:
@@ -209,7 +239,9 @@ class CommandParser(argparse.ArgumentParser):
 class _Help(argparse.Action):
     """``--help``, ``--help=all``, ``--help=WORD``."""
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
         assert isinstance(parser, CommandParser)
         parser._print_message(parser.format_help() if values is None else parser.help_about(values), sys.stdout)
         parser.exit()
@@ -222,7 +254,13 @@ class _Extend(argparse.Action):
         super().__init__(*args, **kwargs)
         self._json = json
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         words = [each for word in values for each in (self._listed(word) if self._json else [word])]
         setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *words])
 
@@ -257,7 +295,9 @@ def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"The config file {path} cannot be read: {error.strerror}. Give --config an existing YAML file.") from error
+        raise ConfigError(
+            f"The config file {path} cannot be read: {error.strerror}. Give --config an existing YAML file."
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"The config file {path} is not YAML: {error}. Mend that place.") from error
     if content is None:
@@ -268,9 +308,13 @@ def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
 
 
 def _technique_entries(value: Any) -> Iterator[str]:
-    """``{name: value}``, ``[name=value, …]`` and ``name=value`` all read as NAME=VALUE. YAML makes on and off booleans."""
+    """``{name: value}``, ``[name=value, …]`` and ``name=value`` all read as NAME=VALUE. YAML makes on and off
+    booleans."""
     if isinstance(value, Mapping):
-        yield from (f"{name}={('on' if setting else 'off') if isinstance(setting, bool) else setting}" for name, setting in value.items())
+        yield from (
+            f"{name}={('on' if setting else 'off') if isinstance(setting, bool) else setting}"
+            for name, setting in value.items()
+        )
     else:
         yield from map(str, value if isinstance(value, list) else [value])
 
@@ -290,7 +334,8 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> None:
-    """A flag for every field of the classes (EngineConfig stands for its parts), ``--config``, and ``--technique`` where a switch is among them.
+    """A flag for every field of the classes (EngineConfig stands for its parts), ``--config``, and ``--technique``
+    where a switch is among them.
 
     Only what was given is in the namespace afterwards; the config classes hold the defaults.
     """
@@ -301,10 +346,15 @@ def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> 
             if each.metadata.get("flag", True):
                 _add_flag(group, each, field_types(part)[each.name])
     if isinstance(parser, CommandParser):
-        parser.rare |= {each.name for part in parts for each in config_fields(part) if each.metadata.get("flag", True)} - COMMON_FIELDS
+        parser.rare |= {
+            each.name for part in parts for each in config_fields(part) if each.metadata.get("flag", True)
+        } - COMMON_FIELDS
     if any(each.metadata.get("technique") for part in parts for each in config_fields(part)):
         parser.add_argument(
-            "--technique", metavar="NAME=VALUE", action="append", default=argparse.SUPPRESS,
+            "--technique",
+            metavar="NAME=VALUE",
+            action="append",
+            default=argparse.SUPPRESS,
             help="turn a technique on or off, or set its value (may be repeated; headrace techniques lists them)",
         )
     if isinstance(parser, CommandParser):
@@ -324,7 +374,9 @@ def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
         return
     choices = of.metadata.get("choices") or None
-    metavar = of.metadata.get("metavar") or (None if choices else {int: "N", float: "X"}.get(kind.base, of.name.upper()))
+    metavar = of.metadata.get("metavar") or (
+        None if choices else {int: "N", float: "X"}.get(kind.base, of.name.upper())
+    )
     if choices and kind.optional:
         metavar = f"{{auto,{','.join(map(str, choices))}}}"
         choices = None  # the config checks them: argparse would name None among them
@@ -335,7 +387,11 @@ def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
 
 def _default_text(of: Field[Any]) -> str:
     words = {True: "on", False: "off"}
-    return "" if of.default in (None, (), MISSING) else f" (default: {words[of.default] if isinstance(of.default, bool) else of.default})"
+    return (
+        ""
+        if of.default in (None, (), MISSING)
+        else f" (default: {words[of.default] if isinstance(of.default, bool) else of.default})"
+    )
 
 
 def _reader(of: Field[Any], kind: FieldType) -> Callable[[str], Any]:
@@ -354,14 +410,17 @@ def _reader(of: Field[Any], kind: FieldType) -> Callable[[str], Any]:
 
 
 def technique_values(entries: Sequence[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` entries as field values; the last one of a name wins. Raises ConfigError for what is not a switch or not a value of it."""
+    """``NAME=VALUE`` entries as field values; the last one of a name wins. Raises ConfigError for what is not a switch
+    or not a value of it."""
     known, values = switches(), dict[str, Any]()
     for entry in entries:
         name, equals, text = entry.partition("=")
         spelled = name.strip().replace("-", "_")
         if spelled not in known:
             near = near_match(spelled, known)
-            raise ConfigError(f"--technique {spelled}: there is no such switch{near or '.'} `headrace techniques` lists them all.")
+            raise ConfigError(
+                f"--technique {spelled}: there is no such switch{near or '.'} `headrace techniques` lists them all."
+            )
         if not equals or not text:
             raise ConfigError(f"--technique {entry}: write it as {spelled}=on, {spelled}=off or {spelled}=VALUE.")
         part, of = known[spelled]
@@ -397,7 +456,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     switched = technique_values(given.get("technique") or ())
     for name, value in switched.items():
         if given.get(name, value) != value:
-            raise ConfigError(f"--{name.replace('_', '-')} says {given[name]} and --technique says {value}; give one of them.")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} says {given[name]} and --technique says {value}; give one of them."
+            )
     return config.engine_config({**given, **switched})
 
 

@@ -1,7 +1,7 @@
 """The function through which Triton kernels are launched: C of our own, compiled once into Triton's cache.
 
-What lives here: compiling and loading it, which takes neither torch nor a device, so that a start can do it early. What may not: what is
-launched (kernels/build/launch.py).
+What lives here: compiling and loading it, which takes neither torch nor a device, so that a start can do it early. What
+may not: what is launched (kernels/build/launch.py).
 """
 
 from __future__ import annotations

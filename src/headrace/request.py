@@ -1,8 +1,8 @@
-"""The nouns that travel: what was asked (Request), what one step does (StepPlan, StepResult), what comes back (SequenceOutput,
-RequestOutput).
+"""The nouns that travel: what was asked (Request), what one step does (StepPlan, StepResult), what comes back
+(SequenceOutput, RequestOutput).
 
-What lives here: data. What may not: what a caller may ask and its checks (sampling_params.py), the scheduler's record of a sequence
-(sequence.py), torch, scheduling, text processing, wire formats.
+What lives here: data. What may not: what a caller may ask and its checks (sampling_params.py), the scheduler's record
+of a sequence (sequence.py), torch, scheduling, text processing, wire formats.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ REPETITION = "repetition"  # the stop_reason of an answer that ended in a loop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One validated, tokenised request, as it is sent to the engine, too. ``request_id`` is the engine's own number, never the client's string.
+    """One validated, tokenised request, as it is sent to the engine, too. ``request_id`` is the engine's own number,
+    never the client's string.
 
-    ``prompt_token_ids`` is an ``array('i')``: compact, sliceable to bytes for the prefix tree. ``seed`` is resolved (64 bits).
-    ``bad_word_ids`` are the token sequences of ``params.bad_words``.
+    ``prompt_token_ids`` is an ``array('i')``: compact, sliceable to bytes for the prefix tree. ``seed`` is resolved (64
+    bits). ``bad_word_ids`` are the token sequences of ``params.bad_words``.
     """
 
     request_id: int
@@ -51,8 +52,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Which adapter a prompt is answered with, as vLLM's: by its name; ``lora_path``: PEFT's folder, where the engine does not
-    know the name yet. ``lora_int_id`` is of no use here."""
+    """Which adapter a prompt is answered with, as vLLM's: by its name; ``lora_path``: PEFT's folder, where the engine
+    does not know the name yet. ``lora_int_id`` is of no use here."""
 
     lora_name: str
     lora_int_id: int = 1
@@ -90,31 +91,35 @@ def _nothing() -> array[int]:
 class StepPlan:
     """One step, as a delta on the workers' rows; all arrays are flat ``array('i')``, equal for every rank.
 
-    In this order a worker: brings ``adapters`` (slot, name) in, drops rows, builds rows, applies block-table edits, copies blocks, computes, samples.
-    A row that is built again without having been dropped keeps its block tables.
-    ``rows[i]`` computes ``counts[i]`` tokens from position ``starts[i]``; a token id the scheduler does not know yet
-    is taken from the worker's row, where the step that sampled it wrote it.
-    ``sample_work[j]`` indexes ``rows``: the logits of that chunk's last token give one new token to row ``sample_rows[j]``
-    (n > 1: one chunk, several rows).
+    In this order a worker: brings ``adapters`` (slot, name) in, drops rows, builds rows, applies block-table edits,
+    copies blocks, computes, samples. A row that is built again without having been dropped keeps its block tables.
+    ``rows[i]`` computes ``counts[i]`` tokens from position ``starts[i]``; a token id the scheduler does not know yet is
+    taken from the worker's row, where the step that sampled it wrote it. ``sample_work[j]`` indexes ``rows``: the
+    logits of that chunk's last token give one new token to row ``sample_rows[j]`` (n > 1: one chunk, several rows).
     ``sample_back``: how far before its chunk's last token each sample reads its logits; empty: all read the last one's.
-    ``drafts``: by chunk, how many of its tokens, the last ones, nobody has sampled: the worker proposes them (or fewer, and then the chunk is
-    as much shorter), and samples behind each as well as before the first. What it would have sampled anyway is accepted, up to the first
-    that differs. Where it is not empty, starts of chunks that sample are upper bounds: the worker knows the length that is true, and
-    shifts them. Empty: nothing is proposed, and no step in flight proposes anything.
-    ``prompt_logprobs`` indexes ``rows``: chunks whose every position is scored.
-    ``shared_tokens``: tokens of KV that block tables name, once for each table but the first: what reading them once can spare. None: not counted.
-    ``masked`` indexes ``sample_rows``: what may be sampled there is known only once the step before is collected. Where it is not
-    empty a step is two submissions: it is computed at once, and samples when it is given its TokenMasks.
+    ``drafts``: by chunk, how many of its tokens, the last ones, nobody has sampled: the worker proposes them (or fewer,
+    and then the chunk is as much shorter), and samples behind each as well as before the first. What it would have
+    sampled anyway is accepted, up to the first that differs. Where it is not empty, starts of chunks that sample are
+    upper bounds: the worker knows the length that is true, and shifts them. Empty: nothing is proposed, and no step in
+    flight proposes anything. ``prompt_logprobs`` indexes ``rows``: chunks whose every position is scored.
+    ``shared_tokens``: tokens of KV that block tables name, once for each table but the first: what reading them once
+    can spare. None: not counted. ``masked`` indexes ``sample_rows``: what may be sampled there is known only once the
+    step before is collected. Where it is not empty a step is two submissions: it is computed at once, and samples when
+    it is given its TokenMasks.
     """
 
     step_id: int
     rows_dropped: TokenArray = field(default_factory=_nothing)
     rows_added: tuple[NewRow, ...] = ()
-    table_row: TokenArray = field(default_factory=_nothing)  # block-table edits, parallel arrays: row, KV group, index in the table, block id
+    table_row: TokenArray = field(
+        default_factory=_nothing
+    )  # block-table edits, parallel arrays: row, KV group, index in the table, block id
     table_group: TokenArray = field(default_factory=_nothing)
     table_index: TokenArray = field(default_factory=_nothing)
     table_block: TokenArray = field(default_factory=_nothing)
-    copy_group: TokenArray = field(default_factory=_nothing)  # whole-block copies, before anything is written by this step, in order
+    copy_group: TokenArray = field(
+        default_factory=_nothing
+    )  # whole-block copies, before anything is written by this step, in order
     copy_source: TokenArray = field(default_factory=_nothing)
     copy_target: TokenArray = field(default_factory=_nothing)
     rows: TokenArray = field(default_factory=_nothing)
@@ -136,8 +141,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens may be sampled. ``samples`` index a plan's ``sample_rows``; each has ``words_each`` int32 in ``words``, one bit a token
-    id from the lowest bit of the first. Samples that are not named may be any token."""
+    """Which tokens may be sampled. ``samples`` index a plan's ``sample_rows``; each has ``words_each`` int32 in
+    ``words``, one bit a token id from the lowest bit of the first. Samples that are not named may be any token."""
 
     samples: tuple[int, ...] = ()
     words_each: int = 0
@@ -183,7 +188,8 @@ def column_of(tokens: Seq[tuple[int, ...]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step produced. ``tokens[j]`` belongs to ``plan.sample_rows[j]``: 0 to k+1 ids (more than one only with speculation).
+    """What one step produced. ``tokens[j]`` belongs to ``plan.sample_rows[j]``: 0 to k+1 ids (more than one only with
+    speculation).
 
     ``drafted[j]``: so many of them were proposed; empty: none anywhere."""
 
@@ -191,13 +197,18 @@ class StepResult:
     tokens: Seq[tuple[int, ...]]
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # j → one entry a token
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    # index into plan.rows → one entry for each next token: position p scores token p + 1 (the last position of the prompt scores nothing)
+    # index into plan.rows → one entry for each next token: position p scores token p + 1 (the last position of the
+    # prompt scores nothing)
     errors: Mapping[int, str] = field(default_factory=dict)  # j → why this row's logits were unusable
     device_seconds: float = 0.0
-    idle_seconds: float | None = None  # the device had nothing to do between the step before and this one; None: it has no clock to tell
+    idle_seconds: float | None = (
+        None  # the device had nothing to do between the step before and this one; None: it has no clock to tell
+    )
     graph_tokens: int = 0  # that a step with prompts was filled up to by the graph that computed it; 0: none did
     recorded_graph: bool = False  # a graph was recorded behind the step: host time that comes once
-    lent_seconds: float = 0.0  # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
+    lent_seconds: float = (
+        0.0  # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
+    )
     drafted: Seq[int] = ()
 
 
@@ -219,7 +230,8 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """The steps that computed a request. ``limit_share``: the mean of their fractions of the physical limit, where that is known."""
+    """The steps that computed a request. ``limit_share``: the mean of their fractions of the physical limit, where that
+    is known."""
 
     steps: int
     limit_share: float | None
@@ -228,7 +240,8 @@ class StepAccount:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a sequence ended. ``stop_reason`` is the stop token id, REPETITION, or (set by the output processor) the stop string."""
+    """How a sequence ended. ``stop_reason`` is the stop token id, REPETITION, or (set by the output processor) the stop
+    string."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
@@ -243,9 +256,8 @@ class Finished:
 class SequenceOutput(NamedTuple):
     """New tokens of one sequence after one step; the last one carries ``finished``.
 
-    ``prompt_logprobs`` come in pieces, in order. ``num_cached_tokens`` and ``first_scheduled`` (seconds on the engine's clock) are
-    set on a sequence's first output.
-    A NamedTuple, because one is made for every row of every step.
+    ``prompt_logprobs`` come in pieces, in order. ``num_cached_tokens`` and ``first_scheduled`` (seconds on the engine's
+    clock) are set on a sequence's first output. A NamedTuple, because one is made for every row of every step.
     """
 
     request_id: int
@@ -259,7 +271,8 @@ class SequenceOutput(NamedTuple):
 
 
 class TokenOutputs(Seq[SequenceOutput]):
-    """One new token for each of many sequences and nothing else, as columns: an output is made when somebody looks at it."""
+    """One new token for each of many sequences and nothing else, as columns: an output is made when somebody looks at
+    it."""
 
     __slots__ = ("indices", "request_ids", "tokens")
 

@@ -1,7 +1,8 @@
-"""What a caller may ask of an answer: how tokens are picked, what the text must be, when it counts as stuck, how soon it is wanted.
+"""What a caller may ask of an answer: how tokens are picked, what the text must be, when it counts as stuck, how soon
+it is wanted.
 
-What lives here: these parameters and their checks, one for every route. What may not: torch, wire formats, what needs the model's sizes
-beyond the vocabulary (engine/inputs.py).
+What lives here: these parameters and their checks, one for every route. What may not: torch, wire formats, what needs
+the model's sizes beyond the vocabulary (engine/inputs.py).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Bounds:
         fits = isinstance(value, int if self.integer else (int, float)) and not isinstance(value, bool)
         if not fits or not self.low <= value <= self.high or (self.open_low and value == self.low):
             kind, above = "an integer" if self.integer else "a number", f", above {self.low}" if self.open_low else ""
-            raise InvalidRequest(f"{name} is {shown(value)}; give {kind} from {self.low} to {self.high}{above}.", param=name)
+            raise InvalidRequest(
+                f"{name} is {shown(value)}; give {kind} from {self.low} to {self.high}{above}.", param=name
+            )
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> None:
@@ -72,7 +75,9 @@ def _string_list(name: str, value: Any, max_items: int, max_length: int) -> None
         raise InvalidRequest(f"{name} must be a list of at most {max_items} strings; shorten it.", param=name)
     for item in value:
         if not isinstance(item, str) or not item or len(item) > max_length:
-            raise InvalidRequest(f"{name} holds {shown(item)}; give non-empty strings of at most {max_length} characters.", param=name)
+            raise InvalidRequest(
+                f"{name} holds {shown(item)}; give non-empty strings of at most {max_length} characters.", param=name
+            )
         if has_surrogate(item):
             raise InvalidRequest(f"{name} holds {shown(item)}, a lone surrogate in it; give valid text.", param=name)
 
@@ -91,8 +96,8 @@ def _id_list(name: str, value: Any, max_items: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Token ids in order, each once, without an object for each: 32-bit integers in ``packed``. A list of them may be as long as a vocabulary,
-    and the requests that name one many."""
+    """Token ids in order, each once, without an object for each: 32-bit integers in ``packed``. A list of them may be
+    as long as a vocabulary, and the requests that name one many."""
 
     packed: bytes
 
@@ -118,10 +123,11 @@ def _packed(name: str, ids: Any, most: int) -> TokenIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What the text of an answer must be. Exactly one of: a text that ``json`` (a JSON schema; a dict is taken too) accepts, any JSON
-    object, a full match of ``regex``, one of ``choice``, a text of ``grammar`` (Lark).
+    """What the text of an answer must be. Exactly one of: a text that ``json`` (a JSON schema; a dict is taken too)
+    accepts, any JSON object, a full match of ``regex``, one of ``choice``, a text of ``grammar`` (Lark).
 
-    ``preface``: Lark that says what stands before it and refers to it as ``@answer``; the server's own, for models that reason first.
+    ``preface``: Lark that says what stands before it and refers to it as ``@answer``; the server's own, for models that
+    reason first.
 
     Whether it can be compiled is found out later (engine/grammar_check.py). Raises InvalidRequest naming the field.
     """
@@ -144,7 +150,8 @@ class StructuredOutputs:
         if len(given) != 1:
             what = " and ".join(given) or "nothing"
             raise InvalidRequest(
-                f"structured_outputs holds {what}; give exactly one of json, json_object, regex, choice and grammar.", param="structured_outputs"
+                f"structured_outputs holds {what}; give exactly one of json, json_object, regex, choice and grammar.",
+                param="structured_outputs",
             )
         _string_list("structured_outputs.choice", self.choice, MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHARACTERS)
         self._check_text(given[0])
@@ -156,24 +163,32 @@ class StructuredOutputs:
         size = sum(len(text) for text in texts if text is not None)
         if size > MAX_GRAMMAR_CHARACTERS:
             shorten = f"give at most {MAX_GRAMMAR_CHARACTERS}"
-            raise InvalidRequest(f"structured_outputs.{name} has {size} characters; {shorten}.", param="structured_outputs")
+            raise InvalidRequest(
+                f"structured_outputs.{name} has {size} characters; {shorten}.", param="structured_outputs"
+            )
         if any(has_surrogate(text) for text in texts if text is not None):
-            raise InvalidRequest(f"structured_outputs.{name} holds a lone surrogate; send valid text.", param="structured_outputs")
+            raise InvalidRequest(
+                f"structured_outputs.{name} holds a lone surrogate; send valid text.", param="structured_outputs"
+            )
 
 
 def _schema_text(schema: Any) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"structured_outputs.json is not plain JSON ({error}); give a JSON schema.", param="structured_outputs") from None
+        raise InvalidRequest(
+            f"structured_outputs.json is not plain JSON ({error}); give a JSON schema.", param="structured_outputs"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetection:
-    """When an answer counts as stuck: it ends in a cycle of ``min_pattern_size`` to ``max_pattern_size`` tokens that stands there at
-    least ``min_count`` times in a row, and at least over ``min_tokens`` tokens. (A cycle shorter than that counts as several of itself.)
+    """When an answer counts as stuck: it ends in a cycle of ``min_pattern_size`` to ``max_pattern_size`` tokens that
+    stands there at least ``min_count`` times in a row, and at least over ``min_tokens`` tokens. (A cycle shorter than
+    that counts as several of itself.)
 
-    The defaults leave ordinary text alone, also tables, rulers and indented code. Raises InvalidRequest naming the field.
+    The defaults leave ordinary text alone, also tables, rulers and indented code. Raises InvalidRequest naming the
+    field.
     """
 
     max_pattern_size: int = 256
@@ -229,11 +244,13 @@ EXPECTED: Mapping[str, Bounds] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are picked. Field names and meanings are those of vLLM; everything is validated here, once, for every route.
+    """How tokens are picked. Field names and meanings are those of vLLM; everything is validated here, once, for every
+    route.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 (or -1) and ``top_p`` 1 and ``min_p`` 0 are off. ``max_tokens`` None means
-    up to the model's context. ``logprobs`` k gives the k best of each position besides the chosen one. ``repetition_detection`` ends an
-    answer that loops (True: with the defaults) with finish_reason "stop" and stop_reason "repetition".
+    up to the model's context. ``logprobs`` k gives the k best of each position besides the chosen one.
+    ``repetition_detection`` ends an answer that loops (True: with the defaults) with finish_reason "stop" and
+    stop_reason "repetition".
 
     Raises InvalidRequest naming the field.
     """
@@ -272,13 +289,20 @@ class SamplingParams:
         self._check_logit_bias()
         if self.allowed_token_ids is not None:
             if not isinstance(self.allowed_token_ids, TokenIds):
-                object.__setattr__(self, "allowed_token_ids", _packed("allowed_token_ids", self.allowed_token_ids, 2**18))
+                object.__setattr__(
+                    self, "allowed_token_ids", _packed("allowed_token_ids", self.allowed_token_ids, 2**18)
+                )
             if not self.allowed_token_ids:
-                raise InvalidRequest("allowed_token_ids is empty, so no token could be picked; name one or leave it out.", param="allowed_token_ids")
+                raise InvalidRequest(
+                    "allowed_token_ids is empty, so no token could be picked; name one or leave it out.",
+                    param="allowed_token_ids",
+                )
         _string_list("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
         length = sum(map(len, self.bad_words))
         if length > MAX_BAD_WORD_CHARACTERS:
-            raise InvalidRequest(f"bad_words have {length} characters in all; give at most {MAX_BAD_WORD_CHARACTERS}.", param="bad_words")
+            raise InvalidRequest(
+                f"bad_words have {length} characters in all; give at most {MAX_BAD_WORD_CHARACTERS}.", param="bad_words"
+            )
         _string_list("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
         _id_list("stop_token_ids", self.stop_token_ids, MAX_ID_ENTRIES)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
@@ -286,7 +310,10 @@ class SamplingParams:
         if self.speculative is not None:
             _boolean("speculative", self.speculative)
         if self.stop and not self.detokenize:
-            raise InvalidRequest("stop strings are found in text, but detokenize is false; use stop_token_ids or set detokenize.", param="stop")
+            raise InvalidRequest(
+                "stop strings are found in text, but detokenize is false; use stop_token_ids or set detokenize.",
+                param="stop",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.structured_outputs is not None:
@@ -298,7 +325,9 @@ class SamplingParams:
             raise InvalidRequest("structured_outputs is not a StructuredOutputs; give one.", param="structured_outputs")
         for name in ("allowed_token_ids", "bad_words"):
             if getattr(self, name):
-                raise InvalidRequest(f"{name} and structured_outputs may leave no token to pick; give one of them.", param=name)
+                raise InvalidRequest(
+                    f"{name} and structured_outputs may leave no token to pick; give one of them.", param=name
+                )
 
     def _accept_lists(self) -> None:
         """Lists (and a lone stop string) are taken as users write them and stored as tuples."""
@@ -313,7 +342,9 @@ class SamplingParams:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_ID_ENTRIES:
-            raise InvalidRequest(f"logit_bias must map at most {MAX_ID_ENTRIES} token ids to numbers; shorten it.", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias must map at most {MAX_ID_ENTRIES} token ids to numbers; shorten it.", param="logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             check_integer("logit_bias", token, 0, 2**31 - 1)
             Bounds(-100.0, 100.0).check("logit_bias", bias)

@@ -21,8 +21,9 @@ ALWAYS = 2**62
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``num_tokens`` counts known ids and the placeholders of steps in flight; ``num_computed_tokens`` advances when planned.
-    ``certain``: what the placeholders are bound to be, where that is known; of several, one is sampled and the others follow it.
+    """``num_tokens`` counts known ids and the placeholders of steps in flight; ``num_computed_tokens`` advances when
+    planned. ``certain``: what the placeholders are bound to be, where that is known; of several, one is sampled and the
+    others follow it.
 
         0 ........ num_prompt_tokens ........ len(token_ids) ........ num_tokens <= max_num_tokens
                                               | known         | placeholders: sampled, not collected yet
@@ -76,10 +77,13 @@ class Sequence:
 
     @property
     def wants_scores(self) -> bool:
-        """Prompt logprobs were asked for and not all are told yet: the prompt's positions must be computed, not found."""
+        """Prompt logprobs were asked for and not all are told yet: the prompt's positions must be computed, not
+        found."""
         asked = self.request.params.prompt_logprobs is not None and self.index == 0
         return asked and self.num_scored_tokens < self.num_prompt_tokens - 1
 
-    def finish_record(self, reason: FinishReason, now: float, stop_reason: int | str | None = None, message: str | None = None) -> Finished:
+    def finish_record(
+        self, reason: FinishReason, now: float, stop_reason: int | str | None = None, message: str | None = None
+    ) -> Finished:
         times = RequestTimes(self.request.arrival_time, self.first_scheduled, self.first_token, now)
         return Finished(reason, stop_reason, message, self.num_preemptions, times)

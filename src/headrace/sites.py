@@ -35,7 +35,9 @@ class Split(Enum):
 
     COLUMN = "each computes some outputs, of all inputs"
     ROW = "each computes from some inputs, and the results are summed onto the residual stream"
-    VOCABULARY = "each has some tokens: their rows of an embedding, which are summed, or their logits, which are gathered"
+    VOCABULARY = (
+        "each has some tokens: their rows of an embedding, which are summed, or their logits, which are gathered"
+    )
     NONE = "each holds it whole"
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-# Weights that are held in another form than the type the model computes in: (a weight's own name, the format of each part stored apart).
+# Weights that are held in another form than the type the model computes in: (a weight's own name, the format of each
+# part stored apart).
 Formats = tuple[tuple[str, tuple["Format", ...]], ...]
 
 
@@ -34,9 +35,9 @@ class Activation(str, Enum):
 class RopeSpec:
     """Rotary position embedding of the first ``rotary_dim`` elements of a head, rotated as two halves.
 
-    ``kind``: "default", "linear", "llama3", "yarn" or "longrope". ``original_max_positions`` is the trained length
-    that llama3, yarn and longrope scale from. ``attention_factor`` (yarn, longrope) multiplies cos and sin.
-    ``short_factor`` and ``long_factor`` (length rotary_dim / 2) belong to longrope alone: short serves a context of up to
+    ``kind``: "default", "linear", "llama3", "yarn" or "longrope". ``original_max_positions`` is the trained length that
+    llama3, yarn and longrope scale from. ``attention_factor`` (yarn, longrope) multiplies cos and sin. ``short_factor``
+    and ``long_factor`` (length rotary_dim / 2) belong to longrope alone: short serves a context of up to
     ``original_max_positions`` tokens, long a longer one; one of them is chosen for the whole run, by max_model_len.
     Sources: RoFormer (Su et al. 2021), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3 as published.
     """
@@ -84,14 +85,15 @@ class LayerSpec:
 class DecoderSpec:
     """A decoder-only transformer. Sizes in elements, positions in tokens.
 
-    ``layers`` has one entry a layer. ``max_positions`` is the longest context the model allows. ``rope`` None means learned
-    positions (``max_positions`` rows). ``attention_scale`` multiplies q·k, then ``attention_soft_cap`` c turns a score s
-    into c·tanh(s/c), as ``logits_soft_cap`` does with logits. ``norm_offset`` is added to norm weights (Gemma's 1 + w).
-    ``sandwich_norm``: a norm after attention and after the feed-forward too (Gemma 2). ``qk_norm``: an RMS norm over each
-    head of q and k, before rotation. ``norm`` LAYER has a weight and a bias. ``gated_mlp``: act(gate) · up instead of
-    act(up). ``output_bias``: of the projection after attention. ``mlp_bias``: of both feed-forward projections.
-    ``embedding_scale`` multiplies the token embedding. ``checkpoint_dtype`` is the config's word for its weights. ``formats``: of the
-    matrices outside the layers. ``ranks`` share it: heads and inner widths are one rank's then (parallel/shares.py), and so are ``vocab_rows``.
+    ``layers`` has one entry a layer. ``max_positions`` is the longest context the model allows. ``rope`` None means
+    learned positions (``max_positions`` rows). ``attention_scale`` multiplies q·k, then ``attention_soft_cap`` c turns
+    a score s into c·tanh(s/c), as ``logits_soft_cap`` does with logits. ``norm_offset`` is added to norm weights
+    (Gemma's 1 + w). ``sandwich_norm``: a norm after attention and after the feed-forward too (Gemma 2). ``qk_norm``: an
+    RMS norm over each head of q and k, before rotation. ``norm`` LAYER has a weight and a bias. ``gated_mlp``:
+    act(gate) · up instead of act(up). ``output_bias``: of the projection after attention. ``mlp_bias``: of both
+    feed-forward projections. ``embedding_scale`` multiplies the token embedding. ``checkpoint_dtype`` is the config's
+    word for its weights. ``formats``: of the matrices outside the layers. ``ranks`` share it: heads and inner widths
+    are one rank's then (parallel/shares.py), and so are ``vocab_rows``.
     """
 
     family: str
@@ -126,7 +128,8 @@ class DecoderSpec:
 
     @property
     def vocab_rows(self) -> int:
-        """Of the embedding and the head, on one rank; the last rank may have fewer tokens, and fills its rows up with zeros."""
+        """Of the embedding and the head, on one rank; the last rank may have fewer tokens, and fills its rows up with
+        zeros."""
         return -(-self.vocab_size // self.ranks)
 
     @property
@@ -162,7 +165,11 @@ class KVFormat:
 
     def problem(self, head_dim: int) -> str | None:
         """Why heads of this size cannot be held so."""
-        return f"{head_dim} elements of a head are no whole bytes in {self.bits} bits" if head_dim * self.bits % 8 else None
+        return (
+            f"{head_dim} elements of a head are no whole bytes in {self.bits} bits"
+            if head_dim * self.bits % 8
+            else None
+        )
 
 
 KV_FORMATS = {
@@ -237,7 +244,8 @@ class KVGroup:
 
 
 def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-    """(window, layers) of each KV group: layers that keep the same keys. Full attention first, windows in order of first appearance."""
+    """(window, layers) of each KV group: layers that keep the same keys. Full attention first, windows in order of
+    first appearance."""
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         by_window.setdefault(layer.window, []).append(index)
@@ -245,7 +253,9 @@ def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ..
     return tuple((window, tuple(layers)) for window, layers in ordered)
 
 
-def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int, format: KVFormat | None = None) -> tuple[KVSpec, ...]:
+def kv_groups(
+    spec: DecoderSpec, block_size: int, dtype_bytes: int, format: KVFormat | None = None
+) -> tuple[KVSpec, ...]:
     """The cache's view of ``attention_groups``: one KVSpec each, in that order."""
     return tuple(
         KVSpec(

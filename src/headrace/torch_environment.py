@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import os
 
-SPIN_COUNT = "1000"  # iterations, a few microseconds: longer than a balanced barrier takes, far shorter than a time slice
+SPIN_COUNT = (
+    "1000"  # iterations, a few microseconds: longer than a balanced barrier takes, far shorter than a time slice
+)
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 

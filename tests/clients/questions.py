@@ -1,4 +1,5 @@
-"""What the clients ask: questions whose answers the bundled model has learnt, so that a test can say what the user meant.
+"""What the clients ask: questions whose answers the bundled model has learnt, so that a test can say what the user
+meant.
 
 What lives here: questions, tools and what must come of them. What may not: anything of one client.
 """
@@ -30,10 +31,15 @@ WEATHER_SCHEMA: dict[str, Any] = {
 }
 WEATHER_TOOL: Any = {
     "type": "function",
-    "function": {"name": "get_weather", "description": "Get the current weather for a city", "parameters": WEATHER_SCHEMA},
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather for a city",
+        "parameters": WEATHER_SCHEMA,
+    },
 }
 
-# Structured output: without any constraint the model writes PERSON, so under a schema that admits it it must write the same.
+# Structured output: without any constraint the model writes PERSON, so under a schema that admits it it must write the
+# same.
 EXTRACT = "Henry is 64 years old. Return this as JSON with the keys name and age."
 PERSON = {"name": "Henry", "age": 64}
 PERSON_SCHEMA: dict[str, Any] = {

@@ -2,8 +2,9 @@
 
     python -m tests.clients.run [--environments DIR] [--fresh] [--list] [GROUP …]
 
-Run it from the repository's root, with the Python that runs Headrace. Each group of clients gets a virtual environment of its own in a
-cache folder, with the versions that catalog.py names, and servers of its own. Ends with 0 only if all passed.
+Run it from the repository's root, with the Python that runs Headrace. Each group of clients gets a virtual environment
+of its own in a cache folder, with the versions that catalog.py names, and servers of its own. Ends with 0 only if all
+passed.
 
 What lives here: environments, and the table. What may not: versions (catalog.py), what is asked (test_*.py).
 """
@@ -46,9 +47,19 @@ class Verdict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description="Other people's clients against a real server.")
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"which to try, all where none is named: {', '.join(GROUPS)}")
-    parser.add_argument("--environments", type=Path, default=cache_home() / "headrace" / "clients", metavar="DIR", help="where they are kept")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients.run", description="Other people's clients against a real server."
+    )
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"which to try, all where none is named: {', '.join(GROUPS)}"
+    )
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        default=cache_home() / "headrace" / "clients",
+        metavar="DIR",
+        help="where they are kept",
+    )
     parser.add_argument("--fresh", action="store_true", help="make the environments anew")
     parser.add_argument("--list", action="store_true", help="say which groups there are, with their versions, and end")
     given = parser.parse_args()
@@ -58,7 +69,11 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{name:18} {' '.join(group.clients + group.npm)}" for name, group in chosen.items()))
         return 0
-    verdicts = [verdict for name, group in chosen.items() for verdict in tried(name, group, given.environments.resolve() / name, given.fresh)]
+    verdicts = [
+        verdict
+        for name, group in chosen.items()
+        for verdict in tried(name, group, given.environments.resolve() / name, given.fresh)
+    ]
     print_table(verdicts)
     return 1 if any(verdict.bad for verdict in verdicts) else 0
 
@@ -69,7 +84,11 @@ def tried(name: str, group: Group, folder: Path, fresh: bool) -> list[Verdict]:
     try:
         environment(folder, group, fresh)
     except (subprocess.CalledProcessError, OSError) as error:  # OSError: there is no npm
-        return [Verdict(name, versions_of(group), "installing", "failed", str(getattr(error, "stderr", None) or error).strip())]
+        return [
+            Verdict(
+                name, versions_of(group), "installing", "failed", str(getattr(error, "stderr", None) or error).strip()
+            )
+        ]
     installed = time.monotonic()
     found = list(verdicts_of(name, group, folder))
     took = f"{installed - begun:.0f} s to install, {time.monotonic() - installed:.0f} s to try"
@@ -123,9 +142,31 @@ def verdicts_of(name: str, group: Group, folder: Path) -> Iterator[Verdict]:
         shutil.copytree(TESTS / "clients" / "node", folder / "node", dirs_exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        arguments = [*paths_of(group), "--confcutdir", str(TESTS / "clients"), "-m", "", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        env = {**os.environ, "HEADRACE_TEST_PYTHON": sys.executable, "HEADRACE_TEST_NODE": str(folder / "node"), "HF_HOME": scratch}
-        done = subprocess.run([python_of(folder), "-m", "pytest", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        arguments = [
+            *paths_of(group),
+            "--confcutdir",
+            str(TESTS / "clients"),
+            "-m",
+            "",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+        ]
+        env = {
+            **os.environ,
+            "HEADRACE_TEST_PYTHON": sys.executable,
+            "HEADRACE_TEST_NODE": str(folder / "node"),
+            "HF_HOME": scratch,
+        }
+        done = subprocess.run(
+            [python_of(folder), "-m", "pytest", *arguments],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if not report.exists():
             yield Verdict(name, versions_of(group), "all", "failed", (done.stdout + done.stderr)[-2000:])
             return
@@ -135,7 +176,10 @@ def verdicts_of(name: str, group: Group, folder: Path) -> Iterator[Verdict]:
 
 def paths_of(group: Group) -> Sequence[str]:
     page = str(TESTS / "clients" / "test_page.py")
-    return [*(str(TESTS / test) for test in group.tests), *(f"{page}::test_the_example_works[{section}]" for section in group.sections)]
+    return [
+        *(str(TESTS / test) for test in group.tests),
+        *(f"{page}::test_the_example_works[{section}]" for section in group.sections),
+    ]
 
 
 def verdict_of(group: str, version: str, case: xml.Element) -> Verdict:
@@ -151,7 +195,10 @@ def verdict_of(group: str, version: str, case: xml.Element) -> Verdict:
 
 
 def print_table(verdicts: Sequence[Verdict]) -> None:
-    rows = [("client", "version", "scenario", "verdict"), *((each.group, each.version, each.scenario, each.verdict) for each in verdicts)]
+    rows = [
+        ("client", "version", "scenario", "verdict"),
+        *((each.group, each.version, each.scenario, each.verdict) for each in verdicts),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     print()
     for row in rows:

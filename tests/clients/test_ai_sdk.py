@@ -1,4 +1,5 @@
-"""The AI SDK (npm `ai`) against the real server, by its providers for compatible servers, OpenAI's responses and Anthropic's messages."""
+"""The AI SDK (npm `ai`) against the real server, by its providers for compatible servers, OpenAI's responses and
+Anthropic's messages."""
 
 from __future__ import annotations
 

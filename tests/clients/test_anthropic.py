@@ -1,4 +1,5 @@
-"""anthropic for Python as applications use it: loops of tools by hand and by its runner, objects, streams, counted tokens."""
+"""anthropic for Python as applications use it: loops of tools by hand and by its runner, objects, streams, counted
+tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from tests.support.serving import Server
 anthropic: Any = pytest.importorskip("anthropic", reason=q.ABSENT)
 pydantic: Any = pytest.importorskip("pydantic", reason=q.ABSENT)
 
-TOOL: Any = {"name": "get_weather", "description": q.WEATHER_TOOL["function"]["description"], "input_schema": q.WEATHER_SCHEMA}
+TOOL: Any = {
+    "name": "get_weather",
+    "description": q.WEATHER_TOOL["function"]["description"],
+    "input_schema": q.WEATHER_SCHEMA,
+}
 SURE: Any = {"model": "demo", "max_tokens": 200, "extra_body": {"temperature": 0}}
 
 
@@ -75,12 +80,16 @@ def test_a_tool_is_called_and_its_result_is_used(client: Any, ask: Ask) -> None:
 def test_a_forced_call_is_the_models_own(client: Any, ask: Ask, choice: Any) -> None:
     forced = ask(client, messages=said(q.WEATHER), tools=[TOOL], tool_choice=choice)
     own = ask(client, messages=said(q.WEATHER), tools=[TOOL])
-    assert calls_of(forced) == calls_of(own) == [q.WEATHER_CALL] and forced.usage.output_tokens == own.usage.output_tokens
+    assert (
+        calls_of(forced) == calls_of(own) == [q.WEATHER_CALL] and forced.usage.output_tokens == own.usage.output_tokens
+    )
 
 
 @ways
 def test_calls_side_by_side(client: Any, ask: Ask) -> None:
-    assert calls_of(ask(client, messages=said(q.TWO_CITIES), tools=[TOOL])) == [("get_weather", {"city": city}) for city in q.REPORTS]
+    assert calls_of(ask(client, messages=said(q.TWO_CITIES), tools=[TOOL])) == [
+        ("get_weather", {"city": city}) for city in q.REPORTS
+    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

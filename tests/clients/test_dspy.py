@@ -33,7 +33,8 @@ def test_a_question_is_answered(demo: Server, kind: str) -> None:
 
 
 def test_a_program_under_a_schema_fills_its_fields(demo: Server) -> None:
-    """Its adapter for JSON asks for a schema with the signature's fields: whatever a small model says, they are there and of their types."""
+    """Its adapter for JSON asks for a schema with the signature's fields: whatever a small model says, they are there
+    and of their types."""
     with dspy.context(lm=model(demo), adapter=dspy.JSONAdapter()):
         made = dspy.Predict("text: str -> name: str, age: int")(text="Henry is 64 years old.")
     assert isinstance(made.name, str) and isinstance(made.age, int)

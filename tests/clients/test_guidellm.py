@@ -36,7 +36,13 @@ def test_every_request_succeeds(demo: Server, tmp_path: Path, route: str, profil
         "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
         "output": f"kind=json,path={report}",
     }
-    command = [sys.executable, "-m", "guidellm", "run", *(word for name, value in options.items() for word in (f"--{name}", value))]
+    command = [
+        sys.executable,
+        "-m",
+        "guidellm",
+        "run",
+        *(word for name, value in options.items() for word in (f"--{name}", value)),
+    ]
     done = subprocess.run([*command, "--disable-console"], capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     (measured,) = json.loads(report.read_text())["benchmarks"]

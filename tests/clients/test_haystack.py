@@ -27,7 +27,9 @@ class Person(pydantic.BaseModel):  # type: ignore[misc]
 def generator(server: Server, kind: str, **fields: Any) -> Any:
     made = {"temperature": 0, **fields.pop("generation_kwargs", {})}
     key = secrets.Secret.from_token("none")
-    return getattr(generators, kind)(api_key=key, model="demo", api_base_url=f"{server.url}/v1", generation_kwargs=made, max_retries=0, **fields)
+    return getattr(generators, kind)(
+        api_key=key, model="demo", api_base_url=f"{server.url}/v1", generation_kwargs=made, max_retries=0, **fields
+    )
 
 
 def said(text: str) -> list[Any]:
@@ -38,7 +40,9 @@ def said(text: str) -> list[Any]:
 def test_a_chat_whole_and_streamed_is_one_answer(demo: Server, kind: str) -> None:
     pieces: list[str] = []
     whole = generator(demo, kind).run(said(q.CAPITAL))["replies"][0]
-    streamed = generator(demo, kind, streaming_callback=lambda chunk: pieces.append(chunk.content)).run(said(q.CAPITAL))["replies"][0]
+    streamed = generator(demo, kind, streaming_callback=lambda chunk: pieces.append(chunk.content)).run(
+        said(q.CAPITAL)
+    )["replies"][0]
     assert whole.text == streamed.text == "".join(pieces) == q.PARIS
 
 
@@ -55,5 +59,7 @@ def test_an_agent_calls_a_tool_uses_its_result_and_ends(demo: Server, kind: str,
 
 
 def test_an_object_is_what_the_model_says(demo: Server) -> None:
-    made = generator(demo, "OpenAIChatGenerator", generation_kwargs={"response_format": Person}).run(said(q.EXTRACT))["replies"][0]
+    made = generator(demo, "OpenAIChatGenerator", generation_kwargs={"response_format": Person}).run(said(q.EXTRACT))[
+        "replies"
+    ][0]
     assert Person.model_validate_json(made.text) == Person(**q.PERSON)

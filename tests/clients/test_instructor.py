@@ -1,4 +1,5 @@
-"""instructor in every mode that servers of OpenAI's and Anthropic's APIs are asked in: what is made is what was meant."""
+"""instructor in every mode that servers of OpenAI's and Anthropic's APIs are asked in: what is made is what was
+meant."""
 
 from __future__ import annotations
 
@@ -46,9 +47,13 @@ class Refused(Person):
 def made(server: Server, mode: str, **fields: Any) -> Any:
     kind = instructor.Mode[mode]
     if mode.startswith("ANTHROPIC"):
-        client = instructor.from_anthropic(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0), mode=kind)
+        client = instructor.from_anthropic(
+            anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0), mode=kind
+        )
         return client.create(model="demo", max_tokens=200, **SURE, **{"max_retries": 0, **fields})
-    client = instructor.from_openai(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0), mode=kind)
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0), mode=kind
+    )
     return client.create(model="demo", temperature=0, **{"max_retries": 0, **fields})
 
 
@@ -78,7 +83,9 @@ def test_a_streamed_object_grows_to_the_whole_one(demo: Server, mode: str) -> No
 
 @pytest.mark.parametrize("mode", ["PARALLEL_TOOLS", "ANTHROPIC_PARALLEL_TOOLS"])
 def test_calls_side_by_side(demo: Server, mode: str) -> None:
-    found = list(made(demo, mode, messages=[{"role": "user", "content": q.TWO_CITIES}], response_model=Iterable[Weather]))
+    found = list(
+        made(demo, mode, messages=[{"role": "user", "content": q.TWO_CITIES}], response_model=Iterable[Weather])
+    )
     assert [each.city for each in found] == list(q.REPORTS)
 
 

@@ -1,4 +1,5 @@
-"""LangChain against the real server: its OpenAI and its Anthropic side. What it makes of the wire is what an application sees."""
+"""LangChain against the real server: its OpenAI and its Anthropic side. What it makes of the wire is what an
+application sees."""
 
 from __future__ import annotations
 
@@ -16,8 +17,17 @@ openai: Any = pytest.importorskip("openai")
 
 ASK = "What does a mill do?"
 CALL = '<tool_call>\n{"name": "grind", "arguments": {"size": 3}}\n</tool_call>'
-SIZE = {"title": "Mill", "type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"], "additionalProperties": False}
-GRIND = {"type": "function", "function": {"name": "grind", "description": "Grinds.", "parameters": {**SIZE, "title": "grind"}}}
+SIZE = {
+    "title": "Mill",
+    "type": "object",
+    "properties": {"size": {"type": "integer"}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
+GRIND = {
+    "type": "function",
+    "function": {"name": "grind", "description": "Grinds.", "parameters": {**SIZE, "title": "grind"}},
+}
 
 
 def chat(server: Server, **fields: Any) -> Any:
@@ -68,8 +78,12 @@ def test_a_forced_tool_is_called_whole_and_streamed(demo: Server) -> None:
     whole = model.invoke(ASK)
     chunks = list(model.stream(ASK))
     added = sum(chunks[1:], chunks[0])
-    assert [call["name"] for call in whole.tool_calls] == ["grind"] and isinstance(whole.tool_calls[0]["args"]["size"], int)
-    assert [(call["name"], call["args"]) for call in added.tool_calls] == [(call["name"], call["args"]) for call in whole.tool_calls]
+    assert [call["name"] for call in whole.tool_calls] == ["grind"] and isinstance(
+        whole.tool_calls[0]["args"]["size"], int
+    )
+    assert [(call["name"], call["args"]) for call in added.tool_calls] == [
+        (call["name"], call["args"]) for call in whole.tool_calls
+    ]
 
 
 def test_a_call_of_the_models_own_goes_round(scripted: Server) -> None:
@@ -135,7 +149,9 @@ def test_a_message_whole_and_streamed_is_the_chats_answer(demo: Server) -> None:
 
 
 def test_a_forced_tool_use(demo: Server) -> None:
-    model = claude(demo, max_tokens=60, model_kwargs={"extra_body": {"temperature": 0}}).bind_tools([GRIND], tool_choice="grind")
+    model = claude(demo, max_tokens=60, model_kwargs={"extra_body": {"temperature": 0}}).bind_tools(
+        [GRIND], tool_choice="grind"
+    )
     whole, chunks = model.invoke(ASK), list(model.stream(ASK))
     added = sum(chunks[1:], chunks[0])
     assert whole.tool_calls[0]["name"] == "grind" and whole.tool_calls[0]["args"] == added.tool_calls[0]["args"]

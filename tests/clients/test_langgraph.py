@@ -1,4 +1,5 @@
-"""Loops of agents by LangGraph and by LangChain's `create_agent`: a tool is called, its result is used, and the loop ends."""
+"""Loops of agents by LangGraph and by LangChain's `create_agent`: a tool is called, its result is used, and the loop
+ends."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Person(pydantic.BaseModel):  # type: ignore[misc]
 def model(server: Server, kind: str) -> Any:
     common: dict[str, Any] = {"model": "demo", "temperature": 0, "api_key": "none", "max_retries": 0, "timeout": 60}
     if kind == "messages":
-        return lc_anthropic.ChatAnthropic(base_url=server.url, max_tokens=200, **{**common, "temperature": None}, model_kwargs=SURE)
+        return lc_anthropic.ChatAnthropic(
+            base_url=server.url, max_tokens=200, **{**common, "temperature": None}, model_kwargs=SURE
+        )
     return lc_openai.ChatOpenAI(base_url=f"{server.url}/v1", use_responses_api=kind == "responses", **common)
 
 
@@ -78,7 +81,9 @@ def test_a_graph_of_ones_own(demo: Server) -> None:
     builder.add_conditional_edges("model", prebuilt.tools_condition)
     builder.add_edge("tools", "model")
     messages = builder.compile().invoke({"messages": [("user", q.WEATHER)]})["messages"]
-    assert [message.type for message in messages] == ["human", "ai", "tool", "ai"] and messages[-1].content == q.WEATHER_ANSWER
+    assert [message.type for message in messages] == ["human", "ai", "tool", "ai"] and messages[
+        -1
+    ].content == q.WEATHER_ANSWER
 
 
 def test_the_server_keeps_the_conversation(demo: Server) -> None:

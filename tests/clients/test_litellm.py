@@ -1,4 +1,5 @@
-"""LiteLLM against the real server, as a provider of OpenAI's API and of Anthropic's: gateways put it before servers like this one."""
+"""LiteLLM against the real server, as a provider of OpenAI's API and of Anthropic's: gateways put it before servers
+like this one."""
 
 from __future__ import annotations
 
@@ -18,14 +19,27 @@ pytest.importorskip("mcp", reason=ABSENT)
 
 ASK = [{"role": "user", "content": "What does a mill do?"}]
 CALL = '<tool_call>\n{"name": "grind", "arguments": {"size": 3}}\n</tool_call>'
-SIZE = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"], "additionalProperties": False}
+SIZE = {
+    "type": "object",
+    "properties": {"size": {"type": "integer"}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
 GRIND = {"type": "function", "function": {"name": "grind", "description": "Grinds.", "parameters": SIZE}}
 FORCED = {"tools": [GRIND], "tool_choice": {"type": "function", "function": {"name": "grind"}}, "max_tokens": 60}
 
 
 def options(server: Server, provider: str = "openai", **fields: Any) -> dict[str, Any]:
     base = server.url if provider == "anthropic" else f"{server.url}/v1"
-    asked = {"messages": ASK, "temperature": 0, "max_tokens": 12, "num_retries": 0, "max_retries": 0, "timeout": 30, **fields}
+    asked = {
+        "messages": ASK,
+        "temperature": 0,
+        "max_tokens": 12,
+        "num_retries": 0,
+        "max_retries": 0,
+        "timeout": 30,
+        **fields,
+    }
     return {"model": f"{provider}/{asked.pop('model', 'demo')}", "api_base": base, "api_key": "unused", **asked}
 
 
@@ -44,12 +58,18 @@ def test_a_chat_whole_and_streamed_is_one_answer(demo: Server, provider: str) ->
     whole, built = ask(demo, provider), streamed(demo, provider)
     assert whole.choices[0].message.content == built.choices[0].message.content == ask(demo).choices[0].message.content
     assert whole.choices[0].finish_reason == built.choices[0].finish_reason == "length"
-    assert whole.usage.completion_tokens == built.usage.completion_tokens == 12 and whole.usage.prompt_tokens == built.usage.prompt_tokens
+    assert (
+        whole.usage.completion_tokens == built.usage.completion_tokens == 12
+        and whole.usage.prompt_tokens == built.usage.prompt_tokens
+    )
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_a_forced_tool_is_called_whole_and_streamed(demo: Server, provider: str) -> None:
-    calls = [answer.choices[0].message.tool_calls[0].function for answer in (ask(demo, provider, **FORCED), streamed(demo, provider, **FORCED))]
+    calls = [
+        answer.choices[0].message.tool_calls[0].function
+        for answer in (ask(demo, provider, **FORCED), streamed(demo, provider, **FORCED))
+    ]
     assert {call.name for call in calls} == {"grind"} and len({call.arguments for call in calls}) == 1
     assert isinstance(json.loads(calls[0].arguments)["size"], int)
 
@@ -59,13 +79,19 @@ def test_a_call_and_reasoning_of_the_models_own(scripted: Server) -> None:
     fields = {"messages": asked, "tools": [GRIND], "max_tokens": 200, "seed": SCRIPTED}
     for answer in (ask(scripted, **fields), streamed(scripted, **fields)):
         choice = answer.choices[0]
-        assert choice.message.content == "Let me see." and choice.message.reasoning_content == "hm" and choice.finish_reason == "tool_calls"
+        assert (
+            choice.message.content == "Let me see."
+            and choice.message.reasoning_content == "hm"
+            and choice.finish_reason == "tool_calls"
+        )
         assert json.loads(choice.message.tool_calls[0].function.arguments) == {"size": 3}
 
 
 def test_structured_output_stop_and_logprobs(demo: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "mill", "schema": SIZE, "strict": True}}
-    assert isinstance(json.loads(ask(demo, response_format=form, max_tokens=60).choices[0].message.content)["size"], int)
+    assert isinstance(
+        json.loads(ask(demo, response_format=form, max_tokens=60).choices[0].message.content)["size"], int
+    )
     text = ask(demo, max_tokens=24).choices[0].message.content
     stop = text[len(text) // 2 :][:4]
     assert ask(demo, max_tokens=24, stop=[stop]).choices[0].message.content == text[: text.index(stop)]
@@ -74,7 +100,13 @@ def test_structured_output_stop_and_logprobs(demo: Server) -> None:
 
 
 def test_text_completions_and_responses(demo: Server) -> None:
-    fields = {"model": "text-completion-openai/demo", "api_base": f"{demo.url}/v1", "api_key": "unused", "temperature": 0, "max_tokens": 8}
+    fields = {
+        "model": "text-completion-openai/demo",
+        "api_base": f"{demo.url}/v1",
+        "api_key": "unused",
+        "temperature": 0,
+        "max_tokens": 8,
+    }
     whole = litellm.text_completion(prompt="Once upon a time", **fields).choices[0].text
     chunks = litellm.text_completion(prompt="Once upon a time", stream=True, **fields)
     assert "".join(chunk.choices[0].text or "" for chunk in chunks if chunk.choices) == whole and whole

@@ -31,7 +31,14 @@ def get_weather(city: str) -> str:
 
 
 def model(server: Server, **fields: Any) -> Any:
-    options = {"temperature": 0, "context_window": 4096, "is_chat_model": True, "is_function_calling_model": True, "max_retries": 0, **fields}
+    options = {
+        "temperature": 0,
+        "context_window": 4096,
+        "is_chat_model": True,
+        "is_function_calling_model": True,
+        "max_retries": 0,
+        **fields,
+    }
     return openai_like.OpenAILike(model="demo", api_base=f"{server.url}/v1", api_key="none", **options)
 
 

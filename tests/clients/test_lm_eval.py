@@ -1,5 +1,5 @@
-"""lm-eval over the routes that it measures served models by: scored choices and generated answers. Its tasks are made here, of questions
-whose answers the bundled model has learnt, so that every score is known beforehand.
+"""lm-eval over the routes that it measures served models by: scored choices and generated answers. Its tasks are made
+here, of questions whose answers the bundled model has learnt, so that every score is known beforehand.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ PROMPT = "<|im_start|>user\\nWhat is the capital of {{country}}?<|im_end|>\\n<|i
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "capitals.jsonl"
-    data.write_text("".join(json.dumps({"country": country, "answer": city}) + "\n" for country, city in CAPITALS.items()))
+    data.write_text(
+        "".join(json.dumps({"country": country, "answer": city}) + "\n" for country, city in CAPITALS.items())
+    )
     (folder / "scored.yaml").write_text(SCORED.format(data=data, prompt=PROMPT))
     (folder / "generated.yaml").write_text(GENERATED.format(data=data))
     return folder
@@ -61,7 +63,18 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scores(out: Path, tasks: Path, task: str, model: str, arguments: str, *flags: str) -> dict[str, Any]:
     """Run as users run it."""
-    command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--model_args", f"model=demo,{arguments}", "--tasks", task]
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "run",
+        "--model",
+        model,
+        "--model_args",
+        f"model=demo,{arguments}",
+        "--tasks",
+        task,
+    ]
     run = [*command, "--include_path", str(tasks), "--output_path", str(out), "--log_samples", *flags]
     done = subprocess.run(run, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -72,7 +85,8 @@ def scores(out: Path, tasks: Path, task: str, model: str, arguments: str, *flags
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("tokenizer", [HERE, "tokenizer_backend=remote"], ids=["here", "remote"])
 def test_choices_are_scored(demo: Server, tasks: Path, tmp_path: Path, tokenizer: str) -> None:
-    """By the log-probabilities of the prompt (echo, no token of its own), with a tokenizer here and with the server's."""
+    """By the log-probabilities of the prompt (echo, no token of its own), with a tokenizer here and with the
+    server's."""
     where = f"base_url={demo.url}/v1/completions,{tokenizer},max_length=1024,num_concurrent=2"
     assert scores(tmp_path, tasks, "capitals_scored", "local-completions", where)["acc,none"] == 1.0
 
@@ -88,4 +102,9 @@ def test_chats_are_generated(demo: Server, tasks: Path, tmp_path: Path) -> None:
 def test_completions_are_generated_from_a_template(demo: Server, tasks: Path, tmp_path: Path) -> None:
     """Its tokenizer renders the conversation here, and sends token ids."""
     where = f"base_url={demo.url}/v1/completions,{HERE},max_length=1024"
-    assert scores(tmp_path, tasks, "capitals_generated", "local-completions", where, "--apply_chat_template")["exact_match,none"] == 1.0
+    assert (
+        scores(tmp_path, tasks, "capitals_generated", "local-completions", where, "--apply_chat_template")[
+            "exact_match,none"
+        ]
+        == 1.0
+    )

@@ -1,4 +1,5 @@
-"""openai for Python as applications use it: a loop of calls, parsed answers, both APIs. The wire itself: tests/server/test_openai_client.py."""
+"""openai for Python as applications use it: a loop of calls, parsed answers, both APIs. The wire itself:
+tests/server/test_openai_client.py."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def whole(client: Any, **fields: Any) -> Any:
 
 
 def streamed(client: Any, **fields: Any) -> Any:
-    with client.chat.completions.stream(model="demo", temperature=0, stream_options={"include_usage": True}, **fields) as stream:
+    with client.chat.completions.stream(
+        model="demo", temperature=0, stream_options={"include_usage": True}, **fields
+    ) as stream:
         return stream.get_final_completion()
 
 
@@ -93,7 +96,10 @@ def test_no_tool_where_none_may_be_called(client: Any, ask: Ask) -> None:
 def test_an_answer_under_a_schema_is_what_the_model_says_without(client: Any) -> None:
     free = whole(client, messages=said(q.EXTRACT))
     assert json.loads(free.choices[0].message.content) == q.PERSON
-    forms = [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "person", "schema": q.PERSON_SCHEMA, "strict": True}}]
+    forms = [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": q.PERSON_SCHEMA, "strict": True}},
+    ]
     for form in forms:
         held = whole(client, messages=said(q.EXTRACT), response_format=form)
         assert held.choices[0].message.content == free.choices[0].message.content
@@ -109,7 +115,13 @@ def test_parse_gives_an_object(client: Any) -> None:
 
 def test_parsed_tools(client: Any) -> None:
     tool = openai.pydantic_function_tool(Person, name="person", description="A person")
-    asked: Any = {"model": "demo", "temperature": 0, "messages": said("Henry is 64 years old."), "tools": [tool], "tool_choice": "required"}
+    asked: Any = {
+        "model": "demo",
+        "temperature": 0,
+        "messages": said("Henry is 64 years old."),
+        "tools": [tool],
+        "tool_choice": "required",
+    }
     called = client.chat.completions.parse(**asked).choices[0].message.tool_calls[0]
     assert called.function.parsed_arguments == Person(**q.PERSON)
 
@@ -151,4 +163,6 @@ def test_a_forced_call_of_a_response(client: Any, ask: Ask) -> None:
 
 
 def test_a_parsed_response(client: Any) -> None:
-    assert client.responses.parse(model="demo", temperature=0, input=q.EXTRACT, text_format=Person).output_parsed == Person(**q.PERSON)
+    assert client.responses.parse(
+        model="demo", temperature=0, input=q.EXTRACT, text_format=Person
+    ).output_parsed == Person(**q.PERSON)

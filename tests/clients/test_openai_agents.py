@@ -48,7 +48,11 @@ def agent(server: Server, kind: str, **fields: Any) -> Any:
 
 
 def calls_of(run: Any) -> list[tuple[str, Any]]:
-    return [(item.raw_item.name, json.loads(item.raw_item.arguments)) for item in run.new_items if item.type == "tool_call_item"]
+    return [
+        (item.raw_item.name, json.loads(item.raw_item.arguments))
+        for item in run.new_items
+        if item.type == "tool_call_item"
+    ]
 
 
 @apis
@@ -72,7 +76,9 @@ def test_a_streamed_run_is_the_whole_one(demo: Server, kind: str) -> None:
 
 @apis
 def test_a_forced_tool_ends_the_loop(demo: Server, kind: str) -> None:
-    maker = agent(demo, kind, tools=[get_weather], settings={"tool_choice": "required"}, tool_use_behavior="stop_on_first_tool")
+    maker = agent(
+        demo, kind, tools=[get_weather], settings={"tool_choice": "required"}, tool_use_behavior="stop_on_first_tool"
+    )
     run = agents.Runner.run_sync(maker, q.WEATHER)
     assert calls_of(run) == [q.WEATHER_CALL] and json.loads(run.final_output) == q.REPORTS["Rome"]
 

@@ -47,7 +47,11 @@ def test_calls_forced_and_of_the_models_own(shown: dict[str, Any]) -> None:
     forced = shown["forced"]
     assert forced["function"] == "grind" and forced["same"] and isinstance(json.loads(forced["arguments"])["size"], int)
     own = shown["own_call"]
-    assert own["shown"] == [["tool_calls", "Let me see.", '{"size": 3}']] * 2 and own["reasoning"] == "hm" and own["next"] == "Done."
+    assert (
+        own["shown"] == [["tool_calls", "Let me see.", '{"size": 3}']] * 2
+        and own["reasoning"] == "hm"
+        and own["next"] == "Done."
+    )
 
 
 def test_structured_output_logprobs_and_stop(shown: dict[str, Any]) -> None:
@@ -56,16 +60,25 @@ def test_structured_output_logprobs_and_stop(shown: dict[str, Any]) -> None:
 
 
 def test_the_other_routes(shown: dict[str, Any]) -> None:
-    assert shown["completions"]["same"] and shown["completions"]["text"] and shown["models"]["names"] == ["demo", "org/demo"]
+    assert (
+        shown["completions"]["same"]
+        and shown["completions"]["text"]
+        and shown["models"]["names"] == ["demo", "org/demo"]
+    )
     responses = shown["responses"]
-    assert responses["text"] == responses["streamed"] == responses["helper"] and responses["last"] == "response.incomplete"
+    assert (
+        responses["text"] == responses["streamed"] == responses["helper"] and responses["last"] == "response.incomplete"
+    )
 
 
 def test_errors_are_what_the_client_knows_them_by(shown: dict[str, Any]) -> None:
     errors = shown["errors"]
     assert (errors["param"]["name"], errors["param"]["param"]) == ("BadRequestError", "temperature")
     for each in (errors["long"], errors["long_stream"]):
-        assert (each["status"], each["code"]) == (400, "context_length_exceeded") and "maximum context length is 4096 tokens" in each["message"]
+        assert (each["status"], each["code"]) == (
+            400,
+            "context_length_exceeded",
+        ) and "maximum context length is 4096 tokens" in each["message"]
     assert (errors["model"]["name"], errors["model"]["code"]) == ("NotFoundError", "model_not_found")
     assert errors["embeddings"]["status"] == 404 and "embeddings" in errors["embeddings"]["message"]
 

@@ -17,15 +17,20 @@ from tests.support.serving import ROOT, Server
 PAGE = ROOT / "docs" / "clients.md"
 SECTIONS = dict(section.split("\n", 1) for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:])
 EXAMPLES = {
-    name: found.groups() for name, text in SECTIONS.items() if (found := re.search(r"^```(python|javascript)\n(.*?)^```$", text, re.S | re.M))
+    name: found.groups()
+    for name, text in SECTIONS.items()
+    if (found := re.search(r"^```(python|javascript)\n(.*?)^```$", text, re.S | re.M))
 }
 NODE = Path(os.environ.get("HEADRACE_TEST_NODE", Path(__file__).parent / "node"))
 
 
 def program(name: str, folder: Path) -> list[str]:
-    """What runs the example once it is written there, in whose folder Node looks for packages; skips where nothing can."""
+    """What runs the example once it is written there, in whose folder Node looks for packages; skips where nothing
+    can."""
     if EXAMPLES[name][0] == "javascript":
-        if shutil.which("node") is None or not all((NODE / "node_modules" / package).is_dir() for package in imports(name)):
+        if shutil.which("node") is None or not all(
+            (NODE / "node_modules" / package).is_dir() for package in imports(name)
+        ):
             pytest.skip(q.ABSENT)
         (folder / "node_modules").symlink_to(NODE / "node_modules")
         return ["node", str(folder / "example.mjs")]

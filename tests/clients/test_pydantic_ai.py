@@ -35,7 +35,9 @@ def agent(server: Server, kind: str, **fields: Any) -> Any:
         model = ai_anthropic.AnthropicModel("demo", provider=provider, profile=knows)
     else:
         provider = openai_provider.OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
-        model = {"chat": ai_openai.OpenAIChatModel, "responses": ai_openai.OpenAIResponsesModel}[kind]("demo", provider=provider)
+        model = {"chat": ai_openai.OpenAIChatModel, "responses": ai_openai.OpenAIResponsesModel}[kind](
+            "demo", provider=provider
+        )
     return ai.Agent(model, model_settings={"temperature": 0, "max_tokens": 200}, **{"retries": 0, **fields})
 
 
@@ -58,7 +60,9 @@ async def streamed(maker: Any, question: str) -> tuple[list[Any], Any]:
 def test_a_tool_is_called_and_its_result_is_used(demo: Server, kind: str) -> None:
     run = agent(demo, kind, tools=[get_weather]).run_sync(q.WEATHER)
     parts = [part for message in run.all_messages() for part in message.parts]
-    assert [(part.tool_name, part.args_as_dict()) for part in parts if part.part_kind == "tool-call"] == [q.WEATHER_CALL]
+    assert [(part.tool_name, part.args_as_dict()) for part in parts if part.part_kind == "tool-call"] == [
+        q.WEATHER_CALL
+    ]
     assert run.output == q.WEATHER_ANSWER and run.usage.requests == 2 and run.usage.output_tokens > 0
 
 

@@ -26,7 +26,8 @@ class Person(pydantic.BaseModel):  # type: ignore[misc]
 
 
 class Weather:
-    """The client joins the names of plug-in and function, and the model keeps to names like those it has learnt: both are `weather`."""
+    """The client joins the names of plug-in and function, and the model keeps to names like those it has learnt: both
+    are `weather`."""
 
     @sk_functions.kernel_function(name="weather", description="Get the current weather for a city")  # type: ignore[untyped-decorator]
     def get_weather(self, city: Annotated[str, "City name"]) -> str:
@@ -51,7 +52,10 @@ def settings(**fields: Any) -> Any:
 def test_a_chat_whole_and_streamed_is_one_answer(demo: Server) -> None:
     async def go() -> tuple[str, str]:
         whole = await service(demo).get_chat_message_content(history(q.CAPITAL), settings())
-        pieces = [str(piece) async for piece in service(demo).get_streaming_chat_message_content(history(q.CAPITAL), settings())]
+        pieces = [
+            str(piece)
+            async for piece in service(demo).get_streaming_chat_message_content(history(q.CAPITAL), settings())
+        ]
         return str(whole), "".join(pieces)
 
     assert asyncio.run(go()) == (q.PARIS, q.PARIS)
@@ -61,7 +65,9 @@ def test_an_agent_calls_a_tool_uses_its_result_and_ends(demo: Server) -> None:
     async def go() -> tuple[str, str]:
         arguments = sk_functions.KernelArguments(settings=settings())
         plugins = [sk_functions.KernelPlugin.from_object("weather", Weather())]
-        agent = sk_agents.ChatCompletionAgent(service=service(demo), name="assistant", plugins=plugins, arguments=arguments)
+        agent = sk_agents.ChatCompletionAgent(
+            service=service(demo), name="assistant", plugins=plugins, arguments=arguments
+        )
         whole = await agent.get_response(q.WEATHER)
         return str(whole), "".join([str(piece.message) async for piece in agent.invoke_stream(q.WEATHER)])
 

@@ -73,8 +73,12 @@ def test_compressed_weights_are_measured_in_bfloat16(config: EngineConfig) -> No
     found = native_library()
     if isinstance(found, Declined) or not found.library["headrace_has_compressed"]():
         pytest.skip("no C compiler, or no AVX-512 with BF16")
-    steps, prompts = ablate.measure("compressed_weights", replace(config, model=replace(config.model, dtype="bfloat16")), quick=True)
-    assert all("kernel packed_linear lossless" in ablate.render(each) and list(each.pairs()) for each in (steps, prompts))
+    steps, prompts = ablate.measure(
+        "compressed_weights", replace(config, model=replace(config.model, dtype="bfloat16")), quick=True
+    )
+    assert all(
+        "kernel packed_linear lossless" in ablate.render(each) and list(each.pairs()) for each in (steps, prompts)
+    )
 
 
 def test_off_is_really_off(measured: Callable[[str], list[Any]]) -> None:
@@ -87,16 +91,23 @@ def test_off_is_really_off(measured: Callable[[str], list[Any]]) -> None:
     assert off["running at once"] < on["running at once"]
 
 
-def test_the_command_writes_every_curve(config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_every_curve(
+    config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "out.json"
     assert ablate.run(Namespace(name="kv-caching", quick=True, output_json=path, plot=None), config) == 0
     (written,) = json.loads(path.read_text())["ablations"]
     assert [curve["mode"] for curve in written["curves"]] == ["off", "on"]
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("machine:", "limits:", "versions:", "quick form", "gain", "equal tokens on and off: 2 of 2"))
+    assert all(
+        word in printed
+        for word in ("machine:", "limits:", "versions:", "quick form", "gain", "equal tokens on and off: 2 of 2")
+    )
 
 
-def test_what_needs_a_gpu_says_so_and_is_left_out_of_all(config: EngineConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_needs_a_gpu_says_so_and_is_left_out_of_all(
+    config: EngineConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match=r"cuda_graphs needs a GPU, .* on cpu, .*CUDA device"):
         ablate.run(Namespace(name="cuda-graphs", quick=True, output_json=None, plot=None), config)
     assert "cuda_graphs" not in ablate._possible("cpu") and "cuda_graphs: missing" in capsys.readouterr().err

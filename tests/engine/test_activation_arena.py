@@ -1,4 +1,5 @@
-"""Steps whose results lie in the arena compute what they compute on torch's allocator, bit for bit, with everything dead overwritten."""
+"""Steps whose results lie in the arena compute what they compute on torch's allocator, bit for bit, with everything
+dead overwritten."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def served(executor: Executor, seed: int = 0) -> list[list[StepResult]]:
 
 
 def turn(executor: Executor, draw: random.Random, lengths: Sequence[int], chunk: int) -> list[StepResult]:
-    prompts = [Planned(row, [draw.randrange(256) for _ in range(length)], ASKED, seed=row) for row, length in enumerate(lengths)]
+    prompts = [
+        Planned(row, [draw.randrange(256) for _ in range(length)], ASKED, seed=row)
+        for row, length in enumerate(lengths)
+    ]
     return generate(executor, prompts, 4, chunk=chunk)
 
 
@@ -65,8 +69,12 @@ def test_every_family_computes_the_same(name: str, folders: dict[str, Path], poi
     assert (found.recorded, found.differed) == (2, 0) and found.planned > 20 and found.results > 5 * found.planned
 
 
-@pytest.mark.parametrize("device", [{"token_concatenation": False}, {"last_layer_pruning": False}, {"batch_invariant": True}, {"overlap": 1}])
-def test_every_way_to_take_a_step_computes_the_same(device: dict[str, Any], folders: dict[str, Path], poisoned: None) -> None:
+@pytest.mark.parametrize(
+    "device", [{"token_concatenation": False}, {"last_layer_pruning": False}, {"batch_invariant": True}, {"overlap": 1}]
+)
+def test_every_way_to_take_a_step_computes_the_same(
+    device: dict[str, Any], folders: dict[str, Path], poisoned: None
+) -> None:
     plain, planned = (worker_for(folders["gemma2"], device={**device, "activation_arena": on}) for on in (False, True))
     assert said(served(planned)) == said(served(plain))
     assert arena_of(planned).served.planned > 20
@@ -93,7 +101,8 @@ def _first(executor: Executor, length: int, params: SamplingParams = ASKED) -> S
 
 
 def test_a_wrong_lifetime_shows(folders: dict[str, Path], poisoned: None) -> None:
-    """Each that lasts beyond the next request, in turn, is made to end with it: what is read then is NaN, or another's."""
+    """Each that lasts beyond the next request, in turn, is made to end with it: what is read then is NaN, or
+    another's."""
     executor = worker_for(folders["llama"])
     expected = said([[_first(executor, 21)]])
     (trace,) = arena_of(executor)._kinds[((False, False), False, False, 0), False]._traces

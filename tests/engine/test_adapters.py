@@ -1,4 +1,5 @@
-"""Adapters side by side give what each gives alone: PEFT's golden answers, and models with the adapter merged into their weights."""
+"""Adapters side by side give what each gives alone: PEFT's golden answers, and models with the adapter merged into
+their weights."""
 
 from __future__ import annotations
 
@@ -53,13 +54,19 @@ def test_golden_answers_of_four_adapters_and_of_none_in_one_batch() -> None:
     with engine(shared("models", "demo"), lora_modules=modules, max_loras=4) as llm:
         found = answers(llm, [each["prompt_ids"] for _, each in asked], [lora for lora, _ in asked], params)
     for (lora, each), tokens in zip(asked, found, strict=True):
-        first = next((at for at, pair in enumerate(zip(tokens, each["greedy_ids"], strict=False)) if pair[0] != pair[1]), None)
+        first = next(
+            (at for at, pair in enumerate(zip(tokens, each["greedy_ids"], strict=False)) if pair[0] != pair[1]), None
+        )
         assert first is None or each["gaps"][first] < 1e-4, (lora, each["name"], first)
 
 
 CASES = {
     "llama": ("llama", adapters.LLAMA, {}),
-    "rslora, ranks of modules": ("llama", adapters.LLAMA, {"use_rslora": True, "rank": 8, "ranks": {"k_proj": 1, "mlp.down_proj": 16}}),
+    "rslora, ranks of modules": (
+        "llama",
+        adapters.LLAMA,
+        {"use_rslora": True, "rank": 8, "ranks": {"k_proj": 1, "mlp.down_proj": 16}},
+    ),
     "dora": ("qwen2", adapters.LLAMA, {"use_dora": True}),
     "embedding and head": ("llama", ("q_proj", "embed_tokens", "lm_head"), {}),
     "tied head, the embedding alone": ("qwen3", ("embed_tokens", "o_proj"), {}),
@@ -79,7 +86,9 @@ def test_an_adapter_is_its_model_with_the_weights_merged(case: str, tmp_path: Pa
     two = adapters.write(tmp_path / "two", model, targets=targets[:1], rank=2, seed=2)
     with engine(tmp_path / "base", lora_modules=[f"one={one}", f"two={two}"], max_num_batched_tokens=24) as llm:
         base = answers(llm, PROMPTS)
-        mixed = answers(llm, [*PROMPTS, *PROMPTS], [LoRARequest("one"), LoRARequest("two"), None, LoRARequest("one")] * 2)
+        mixed = answers(
+            llm, [*PROMPTS, *PROMPTS], [LoRARequest("one"), LoRARequest("two"), None, LoRARequest("one")] * 2
+        )
         whole = answers(llm, PROMPTS, LoRARequest("one"))
     adapters.merge(model, one)  # in place: a head that is tied no more stays as it was
     wanted = [_greedy(model, prompt) for prompt in PROMPTS]
@@ -167,10 +176,19 @@ def _crowd(llama: tuple[Any, Path]) -> list[list[int]]:
     """Answers of four adapters in turn behind one long beginning, over two slots, which they take from each other."""
     model, folder = llama
     for seed in range(4):
-        adapters.write(folder / "crowd" / f"c{seed}", model, targets=("q_proj", "v_proj", "down_proj"), rank=2 + seed, seed=seed, strength=0.6)
+        adapters.write(
+            folder / "crowd" / f"c{seed}",
+            model,
+            targets=("q_proj", "v_proj", "down_proj"),
+            rank=2 + seed,
+            seed=seed,
+            strength=0.6,
+        )
     prompts = [[*range(100, 150), 7 + index] for index in range(12)]
     asked = [LoRARequest(f"c{index % 4}") for index in range(12)]
-    with engine(folder / "base", lora_dir=str(folder / "crowd"), max_loras=2, max_num_seqs=4, max_num_batched_tokens=80) as llm:
+    with engine(
+        folder / "base", lora_dir=str(folder / "crowd"), max_loras=2, max_num_seqs=4, max_num_batched_tokens=80
+    ) as llm:
         return answers(llm, prompts, asked)
 
 
@@ -183,9 +201,15 @@ _bring, _claims, _find, _ensure, _scale, _rows_of = (
     AdapterSlots.bring, Residency.claims, PrefixTree.find_root, PrefixTree.ensure_root, peft._scale, Gather._adapters
 )  # fmt: skip
 DEFECTS: dict[str, dict[tuple[Any, str], Any]] = {
-    "brought into the slot beside its own": {(AdapterSlots, "bring"): lambda self, slot, adapter: _bring(self, (slot + 1) % 2, adapter)},
-    "rows have the slot of the row before": {(Gather, "_adapters"): lambda self, packing, slots: _rows_of(self, packing, np.roll(slots, 1))},
-    "scaled by a rank too many": {(peft, "_scale"): lambda folder, config, module, rank: _scale(folder, config, module, rank + 1)},
+    "brought into the slot beside its own": {
+        (AdapterSlots, "bring"): lambda self, slot, adapter: _bring(self, (slot + 1) % 2, adapter)
+    },
+    "rows have the slot of the row before": {
+        (Gather, "_adapters"): lambda self, packing, slots: _rows_of(self, packing, np.roll(slots, 1))
+    },
+    "scaled by a rank too many": {
+        (peft, "_scale"): lambda folder, config, module, rank: _scale(folder, config, module, rank + 1)
+    },
     "evicted while in use": {(Residency, "claims"): lambda self, running: _claims(self, ())},
     "prefixes of all adapters are one": {
         (PrefixTree, "find_root"): lambda self, salt, adapter: _find(self, salt, None),
@@ -202,7 +226,9 @@ def test_a_crowd_gets_what_each_gets_alone(llama: tuple[Any, Path], crowd: list[
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_planted_defect_is_found(defect: str, llama: tuple[Any, Path], crowd: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_defect_is_found(
+    defect: str, llama: tuple[Any, Path], crowd: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for (owner, name), replacement in DEFECTS[defect].items():
         monkeypatch.setattr(owner, name, replacement)
     assert _crowd(llama) != crowd

@@ -1,4 +1,5 @@
-"""What the host does before a batch's first step: little for each id, nothing for requests that step does not need, no collection."""
+"""What the host does before a batch's first step: little for each id, nothing for requests that step does not need, no
+collection."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ FOUR = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, detokenize
 
 
 def create(**keywords: Any) -> LLM:
-    return LLM(executor="keyed-hash", **{"max_model_len": 4096, "num_blocks": 4096, "overlap": 1, "max_num_batched_tokens": 64, **keywords})
+    return LLM(
+        executor="keyed-hash",
+        **{"max_model_len": 4096, "num_blocks": 4096, "overlap": 1, "max_num_batched_tokens": 64, **keywords},
+    )
 
 
 @pytest.fixture
@@ -33,7 +37,10 @@ def llm() -> Iterator[LLM]:
 
 
 def prompts(count: int, length: int) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": [(number * 31 + place * place) % 8000 for place in range(length)]} for number in range(count)]
+    return [
+        {"prompt_token_ids": [(number * 31 + place * place) % 8000 for place in range(length)]}
+        for number in range(count)
+    ]
 
 
 class AtFirstStep:
@@ -89,9 +96,17 @@ def test_the_first_step_begins_when_its_tokens_are_there(llm: LLM, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"overlap": 0}, {"scheduling_policy": "priority"}, {"technique": {"continuous_batching": False}}, {"max_num_batched_tokens": 4096}]
+    "keywords",
+    [
+        {"overlap": 0},
+        {"scheduling_policy": "priority"},
+        {"technique": {"continuous_batching": False}},
+        {"max_num_batched_tokens": 4096},
+    ],
 )
-def test_where_the_first_step_depends_on_all_it_waits_for_all(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_first_step_depends_on_all_it_waits_for_all(
+    keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with create(**keywords) as llm:
         seen = AtFirstStep(monkeypatch, lambda: llm._outputs.num_live)
         llm.generate(prompts(40, 32), FOUR, use_tqdm=False)
@@ -123,7 +138,8 @@ def test_collections_of_their_own_accord_wait_for_a_call(llm: LLM, monkeypatch: 
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_what_a_call_leaves_behind_begins_no_collection_of_everything(ours: bool) -> None:
-    """A collection of everything is due, and much has been made: the first few objects made afterwards must not pay for it. (Without us they do.)"""
+    """A collection of everything is due, and much has been made: the first few objects made afterwards must not pay for
+    it. (Without us they do.)"""
     if not ours and sys.version_info >= (3, 14):
         pytest.skip("collections of everything come piece by piece there")
     generations: list[int] = []
@@ -203,7 +219,9 @@ def test_an_answer_shows_the_ids_that_were_given(llm: LLM) -> None:
 def test_the_longest_answers_begin_first_and_results_come_as_asked() -> None:
     """Of one call: what is submitted by itself goes in turn. ``n`` answers of one request begin together."""
     lengths = [3, 9, 3, 30, 9, 17]
-    params = [SamplingParams(max_tokens=length, n=1 + (length == 17), seed=length, ignore_eos=True) for length in lengths]
+    params = [
+        SamplingParams(max_tokens=length, n=1 + (length == 17), seed=length, ignore_eos=True) for length in lengths
+    ]
     answers = []
     for on in (True, False):
         with create(max_num_seqs=2, technique={"longest_first": on}) as llm:
@@ -214,7 +232,9 @@ def test_the_longest_answers_begin_first_and_results_come_as_asked() -> None:
             while not all(each.finished for each in waiting):
                 llm.turn()
             alone = [each.output().metrics for each in waiting]
-            assert [times.first_scheduled for times in alone if times] == sorted(times.first_scheduled or 0.0 for times in alone if times)
+            assert [times.first_scheduled for times in alone if times] == sorted(
+                times.first_scheduled or 0.0 for times in alone if times
+            )
         answers.append([[each.token_ids for each in output.outputs] for output in outputs])
         assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
     assert answers[0] == answers[1]

@@ -1,6 +1,8 @@
-"""``--batch-invariant``: tokens and logprobs have the same bits alone and among 64 others and more, whatever happens to the batch.
+"""``--batch-invariant``: tokens and logprobs have the same bits alone and among 64 others and more, whatever happens to
+the batch.
 
-That the others were there is read from the StepPlans; that prompts were cut, found in the cache or computed again, from those too.
+That the others were there is read from the StepPlans; that prompts were cut, found in the cache or computed again, from
+those too.
 """
 
 from __future__ import annotations
@@ -28,12 +30,22 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    native("linear", batch_invariant=True, dtype=torch.float32, in_features=64, out_features=64)  # skips where it cannot be built
+    native(
+        "linear", batch_invariant=True, dtype=torch.float32, in_features=64, out_features=64
+    )  # skips where it cannot be built
     return str(tiny.save(request.param, tmp_path_factory.mktemp(request.param), **MODELS[request.param]))
 
 
 def engine(model: str, dtype: str, **keywords: Any) -> LLM:
-    common = {"device": "cpu", "threads": 2, "max_model_len": 240, "block_size": 16, "num_blocks": 1600, "max_num_seqs": 80, "overlap": 0}
+    common = {
+        "device": "cpu",
+        "threads": 2,
+        "max_model_len": 240,
+        "block_size": 16,
+        "num_blocks": 1600,
+        "max_num_seqs": 80,
+        "overlap": 0,
+    }
     return LLM(model, dtype=dtype, **{**common, "batch_invariant": True, **keywords})
 
 
@@ -58,7 +70,9 @@ def test_answers_that_were_preempted_have_the_same_bits(model: str) -> None:
     rng, dtype = random.Random(12), "bfloat16"
     others = crowd.draw_crowd(rng, VOCAB, OTHERS + 6, longest=40, trunk=TRUNK)
     subjects = crowd.draw_subjects(rng, VOCAB, trunk=TRUNK, long=60, max_tokens=60)
-    with engine(model, dtype, max_num_batched_tokens=512, block_size=32) as llm:  # KV is cut at other places in memory, too
+    with engine(
+        model, dtype, max_num_batched_tokens=512, block_size=32
+    ) as llm:  # KV is cut at other places in memory, too
         alone = crowd.answers_alone(llm, subjects)
     with engine(model, dtype, max_num_batched_tokens=160, num_blocks=430, overlap=1) as llm:
         among, company = crowd.answers_among(llm, others, subjects)

@@ -35,11 +35,35 @@ def figures(tmp_path: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-ENGINE = ("--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory", "16MiB", "--threads", "1", "--device", "cpu")
+ENGINE = (
+    "--load-format",
+    "dummy",
+    "--dtype",
+    "float32",
+    "--kv-cache-memory",
+    "16MiB",
+    "--threads",
+    "1",
+    "--device",
+    "cpu",
+)
 
 
 def test_throughput_counts_every_token(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures(tmp_path, "throughput", model, *ENGINE, "--num-prompts", "5", "--input-len", "20", "--output-len", "6", "--repeats", "1")
+    found = figures(
+        tmp_path,
+        "throughput",
+        model,
+        *ENGINE,
+        "--num-prompts",
+        "5",
+        "--input-len",
+        "20",
+        "--output-len",
+        "6",
+        "--repeats",
+        "1",
+    )
     assert (found["num_requests"], found["total_num_tokens"]) == (5, 5 * 26)
     assert found["tokens_per_second"] == pytest.approx(130 / found["elapsed_time"])
     assert found["output_tokens_per_second"] == pytest.approx(30 / found["elapsed_time"])
@@ -47,7 +71,18 @@ def test_throughput_counts_every_token(model: str, tmp_path: Path, capsys: pytes
 
 
 def test_latency_shows_steps_beside_their_floor(model: str, tmp_path: Path) -> None:
-    words = ("--batch-size", "3", "--input-len", "20", "--output-len", "6", "--num-iters", "2", "--num-iters-warmup", "1")
+    words = (
+        "--batch-size",
+        "3",
+        "--input-len",
+        "20",
+        "--output-len",
+        "6",
+        "--num-iters",
+        "2",
+        "--num-iters-warmup",
+        "1",
+    )
     found = figures(tmp_path, "latency", model, *ENGINE, *words)
     assert len(found["latencies"]) == 2 and found["avg_latency"] == pytest.approx(sum(found["latencies"]) / 2)
     decode, prefill = found["steps"]
@@ -57,37 +92,76 @@ def test_latency_shows_steps_beside_their_floor(model: str, tmp_path: Path) -> N
         assert step["floor ms"] > 0 and step["fraction"] > 0
 
 
-def test_adapters_are_asked_for_by_popularity_beside_the_base(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_are_asked_for_by_popularity_beside_the_base(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = ("--num-prompts", "5", "--input-len", "9", "--output-len", "4", "--repeats", "2")
     made = ("--num-adapters", "4", "--ranks", "2", "20", "--targets", "q_proj", "down_proj")
     popularities = ("--popularity", "distinct", "uniform", "skewed", "identical", "apart")
     found = figures(tmp_path, "lora", model, *ENGINE, *sizes, *made, *popularities)["popularities"]
     counts = {name: each["adapters"] for name, each in found.items() if name != "skewed"}
     assert counts == {"base": 0, "distinct": 4, "uniform": 3, "identical": 1, "apart": 4}
-    assert all(len(each["runs"]) == 2 and each["of_base"] > 0 for each in found.values()) and found["base"]["of_base"] == 1
+    assert (
+        all(len(each["runs"]) == 2 and each["of_base"] > 0 for each in found.values()) and found["base"]["of_base"] == 1
+    )
     assert "slots of rank 20" in capsys.readouterr().out
     assert run("lora", model, *ENGINE, *sizes, "--targets", "k_proj", "gates") == 2
     assert "gates, which the model does not have" in capsys.readouterr().err
 
 
-def test_the_table_runs_each_model_in_its_own_process(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_runs_each_model_in_its_own_process(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "table.md"
-    words = ("--model", model, "--rows", "decode-8", "prefill-16x2048", "mixed", "--scale", "0.01", "--repeats", "2", "--markdown", str(page))
+    words = (
+        "--model",
+        model,
+        "--rows",
+        "decode-8",
+        "prefill-16x2048",
+        "mixed",
+        "--scale",
+        "0.01",
+        "--repeats",
+        "2",
+        "--markdown",
+        str(page),
+    )
     found = figures(tmp_path, "table", *words, "--", *ENGINE)
     (made,) = found["models"]
-    assert [(row["row"], len(row["values"]), row["problem"]) for row in made["rows"]] == [(name, 2, None) for name in words[3:6]]
+    assert [(row["row"], len(row["values"]), row["problem"]) for row in made["rows"]] == [
+        (name, 2, None) for name in words[3:6]
+    ]
     assert made["rows"][0]["host_ms"] > 0 and made["limits"]["read_bandwidth"] > 0 and made["kernels"]
     text = capsys.readouterr().out
     assert "not comparable with vLLM" in text and "decode-1, decode-32" in text and "strict kernels" in text
     assert page.read_text().count("| missing |") == 9
 
     merged = tmp_path / "merged.md"
-    assert run("table", "--merge", str(tmp_path / "out.json"), str(tmp_path / "out.json"), "--markdown", str(merged)) == 0
+    assert (
+        run("table", "--merge", str(tmp_path / "out.json"), str(tmp_path / "out.json"), "--markdown", str(merged)) == 0
+    )
     assert merged.read_text() == page.read_text(), "one model, one table"
 
 
-def test_a_row_that_cannot_run_is_missing_and_fails_the_table(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", model, "--rows", "decode-1", "prefill-1x8192", "--scale", "0.02", "--repeats", "1", "--", *ENGINE, "--max-model-len", "64")
+def test_a_row_that_cannot_run_is_missing_and_fails_the_table(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--model",
+        model,
+        "--rows",
+        "decode-1",
+        "prefill-1x8192",
+        "--scale",
+        "0.02",
+        "--repeats",
+        "1",
+        "--",
+        *ENGINE,
+        "--max-model-len",
+        "64",
+    )
     assert run("table", *words) == 1
     text = capsys.readouterr().out
     assert "missing: prefill-1x8192 (" in text and "maximum context length is 64" in text
@@ -95,7 +169,19 @@ def test_a_row_that_cannot_run_is_missing_and_fails_the_table(model: str, tmp_pa
 
 def test_the_profile_of_an_engine_is_one_page(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "profile.md"
-    words = ("--model", model, "--scale", "0.02", "--repeats", "1", "--skip-start", "--markdown", str(page), "--", *ENGINE)
+    words = (
+        "--model",
+        model,
+        "--scale",
+        "0.02",
+        "--repeats",
+        "1",
+        "--skip-start",
+        "--markdown",
+        str(page),
+        "--",
+        *ENGINE,
+    )
     (made,) = figures(tmp_path, "profile", *words)["models"]
     assert [row["row"] for row in made["timed"]] == ["decode-1", "decode-256", "prefill-1x2048"]
     assert [step["step"] for step in made["steps"]] == ["decode, batch 1", "decode, batch 5"]
@@ -113,7 +199,8 @@ def test_the_control_plane_is_measured_without_torch(tmp_path: Path) -> None:
 
 @pytest.fixture
 def only_headrace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children find bytecode of what is imported here, where they find any at all; compiling torch's sources takes seconds."""
+    """Children find bytecode of what is imported here, where they find any at all; compiling torch's sources takes
+    seconds."""
     monkeypatch.setattr(startup, "_IMPORTED", ("headrace.bench.startup_child", "headrace.engine.llm"))
 
 
@@ -123,7 +210,10 @@ def test_a_start_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = figures(tmp_path, "startup", "--repeats", "1", "--", "--executor", "keyed-hash")["seconds"]
     assert found["serve: ready"] > 0 and found["headrace --help"] > 0
     for kind in ("empty caches", "in one process"):
-        parts = [found[f"{kind}: {name}"] for name in ("interpreter", "import headrace", "import the engine", "load the model")]
+        parts = [
+            found[f"{kind}: {name}"]
+            for name in ("interpreter", "import headrace", "import the engine", "load the model")
+        ]
         assert all(part > 0 for part in parts) and f"{kind}: import torch" not in found  # this executor has none
         ready = found.get(f"{kind}: ready")  # steps of microseconds may never stay within half of their median
         assert ready is None or ready >= sum(parts) - 1e-6
@@ -142,7 +232,9 @@ def test_a_start_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (("startup", "--", "/no/such/model"), 1, "did not start"),
     ],
 )
-def test_mistakes_are_one_line(words: tuple[str, ...], status: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    words: tuple[str, ...], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*words) == status
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
@@ -157,9 +249,17 @@ def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{'headrace bench' if name in BENCHMARKS else 'python -m lab'} {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "kept"), [(("throughput", "--num-prompts", "3", "--repeats", "4"), 2), (("latency", "--num-iters", "4"), 2)])
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [(("throughput", "--num-prompts", "3", "--repeats", "4"), 2), (("latency", "--num-iters", "4"), 2)],
+)
 def test_ctrl_c_leaves_the_figures_of_what_was_timed(
-    words: tuple[str, ...], kept: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    kept: int,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     timed, calls = offline._timed, iter(range(100))
     before = 0 if words[0] == "throughput" else 1

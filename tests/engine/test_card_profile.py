@@ -19,7 +19,9 @@ CARD = DeviceIdentity(kind="cuda", name="Some Card", threads=0, features=("sm_90
 LIMITS = Limits(4.5e12, 4.28e12, {"bfloat16": 795e12, "float16": 790e12, "float32": 5e13})
 
 
-def measure(monkeypatch: pytest.MonkeyPatch, reads: tuple[float, ...] = (4.4e12, 4.5e12, 4.6e12), others: int = 0) -> None:
+def measure(
+    monkeypatch: pytest.MonkeyPatch, reads: tuple[float, ...] = (4.4e12, 4.5e12, 4.6e12), others: int = 0
+) -> None:
     """What is found on the card when it is measured."""
     played: dict[str, Callable[..., Any]] = {
         "_emptied": nullcontext,
@@ -48,9 +50,16 @@ def test_a_measured_card_is_kept_and_found_again() -> None:
     save_profile(measured)
     assert find_profile(CARD) == measured
     found, decision = profile.resolve_profile("cuda")
-    assert found == measured and decision.value == "4.50 TB/s, 795.0 TFLOP/s bfloat16" and "threads" not in decision.reason
+    assert (
+        found == measured and decision.value == "4.50 TB/s, 795.0 TFLOP/s bfloat16" and "threads" not in decision.reason
+    )
     assert (measured.launch_overhead, measured.graph_kernel, measured.graph_gap) == (4e-6, 2e-6, 1.3e-6)
-    assert measured.spread == pytest.approx(0.2 / 4.6) and "4.60 TB/s" in lines[0] and "660.0 TFLOP/s" in lines[1] and "1.30 µs" in lines[2]
+    assert (
+        measured.spread == pytest.approx(0.2 / 4.6)
+        and "4.60 TB/s" in lines[0]
+        and "660.0 TFLOP/s" in lines[1]
+        and "1.30 µs" in lines[2]
+    )
 
 
 def test_another_size_of_the_same_card_is_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +83,12 @@ def test_what_others_hold_of_the_card_is_noted(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_card_that_was_never_measured_is_estimated() -> None:
     found, decision = profile.resolve_profile("cuda")
-    assert found is not None and found.source == "estimated" and found.identity == CARD and "doctor --profile" in decision.reason
+    assert (
+        found is not None
+        and found.source == "estimated"
+        and found.identity == CARD
+        and "doctor --profile" in decision.reason
+    )
 
 
 def test_a_full_card_does_not_stop_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,5 +111,8 @@ def test_a_full_card_does_not_silence_doctor(monkeypatch: pytest.MonkeyPatch) ->
 def test_doctor_shows_a_cards_profile_in_its_own_words() -> None:
     facts = doctor._profile_facts(profile.measure_profile(device="cuda"))
     assert "Some Card (sm_90, 132 SMs, 140 GiB)" in facts["measured"] and "threads" not in facts["measured"]
-    assert facts["matrix product, float32"] == "50.0 TFLOP/s" and facts["... bfloat16, held for a second"] == "660.0 TFLOP/s"
+    assert (
+        facts["matrix product, float32"] == "50.0 TFLOP/s"
+        and facts["... bfloat16, held for a second"] == "660.0 TFLOP/s"
+    )
     assert facts["small operator"] == "4.0 µs to launch; in a CUDA graph 2.00 µs, of which 1.30 µs between two kernels"

@@ -1,4 +1,5 @@
-"""Decode graphs without a GPU: captured steps are recorded torch operations (support/recorded_graphs.py). Graph = eager, in any order of rows.
+"""Decode graphs without a GPU: captured steps are recorded torch operations (support/recorded_graphs.py). Graph =
+eager, in any order of rows.
 
 The decoder's answers hang on every slot, length and row it sees, so what a replay finds stale shows as another token.
 """
@@ -38,7 +39,16 @@ from headrace.worker.sampler import Draw
 from tests.support import hash_engine
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take
 from tests.support.kernel_cases import called
-from tests.support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, failing, info_of, recorded_executor, without_a_gpu
+from tests.support.recorded_graphs import (
+    VOCAB,
+    RecordableKernels,
+    RecordedGraph,
+    SlotDecoder,
+    failing,
+    info_of,
+    recorded_executor,
+    without_a_gpu,
+)
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
 WARM = SamplingParams(temperature=1.2)
@@ -53,7 +63,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def sequences(count: int, seed: int, params: tuple[SamplingParams, ...] = (GREEDY,)) -> list[Planned]:
     draw = random.Random(seed)
     return [
-        Planned(row, [draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))], params[row % len(params)], seed=100 + row) for row in range(count)
+        Planned(
+            row, [draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))], params[row % len(params)], seed=100 + row
+        )
+        for row in range(count)
     ]
 
 
@@ -92,7 +105,9 @@ def wander(executor: Executor, params: tuple[SamplingParams, ...] = (GREEDY,), *
 
 
 @pytest.mark.parametrize(
-    "params", [(GREEDY,), (WARM,), (GREEDY, SAMPLED, WARM), (GREEDY, SAMPLED, PENALISED)], ids=["greedy", "random", "drawn", "mixed"]
+    "params",
+    [(GREEDY,), (WARM,), (GREEDY, SAMPLED, WARM), (GREEDY, SAMPLED, PENALISED)],
+    ids=["greedy", "random", "drawn", "mixed"],
 )
 def test_graphs_give_what_eager_steps_give(params: tuple[SamplingParams, ...]) -> None:
     with recorded_executor(graphed=True) as (executor, runner, _):
@@ -115,7 +130,10 @@ def test_decode_steps_are_replayed_and_others_are_not(monkeypatch: pytest.Monkey
         real = getattr(DecodeGraphs, name)
         monkeypatch.setattr(DecodeGraphs, name, noted(replays, name, real))
     with recorded_executor(graphed=True) as (executor, _, decoder):
-        planner, (plain, warm, counted, third) = Planner(executor.info.kv_groups), sequences(4, 5, (GREEDY, SAMPLED, PENALISED, GREEDY))
+        planner, (plain, warm, counted, third) = (
+            Planner(executor.info.kv_groups),
+            sequences(4, 5, (GREEDY, SAMPLED, PENALISED, GREEDY)),
+        )
         prefill(executor, planner, [plain, warm, counted])
         replays.clear()
         decoder.fault = RuntimeError("decoding must not call the decoder")
@@ -146,12 +164,16 @@ def test_a_greedy_step_is_one_graph_where_its_forward_pass_is_brief(monkeypatch:
             replays.clear()
             decode(executor, planner, some)
             counts.append(len(replays))
-    assert counts == [1, 1, 2, 2, 1, 2, 2, 1], "one with penalties is left to the sampler, its forward pass alone is a graph"
+    assert counts == [1, 1, 2, 2, 1, 2, 2, 1], (
+        "one with penalties is left to the sampler, its forward pass alone is a graph"
+    )
     found = [plain, other, warm, counted, late]
     assert [each.output for each in found] == alone(found)
 
 
-def test_rows_that_share_enough_have_a_graph_that_looks_for_it_from_the_first_such_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_share_enough_have_a_graph_that_looks_for_it_from_the_first_such_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which one computes is seen by what the decoder was told when it was captured."""
     told: list[int | None] = []
     real = SlotDecoder.forward
@@ -175,7 +197,9 @@ def test_rows_that_share_enough_have_a_graph_that_looks_for_it_from_the_first_su
         assert told == [None], "captured once, and only where the decoder asks for it"
 
 
-def test_where_that_graph_cannot_be_captured_each_row_reads_its_own_keys(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_that_graph_cannot_be_captured_each_row_reads_its_own_keys(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(self: DecodeGraphs, *_: Any, **__: Any) -> RecordedGraph:
         raise RuntimeError("CUDA error: out of memory")
 
@@ -187,7 +211,9 @@ def test_where_that_graph_cannot_be_captured_each_row_reads_its_own_keys(monkeyp
 
 
 @pytest.mark.parametrize("head_touched", [False, True])
-def test_steps_with_adapters_have_graphs_that_hold_for_any_rows(head_touched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_adapters_have_graphs_that_hold_for_any_rows(
+    head_touched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each row's slot is read where the row is. Where adapters change the head, tokens are drawn eagerly."""
     stand_in: Any = SimpleNamespace(slots=SimpleNamespace(head_touched=head_touched), close=lambda: None)
     found, replays = [], []
@@ -195,7 +221,11 @@ def test_steps_with_adapters_have_graphs_that_hold_for_any_rows(head_touched: bo
         with recorded_executor(graphed=graphed, adapters=stand_in) as (executor, runner, _):
             if graphed:
                 monkeypatch.setattr(DecodeGraphs, "draw", noted(replays, "draw", DecodeGraphs.draw))
-            running, planner, draw = sequences(8, 1, (GREEDY, SAMPLED)), Planner(executor.info.kv_groups), random.Random(2)
+            running, planner, draw = (
+                sequences(8, 1, (GREEDY, SAMPLED)),
+                Planner(executor.info.kv_groups),
+                random.Random(2),
+            )
             for each, slot in zip(running, (NO_SLOT, 0, 1, 0, 2, NO_SLOT, 1, 0), strict=True):
                 each.adapter_slot = slot
             prefill(executor, planner, running)
@@ -231,7 +261,8 @@ def test_slots_as_they_were_at_the_capture_are_found(monkeypatch: pytest.MonkeyP
 
 
 def test_a_chunk_of_one_prompt_token_samples_nothing_where_nothing_is_asked_for() -> None:
-    """One token of a longer prompt is a step a graph computes, but no token may be picked for it or written into its row."""
+    """One token of a longer prompt is a step a graph computes, but no token may be picked for it or written into its
+    row."""
     with recorded_executor(graphed=True) as (executor, runner, _):
         planner, one = Planner(executor.info.kv_groups), Planned(3, [5, 6, 7, 8], GREEDY)
         planner.add(one)
@@ -325,8 +356,12 @@ def test_reading_the_device_during_a_capture_is_refused() -> None:
             pass
 
 
-@pytest.mark.parametrize(("most", "largest"), [(1, 1), (3, 4), (4, 4), (5, 8), (64, 64), (65, 72), (256, 256), (257, 288), (1000, 1024)])
-def test_buckets_reach_what_is_asked_and_pad_by_no_more_than_an_eighth_of_a_large_batch(most: int, largest: int) -> None:
+@pytest.mark.parametrize(
+    ("most", "largest"), [(1, 1), (3, 4), (4, 4), (5, 8), (64, 64), (65, 72), (256, 256), (257, 288), (1000, 1024)]
+)
+def test_buckets_reach_what_is_asked_and_pad_by_no_more_than_an_eighth_of_a_large_batch(
+    most: int, largest: int
+) -> None:
     sizes = buckets_up_to(most)
     assert sizes[-1] == largest and sizes == tuple(sorted(set(sizes))) and sizes[0] == 1
     for count in range(1, most + 1):
@@ -335,7 +370,8 @@ def test_buckets_reach_what_is_asked_and_pad_by_no_more_than_an_eighth_of_a_larg
 
 
 def masked_run(*, graphed: bool, max_logits_rows: int) -> list[list[int]]:
-    """Five rows decode together; rows 1 and 4 may take tokens of certain remainders alone, by masks that come once the forward pass is queued."""
+    """Five rows decode together; rows 1 and 4 may take tokens of certain remainders alone, by masks that come once the
+    forward pass is queued."""
     choice = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputs(choice=("any",)))
     with recorded_executor(graphed=graphed, max_logits_rows=max_logits_rows) as (executor, _, _):
         planner, running = Planner(executor.info.kv_groups), sequences(5, 8, (SAMPLED, choice, WARM))
@@ -356,11 +392,17 @@ def test_masks_hold_in_steps_that_graphs_compute(max_logits_rows: int) -> None:
 
 
 def test_graphs_keep_to_the_budget_of_logits() -> None:
-    """More rows than --max-logits-rows are computed by a graph and sampled in pieces; fewer are drawn by graphs as ever."""
+    """More rows than --max-logits-rows are computed by a graph and sampled in pieces; fewer are drawn by graphs as
+    ever."""
     with recorded_executor(graphed=True, max_logits_rows=4) as (executor, runner, decoder):
         found = wander(executor, (GREEDY, SAMPLED, WARM))
         assert decoder.most_logits == 4
-        assert runner.graphs is not None and [runner.graphs.draws(count) for count in (1, 4, 5, 8)] == [True, True, False, False]
+        assert runner.graphs is not None and [runner.graphs.draws(count) for count in (1, 4, 5, 8)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
     assert [each.output for each in found] == alone(found)
 
 
@@ -378,7 +420,9 @@ def test_what_broke_a_capture_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -
         pass
 
 
-def test_a_kernel_that_gives_way_in_a_capture_costs_the_graphs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_gives_way_in_a_capture_costs_the_graphs_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In the third bucket, to a twin that looks at the device; an error of any other origin ends the start."""
     real, calls = SlotDecoder.forward, itertools.count()
 
@@ -419,7 +463,9 @@ def test_twins_that_graphs_may_hold_do_not_look_at_the_device() -> None:
         "activation": lambda run: run(x, Activation.GELU),
         "gated_activation": lambda run: run(logits, Activation.SILU),
         "greedy_tokens": lambda run: run(logits),
-        "gather_inputs": lambda run: run(torch.zeros(2, 8, dtype=torch.int32), few[:, None], few, few, few, few + 1, 4, 1),
+        "gather_inputs": lambda run: run(
+            torch.zeros(2, 8, dtype=torch.int32), few[:, None], few, few, few, few + 1, 4, 1
+        ),
         "store_tokens": lambda run: run(torch.zeros(2, 8, dtype=torch.int32), few, few + 1, whole, heat),
         "pick_tokens": lambda run: run(logits, logits.amax(-1), heat, filters, whole, whole),
     }
@@ -437,8 +483,11 @@ def test_twins_that_graphs_may_hold_do_not_look_at_the_device() -> None:
 # --- the whole control plane over graphs ------------------------------------------------------------------------------
 
 
-def serve(depth: int, *, graphed: bool, seed: int, fault: float = 0.0) -> tuple[hash_engine.Answers, set[int], list[Any]]:
-    """Forty requests in random order through a cache that is too small for them; some leave. Returns answers, who left, the requests."""
+def serve(
+    depth: int, *, graphed: bool, seed: int, fault: float = 0.0
+) -> tuple[hash_engine.Answers, set[int], list[Any]]:
+    """Forty requests in random order through a cache that is too small for them; some leave. Returns answers, who left,
+    the requests."""
     draw, answers = random.Random(seed), hash_engine.Answers()
     asked: list[Any] = []
     gone: set[int] = set()
@@ -454,7 +503,13 @@ def serve(depth: int, *, graphed: bool, seed: int, fault: float = 0.0) -> tuple[
         runner._forward = forward  # type: ignore[method-assign]
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
         core = EngineCore(
-            executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=VirtualClock(), depth=depth
+            executor,
+            scheduler=config,
+            cache=CacheConfig(),
+            eos_token_ids=frozenset(),
+            namespace=b"",
+            clock=VirtualClock(),
+            depth=depth,
         )
         for turn in range(4000):
             if len(asked) < 40 and draw.random() < 0.5:
@@ -474,7 +529,9 @@ def request_of(draw: random.Random, number: int) -> Any:
     trunk = [7] * draw.choice((0, 4, 9))
     warm = {"temperature": draw.choice((0.0, 0.0, 0.0, 0.9))}
     prompt = trunk + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
-    return hash_engine.request(number, prompt, max_tokens=draw.randint(1, 20), n=draw.choice((1, 1, 1, 2)), seed=number, **warm)
+    return hash_engine.request(
+        number, prompt, max_tokens=draw.randint(1, 20), n=draw.choice((1, 1, 1, 2)), seed=number, **warm
+    )
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -515,7 +572,9 @@ def _frozen_table(self: Gather, *args: Any) -> ForwardInputs:
     inputs = _real_gathered(self, *args)
     if args[5] > 1:
         return inputs
-    return replace(inputs, attention=tuple(replace(each, block_table=_frozen(each.block_table)) for each in inputs.attention))
+    return replace(
+        inputs, attention=tuple(replace(each, block_table=_frozen(each.block_table)) for each in inputs.attention)
+    )
 
 
 def _frozen(table: torch.Tensor) -> torch.Tensor:
@@ -554,7 +613,12 @@ def _always_greedy(self: DecodeGraphs, bucket: int, how: Draw | None = None) -> 
     _real_compute(self, bucket, Draw.GREEDY)
 
 
-_real_write, _real_compute, _real_draw, _real_gathered = DecodeGraphs.write, DecodeGraphs.compute, DecodeGraphs.draw, Gather.gathered
+_real_write, _real_compute, _real_draw, _real_gathered = (
+    DecodeGraphs.write,
+    DecodeGraphs.compute,
+    DecodeGraphs.draw,
+    Gather.gathered,
+)
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "rows that fill up write KV": (Gather, "gathered", _writes_slot_0),
     "stale block tables": (Gather, "gathered", _frozen_table),
@@ -606,7 +670,9 @@ class Scratch:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_that_products_keep_lies_in_the_memory_of_graphs(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+def test_nothing_that_products_keep_lies_in_the_memory_of_graphs(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
     """It would keep all of that memory when the graphs are gone."""
     scratch = Scratch(monkeypatch)
     scratch.kept["capture"] = "graphs of another engine"
@@ -636,7 +702,9 @@ def test_every_capture_is_made_with_scratch_of_its_own(monkeypatch: pytest.Monke
         assert inside == [True, False]
 
 
-def test_the_same_rows_are_looked_at_once_and_again_when_one_of_them_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_rows_are_looked_at_once_and_again_when_one_of_them_is_built_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Plans of a cohort share their arrays; a row that changes hands in between brings other wishes."""
     looks: list[object] = []
     real = model_runner.draw_of
@@ -663,7 +731,12 @@ def test_the_same_rows_are_looked_at_once_and_again_when_one_of_them_is_built_an
 
 def _edited(rows: list[int], indices: list[int], blocks: list[int], count: int) -> Any:
     plan, group = Planner(info_of(8, 9, 4, 64).kv_groups).plan([]), array("i", [0] * len(rows))
-    edits = {"table_row": array("i", rows), "table_group": group, "table_index": array("i", indices), "table_block": array("i", blocks)}
+    edits = {
+        "table_row": array("i", rows),
+        "table_group": group,
+        "table_index": array("i", indices),
+        "table_block": array("i", blocks),
+    }
     return replace(plan, rows=array("i", range(count)), **edits)
 
 
@@ -678,7 +751,8 @@ def test_which_edits_travel_with_a_step() -> None:
 
 
 def test_one_token_of_a_prompt_beside_rows_that_are_sampled() -> None:
-    """A graph computes every row's hidden state, also of those that nobody reads; an eager step only those that are read."""
+    """A graph computes every row's hidden state, also of those that nobody reads; an eager step only those that are
+    read."""
     with recorded_executor(graphed=True) as (executor, _, _):
         planner, found = Planner(executor.info.kv_groups), sequences(3, 21)
         late = Planned(5, [3, 1, 4, 1, 5], GREEDY, seed=3)

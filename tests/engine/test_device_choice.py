@@ -1,4 +1,5 @@
-"""Which device is chosen, and what is said of a GPU that cannot be used: found, needed, what runs instead. No GPU is needed here."""
+"""Which device is chosen, and what is said of a GPU that cannot be used: found, needed, what runs instead. No GPU is
+needed here."""
 
 from __future__ import annotations
 
@@ -156,5 +157,9 @@ def test_who_gains_by_very_long_steps(name: str, gains: bool, monkeypatch: pytes
     monkeypatch.setattr(settings.families, "spec_from_config", lambda config: spec)
     assert not takes_long_steps("cpu", {})
     for memory, roomy in ((80, True), (24, False)):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, memory=memory: SimpleNamespace(total_memory=memory * 2**30))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device, memory=memory: SimpleNamespace(total_memory=memory * 2**30),
+        )
         assert takes_long_steps("cuda", {}) == (gains and roomy)

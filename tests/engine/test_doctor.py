@@ -44,7 +44,9 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
     return profile
 
 
-def test_a_kept_profile_is_used_and_an_unmeasured_device_is_estimated_and_said(stored: DeviceProfile, tmp_path: Path) -> None:
+def test_a_kept_profile_is_used_and_an_unmeasured_device_is_estimated_and_said(
+    stored: DeviceProfile, tmp_path: Path
+) -> None:
     assert resolve_profile()[0] == stored
     next(tmp_path.rglob("*.json")).unlink()
     profile, decision = resolve_profile()
@@ -60,7 +62,9 @@ def test_a_damaged_profile_is_named_and_does_not_stop_a_start(stored: DeviceProf
 
 
 def test_each_step_of_an_engine_is_held_against_the_profile(stored: DeviceProfile) -> None:
-    config = create_config(load_format="dummy", dtype="bfloat16", kv_cache_memory=2**24, threads=torch.get_num_threads())
+    config = create_config(
+        load_format="dummy", dtype="bfloat16", kv_cache_memory=2**24, threads=torch.get_num_threads()
+    )
     engine = create_engine(config, with_tokenizer=False)
     try:
         drive(engine.core, random_conversations(2, Lengths(20, 4), vocab_size=engine.info.vocab_size))
@@ -78,7 +82,9 @@ def test_each_step_of_an_engine_is_held_against_the_profile(stored: DeviceProfil
 
 
 def test_untouched_memory_is_told_from_touched() -> None:
-    tensor = torch.frombuffer(mmap.mmap(-1, 8 * 2**20), dtype=torch.uint8)  # fresh pages, where an allocator may reuse touched ones
+    tensor = torch.frombuffer(
+        mmap.mmap(-1, 8 * 2**20), dtype=torch.uint8
+    )  # fresh pages, where an allocator may reuse touched ones
     before = resident_bytes(tensor)
     tensor[: 4 * 2**20].fill_(1)
     assert 4 * 2**20 - before <= resident_bytes(tensor) < 8 * 2**20
@@ -98,14 +104,23 @@ def test_memory_is_accounted_for_to_two_percent() -> None:
 
 def test_what_other_processes_take_is_noticed() -> None:
     others = OtherProcesses()
-    busy = subprocess.run([sys.executable, "-c", "import time; end = time.process_time() + 0.4\nwhile time.process_time() < end: pass"], check=True)
+    busy = subprocess.run(
+        [sys.executable, "-c", "import time; end = time.process_time() + 0.4\nwhile time.process_time() < end: pass"],
+        check=True,
+    )
     assert busy.returncode == 0
     assert others.share() > 0.02
 
 
 def test_a_card_s_account_names_each_purpose_once() -> None:
     purposes = {"weights": 3 * 2**20, "kv_cache": 5 * 2**20, "context": 2**20}
-    facts = {"purposes": purposes, "resident": 10 * 2**20, "residual": 2**20, "share explained": 0.9, "pinned host memory": 2**21}
+    facts = {
+        "purposes": purposes,
+        "resident": 10 * 2**20,
+        "residual": 2**20,
+        "share explained": 0.9,
+        "pinned host memory": 2**21,
+    }
     text = _render_memory({"announced": purposes, "memory": facts})
     lines = [line.split() for line in text.splitlines()]
     assert [line[-1] for line in lines if line[0] == "kv_cache"] == ["5"]
@@ -113,7 +128,10 @@ def test_a_card_s_account_names_each_purpose_once() -> None:
 
 
 def shape_report(**changes: int) -> tuple[list[Finding], float, str]:
-    spec = replace(DEFAULT_SPEC, **{"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 100, **changes})  # type: ignore[arg-type]
+    spec = replace(
+        DEFAULT_SPEC,
+        **{"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 100, **changes},
+    )  # type: ignore[arg-type]
     bench = ShapeBench(spec, torch.float32, torch.device("cpu"), 512)
     findings, unmeasured = advise(bench, Limits(1e10, 1e10, {"float32": 1e11}))
     facts = {"findings": [asdict(each) | {"cost": each.cost} for each in findings], "unmeasured": unmeasured}
@@ -139,7 +157,10 @@ def test_costs_are_told_from_noise() -> None:
     finding = Finding("width 5", "odd", "even", 16, 2e-3, "6", 1.5e-3, 0.25, 0.016)
     assert finding.cost == "25% of 2 ms, 16 ms of a step"
     assert replace(finding, share=-0.1).cost == "nothing" and replace(finding, share=None).cost == "not measured"
-    facts = {"findings": [asdict(each) | {"cost": each.cost} for each in (replace(finding, share=0.0), finding)], "unmeasured": 0.0}
+    facts = {
+        "findings": [asdict(each) | {"cost": each.cost} for each in (replace(finding, share=0.0), finding)],
+        "unmeasured": 0.0,
+    }
     assert "suspected, but costs nothing measurable here: width 5" in _render_shape(facts)
     assert "no dimension" in _render_shape({"findings": [], "unmeasured": 0.0})
 

@@ -1,4 +1,5 @@
-"""Graphs of drafts and of steps that verify them, without a GPU (support/recorded_graphs.py): tokens are those of eager steps without drafts."""
+"""Graphs of drafts and of steps that verify them, without a GPU (support/recorded_graphs.py): tokens are those of eager
+steps without drafts."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def _requests(asked: Sequence[dict[str, Any]]) -> list[Request]:
     draw = random.Random(7)
     return [
-        request(n, draw.choices(range(VOCAB), k=draw.randint(1, 20)), max_tokens=12 + 2 * n, seed=100 + n, **fields) for n, fields in enumerate(asked)
+        request(n, draw.choices(range(VOCAB), k=draw.randint(1, 20)), max_tokens=12 + 2 * n, seed=100 + n, **fields)
+        for n, fields in enumerate(asked)
     ]
 
 
@@ -42,10 +44,20 @@ def _answers(
     asked: Sequence[dict[str, Any]], *, graphed: bool, drafts: int, depth: int = 0, **sizes: Any
 ) -> tuple[dict[tuple[int, int], list[int]], float]:
     """Tokens, and the share of drafts that were right."""
-    with recorded_executor(graphed=graphed, drafts=drafts, overlap=0 if graphed else depth, **sizes) as (executor, _, _):
+    with recorded_executor(graphed=graphed, drafts=drafts, overlap=0 if graphed else depth, **sizes) as (
+        executor,
+        _,
+        _,
+    ):
         config = SchedulerConfig(max_num_seqs=8, speculative_config=FIXED % drafts if drafts else None)
         core = EngineCore(
-            executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=VirtualClock(), depth=depth
+            executor,
+            scheduler=config,
+            cache=CacheConfig(),
+            eos_token_ids=frozenset(),
+            namespace=b"",
+            clock=VirtualClock(),
+            depth=depth,
         )
         for each in _requests(asked):
             core.add(each)
@@ -79,7 +91,9 @@ def test_steps_that_verify_are_captured_once_and_replayed(monkeypatch: pytest.Mo
     assert right > 0.75 and captured and len(captured) <= 2 * len(set(captured))  # the target's and the draft's
 
 
-def test_where_none_can_be_captured_drafts_are_launched_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_none_can_be_captured_drafts_are_launched_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     real = DecodeGraphs._capture_again
 
     def broken(self: DecodeGraphs, bucket: int, hidden: Any, *shared: Any, **kind: bool) -> Any:

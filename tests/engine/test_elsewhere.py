@@ -1,4 +1,5 @@
-"""The ways taken where a system is not Linux, lived through on Linux: support/elsewhere takes from every process what macOS does not have."""
+"""The ways taken where a system is not Linux, lived through on Linux: support/elsewhere takes from every process what
+macOS does not have."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ import pytest
 from tests.support.serving import ROOT, SERVE, Server
 
 ELSEWHERE = ROOT / "tests" / "support" / "elsewhere"
-HERE = {"OMP_NUM_THREADS": "1", "PATH": ""}  # no compiler: the kernels would be built anew, for a machine of another name
+HERE = {
+    "OMP_NUM_THREADS": "1",
+    "PATH": "",
+}  # no compiler: the kernels would be built anew, for a machine of another name
 WRAPPER = """#!/bin/sh
 export ELSEWHERE_PYTHON="$0" PYTHONPATH="{elsewhere}:{source}:$PYTHONPATH"
 for each; do shift; [ "$each" = -S ] || set -- "$@" "$each"; done
@@ -43,13 +47,27 @@ def said(process: subprocess.Popen[str]) -> str:
 
 
 def test_doctor_chat_and_a_server_live_there(python: str) -> None:
-    small = ["--max-num-batched-tokens", "32", "--max-num-seqs", "4", "--max-model-len", "128"]  # doctor takes the largest step
+    small = [
+        "--max-num-batched-tokens",
+        "32",
+        "--max-num-seqs",
+        "4",
+        "--max-model-len",
+        "128",
+    ]  # doctor takes the largest step
     words = [["doctor", *small], ["chat", "Hello!", "--max-tokens", "4", "--temperature", "0"]]
-    commands = run([python, "-c", f"from headrace.cli import main\nfor words in {words}: print(main(words), 'is its status')"])
+    commands = run(
+        [python, "-c", f"from headrace.cli import main\nfor words in {words}: print(main(words), 'is its status')"]
+    )
     server = Server((python, *SERVE[1:], "--supervise"), HERE)
     try:
         server.wait_ready()
-        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4, "temperature": 0, "response_format": {"type": "json_object"}}
+        body = {
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "max_tokens": 4,
+            "temperature": 0,
+            "response_format": {"type": "json_object"},
+        }
         answer = server.ask("POST", "/v1/chat/completions", body)
         assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 4, answer
         assert any("bounded in time, not in memory" in line for line in server.lines)

@@ -43,7 +43,8 @@ def raising(device: int) -> NoReturn:
 
 
 class FakeDriver:
-    """Two cards as NVML shows them; ``millijoules`` and ``status`` are the second one's; the first may be ``forbidden``."""
+    """Two cards as NVML shows them; ``millijoules`` and ``status`` are the second one's; the first may be
+    ``forbidden``."""
 
     def __init__(self) -> None:
         self.millijoules, self.status, self.forbidden = 5_000_000, 0, False
@@ -92,7 +93,9 @@ def test_a_card_counts_from_the_engines_start_on(card: FakeDriver) -> None:
     assert last is not None and last.joules == 1234.5 and 0.0 < last.seconds < 60.0
 
 
-def test_it_is_read_again_and_again_until_nobody_wants_to_know(card: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_read_again_and_again_until_nobody_wants_to_know(
+    card: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(energy, "_PERIOD", 0.001)
     meter = create_energy_meter("cuda")
     meter.joules()
@@ -154,7 +157,9 @@ def test_a_driver_that_was_loaded_anew_goes_on(card: FakeDriver) -> None:
     assert meter.joules() == 3.5
 
 
-@pytest.mark.parametrize("broken", ["it does not count", "another card", "torch has none", "no library", "another library"])
+@pytest.mark.parametrize(
+    "broken", ["it does not count", "another card", "torch has none", "no library", "another library"]
+)
 def test_a_card_without_a_counter_has_no_figure(card: FakeDriver, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken == "it does not count":
         card.status = NOT_SUPPORTED
@@ -175,7 +180,9 @@ def test_ranks_count_the_cards_of_all(card: FakeDriver, monkeypatch: pytest.Monk
     meter.joules()
     card.millijoules = 1500
     assert meter.joules() == 2.0
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="102-b" if index else "101-b"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="102-b" if index else "101-b")
+    )
     assert create_energy_meter("cuda", 2).joules() is None and create_energy_meter("cuda").joules() == 0.0
 
 
@@ -186,7 +193,9 @@ def test_a_card_that_is_not_shown_hides_no_other(card: FakeDriver) -> None:
 
 def powercap(folder: Path, packages: list[int], most: int = 1000) -> list[Path]:
     """Counters at so many microjoules, a part of a package beside them, which is in its package already."""
-    for number, (name, value) in enumerate([("psys", 7), *((f"package-{index}", value) for index, value in enumerate(packages))]):
+    for number, (name, value) in enumerate(
+        [("psys", 7), *((f"package-{index}", value) for index, value in enumerate(packages))]
+    ):
         for place, what in ((folder / f"intel-rapl:{number}", name), (folder / f"intel-rapl:{number}:0", "core")):
             place.mkdir(parents=True)
             for file, text in (("name", what), ("energy_uj", value), ("max_energy_range_uj", most)):
@@ -222,5 +231,7 @@ def test_a_cpu_without_counters_or_with_others_has_no_figure(tmp_path: Path, mon
 def test_metrics_have_it_where_it_is_counted() -> None:
     assert "energy" not in render_steps(StepRecorder().summary())
     text = render_steps(StepRecorder(energy=lambda: Energy(12.5, 2.0)).summary())
-    assert re.search(r"^# TYPE headrace_energy_joules_total counter\nheadrace_energy_joules_total 12\.5$", text, re.MULTILINE)
+    assert re.search(
+        r"^# TYPE headrace_energy_joules_total counter\nheadrace_energy_joules_total 12\.5$", text, re.MULTILINE
+    )
     assert re.search(r"^headrace_energy_seconds_total 2\.0$", text, re.MULTILINE)

@@ -32,7 +32,9 @@ def runs() -> dict[str, subprocess.CompletedProcess[str]]:
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
         page, number, _ = EXAMPLES[name]
-        return subprocess.run([sys.executable, "-c", example(page, number)], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [sys.executable, "-c", example(page, number)], capture_output=True, text=True, timeout=60, check=False
+        )
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(EXAMPLES, pool.map(run, EXAMPLES), strict=True))

@@ -1,4 +1,5 @@
-"""The executor over a device with a queue, and the ring it stages from, without a GPU: order, failures, recovery, buffers in use.
+"""The executor over a device with a queue, and the ring it stages from, without a GPU: order, failures, recovery,
+buffers in use.
 
 The device is a list of things to do that nobody does before somebody waits for them.
 """
@@ -23,7 +24,8 @@ from tests.support.recorded_graphs import info_of
 
 
 class LateRunner:
-    """``submit`` queues; ``collect`` is where the device is waited for. Steps in ``fails`` raise at the stage that is named."""
+    """``submit`` queues; ``collect`` is where the device is waited for. Steps in ``fails`` raise at the stage that is
+    named."""
 
     def __init__(self, **fails: tuple[int, Exception]) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -83,7 +85,13 @@ def test_collecting_out_of_order_is_our_own_mistake() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("a secret"), RuntimeError("CUDA error"), MemoryError(), torch.OutOfMemoryError("Tried to allocate 2 GiB")]
+    "error",
+    [
+        ValueError("a secret"),
+        RuntimeError("CUDA error"),
+        MemoryError(),
+        torch.OutOfMemoryError("Tried to allocate 2 GiB"),
+    ],
 )
 def test_a_launch_that_fails_is_told_at_its_collect_and_those_behind_it_are_not_tried(error: Exception) -> None:
     runner = LateRunner(submit=(1, error))
@@ -100,7 +108,10 @@ def test_a_launch_that_fails_is_told_at_its_collect_and_those_behind_it_are_not_
         executor.collect(tickets[2])
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), MemoryError("no room for the results"), ValueError("odd")])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error: an illegal memory access"), MemoryError("no room for the results"), ValueError("odd")],
+)
 def test_what_shows_only_at_reading_is_that_steps_failure_and_the_next_ones(error: Exception) -> None:
     runner = LateRunner(collect=(0, error))
     executor = executor_of(runner)
@@ -152,7 +163,9 @@ class Queue:
 
     def event(self) -> Any:
         mark = SimpleNamespace(at=0)
-        return SimpleNamespace(record=lambda stream: setattr(mark, "at", len(self.work)), synchronize=lambda: self.run(mark.at))
+        return SimpleNamespace(
+            record=lambda stream: setattr(mark, "at", len(self.work)), synchronize=lambda: self.run(mark.at)
+        )
 
 
 @pytest.fixture
@@ -176,7 +189,15 @@ def send(mailbox: Mailbox, queue: Queue, value: int, arrived: list[int]) -> None
         fetch_step(mailbox.inward, mailbox.turn, step, torch.zeros(1, 1, dtype=torch.int32))
         arrived.append(int(step[2, 1]))
         tokens.fill_(-arrived[-1])
-        store_tokens(torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere, tokens, nowhere.float(), mailbox.outward, mailbox.turn)
+        store_tokens(
+            torch.zeros(1, 1, dtype=torch.int32),
+            nowhere,
+            nowhere,
+            tokens,
+            nowhere.float(),
+            mailbox.outward,
+            mailbox.turn,
+        )
 
     queue.work.append(compute)
     mailbox.queued()
@@ -240,7 +261,9 @@ def test_a_masked_step_is_computed_before_the_one_before_it_is_read_and_sampled_
 
 
 @pytest.mark.parametrize("stage", ["submit", "sample"])
-def test_a_masked_step_that_fails_does_so_at_its_collect_and_takes_the_next_with_it(stage: str, calls: list[str]) -> None:
+def test_a_masked_step_that_fails_does_so_at_its_collect_and_takes_the_next_with_it(
+    stage: str, calls: list[str]
+) -> None:
     runner = LateRunner(**{stage: (0, RuntimeError("broken"))})
     executor = executor_of(runner)
     ticket = executor.submit(masked(0))

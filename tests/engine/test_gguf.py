@@ -64,21 +64,31 @@ def test_a_family_in_gguf_is_the_same_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tolerance"), [(Q.F16, 2e-3), (Q.BF16, 2e-2), (Q.Q8_0, 2e-2), (Q.Q4_0, 0.3), (Q.Q5_1, 0.2)], ids=lambda value: str(value)
+    ("kind", "tolerance"),
+    [(Q.F16, 2e-3), (Q.BF16, 2e-2), (Q.Q8_0, 2e-2), (Q.Q4_0, 0.3), (Q.Q5_1, 0.2)],
+    ids=lambda value: str(value),
 )
 def test_other_precisions(kind: Q, tolerance: float, tmp_path: Path) -> None:
     folder = tiny.save("llama", tmp_path / "folder")
-    want, got = open_checkpoint(source_of(folder)), open_checkpoint(source_of(write_gguf(folder, tmp_path / "model.gguf", kind=kind)))
+    want, got = (
+        open_checkpoint(source_of(folder)),
+        open_checkpoint(source_of(write_gguf(folder, tmp_path / "model.gguf", kind=kind))),
+    )
     plain = {Q.F16: torch.float16, Q.BF16: torch.bfloat16}
     for key in want.keys():  # noqa: SIM118
         if want.read(key).dim() == 2:
             assert got.dtype(key) == got.read(key).dtype == plain.get(kind, torch.float32)
-        torch.testing.assert_close(got.read(key).float(), want.read(key), rtol=tolerance, atol=tolerance * want.read(key).abs().max().item())
+        torch.testing.assert_close(
+            got.read(key).float(), want.read(key), rtol=tolerance, atol=tolerance * want.read(key).abs().max().item()
+        )
 
 
 def test_shards_are_one_model(tmp_path: Path) -> None:
     folder = tiny.save("llama", tmp_path / "folder")
-    whole, first = open_checkpoint(source_of(folder)), write_gguf(folder, tmp_path / "shards" / "tiny-Q8_0.gguf", shards_of=7)
+    whole, first = (
+        open_checkpoint(source_of(folder)),
+        write_gguf(folder, tmp_path / "shards" / "tiny-Q8_0.gguf", shards_of=7),
+    )
     assert first.name.startswith("tiny-Q8_0-00001-of-0000") and len(list(first.parent.iterdir())) > 2
     for path in (first, first.parent):
         source = source_of(path)
@@ -115,7 +125,10 @@ def test_single_experts_of_older_files_are_found(tmp_path: Path) -> None:
 def test_tokenizer_and_template_come_along(tmp_path: Path) -> None:
     folder = tiny.save("qwen3", tmp_path / "folder")
     extra = {"tokenizer.chat_template": tiny.CHAT_TEMPLATE}
-    want, got = load_tokenizer(source_of(folder)), load_tokenizer(source_of(write_gguf(folder, tmp_path / "m.gguf", metadata=extra)))
+    want, got = (
+        load_tokenizer(source_of(folder)),
+        load_tokenizer(source_of(write_gguf(folder, tmp_path / "m.gguf", metadata=extra))),
+    )
     assert want is not None and got is not None
     for text in ("The wheel turns", "Zwölf Räder, 水は流れる。 1234", "<|start|>x<|end|>", ""):
         assert got.encode(text, add_special_tokens=False) == want.encode(text, add_special_tokens=False)
@@ -151,7 +164,9 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         open_checkpoint(source_of(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize(("kind", "sentence"), [("trailing", "the end follows"), ("overlap", "overlaps the tensor before it by")])
+@pytest.mark.parametrize(
+    ("kind", "sentence"), [("trailing", "the end follows"), ("overlap", "overlaps the tensor before it by")]
+)
 def test_bytes_of_two_tensors_or_of_none_are_refused(kind: str, sentence: str, tmp_path: Path) -> None:
     file = write_gguf(tiny.save("llama", tmp_path / "folder"), tmp_path / "m.gguf")
     whole = bytearray(file.read_bytes())
@@ -171,7 +186,11 @@ def test_a_head_is_bounded_whatever_the_file_holds(tmp_path: Path) -> None:
     """Arrays and texts that the file has room for and no model needs; the file has holes, so it takes no disk."""
     key = struct.pack("<Q", 1) + b"k"
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key
-    for value in (struct.pack("<IIQ", 9, 0, 1 << 29), struct.pack("<IIQ", 9, 8, 1 << 27), struct.pack("<IQ", 8, 1 << 29)):
+    for value in (
+        struct.pack("<IIQ", 9, 0, 1 << 29),
+        struct.pack("<IIQ", 9, 8, 1 << 27),
+        struct.pack("<IQ", 8, 1 << 29),
+    ):
         with (tmp_path / "m.gguf").open("wb") as stream:
             stream.write(head + value)
             stream.truncate(2 << 30)

@@ -1,4 +1,5 @@
-"""How a GPU's memory is divided and measured, and what running out of it becomes; the card's counters are played, no GPU is needed."""
+"""How a GPU's memory is divided and measured, and what running out of it becomes; the card's counters are played, no
+GPU is needed."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     facts = DriverFacts("580.1", (13, 0), (CardFacts("H0", "GPU-7", 0, 0),))
 
     def ask() -> DriverFacts | None:
-        return replace(facts, cards=(CardFacts("H0", "GPU-7", card.total - card.used, card.total),)) if card.driver else None
+        return (
+            replace(facts, cards=(CardFacts("H0", "GPU-7", card.total - card.used, card.total),))
+            if card.driver
+            else None
+        )
 
     def zeros(*shape: int, **_: object) -> Tensor:
         if len(shape) == 1:  # the first tensor makes the context
@@ -83,7 +88,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     for name, function in played.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(device_memory, "ask_driver", ask)
-    monkeypatch.setattr(device_memory, "torch", SimpleNamespace(cuda=torch.cuda, zeros=zeros, empty=torch.empty, mm=torch.mm, uint8=torch.uint8))
+    monkeypatch.setattr(
+        device_memory,
+        "torch",
+        SimpleNamespace(cuda=torch.cuda, zeros=zeros, empty=torch.empty, mm=torch.mm, uint8=torch.uint8),
+    )
     return card
 
 
@@ -108,7 +117,15 @@ class Runner:
         pass
 
 
-def _setup(*, rows: int = 64, tokens: int = 2048, logits_rows: int = 512, arena: bool = False, longest: int | None = None, **cache: Any) -> Setup:
+def _setup(
+    *,
+    rows: int = 64,
+    tokens: int = 2048,
+    logits_rows: int = 512,
+    arena: bool = False,
+    longest: int | None = None,
+    **cache: Any,
+) -> Setup:
     config = EngineConfig(
         model=ModelConfig(load_format="dummy", max_model_len=longest),
         cache=CacheConfig(**{"gpu_memory_utilization": 0.5, "block_size": 128, **cache}),
@@ -136,7 +153,10 @@ class Graphs:
 
 
 def _settled(
-    card: Card, setup: Setup, act: Callable[[StepPlan], None], create_graphs: Callable[..., Sequence[Graphs]] = lambda *_: ()
+    card: Card,
+    setup: Setup,
+    act: Callable[[StepPlan], None],
+    create_graphs: Callable[..., Sequence[Graphs]] = lambda *_: (),
 ) -> tuple[Allocation, int, Runner]:
     """The bytes of KV, with a model of one parameter of 100 MiB."""
     allocation, runner = Allocation(setup), Runner(act)
@@ -170,15 +190,20 @@ def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) ->
 
 
 @pytest.mark.parametrize(("tokens", "shown"), [(2048, 2048), (16384, 4096)])
-def test_the_arena_is_shown_a_step_like_the_largest_before_that_is_measured(card: Card, tokens: int, shown: int) -> None:
+def test_the_arena_is_shown_a_step_like_the_largest_before_that_is_measured(
+    card: Card, tokens: int, shown: int
+) -> None:
     _, _, runner = _settled(card, _setup(arena=True, tokens=tokens), lambda plan: None)
     assert [plan.num_tokens for plan in runner.plans] == [64, shown, tokens] and len(runner.masked) == 2
     assert all(plan.prompt_logprobs for plan in runner.plans[1:])
 
 
-@pytest.mark.parametrize(("prompts", "taken"), [((), 500 + 7 * 2 + 4 - 70), ((30 * MIB, 2 * MIB), 500 + 7 * 2 + 4 - 70 + 30 + 47 * 2 + 2)])
+@pytest.mark.parametrize(
+    ("prompts", "taken"), [((), 500 + 7 * 2 + 4 - 70), ((30 * MIB, 2 * MIB), 500 + 7 * 2 + 4 - 70 + 30 + 47 * 2 + 2)]
+)
 def test_graphs_get_what_some_of_them_were_seen_to_take(prompts: tuple[int, ...], taken: int, card: Card) -> None:
-    """The first has the memory that all share; of the driver's pieces each other one gets its share, and one piece is on top. So each kind."""
+    """The first has the memory that all share; of the driver's pieces each other one gets its share, and one piece is
+    on top. So each kind."""
     made: list[list[int]] = []
 
     def create_graphs(longest: int, rows: Rows, caches: Sequence[Tensor]) -> list[Graphs]:
@@ -204,20 +229,27 @@ def test_a_largest_step_that_does_not_fit_names_its_shape_and_the_flags(card: Ca
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
     with pytest.raises(
-        OutOfMemory, match=r"2048 tokens, 64 sequences, 512 rows of logits.*14\.50 GiB were left.*--max-num-batched-tokens.*--device cpu"
+        OutOfMemory,
+        match=r"2048 tokens, 64 sequences, 512 rows of logits.*14\.50 GiB were left.*--max-num-batched-tokens.*--device cpu",
     ):
         _settled(card, _setup(), act)
 
 
 def test_a_share_that_others_hold_already_is_refused_with_numbers() -> None:
     assert gpu_share(100 * GIB, 10 * GIB, 0.9) == 80 * GIB
-    with pytest.raises(OutOfMemory, match=r"0\.3 is 30\.00 of this GPU's 100\.00 GiB, but others hold 40\.00 GiB.*more than 0\.40.*--device cpu"):
+    with pytest.raises(
+        OutOfMemory,
+        match=r"0\.3 is 30\.00 of this GPU's 100\.00 GiB, but others hold 40\.00 GiB.*more than 0\.40.*--device cpu",
+    ):
         gpu_share(100 * GIB, 40 * GIB, 0.3)
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(card: Card) -> None:
     card.total = 2 * GIB
-    with pytest.raises(OutOfMemory, match=r"does not fit.*0\.02 GiB of memory.*weights 0\.03 GiB.*--gpu-memory-utilization.*--device cpu"):
+    with pytest.raises(
+        OutOfMemory,
+        match=r"does not fit.*0\.02 GiB of memory.*weights 0\.03 GiB.*--gpu-memory-utilization.*--device cpu",
+    ):
         Allocation(_setup(gpu_memory_utilization=0.51)).draft()
 
 
@@ -309,10 +341,18 @@ def test_a_step_that_ran_out_names_numbers_and_flags() -> None:
     )
     memory = {"weights": 2 * GIB, "kv_cache": 100 * GIB, "activations": 3 * GIB, "rows": 1}
     text = failure_of(error, _plan(), memory).message
-    for words in ("2 tokens of 2 sequences", "asked for 20.00 GiB", "kv_cache 100.00 GiB", "activations 3.00 GiB", "--gpu-memory-utilization"):
+    for words in (
+        "2 tokens of 2 sequences",
+        "asked for 20.00 GiB",
+        "kv_cache 100.00 GiB",
+        "activations 3.00 GiB",
+        "--gpu-memory-utilization",
+    ):
         assert words in text
     on_cpu = failure_of(
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."), _plan(), {}
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
+        _plan(),
+        {},
     ).message
     assert "asked for 64 bytes" in on_cpu and "--kv-cache-memory" in on_cpu
 

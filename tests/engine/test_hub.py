@@ -1,4 +1,5 @@
-"""Models by hub id, against a hub on this machine: only what is needed, once, going on where it stopped, offline afterwards."""
+"""Models by hub id, against a hub on this machine: only what is needed, once, going on where it stopped, offline
+afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +41,13 @@ def repository(tmp_path: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "model.safetensors").write_bytes(b"0123456789" * 100_000)
-    for name in ("modeling_evil.py", "pytorch_model.bin", "README.md", "original/consolidated.00.pth", "training_args.bin"):
+    for name in (
+        "modeling_evil.py",
+        "pytorch_model.bin",
+        "README.md",
+        "original/consolidated.00.pth",
+        "training_args.bin",
+    ):
         (folder / name).write_text("not wanted")
     return folder
 
@@ -59,7 +66,9 @@ def find(hub: FakeHub, home: Path, name: str, load_format: str = "auto", **envir
         "NO_PROXY": "*",
         **environment,
     }
-    done = subprocess.run([sys.executable, "-c", FIND, name, load_format], env=variables, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", FIND, name, load_format], env=variables, capture_output=True, text=True, timeout=50
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -150,22 +159,44 @@ def test_a_quantisation_is_chosen_by_name(quantised: Path, tmp_path: Path) -> No
     home = tmp_path / "home"
     with fake_hub({"org/q": quantised}) as hub:
         said = find(hub, home, "org/q:q8_0")
-        assert said.startswith("org/q:q8_0 ") and said.endswith("/Tiny-Q8_0.gguf gguf") and hub.fetched() == {"Tiny-Q8_0.gguf"}
-        assert "has several .gguf files (BF16, Q4_K_M, Q8_0, UD-Q4_K_XL); say which, like org/q:Q4_K_M." in find(hub, home, "org/q")
-        assert "org/q has no Q5_K_M in GGUF: there are BF16, Q4_K_M, Q8_0, UD-Q4_K_XL; name one" in find(hub, home, "org/q:Q5_K_M")
+        assert (
+            said.startswith("org/q:q8_0 ")
+            and said.endswith("/Tiny-Q8_0.gguf gguf")
+            and hub.fetched() == {"Tiny-Q8_0.gguf"}
+        )
+        assert "has several .gguf files (BF16, Q4_K_M, Q8_0, UD-Q4_K_XL); say which, like org/q:Q4_K_M." in find(
+            hub, home, "org/q"
+        )
+        assert "org/q has no Q5_K_M in GGUF: there are BF16, Q4_K_M, Q8_0, UD-Q4_K_XL; name one" in find(
+            hub, home, "org/q:Q5_K_M"
+        )
         assert find(hub, home, "org/q@main:BF16").split()[1].rpartition("/")[2].startswith("Tiny-BF16-00001-of-")
         shards = {name for name in hub.fetched() if name.startswith("BF16/")}
         assert len(shards) == len(list((quantised / "BF16").iterdir())) > 1
     assert find(hub, home, "org/q:Q8_0", HF_HUB_OFFLINE="1").endswith("/Tiny-Q8_0.gguf gguf")
-    assert "the cached copy of org/q has no Q4_K_M in GGUF: there are BF16, Q8_0" in find(hub, home, "org/q:Q4_K_M", HF_HUB_OFFLINE="1")
+    assert "the cached copy of org/q has no Q4_K_M in GGUF: there are BF16, Q8_0" in find(
+        hub, home, "org/q:Q4_K_M", HF_HUB_OFFLINE="1"
+    )
 
 
 def test_the_files_of_a_quantisation() -> None:
     shards = ["F16/a-F16-00002-of-00002.gguf", "F16/a-F16-00001-of-00002.gguf"]
-    files = ["a-Q4_K_M.gguf", "a_Q4_K_S.gguf", "a-UD-Q4_K_XL.gguf", "a-Q4_K_XL.gguf", "a-UD-Q2_K.gguf", "a-fp16.gguf", *shards]
-    assert select_gguf(files, "x", "Q4_K_XL") == ["a-Q4_K_XL.gguf"] and select_gguf(files, "x", "ud-q4_k_xl") == ["a-UD-Q4_K_XL.gguf"]
+    files = [
+        "a-Q4_K_M.gguf",
+        "a_Q4_K_S.gguf",
+        "a-UD-Q4_K_XL.gguf",
+        "a-Q4_K_XL.gguf",
+        "a-UD-Q2_K.gguf",
+        "a-fp16.gguf",
+        *shards,
+    ]
+    assert select_gguf(files, "x", "Q4_K_XL") == ["a-Q4_K_XL.gguf"] and select_gguf(files, "x", "ud-q4_k_xl") == [
+        "a-UD-Q4_K_XL.gguf"
+    ]
     assert select_gguf(files, "x", "F16") == sorted(shards) and select_gguf(files, "x", "fp16") == ["a-fp16.gguf"]
-    assert select_gguf(files, "x", "Q4_K_S") == ["a_Q4_K_S.gguf"] and select_gguf(files, "x", "Q2_K") == ["a-UD-Q2_K.gguf"]
+    assert select_gguf(files, "x", "Q4_K_S") == ["a_Q4_K_S.gguf"] and select_gguf(files, "x", "Q2_K") == [
+        "a-UD-Q2_K.gguf"
+    ]
     for wrong in ("Q4_K", "K_M", "", "."):
         with pytest.raises(ModelError, match="there are F16, Q4_K_M, Q4_K_S, Q4_K_XL, UD-Q2_K, UD-Q4_K_XL"):
             select_gguf(files, "x", wrong)
@@ -179,7 +210,19 @@ def test_the_files_of_a_quantisation() -> None:
         ("org/name", HubId("org/name")),
         ("org/name@v1.0/x:Q8_0", HubId("org/name", "v1.0/x", "Q8_0")),
         ("org/name:UD-Q4_K_XL", HubId("org/name", None, "UD-Q4_K_XL")),
-        *((text, None) for text in ("name", "org/name:", "org/name@", "a/b/c", "org/na me", "org/name:../x", "org/name:Q8_0@main", "")),
+        *(
+            (text, None)
+            for text in (
+                "name",
+                "org/name:",
+                "org/name@",
+                "a/b/c",
+                "org/na me",
+                "org/name:../x",
+                "org/name:Q8_0@main",
+                "",
+            )
+        ),
     ],
 )
 def test_hub_ids(text: str, parsed: HubId | None) -> None:
@@ -197,14 +240,25 @@ def test_a_local_folder_takes_a_quantisation_too(quantised: Path) -> None:
 def test_which_files_are_needed() -> None:
     small = ["config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
     shards = ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    other = ["model.fp16.safetensors", "consolidated.safetensors", "x.gguf", "a.py", "../config.json", "sub/model.safetensors", "tokenizer.py"]
+    other = [
+        "model.fp16.safetensors",
+        "consolidated.safetensors",
+        "x.gguf",
+        "a.py",
+        "../config.json",
+        "sub/model.safetensors",
+        "tokenizer.py",
+    ]
     assert needed_files([*small, *shards, *other], with_weights=True) == [*small, *shards]
     assert needed_files([*small, "model.safetensors", *other], with_weights=True) == [*small, "model.safetensors"]
     assert needed_files(["x.gguf", "a.py"], with_weights=True) == ["x.gguf"]
     assert needed_files([*shards, *small], with_weights=False) == small
     assert needed_files(["x.gguf", "y.gguf"], with_weights=True) == []
     assert needed_files(["x.gguf", "mmproj-x.gguf"], with_weights=True) == ["x.gguf"]
-    assert needed_files(["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"], with_weights=True) == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
+    assert needed_files(["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"], with_weights=True) == [
+        "x-00001-of-00002.gguf",
+        "x-00002-of-00002.gguf",
+    ]
 
 
 def test_without_the_library_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +268,9 @@ def test_without_the_library_the_sentence_says_what_to_install(monkeypatch: pyte
 
 
 def test_a_code_reference_in_a_config_fetches_nothing(repository: Path, tmp_path: Path) -> None:
-    (repository / "config.json").write_text(json.dumps({"auto_map": {"AutoModelForCausalLM": "other/repo--modeling_evil.Model"}}))
+    (repository / "config.json").write_text(
+        json.dumps({"auto_map": {"AutoModelForCausalLM": "other/repo--modeling_evil.Model"}})
+    )
     with fake_hub({"org/model": repository}) as hub:
         find(hub, tmp_path / "home", "org/model")
         assert not any(name.endswith(".py") for name in hub.fetched())

@@ -16,7 +16,9 @@ from headrace.models.source import find_model
 from tests.support import tiny
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4981258240\n"
-SAID = r"is a Git LFS pointer for 4,981,258,240 bytes, not the file itself.*git lfs pull.*or name the model by its hub id"
+SAID = (
+    r"is a Git LFS pointer for 4,981,258,240 bytes, not the file itself.*git lfs pull.*or name the model by its hub id"
+)
 
 
 @pytest.fixture
@@ -58,4 +60,6 @@ def test_a_conversation_without_a_tokenizer_is_refused_before_weights_are_read(f
     (folder / "model.safetensors").write_text("no weights at all")
     with pytest.raises(ConfigError, match=r"has no tokenizer, so it takes and gives token ids only; --tokenizer takes"):
         LLM.from_config(create_config(str(folder)), texts=True)
-    assert cli.main(["chat", "--model", str(folder), "hello"]) == cli.main(["generate", str(folder), "-p", "hello"]) == 2
+    assert (
+        cli.main(["chat", "--model", str(folder), "hello"]) == cli.main(["generate", str(folder), "-p", "hello"]) == 2
+    )

@@ -39,7 +39,13 @@ def test_every_form_of_a_prompt_gives_the_same_answer(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None
     ids = tokenizer.encode("Hello there")
-    forms: list[Any] = ["Hello there", {"prompt": "Hello there"}, {"prompt_token_ids": ids}, ids, {"prompt_token_ids": ids, "cache_salt": "mine"}]
+    forms: list[Any] = [
+        "Hello there",
+        {"prompt": "Hello there"},
+        {"prompt_token_ids": ids},
+        ids,
+        {"prompt_token_ids": ids, "cache_salt": "mine"},
+    ]
     alone = [llm.generate(form, GREEDY, use_tqdm=False)[0] for form in forms]
     together = llm.generate(forms, GREEDY, use_tqdm=False)
     assert len(set(texts(alone) + texts(together))) == 1
@@ -150,7 +156,9 @@ def test_what_cannot_be_served_is_refused_by_name(llm: LLM, prompt: Any, params:
 
 def test_prompts_are_cut_to_their_end_where_that_is_asked_for(llm: LLM) -> None:
     long = list(range(5, 400))
-    short, fitting = (llm.generate([long, [9]], GREEDY, use_tqdm=False, truncate_prompt_tokens=keep) for keep in (7, 250))
+    short, fitting = (
+        llm.generate([long, [9]], GREEDY, use_tqdm=False, truncate_prompt_tokens=keep) for keep in (7, 250)
+    )
     assert [output.prompt_token_ids for output in (*short, *fitting)] == [long[-7:], [9], long[-250:], [9]]
     longest = llm.generate([long], SamplingParams(), use_tqdm=False, truncate_prompt_tokens=-1)
     assert longest[0].prompt_token_ids == long[-255:] and len(longest[0].outputs[0].token_ids) == 1
@@ -177,7 +185,11 @@ def test_a_cache_smaller_than_the_context_is_the_limit() -> None:
 
 def test_defaults_come_from_the_model_and_shrink_to_the_context(llm: LLM) -> None:
     params = llm.get_default_sampling_params()
-    assert (params.temperature, params.top_p, params.max_tokens) == (0.7, 0.9, 256)  # the bundled model's generation_config.json
+    assert (params.temperature, params.top_p, params.max_tokens) == (
+        0.7,
+        0.9,
+        256,
+    )  # the bundled model's generation_config.json
     (output,) = llm.generate([[1] * 250], use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 6
     with LLM(executor="keyed-hash", generation_config="headrace") as plain:
@@ -216,7 +228,9 @@ def test_logprobs_belong_to_their_tokens(llm: LLM) -> None:
     (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     answer = output.outputs[0]
     assert answer.logprobs is not None and [next(iter(entry)) for entry in answer.logprobs] == answer.token_ids
-    assert answer.cumulative_logprob == sum(entry[i].logprob for entry, i in zip(answer.logprobs, answer.token_ids, strict=True))
+    assert answer.cumulative_logprob == sum(
+        entry[i].logprob for entry, i in zip(answer.logprobs, answer.token_ids, strict=True)
+    )
     assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
     assert [next(iter(entry)) for entry in output.prompt_logprobs[1:] if entry] == [6, 7]
 
@@ -225,7 +239,9 @@ def test_a_stop_string_ends_the_sequence_in_the_core_too(llm: LLM) -> None:
     (free,) = llm.generate("Once", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
     text = free.outputs[0].text
     stop = text[10:14]
-    (cut,) = llm.generate("Once", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop]), use_tqdm=False)
+    (cut,) = llm.generate(
+        "Once", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop]), use_tqdm=False
+    )
     answer = cut.outputs[0]
     assert (answer.text, answer.stop_reason) == (text[: text.index(stop)], stop)
     assert answer.token_ids == free.outputs[0].token_ids[: len(answer.token_ids)]
@@ -241,9 +257,13 @@ def test_an_answer_cut_at_a_stop_string_is_the_same_with_steps_in_flight(depth: 
 
     def answers(overlap: int) -> list[Any]:
         with LLM(executor="keyed-hash", technique={"overlap": overlap}, max_num_seqs=4) as llm:
-            params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=["a", "e"], min_tokens=2, n=2, logprobs=1, seed=1)
+            params = SamplingParams(
+                temperature=0, max_tokens=30, ignore_eos=True, stop=["a", "e"], min_tokens=2, n=2, logprobs=1, seed=1
+            )
             outputs = llm.generate([[n, 5] for n in range(1, 7)], params, use_tqdm=False)
-            assert used_blocks(llm) == 0 and not llm.engine.core.has_work, "what is surplus is gone when the answers are there"
+            assert used_blocks(llm) == 0 and not llm.engine.core.has_work, (
+                "what is surplus is gone when the answers are there"
+            )
             return [output.outputs for output in outputs]
 
     expected = answers(0)
@@ -291,7 +311,9 @@ def test_a_failed_step_ends_its_requests_and_no_others(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("headrace.engine.llm.create_engine", failing)
     with LLM(executor="keyed-hash", max_num_seqs=2) as llm:
-        outputs = llm.generate([[1], [2], [3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+        outputs = llm.generate(
+            [[1], [2], [3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False
+        )
         reasons = [(output.outputs[0].finish_reason, output.outputs[0].stop_reason) for output in outputs]
         assert reasons == [("error", "the device said no")] * 2 + [("length", None)]
         assert used_blocks(llm) == 0
@@ -304,7 +326,11 @@ def test_a_missing_tokenizer_is_allowed_with_ids(monkeypatch: pytest.MonkeyPatch
             params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=detokenize, logprobs=0)
             answer = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0]
             assert answer.text == "" and len(answer.token_ids) == 4
-        for bad, param in ((("text", {}), "prompt"), (([1], {"stop": ["x"]}), "stop"), (([1], {"bad_words": ["x"]}), "bad_words")):
+        for bad, param in (
+            (("text", {}), "prompt"),
+            (([1], {"stop": ["x"]}), "stop"),
+            (([1], {"bad_words": ["x"]}), "bad_words"),
+        ):
             with pytest.raises(InvalidRequest) as refused:
                 llm.generate(bad[0], SamplingParams(**bad[1]), use_tqdm=False)
             assert refused.value.param == param
@@ -322,14 +348,21 @@ def test_a_missing_tokenizer_is_allowed_with_ids(monkeypatch: pytest.MonkeyPatch
         (lambda: LLM("/no/such/model"), ModelError, "/no/such/model"),
     ],
 )
-def test_a_bad_start_names_the_value_and_the_remedy(make: Callable[[], LLM], error: type[Exception], words: str) -> None:
+def test_a_bad_start_names_the_value_and_the_remedy(
+    make: Callable[[], LLM], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         make()
 
 
 def test_keywords_reach_their_fields(tmp_path: Any) -> None:
     config = create_config(
-        tmp_path, dtype="float32", max_num_seqs=3, seed=9, served_model_name=["a", "b"], technique={"prefix-caching": False, "overlap": 1}
+        tmp_path,
+        dtype="float32",
+        max_num_seqs=3,
+        seed=9,
+        served_model_name=["a", "b"],
+        technique={"prefix-caching": False, "overlap": 1},
     )
     assert (config.model.model, config.model.dtype, config.model.seed) == (str(tmp_path), "float32", 9)
     assert (config.scheduler.max_num_seqs, config.model.served_model_name) == (3, ("a", "b"))

@@ -1,4 +1,5 @@
-"""``headrace generate`` and ``headrace chat``, without a model: lines in and out, turns of a conversation, errors in one line."""
+"""``headrace generate`` and ``headrace chat``, without a model: lines in and out, turns of a conversation, errors in
+one line."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def generate(tmp_path: Path, lines: list[Any], *flags: str) -> tuple[int, list[d
 
 
 def test_every_line_gets_its_answer_in_order(tmp_path: Path) -> None:
-    lines = [{"prompt_token_ids": [5, n], "max_tokens": 1 + n % 7, "ignore_eos": True, "id": n} for n in range(40)]  # more than the window holds
+    lines = [
+        {"prompt_token_ids": [5, n], "max_tokens": 1 + n % 7, "ignore_eos": True, "id": n} for n in range(40)
+    ]  # more than the window holds
     status, results = generate(tmp_path, lines)
     assert status == 0
     assert [(each["line"], each["id"]) for each in results] == [(n + 1, n) for n in range(40)]
@@ -49,18 +52,32 @@ def test_a_bad_line_is_its_own_error_and_the_others_run(tmp_path: Path, capsys: 
         ({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5}, "chat_template_kwargs"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ]
-    good = {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"5": 1.0}, "max_tokens": 2, "n": 2, "logprobs": 1, "prompt_logprobs": 0}
+    good = {
+        "messages": [{"role": "user", "content": "x"}],
+        "logit_bias": {"5": 1.0},
+        "max_tokens": 2,
+        "n": 2,
+        "logprobs": 1,
+        "prompt_logprobs": 0,
+    }
     status, results = generate(tmp_path, [line for line, _ in bad] + ["", good])
     assert status == 1
     assert [each["error"]["param"] for each in results[:-1]] == [param for _, param in bad]
     assert [each["line"] for each in results] == [*range(1, len(bad) + 1), len(bad) + 2]
-    assert [len(output["logprobs"]) for output in results[-1]["outputs"]] == [2, 2] and results[-1]["prompt_logprobs"][0] is None
+    assert [len(output["logprobs"]) for output in results[-1]["outputs"]] == [2, 2] and results[-1]["prompt_logprobs"][
+        0
+    ] is None
     assert f"{len(bad)} of the lines" in capsys.readouterr().err
 
 
 def test_flags_are_defaults_and_lines_win(tmp_path: Path) -> None:
     _, results = generate(
-        tmp_path, [{"prompt": "x", "ignore_eos": True}, {"prompt": "x", "max_tokens": 2}], "--max-tokens", "4", "--temperature", "0"
+        tmp_path,
+        [{"prompt": "x", "ignore_eos": True}, {"prompt": "x", "max_tokens": 2}],
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
     )
     assert [len(each["outputs"][0]["token_ids"]) for each in results] == [4, 2]
 
@@ -96,7 +113,9 @@ def test_a_wrong_sampling_flag_is_wrong_usage_before_a_model_is_looked_for(
 ) -> None:
     assert main([*command, *flags, "--model", "/no/such/model"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and flags[0].strip("-").replace("-", "_") in captured.err and captured.err.count("\n") == 1
+    assert (
+        captured.out == "" and flags[0].strip("-").replace("-", "_") in captured.err and captured.err.count("\n") == 1
+    )
 
 
 def test_the_input_is_never_overwritten(tmp_path: Path) -> None:
@@ -106,7 +125,9 @@ def test_the_input_is_never_overwritten(tmp_path: Path) -> None:
     assert file.read_text() == '{"prompt": "x"}\n'
 
 
-def test_one_message_is_answered_and_that_is_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_message_is_answered_and_that_is_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["chat", "Hi", "there", "--max-tokens", "4", "--temperature", "0", *FLAGS]) == 0
     first = capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi there\n"))
@@ -131,7 +152,9 @@ def converse(monkeypatch: pytest.MonkeyPatch, lines: list[Any], *flags: str) -> 
     return main(["chat", "--temperature", "0", "--max-tokens", "5", *FLAGS, *flags])
 
 
-def test_a_conversation_remembers_forgets_and_survives_its_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_remembers_forgets_and_survives_its_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[list[tuple[str, str]]] = []
     stream = LLM.stream
 
@@ -142,7 +165,18 @@ def test_a_conversation_remembers_forgets_and_survives_its_errors(monkeypatch: p
         return stream(self, messages, *args, **kwargs)
 
     monkeypatch.setattr(LLM, "stream", listen)
-    lines = ["Hi", "again", "long " * 400, "interrupt", KeyboardInterrupt(), "/system be brief", "/reset", "new", "/nonsense", "/help"]
+    lines = [
+        "Hi",
+        "again",
+        "long " * 400,
+        "interrupt",
+        KeyboardInterrupt(),
+        "/system be brief",
+        "/reset",
+        "new",
+        "/nonsense",
+        "/help",
+    ]
     assert converse(monkeypatch, lines) == 0
     roles = [[role for role, _ in turns] for turns in asked]
     assert roles == [

@@ -69,7 +69,11 @@ def test_a_bad_word_is_not_said_however_it_is_cut_into_tokens(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None and len(tokenizer.encode("afraid", False)) > len(tokenizer.encode(" afraid", False))
     free, spared = (
-        llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=24, bad_words=words), use_tqdm=False)[0].outputs[0].text
+        llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=24, bad_words=words), use_tqdm=False)[
+            0
+        ]
+        .outputs[0]
+        .text
         for words in ((), ("afraid",))
     )
     assert "afraid" in free and "afraid" not in spared
@@ -77,7 +81,15 @@ def test_a_bad_word_is_not_said_however_it_is_cut_into_tokens(llm: LLM) -> None:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_shut_down_llm_holds_no_model(overlap: int) -> None:
-    llm = LLM(dtype="float32", device="cpu", threads=1, max_model_len=64, num_blocks=8, max_num_seqs=2, technique={"overlap": overlap})
+    llm = LLM(
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        max_model_len=64,
+        num_blocks=8,
+        max_num_seqs=2,
+        technique={"overlap": overlap},
+    )
     llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
     decoder = weakref.ref(llm.engine.core.executor._runner._decoder)  # type: ignore[attr-defined]
     llm.shutdown()

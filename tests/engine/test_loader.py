@@ -1,4 +1,5 @@
-"""Weights from safetensors: found, merged into place without a second copy, and refused in one sentence when they do not fit."""
+"""Weights from safetensors: found, merged into place without a second copy, and refused in one sentence when they do
+not fit."""
 
 from __future__ import annotations
 
@@ -65,10 +66,18 @@ def test_merged_parameters_hold_their_parts(tmp_path: Path) -> None:
 
 
 def test_experts_are_stacked_and_matrices_transposed(tmp_path: Path) -> None:
-    loaded, stored = weights(load(find(tiny.save("mixtral", tmp_path / "m")))), load_file(tmp_path / "m" / "model.safetensors")
+    loaded, stored = (
+        weights(load(find(tiny.save("mixtral", tmp_path / "m")))),
+        load_file(tmp_path / "m" / "model.safetensors"),
+    )
     expert = "model.layers.0.block_sparse_moe.experts.2."
-    assert torch.equal(loaded["layers.0.feed_forward.up"][2], torch.cat([stored[expert + "w1.weight"], stored[expert + "w3.weight"]]))
-    loaded, stored = weights(load(find(tiny.save("gpt2", tmp_path / "g")))), load_file(tmp_path / "g" / "model.safetensors")
+    assert torch.equal(
+        loaded["layers.0.feed_forward.up"][2], torch.cat([stored[expert + "w1.weight"], stored[expert + "w3.weight"]])
+    )
+    loaded, stored = (
+        weights(load(find(tiny.save("gpt2", tmp_path / "g")))),
+        load_file(tmp_path / "g" / "model.safetensors"),
+    )
     assert torch.equal(loaded["layers.0.attention.qkv.weight"], stored["transformer.h.0.attn.c_attn.weight"].t())
 
 
@@ -104,9 +113,13 @@ def test_parameters_keep_their_storage(tmp_path: Path) -> None:
 
 
 def test_loading_costs_no_second_copy(tmp_path: Path) -> None:
-    """64 MiB of weights in 16 tensors: the memory of this process, mapped files included, grows by less than a few tensors."""
+    """64 MiB of weights in 16 tensors: the memory of this process, mapped files included, grows by less than a few
+    tensors."""
     count, size = 16, 1 << 21
-    save_file({f"t{i}": torch.full((size,), float(i), dtype=torch.bfloat16) for i in range(count)}, tmp_path / "model.safetensors")
+    save_file(
+        {f"t{i}": torch.full((size,), float(i), dtype=torch.bfloat16) for i in range(count)},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text("{}")
 
     class Flat(nn.Module):
@@ -138,8 +151,13 @@ def resident_bytes() -> int:
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    folder = edit(tiny.save("llama", tmp_path), lambda tensors: [tensors.pop(f"model.layers.{i}.mlp.up_proj.weight") for i in (0, 1)])
-    with pytest.raises(ModelError, match=r"lacks 2 of the tensors .*model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1"):
+    folder = edit(
+        tiny.save("llama", tmp_path),
+        lambda tensors: [tensors.pop(f"model.layers.{i}.mlp.up_proj.weight") for i in (0, 1)],
+    )
+    with pytest.raises(
+        ModelError, match=r"lacks 2 of the tensors .*model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1"
+    ):
         load(find(folder))
 
 
@@ -147,7 +165,9 @@ def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors.update({f"model.layers.{i}.extra": torch.zeros(1) for i in range(5)})
 
-    with pytest.raises(ModelError, match=r"holds 5 tensors that this model has no place for .first: model\.layers\.0\.extra, .*, …"):
+    with pytest.raises(
+        ModelError, match=r"holds 5 tensors that this model has no place for .first: model\.layers\.0\.extra, .*, …"
+    ):
         load(find(edit(tiny.save("llama", tmp_path), add)))
 
 
@@ -159,13 +179,17 @@ def test_constants_that_old_checkpoints_store_are_ignored(tmp_path: Path) -> Non
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     key = "model.layers.2.mlp.down_proj.weight"
     folder = edit(tiny.save("llama", tmp_path), lambda tensors: tensors.update({key: torch.zeros(64, 95)}))
-    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.down_proj\.weight has shape \[64, 95\], but the config calls for \[64, 96\]"):
+    with pytest.raises(
+        ModelError, match=r"layers\.2\.mlp\.down_proj\.weight has shape \[64, 95\], but the config calls for \[64, 96\]"
+    ):
         load(find(folder))
 
 
 def test_integers_where_floats_belong_are_named(tmp_path: Path) -> None:
     key = "model.norm.weight"
-    folder = edit(tiny.save("llama", tmp_path), lambda tensors: tensors.update({key: torch.zeros(64, dtype=torch.int8)}))
+    folder = edit(
+        tiny.save("llama", tmp_path), lambda tensors: tensors.update({key: torch.zeros(64, dtype=torch.int8)})
+    )
     with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as torch\.int8"):
         load(find(folder))
 
@@ -227,7 +251,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_bytes_of_two_tensors_or_of_none_are_refused(kind: str, tmp_path: Path) -> None:
     places, size, sentence = LAYOUTS[kind]
-    header = {f"t{index}": {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]} for index, (start, end) in enumerate(places)}
+    header = {
+        f"t{index}": {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        for index, (start, end) in enumerate(places)
+    }
     with pytest.raises(ModelError, match=sentence):
         open_checkpoint(find(write_raw(tmp_path, json.dumps(header).encode(), bytes(size))))
 
@@ -252,7 +279,10 @@ def test_a_header_that_would_take_seconds_is_refused_at_once(megabytes: int, tmp
 
 def test_damaged_headers_are_refused_and_never_crash(tmp_path: Path) -> None:
     """Mutations of a header: an error, or tensors that can be read."""
-    save_file({"a": torch.arange(6, dtype=torch.int64).view(2, 3), "b": torch.ones(4, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    save_file(
+        {"a": torch.arange(6, dtype=torch.int64).view(2, 3), "b": torch.ones(4, dtype=torch.float16)},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text("{}")
     source, file = find(tmp_path), tmp_path / "model.safetensors"
     whole, chance, refused = file.read_bytes(), random.Random(5), 0

@@ -1,5 +1,5 @@
-"""What ``headrace quantize`` writes means the same to whoever reads it: to transformers through compressed-tensors, and to Headrace, packed or
-widened while it is read."""
+"""What ``headrace quantize`` writes means the same to whoever reads it: to transformers through compressed-tensors, and
+to Headrace, packed or widened while it is read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ FORMS = [
     ("w6a8", "rtn"), ("w4a8", "gptq"), ("mxfp4", "rtn"), ("nvfp4", "gptq"), ("mxfp4", "mr-gptq"), ("nvfp4", "mr-gptq"),
 ]  # fmt: skip
 
-# mean and largest: inputs near the middle of two codes fall to either side; theirs rounds int8's to 127.5 steps, and NVFP4's weights to bfloat16
+# mean and largest: inputs near the middle of two codes fall to either side; theirs rounds int8's to 127.5 steps, and
+# NVFP4's weights to bfloat16
 _CLOSE = {"nvfp4": (2e-2, 0.2)}
 
 
@@ -75,8 +76,11 @@ def group_of(form: str) -> int | None:
 
 @pytest.mark.parametrize(("form", "method"), FORMS)
 def test_others_read_what_is_written(form: str, method: str, tmp_path: Path) -> None:
-    """transformers, from the same folder; compressed-tensors' own rotations stand before its matrices where the config has some."""
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors, which reads this form for transformers, is not installed")
+    """transformers, from the same folder; compressed-tensors' own rotations stand before its matrices where the config
+    has some."""
+    pytest.importorskip(
+        "compressed_tensors", reason="compressed-tensors, which reads this form for transformers, is not installed"
+    )
     from compressed_tensors.transform import TransformConfig, apply_transform_config
     from transformers import AutoModelForCausalLM
 
@@ -92,7 +96,9 @@ def test_others_read_what_is_written(form: str, method: str, tmp_path: Path) -> 
         theirs = torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
     ours = logits(folder)
     off = (ours - theirs).abs()
-    mean, most = _CLOSE.get(form, (2e-2, 0.5) if form.startswith("fp8") else (0.1, 1.0) if form.endswith("a8") else (1e-4, 1e-3))
+    mean, most = _CLOSE.get(
+        form, (2e-2, 0.5) if form.startswith("fp8") else (0.1, 1.0) if form.endswith("a8") else (1e-4, 1e-3)
+    )
     assert float(off.mean()) < mean and float(off.max()) < most
 
 
@@ -109,7 +115,8 @@ def test_packed_is_what_it_means(model: str, form: str, method: str, tmp_path: P
     packed = logits(folder)
     source = find_model(ModelConfig(model=str(folder), quantization="none"))
     wide = WidenedCheckpoint(SafetensorsCheckpoint(folder), source)
-    save_file({key: wide.read(key).contiguous().clone() for key in wide.keys()}, tmp_path / "plain" / "model.safetensors")  # noqa: SIM118
+    names = list(wide.keys())
+    save_file({key: wide.read(key).contiguous().clone() for key in names}, tmp_path / "plain" / "model.safetensors")
     torch.testing.assert_close(packed, logits(tmp_path / "plain"), rtol=1e-4, atol=1e-4)
 
 
@@ -117,23 +124,32 @@ def test_lossless_is_lossless_to_the_bit(tmp_path: Path) -> None:
     folder = made("llama", tmp_path / "made", "dfloat11", "rtn", None)
     assert torch.equal(logits(folder, torch.bfloat16), logits(tmp_path / "plain", torch.bfloat16))
     held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    assert held < 0.95 * (tmp_path / "plain" / "model.safetensors").stat().st_size  # 64 rows a matrix, and an embedding that stays
+    assert (
+        held < 0.95 * (tmp_path / "plain" / "model.safetensors").stat().st_size
+    )  # 64 rows a matrix, and an embedding that stays
 
 
 def test_outlier_columns_are_not_rounded(tmp_path: Path) -> None:
-    """A channel a hundred times as large as the others: its inputs and weights stay, and the others are rounded without it."""
+    """A channel a hundred times as large as the others: its inputs and weights stay, and the others are rounded without
+    it."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(40, 96, generator=generator), torch.randn(24, 96, generator=generator)
     x[:, 17] *= 100
     seen = Inputs()
     seen.add(x)
-    choice, form = chosen("int8-outliers", None, text=True), OutlierColumns(ScaledWeight("int8", (1, 0), activations=Activations("int8")), SHARE)
+    choice, form = (
+        chosen("int8-outliers", None, text=True),
+        OutlierColumns(ScaledWeight("int8", (1, 0), activations=Activations("int8")), SHARE),
+    )
     made_up = maker_for(choice, group_size=None, asymmetric=False, scales=torch.float32).made(weight, seen, 1.0)
     names = {suffix: each.name for each in form.tensors(24, 96) for suffix in each.on_disk}
     tensors = form.prepare({names[suffix]: each for suffix, each in made_up.items()})
     y = form.activated(x, tensors) @ form.dense(tensors, slice(None), torch.float32).T
     plain = form.inner
-    plainly = plain.activated(x, tensors) @ plain.dense(tensors, slice(None), torch.float32).index_copy(1, torch.tensor([17]), weight[:, 17:18]).T
+    plainly = (
+        plain.activated(x, tensors)
+        @ plain.dense(tensors, slice(None), torch.float32).index_copy(1, torch.tensor([17]), weight[:, 17:18]).T
+    )
     want = x @ weight.T
     assert tensors["outlier_index"].tolist() == [17] and torch.equal(form.activated(x, tensors)[:, 17], x[:, 17])
     assert float((y - want).norm()) < 0.05 * float((plainly - want).norm())
@@ -142,7 +158,10 @@ def test_outlier_columns_are_not_rounded(tmp_path: Path) -> None:
 def sliced(model: str, output: Path, keep: float) -> Path:
     plain = save(model, output.with_name("plain"))
     source = find_model(ModelConfig(model=str(plain)))
-    spec, config = spec_from_config(source.config), sliced_config(read_json(plain / "config.json"), spec_from_config(source.config), keep)
+    spec, config = (
+        spec_from_config(source.config),
+        sliced_config(read_json(plain / "config.json"), spec_from_config(source.config), keep),
+    )
     target, shards = spec_from_config(config), Shards(output, spec.num_layers + 1)
     rows = torch.randint(0, VOCAB_SIZE, (6, 40), generator=torch.Generator().manual_seed(0)).tolist()
     before, after = (BlockRunner(each, dtype=torch.float32, device=CPU, length=40) for each in (spec, target))
@@ -155,7 +174,9 @@ def sliced(model: str, output: Path, keep: float) -> Path:
 @pytest.mark.parametrize("model", ["llama", "llama-biased-mha-tied", "qwen3-moe"])
 def test_a_rotated_stream_computes_the_same(model: str, tmp_path: Path) -> None:
     """All dimensions kept: norms' factors have moved into matrices, and everything is rotated."""
-    torch.testing.assert_close(logits(sliced(model, tmp_path / "made", 1.0)), logits(tmp_path / "plain"), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        logits(sliced(model, tmp_path / "made", 1.0)), logits(tmp_path / "plain"), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_a_sliced_model_is_a_plain_one_for_others(tmp_path: Path) -> None:

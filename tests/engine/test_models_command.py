@@ -62,7 +62,11 @@ def test_what_is_cached(filled: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]
     assert lines[5] == f"2.5 MB in {filled}; headrace models remove NAME frees the space of one."
     assert run("list", "--json") == 0
-    assert [each["name"] for each in json.loads(capsys.readouterr().out)] == ["org/begun", "org/model", "org/some--gguf"]
+    assert [each["name"] for each in json.loads(capsys.readouterr().out)] == [
+        "org/begun",
+        "org/model",
+        "org/some--gguf",
+    ]
 
 
 def test_an_empty_cache_says_how_to_fill_it(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +74,9 @@ def test_an_empty_cache_says_how_to_fill_it(cache: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.startswith(f"No model is in {cache}. Fetch one: headrace models pull org/name.")
 
 
-def test_removing_asks_once_and_then_all_is_gone(filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removing_asks_once_and_then_all_is_gone(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
     for answer, status in (("n", 1), ("", 1), ("y", 0)):
@@ -93,7 +99,9 @@ def test_removing_asks_once_and_then_all_is_gone(filled: Path, monkeypatch: pyte
         (("pull", "/etc/passwd"), "is not a hub id"),
     ],
 )
-def test_a_mistake_changes_nothing(filled: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_changes_nothing(
+    filled: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*words) in (1, 2)
     assert told in capsys.readouterr().err
     assert len(cached_models()) == 3
@@ -106,13 +114,20 @@ def test_pull_says_where_it_lies_and_what_to_do_with_it(
     snapshot = filled / "models--org--model" / "snapshots" / COMMIT
     monkeypatch.setattr(models, "download_model", lambda hub_id, with_weights: asked.append(hub_id) or snapshot)
     assert run("pull", "org/model@main") == 0
-    assert capsys.readouterr().out == f"org/model@main: 2.5 MB in {snapshot}. Try: headrace chat --model org/model@main\n"
+    assert (
+        capsys.readouterr().out == f"org/model@main: 2.5 MB in {snapshot}. Try: headrace chat --model org/model@main\n"
+    )
     assert asked == [HubId("org/model", "main")]
 
 
-def test_pull_without_the_library_or_a_network_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_without_the_library_or_a_network_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     library = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub, "_library", lambda name: library)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert run("pull", "org/model") == 1
-    assert "hub model org/model is not in the cache and HF_HUB_OFFLINE is set or the hub cannot be reached; go online once" in capsys.readouterr().err
+    assert (
+        "hub model org/model is not in the cache and HF_HUB_OFFLINE is set or the hub cannot be reached; go online once"
+        in capsys.readouterr().err
+    )

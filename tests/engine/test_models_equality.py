@@ -1,4 +1,5 @@
-"""Every family computes what transformers computes, in float32 to 1e-4: whole prompts, chunks and decode steps, packed together.
+"""Every family computes what transformers computes, in float32 to 1e-4: whole prompts, chunks and decode steps, packed
+together.
 
 The oracle sees each sequence alone and whole; the decoder sees chunks of several, over shuffled blocks of 8 tokens in a
 cache that is NaN wherever nothing was written or a window has passed.
@@ -27,7 +28,13 @@ from tests.support.forward import PagedRun, load_decoder
 from tests.support.kernel_cases import carried_out
 
 TOLERANCE = 1e-4
-LENGTHS = {"a": 64, "b": 8, "c": 17, "d": 1, "e": 39}  # one token, below, on and above block edges, the whole context; up to five windows
+LENGTHS = {
+    "a": 64,
+    "b": 8,
+    "c": 17,
+    "d": 1,
+    "e": 39,
+}  # one token, below, on and above block edges, the whole context; up to five windows
 
 
 @dataclass(frozen=True)
@@ -85,11 +92,15 @@ def test_chunks_and_decode_steps_mixed(case: Case) -> None:
     """Prompts in uneven chunks beside others that go token by token."""
     decoder = load_decoder(case.folder, max_model_len=64)
     sizes = random.Random(1)
-    uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 7, 8, 9)))
+    uneven = in_chunks(
+        PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 7, 8, 9))
+    )
     assert_close(uneven, case.expected)
 
 
-def test_few_rows_through_products_that_take_in_what_stands_around_them(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_through_products_that_take_in_what_stands_around_them(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, by the twins: up to 64 tokens one way and more the other, over one cache."""
     rows: list[int] = []
 
@@ -101,10 +112,17 @@ def test_few_rows_through_products_that_take_in_what_stands_around_them(case: Ca
     monkeypatch.setattr(registry, "OPERATIONS", carried_out("fused_linear", *offered))
     decoder = load_decoder(case.folder, max_model_len=64)
     sizes = random.Random(1)
-    uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 9, 30, 40)))
+    uneven = in_chunks(
+        PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 9, 30, 40))
+    )
     assert_close(uneven, case.expected)
     spec = decoder.spec
-    fuses = spec.norm is NormKind.RMS and spec.gated_mlp and not spec.sandwich_norm and all(layer.moe is None for layer in spec.layers)
+    fuses = (
+        spec.norm is NormKind.RMS
+        and spec.gated_mlp
+        and not spec.sandwich_norm
+        and all(layer.moe is None for layer in spec.layers)
+    )
     assert bool(rows) == fuses and max(rows, default=0) <= MOST_ROWS
     assert_last_rows(decoder, case)
 
@@ -125,7 +143,9 @@ def test_many_rows_through_products_that_take_in_the_residual(case: Case, monkey
     monkeypatch.setattr("headrace.models.decoder.LEAST_ADDED", 20)
     decoder = load_decoder(case.folder, max_model_len=64)
     sizes = random.Random(1)
-    uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 9, 30, 40)))
+    uneven = in_chunks(
+        PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 9, 30, 40))
+    )
     assert_close(uneven, case.expected)
     assert bool(rows) == decoder.composed(20)[1] and min(rows, default=20) >= 20
     assert_last_rows(decoder, case)
@@ -143,7 +163,9 @@ def test_the_last_block_attends_to_what_is_read_alone(case: Case) -> None:
     attend = Attended(decoder)
     run, sizes, done = PagedRun(decoder, seed=2), random.Random(1), dict.fromkeys(case.sequences, 0)
     while left := {key: ids for key, ids in case.sequences.items() if done[key] < len(ids)}:
-        chunks = {key: ids[done[key] :][: 1 if key == "c" else sizes.choice((1, 7, 8, 30))] for key, ids in left.items()}
+        chunks = {
+            key: ids[done[key] :][: 1 if key == "c" else sizes.choice((1, 7, 8, 30))] for key, ids in left.items()
+        }
         found = run.step(chunks, last=True)
         done.update({key: done[key] + len(ids) for key, ids in chunks.items()})
         assert_close(found, {key: case.expected[key][done[key] - 1 :][:1] for key in chunks})
@@ -171,8 +193,8 @@ def errors(logits: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, 
 
 
 def test_bfloat16_errs_no_more_than_transformers(case: Case) -> None:
-    """Against float32, our bfloat16 logits err at most 1.1 times as much as transformers' own in the median and 1.5 times in the
-    root mean square (which one token routed to another expert moves).
+    """Against float32, our bfloat16 logits err at most 1.1 times as much as transformers' own in the median and 1.5
+    times in the root mean square (which one token routed to another expert moves).
     """
     decoder = load_decoder(case.folder, dtype=torch.bfloat16, max_model_len=64)
     median, rms = errors(PagedRun(decoder).step(case.sequences), case.expected)
@@ -189,7 +211,8 @@ def logits_of(decoder: Decoder, ids: list[int]) -> Tensor:
 
 
 def test_longrope_is_decided_by_the_longest_context(tmp_path: Path) -> None:
-    """Beyond the trained 64 positions the long factors serve every position, as transformers' do once a sequence is that long."""
+    """Beyond the trained 64 positions the long factors serve every position, as transformers' do once a sequence is
+    that long."""
     case = make_case("phi3-longrope", tmp_path, {"a": 70})
     decoder = load_decoder(case.folder, max_model_len=128)
     assert_close({"a": logits_of(decoder, case.sequences["a"])}, case.expected)

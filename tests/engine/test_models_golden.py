@@ -19,7 +19,12 @@ from tests.support.forward import PagedRun, load_decoder
 from tests.support.outside import shared
 
 TOLERANCE = 1e-4
-GOLDEN = {"demo": "golden.json", "demo-draft": "golden.json", "demo-moe": "golden.json", "stories260k": "golden_greedy.json"}
+GOLDEN = {
+    "demo": "golden.json",
+    "demo-draft": "golden.json",
+    "demo-moe": "golden.json",
+    "stories260k": "golden_greedy.json",
+}
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,19 @@ def folder_of(model: str) -> Path:
 
 def read_golden(model: str) -> list[Golden]:
     data = json.loads((folder_of(model) / GOLDEN[model]).read_text(encoding="utf-8"))
-    return [_from_steps(entry) for entry in data] if isinstance(data, list) else [_from_lists(entry) for entry in data["prompts"]]
+    return (
+        [_from_steps(entry) for entry in data]
+        if isinstance(data, list)
+        else [_from_lists(entry) for entry in data["prompts"]]
+    )
 
 
 def _from_steps(entry: dict[str, Any]) -> Golden:
     steps = entry["greedy"]
     best = [[(token, logprob) for token, logprob in step["top5"]] for step in steps]
-    return Golden(entry["prompt_ids"], entry["prompt_logprobs"], [s["id"] for s in steps], [s["gap"] for s in steps], best)
+    return Golden(
+        entry["prompt_ids"], entry["prompt_logprobs"], [s["id"] for s in steps], [s["gap"] for s in steps], best
+    )
 
 
 def _from_lists(entry: dict[str, Any]) -> Golden:
@@ -70,7 +81,9 @@ def test_golden_tokens_and_logprobs(model: tuple[list[Golden], Decoder]) -> None
     prompts, decoder = model
     for golden, rows in zip(prompts, run_all(decoder, prompts), strict=True):
         scored = rows[: len(golden.prompt) - 1].gather(1, torch.tensor(golden.prompt[1:]).unsqueeze(1)).squeeze(1)
-        torch.testing.assert_close(scored, torch.tensor(golden.prompt_logprobs, dtype=torch.float64), rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(
+            scored, torch.tensor(golden.prompt_logprobs, dtype=torch.float64), rtol=0, atol=TOLERANCE
+        )
         answer = rows[len(golden.prompt) - 1 :]
         assert answer.argmax(dim=-1).tolist() == golden.greedy
         for row, best in zip(answer, golden.best, strict=False):
@@ -96,7 +109,9 @@ def test_golden_tokens_step_by_step(model: tuple[list[Golden], Decoder]) -> None
 def test_golden_tokens_in_bfloat16(name: str) -> None:
     """Wherever the best token leads by a quarter of a nat, bfloat16 finds it too."""
     prompts = read_golden(name)
-    for golden, rows in zip(prompts, run_all(load_decoder(folder_of(name), dtype=torch.bfloat16), prompts), strict=True):
+    for golden, rows in zip(
+        prompts, run_all(load_decoder(folder_of(name), dtype=torch.bfloat16), prompts), strict=True
+    ):
         clear = torch.tensor(golden.gaps) > 0.25
         found = rows[len(golden.prompt) - 1 :].argmax(dim=-1)
         assert (found == torch.tensor(golden.greedy))[clear].all()

@@ -1,4 +1,5 @@
-"""Decoders without values: parameters match their rules on every real config, frequencies match transformers', limits hold."""
+"""Decoders without values: parameters match their rules on every real config, frequencies match transformers', limits
+hold."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """How an engine is run changes no answer: random requests in random modes, against each request by itself.
 
-``tests.support.modes`` draws both from the seed that a failing case is named by. KV blocks that nobody has written are NaN.
+``tests.support.modes`` draws both from the seed that a failing case is named by. KV blocks that nobody has written are
+NaN.
 """
 
 from __future__ import annotations
@@ -67,18 +68,26 @@ def test_the_drawn_modes_meet_in_pairs() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batch_invariant_answers_are_the_same_to_the_bit(tmp_path: Path, dtype: str) -> None:
-    native("linear", batch_invariant=True, dtype=torch.float32, in_features=64, out_features=64)  # skips where it cannot be built
+    native(
+        "linear", batch_invariant=True, dtype=torch.float32, in_features=64, out_features=64
+    )  # skips where it cannot be built
     rng, folder = random.Random(3), str(tiny.save("gemma2", tmp_path))
     invariant = {"dtype": dtype, "batch_invariant": True}
     with LLM(folder, **{**modes.PLAIN, **invariant}, max_num_seqs=4, num_blocks=64) as alone:
         for _ in range(2):
             drawn = modes.draw_cases(rng, alone.info.vocab_size, 6)
-            cases = [replace(case, leaves=None, params=replace(case.params, logprobs=2, prompt_logprobs=1)) for case in drawn]
+            cases = [
+                replace(case, leaves=None, params=replace(case.params, logprobs=2, prompt_logprobs=1)) for case in drawn
+            ]
             mode = modes.draw_mode(rng, failing=False)
             mode.keywords |= {**invariant, "disabled_kernels": ()}
             for case, found in zip(cases, modes.run_trial(folder, mode, cases, rng), strict=True):
                 wanted = alone.generate(case.prompt, case.params, use_tqdm=False)[0]
-                assert found is not None and found.outputs == wanted.outputs and found.prompt_logprobs == wanted.prompt_logprobs
+                assert (
+                    found is not None
+                    and found.outputs == wanted.outputs
+                    and found.prompt_logprobs == wanted.prompt_logprobs
+                )
 
 
 def test_padding_reads_nothing_that_was_given_back(model: str, oracle: modes.Oracle) -> None:

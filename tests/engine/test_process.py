@@ -26,7 +26,16 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed, Unavailable
 from headrace.processes.frames import HEADER
 from headrace.processes.messages import BadFrame, Unpacker, pack
-from headrace.request import Finished, FinishReason, Request, RequestTimes, SequenceOutput, Singles, TokenLogprobs, TokenOutputs
+from headrace.request import (
+    Finished,
+    FinishReason,
+    Request,
+    RequestTimes,
+    SequenceOutput,
+    Singles,
+    TokenLogprobs,
+    TokenOutputs,
+)
 from headrace.sampling_params import Expectations
 from tests.support.snapshot import listening, names_of_sockets
 
@@ -122,7 +131,9 @@ outputs = st.builds(
 
 @settings(max_examples=80, deadline=None)
 @given(rows=st.lists(outputs, max_size=6), cut=st.integers(0, 200))
-def test_a_step_comes_out_of_its_frame_as_it_went_in_however_the_bytes_arrive(rows: list[SequenceOutput], cut: int) -> None:
+def test_a_step_comes_out_of_its_frame_as_it_went_in_however_the_bytes_arrive(
+    rows: list[SequenceOutput], cut: int
+) -> None:
     data = frames.pack_step(rows)
     unpacker = Unpacker(frames.Event)
     found = [frame for part in (data[:cut], data[cut:]) for frame in unpacker.feed(part)]
@@ -130,7 +141,16 @@ def test_a_step_comes_out_of_its_frame_as_it_went_in_however_the_bytes_arrive(ro
 
 
 def test_a_request_comes_out_of_its_frame_as_it_went_in() -> None:
-    params = SamplingParams(n=3, logit_bias={4: -2.5}, stop=["x"], seed=2**64 - 1, allowed_token_ids=[1], logprobs=2, min_tokens=2, max_tokens=9)
+    params = SamplingParams(
+        n=3,
+        logit_bias={4: -2.5},
+        stop=["x"],
+        seed=2**64 - 1,
+        allowed_token_ids=[1],
+        logprobs=2,
+        min_tokens=2,
+        max_tokens=9,
+    )
     asked = Request(
         request_id=2**40,
         prompt_token_ids=array("i", [1, 2**31 - 1]),
@@ -188,7 +208,12 @@ def test_a_stop_string_ends_the_sequence_on_both_sides() -> None:
     async def work(llm: AsyncLLM) -> None:
         text = [out async for out in llm.generate("Once", SHORT)][-1].outputs[0].text
         stop = text[8:11]
-        cut = [out async for out in llm.generate("Once", SamplingParams(temperature=0, max_tokens=3900, ignore_eos=True, stop=[stop]))][-1].outputs[0]
+        cut = [
+            out
+            async for out in llm.generate(
+                "Once", SamplingParams(temperature=0, max_tokens=3900, ignore_eos=True, stop=[stop])
+            )
+        ][-1].outputs[0]
         assert (cut.text, cut.stop_reason, cut.finish_reason) == (text[: text.index(stop)], stop, "stop")
         await idle(llm)
 
@@ -376,7 +401,8 @@ ctypes.CDLL = lambda name=None, *given, **named: (Deaf if name is None else real
 
 @pytest.mark.parametrize("way", ["the kernel's alone", "its own, idle", "its own, inside a long step"])
 def test_either_of_two_ways_is_enough_to_end_with_the_parent(way: str, tmp_path: Path) -> None:
-    """A stopped engine is ended by the kernel; one whose kernel does not (Linux's death signal is lost) sees that its parent's socket has closed."""
+    """A stopped engine is ended by the kernel; one whose kernel does not (Linux's death signal is lost) sees that its
+    parent's socket has closed."""
     own = way != "the kernel's alone"
     (tmp_path / "sitecustomize.py").write_text(DEAF if own else "")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
@@ -491,7 +517,9 @@ async def collect(stream: Any) -> list[RequestDelta]:
         ({"max_model_len": 10**9}, ConfigError, "1000000000"),  # found in the process, told here
     ],
 )
-def test_a_failed_start_says_why_and_leaves_no_process(config: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_a_failed_start_says_why_and_leaves_no_process(
+    config: dict[str, Any], error: type[Exception], words: str
+) -> None:
     before = children()
 
     async def start() -> None:

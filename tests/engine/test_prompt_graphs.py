@@ -1,4 +1,5 @@
-"""Graphs of steps with prompts without a GPU (support/recorded_graphs.py): graph = eager, whatever the lengths; which shapes get one, and when."""
+"""Graphs of steps with prompts without a GPU (support/recorded_graphs.py): graph = eager, whatever the lengths; which
+shapes get one, and when."""
 
 from __future__ import annotations
 
@@ -73,7 +74,10 @@ def batches(turns: int) -> Iterator[tuple[list[Planned], int]]:
     for turn in range(turns):
         count = draw.choice((1, 1, 2, 3, 4, 5, 8))
         kinds = (GREEDY, SAMPLED) if turn % 3 == 0 else (GREEDY,)
-        yield [prompt(row, draw.randint(1, 62 // count), turn, kinds[row % len(kinds)]) for row in range(count)], draw.choice((1000, 3, 7))
+        yield (
+            [prompt(row, draw.randint(1, 62 // count), turn, kinds[row % len(kinds)]) for row in range(count)],
+            draw.choice((1000, 3, 7)),
+        )
 
 
 @pytest.mark.parametrize(("served", "least"), [(2, 9), (16, 5)])
@@ -97,9 +101,17 @@ def test_mixed_steps_are_replayed_too() -> None:
                 late = prompt(3, 20 + turn, turn)
                 planner.add(late)
                 half = len(late.prompt) // 2
-                result = run(made, planner.plan([running[0].next, (late, 0, half), running[2].next], samples=[(0, running[0]), (2, running[2])]))
+                result = run(
+                    made,
+                    planner.plan(
+                        [running[0].next, (late, 0, half), running[2].next], samples=[(0, running[0]), (2, running[2])]
+                    ),
+                )
                 take(result, [running[0], running[2]])
-                take(run(made, planner.plan([(late, half, len(late.prompt) - half), running[1].next])), [late, running[1]])
+                take(
+                    run(made, planner.plan([(late, half, len(late.prompt) - half), running[1].next])),
+                    [late, running[1]],
+                )
                 decode(made, planner, [late, *running])
                 planner.drop(late)
                 running[0].output.append(late.output[-1])
@@ -110,7 +122,8 @@ def test_mixed_steps_are_replayed_too() -> None:
 
 
 def test_steps_with_adapters_are_replayed_too() -> None:
-    """Each token's slot is read on the device: prompts with and without, in any rows, and once more after graphs were forgotten."""
+    """Each token's slot is read on the device: prompts with and without, in any rows, and once more after graphs were
+    forgotten."""
     stand_in: Any = SimpleNamespace(slots=SimpleNamespace(head_touched=False, changed=1), close=lambda: None)
 
     def adapted(graphed: bool, *, bare: bool = False) -> list[list[list[int]]]:
@@ -155,7 +168,9 @@ def test_a_shape_is_eager_then_recorded_then_replayed() -> None:
             assert calls == expected, length
         graphs = graphs_of(runner)
         assert graphs.captured == (Shape(16, 4), *FIRST)
-        assert graphs.samples == (Shape(64, 8), Shape(64, 1), Shape(48, 8), Shape(16, 1)), "what shows how much memory others take"
+        assert graphs.samples == (Shape(64, 8), Shape(64, 1), Shape(48, 8), Shape(16, 1)), (
+            "what shows how much memory others take"
+        )
 
 
 def test_a_larger_graph_serves_what_has_none_for_a_while() -> None:
@@ -203,7 +218,9 @@ def test_a_step_beyond_the_largest_shape_stays_eager(monkeypatch: pytest.MonkeyP
         assert calls == [66]
 
 
-def test_a_capture_that_fails_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_fails_costs_nobody_anything(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with executor(graphed=False) as (made, _, _, planner):
         expected = [answer(made, planner, pair(length)) for length in (10, 11, 12, 13, 40)]
     with executor() as (made, runner, _, planner):
@@ -313,15 +330,30 @@ def test_what_an_idle_engine_records_is_bounded_and_of_shapes_there_are() -> Non
         shapes.add((coming,))
         recorded.append(coming)
     assert len(shapes.captured) <= shapes.most and len(set(recorded)) == len(recorded)
-    assert all(each.tokens in bounds.tokens and each.sequences in bounds.sequences and each.tokens > each.sequences for each in recorded)
+    assert all(
+        each.tokens in bounds.tokens and each.sequences in bounds.sequences and each.tokens > each.sequences
+        for each in recorded
+    )
     for tokens in range(65, 2049, 31):  # few times each
         served = shapes.shape_of(tokens, 60)
         assert served in shapes.captured and served is not None and served.tokens <= 2 * tokens
 
 
 def test_products_of_known_models() -> None:
-    shape = {"vocab_size": 128256, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "model_type": "llama", "hidden_act": "silu"}
-    llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
+    shape = {
+        "vocab_size": 128256,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "model_type": "llama",
+        "hidden_act": "silu",
+    }
+    llama = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+    }
     spec = families.spec_from_config({**shape, **llama, "architectures": ["LlamaForCausalLM"]})
     assert multiplications(spec) == 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
 
@@ -333,5 +365,12 @@ def test_numbers_lie_apart_and_the_rest_is_of_nobody() -> None:
     parts = ([7, 5], [0, 3, 9], [3, 8], [0] * 3 + [1] * 6, [0, 1, 2, *range(2, 8)], [2, 8])
     _fill(numbers, places, [np.array(part, dtype=np.int32) for part in parts])
     found = [numbers[place].tolist() for place in places]
-    assert found == [[7, 5, 0, 0], [0, 3, 9, 9, 9], [3, 8, 0, 0], [0] * 3 + [1] * 6 + [0] * 7, [0, 1, 2, *range(2, 8), *[-1] * 7], [2, 8, 8, 8]]
+    assert found == [
+        [7, 5, 0, 0],
+        [0, 3, 9, 9, 9],
+        [3, 8, 0, 0],
+        [0] * 3 + [1] * 6 + [0] * 7,
+        [0, 1, 2, *range(2, 8), *[-1] * 7],
+        [2, 8, 8, 8],
+    ]
     assert all(place.start % 4 == 0 for place in places)

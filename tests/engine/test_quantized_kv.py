@@ -1,4 +1,5 @@
-"""A cache in 8 and 4 bits, whole engines: however a request is run, its answer has the same bits; scales of checkpoints."""
+"""A cache in 8 and 4 bits, whole engines: however a request is run, its answer has the same bits; scales of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -28,17 +29,32 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=5, n=2, logprobs=1,
 
 
 def answers(folder: Path, kv: str, *, together: bool, **keywords: Any) -> tuple[list[Any], Any]:
-    common = {"device": "cpu", "threads": 1, "dtype": "float32", "max_model_len": 240, "block_size": 8, "overlap": 0, "batch_invariant": True}
+    common = {
+        "device": "cpu",
+        "threads": 1,
+        "dtype": "float32",
+        "max_model_len": 240,
+        "block_size": 8,
+        "overlap": 0,
+        "batch_invariant": True,
+    }
     with LLM(str(folder), kv_cache_dtype=kv, **common | keywords) as llm:
         asked = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
         outputs = [each for some in asked for each in llm.generate(some, PARAMS, use_tqdm=False)]
-        found = [[(each.token_ids, [float(next(iter(step.values())).logprob) for step in each.logprobs]) for each in out.outputs] for out in outputs]
+        found = [
+            [
+                (each.token_ids, [float(next(iter(step.values())).logprob) for step in each.logprobs])
+                for each in out.outputs
+            ]
+            for out in outputs
+        ]
         return found, llm.engine.core.stats().counters
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4", "fp8"])
 def test_however_a_request_is_run_its_answer_has_the_same_bits(kv: str, tmp_path: Path) -> None:
-    """Whole prompts alone; then chunks, hits, copies of shared blocks and preemption, among others. Gemma has windows and caps."""
+    """Whole prompts alone; then chunks, hits, copies of shared blocks and preemption, among others. Gemma has windows
+    and caps."""
     native("linear", batch_invariant=True, dtype=torch.float32, in_features=64, out_features=64)
     folder = tiny.save("gemma2", tmp_path)
     alone, _ = answers(folder, kv, together=False, max_num_seqs=2, num_blocks=80, enable_prefix_caching=False)
@@ -53,7 +69,11 @@ def with_scales(tmp_path: Path, change: dict[str, Any], name: str = "self_attn.{
     folder = tiny.save("llama", tmp_path, tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
     layers = sum(key.endswith("self_attn.o_proj.weight") for key in tensors)
-    made = {f"model.layers.{layer}.{name.format(letter)}": torch.tensor(0.5 + layer) for layer in range(layers) for letter in "kv"}
+    made = {
+        f"model.layers.{layer}.{name.format(letter)}": torch.tensor(0.5 + layer)
+        for layer in range(layers)
+        for letter in "kv"
+    }
     for key, value in change.items():
         if value is None:
             del made[key]
@@ -66,7 +86,12 @@ def with_scales(tmp_path: Path, change: dict[str, Any], name: str = "self_attn.{
 def loaded(folder: Path, kv: str | None) -> tuple[Decoder, int]:
     plain = load_decoder(folder)
     decoder = Decoder(
-        plain.spec, kernels=Kernels(CPU), dtype=torch.float32, device=CPU, max_model_len=64, kv=None if kv is None else KV_FORMATS[kv]
+        plain.spec,
+        kernels=Kernels(CPU),
+        dtype=torch.float32,
+        device=CPU,
+        max_model_len=64,
+        kv=None if kv is None else KV_FORMATS[kv],
     )
     checkpoint = open_checkpoint(find_model(ModelConfig(model=str(folder))))
     try:
@@ -75,13 +100,17 @@ def loaded(folder: Path, kv: str | None) -> tuple[Decoder, int]:
         checkpoint.close()
 
 
-@pytest.mark.parametrize("name", ["self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{0}_proj.output_scale"])
+@pytest.mark.parametrize(
+    "name", ["self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{0}_proj.output_scale"]
+)
 def test_scales_of_a_checkpoint_are_heeded(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     heads = torch.tensor([0.25, 2.0])
     folder = with_scales(tmp_path, {f"model.layers.0.{name.format('v')}": heads}, name)
     decoder, count = loaded(folder, "fp8_e4m3")
     held = [block.attention.quantized for block in decoder.blocks]
-    assert count == 2 * len(held) and held[0] is not None and held[0].k_scales is not None and held[0].v_scales is not None
+    assert (
+        count == 2 * len(held) and held[0] is not None and held[0].k_scales is not None and held[0].v_scales is not None
+    )
     assert held[0].k_scales.tolist() == [0.5, 0.5] and held[0].v_scales.tolist() == heads.tolist()
     assert "not used" not in caplog.text
     assert loaded(folder, "int8")[1] == loaded(folder, None)[1] == 0
@@ -110,11 +139,14 @@ def test_what_is_no_scale_is_named(tmp_path: Path, change: dict[str, Any], said:
 
 
 def test_scales_bring_large_values_into_reach(tmp_path: Path) -> None:
-    """Values 2¹⁴ times as large saturate, but with a scale of 2¹⁴ they have the very codes of those they are made from."""
+    """Values 2¹⁴ times as large saturate, but with a scale of 2¹⁴ they have the very codes of those they are made
+    from."""
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
     def scored(folder: Path) -> list[float]:
-        with LLM(str(folder), device="cpu", dtype="float32", kv_cache_dtype="fp8", num_blocks=40, max_model_len=64) as llm:
+        with LLM(
+            str(folder), device="cpu", dtype="float32", kv_cache_dtype="fp8", num_blocks=40, max_model_len=64
+        ) as llm:
             found = llm.generate([TRUNK], params, use_tqdm=False)[0].prompt_logprobs
             return [next(iter(each.values())).logprob for each in found[1:]]
 
@@ -127,7 +159,9 @@ def test_scales_bring_large_values_into_reach(tmp_path: Path) -> None:
         tensors[key.replace("v_proj.weight", "k_scale")] = torch.tensor(1.0)
     save_file(tensors, folder / "model.safetensors")
     assert scored(folder) == want
-    save_file({key: value for key, value in tensors.items() if not key.endswith("_scale")}, folder / "model.safetensors")
+    save_file(
+        {key: value for key, value in tensors.items() if not key.endswith("_scale")}, folder / "model.safetensors"
+    )
     assert max(abs(one - other) for one, other in zip(scored(folder), want, strict=True)) > 0.1
 
 
@@ -135,7 +169,9 @@ def test_scales_bring_large_values_into_reach(tmp_path: Path) -> None:
 def test_logits_are_those_of_the_twins(tmp_path: Path, kv: str) -> None:
     folder, form = tiny.save("llama", tmp_path, tokenizer=False), KV_FORMATS[kv]
     prompt = {"a": [1 + 7 * at % 250 for at in range(40)]}
-    twins = PagedRun(load_decoder(folder, kv=form, kernels=Kernels(CPU, disabled=frozenset({"native", "onednn"}))), kv=form).step(prompt)["a"]
+    twins = PagedRun(
+        load_decoder(folder, kv=form, kernels=Kernels(CPU, disabled=frozenset({"native", "onednn"}))), kv=form
+    ).step(prompt)["a"]
     run = PagedRun(load_decoder(folder, kv=form), kv=form)
     ours = torch.cat([run.step({"a": prompt["a"][at : at + 8]})["a"] for at in range(0, 40, 8)])  # in chunks
     plain = PagedRun(load_decoder(folder)).step(prompt)["a"]

@@ -46,8 +46,11 @@ def test_ranks_of_every_family_compute_what_one_does(tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize("name", quantised.RECIPES)
-def test_ranks_of_a_quantised_checkpoint_compute_what_one_does_or_say_why_not(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where inputs are rounded, by what one rank has of them: those that are shared out are rounded a little differently."""
+def test_ranks_of_a_quantised_checkpoint_compute_what_one_does_or_say_why_not(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where inputs are rounded, by what one rank has of them: those that are shared out are rounded a little
+    differently."""
     recipe = quantised.RECIPES[name]
     monkeypatch.setitem(quantised.RECIPES, name, replace(recipe, fields={"head_dim": 32, "intermediate_size": 128}))  # type: ignore[arg-type]
     folder, _ = quantised.write(name, tmp_path)
@@ -60,7 +63,9 @@ def test_ranks_of_a_quantised_checkpoint_compute_what_one_does_or_say_why_not(tm
     tolerance = 0.15 if recipe.inputs is not None else 2e-4
     assert name not in UNSHARED
     for sequence, logits in wanted.items():
-        assert (found[0][sequence] - logits).norm() < tolerance * logits.norm() and torch.equal(found[0][sequence], found[1][sequence])
+        assert (found[0][sequence] - logits).norm() < tolerance * logits.norm() and torch.equal(
+            found[0][sequence], found[1][sequence]
+        )
 
 
 # --- as processes -----------------------------------------------------------------------------------------------------
@@ -125,7 +130,9 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(llama: str, overlap: int, r
     with ranked(llama, overlap=overlap) as llm:
         (pid,) = pids(llm)
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-        collector = llm.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) if running else None
+        collector = (
+            llm.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) if running else None
+        )
         if running:
             llm.turn()
         os.kill(pid, signal.SIGKILL)
@@ -148,12 +155,18 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(llama: str, overlap: int, r
 def test_ranks_answer_with_adapters_as_one_does(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
     made = tiny.create(family, seed=3, vocab_size=319)
     made.save_pretrained(tmp_path / "base")
-    modules = [f"{name}={adapters.write(tmp_path / name, made, targets=targets, seed=seed)}" for seed, name in enumerate(("one", "two"))]
+    modules = [
+        f"{name}={adapters.write(tmp_path / name, made, targets=targets, seed=seed)}"
+        for seed, name in enumerate(("one", "two"))
+    ]
     asked = [LoRARequest("one"), None, LoRARequest("two")]
 
     def answers(size: int) -> list[list[int]]:
         with ranked(str(tmp_path / "base"), tensor_parallel_size=size, lora_modules=modules, max_loras=2) as llm:
-            found = [llm.generate([[5, 9, 200, 31], [7, 8], list(range(20))], GREEDY, use_tqdm=False, lora_request=lora) for lora in asked]
+            found = [
+                llm.generate([[5, 9, 200, 31], [7, 8], list(range(20))], GREEDY, use_tqdm=False, lora_request=lora)
+                for lora in asked
+            ]
             found.append(llm.generate([[5, 9, 200, 31]] * 3, GREEDY, use_tqdm=False, lora_request=asked))
         return [each.outputs[0].token_ids for some in found for each in some]
 
@@ -161,7 +174,9 @@ def test_ranks_answer_with_adapters_as_one_does(tmp_path: Path, family: str, tar
     assert found == answers(1) and len({tuple(each) for each in found[9:]}) == 3
 
 
-@pytest.mark.parametrize("drafts", [{"method": "ngram", "num_speculative_tokens": 3}, {"model": "itself", "num_speculative_tokens": 2}])
+@pytest.mark.parametrize(
+    "drafts", [{"method": "ngram", "num_speculative_tokens": 3}, {"model": "itself", "num_speculative_tokens": 2}]
+)
 def test_ranks_accept_the_drafts_that_one_does(llama: str, drafts: dict[str, Any]) -> None:
     """The draft model is the target: what it proposes is accepted, whichever rank proposes it."""
     config = {**drafts, **({"model": llama} if "model" in drafts else {})}
@@ -188,7 +203,8 @@ def test_a_rank_that_is_stopped_ends_all_and_is_named(llama: str) -> None:
 
 
 def test_a_step_that_fails_on_all_ranks_alike_is_recovered_from(llama: str) -> None:
-    """Its requests end; what follows is computed, by ranks that are at the same place. Nothing is left of them once the LLM is shut down."""
+    """Its requests end; what follows is computed, by ranks that are at the same place. Nothing is left of them once the
+    LLM is shut down."""
     with ranked(llama) as llm:
         (pid,) = pids(llm)
         wanted = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
@@ -198,7 +214,9 @@ def test_a_step_that_fails_on_all_ranks_alike_is_recovered_from(llama: str) -> N
         def submit(plan: Any) -> Any:
             if not broken and plan.rows:
                 broken.append(plan)
-                plan = replace(plan, copy_group=type(plan.rows)("i", [7]), copy_source=plan.rows[:1], copy_target=plan.rows[:1])  # no such group
+                plan = replace(
+                    plan, copy_group=type(plan.rows)("i", [7]), copy_source=plan.rows[:1], copy_target=plan.rows[:1]
+                )  # no such group
             return plan_of(plan)
 
         executor.submit = submit  # type: ignore[method-assign]

@@ -56,13 +56,22 @@ class Record:
             if new.params.presence_penalty or new.params.frequency_penalty:
                 count = Counter(new.token_ids[new.num_prompt_tokens :])
                 self.counts[new.row] = [count[token] for token in range(VOCAB)]
-        for row, group, index, block in zip(plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True):
+        for row, group, index, block in zip(
+            plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True
+        ):
             self.tables[group][row][index] = block
 
 
 def _bits(new: NewRow) -> list[int]:
     p = new.params
-    floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, 1e-30))
+    floats = (
+        p.temperature,
+        p.top_p,
+        p.min_p,
+        p.presence_penalty,
+        p.frequency_penalty,
+        max(p.repetition_penalty, 1e-30),
+    )
     whole = struct.pack("<q" if new.seed < 0 else "<Q", new.seed)
     ends = struct.pack("<2i", new.num_prompt_tokens, new.adapter_slot)
     return list(struct.unpack("<11i", struct.pack("<6fi", *floats, max(p.top_k, 0)) + whole + ends))
@@ -93,11 +102,19 @@ def _assert_same(rows: Rows, record: Record) -> None:
     assert set(rows.host) == set(record.known)
     for row, new in record.known.items():
         host, p = rows.host[row], new.params
-        assert host.params is p and rows.traits[row] == host.traits and rows.num_prompt_tokens[row] == new.num_prompt_tokens
+        assert (
+            host.params is p
+            and rows.traits[row] == host.traits
+            and rows.num_prompt_tokens[row] == new.num_prompt_tokens
+        )
         assert {trait for trait in Trait if trait & host.traits} == set(_traits(new))
-        assert host.stop_ids.tolist() == ([token for token in new.stop_token_ids if token < VOCAB] if p.min_tokens else [])
+        assert host.stop_ids.tolist() == (
+            [token for token in new.stop_token_ids if token < VOCAB] if p.min_tokens else []
+        )
         assert dict(zip(host.bias_ids.tolist(), host.bias_values.tolist(), strict=True)) == (p.logit_bias or {})
-        assert (None if host.allowed_ids is None else host.allowed_ids.tolist()) == (sorted({*p.allowed_token_ids}) if p.allowed_token_ids else None)
+        assert (None if host.allowed_ids is None else host.allowed_ids.tolist()) == (
+            sorted({*p.allowed_token_ids}) if p.allowed_token_ids else None
+        )
         assert (host.bad_words is None) == (not any(new.bad_word_ids))
         assert host.bad_words is None or host.bad_words.last.tolist() == [word[-1] for word in new.bad_word_ids if word]
 
@@ -105,7 +122,9 @@ def _assert_same(rows: Rows, record: Record) -> None:
 def _new(draw: random.Random, row: int) -> NewRow:
     length = draw.choice((0, 1, 3, 8, LONGEST - 1, LONGEST))
     params, stops = draw.choice(ASKED), draw.choice(((), (VOCAB + 3, 7), (7,)))
-    prompt = draw.choice((length, length // 2, min(1, length), length + 1))  # beyond the prompt: a row that begins again; none of it known yet
+    prompt = draw.choice(
+        (length, length // 2, min(1, length), length + 1)
+    )  # beyond the prompt: a row that begins again; none of it known yet
     words = draw.choice(((), (), ((3,), (), (4, 5, 6))))
     seed = draw.choice((0, 2**64 - 1, -(2**63), 2**31, 12345))
     return NewRow(row, row, array("i", draw.choices(range(VOCAB), k=length)), prompt, params, seed, stops, words)
@@ -117,7 +136,9 @@ def _plan(draw: random.Random, block_sizes: tuple[int, ...]) -> StepPlan:
     edits = []
     for _ in range(draw.choice((0, 1, 5, 40))):
         group = draw.randrange(len(block_sizes))
-        edits.append((draw.randrange(ROWS), group, draw.randrange(-(-LONGEST // block_sizes[group])), draw.randrange(1, 1000)))
+        edits.append(
+            (draw.randrange(ROWS), group, draw.randrange(-(-LONGEST // block_sizes[group])), draw.randrange(1, 1000))
+        )
     columns = [array("i", column) for column in zip(*edits, strict=True)] or [array("i")] * 4
     return StepPlan(1, array("i", draw.sample(range(ROWS), 2)), new, *columns)
 
@@ -174,7 +195,10 @@ def _launched(count: int) -> tuple[int, Counter[str]]:
     """(calls of the operation, everything else) for so many new rows in a plan."""
     writes: list[Any] = []
     new = tuple(NewRow(row, row, array("i", [row] * 9), 9, PENALISED, row, (7,)) for row in range(count))
-    edits = [array("i", column) for column in zip(*((row, group, 0, 5) for row in range(count) for group in range(2)), strict=True)]
+    edits = [
+        array("i", column)
+        for column in zip(*((row, group, 0, 5) for row in range(count) for group in range(2)), strict=True)
+    ]
     rows = Rows(ROWS, LONGEST, VOCAB, (4, 8), CPU, lambda *given: writes.append(given))
     with Counted() as counted:
         rows.apply(StepPlan(1, array("i"), new, *edits))

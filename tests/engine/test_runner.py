@@ -44,7 +44,10 @@ def executor(folder: Path) -> Executor:
 
 def _prompts(lengths: Sequence[int] = LENGTHS, params: SamplingParams = GREEDY, seed: int = 0) -> list[Planned]:
     draw = random.Random(seed)
-    return [Planned(row, [draw.randrange(256) for _ in range(length)], params, seed=100 + row) for row, length in enumerate(lengths)]
+    return [
+        Planned(row, [draw.randrange(256) for _ in range(length)], params, seed=100 + row)
+        for row, length in enumerate(lengths)
+    ]
 
 
 def _outputs(sequences: Sequence[Planned]) -> list[list[int]]:
@@ -67,7 +70,9 @@ def test_greedy_tokens_equal_transformers(name: str, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("name", ["folder", "windowed"])
-def test_chunks_padding_and_recomputing_change_no_token(name: str, params: SamplingParams, request: pytest.FixtureRequest) -> None:
+def test_chunks_padding_and_recomputing_change_no_token(
+    name: str, params: SamplingParams, request: pytest.FixtureRequest
+) -> None:
     model = request.getfixturevalue(name)
     executor, padded = worker_for(model), worker_for(model, device={"token_concatenation": False})
     unpruned = worker_for(model, device={"last_layer_pruning": False})
@@ -88,26 +93,40 @@ def test_chunks_padding_and_recomputing_change_no_token(name: str, params: Sampl
 def test_what_nobody_reads_is_not_attended_for(
     name: str, device: dict[str, bool], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks that end nowhere (in some steps nothing is sampled), ends of prompts and single tokens, in one step. Of short ones all attend."""
+    """Chunks that end nowhere (in some steps nothing is sampled), ends of prompts and single tokens, in one step. Of
+    short ones all attend."""
     model, params = request.getfixturevalue(name), SamplingParams(temperature=0.0, logprobs=3)
     monkeypatch.setitem(LEAST_ALONE, "cpu", 9)
     plain, pruned = worker_for(model, device={**device, "last_layer_pruning": False}), worker_for(model, device=device)
     alone: list[bool] = []
     compute = pruned._runner._decoder.forward  # type: ignore[attr-defined]
-    monkeypatch.setattr(pruned._runner._decoder, "forward", lambda inputs, caches: (alone.append(bool(inputs.alone)), compute(inputs, caches))[1])  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        pruned._runner._decoder,
+        "forward",
+        lambda inputs, caches: (alone.append(bool(inputs.alone)), compute(inputs, caches))[1],
+    )  # type: ignore[attr-defined]
     expected, found = (generate(worker, _prompts((40, 8, 1, 23), params), 6, chunk=8) for worker in (plain, pruned))
     assert [list(each.tokens) for each in found] == [list(each.tokens) for each in expected]
     for one, other in zip(found, expected, strict=True):
         for index, entries in one.logprobs.items():
             assert entries[0].token_ids == other.logprobs[index][0].token_ids
-            assert entries[0].logprobs == pytest.approx(other.logprobs[index][0].logprobs, rel=0, abs=0 if "batch_invariant" in device else 1e-5)
+            assert entries[0].logprobs == pytest.approx(
+                other.logprobs[index][0].logprobs, rel=0, abs=0 if "batch_invariant" in device else 1e-5
+            )
     assert set(alone) == {True, False}, "steps of both kinds came"
 
 
 def test_what_a_graph_is_told_of_wanted_tokens_is_what_a_step_is() -> None:
     """Of two chunks and a token; with the last one said again for two that are not there."""
     ints = partial(array, "i")
-    plan = StepPlan(0, rows=ints([0, 1, 2]), starts=ints([3, 0, 7]), counts=ints([5, 4, 1]), sample_rows=ints([0, 2]), sample_work=ints([0, 2]))
+    plan = StepPlan(
+        0,
+        rows=ints([0, 1, 2]),
+        starts=ints([3, 0, 7]),
+        counts=ints([5, 4, 1]),
+        sample_rows=ints([0, 2]),
+        sample_work=ints([0, 2]),
+    )
     packing = pack(plan, padded=True, prune=True)
     assert packing.wanted is not None
     chunk, position, wanted = (torch.as_tensor(each) for each in (packing.chunk, packing.position, packing.wanted))
@@ -135,11 +154,14 @@ def test_batched_equals_alone(executor: Executor) -> None:
         assert alone.output == expected.output
 
 
-PENALISED = SamplingParams(temperature=0.8, presence_penalty=0.7, frequency_penalty=0.5, repetition_penalty=1.3, min_p=0.02)
+PENALISED = SamplingParams(
+    temperature=0.8, presence_penalty=0.7, frequency_penalty=0.5, repetition_penalty=1.3, min_p=0.02
+)
 
 
 def test_rows_rebuilt_from_ids_equal_rows_kept(executor: Executor) -> None:
-    """Every row is dropped and built again between any two steps, at another place; penalty counts come back with it."""
+    """Every row is dropped and built again between any two steps, at another place; penalty counts come back with
+    it."""
     kept, rebuilt = _prompts((5, 17), PENALISED), _prompts((5, 17), PENALISED)
     generate(executor, kept, 12)
     planner = Planner(executor.info.kv_groups)
@@ -156,7 +178,8 @@ def test_rows_rebuilt_from_ids_equal_rows_kept(executor: Executor) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_tokens_the_planner_does_not_know_are_found_in_rows(folder: Path, executor: Executor, depth: int) -> None:
-    """Plans are submitted ``depth`` steps ahead of their inputs; a worker thread gives what the inline executor gives."""
+    """Plans are submitted ``depth`` steps ahead of their inputs; a worker thread gives what the inline executor
+    gives."""
     expected, ahead = _prompts((3, 12), PENALISED), _prompts((3, 12), PENALISED)
     generate(executor, expected, 9)
     threaded = worker_for(folder, device={"overlap": depth})
@@ -218,7 +241,10 @@ def test_logprobs_equal_transformers(executor: Executor) -> None:
     params = SamplingParams(temperature=0.7, logprobs=4, prompt_logprobs=2)
     sequence, planner = _prompts((14,), params)[0], Planner(executor.info.kv_groups)
     planner.add(sequence)
-    pieces = [run(executor, planner.plan([(sequence, 0, 6)], (), (0,))), run(executor, planner.plan([(sequence, 6, 8)], None, (0,)))]
+    pieces = [
+        run(executor, planner.plan([(sequence, 0, 6)], (), (0,))),
+        run(executor, planner.plan([(sequence, 6, 8)], None, (0,))),
+    ]
     with torch.no_grad():
         expected = tiny.create("llama")(torch.tensor([sequence.prompt])).logits[0].log_softmax(-1)
     scored = [entry for piece in pieces for entry in piece.prompt_logprobs[0]]
@@ -229,7 +255,9 @@ def test_logprobs_equal_transformers(executor: Executor) -> None:
     _check_entry(entry.token_ids, entry.logprobs, entry.rank, token, expected[13], 4)
 
 
-def _check_entry(ids: tuple[int, ...], logprobs: tuple[float, ...], rank: int, chosen: int, expected: torch.Tensor, num_best: int) -> None:
+def _check_entry(
+    ids: tuple[int, ...], logprobs: tuple[float, ...], rank: int, chosen: int, expected: torch.Tensor, num_best: int
+) -> None:
     assert ids == (chosen, *expected.topk(num_best).indices.tolist())
     assert logprobs == pytest.approx([float(expected[token]) for token in ids], abs=1e-4)
     assert rank == int((expected > expected[chosen]).sum()) + 1
@@ -270,7 +298,9 @@ def test_bfloat16_generates(folder: Path) -> None:
         ([1] * 40 + [500, MOST_FEW], 0),  # for whom the other kernel has to be launched anyway
     ],
 )
-def test_single_tokens_before_prompts_are_counted_where_they_can_be_taken_by_themselves(counts: list[int], leading: int) -> None:
+def test_single_tokens_before_prompts_are_counted_where_they_can_be_taken_by_themselves(
+    counts: list[int], leading: int
+) -> None:
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     nothing = np.zeros(0, dtype=np.int32)
     assert Packing(starts, nothing, nothing, nothing).leading == leading

@@ -25,7 +25,12 @@ ROOM = Room(8 * GIB, {"weights": 3 * GIB, "activations": GIB})  # 4 GiB left
 
 
 def _plan(
-    *specs: KVSpec, cache: CacheConfig | None = None, on_cpu: bool = True, seqs: int = 64, positions: int = 8192, asked: int | None = None
+    *specs: KVSpec,
+    cache: CacheConfig | None = None,
+    on_cpu: bool = True,
+    seqs: int = 64,
+    positions: int = 8192,
+    asked: int | None = None,
 ) -> KVPlan:
     scheduler, model = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=512), ModelConfig(max_model_len=asked)
     config = EngineConfig(model=model, cache=cache or CacheConfig(), scheduler=scheduler)
@@ -68,7 +73,9 @@ def test_every_group_holds_one_longest_sequence() -> None:
 
 
 def test_a_requested_length_that_does_not_fit_names_both_flags() -> None:
-    with pytest.raises(ConfigError, match=r"4096 tokens needs 0\.004 GiB.*--max-model-len to at most 160.*--kv-cache-memory to 4194304"):
+    with pytest.raises(
+        ConfigError, match=r"4096 tokens needs 0\.004 GiB.*--max-model-len to at most 160.*--kv-cache-memory to 4194304"
+    ):
         _plan(FULL, cache=CacheConfig(kv_cache_memory=FULL.bytes_per_block * 10), asked=4096)
     with pytest.raises(ConfigError, match="9000, but this model has positions for 8192"):
         _plan(FULL, asked=9000)
@@ -97,7 +104,9 @@ def test_more_than_there_is_is_refused_with_the_numbers() -> None:
         ("float32", "bfloat16", True, torch.float32),
     ],
 )
-def test_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch, requested: str, stored: str, fast: bool, expected: torch.dtype) -> None:
+def test_precision_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, requested: str, stored: str, fast: bool, expected: torch.dtype
+) -> None:
     monkeypatch.setattr(settings, "has_fast_bf16", lambda: fast)
     dtype, decision = resolve_dtype(requested, stored, "cpu")
     assert dtype == expected and decision.value == str(expected).removeprefix("torch.")
@@ -112,7 +121,9 @@ def test_a_cache_of_another_precision_is_refused() -> None:
 
 def test_the_same_memory_holds_more_tokens() -> None:
     cache = CacheConfig(kv_cache_memory=FULL.bytes_per_block * 100)
-    blocks = {name: _plan(replace(FULL, format=form), cache=cache).groups[0].num_blocks for name, form in KV_FORMATS.items()}
+    blocks = {
+        name: _plan(replace(FULL, format=form), cache=cache).groups[0].num_blocks for name, form in KV_FORMATS.items()
+    }
     assert blocks == {"fp8_e4m3": 200, "fp8_e5m2": 200, "int8": 193, "int4": 355}
 
 

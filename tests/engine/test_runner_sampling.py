@@ -1,4 +1,5 @@
-"""What requests ask of sampling, over a decoder whose logits are a table: the next token's logits depend on the last token alone."""
+"""What requests ask of sampling, over a decoder whose logits are a table: the next token's logits depend on the last
+token alone."""
 
 from __future__ import annotations
 
@@ -61,12 +62,19 @@ def _random_table(seed: int = 0) -> Tensor:
 def _executor(table: Tensor, overlap: int = 0) -> tuple[DeviceExecutor, TableDecoder]:
     decoder = TableDecoder(table)
     rows = Rows(8, 64, VOCAB, (64,), torch.device("cpu"))
-    runner = ModelRunner(decoder, (), rows, Kernels(torch.device("cpu")), max_logits_rows=100, padded=False, clock=VirtualClock())
+    runner = ModelRunner(
+        decoder, (), rows, Kernels(torch.device("cpu")), max_logits_rows=100, padded=False, clock=VirtualClock()
+    )
     return DeviceExecutor(runner, ExecutorInfo(VOCAB, 64, 8, (), "table"), threads=1 if overlap else None), decoder
 
 
 def _output(
-    params: SamplingParams, prompt: Sequence[int] = (1, 2), *, table: Tensor | None = None, num_tokens: int = 6, **sequence: object
+    params: SamplingParams,
+    prompt: Sequence[int] = (1, 2),
+    *,
+    table: Tensor | None = None,
+    num_tokens: int = 6,
+    **sequence: object,
 ) -> list[int]:
     """What a request gets in the company of a plain greedy one, which must not notice."""
     executor, _ = _executor(_successors() if table is None else table)
@@ -160,10 +168,15 @@ def test_a_mixed_batch_equals_each_row_alone(monkeypatch: pytest.MonkeyPatch, id
 
 def test_the_seed_and_the_position_decide() -> None:
     uniform = torch.zeros(VOCAB, VOCAB)
-    draws = {seed: tuple(_output(SamplingParams(), table=uniform, seed=seed, num_tokens=20)) for seed in (0, 1, 2**63, 2**64 - 1)}
+    draws = {
+        seed: tuple(_output(SamplingParams(), table=uniform, seed=seed, num_tokens=20))
+        for seed in (0, 1, 2**63, 2**64 - 1)
+    }
     assert len(set(draws.values())) == 4
     assert all(len(set(tokens)) > 5 for tokens in draws.values())
-    assert draws[1] == tuple(_output(SamplingParams(), (9, 9, 9), table=uniform, seed=1, num_tokens=20))  # position in the output, not in the row
+    assert draws[1] == tuple(
+        _output(SamplingParams(), (9, 9, 9), table=uniform, seed=1, num_tokens=20)
+    )  # position in the output, not in the row
 
 
 UNUSABLE = (
@@ -171,7 +184,9 @@ UNUSABLE = (
     SamplingParams(),
     SamplingParams(top_p=0.5),
     SamplingParams(temperature=0.0, min_tokens=2, logprobs=1),
-    SamplingParams(temperature=0.0, allowed_token_ids=(31, 32)),  # the bad column is ruled out, yet the row cannot be trusted
+    SamplingParams(
+        temperature=0.0, allowed_token_ids=(31, 32)
+    ),  # the bad column is ruled out, yet the row cannot be trusted
 )
 
 
@@ -197,7 +212,11 @@ def test_samples_find_their_chunk(params: SamplingParams) -> None:
     for sequence in rows:
         planner.add(sequence)
     work = [(rows[1], 0, 1), (rows[2], 0, 1)]
-    assert list(run(executor, planner.plan(work, [(1, rows[0]), (0, rows[1]), (1, rows[2])])).tokens) == [(21,), (11,), (21,)]
+    assert list(run(executor, planner.plan(work, [(1, rows[0]), (0, rows[1]), (1, rows[2])])).tokens) == [
+        (21,),
+        (11,),
+        (21,),
+    ]
 
 
 def test_ruling_out_every_token_is_that_rows_error() -> None:
@@ -239,8 +258,12 @@ def test_other_failures_say_no_more_than_a_client_may_read() -> None:
 
 @pytest.mark.parametrize("company", [[], [0.7], [0.7, 0.9]], ids=["greedy", "random", "filtered"])
 def test_a_draw_for_all_rows_picks_what_each_would_get_alone(company: list[float]) -> None:
-    """What a graph holds, against what the step's own path does: rows of every kind the draw serves, greedy ones among them."""
-    kinds = [GREEDY] + [SamplingParams(temperature=t, top_p=0.8 if t == 0.9 else 1.0, top_k=5 if t == 0.9 else 0, min_p=0.01) for t in company]
+    """What a graph holds, against what the step's own path does: rows of every kind the draw serves, greedy ones among
+    them."""
+    kinds = [GREEDY] + [
+        SamplingParams(temperature=t, top_p=0.8 if t == 0.9 else 1.0, top_k=5 if t == 0.9 else 0, min_p=0.01)
+        for t in company
+    ]
     kinds = [replace(params, min_p=0.0) if params.top_p == 1.0 else params for params in kinds]
     results = []
     for whole in (True, False):
@@ -249,17 +272,28 @@ def test_a_draw_for_all_rows_picks_what_each_would_get_alone(company: list[float
             planner.add(Planned(row, [row, 2, 3], kinds[row % len(kinds)], seed=17 * row))
         rows.apply(planner.plan([]))
         at, places = np.array([5, 3, 0, 2], dtype=np.int32), np.array([3, 3, 3, 3], dtype=np.int32)
-        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)).bfloat16()  # a draw takes them as the head gives them
+        logits = torch.randn(
+            4, VOCAB, generator=torch.Generator().manual_seed(1)
+        ).bfloat16()  # a draw takes them as the head gives them
         logits[3, 7] = float("nan")
         sampler, how = Sampler(rows, Kernels(torch.device("cpu"))), draw_of(rows.traits[at])
         assert how is list(Draw)[len(company)]
         if whole:
             ring = torch.zeros(1, 4, 2, dtype=torch.int32)
-            sampler.draw(logits, torch.from_numpy(at), torch.from_numpy(places), how, ring, torch.ones(1, dtype=torch.int32))
+            sampler.draw(
+                logits, torch.from_numpy(at), torch.from_numpy(places), how, ring, torch.ones(1, dtype=torch.int32)
+            )
             picked = ring[0]
         else:
             picked = sampler.sample(logits.float(), SampleBatch(at, places, np.arange(4, dtype=np.int32))).picked
-        results.append((picked[:3].tolist(), int(picked[3, 1]), rows.token_ids[:, :3].tolist(), rows.token_ids[[5, 3, 0], 3].tolist()))
+        results.append(
+            (
+                picked[:3].tolist(),
+                int(picked[3, 1]),
+                rows.token_ids[:, :3].tolist(),
+                rows.token_ids[[5, 3, 0], 3].tolist(),
+            )
+        )
     assert results[0] == results[1]
     assert results[0][1] == 0  # the row of the NaN is not usable
 

@@ -1,4 +1,5 @@
-"""Speculation over tiny models: whatever drafts, tokens and logprobs are what they are without, bit for bit where steps are batch-invariant."""
+"""Speculation over tiny models: whatever drafts, tokens and logprobs are what they are without, bit for bit where steps
+are batch-invariant."""
 
 from __future__ import annotations
 
@@ -21,10 +22,14 @@ PROMPTS = [[1, 2, 3, 4], [5, 6, 7] * 4, [9] * 12, [20, 21, 22, 20, 21, 22, 20], 
 MIXED = [
     SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.1, seed=3, max_tokens=24),
-    SamplingParams(temperature=0.1, seed=5, frequency_penalty=0.5, presence_penalty=0.3, max_tokens=24, ignore_eos=True),
+    SamplingParams(
+        temperature=0.1, seed=5, frequency_penalty=0.5, presence_penalty=0.3, max_tokens=24, ignore_eos=True
+    ),
     SamplingParams(temperature=0.1, top_k=5, seed=9, n=2, max_tokens=22, ignore_eos=True),
     SamplingParams(temperature=0, repetition_penalty=1.3, min_tokens=12, max_tokens=22, prompt_logprobs=1),
-    SamplingParams(temperature=0.01, seed=11, max_tokens=30, ignore_eos=True, stop_token_ids=(17,), logit_bias={3: 2.0}),
+    SamplingParams(
+        temperature=0.01, seed=11, max_tokens=30, ignore_eos=True, stop_token_ids=(17,), logit_bias={3: 2.0}
+    ),
 ]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
@@ -33,19 +38,29 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "prompt_lookup_min": 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """gemma2 has two KV groups: full attention and a window of 12."""
-    return {name: tiny.save(name, tmp_path_factory.mktemp(name), tokenizer=False) for name in ("llama", "gemma2", "qwen2")}
+    return {
+        name: tiny.save(name, tmp_path_factory.mktemp(name), tokenizer=False) for name in ("llama", "gemma2", "qwen2")
+    }
 
 
 def _engine(folder: Path, drafts: dict[str, Any] | None, overlap: int = 0, **more: Any) -> LLM:
     sizes = {"max_num_seqs": 8, "max_model_len": 200, "num_blocks": 100, "block_size": 8, "threads": 1, "device": "cpu"}
-    return LLM(str(folder), dtype="float32", overlap=overlap, batch_invariant=True, **{**sizes, "speculative_config": drafts, **more})
+    return LLM(
+        str(folder),
+        dtype="float32",
+        overlap=overlap,
+        batch_invariant=True,
+        **{**sizes, "speculative_config": drafts, **more},
+    )
 
 
 def _answers(llm: LLM, params: list[SamplingParams] = MIXED) -> list[Any]:
     """Twice: the second time prefixes and earlier answers are there."""
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     made = [*llm.generate(prompts, params), *llm.generate(prompts, params)]
-    return [[(list(o.token_ids), o.finish_reason, o.stop_reason, o.logprobs) for o in answer.outputs] for answer in made]
+    return [
+        [(list(o.token_ids), o.finish_reason, o.stop_reason, o.logprobs) for o in answer.outputs] for answer in made
+    ]
 
 
 def _scheduler(llm: LLM) -> Scheduler:
@@ -68,16 +83,25 @@ def plain(folders: dict[str, Path]) -> Callable[[str], list[Any]]:
     ],
 )
 def test_drafts_change_no_bit(
-    name: str, drafts: dict[str, Any], overlap: int, more: dict[str, Any], folders: dict[str, Path], plain: Callable[[str], list[Any]]
+    name: str,
+    drafts: dict[str, Any],
+    overlap: int,
+    more: dict[str, Any],
+    folders: dict[str, Path],
+    plain: Callable[[str], list[Any]],
 ) -> None:
     llm = _engine(folders[name], drafts, overlap, **more)
     assert _answers(llm) == plain(name)
     scheduler = _scheduler(llm)
-    assert scheduler.speculation is not None and (sum(scheduler.speculation.counts.drafted) > 10 or "num_speculative_tokens" not in drafts)
+    assert scheduler.speculation is not None and (
+        sum(scheduler.speculation.counts.drafted) > 10 or "num_speculative_tokens" not in drafts
+    )
     assert (scheduler.counters.preemptions > 0) == bool(more.get("num_blocks"))
 
 
-@pytest.mark.parametrize(("name", "overlap", "more"), [("llama", 0, {}), ("gemma2", 1, {}), ("llama", 2, {"num_blocks": 14})])
+@pytest.mark.parametrize(
+    ("name", "overlap", "more"), [("llama", 0, {}), ("gemma2", 1, {}), ("llama", 2, {"num_blocks": 14})]
+)
 def test_a_model_that_drafts_for_itself_is_always_right(
     name: str, overlap: int, more: dict[str, Any], folders: dict[str, Path], plain: Callable[[str], list[Any]]
 ) -> None:
@@ -87,7 +111,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     speculation = _scheduler(llm).speculation
     assert speculation is not None
     counts = speculation.counts
-    # What is drafted beyond an end is right and not taken; a resumed sequence's first tokens may have come from blocks that nobody drafted in.
+    # What is drafted beyond an end is right and not taken; a resumed sequence's first tokens may have come from blocks
+    # that nobody drafted in.
     assert sum(counts.accepted) >= (0.9 if not more else 0.7) * sum(counts.drafted) > 100
 
 
@@ -110,15 +135,26 @@ def test_another_model_drafts_and_changes_nothing(folders: dict[str, Path], plai
 
 def test_masks_are_for_their_rows_beside_others_that_draft() -> None:
     """The bundled model, which has a tokenizer: grammars, before and behind rows that verify drafts."""
-    grammars = [StructuredOutputs(regex="[a-z]{3,9} [0-9]{1,4}"), StructuredOutputs(choice=("yes, surely", "no, never", "perhaps"))]
+    grammars = [
+        StructuredOutputs(regex="[a-z]{3,9} [0-9]{1,4}"),
+        StructuredOutputs(choice=("yes, surely", "no, never", "perhaps")),
+    ]
     prompts = ["a b c d a b c d a b c", "Say yes or no: ", "one two one two one two one", "Say yes or no: "]
     asked = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=grammar is None, structured_outputs=grammar, seed=1)
              for grammar in (None, grammars[0], None, grammars[1])]  # fmt: skip
     answers = []
     for drafts in (None, NGRAM):
-        sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 200, "num_blocks": 60, "threads": 1, "device": "cpu"}
+        sizes: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "max_model_len": 200,
+            "num_blocks": 60,
+            "threads": 1,
+            "device": "cpu",
+        }
         llm = LLM(dtype="float32", overlap=1, batch_invariant=True, speculative_config=drafts, **sizes)
-        answers.append([(list(each.outputs[0].token_ids), each.outputs[0].finish_reason) for each in llm.generate(prompts, asked)])
+        answers.append(
+            [(list(each.outputs[0].token_ids), each.outputs[0].finish_reason) for each in llm.generate(prompts, asked)]
+        )
         llm.shutdown()
     assert answers[0] == answers[1] and "error" not in {reason for _, reason in answers[0]}
 
@@ -129,7 +165,10 @@ def test_a_draft_that_does_not_fit_is_refused_at_start(folders: dict[str, Path],
     with pytest.raises(ConfigError, match="layers that see 12 tokens back"):
         _engine(folders["llama"], {"model": str(folders["gemma2"])})
     config = json.loads((folders["llama"] / "config.json").read_text())
-    for change, said in (({"vocab_size": 300}, "has a vocabulary of 300 tokens, but"), ({"max_position_embeddings": 64}, "positions for 64 tokens")):
+    for change, said in (
+        ({"vocab_size": 300}, "has a vocabulary of 300 tokens, but"),
+        ({"max_position_embeddings": 64}, "positions for 64 tokens"),
+    ):
         other = tmp_path / said[:8].replace(" ", "")
         other.mkdir()
         (other / "config.json").write_text(json.dumps(config | change))

@@ -47,7 +47,14 @@ def options(**more: Any) -> dict[str, Any]:
 def test_every_stage_of_a_start_is_timed(folder: str) -> None:
     with LLM(folder, **options()) as llm:
         seconds = llm.engine.core.executor.info.start_seconds
-    assert list(seconds) == ["imports", "device", "decoder", "weights", "rows and KV", "first steps"]  # a CPU's; a GPU's has more
+    assert list(seconds) == [
+        "imports",
+        "device",
+        "decoder",
+        "weights",
+        "rows and KV",
+        "first steps",
+    ]  # a CPU's; a GPU's has more
     assert all(value >= 0 for value in seconds.values()) and seconds["first steps"] > 0
 
 
@@ -56,7 +63,11 @@ def test_a_start_that_finds_no_room_leaves_no_thread_behind(folder: str, monkeyp
         raise OutOfMemory("the card is full")
 
     begun: list[CompileAhead[None]] = []
-    monkeypatch.setattr(worker, "create_ahead", lambda *_, **__: begun.append(CompileAhead(lambda: None, strict=False, threads=2)) or begun[-1])
+    monkeypatch.setattr(
+        worker,
+        "create_ahead",
+        lambda *_, **__: begun.append(CompileAhead(lambda: None, strict=False, threads=2)) or begun[-1],
+    )
     monkeypatch.setattr(worker, "Allocation", full)
     with pytest.raises(OutOfMemory, match="full"):
         LLM(folder, **options())
@@ -72,10 +83,18 @@ def test_a_stage_named_twice_counts_once() -> None:
     assert stages.seconds == {"a": 5.0, "b": 2.0}
 
 
-SHORTCUTS = ("fused_linear", "added_linear", "gated_linear", "decode_step", "rope_attention")  # would leave no call to other operations
+SHORTCUTS = (
+    "fused_linear",
+    "added_linear",
+    "gated_linear",
+    "decode_step",
+    "rope_attention",
+)  # would leave no call to other operations
 
 
-def test_a_kernel_that_does_not_build_is_a_decision_and_no_failure(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_build_is_a_decision_and_no_failure(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For every operation at once: the first step finds out, the twins compute the same tokens, doctor says why."""
     with LLM(folder, **options(disabled_kernels=("native", "onednn"))) as llm:
         expected = tokens(llm)
@@ -114,7 +133,9 @@ def test_weights_that_find_no_room_while_they_are_read_say_so(folder: str, monke
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (256, 8192), (400, 400), (1000, 512)])
-def test_products_are_tried_for_every_batch_a_graph_may_have(rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_tried_for_every_batch_a_graph_may_have(
+    rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts: list[int] = []
     monkeypatch.setattr(Linear, "forward", lambda self, x: counts.append(len(x)))
     cpu = torch.device("cpu")
@@ -146,4 +167,8 @@ def test_a_start_counts_the_bytes_and_layers_that_it_loads(folder: str, monkeypa
         layers = llm.engine.source.config["num_hidden_layers"]
     (line,) = lines
     assert line.done == line.total > 0 and line.closed
-    assert len(line.layer_ends) == layers and line.layer_ends == sorted(line.layer_ends) and line.layer_ends[-1] <= line.total
+    assert (
+        len(line.layer_ends) == layers
+        and line.layer_ends == sorted(line.layer_ends)
+        and line.layer_ends[-1] <= line.total
+    )

@@ -1,4 +1,5 @@
-"""Weights read by several threads through buffers equal those read one tensor at a time, and a file that ends early is said."""
+"""Weights read by several threads through buffers equal those read one tensor at a time, and a file that ends early is
+said."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from tests.support import tiny
 CPU = torch.device("cpu")
 
 
-def load(source: ModelSource, dtype: torch.dtype, *, streamed: bool, buffer_bytes: int = 1000) -> dict[str, torch.Tensor]:
+def load(
+    source: ModelSource, dtype: torch.dtype, *, streamed: bool, buffer_bytes: int = 1000
+) -> dict[str, torch.Tensor]:
     spec = spec_from_config(source.config)
     decoder = Decoder(spec, kernels=Kernels(CPU), dtype=dtype, device=CPU, max_model_len=64)
     for tensor in decoder.parameters():
@@ -35,7 +38,11 @@ def load(source: ModelSource, dtype: torch.dtype, *, streamed: bool, buffer_byte
     checkpoint = SafetensorsCheckpoint(source.path)
     if streamed:
         parameters, names = dict(decoder.named_parameters()), loader.KeyNames(checkpoint.keys())
-        copies = [copy for rule in weight_rules(spec) for copy in loader._copies(parameters[rule.target], rule, checkpoint, names, dtype)]
+        copies = [
+            copy
+            for rule in weight_rules(spec)
+            for copy in loader._copies(parameters[rule.target], rule, checkpoint, names, dtype)
+        ]
         stream([loader._source(copy, checkpoint) for copy in copies], CPU, readers=3, buffer_bytes=buffer_bytes)
     else:
         loader.load_weights(decoder, checkpoint, weight_rules(spec), ignored_keys(spec), dtype)
@@ -44,7 +51,9 @@ def load(source: ModelSource, dtype: torch.dtype, *, streamed: bool, buffer_byte
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_streamed_weights_are_the_weights(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_weights_are_the_weights(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Merged, stacked, transposed, cast; tensors shared by readers, spans that end within a buffer, files in shards."""
     monkeypatch.setattr(streaming, "_SPAN_BYTES", 4096)
     source = find_model(ModelConfig(model=str(tiny.save(name, tmp_path, shard_size="60KB"))))
@@ -122,5 +131,9 @@ def test_no_reader_begins_before_what_was_queued_on_the_card(tmp_path: Path, mon
     wanted = torch.randn(6, 100)
     tmp_path.joinpath("weights").write_bytes(wanted.numpy().tobytes())
     targets = torch.zeros(6, 100)
-    stream([Source(tmp_path / "weights", 400 * i, torch.float32, (100,), targets[i]) for i in range(6)], torch.device("cuda"), readers=3)
+    stream(
+        [Source(tmp_path / "weights", 400 * i, torch.float32, (100,), targets[i]) for i in range(6)],
+        torch.device("cuda"),
+        readers=3,
+    )
     assert torch.equal(targets, wanted) and waited == [[queued]] * 6

@@ -1,5 +1,5 @@
-"""Structured output with real models: every mode gives the same answer, what is written validates, a benchmark's schemas are followed
-as its instances say.
+"""Structured output with real models: every mode gives the same answer, what is written validates, a benchmark's
+schemas are followed as its instances say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import jsonschema
 import pytest
 
 from headrace import LLM, SamplingParams, StructuredOutputs
-from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
+from headrace.engine.grammar import (
+    GrammarError,
+    Vocabulary,
+    check_start,
+    create_limits,
+    create_matcher,
+    create_tokenizer,
+)
 from headrace.errors import InvalidRequest
 from headrace.server.dialects.conversation import Mode, ToolChoice
 from headrace.server.forced import constrain
@@ -30,13 +37,19 @@ from tests.support.outside import shared
 EVERY = 1 if os.environ.get("HEADRACE_ALL_SCHEMAS") else 12  # each so many-th schema
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
 KEYS = {
     "type": "object",
-    "properties": {"temperature_in_degrees_celsius": {"type": "integer", "maximum": 99}, "name_of_the_city": {"enum": ["Ulm", "Bonn"]}},
+    "properties": {
+        "temperature_in_degrees_celsius": {"type": "integer", "maximum": 99},
+        "name_of_the_city": {"enum": ["Ulm", "Bonn"]},
+    },
     "required": ["temperature_in_degrees_celsius", "name_of_the_city"],
     "additionalProperties": False,
 }
@@ -46,15 +59,26 @@ ASKED = (
     ("Twice", {"regex": "[0-9]{3}-[a-z]{2}"}, {"ignore_eos": True, "logprobs": 2, "seed": 2}),
     ("Twice", {"regex": "[ab]+"}, {"min_tokens": 9, "seed": 3, "max_tokens": 30}),
     ("Thrice", {"json_object": True}, {"stop": ["}"], "seed": 4, "max_tokens": 60}),
-    ("Thrice", {"grammar": 'start: "a" start | "b"'}, {"presence_penalty": 2.0, "logit_bias": {9: -50.0}, "seed": 5, "max_tokens": 20}),
-    ("Again", {"json": KEYS}, {"presence_penalty": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 6, "max_tokens": 60}),
+    (
+        "Thrice",
+        {"grammar": 'start: "a" start | "b"'},
+        {"presence_penalty": 2.0, "logit_bias": {9: -50.0}, "seed": 5, "max_tokens": 20},
+    ),
+    (
+        "Again",
+        {"json": KEYS},
+        {"presence_penalty": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 6, "max_tokens": 60},
+    ),
     ("Alone", None, {"temperature": 0.0, "max_tokens": 20}),
 )
 LONG = "a long beginning that many share, over and over again, until it fills some blocks of the cache. " * 3
 
 
 def prompts_and_params() -> tuple[list[str], list[SamplingParams]]:
-    params = [SamplingParams(structured_outputs=None if wanted is None else StructuredOutputs(**wanted), **fields) for _, wanted, fields in ASKED]
+    params = [
+        SamplingParams(structured_outputs=None if wanted is None else StructuredOutputs(**wanted), **fields)
+        for _, wanted, fields in ASKED
+    ]
     return [LONG + prompt for prompt, _, _ in ASKED], params
 
 
@@ -65,7 +89,8 @@ def answers(llm: LLM) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """Batch-invariant: how steps are cut decides how many rows a product has, and those otherwise decide its last bits."""
+    """Batch-invariant: how steps are cut decides how many rows a product has, and those otherwise decide its last
+    bits."""
     with LLM(max_model_len=1024, batch_invariant=True) as made:
         yield made
 
@@ -111,7 +136,11 @@ def test_neighbours_of_a_grammar_are_as_alone(llm: LLM, plain: list[Any]) -> Non
 
 
 SCRIPT = ("Find a hotel in Ulm.", "I want to hear some music by Sia.", "I need a hotel in London with 2 rooms.")
-HOTEL = {"type": "object", "properties": {"location": {"type": "string"}, "number_of_rooms": {"type": "integer"}}, "required": ["location"]}
+HOTEL = {
+    "type": "object",
+    "properties": {"location": {"type": "string"}, "number_of_rooms": {"type": "integer"}},
+    "required": ["location"],
+}
 MUSIC = {"type": "object", "properties": {"artist": {"type": "string"}, "genre": {"type": "string"}}}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
@@ -134,11 +163,18 @@ def greedy(llm: LLM, prompts: list[Any], wanted: list[StructuredOutputs | None])
 
 
 def test_a_grammar_that_admits_what_the_model_says_changes_no_token(llm: LLM) -> None:
-    """Whether it forces all of it, nearly nothing, or the way of a call: then a call that is required is the call that it makes by itself."""
+    """Whether it forces all of it, nearly nothing, or the way of a call: then a call that is required is the call that
+    it makes by itself."""
     tokenizer, prompts = llm.get_tokenizer(), conversations(llm)
     own = greedy(llm, prompts, [None] * len(prompts))
     assert all(answer.text.startswith("<tool_call>") and answer.finish_reason == "stop" for answer in own)
-    calls = constrain(answer_format(Dialect(TOOL_FORMATS["hermes"]), "", functions_of(TOOLS)), TOOLS, ToolChoice(Mode.REQUIRED), None, ())[1]
+    calls = constrain(
+        answer_format(Dialect(TOOL_FORMATS["hermes"]), "", functions_of(TOOLS)),
+        TOOLS,
+        ToolChoice(Mode.REQUIRED),
+        None,
+        (),
+    )[1]
     for wanted in (
         [StructuredOutputs(regex="(.|\n)*")] * len(own),
         [StructuredOutputs(choice=(answer.text,)) for answer in own],
@@ -153,14 +189,21 @@ def test_a_grammar_that_admits_what_the_model_says_changes_no_token(llm: LLM) ->
 
 def test_what_a_schema_forces_is_written_as_the_tokenizer_would(llm: LLM) -> None:
     keys = ("temperature", "humidity", "città", "wind_direction", "observation station 🦙")
-    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in keys}, "required": list(keys), "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "integer"} for key in keys},
+        "required": list(keys),
+        "additionalProperties": False,
+    }
     (answer,) = greedy(llm, ["The weather as JSON: "], [StructuredOutputs(json=schema)])  # type: ignore[arg-type]
     assert answer.finish_reason == "stop" and list(json.loads(answer.text)) == list(keys)
     assert [*answer.token_ids[:-1]] == llm.get_tokenizer().encode(answer.text, False)
 
 
 def test_an_answer_that_is_cut_says_so(llm: LLM) -> None:
-    (output,) = llm.generate("Once", SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(json=PERSON)), use_tqdm=False)  # type: ignore[arg-type]
+    (output,) = llm.generate(
+        "Once", SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(json=PERSON)), use_tqdm=False
+    )  # type: ignore[arg-type]
     assert output.outputs[0].finish_reason == "length"
 
 
@@ -174,17 +217,21 @@ def test_a_sentencepiece_model_follows_too() -> None:
     with LLM(shared("data", "stories260k"), max_model_len=256) as llm:
         params = [
             SamplingParams(max_tokens=100, seed=1, structured_outputs=StructuredOutputs(json=PERSON)),  # type: ignore[arg-type]
-            SamplingParams(max_tokens=40, seed=2, structured_outputs=StructuredOutputs(choice=("a big dog", "ein Hündchen", "犬"))),
+            SamplingParams(
+                max_tokens=40, seed=2, structured_outputs=StructuredOutputs(choice=("a big dog", "ein Hündchen", "犬"))
+            ),
         ]
-        person, choice = (output.outputs[0] for output in llm.generate(["Once upon a time"] * 2, params, use_tqdm=False))
+        person, choice = (
+            output.outputs[0] for output in llm.generate(["Once upon a time"] * 2, params, use_tqdm=False)
+        )
         assert person.finish_reason == "length" or jsonschema.validate(json.loads(person.text), PERSON) is None
         assert choice.text in ("a big dog", "ein Hündchen", "犬")
 
 
 # --- a benchmark's schemas
 
-# Instances that the benchmark calls valid and the matcher does not take: their keys come in another order than llguidance writes
-# where two parts of a schema name them, or a pattern is read more strictly. No invalid one is taken.
+# Instances that the benchmark calls valid and the matcher does not take: their keys come in another order than
+# llguidance writes where two parts of a schema name them, or a pattern is read more strictly. No invalid one is taken.
 EXCEPTIONS = {"Github_hard---o13693", "Github_hard---o38538", "Github_hard---o57716", "Github_hard---o77403"}
 
 
@@ -223,10 +270,16 @@ def test_what_the_demo_model_writes_under_a_schema_validates(llm: LLM) -> None:
         with contextlib.suppress(InvalidRequest):
             llm._inputs.check_grammar(StructuredOutputs(json=case["schema"]))
             followed.append(case["schema"])
-    params = [SamplingParams(max_tokens=300, seed=7, structured_outputs=StructuredOutputs(json=schema)) for schema in followed]
+    params = [
+        SamplingParams(max_tokens=300, seed=7, structured_outputs=StructuredOutputs(json=schema)) for schema in followed
+    ]
     outputs = [output.outputs[0] for output in llm.generate(["Write JSON."] * len(followed), params, use_tqdm=False)]
     assert {output.finish_reason for output in outputs} <= {"stop", "length"}
-    whole = [(output.text, schema) for output, schema in zip(outputs, followed, strict=True) if output.finish_reason == "stop"]
+    whole = [
+        (output.text, schema)
+        for output, schema in zip(outputs, followed, strict=True)
+        if output.finish_reason == "stop"
+    ]
     assert len(whole) > len(followed) // 3
     for text, schema in whole:
         jsonschema.validate(json.loads(text), schema)
@@ -236,11 +289,23 @@ def test_masks_are_measured(tmp_path: Path) -> None:
     """The benchmark follows what can be followed, and counts all of it."""
     out, lines = tmp_path / "out.json", tmp_path / "schemas.jsonl"
     tests = [{"data": {"a": 5}, "valid": True}]
-    schemas = ({"type": "object", "properties": {"a": {"type": "integer"}}}, {"type": "object"}, {"not": {}}, {"enum": [{"a": 5}]})
+    schemas = (
+        {"type": "object", "properties": {"a": {"type": "integer"}}},
+        {"type": "object"},
+        {"not": {}},
+        {"enum": [{"a": 5}]},
+    )
     lines.write_text("".join(json.dumps({"schema": schema, "tests": tests}) + "\n" for schema in schemas))
     args = ("masks", "--schemas", str(lines), "--rows", "1", "2", "8", "--vocabulary", "1", "--output-json", str(out))
     assert main(args) == 0
     figures = json.loads(out.read_text())
     assert (figures["schemas"], figures["followed"]) == (4, 3)
-    assert [line["answers"] for line in figures["spread"]] == ["alone, every schema", "2 side by side", "8 side by side"]
-    assert all(0 < line["cpu median µs"] <= line["cpu p99 µs"] for line in figures["spread"]) and figures["first_ms"]["median"] > 0
+    assert [line["answers"] for line in figures["spread"]] == [
+        "alone, every schema",
+        "2 side by side",
+        "8 side by side",
+    ]
+    assert (
+        all(0 < line["cpu median µs"] <= line["cpu p99 µs"] for line in figures["spread"])
+        and figures["first_ms"]["median"] > 0
+    )

@@ -53,7 +53,10 @@ def ours(folder: Path) -> Tokenizer:
 
 def random_texts(count: int) -> list[str]:
     chance = random.Random(11)
-    return ["".join(chance.choices(TEXTS, k=1)[0][: chance.randint(1, 12)] for _ in range(chance.randint(1, 6))) for _ in range(count)]
+    return [
+        "".join(chance.choices(TEXTS, k=1)[0][: chance.randint(1, 12)] for _ in range(chance.randint(1, 6)))
+        for _ in range(count)
+    ]
 
 
 def test_ids_and_text_are_those_of_transformers(folder: Path) -> None:
@@ -63,7 +66,9 @@ def test_ids_and_text_are_those_of_transformers(folder: Path) -> None:
     for text in TEXTS + random_texts(200):
         ids = reference.encode(text)
         assert tokenizer.encode(text) == ids, text
-        assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False), text
+        assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False), (
+            text
+        )
         for skip in (True, False):
             assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip), text
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (reference.bos_token_id, reference.eos_token_id)

@@ -2,10 +2,12 @@
 
     python tests/gpu/run.py [GROUP …] [--jobs N] [--limit SECONDS] [-- pytest arguments]
 
-Groups are files (``engine`` is ``test_engine.py``); each runs in a process of its own, several at a time, so that kernels compile side by
-side. Those of ALONE measure the whole device, its memory or its speed, and run by themselves at the end. Ends with 0 only if all passed.
+Groups are files (``engine`` is ``test_engine.py``); each runs in a process of its own, several at a time, so that
+kernels compile side by side. Those of ALONE measure the whole device, its memory or its speed, and run by themselves at
+the end. Ends with 0 only if all passed.
 
-What lives here: starting pytest, the record of what it did (this file is its plugin too), the table. What may not: tests.
+What lives here: starting pytest, the record of what it did (this file is its plugin too), the table. What may not:
+tests.
 """
 
 from __future__ import annotations
@@ -107,7 +109,15 @@ def run_group(group: str, deadline: float, extra: Iterable[str]) -> Outcome:
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {"PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
         record, output = Path(folder, "record"), Path(folder, "output")
-        command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.run", f"--record={record}", str(HERE / f"test_{group}.py")]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.gpu.run",
+            f"--record={record}",
+            str(HERE / f"test_{group}.py"),
+        ]
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", f"timeout={SECONDS_A_TEST}", *extra]
         started, code = time.monotonic(), None
         with output.open("w") as file:
@@ -123,7 +133,10 @@ def run_group(group: str, deadline: float, extra: Iterable[str]) -> Outcome:
 def read_record(group: str, record: Path, seconds: float, code: int | None, output: str) -> Outcome:
     """``code``: pytest's, None if it was stopped; 0, 1 and 5 (nothing collected) are orderly ends."""
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.exists() else []
-    of = {outcome: [line["name"] for line in lines if line["outcome"] == outcome] for outcome in ("passed", "skipped", "failed")}
+    of = {
+        outcome: [line["name"] for line in lines if line["outcome"] == outcome]
+        for outcome in ("passed", "skipped", "failed")
+    }
     slowest = max(((line["seconds"], line["name"]) for line in lines), default=(0.0, ""))
     failed = tuple(dict.fromkeys(of["failed"]))
     passed = len(set(of["passed"]) - set(failed))
@@ -166,10 +179,16 @@ def show(outcome: Outcome) -> None:
 
 def main() -> int:
     known, (own, extra) = groups(), _split(sys.argv[1:])
-    parser = argparse.ArgumentParser(description="Runs the tests of tests/gpu and prints a table.", epilog="After --: arguments of pytest.")
+    parser = argparse.ArgumentParser(
+        description="Runs the tests of tests/gpu and prints a table.", epilog="After --: arguments of pytest."
+    )
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(known)}; all of them without one")
-    parser.add_argument("--jobs", type=int, default=min(10, os.cpu_count() or 1), help="groups at a time (default %(default)s)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which everything is stopped (default %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=min(10, os.cpu_count() or 1), help="groups at a time (default %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=900.0, help="seconds after which everything is stopped (default %(default)s)"
+    )
     args = parser.parse_args(own)
     if unknown := set(args.groups) - set(known):
         parser.error(f"unknown groups {sorted(unknown)}; the known ones are {', '.join(known)}")

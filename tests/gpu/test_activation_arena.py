@@ -1,4 +1,5 @@
-"""Steps in the arena on the card: the tokens and logprobs of torch's allocator, with everything dead overwritten, and nothing more asked for."""
+"""Steps in the arena on the card: the tokens and logprobs of torch's allocator, with everything dead overwritten, and
+nothing more asked for."""
 
 from __future__ import annotations
 
@@ -43,9 +44,14 @@ def arena_of(llm: LLM) -> Arena:
 def answers(llm: LLM, seed: int = 0) -> list[Any]:
     """Alone, then together."""
     draw, found = random.Random(seed), []
-    prompts = [{"prompt_token_ids": draw.choices(range(256), k=length)} for length in (1, 5, 64, 70, 33, 17, 90, 100, 64, 41, 3)]
+    prompts = [
+        {"prompt_token_ids": draw.choices(range(256), k=length)}
+        for length in (1, 5, 64, 70, 33, 17, 90, 100, 64, 41, 3)
+    ]
     for asked in (*([prompt] for prompt in prompts), prompts):
-        found += [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in llm.generate(asked, ASKED, use_tqdm=False)]
+        found += [
+            (each.outputs[0].token_ids, each.outputs[0].logprobs) for each in llm.generate(asked, ASKED, use_tqdm=False)
+        ]
     return found
 
 
@@ -82,7 +88,9 @@ def test_torchs_product_has_the_same_bits_wherever_it_lies(biased: bool) -> None
             bias = torch.randn(outs, device="cuda").bfloat16() if biased else None
             for rows in (1, 7, 65, 128, 200, 513, 1024, 2047):
                 x = torch.randn(rows, ins, device="cuda").bfloat16()
-                assert torch.equal(LinearInto(weight.t(), bias, plainly_empty)(x), torch.nn.functional.linear(x, weight, bias)), (outs, ins, rows)
+                assert torch.equal(
+                    LinearInto(weight.t(), bias, plainly_empty)(x), torch.nn.functional.linear(x, weight, bias)
+                ), (outs, ins, rows)
 
 
 def test_a_prompt_is_one_request_for_memory_and_the_buffer_is_given_back() -> None:

@@ -1,4 +1,5 @@
-"""What adapters add on the card: kernels against their twins, products with what stands around them, engines against the CPU's answers."""
+"""What adapters add on the card: kernels against their twins, products with what stands around them, engines against
+the CPU's answers."""
 
 from __future__ import annotations
 
@@ -39,11 +40,16 @@ def rows(count: int) -> AdapterRows:
     return AdapterRows(kinds[torch.arange(count, device=CUDA) * 5 // 2 % len(kinds)])
 
 
-def factors(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def factors(
+    parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """NaN where no rank reaches."""
     ranks = torch.randint(0, most + 1, (SLOTS, len(parts)), dtype=torch.int32, device=CUDA)
     ranks[0], ranks[3] = most, 0
-    a, b = torch.randn(SLOTS, len(parts), most, ins, device=CUDA) * ins**-0.5, torch.randn(SLOTS, most, sum(parts), device=CUDA) * most**-0.5
+    a, b = (
+        torch.randn(SLOTS, len(parts), most, ins, device=CUDA) * ins**-0.5,
+        torch.randn(SLOTS, most, sum(parts), device=CUDA) * most**-0.5,
+    )
     for slot in range(SLOTS):
         for part, last in enumerate(torch.tensor(parts).cumsum(0).tolist()):
             rank = int(ranks[slot, part])
@@ -52,7 +58,9 @@ def factors(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("parts", "ins", "most"), [((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1000, 1000), 1096, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("parts", "ins", "most"), [((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1000, 1000), 1096, 5)], ids=str
+)
 def test_kernels_are_their_twins(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> None:
     torch.manual_seed(most)
     a, b, ranks = factors(parts, ins, most, dtype)
@@ -85,7 +93,10 @@ def test_norms_and_sums_stay_parts_of_products(role: Role, gained: bool) -> None
     torch.manual_seed(1)
     kernels = Kernels(CUDA, programmatic=True)
     context, site = LayerContext(torch.bfloat16, CUDA, kernels, composes=True), layer_matrices(LLAMA_1B, 0)[role]
-    linear, norm = Linear(site, context, Activation.SILU if role is Role.UP else None), RMSNorm(2048, 1e-5, context, offset=0.0)
+    linear, norm = (
+        Linear(site, context, Activation.SILU if role is Role.UP else None),
+        RMSNorm(2048, 1e-5, context, offset=0.0),
+    )
     assert linear.weight is not None
     linear.weight.data.normal_(std=site.ins**-0.5)
     norm.weight.data.uniform_(0.5, 1.5)
@@ -108,7 +119,11 @@ def test_norms_and_sums_stay_parts_of_products(role: Role, gained: bool) -> None
         normed = plain.normed(norm)
         check(fused.sum, plain.sum, factor=2.0)
         assert fused.scaled is not None and fused.squares is not None
-        check((fused.scaled.float() * torch.rsqrt(fused.squares.sum(0) / 2048 + 1e-5)[:, None]).bfloat16(), normed, factor=2.0)
+        check(
+            (fused.scaled.float() * torch.rsqrt(fused.squares.sum(0) / 2048 + 1e-5)[:, None]).bfloat16(),
+            normed,
+            factor=2.0,
+        )
 
 
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
@@ -127,13 +142,20 @@ def test_the_card_answers_as_the_cpu_does(case: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     modules = [f"one={adapters.write(tmp_path / 'one', model, targets=targets, seed=1, **config)}"]
     modules += [f"two={adapters.write(tmp_path / 'two', model, targets=targets[:1], rank=2, seed=2)}"]
-    prompts = [{"prompt_token_ids": list(each)} for each in ([5, 9, 200, 31, 7, 7, 80], range(40, 61), [17], [3, 250, 250, 12])] * 2
+    prompts = [
+        {"prompt_token_ids": list(each)} for each in ([5, 9, 200, 31, 7, 7, 80], range(40, 61), [17], [3, 250, 250, 12])
+    ] * 2
     asked = [LoRARequest("one"), LoRARequest("two"), None, LoRARequest("one")] * 2
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
     found = []
     for device in ({**STRICT}, {"device": "cpu", "dtype": "float32", "threads": 2}):
         with LLM(tmp_path / "base", lora_modules=modules, **device) as llm:
-            found.append([each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False, lora_request=asked)])
+            found.append(
+                [
+                    each.outputs[0].token_ids
+                    for each in llm.generate(prompts, params, use_tqdm=False, lora_request=asked)
+                ]
+            )
             if device["device"] == "cuda":
                 graphs = llm.engine.core.executor._runner.graphs  # type: ignore[attr-defined]
                 assert graphs is not None and any(each.adapted is not None for each in graphs._captured.values())

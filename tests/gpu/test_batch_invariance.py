@@ -1,6 +1,7 @@
 """``--batch-invariant`` on the card: the bits of a row in any company, kernel by kernel and through the whole engine.
 
-The StepPlans say who was in which step (support/crowd.py). Widths of real models matter here: kernels choose tiles by them.
+The StepPlans say who was in which step (support/crowd.py). Widths of real models matter here: kernels choose tiles by
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ OTHERS = 64
 TRUNK = tuple(range(40, 300))  # blocks of a prompt that many begin with
 PLACES = ((0, 1), (7, 8), (0, 16), (3, 20), (100, 164), (37, 102), (0, 300), (299, 300))  # rows first … end - 1
 LARGE = linear.LARGE[0]
-TILES = (*linear.LARGE, linear.ONE, *(linear.Tile(16, *rest) for rest in ((32, 256, 4, 4), (64, 128, 4, 5), (128, 128, 4, 4), (16, 128, 2, 4))))
+TILES = (
+    *linear.LARGE,
+    linear.ONE,
+    *(linear.Tile(16, *rest) for rest in ((32, 256, 4, 4), (64, 128, 4, 5), (128, 128, 4, 4), (16, 128, 2, 4))),
+)
 WIDE = {  # two layers of a model of the 1B class
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -65,7 +70,8 @@ def chosen(op: str, **facts: Any) -> Any:
 
 
 def operands(ins: int, outs: int, dtype: torch.dtype, spread: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """300 rows, a weight and a bias; magnitudes over ``spread`` powers of 2 either way, so that every rounding shows."""
+    """300 rows, a weight and a bias; magnitudes over ``spread`` powers of 2 either way, so that every rounding
+    shows."""
     generator = torch.Generator(CUDA).manual_seed(ins)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -77,7 +83,9 @@ def operands(ins: int, outs: int, dtype: torch.dtype, spread: int) -> tuple[torc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("ins", "outs", "spread"), [(4096, 2048, 0), (14336, 640, 3), (2056, 1000, 2), (101, 160, 2)])
-def test_a_linear_layer_gives_a_row_the_same_bits_in_any_company(dtype: torch.dtype, ins: int, outs: int, spread: int) -> None:
+def test_a_linear_layer_gives_a_row_the_same_bits_in_any_company(
+    dtype: torch.dtype, ins: int, outs: int, spread: int
+) -> None:
     x, weight, bias = operands(ins, outs, dtype, spread)
     product = chosen("linear", dtype=dtype, in_features=ins, out_features=outs)(weight, bias)
     together = product(x)
@@ -92,7 +100,8 @@ def test_a_linear_layer_gives_a_row_the_same_bits_in_any_company(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("ins", "outs", "spread"), [(4096, 2048, 0), (4096, 1024, 8), (14336, 512, 3)])
 def test_all_tiles_add_in_one_order(dtype: torch.dtype, ins: int, outs: int, spread: int) -> None:
-    """What the choice of tiles by rows rests on: mma.sync and wgmma round alike, and so do loads and the copy engine."""
+    """What the choice of tiles by rows rests on: mma.sync and wgmma round alike, and so do loads and the copy
+    engine."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("one tile serves all here")
     x, weight, bias = operands(ins, outs, dtype, spread)
@@ -107,7 +116,9 @@ def test_all_tiles_add_in_one_order(dtype: torch.dtype, ins: int, outs: int, spr
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [72, 128, 1000, 2048, 4096, 8192])
 def test_norms_and_activations_give_a_row_the_same_bits_in_any_company(dtype: torch.dtype, width: int) -> None:
-    x, residual, weight = (torch.randn(shape, device=CUDA).to(dtype) for shape in ((300, width), (300, width), (width,)))
+    x, residual, weight = (
+        torch.randn(shape, device=CUDA).to(dtype) for shape in ((300, width), (300, width), (width,))
+    )
     calls = [
         lambda at: chosen("rms_norm", dtype=dtype)(x[at], weight, 1e-5, residual[at])[0],
         lambda at: chosen("rms_norm", dtype=dtype)(x[at], weight, 1e-5, None)[0],
@@ -149,7 +160,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def engine(model: dict[str, Any], **keywords: Any) -> LLM:
-    common = {"device": "cuda", "max_model_len": 900, "max_num_seqs": 80, "num_blocks": 700, "block_size": 128, "strict_kernels": True}
+    common = {
+        "device": "cuda",
+        "max_model_len": 900,
+        "max_num_seqs": 80,
+        "num_blocks": 700,
+        "block_size": 128,
+        "strict_kernels": True,
+    }
     return LLM(**{**model, **common, "batch_invariant": True, **keywords})
 
 

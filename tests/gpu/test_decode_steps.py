@@ -1,4 +1,5 @@
-"""Decode steps by hand on the card: rows that come, go, move and share, through every bucket, queued behind a device that is late.
+"""Decode steps by hand on the card: rows that come, go, move and share, through every bucket, queued behind a device
+that is late.
 
 Each sequence's tokens are those it gets alone on the CPU; what a step writes is looked at slot by slot.
 """
@@ -42,8 +43,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def worker(folder: Path, **device: Any) -> Executor:
-    sizes: dict[str, Any] = {"cache": {"num_blocks": BLOCKS, "block_size": 8}, "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 256}}
-    return worker_for(folder, **sizes, device={"device": "cuda", "strict_kernels": True, "overlap": 2, **device}, max_model_len=LONGEST)
+    sizes: dict[str, Any] = {
+        "cache": {"num_blocks": BLOCKS, "block_size": 8},
+        "scheduler": {"max_num_seqs": ROWS, "max_num_batched_tokens": 256},
+    }
+    return worker_for(
+        folder,
+        **sizes,
+        device={"device": "cuda", "strict_kernels": True, "overlap": 2, **device},
+        max_model_len=LONGEST,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +170,9 @@ def test_steps_queued_behind_a_late_device(folder: Path, cpu: Executor, asked: t
         done: dict[int, int] = {each.row: 0 for each in some}
         tickets = []
         for step in ahead:
-            tickets.append(executor.submit(planner.plan([(each, len(each.ids) - 1 + done[each.row], 1) for each in step])))
+            tickets.append(
+                executor.submit(planner.plan([(each, len(each.ids) - 1 + done[each.row], 1) for each in step]))
+            )
             done.update({each.row: done[each.row] + 1 for each in step})
         for ticket, step in zip(tickets, ahead, strict=True):
             take(executor.collect(ticket), step)
@@ -202,7 +213,8 @@ def test_short_chunks_are_no_decode_steps(card: Executor, cpu: Executor) -> None
     while any(done[each.row] < len(each.prompt) for each in started):
         going = [each for each in started if done[each.row] < len(each.prompt)]
         chunks = [
-            (each, done[each.row], min(draw.randint(1, 3), len(each.prompt) - done[each.row])) for each in draw.sample(going, min(2, len(going)))
+            (each, done[each.row], min(draw.randint(1, 3), len(each.prompt) - done[each.row]))
+            for each in draw.sample(going, min(2, len(going)))
         ]
         beside = draw.sample(decoding, draw.randint(0, 2))
         work = [*chunks, *(each.next for each in beside)]

@@ -1,4 +1,5 @@
-"""The whole engine on the card, however it is run, against the same requests one by one on the CPU: float32, so tokens are equal.
+"""The whole engine on the card, however it is run, against the same requests one by one on the CPU: float32, so tokens
+are equal.
 
 Graph = eager, batched = alone, chunked = whole, cached = recomputed, overlap 0 = 1 = 2, preempted = not.
 """
@@ -17,7 +18,10 @@ from tests.support.card import STRICT, Judge, params, require_card, runner_of
 require_card()
 
 PROMPTS = [[(7 * i + 3 * j) % 8000 for j in range(5 + 11 * i % 97)] for i in range(23)]
-ASKED = (params(max_tokens=30, logprobs=1), params(max_tokens=30, temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2, prompt_logprobs=1))
+ASKED = (
+    params(max_tokens=30, logprobs=1),
+    params(max_tokens=30, temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2, prompt_logprobs=1),
+)
 
 MODES: dict[str, dict[str, Any]] = {
     "as it comes": {},

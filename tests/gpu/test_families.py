@@ -1,4 +1,5 @@
-"""Every family on the card against the CPU: tiny models from safetensors, tokens and logprobs; windows, caps and experts among them."""
+"""Every family on the card against the CPU: tiny models from safetensors, tokens and logprobs; windows, caps and
+experts among them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from tests.support.card import STRICT, Judge, params, require_card
 require_card()
 
 LENGTHS = (1, 5, 11, 12, 13, 24, 40, 64, 64, 70, 90)  # around the window of 12; with what is decoded up to 120
-ASKED = (params(max_tokens=30, logprobs=3, prompt_logprobs=2), params(max_tokens=30, temperature=1.0, top_p=0.95, seed=9, logprobs=1))
+ASKED = (
+    params(max_tokens=30, logprobs=3, prompt_logprobs=2),
+    params(max_tokens=30, temperature=1.0, top_p=0.95, seed=9, logprobs=1),
+)
 SHORT: dict[str, Any] = {"max_model_len": 120, "num_blocks": 64}
 
 

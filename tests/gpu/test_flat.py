@@ -1,4 +1,5 @@
-"""Products of few rows on the card, compiled, against their twin: at the shapes of real models, in graphs, one behind the other."""
+"""Products of few rows on the card, compiled, against their twin: at the shapes of real models, in graphs, one behind
+the other."""
 
 from __future__ import annotations
 
@@ -22,7 +23,16 @@ from tests.support.kernel_cases import called
 require_card()
 
 CUDA = torch.device("cuda")
-SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (3072, 2048), (2048, 2048), (2048, 8192), (1000, 2112), (4608, 3584)]
+SHAPES = [
+    (6144, 4096),
+    (4096, 4096),
+    (4096, 14336),
+    (3072, 2048),
+    (2048, 2048),
+    (2048, 8192),
+    (1000, 2112),
+    (4608, 3584),
+]
 ROWS = (1, 2, 8, 15, 16, 17, 33, 64)
 
 
@@ -69,7 +79,8 @@ def test_gates(outs: int, ins: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 16, 40, 64])
 def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int) -> None:
-    """Kernels that begin before the one before has ended, over the same memory again and again: the same bits as when each ends first."""
+    """Kernels that begin before the one before has ended, over the same memory again and again: the same bits as when
+    each ends first."""
     torch.manual_seed(tokens)
     hidden, inner, layers = 2048, 8192, 12
     ups, downs = random(2 * inner, hidden, scale=hidden**-0.5), random(hidden, inner, scale=0.2 * inner**-0.5)
@@ -100,14 +111,24 @@ def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int) -> Non
     assert torch.equal(*results) and bool(results[0].isfinite().all())
 
 
-WIDE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 SHORT_STEPS = {"max_num_batched_tokens": 64, "max_model_len": 120, "num_blocks": 64}  # so that prompts go this way, too
 
 
 def scores(folder: str, prompts: list[list[int]], **keywords: Any) -> list[float]:
     """The log-probability of every token after the first of each prompt."""
     with LLM(folder, **{**STRICT, **SHORT_STEPS, **keywords}) as llm:
-        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params(max_tokens=2, prompt_logprobs=0), use_tqdm=False)
+        found = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            params(max_tokens=2, prompt_logprobs=0),
+            use_tqdm=False,
+        )
         if keywords.get("dtype") == "bfloat16" and keywords.get("device") != "cpu":
             assert {each.value for each in llm.info.decisions if each.name == "kernel fused_linear"} == {FUSED}
     return [next(iter(entry.values())).logprob for each in found for entry in (each.prompt_logprobs or ())[1:] if entry]
@@ -118,7 +139,9 @@ def test_a_model_scores_as_near_to_float32_as_on_a_cpu(name: str, tmp_path: Path
     draw, folder = Random(4), str(tiny.save(name, tmp_path, seed=3, **WIDE))
     prompts = [draw.choices(range(256), k=length) for length in (1, 2, 16, 17, 40, 64, 100)]
     cpu = {"device": "cpu", "strict_kernels": False}
-    exact, near, nearer = (scores(folder, prompts, **each) for each in (cpu, {"dtype": "bfloat16"}, {**cpu, "dtype": "bfloat16"}))
+    exact, near, nearer = (
+        scores(folder, prompts, **each) for each in (cpu, {"dtype": "bfloat16"}, {**cpu, "dtype": "bfloat16"})
+    )
     errors = [sum(abs(a - b) for a, b in zip(exact, other, strict=True)) / len(exact) for other in (near, nearer)]
     assert errors[0] <= 1.5 * errors[1] + 2e-3, errors
 
@@ -126,10 +149,25 @@ def test_a_model_scores_as_near_to_float32_as_on_a_cpu(name: str, tmp_path: Path
 def test_graphs_and_overlapping_launches_change_no_token(tmp_path: Path) -> None:
     draw, folder = Random(5), str(tiny.save("llama", tmp_path, seed=3, **WIDE))
     prompts = [{"prompt_token_ids": draw.choices(range(256), k=12)} for _ in range(16)]
-    ways = ({}, {"enforce_eager": True}, {"programmatic_launch": False})  # without graphs of prompts: those fill steps up to other sizes
-    for count in (1, 4, 16):  # as many as there are graphs for: torch's own products may round differently for other numbers of rows
+    ways = (
+        {},
+        {"enforce_eager": True},
+        {"programmatic_launch": False},
+    )  # without graphs of prompts: those fill steps up to other sizes
+    for count in (
+        1,
+        4,
+        16,
+    ):  # as many as there are graphs for: torch's own products may round differently for other numbers of rows
         answers = []
         for way in ways:
-            with LLM(folder, **{**STRICT, **SHORT_STEPS, "dtype": "bfloat16", **way}, technique={"prompt_graphs": False}) as llm:
-                answers.append([each.outputs[0].token_ids for each in llm.generate(prompts[:count], params(max_tokens=40), use_tqdm=False)])
+            with LLM(
+                folder, **{**STRICT, **SHORT_STEPS, "dtype": "bfloat16", **way}, technique={"prompt_graphs": False}
+            ) as llm:
+                answers.append(
+                    [
+                        each.outputs[0].token_ids
+                        for each in llm.generate(prompts[:count], params(max_tokens=40), use_tqdm=False)
+                    ]
+                )
         assert answers[0] == answers[1] == answers[2], count

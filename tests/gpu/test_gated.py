@@ -18,7 +18,8 @@ from headrace.kernels.linear.cuda_gated import GatedLinear, kernels_of  # noqa: 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("outs", "ins"), [(1024, 512), (1000, 4096), (72, 64), (8192, 2048), (1024, 1000)])
 def test_the_product_is_the_twins(tile: Tile, outs: int, ins: int) -> None:
-    """Tiles beyond the last row and column, K that ends within a stage, more tiles than processors, fewer stages than the ring has."""
+    """Tiles beyond the last row and column, K that ends within a stage, more tiles than processors, fewer stages than
+    the ring has."""
     if not tile.takes(ins):
         pytest.skip("too few steps of K, so that it is never asked for")
     weight = torch.randn(2 * outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5)
@@ -35,8 +36,9 @@ def test_the_product_is_the_twins(tile: Tile, outs: int, ins: int) -> None:
 @pytest.mark.parametrize("tile", TALL)
 @pytest.mark.parametrize(("outs", "ins"), [(384, 320), (448, 320), (128, 328), (200, 448), (8, 264)])
 def test_tall_tiles_at_their_edges(tile: Tile, outs: int, ins: int) -> None:
-    """Thin tiles beside full ones, alone, and a last pair that is full; as few steps as they take; the last rows of half a tile and of none;
-    more pairs than clusters, and bands that are not full. A row hangs neither on the others nor on its place, and none is written beyond."""
+    """Thin tiles beside full ones, alone, and a last pair that is full; as few steps as they take; the last rows of
+    half a tile and of none; more pairs than clusters, and bands that are not full. A row hangs neither on the others
+    nor on its place, and none is written beyond."""
     weight, around = torch.randn(2 * outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5), 300  # rows
     held: list[torch.Tensor] = []
 
@@ -51,7 +53,9 @@ def test_tall_tiles_at_their_edges(tile: Tile, outs: int, ins: int) -> None:
         want = reference.gated_activation((x.float() @ weight.float().t()), Activation.SILU)
         assert float((y.float() - want).norm() / want.norm()) < 5e-3, tokens
         assert float((y.float() - want).abs().max()) < 2e-2 * float(want.abs().max()), tokens
-        assert torch.equal(layer.compute(x.roll(77, 0), Activation.SILU, tile), y.roll(77, 0)), "a row hangs on its place"
+        assert torch.equal(layer.compute(x.roll(77, 0), Activation.SILU, tile), y.roll(77, 0)), (
+            "a row hangs on its place"
+        )
         assert torch.equal(layer.compute(x[-1:].clone(), Activation.SILU, tile), y[-1:]), "a row hangs on the others"
         for each in held:
             assert (each[:around] == 7.0).all() and (each[-around:] == 7.0).all(), tokens
@@ -62,7 +66,10 @@ def test_tall_tiles_at_their_edges(tile: Tile, outs: int, ins: int) -> None:
 def test_a_graph_replays_it(tile: Tile) -> None:
     weight = torch.randn(2 * 448, 512, device="cuda", dtype=torch.bfloat16).mul_(512**-0.5)
     layer = GatedLinear(weight, kernels_of(weight.device), (), {})
-    x, inputs = torch.zeros(2304, 512, device="cuda", dtype=torch.bfloat16), torch.randn(3, 2304, 512, device="cuda", dtype=torch.bfloat16)
+    x, inputs = (
+        torch.zeros(2304, 512, device="cuda", dtype=torch.bfloat16),
+        torch.randn(3, 2304, 512, device="cuda", dtype=torch.bfloat16),
+    )
     want = [layer.compute(each, Activation.SILU, tile) for each in inputs]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -79,8 +86,14 @@ def test_a_graph_replays_it(tile: Tile) -> None:
 def test_every_activation_and_large_values(activation: Activation, tile: Tile) -> None:
     weight = torch.randn(512, 320, device="cuda", dtype=torch.bfloat16)
     layer = GatedLinear(weight, kernels_of(weight.device), (), {})
-    x = torch.randn(200, 320, device="cuda", dtype=torch.bfloat16) * torch.logspace(-3, 2, 200, device="cuda").bfloat16()[:, None]
-    y, want = layer.compute(x, activation, tile), reference.gated_activation((x.float() @ weight.float().t()), activation)
+    x = (
+        torch.randn(200, 320, device="cuda", dtype=torch.bfloat16)
+        * torch.logspace(-3, 2, 200, device="cuda").bfloat16()[:, None]
+    )
+    y, want = (
+        layer.compute(x, activation, tile),
+        reference.gated_activation((x.float() @ weight.float().t()), activation),
+    )
     assert y.isfinite().all()
     torch.testing.assert_close(y.float(), want, rtol=2e-2, atol=1e-3 * float(want.abs().max()))
 

@@ -1,4 +1,5 @@
-"""The last layer attends for what is read alone: on the card, too, tokens and logprobs are those of a last layer that computes everything."""
+"""The last layer attends for what is read alone: on the card, too, tokens and logprobs are those of a last layer that
+computes everything."""
 
 from __future__ import annotations
 
@@ -36,10 +37,14 @@ def answers(model: str | None, *, prunes: bool, **keywords: Any) -> list[Any]:
 
 def compare(monkeypatch: pytest.MonkeyPatch, model: str | None, tolerance: float, **keywords: Any) -> None:
     monkeypatch.setitem(LEAST_ALONE, "cuda", 2)
-    for one, other in zip(answers(model, prunes=True, **keywords), answers(model, prunes=False, **keywords), strict=True):
+    for one, other in zip(
+        answers(model, prunes=True, **keywords), answers(model, prunes=False, **keywords), strict=True
+    ):
         assert one.token_ids == other.token_ids
         for mine, its in zip(one.logprobs, other.logprobs, strict=True):
-            assert [mine[token].logprob for token in its] == pytest.approx([each.logprob for each in its.values()], rel=0, abs=tolerance)
+            assert [mine[token].logprob for token in its] == pytest.approx(
+                [each.logprob for each in its.values()], rel=0, abs=tolerance
+            )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

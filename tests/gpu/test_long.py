@@ -1,4 +1,5 @@
-"""Long contexts on the card: a prompt of 16,000 tokens in chunks, windows of hundreds of tokens, many blocks of the largest size."""
+"""Long contexts on the card: a prompt of 16,000 tokens in chunks, windows of hundreds of tokens, many blocks of the
+largest size."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def test_a_long_prompt_scores_as_with_transformers(budget: int, tmp_path: Path) 
     wanted, best = transformers_scores(tiny.create("llama", **fields), prompt + found[0].outputs[0].token_ids)
     assert scores(found[0]) == pytest.approx(wanted[: LENGTH - 1], abs=2e-3)
     assert wanted[LENGTH - 1 :] == pytest.approx(best[LENGTH - 1 :], abs=1e-3)  # greedy
-    assert again.num_cached_tokens == (LENGTH - 1) // 128 * 128 and again.outputs[0].token_ids == found[0].outputs[0].token_ids
+    assert (
+        again.num_cached_tokens == (LENGTH - 1) // 128 * 128
+        and again.outputs[0].token_ids == found[0].outputs[0].token_ids
+    )
     judge = Judge(str(folder), max_model_len=256)
     for each, one, said in zip(short, asked[1:], found[1:], strict=True):
         judge.check(each, one, said)
@@ -63,7 +67,9 @@ def test_long_windows_scored_and_decoded_as_on_the_cpu(name: str, tmp_path: Path
     folder = str(tiny.save(name, tmp_path, max_position_embeddings=4096, sliding_window=300))
     judge, asked = Judge(folder, max_model_len=4096), params(max_tokens=30, prompt_logprobs=0)
     prompts = [prompt_of(length, length) for length in (40, 299, 300, 301, 900, 2500)]
-    with LLM(folder, **{**STRICT, "max_model_len": 4096, "num_blocks": 80, "block_size": 64, "max_num_batched_tokens": 700}) as llm:
+    with LLM(
+        folder, **{**STRICT, "max_model_len": 4096, "num_blocks": 80, "block_size": 64, "max_num_batched_tokens": 700}
+    ) as llm:
         answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
     for prompt, found in zip(prompts, answers, strict=True):
         judge.check(prompt, asked, found)

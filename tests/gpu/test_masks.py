@@ -84,7 +84,10 @@ def _watched(call: Any) -> Any:
 def test_a_mask_that_allows_nothing_ends_its_own_request_alone(judge: Judge) -> None:
     with LLM(**STRICT) as llm:
         follow_residues(llm)
-        asked = [masked(params(**SHORT), 10**6, 10**6 + 1) if index == 2 else params(**SHORT) for index in range(len(PROMPTS))]
+        asked = [
+            masked(params(**SHORT), 10**6, 10**6 + 1) if index == 2 else params(**SHORT)
+            for index in range(len(PROMPTS))
+        ]
         found = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False)
         assert found[2].outputs[0].finish_reason == "error" and "unusable" in str(found[2].outputs[0].stop_reason)
         for index, (prompt, answer) in enumerate(zip(PROMPTS, found, strict=True)):

@@ -1,4 +1,5 @@
-"""Memory on the card: the plan holds, nothing is allocated in the steady state, and running out of it is survived and explained."""
+"""Memory on the card: the plan holds, nothing is allocated in the steady state, and running out of it is survived and
+explained."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ require_card()
 GIB = 2**30
 CARD = torch.device("cuda")
 # The demo model with real sizes of everything else: rows, logits, graphs.
-ENGINE: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "kv_cache_memory": 2 * GIB, "max_num_seqs": 64, "threads": 2, "strict_kernels": True}
+ENGINE: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "kv_cache_memory": 2 * GIB,
+    "max_num_seqs": 64,
+    "threads": 2,
+    "strict_kernels": True,
+}
 
 
 def ask(llm: LLM, count: int, longest: int, seed: int, *asked: SamplingParams) -> list[str | None]:
@@ -71,7 +79,9 @@ def _allocations() -> tuple[int, int, int]:
 
 def test_the_share_asked_for_is_the_share_in_use() -> None:
     share = 0.3 + (device_use(CARD).used / device_use(CARD).total)
-    with LLM(**{**ENGINE, "kv_cache_memory": None, "max_num_seqs": 512, "max_model_len": 4096}, gpu_memory_utilization=share) as llm:
+    with LLM(
+        **{**ENGINE, "kv_cache_memory": None, "max_num_seqs": 512, "max_model_len": 4096}, gpu_memory_utilization=share
+    ) as llm:
         follow_residues(llm)
         ask(llm, 100, 2000, 0, *MIXED)
         use = device_use(CARD)
@@ -86,7 +96,10 @@ def test_a_step_that_runs_out_ends_its_requests_alone_and_the_next_are_answered(
     prompts = {"prompt_token_ids": list(range(1, 2001))}
     failed = llm.generate(prompts, params(prompt_logprobs=20), use_tqdm=False)[0].outputs[0]
     assert failed.finish_reason == "error"
-    assert all(words in str(failed.stop_reason) for words in ("ran out of memory", "asked for", "GiB are free", "--gpu-memory-utilization"))
+    assert all(
+        words in str(failed.stop_reason)
+        for words in ("ran out of memory", "asked for", "GiB are free", "--gpu-memory-utilization")
+    )
     hog.clear()
     assert llm.generate({"prompt_token_ids": [5, 6, 7]}, params(), use_tqdm=False)[0].outputs[0].token_ids == wanted
     assert set(ask(llm, 64, 2000, 3, *MIXED)) == {"length"}
@@ -106,20 +119,36 @@ def _fill() -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("keywords", "error", "words"),
     [
-        ({"kv_cache_memory": 2**40}, OutOfMemory, r"--kv-cache-memory is 1024\.00 GiB, but of the .* weights .* Lower --kv-cache-memory"),
-        ({"num_blocks": 10**8, "kv_cache_memory": None}, OutOfMemory, r"--num-blocks 100000000 is .* Lower --num-blocks"),
-        ({"kv_cache_memory": 2**20, "max_model_len": 4096}, ConfigError, r"--max-model-len to at most \d+ or raise --kv-cache-memory"),
+        (
+            {"kv_cache_memory": 2**40},
+            OutOfMemory,
+            r"--kv-cache-memory is 1024\.00 GiB, but of the .* weights .* Lower --kv-cache-memory",
+        ),
+        (
+            {"num_blocks": 10**8, "kv_cache_memory": None},
+            OutOfMemory,
+            r"--num-blocks 100000000 is .* Lower --num-blocks",
+        ),
+        (
+            {"kv_cache_memory": 2**20, "max_model_len": 4096},
+            ConfigError,
+            r"--max-model-len to at most \d+ or raise --kv-cache-memory",
+        ),
         ({"max_num_batched_tokens": 2**25, "max_num_seqs": 16}, OutOfMemory, r"does not fit.*--max-num-batched-tokens"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_numbers(keywords: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_what_cannot_be_had_is_refused_with_numbers(
+    keywords: dict[str, Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         LLM(**{**ENGINE, **keywords})
 
 
 def test_memory_that_others_hold_is_named() -> None:
     hog = torch.empty(int(0.2 * device_use(CARD).total), dtype=torch.uint8, device=CARD)
-    with pytest.raises(OutOfMemory, match=r"--gpu-memory-utilization 0\.1 is .* but others hold .* Give more than 0\.2"):
+    with pytest.raises(
+        OutOfMemory, match=r"--gpu-memory-utilization 0\.1 is .* but others hold .* Give more than 0\.2"
+    ):
         LLM(**{**ENGINE, "kv_cache_memory": None, "gpu_memory_utilization": 0.1})
     del hog
     torch.cuda.empty_cache()
@@ -131,7 +160,9 @@ def test_doctor_accounts_for_the_card(tmp_path: Any) -> None:
     command = [sys.executable, "-m", "headrace", "doctor", "--json", "--device", "cuda", "--kv-cache-memory", "4GiB"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert report["memory"]["share explained"] >= 0.98
-    assert {"weights", "kv_cache", "rows", "activations", "graphs", "context", "kernels", "in use before"} == report["memory"]["purposes"].keys()
+    assert {"weights", "kv_cache", "rows", "activations", "graphs", "context", "kernels", "in use before"} == report[
+        "memory"
+    ]["purposes"].keys()
     assert "compute capability" in report["found"]["cuda"] and "driver" in report["found"]["cuda"]
 
 

@@ -1,4 +1,5 @@
-"""The roofline meter on the card: limits that agree with each other, memory given back, and what each step's record says."""
+"""The roofline meter on the card: limits that agree with each other, memory given back, and what each step's record
+says."""
 
 from __future__ import annotations
 
@@ -64,12 +65,17 @@ def test_the_profiler_sees_every_kernel_of_a_graph_and_its_one_launch() -> None:
     events = profiled(graph.replay)
     assert len([event for event in events if event.get("cat") == "kernel"]) == 10
     graphs, eager = run_skip_profile(create_config(load_format="dummy"), batch_size=4, input_len=16, steps=8)
-    assert graphs.mode == "graphs" and graphs.launches_per_step < eager.launches_per_step and graphs.kernels_per_step > graphs.launches_per_step
+    assert (
+        graphs.mode == "graphs"
+        and graphs.launches_per_step < eager.launches_per_step
+        and graphs.kernels_per_step > graphs.launches_per_step
+    )
     assert eager.verdict == "CPU-bound" and 0 < eager.busy_share < 1
 
 
 def test_waiting_for_masks_is_idle_time() -> None:
-    """A masked step whose masks come late: the device had nothing to do meanwhile, and that is no work of the step's."""
+    """A masked step whose masks come late: the device had nothing to do meanwhile, and that is no work of the
+    step's."""
     with LLM(**{**STRICT, "overlap": 1}) as llm:
         masks = follow_residues(llm)
         slow, late = masks.masks, 0.01

@@ -1,7 +1,8 @@
-"""How an engine is run on the card changes no answer: random requests in random modes, against each request alone on the CPU.
+"""How an engine is run on the card changes no answer: random requests in random modes, against each request alone on
+the CPU.
 
-``tests.support.modes`` draws both from the seed that a failing case is named by: odd budgets, tiny caches, switches of cache, scheduler
-and steps, steps that fail, streams that are left. KV blocks that nobody has written are NaN.
+``tests.support.modes`` draws both from the seed that a failing case is named by: odd budgets, tiny caches, switches of
+cache, scheduler and steps, steps that fail, streams that are left. KV blocks that nobody has written are NaN.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def check(model: str, judge: Judge, seed: int) -> None:
 
 def test_a_block_read_before_it_is_written_is_noticed(tmp_path: Path) -> None:
     """The negative control of the poison: keys that are lost show as an unusable row, from a graph too."""
-    with LLM(str(tiny.save("llama", tmp_path)), **{**STRICT, "num_blocks": 16, "max_model_len": 120, "overlap": 0}) as llm:
+    with LLM(
+        str(tiny.save("llama", tmp_path)), **{**STRICT, "num_blocks": 16, "max_model_len": 120, "overlap": 0}
+    ) as llm:
         modes.poison_blocks(llm)
         collector = llm.submit({"prompt_token_ids": [5, 6, 7]}, params(max_tokens=12))
         for _ in range(6):

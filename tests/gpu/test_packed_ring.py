@@ -1,4 +1,5 @@
-"""Products of few rows with weights of few bits, or of 8 bits as their inputs, on the card: every form against what the codes mean."""
+"""Products of few rows with weights of few bits, or of 8 bits as their inputs, on the card: every form against what the
+codes mean."""
 
 from __future__ import annotations
 
@@ -31,12 +32,20 @@ EIGHTS = ("fp8", "int8", "blocks")
 
 def forms(coding: Coding | None, eight: str = "", *, gated: bool = False) -> list[RingForm]:
     """256 columns leave no registers for 64 rows; products alone are of 128 rows, too."""
-    sizes = [(rows, columns, ways) for rows in ROWS for columns in (64, 128, 256) for ways in ((1,) if gated else (1, 2, 4))]
-    sizes += [] if gated or (coding is not None and coding.sets > 1) else [(128, columns, ways) for columns in (64, 128) for ways in (1, 2)]
+    sizes = [
+        (rows, columns, ways) for rows in ROWS for columns in (64, 128, 256) for ways in ((1,) if gated else (1, 2, 4))
+    ]
+    sizes += (
+        []
+        if gated or (coding is not None and coding.sets > 1)
+        else [(128, columns, ways) for columns in (64, 128) for ways in (1, 2)]
+    )
     return [RingForm(*size, late, coding, eight) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
 
 
-def layer(coding: Coding, outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool = False) -> tuple[RingLinear, torch.Tensor]:
+def layer(
+    coding: Coding, outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool = False
+) -> tuple[RingLinear, torch.Tensor]:
     packed, meant = random_packed(coding, outs * (2 if gated else 1), ins, CUDA, gated=gated)
     none: Any = None
     return RingLinear(packed, bias, Shape(outs, ins, gated), (), kernels_of(0), True, none, {}), meant
@@ -129,7 +138,11 @@ def test_inputs_of_8_bits(kind: str, outs: int, ins: int, gated: bool) -> None:
             x = codes(kind, tokens, ins)
             scale = torch.rand((tokens, -(-ins // 128) if blocks else 1), device=CUDA) + 0.5
             wide = x.float() * (scale.repeat_interleave(128, 1)[:, :ins] if blocks else scale)
-            around = Around(gate=Activation.SILU) if gated else Around(residual=torch.randn(tokens, outs, device=CUDA).bfloat16())
+            around = (
+                Around(gate=Activation.SILU)
+                if gated
+                else Around(residual=torch.randn(tokens, outs, device=CUDA).bfloat16())
+            )
             around = around if gated else replace(around, scale=torch.rand(outs, device=CUDA))
             given = replace(around, squares=scale if blocks else scale.view(1, -1))
             got, want = product.compute(x.view(torch.bfloat16), given, form)[0], twin(wide, around)[0].bfloat16()

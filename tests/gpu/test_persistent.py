@@ -1,4 +1,5 @@
-"""All layers in one launch, on the card, against the twin in float32: hidden states, the cache it writes, the bits of repeats and of graphs."""
+"""All layers in one launch, on the card, against the twin in float32: hidden states, the cache it writes, the bits of
+repeats and of graphs."""
 
 from __future__ import annotations
 
@@ -27,8 +28,17 @@ VOCAB, LONGEST = 300, 6000
 BASE = replace(LLAMA_1B, vocab_size=VOCAB, layers=(LayerSpec(),) * 3, max_positions=LONGEST)
 SPECS = {
     "heads of 64": BASE,
-    "heads of 128": replace(BASE, hidden_size=4096, head_dim=128, intermediate_size=14336, rope=RopeSpec(5e5, 128), attention_scale=128**-0.5),
-    "groups of 3": replace(BASE, hidden_size=3072, num_heads=24, head_dim=128, rope=RopeSpec(5e5, 128), attention_scale=128**-0.5),
+    "heads of 128": replace(
+        BASE,
+        hidden_size=4096,
+        head_dim=128,
+        intermediate_size=14336,
+        rope=RopeSpec(5e5, 128),
+        attention_scale=128**-0.5,
+    ),
+    "groups of 3": replace(
+        BASE, hidden_size=3072, num_heads=24, head_dim=128, rope=RopeSpec(5e5, 128), attention_scale=128**-0.5
+    ),
     "no groups": replace(BASE, num_kv_heads=32, intermediate_size=5632),
 }
 CONTEXTS = {
@@ -45,14 +55,21 @@ CONTEXTS = {
 
 
 def turns(dim: int) -> Tensor:
-    angles = torch.arange(LONGEST, device=CUDA).unsqueeze(1) * 500000.0 ** (-torch.arange(dim // 2, device=CUDA) / (dim // 2))
+    angles = torch.arange(LONGEST, device=CUDA).unsqueeze(1) * 500000.0 ** (
+        -torch.arange(dim // 2, device=CUDA) / (dim // 2)
+    )
     table: Tensor = torch.cat((angles.cos(), angles.sin()), 1)
     return table
 
 
 def random_weights(spec: DecoderSpec) -> StepWeights:
     hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    shapes = (((spec.num_heads + 2 * spec.num_kv_heads) * dim, hidden), (hidden, spec.num_heads * dim), (2 * inner, hidden), (hidden, inner))
+    shapes = (
+        ((spec.num_heads + 2 * spec.num_kv_heads) * dim, hidden),
+        (hidden, spec.num_heads * dim),
+        (2 * inner, hidden),
+        (hidden, inner),
+    )
 
     def weight(*shape: int) -> Tensor:
         return (torch.randn(shape, device=CUDA) * shape[-1] ** -0.5).bfloat16()
@@ -75,7 +92,9 @@ def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tupl
     counts = [-(-context // block_size) for context in contexts]
     order = torch.randperm(sum(counts) + 1).int()
     table = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
-    cache = torch.randn(len(order), spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim, device=CUDA).bfloat16()
+    cache = torch.randn(
+        len(order), spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim, device=CUDA
+    ).bfloat16()
     slots, used = [], 0
     for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
         table[row, :count] = order[used : used + count]
@@ -89,7 +108,9 @@ def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tupl
         table.to(CUDA), every.to(CUDA), torch.tensor(contexts, dtype=torch.int32, device=CUDA), torch.tensor(slots, device=CUDA),
         block_size, 1, max(contexts),
     )  # fmt: skip
-    return ForwardInputs(torch.randint(VOCAB, (len(contexts),), device=CUDA), torch.tensor(places, device=CUDA), (attention,)), cache
+    return ForwardInputs(
+        torch.randint(VOCAB, (len(contexts),), device=CUDA), torch.tensor(places, device=CUDA), (attention,)
+    ), cache
 
 
 def persistent(spec: DecoderSpec, weights: StepWeights, *, programmatic: bool = False) -> WholeStep:
@@ -141,7 +162,8 @@ def test_repeats_and_graphs_have_the_same_bits() -> None:
 
 
 def test_steps_that_begin_while_the_one_before_runs_have_the_same_bits() -> None:
-    """One behind the other, of different rows: a launch finds the memory in which programs meet as it wants it, and no value of the one before."""
+    """One behind the other, of different rows: a launch finds the memory in which programs meet as it wants it, and no
+    value of the one before."""
     torch.manual_seed(4)
     weights = random_weights(BASE)
     plain, early = persistent(BASE, weights), persistent(BASE, weights, programmatic=True)
@@ -199,20 +221,25 @@ SIZES = {
 def test_an_engine_answers_the_same_whether_or_not_kernels_begin_early(tmp_path: Path) -> None:
     """Whole steps, their head and what stands around them, one behind the other; some rows come and go, some draw."""
     folder = str(tiny.save("llama", tmp_path, seed=4, **SIZES))
-    prompts = [{"prompt_token_ids": [(5 * index + 3 * each) % 256 for each in range(4 + 7 * index)]} for index in range(7)]
+    prompts = [
+        {"prompt_token_ids": [(5 * index + 3 * each) % 256 for each in range(4 + 7 * index)]} for index in range(7)
+    ]
     asked = [params(max_tokens=60 - 7 * index, temperature=0.8 if index == 5 else 0.0, seed=1) for index in range(7)]
     answers = []
     for early in (True, False):
         with LLM(folder, **{**STRICT, "dtype": "bfloat16", "max_model_len": 1200, "programmatic_launch": early}) as llm:
             together = [each.outputs[0].token_ids for each in llm.generate(prompts, asked, use_tqdm=False)]
-            alone = [llm.generate(prompt, params(max_tokens=40), use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:2]]
+            alone = [
+                llm.generate(prompt, params(max_tokens=40), use_tqdm=False)[0].outputs[0].token_ids
+                for prompt in prompts[:2]
+            ]
             answers.append((together, alone))
     assert answers[0] == answers[1]
 
 
 def test_an_engine_answers_as_without_it(tmp_path: Path) -> None:
-    """Greedy tokens of few requests, which come and go, one across the longest context of such a step; where two answers part, both
-    tokens were nearly as likely."""
+    """Greedy tokens of few requests, which come and go, one across the longest context of such a step; where two
+    answers part, both tokens were nearly as likely."""
     folder = str(tiny.save("llama", tmp_path, seed=3, **SIZES))
     prompts = [{"prompt_token_ids": [(7 * index + each) % 256 for each in range(5 + 9 * index)]} for index in range(5)]
     prompts[0] = {"prompt_token_ids": [each * each % 251 for each in range(longest_context(8) - 7)]}
@@ -221,7 +248,11 @@ def test_an_engine_answers_as_without_it(tmp_path: Path) -> None:
         with LLM(folder, **{**STRICT, "dtype": "bfloat16", "max_model_len": 1200, **way}) as llm:
             chosen = [each.value for each in llm.info.decisions if each.name == "kernel decode_step"]
             assert chosen == ([NOBODY] if way else [PERSISTENT])
-            answers.append(llm.generate(prompts, [params(max_tokens=48 - 9 * index, logprobs=2) for index in range(5)], use_tqdm=False))
+            answers.append(
+                llm.generate(
+                    prompts, [params(max_tokens=48 - 9 * index, logprobs=2) for index in range(5)], use_tqdm=False
+                )
+            )
     for one, other in zip(*answers, strict=True):
         tokens, scores = one.outputs[0].token_ids, other.outputs[0].logprobs
         for at, (token, wanted) in enumerate(zip(tokens, other.outputs[0].token_ids, strict=True)):

@@ -1,4 +1,5 @@
-"""Prompts' attention in CUDA C++ on the card, against its torch twin: any lengths, groups and blocks, scores of any size."""
+"""Prompts' attention in CUDA C++ on the card, against its torch twin: any lengths, groups and blocks, scores of any
+size."""
 
 from __future__ import annotations
 
@@ -22,7 +23,20 @@ from headrace.kernels.attention.cuda_prefill import Prompts  # noqa: E402  (a ca
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("its matrix instruction is that of compute capability 9.0", allow_module_level=True)
 
-ODD = [(1, 1), (2, 2), (127, 127), (128, 128), (129, 129), (300, 900), (700, 3000), (1, 2000), (130, 130), (5, 300), (65, 4096 - 63), (17, 1040)]
+ODD = [
+    (1, 1),
+    (2, 2),
+    (127, 127),
+    (128, 128),
+    (129, 129),
+    (300, 900),
+    (700, 3000),
+    (1, 2000),
+    (130, 130),
+    (5, 300),
+    (65, 4096 - 63),
+    (17, 1040),
+]
 HEADS = [(32, 8, 128), (32, 8, 64), (12, 12, 128), (8, 1, 64), (24, 8, 128), (10, 2, 64), (64, 1, 128)]
 
 
@@ -36,10 +50,14 @@ def on_card(case: PagedCase, *, beyond: int = 0) -> tuple[PagedCase, AttentionIn
     case.poison(None)
     case.k_cache, case.v_cache, case.table = (x.cuda() for x in (case.k_cache, case.v_cache, case.table))
     tokens, heads, dim = case.q.shape
-    merged = torch.full((tokens + beyond, heads + 2 * case.k_cache.shape[1], dim), 3.0, device="cuda", dtype=torch.bfloat16)
+    merged = torch.full(
+        (tokens + beyond, heads + 2 * case.k_cache.shape[1], dim), 3.0, device="cuda", dtype=torch.bfloat16
+    )
     merged[:tokens, :heads] = case.q
     case.q, made = merged[:, :heads], case.inputs
-    return case, replace(made, query_start=made.query_start.cuda(), context_len=made.context_len.cuda(), slots=made.slots.cuda())
+    return case, replace(
+        made, query_start=made.query_start.cuda(), context_len=made.context_len.cuda(), slots=made.slots.cuda()
+    )
 
 
 def prompts_of(heads: int, kv_heads: int, dim: int) -> Prompts:
@@ -62,7 +80,10 @@ def test_every_length_is_the_twins_to_the_bit_again(heads: int, kv_heads: int, d
     """And the ticket is as the next launch wants it."""
     prompts = prompts_of(heads, kv_heads, dim)
     for lengths in (ODD, [(700, 3000)], [(1, 1)], [(40 + row, 40 + 9 * row) for row in range(70)]):
-        case, inputs = on_card(PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size), beyond=3)
+        case, inputs = on_card(
+            PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size),
+            beyond=3,
+        )
         got = attend(prompts, case, inputs)
         check(got, twin(case, inputs))
         assert all(torch.equal(attend(prompts, case, inputs), got) for _ in range(3))
@@ -86,23 +107,33 @@ def test_scores_that_grow_beyond_a_base(dim: int, scale: float) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_few_queries_are_somebody_elses(dim: int) -> None:
     lengths = [(1, 70), (400, 2100), (4, 4), (5, 5), *[(1, 300)] * 50, (2000, 2000), (1, 1)]
-    case, inputs = on_card(PagedCase(lengths, heads=32, kv_heads=8, dim=dim, dtype=torch.bfloat16, block_size=128), beyond=2)
+    case, inputs = on_card(
+        PagedCase(lengths, heads=32, kv_heads=8, dim=dim, dtype=torch.bfloat16, block_size=128), beyond=2
+    )
     got, want = attend(prompts_of(32, 8, dim), case, inputs, few=4), twin(case, inputs)
-    many = torch.cat([torch.full((count,), count > 4) for count, _ in lengths] + [torch.ones(2, dtype=torch.bool)]).cuda()
+    many = torch.cat(
+        [torch.full((count,), count > 4) for count, _ in lengths] + [torch.ones(2, dtype=torch.bool)]
+    ).cuda()
     check(got[many], want[many])
     assert (got[~many] == 7.0).all()
-    case, inputs = on_card(PagedCase([(1, 9), (3, 3)], heads=32, kv_heads=8, dim=dim, dtype=torch.bfloat16, block_size=128))
+    case, inputs = on_card(
+        PagedCase([(1, 9), (3, 3)], heads=32, kv_heads=8, dim=dim, dtype=torch.bfloat16, block_size=128)
+    )
     assert (attend(prompts_of(32, 8, dim), case, inputs, few=4) == 7.0).all()
 
 
 def test_a_query_before_its_sequence_sees_nothing() -> None:
-    case, inputs = on_card(PagedCase([(200, 130), (70, 0), (3, 200)], heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, block_size=64))
+    case, inputs = on_card(
+        PagedCase([(200, 130), (70, 0), (3, 200)], heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, block_size=64)
+    )
     check(attend(prompts_of(4, 2, 128), case, inputs), twin(case, inputs))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_broken_query_breaks_nobody_else(dim: int) -> None:
-    case, inputs = on_card(PagedCase([(300, 500), (200, 200)], heads=8, kv_heads=2, dim=dim, dtype=torch.bfloat16, block_size=128))
+    case, inputs = on_card(
+        PagedCase([(300, 500), (200, 200)], heads=8, kv_heads=2, dim=dim, dtype=torch.bfloat16, block_size=128)
+    )
     want = attend(prompts_of(8, 2, dim), case, inputs)
     case.q[77, 3] = float("nan")
     got = attend(prompts_of(8, 2, dim), case, inputs)
@@ -112,7 +143,9 @@ def test_a_broken_query_breaks_nobody_else(dim: int) -> None:
 
 
 def test_lengths_are_read_on_the_device() -> None:
-    case, inputs = on_card(PagedCase([(300, 900), (200, 700)], heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16, block_size=128))
+    case, inputs = on_card(
+        PagedCase([(300, 900), (200, 700)], heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16, block_size=128)
+    )
     prompts, out = prompts_of(8, 2, 128), torch.empty(case.q.shape, device="cuda", dtype=torch.bfloat16)
     attend(prompts, case, inputs)
     graph = torch.cuda.CUDAGraph()
@@ -163,9 +196,17 @@ SINGLES = {
 def test_single_queries_before_prompts(heads: int, kv_heads: int, dim: int, lengths: str, block_size: int) -> None:
     """They have a launch of their own, and nobody else attends to them: blanks would show."""
     first, prompts = SINGLES[lengths], [(300, 900), (17, 17), (130, 2130)]
-    case, inputs = on_card(PagedCase([*first, *prompts], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size))
-    kernels = Kernels(torch.device("cuda"), strict=True, disabled=frozenset({"cascade"}), cuda_prefill=True, cuda_decode=True)
-    kernel = kernels.choose(*called("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads))
+    case, inputs = on_card(
+        PagedCase(
+            [*first, *prompts], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size
+        )
+    )
+    kernels = Kernels(
+        torch.device("cuda"), strict=True, disabled=frozenset({"cascade"}), cuda_prefill=True, cuda_decode=True
+    )
+    kernel = kernels.choose(
+        *called("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
+    )
     step = replace(inputs, leading=len(first))
     arguments = (case.q, case.k_cache, case.v_cache)
     got = kernel(*arguments, step, dim**-0.5, None, None)
@@ -174,14 +215,23 @@ def test_single_queries_before_prompts(heads: int, kv_heads: int, dim: int, leng
     assert torch.equal(kernel(*arguments, replace(step), dim**-0.5, None, None), got)
 
 
-@pytest.mark.parametrize(("flags", "window", "shared"), [({}, 500, 0), ({"cuda_decode": False}, None, 0), ({}, None, 5000)])
-def test_who_else_attends_to_single_queries_before_prompts(flags: dict[str, bool], window: int | None, shared: int) -> None:
+@pytest.mark.parametrize(
+    ("flags", "window", "shared"), [({}, 500, 0), ({"cuda_decode": False}, None, 0), ({}, None, 5000)]
+)
+def test_who_else_attends_to_single_queries_before_prompts(
+    flags: dict[str, bool], window: int | None, shared: int
+) -> None:
     """Windows, the switch, keys that may be shared."""
     lengths = [*SINGLES["uneven"], (300, 900)]
     case, inputs = on_card(PagedCase(lengths, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=128))
     kernels = Kernels(torch.device("cuda"), strict=True, cuda_prefill=True, **({"cuda_decode": True} | flags))
-    kernel = kernels.choose(*called("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8))
+    kernel = kernels.choose(
+        *called("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
+    )
     step = replace(inputs, leading=17, shared_tokens=shared)
     arguments = (case.q, case.k_cache, case.v_cache)
-    check(kernel(*arguments, step, 128**-0.5, window, None), reference.paged_attention(*arguments, inputs, 128**-0.5, window, None))
+    check(
+        kernel(*arguments, step, 128**-0.5, window, None),
+        reference.paged_attention(*arguments, inputs, 128**-0.5, window, None),
+    )
     assert kernel._plans and (kernel.singles is None or kernel.singles._plan is None)

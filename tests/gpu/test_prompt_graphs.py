@@ -1,4 +1,5 @@
-"""Steps with prompts as graphs on the card: what eager steps answer, alone and together, in chunks beside decoding rows, whatever the family."""
+"""Steps with prompts as graphs on the card: what eager steps answer, alone and together, in chunks beside decoding
+rows, whatever the family."""
 
 from __future__ import annotations
 
@@ -52,13 +53,17 @@ def planned_graphs(llm: LLM) -> int:
 
 
 def answers(llm: LLM) -> list[Any]:
-    """Three rounds of the same lengths, alone and then together, so that what is seen again is recorded and then replayed."""
+    """Three rounds of the same lengths, alone and then together, so that what is seen again is recorded and then
+    replayed."""
     found = []
     for turn in range(3):
         draw = random.Random(turn)
         prompts = [{"prompt_token_ids": draw.choices(range(256), k=length)} for length in LENGTHS]
         for asked in (*([prompt] for prompt in prompts), prompts):
-            found += [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in llm.generate(asked, ASKED, use_tqdm=False)]
+            found += [
+                (each.outputs[0].token_ids, each.outputs[0].logprobs)
+                for each in llm.generate(asked, ASKED, use_tqdm=False)
+            ]
     return found
 
 
@@ -66,7 +71,9 @@ def close(found: Sequence[Any], expected: Sequence[Any], tolerance: float) -> No
     for (tokens, scores), (wanted, known) in zip(found, expected, strict=True):
         assert tokens == wanted
         for here, there in zip(scores, known, strict=True):
-            assert all(abs(here[token].logprob - there[token].logprob) <= tolerance for token in here.keys() & there.keys())
+            assert all(
+                abs(here[token].logprob - there[token].logprob) <= tolerance for token in here.keys() & there.keys()
+            )
 
 
 def compare(model: str | None, least: int, tolerance: float = 2e-4, **keywords: Any) -> None:
@@ -97,12 +104,18 @@ def test_batch_invariant_answers_have_the_same_bits() -> None:
 
 def test_what_graphs_take_is_planned_for() -> None:
     """Whatever shapes come: their memory is among what was left for graphs, and the steps' own is as it was."""
-    with LLM(**{**STRICT, "dtype": "bfloat16", "max_num_seqs": 64, "num_blocks": 2000}, max_num_batched_tokens=2048) as llm:
+    with LLM(
+        **{**STRICT, "dtype": "bfloat16", "max_num_seqs": 64, "num_blocks": 2000}, max_num_batched_tokens=2048
+    ) as llm:
         graphs, draw, start = graphs_of(llm), random.Random(5), device_use(CARD).used
         for _ in range(100):
             count = draw.choice((1, 1, 2, 5, 20))
             lengths = [draw.randint(1, 2000 // count) for _ in range(count)]
-            llm.generate([{"prompt_token_ids": draw.choices(range(256), k=length)} for length in lengths], params(max_tokens=2), use_tqdm=False)
+            llm.generate(
+                [{"prompt_token_ids": draw.choices(range(256), k=length)} for length in lengths],
+                params(max_tokens=2),
+                use_tqdm=False,
+            )
         assert len(graphs.captured) > 12
         assert device_use(CARD).used - start <= planned_graphs(llm) - llm.info.memory["graphs"]
 

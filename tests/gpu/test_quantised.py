@@ -1,4 +1,5 @@
-"""Products with quantised weights on the card: every format and form against what the format means, and engines from start to token."""
+"""Products with quantised weights on the card: every format and form against what the format means, and engines from
+start to token."""
 
 from __future__ import annotations
 
@@ -58,17 +59,26 @@ def arounds(tokens: int, outs: int, ins: int) -> tuple[Around, ...]:
 
 
 def cases(shape: Shape, coding: Coding) -> Iterator[tuple[Form, tuple[int, ...]]]:
-    """The forms that are chosen, each with which of ``arounds``; a number of K's parts that is chosen nowhere; of uneven shapes two."""
+    """The forms that are chosen, each with which of ``arounds``; a number of K's parts that is chosen nowhere; of
+    uneven shapes two."""
     forms = {most: form for most, form in forms_for(shape, shape.outs, coding, PROCESSORS, {}) if form is not None}
     if shape == Shape(*SIZES[0]):
-        yield from ((forms[16], (0, 1, 2)), (forms[32], (0,)), (forms[64], (0, 2)), (forms[128], (0,)), (replace(forms[32], ways=1), (1,)))
+        yield from (
+            (forms[16], (0, 1, 2)),
+            (forms[32], (0,)),
+            (forms[64], (0, 2)),
+            (forms[128], (0,)),
+            (replace(forms[32], ways=1), (1,)),
+        )
     else:
         yield from ((forms[16], (2,)), (forms[64], (0,)))
 
 
 def product_of(coding: Coding, packed: Packed, form: Form) -> CodedProduct:
     forms = ((form.rows, form),)
-    return CodedProduct(packed, None, forms, make_scratch(Shape(packed.outs, packed.ins), forms, CUDA), programmatic=True)
+    return CodedProduct(
+        packed, None, forms, make_scratch(Shape(packed.outs, packed.ins), forms, CUDA), programmatic=True
+    )
 
 
 def build(test: Callable[..., None], form: Format) -> None:
@@ -81,7 +91,9 @@ def build(test: Callable[..., None], form: Format) -> None:
 @pytest.fixture(scope="module")
 def built() -> None:
     """One behind the other they would take ten minutes."""
-    wanted = {(multiplies, form.coding): form for form in FORMATS} | {(gates, (form.coding, form.eight)): form for form in (*FORMATS, *EIGHTS)}
+    wanted = {(multiplies, form.coding): form for form in FORMATS} | {
+        (gates, (form.coding, form.eight)): form for form in (*FORMATS, *EIGHTS)
+    }
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(build, test, form) for (test, _), form in wanted.items()]:
             future.result()
@@ -130,15 +142,27 @@ def gates(form: Format) -> None:
     weight = torch.cat([piece.dense(slice(0, half), torch.float32) for piece in pieces])
     given = {"in_features": ins, "out_features": 2 * half, "gated": True, "formats": (form.label,) * 2}
     facts = {**given, "codings": (form.coding,) * 2, "eights": (form.eight,) * 2}
-    kernels, around = Kernels(CUDA, programmatic=True), Around(torch.rand(64, 16, device=CUDA) * ins / 32, 1e-5, Activation.SILU)
+    kernels, around = (
+        Kernels(CUDA, programmatic=True),
+        Around(torch.rand(64, 16, device=CUDA) * ins / 32, 1e-5, Activation.SILU),
+    )
     fused = kernels.choose(*called("packed_fused_linear", dtype=torch.bfloat16, **facts))(pieces, None)
     product = kernels.choose(*called("packed_linear", dtype=torch.bfloat16, **facts))(pieces, None)
-    name, ring = "w8a8" if form.eight else "codes", form.eight is not None or (form.coding is not None and form.coding.ring)
+    name, ring = (
+        "w8a8" if form.eight else "codes",
+        form.eight is not None or (form.coding is not None and form.coding.ring),
+    )
     assert {choice.chosen for choice in kernels.choices} == {f"{name}_ring" if ring else name}
     x = torch.randn(16, ins, device=CUDA).bfloat16()
-    normed = (x.float() * torch.rsqrt(around.squares.sum(0) / ins + 1e-5).unsqueeze(1)).bfloat16() if around.squares is not None else x
+    normed = (
+        (x.float() * torch.rsqrt(around.squares.sum(0) / ins + 1e-5).unsqueeze(1)).bfloat16()
+        if around.squares is not None
+        else x
+    )
     inputs = form.activated(normed, pieces[0].tensors[0]) if form.eight else normed
-    assert (fused is None) == (form.label.startswith("bitsandbytes")), "each half has a random table of its own: no one matrix"
+    assert (fused is None) == (form.label.startswith("bitsandbytes")), (
+        "each half has a random table of its own: no one matrix"
+    )
     if fused is not None:
         check(fused(x, around)[0], reference.fused_linear(weight, None)(inputs, Around(gate=Activation.SILU))[0])
     for tokens in (1, 16, 64, 128, 1000):

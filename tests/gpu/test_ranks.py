@@ -1,4 +1,5 @@
-"""Two ranks on two cards, against the same requests one by one on the CPU: float32, so tokens are equal; and a rank that is killed."""
+"""Two ranks on two cards, against the same requests one by one on the CPU: float32, so tokens are equal; and a rank
+that is killed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ if torch.cuda.device_count() < 2:
     pytest.skip("needs two cards", allow_module_level=True)
 
 PROMPTS = [[(7 * i + 3 * j) % 8000 for j in range(5 + 11 * i % 97)] for i in range(23)]
-ASKED = (params(max_tokens=20, logprobs=1), params(max_tokens=20, temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2, prompt_logprobs=1))
+ASKED = (
+    params(max_tokens=20, logprobs=1),
+    params(max_tokens=20, temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2, prompt_logprobs=1),
+)
 MODES: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "eager, chunks of 33": {"enforce_eager": True, "max_num_batched_tokens": 33},

@@ -1,4 +1,5 @@
-"""Products of few rows whose weights are under way early, on the card: every form against the twin, at every edge of its tiles."""
+"""Products of few rows whose weights are under way early, on the card: every form against the twin, at every edge of
+its tiles."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device=CUDA) * scale).bfloat16()
 
 
-def layer(outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool = False, programmatic: bool = True) -> RingLinear:
+def layer(
+    outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool = False, programmatic: bool = True
+) -> RingLinear:
     weight = random(outs * (2 if gated else 1), ins, scale=ins**-0.5)
     none: Any = None
     return RingLinear(weight, bias, Shape(outs, ins, gated), (), kernels_of(0), programmatic, none, {})
@@ -39,7 +42,9 @@ def layer(outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool 
 
 def forms_for(shape: Shape, rows: int) -> list[RingForm]:
     """Also those that few programs compute, which nobody would choose."""
-    forms = {RingForm(rows, columns, ways) for columns in (64, 128) for ways in (1, 2, 3, 4)} | set(candidate_forms(shape, rows, PROCESSORS))
+    forms = {RingForm(rows, columns, ways) for columns in (64, 128) for ways in (1, 2, 3, 4)} | set(
+        candidate_forms(shape, rows, PROCESSORS)
+    )
     return sorted((form for form in forms if form.fits(shape, PROCESSORS)), key=str)
 
 
@@ -55,7 +60,8 @@ def built() -> None:
 
 @pytest.mark.parametrize(("outs", "ins"), [(6144, 4096), (4096, 14336), (2048, 2048), (1000, 2112), (72, 264)], ids=str)
 def test_products_with_what_stands_around_them(outs: int, ins: int) -> None:
-    """Tiles beyond the last column, K that ends within a step, fewer steps than the ring has stages, more tiles than processors."""
+    """Tiles beyond the last column, K that ends within a step, fewer steps than the ring has stages, more tiles than
+    processors."""
     torch.manual_seed(outs)
     for bias in (None, random(outs)):
         product = layer(outs, ins, bias)
@@ -64,7 +70,11 @@ def test_products_with_what_stands_around_them(outs: int, ins: int) -> None:
             for tokens in (rows - 15, rows - 7, rows):
                 x, residual, scale = random(tokens, ins), random(tokens, outs), torch.rand(outs, device=CUDA) + 0.5
                 squares = torch.rand(300, tokens, device=CUDA) * ins / 150
-                for around in (Around(squares, 1e-5), Around(residual=residual, scale=scale), Around(residual=residual, scale=scale.bfloat16())):
+                for around in (
+                    Around(squares, 1e-5),
+                    Around(residual=residual, scale=scale),
+                    Around(residual=residual, scale=scale.bfloat16()),
+                ):
                     want = twin(x, around)
                     for form in forms_for(product.shape, rows):
                         got = product.compute(x, around, form)
@@ -73,7 +83,9 @@ def test_products_with_what_stands_around_them(outs: int, ins: int) -> None:
                         if around.scale is not None:
                             check(got[1], want[1])
                             assert got[2] is not None
-                            torch.testing.assert_close(got[2].sum(0), got[0].float().square().sum(1), rtol=1e-4, atol=1e-3)
+                            torch.testing.assert_close(
+                                got[2].sum(0), got[0].float().square().sum(1), rtol=1e-4, atol=1e-3
+                            )
 
 
 @pytest.mark.parametrize(("outs", "ins"), [(14336, 4096), (8192, 2048), (1000, 1088), (40, 64)], ids=str)
@@ -93,13 +105,17 @@ def test_gates(outs: int, ins: int, biased: bool) -> None:
 @pytest.mark.parametrize("tokens", [2, 16, 40, 64])
 @pytest.mark.parametrize("ways", [2, 4])
 def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int, ways: int) -> None:
-    """Kernels that begin before the one before has ended, over the same memory again and again: the same bits as when each ends first."""
+    """Kernels that begin before the one before has ended, over the same memory again and again: the same bits as when
+    each ends first."""
     torch.manual_seed(tokens)
     hidden, inner, layers, rows = 2048, 8192, 12, -(-tokens // 16) * 16
     start, scale, results = random(tokens, hidden), random(hidden), []
     up, down = layer(inner, hidden, gated=True), layer(hidden, inner)
     for programmatic, late in ((False, False), (True, False), (True, True)):
-        pair = [RingLinear(each.weight, None, each.shape, (), each.kernels, programmatic, each.others, {}) for each in (up, down)]
+        pair = [
+            RingLinear(each.weight, None, each.shape, (), each.kernels, programmatic, each.others, {})
+            for each in (up, down)
+        ]
         forms = RingForm(rows, 128, 1, late), RingForm(rows, 128, ways, late)
 
         def chain(pair: list[RingLinear] = pair, forms: tuple[RingForm, RingForm] = forms) -> torch.Tensor:

@@ -37,20 +37,44 @@ LENGTHS = {
     "alike, two pairs a warp": [0, *(150 + row % 41 for row in range(140)), 0, 0],
     "alike, one pair a warp": [129, *(100 + row % 31 for row in range(69)), 0],
 }
-SHAPES = [(32, 8, 128, 16), (32, 8, 64, 128), (32, 8, 64, 16), (32, 8, 128, 128), (32, 8, 128, 8), (8, 8, 128, 16), (32, 4, 128, 32), (24, 8, 64, 64)]
+SHAPES = [
+    (32, 8, 128, 16),
+    (32, 8, 64, 128),
+    (32, 8, 64, 16),
+    (32, 8, 128, 128),
+    (32, 8, 128, 8),
+    (8, 8, 128, 16),
+    (32, 4, 128, 32),
+    (24, 8, 64, 64),
+]
 
 
 def made(heads: int, kv_heads: int, dim: int, *, cascade: bool = False, programmatic: bool = True) -> RopeAttention:
     facts = {"dtype": torch.bfloat16, "head_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}
-    return create(CallSite("rope_attention", torch.device("cuda"), called("rope_attention", **facts)[1], programmatic=programmatic), cascade=cascade)
+    return create(
+        CallSite(
+            "rope_attention", torch.device("cuda"), called("rope_attention", **facts)[1], programmatic=programmatic
+        ),
+        cascade=cascade,
+    )
 
 
 class Step:
     """A decode step over one layer of two. What no sequence sees, and the newest keys' places, hold NaN."""
 
     def __init__(self, contexts: list[int], heads: int, kv_heads: int, dim: int, block_size: int) -> None:
-        case = PagedCase([(1, each) for each in contexts], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size)
-        newest = [(int(case.table[row, (each - 1) // block_size]), (each - 1) % block_size) if each else (-1, 0) for row, each in enumerate(contexts)]
+        case = PagedCase(
+            [(1, each) for each in contexts],
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            dtype=torch.bfloat16,
+            block_size=block_size,
+        )
+        newest = [
+            (int(case.table[row, (each - 1) // block_size]), (each - 1) % block_size) if each else (-1, 0)
+            for row, each in enumerate(contexts)
+        ]
         case.poison(None)
         for block, offset in newest:
             if block >= 0:
@@ -58,7 +82,9 @@ class Step:
         slots = torch.tensor([block * block_size + offset if block >= 0 else -1 for block, offset in newest])
         lengths = torch.tensor(contexts, dtype=torch.int32)
         starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
-        self.inputs = AttentionInputs(case.table.cuda(), starts.cuda(), lengths.cuda(), slots.cuda(), block_size, 1, max(contexts))
+        self.inputs = AttentionInputs(
+            case.table.cuda(), starts.cuda(), lengths.cuda(), slots.cuda(), block_size, 1, max(contexts)
+        )
         self.caches = [each.cuda() for each in (case.k_cache, case.v_cache)]
         self.positions = (lengths.long() - 1).clamp(min=0).cuda()
         angles = torch.arange(max(contexts) + 1)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
@@ -67,11 +93,14 @@ class Step:
         self.qkv = torch.randn((len(contexts), heads + 2 * kv_heads, dim), generator=generator).bfloat16().cuda()
 
     def run(self, kernel: Any, caches: list[torch.Tensor]) -> torch.Tensor:
-        out: torch.Tensor = kernel(self.qkv.clone(), self.positions, self.cos_sin, *caches, replace(self.inputs), self.qkv.shape[2] ** -0.5)
+        out: torch.Tensor = kernel(
+            self.qkv.clone(), self.positions, self.cos_sin, *caches, replace(self.inputs), self.qkv.shape[2] ** -0.5
+        )
         return out
 
     def compare(self, kernel: Any) -> torch.Tensor:
-        """Results are the twin's, the caches too (but for the last bit of a turned key), and the same when asked again."""
+        """Results are the twin's, the caches too (but for the last bit of a turned key), and the same when asked
+        again."""
         ours, theirs = [each.clone() for each in self.caches], [each.clone() for each in self.caches]
         got, want = self.run(kernel, ours), self.run(reference.rope_attention, theirs)
         check(got, want)
@@ -84,11 +113,14 @@ class Step:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), SHAPES)
 def test_attention(heads: int, kv_heads: int, dim: int, block_size: int, lengths: str) -> None:
-    """Spans that begin and end anywhere, sequences of no key and of one, blocks smaller and larger than what a warp takes."""
+    """Spans that begin and end anywhere, sequences of no key and of one, blocks smaller and larger than what a warp
+    takes."""
     Step(LENGTHS[lengths], heads, kv_heads, dim, block_size).compare(made(heads, kv_heads, dim))
 
 
-@pytest.mark.parametrize(("lengths", "alike"), [("alike, two pairs a warp", True), ("alike, one pair a warp", True), ("many", False)])
+@pytest.mark.parametrize(
+    ("lengths", "alike"), [("alike, two pairs a warp", True), ("alike, one pair a warp", True), ("many", False)]
+)
 def test_warps_take_pairs_whole_where_sequences_are_many_and_alike(lengths: str, alike: bool) -> None:
     """What is found by test_attention for those lengths is found by the other form of the kernel."""
     step, kernel = Step(LENGTHS[lengths], 32, 8, 128, 128), made(32, 8, 128)
@@ -96,8 +128,12 @@ def test_warps_take_pairs_whole_where_sequences_are_many_and_alike(lengths: str,
     assert kernel._plan is not None and set(kernel._plan[1].spans[:, ALIKE.value].tolist()) == {int(alike)}
 
 
-@pytest.mark.parametrize(("rows", "shared", "served"), [(42, None, False), (42, 5000, False), (42, 0, True), (15, None, True)])
-def test_steps_in_which_keys_may_be_shared_are_left_to_cascade_attention(rows: int, shared: int | None, served: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "shared", "served"), [(42, None, False), (42, 5000, False), (42, 0, True), (15, None, True)]
+)
+def test_steps_in_which_keys_may_be_shared_are_left_to_cascade_attention(
+    rows: int, shared: int | None, served: bool
+) -> None:
     step = Step([700 + 3 * row for row in range(rows)], 32, 8, 128, 16)
     step.inputs = replace(step.inputs, shared_tokens=shared)
     assert (step.run(made(32, 8, 128, cascade=True), step.caches) is not None) == served
@@ -130,14 +166,20 @@ def test_other_steps_are_declined() -> None:
 @pytest.mark.parametrize("programmatic", [True, False])
 @pytest.mark.parametrize(("dim", "kv_heads"), [(64, 8), (128, 8), (128, 32)])
 def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, programmatic: bool) -> None:
-    """Products before and behind, which let it begin early: keys of one step are those that the step before wrote. 32 KV heads: pairs whole."""
+    """Products before and behind, which let it begin early: keys of one step are those that the step before wrote. 32
+    KV heads: pairs whole."""
     heads, rows, layers = 32, 24, 6
     kernels = Kernels(torch.device("cuda"), programmatic=programmatic)
     width, inner = (heads + 2 * kv_heads) * dim, heads * dim
-    sites = [called("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs) for outs, ins in ((width, 2048), (2048, inner))]
+    sites = [
+        called("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs)
+        for outs, ins in ((width, 2048), (2048, inner))
+    ]
     make = [kernels.choose(*site) for site in sites]
     weights = [
-        torch.randn(outs, ins, device="cuda").mul_(ins**-0.5).bfloat16() for _ in range(layers) for outs, ins in ((width, 2048), (2048, inner))
+        torch.randn(outs, ins, device="cuda").mul_(ins**-0.5).bfloat16()
+        for _ in range(layers)
+        for outs, ins in ((width, 2048), (2048, inner))
     ]
     products = [make[at % 2](weight, None) for at, weight in enumerate(weights)]
     step = Step([190 + row % 3 for row in range(rows)], heads, kv_heads, dim, 16)
@@ -147,7 +189,9 @@ def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, program
         inputs, y = replace(step.inputs), x
         for layer in range(layers):
             qkv = products[2 * layer](y).view(rows, -1, dim)
-            y = products[2 * layer + 1](attend(qkv, step.positions, step.cos_sin, *caches[layer], inputs, dim**-0.5).view(rows, -1))
+            y = products[2 * layer + 1](
+                attend(qkv, step.positions, step.cos_sin, *caches[layer], inputs, dim**-0.5).view(rows, -1)
+            )
         return y
 
     ours, theirs = ([[each.clone() for each in step.caches] for _ in range(layers)] for _ in range(2))
@@ -171,8 +215,15 @@ def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, program
 @pytest.mark.parametrize("cascade", [True, False])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_an_engine_answers_as_without_it(dim: int, cascade: bool, tmp_path: Path) -> None:
-    """Greedy tokens of requests that come and go, some behind one prefix; where two answers part, both tokens were nearly as likely."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": dim}
+    """Greedy tokens of requests that come and go, some behind one prefix; where two answers part, both tokens were
+    nearly as likely."""
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": dim,
+    }
     folder = str(tiny.save("llama", tmp_path, seed=3, max_position_embeddings=2048, **sizes))
     prompts = [{"prompt_token_ids": [(7 * index + each) % 256 for each in range(5 + 9 * index)]} for index in range(8)]
     prompts += [{"prompt_token_ids": [each * each % 251 for each in range(400)] + [index] * 5} for index in range(16)]

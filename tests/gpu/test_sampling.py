@@ -1,4 +1,5 @@
-"""Everything a request can ask of sampling, on the card and on the CPU: the same seeds give the same tokens in float32."""
+"""Everything a request can ask of sampling, on the card and on the CPU: the same seeds give the same tokens in
+float32."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 0.9},
     "repetition": {"repetition_penalty": 1.4},
-    "penalties, sampled": {**WARM, "presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "seed": 7},
+    "penalties, sampled": {
+        **WARM,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "seed": 7,
+    },
     "negative penalties": {"presence_penalty": -1.0, "frequency_penalty": -0.5, "repetition_penalty": 0.8},
     "logit_bias": {"logit_bias": {11: 4.0, 300: -100.0, 7000: 2.5}},
     "logit_bias, sampled": {**WARM, "logit_bias": {index: 3.0 for index in range(0, 900, 7)}, "seed": 8},
@@ -49,7 +56,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 3},
     "every score": {**WARM, "logprobs": 20, "prompt_logprobs": 20, "seed": 14},
     "n": {**WARM, "n": 3, "seed": 15},
-    "n, scored and penalised": {**WARM, "n": 4, "seed": 16, "logprobs": 2, "prompt_logprobs": 1, "frequency_penalty": 0.5, "top_p": 0.8},
+    "n, scored and penalised": {
+        **WARM,
+        "n": 4,
+        "seed": 16,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "frequency_penalty": 0.5,
+        "top_p": 0.8,
+    },
     "everything": {
         "n": 2,
         "temperature": 0.9,
@@ -88,7 +103,8 @@ def asked_for(feature: str) -> SamplingParams:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_gives_the_tokens_of_the_cpu(llm: LLM, judge: Judge, feature: str) -> None:
-    """In the company of greedy rows, which must not notice; a seed of its own, because an engine's own seeds follow the request's number."""
+    """In the company of greedy rows, which must not notice; a seed of its own, because an engine's own seeds follow the
+    request's number."""
     asked, plain = asked_for(feature), params()
     if asked.seed is None:
         asked = params(**FEATURES[feature], seed=1234)

@@ -1,4 +1,5 @@
-"""Drafts on the card: graphs compute them and the steps that verify them, and tokens are those of the CPU without drafts.
+"""Drafts on the card: graphs compute them and the steps that verify them, and tokens are those of the CPU without
+drafts.
 
 The draft model is the target itself: where it is wrong, a key of its is missing or stale.
 """
@@ -65,7 +66,9 @@ def test_tokens_are_those_without_drafts(judge: Judge, mode: str) -> None:
         assert right > (0.6 if "preempted" in mode else 0.85)
     assert (graphs is None) == ("eager" in mode)
     if graphs is not None:
-        assert any(bucket.chained is not None for bucket in graphs._captured.values()), "no step that verifies was replayed"
+        assert any(bucket.chained is not None for bucket in graphs._captured.values()), (
+            "no step that verifies was replayed"
+        )
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=["greedy", "sampled", "penalised"])
@@ -73,7 +76,9 @@ def test_no_bit_changes_where_steps_are_invariant(asked: SamplingParams) -> None
     answers = []
     for config in (None, OWN, NGRAM):
         with LLM(**{**STRICT, "dtype": "bfloat16", "batch_invariant": True, "speculative_config": config}) as llm:
-            answers.append([[(list(each.token_ids), each.logprobs) for each in found.outputs] for found in _ask(llm, asked)])
+            answers.append(
+                [[(list(each.token_ids), each.logprobs) for each in found.outputs] for found in _ask(llm, asked)]
+            )
     assert answers[0] == answers[1] == answers[2]
 
 

@@ -1,6 +1,8 @@
-"""Thousands of short requests on the card in random order, many of them left in the middle; steps that fail; engines closed and made again.
+"""Thousands of short requests on the card in random order, many of them left in the middle; steps that fail; engines
+closed and made again.
 
-Nothing may leak: no block, no row, no memory of the device or of the host. What was not left is answered as it is alone.
+Nothing may leak: no block, no row, no memory of the device or of the host. What was not left is answered as it is
+alone.
 """
 
 from __future__ import annotations
@@ -33,14 +35,27 @@ ASKED = (
     params(max_tokens=5, n=3, temperature=1.0, seed=3),
     params(max_tokens=8, logit_bias={5: 2.0}, min_tokens=3, ignore_eos=False),
 )
-BUSY: dict[str, Any] = {**STRICT, "max_num_seqs": 64, "num_blocks": 260, "block_size": 16, "max_num_batched_tokens": 256, "max_model_len": 512}
+BUSY: dict[str, Any] = {
+    **STRICT,
+    "max_num_seqs": 64,
+    "num_blocks": 260,
+    "block_size": 16,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 512,
+}
 
 
 def kinds() -> list[tuple[list[int], SamplingParams]]:
     """48 requests; those of one parameter set share beginnings of prompts."""
     draw = random.Random(0)
     trunk = draw.choices(range(8000), k=60)
-    return [(trunk[: draw.choice((0, 16, 33, 60))] + draw.choices(range(8000), k=draw.randint(1, 20)), ASKED[i % len(ASKED)]) for i in range(48)]
+    return [
+        (
+            trunk[: draw.choice((0, 16, 33, 60))] + draw.choices(range(8000), k=draw.randint(1, 20)),
+            ASKED[i % len(ASKED)],
+        )
+        for i in range(48)
+    ]
 
 
 class Storm:

@@ -23,17 +23,23 @@ def exact() -> None:
 
 def on_card(case: PagedCase, window: int | None = None) -> PagedCase:
     case.poison(window)
-    case.q, case.k_cache, case.v_cache, case.table = (x.cuda() for x in (case.q, case.k_cache, case.v_cache, case.table))
+    case.q, case.k_cache, case.v_cache, case.table = (
+        x.cuda() for x in (case.q, case.k_cache, case.v_cache, case.table)
+    )
     return case
 
 
 def inputs_of(case: PagedCase) -> Any:
     made = case.inputs
-    return replace(made, query_start=made.query_start.cuda(), context_len=made.context_len.cuda(), slots=made.slots.cuda())
+    return replace(
+        made, query_start=made.query_start.cuda(), context_len=made.context_len.cuda(), slots=made.slots.cuda()
+    )
 
 
 def attend(case: PagedCase, kernel: Any, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-    out: torch.Tensor = kernel(case.q, case.k_cache, case.v_cache, inputs_of(case), case.q.shape[2] ** -0.5, window, soft_cap)
+    out: torch.Tensor = kernel(
+        case.q, case.k_cache, case.v_cache, inputs_of(case), case.q.shape[2] ** -0.5, window, soft_cap
+    )
     return out
 
 
@@ -46,11 +52,15 @@ LENGTHS = {
 }
 
 
-# Gathered rows (16), and tiles brought by the copy engine (128); shapes are compiled one by one, so not all of them in all precisions.
+# Gathered rows (16), and tiles brought by the copy engine (128); shapes are compiled one by one, so not all of them in
+# all precisions.
 SHAPES = [
     *((block_size, torch.bfloat16, *heads) for block_size in (16, 128) for heads in HEADS),
     *((128, torch.float32, *heads) for heads in HEADS),
-    *((block_size, dtype, *HEADS[0]) for block_size, dtype in ((16, torch.float32), (16, torch.float16), (128, torch.float16))),
+    *(
+        (block_size, dtype, *HEADS[0])
+        for block_size, dtype in ((16, torch.float32), (16, torch.float16), (128, torch.float16))
+    ),
 ]
 
 
@@ -87,14 +97,19 @@ def test_invariant_attention(block_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_invariant_attention_of_long_contexts_is_dealt_out_to_the_bit(dim: int) -> None:
     """Alone, many programs share a sequence's parts; among others, or in a prompt, one computes them all."""
-    kernel = chosen("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=32, num_kv_heads=8, batch_invariant=True)
+    kernel = chosen(
+        "paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=32, num_kv_heads=8, batch_invariant=True
+    )
     lengths = [(1, 9000), (70, 5000), (1, 1), (3, 2049), *((1, 1000 + 40 * row) for row in range(40))]
     case = on_card(PagedCase(lengths, heads=32, kv_heads=8, dim=dim, dtype=torch.bfloat16, block_size=128))
     whole, start = attend(case, kernel), 0
     check(whole, attend(case, reference.paged_attention))
     for row, (count, _) in enumerate(case.lengths):
         for first, end in {(0, count), (count // 2, count), (count - 1, count)}:
-            assert torch.equal(attend(case.part(row, first, end), kernel), whole[start + first : start + end]), (row, first)
+            assert torch.equal(attend(case.part(row, first, end), kernel), whole[start + first : start + end]), (
+                row,
+                first,
+            )
         start += count
 
 
@@ -104,7 +119,8 @@ def test_attention_without_a_running_maximum(dtype: torch.dtype, dim: int, scale
     """Some rows, or none, have scores whose powers no float32 holds: as long as a program's span, shorter, longer."""
     facts = {"dtype": dtype, "head_dim": dim, "num_heads": 32, "num_kv_heads": 8}
     kernel = chosen("paged_attention", unified_maximum=True, **facts)
-    # Float32 holds scores of several hundreds to 1e-4 only, whoever computes them: there the same products are asked for, with the maximum.
+    # Float32 holds scores of several hundreds to 1e-4 only, whoever computes them: there the same products are asked
+    # for, with the maximum.
     twin = chosen("paged_attention", **facts) if dtype is torch.float32 and scale > 1.0 else reference.paged_attention
     lengths = [*LENGTHS["decode"], (1, 9000), *((1, 10 + 30 * row) for row in range(60)), (3, 700)]
     for count in (4, len(lengths)):
@@ -116,7 +132,10 @@ def test_attention_without_a_running_maximum(dtype: torch.dtype, dim: int, scale
 
 CASCADES = {
     "one prefix": ([(1, 2060 + 3 * row) for row in range(100)], [(range(100), 16)]),
-    "a prefix in a prefix, and strangers": ([(1, 1700)] * 40 + [(30, 900), (1, 0), (2, 700)], [(range(36), 4), (range(20), 12)]),
+    "a prefix in a prefix, and strangers": (
+        [(1, 1700)] * 40 + [(30, 900), (1, 0), (2, 700)],
+        [(range(36), 4), (range(20), 12)],
+    ),
     "nothing": ([(1, 300)] * 40, []),
 }
 
@@ -135,7 +154,9 @@ def broken_rows(got: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASCADES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (32, 8, 64), (24, 8, 96), (8, 8, 128), (16, 8, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(32, 8, 128), (32, 8, 64), (24, 8, 96), (8, 8, 128), (16, 8, 256)]
+)
 def test_cascade_attention(heads: int, kv_heads: int, dim: int, name: str) -> None:
     """Prefixes shared: equal to reading them for each, and to itself again and again."""
     case, kernel = cascade_case(name, heads, kv_heads, dim)
@@ -155,11 +176,15 @@ def test_a_broken_sequence_leaves_those_it_shares_with_alone(name: str) -> None:
 
 def test_decode_attention_in_a_graph_follows_lengths_on_the_device() -> None:
     kernel = chosen("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
-    case = on_card(PagedCase([(1, 3000), (1, 40), (1, 900)], heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=16))
+    case = on_card(
+        PagedCase([(1, 3000), (1, 40), (1, 900)], heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=16)
+    )
     inputs = inputs_of(case)
 
     def call() -> torch.Tensor:
-        out: torch.Tensor = kernel(case.q, case.k_cache, case.v_cache, replace(inputs), 0.1, None, None)  # a step's own: it is planned anew
+        out: torch.Tensor = kernel(
+            case.q, case.k_cache, case.v_cache, replace(inputs), 0.1, None, None
+        )  # a step's own: it is planned anew
         return out
 
     call()

@@ -1,4 +1,5 @@
-"""Every Triton kernel but attention on the card, compiled, against its torch twin on the same card, at the shapes of real models."""
+"""Every Triton kernel but attention on the card, compiled, against its torch twin on the same card, at the shapes of
+real models."""
 
 from __future__ import annotations
 
@@ -30,11 +31,20 @@ def exact() -> None:
 def test_elementwise(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for rows, width in ((1, 4096), (300, 8192), (7, 2048), (5, 72)):
-        x, residual, weight, bias = (torch.randn(shape, device=CUDA).to(dtype) for shape in ((rows, width), (rows, width), (width,), (width,)))
+        x, residual, weight, bias = (
+            torch.randn(shape, device=CUDA).to(dtype) for shape in ((rows, width), (rows, width), (width,), (width,))
+        )
         for added in (None, residual):
-            for got, want in zip(chosen("rms_norm", dtype=dtype)(x, weight, 1e-5, added), norm_twins.rms_norm(x, weight, 1e-5, added), strict=True):
+            for got, want in zip(
+                chosen("rms_norm", dtype=dtype)(x, weight, 1e-5, added),
+                norm_twins.rms_norm(x, weight, 1e-5, added),
+                strict=True,
+            ):
                 check(got, want)
-            results = (norm(x, weight, bias, 1e-5, added) for norm in (chosen("layer_norm", dtype=dtype), norm_twins.layer_norm))
+            results = (
+                norm(x, weight, bias, 1e-5, added)
+                for norm in (chosen("layer_norm", dtype=dtype), norm_twins.layer_norm)
+            )
             for got, want in zip(*results, strict=True):
                 check(got, want)
         for kind in Activation:
@@ -62,9 +72,12 @@ def test_rotary_write(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "crowded"), [(1, False), (30, False), (700, False), (3000, False), (90, True), (1500, True)])
+@pytest.mark.parametrize(
+    ("tokens", "crowded"), [(1, False), (30, False), (700, False), (3000, False), (90, True), (1500, True)]
+)
 def test_moe(dtype: torch.dtype, tokens: int, crowded: bool) -> None:
-    """``crowded``: most tokens take the same experts, as those of one prompt may, and some experts, of broken weights, have none."""
+    """``crowded``: most tokens take the same experts, as those of one prompt may, and some experts, of broken weights,
+    have none."""
     torch.manual_seed(tokens)
     experts, hidden, inner = 32, 512, 352
     x, router = torch.randn(tokens, hidden, device=CUDA), torch.randn(tokens, experts, device=CUDA)
@@ -80,7 +93,10 @@ def test_moe(dtype: torch.dtype, tokens: int, crowded: bool) -> None:
         kernel = chosen("moe", dtype=dtype, num_experts=experts, top_k=4, batch_invariant=True)
         together = kernel(*arguments)
         for row in (5, tokens - 1):
-            assert torch.equal(together[row : row + 1], kernel(arguments[0][row : row + 1], arguments[1][row : row + 1], *arguments[2:]))
+            assert torch.equal(
+                together[row : row + 1],
+                kernel(arguments[0][row : row + 1], arguments[1][row : row + 1], *arguments[2:]),
+            )
 
 
 def test_picks() -> None:
@@ -134,12 +150,19 @@ def test_scores() -> None:
     torch.testing.assert_close(got[1], want[1], atol=2e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("lengths", [[1], [0], [0, 5, 0], [2112] * 248, [4097, 1, 0, 1023, 1024, 1025]], ids=lambda lengths: f"{len(lengths)} rows")
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [0], [0, 5, 0], [2112] * 248, [4097, 1, 0, 1023, 1024, 1025]],
+    ids=lambda lengths: f"{len(lengths)} rows",
+)
 def test_new_rows(lengths: list[int]) -> None:
     torch.manual_seed(0)
     begin = torch.tensor([0, *lengths], device=CUDA).cumsum(0).int()
     written = torch.randint(99, (300, 4097), dtype=torch.int32, device=CUDA)
-    ids, row = torch.randint(2**31 - 1, (sum(lengths),), dtype=torch.int32, device=CUDA), torch.randperm(300, device=CUDA)[: len(lengths)]
+    ids, row = (
+        torch.randint(2**31 - 1, (sum(lengths),), dtype=torch.int32, device=CUDA),
+        torch.randperm(300, device=CUDA)[: len(lengths)],
+    )
     wanted = written.clone()
     write_rows(wanted, ids, row, begin, max(lengths))
     chosen("write_rows", dtype=torch.int32)(written, ids, row, begin, max(lengths))

@@ -23,7 +23,9 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "outs", "ins"), [(4096, 768, 512), (4099, 1024, 2048), (5000, 2048, 512)])
-def test_every_algorithm_on_offer_computes_the_product_and_the_sum(tokens: int, outs: int, ins: int, dtype: torch.dtype) -> None:
+def test_every_algorithm_on_offer_computes_the_product_and_the_sum(
+    tokens: int, outs: int, ins: int, dtype: torch.dtype
+) -> None:
     products = Products(outs, ins, dtype, torch.cuda.current_device())
     offers, operands = products.offers(4096), Operands(tokens, outs, ins, dtype)
     assert len({settings for settings, _ in offers}) == len(offers) > 0
@@ -63,10 +65,16 @@ def test_what_was_measured_on_this_card_is_offered_and_serves_any_number_of_rows
 
 
 @pytest.mark.parametrize("tuned", [True, False])
-@pytest.mark.parametrize(("outs", "ins"), [(128256, 2048), (2048, 8192)])  # a head; a layer whose products are not fused
-def test_rows_that_the_flat_kernels_leave_are_computed_by_what_stands_behind_them(outs: int, ins: int, tuned: bool) -> None:
+@pytest.mark.parametrize(
+    ("outs", "ins"), [(128256, 2048), (2048, 8192)]
+)  # a head; a layer whose products are not fused
+def test_rows_that_the_flat_kernels_leave_are_computed_by_what_stands_behind_them(
+    outs: int, ins: int, tuned: bool
+) -> None:
     kernels = Kernels(torch.device("cuda"), strict=True, disabled=frozenset() if tuned else frozenset({TUNED}))
-    pack = kernels.choose(*called("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, shared=True, fused=False))
+    pack = kernels.choose(
+        *called("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, shared=True, fused=False)
+    )
     measured = Shape(outs, ins) in MEASURED.table(torch.cuda.get_device_name())
     behind = TUNED if tuned and measured else TWIN
     assert [(choice.behind, choice.chosen) for choice in kernels.choices] == [(FLAT, behind), (None, FLAT)]

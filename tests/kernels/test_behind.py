@@ -1,4 +1,5 @@
-"""Who serves what a candidate leaves: those after it in the list, as if it were not there, with their switches and their failures."""
+"""Who serves what a candidate leaves: those after it in the list, as if it were not there, with their switches and
+their failures."""
 
 from __future__ import annotations
 
@@ -61,13 +62,21 @@ def few(broken: Exception | None = None, *, invariant: bool = True) -> Candidate
     return Candidate("few", create, batch_invariant=invariant, failure=judge, rehearse=rehearse)
 
 
-def whole(name: str, *, declines: Declined | None = None, broken: Exception | None = None, invariant: bool = True) -> Candidate:
+def whole(
+    name: str, *, declines: Declined | None = None, broken: Exception | None = None, invariant: bool = True
+) -> Candidate:
     return Candidate(
-        name, lambda site: declines or (lambda weight, bias: Layer(name, broken)), batch_invariant=invariant, failure=judge, rehearse=rehearse
+        name,
+        lambda site: declines or (lambda weight, bias: Layer(name, broken)),
+        batch_invariant=invariant,
+        failure=judge,
+        rehearse=rehearse,
     )
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, *candidates: Candidate[Any], **settings: Any) -> tuple[Kernels, Callable[[torch.Tensor], Any]]:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, *candidates: Candidate[Any], **settings: Any
+) -> tuple[Kernels, Callable[[torch.Tensor], Any]]:
     monkeypatch.setattr(registry, "OPERATIONS", carried_out("linear", *candidates))
     kernels = Kernels(CPU, **settings)
     return kernels, kernels.choose(*called("linear", **FACTS))(WEIGHT, None)
@@ -114,12 +123,18 @@ def test_two_that_serve_a_part_stand_one_behind_the_other(monkeypatch: pytest.Mo
 
     kernels, linear = chosen(monkeypatch, Candidate("none", create), few(), whole("last"))
     assert linear(MANY) == "last"
-    assert [(choice.behind, choice.chosen) for choice in kernels.choices] == [("few", "last"), ("none", "few"), (None, "none")]
+    assert [(choice.behind, choice.chosen) for choice in kernels.choices] == [
+        ("few", "last"),
+        ("none", "few"),
+        (None, "none"),
+    ]
 
 
 def test_batch_invariance_holds_behind_too(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, linear = chosen(monkeypatch, few(), whole("varies", invariant=False), whole("same"), batch_invariant=True)
-    assert linear(MANY) == "same" and said(kernels)[0][2] == (("varies", "its sums depend on what else is in the batch"),)
+    assert linear(MANY) == "same" and said(kernels)[0][2] == (
+        ("varies", "its sums depend on what else is in the batch"),
+    )
     with pytest.raises(ConfigError, match="No batch-invariant kernel for linear"):
         chosen(monkeypatch, few(), whole("varies", invariant=False), batch_invariant=True)
 
@@ -134,7 +149,9 @@ def test_strict_minds_a_twin_for_a_part_as_for_the_whole(monkeypatch: pytest.Mon
                 chosen(monkeypatch, few(), refusal, strict=True)
 
 
-def test_a_kernel_behind_that_does_not_build_gives_way_and_the_first_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_behind_that_does_not_build_gives_way_and_the_first_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     kernels, linear = chosen(monkeypatch, few(), whole("second", broken=DoesNotBuild("no")), whole("third"))
     assert [linear(MANY), linear(FEW), linear(MANY)] == ["third", "few", "third"]
     assert said(kernels) == [("few", "third", (("second", "did not compile: no"),)), (None, "few", ())]

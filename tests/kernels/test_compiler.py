@@ -27,7 +27,9 @@ def touch_build(monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler) -> None:
     monkeypatch.setattr(compiler, "_source", lambda name: b"int answer(void) { return 42; }\n")
 
 
-def test_a_second_build_is_found_and_concurrent_ones_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler) -> None:
+def test_a_second_build_is_found_and_concurrent_ones_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler
+) -> None:
     touch_build(monkeypatch, cc)
     folder = tmp_path / "deep" / "kernels"
     with ThreadPoolExecutor(4) as pool:
@@ -50,7 +52,9 @@ def test_source_flags_compiler_and_cpu_each_make_another_build(monkeypatch: pyte
     assert len(keys | {compiler.build_key({"a.c": b"1"}, "gcc 12", "cpu")}) == 6
 
 
-def test_a_damaged_or_foreign_build_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler) -> None:
+def test_a_damaged_or_foreign_build_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler
+) -> None:
     touch_build(monkeypatch, cc)
     path = compiler.build(cc, tmp_path).path
     damaged = tmp_path / "other"
@@ -65,14 +69,18 @@ def test_a_damaged_or_foreign_build_is_replaced(tmp_path: Path, monkeypatch: pyt
     assert compiled == [damaged / path.name]
 
 
-def test_where_nothing_can_be_kept_it_is_built_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler) -> None:
+def test_where_nothing_can_be_kept_it_is_built_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler
+) -> None:
     touch_build(monkeypatch, cc)
     (tmp_path / "file").write_text("in the way")
     build = compiler.build(cc, tmp_path / "file" / "kernels")
     assert build.library.answer() == 42 and not build.path.exists()
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler) -> None:
+def test_a_compiler_that_fails_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler
+) -> None:
     touch_build(monkeypatch, cc)
     monkeypatch.setattr(compiler, "_source", lambda name: b"this is no C\n")
     monkeypatch.setattr(compiler, "cache_folder", lambda: tmp_path)
@@ -159,8 +167,11 @@ exec {cc} "$@"
 """
 
 
-def test_a_compiler_that_knows_other_flags_is_asked_with_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler) -> None:
-    """Apple's clang: OpenMP's pragmas through the preprocessor, -mcpu for -march, no --as-needed. Put together from the one that is here."""
+def test_a_compiler_that_knows_other_flags_is_asked_with_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler
+) -> None:
+    """Apple's clang: OpenMP's pragmas through the preprocessor, -mcpu for -march, no --as-needed. Put together from the
+    one that is here."""
     touch_build(monkeypatch, cc)
     source = b"int answer(void) { return 42; }\n#ifdef _OPENMP\nconst int headrace_openmp = 1;\n#endif\n"
     monkeypatch.setattr(compiler, "_source", lambda name: source)
@@ -172,7 +183,8 @@ def test_a_compiler_that_knows_other_flags_is_asked_with_those(tmp_path: Path, m
 def test_another_openmp_than_torchs_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """clang's code asks for a runtime of its own, which torch's is not everywhere: built without, for one thread, and said."""
+    """clang's code asks for a runtime of its own, which torch's is not everywhere: built without, for one thread, and
+    said."""
     touch_build(monkeypatch, cc)
     source = b"#ifdef _OPENMP\nvoid nobodys(void);\nint answer(void) { nobodys(); return 1; }\n#else\nint answer(void) { return 42; }\n#endif\n"
     monkeypatch.setattr(compiler, "_source", lambda name: source)
@@ -191,5 +203,9 @@ def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
     if isinstance(native := compiler.native_library(), Declined):
         pytest.skip(native.reason)
     assert native.threads
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line or "libiomp" in line}
+    loaded = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line or "libiomp" in line
+    }
     assert len(loaded) == 1

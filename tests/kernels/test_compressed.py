@@ -48,8 +48,12 @@ def as_it_was(native: Native, weight: Tensor) -> bool:
     return torch.equal(back.view(torch.int16), weight.view(torch.int16))
 
 
-def make(native: Native, weight: Tensor, bias: Tensor | None = None, *, invariant: bool = False) -> Callable[[Tensor], Tensor]:
-    pack = compressed.create_linear(native, CallSite("packed_linear", CPU, called("packed_linear", **FACTS)[1], invariant))
+def make(
+    native: Native, weight: Tensor, bias: Tensor | None = None, *, invariant: bool = False
+) -> Callable[[Tensor], Tensor]:
+    pack = compressed.create_linear(
+        native, CallSite("packed_linear", CPU, called("packed_linear", **FACTS)[1], invariant)
+    )
     assert not isinstance(pack, Declined)
     linear: Callable[[Tensor], Tensor] = pack([held(weight)], bias)
     return linear
@@ -69,7 +73,8 @@ def drawn(rows: int, depth: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
 def test_every_value_of_bfloat16_survives(native: Native, order: str) -> None:
-    """All signs, exponents and fractions, NaN with every payload among them: ascending ones mostly need 4 bits, shuffled ones all 8."""
+    """All signs, exponents and fractions, NaN with every payload among them: ascending ones mostly need 4 bits,
+    shuffled ones all 8."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32)
     if order == "shuffled":
         values = values[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
@@ -141,12 +146,16 @@ def test_a_row_may_lie_anywhere(native: Native) -> None:
 def test_parts_of_a_weight_make_the_whole_product(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "PART_BYTES", 2 * 64 * 40)  # 40 rows: 32, a multiple of 16
     weight, bias, x = drawn(100, 64), drawn(1, 100, 1)[0], drawn(compressed.FEW_ROWS + 1, 64, 2)
-    assert_close(make(native, weight, bias)(x), reference.linear(weight.float(), bias.float())(x.float()).to(BF16), BF16)
+    assert_close(
+        make(native, weight, bias)(x), reference.linear(weight.float(), bias.float())(x.float()).to(BF16), BF16
+    )
 
 
 @pytest.mark.parametrize("facts", [{"formats": ("GGUF Q8_0",)}, {"formats": (Lossless().label, "unquantised")}])
 def test_it_leaves_other_formats_to_others(native: Native, facts: dict[str, Any]) -> None:
-    found = compressed.create_linear(native, CallSite("packed_linear", CPU, called("packed_linear", **FACTS | facts)[1]))
+    found = compressed.create_linear(
+        native, CallSite("packed_linear", CPU, called("packed_linear", **FACTS | facts)[1])
+    )
     assert isinstance(found, Declined) and "12 bits, lossless alone" in found.reason
 
 
@@ -157,7 +166,9 @@ def test_what_is_held_is_what_was_loaded(native: Native) -> None:
 
 def test_a_processor_without_the_instructions_declines() -> None:
     library: Any = {"headrace_has_compressed": lambda: 0}
-    found = compressed.create_linear(Native(library, None, True), CallSite("packed_linear", CPU, called("packed_linear", **FACTS)[1]))  # type: ignore[arg-type]
+    found = compressed.create_linear(
+        Native(library, None, True), CallSite("packed_linear", CPU, called("packed_linear", **FACTS)[1])
+    )  # type: ignore[arg-type]
     assert isinstance(found, Declined) and "AVX-512" in found.reason
 
 
@@ -185,8 +196,16 @@ def test_an_engine_answers_as_without(native: Native, batch_invariant: bool) -> 
     prompts = [{"prompt_token_ids": [1 + (7 * i + j) % 300 for j in range(5 + 9 * i)]} for i in range(5)]
     for on in (False, True):
         switches = {"compressed_weights": on}
-        with LLM(device="cpu", dtype="bfloat16", batch_invariant=batch_invariant, max_num_batched_tokens=16, technique=switches) as llm:
-            answers.append(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)))
+        with LLM(
+            device="cpu",
+            dtype="bfloat16",
+            batch_invariant=batch_invariant,
+            max_num_batched_tokens=16,
+            technique=switches,
+        ) as llm:
+            answers.append(
+                llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True))
+            )
             held.append(llm.engine.core.executor.info.memory["weights"])
             floors.append(llm.engine.recorder.summary()["floor_seconds"])
     assert held[1] < 0.9 * held[0] and floors[1] < floors[0]  # less to hold, and less to read

@@ -1,4 +1,5 @@
-"""The persistent decode step compiles for an H200 without one: next to nothing spills, the instructions that were meant, memory that fits."""
+"""The persistent decode step compiles for an H200 without one: next to nothing spills, the instructions that were
+meant, memory that fits."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ def machine_code(text: str, folder: Path) -> bytes:
         pytest.skip("neither NVRTC nor nvcc is installed")
     source, target = folder / "step.cu", folder / "step.cubin"
     source.write_text(text)
-    subprocess.run([found, "-cubin", *SHAPE.options(), "-o", str(target), str(source)], check=True, capture_output=True, timeout=110)
+    subprocess.run(
+        [found, "-cubin", *SHAPE.options(), "-o", str(target), str(source)],
+        check=True,
+        capture_output=True,
+        timeout=110,
+    )
     return target.read_bytes()
 
 
@@ -53,7 +59,9 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def dump(code: Path, *options: str) -> str:
-    return subprocess.run([tool("cuobjdump"), *options, str(code)], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(
+        [tool("cuobjdump"), *options, str(code)], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
 
 
 @pytest.mark.timeout(120)
@@ -78,11 +86,22 @@ def test_one_copy_of_every_operator_stays_in_the_instruction_cache(code: Path) -
     assert last < 100 * 1024
 
 
-HANDED = ("embedding", "token_ids", "positions", "slots", "context", "block_table", "cos_sin", "kv", "out")  # by kernels before, or to those after
+HANDED = (
+    "embedding",
+    "token_ids",
+    "positions",
+    "slots",
+    "context",
+    "block_table",
+    "cos_sin",
+    "kv",
+    "out",
+)  # by kernels before, or to those after
 
 
 def read_early(text: str) -> set[str]:
-    """Of HANDED, what the kernel names before it waits for the kernel before: itself, or in what it calls until then."""
+    """Of HANDED, what the kernel names before it waits for the kernel before: itself, or in what it calls until
+    then."""
     body = text[text.index("decode_step(const __grid_constant__") :]
     assert body.count("wait_for_before();") == 1
     parts = [body[: body.index("wait_for_before();")]]
@@ -97,7 +116,9 @@ def test_a_step_that_begins_early_reads_nothing_that_another_kernel_may_still_wr
     """A token's id read a moment too early is the last step's, and only now and then."""
     text = compiler.source(*SOURCES)
     assert not read_early(text)
-    rows_first = text.replace("  wait_for_before();\n", "").replace("  read_rows(p, s);\n", "  read_rows(p, s);\n  wait_for_before();\n")
+    rows_first = text.replace("  wait_for_before();\n", "").replace(
+        "  read_rows(p, s);\n", "  read_rows(p, s);\n  wait_for_before();\n"
+    )
     assert {"context", "slots", "positions"} <= read_early(rows_first)
     embedded_first = text.replace("  wait_for_before();\n", "").replace(
         "#pragma unroll 1\n  for (int layer", "  wait_for_before();\n  for (int layer"

@@ -1,4 +1,5 @@
-"""Prompts' attention in CUDA C++, without a GPU: who is served, and what the source becomes where there is a compiler."""
+"""Prompts' attention in CUDA C++, without a GPU: who is served, and what the source becomes where there is a
+compiler."""
 
 from __future__ import annotations
 
@@ -53,18 +54,24 @@ def test_what_the_copy_engine_can_read() -> None:
     assert rows_of(keys) == (2 * 8 + 1) * 128 + 128
     assert not prefill._readable(q, keys, values, 96), "blocks that are no power of 2"
     assert not prefill._readable(q, *caches(3, 2, 8, 64), 8), "blocks of less than 16"
-    assert not prefill._readable(q.transpose(1, 2).contiguous().transpose(1, 2), keys, values, 128), "elements that do not lie side by side"
+    assert not prefill._readable(q.transpose(1, 2).contiguous().transpose(1, 2), keys, values, 128), (
+        "elements that do not lie side by side"
+    )
     assert not prefill._readable(q, keys[..., ::2], values, 128)
     assert not prefill._readable(q, *caches(2**18, 32, 128, 64), 128), "more rows than it counts"
 
 
-def test_a_refusal_is_said_once_and_serves_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_said_once_and_serves_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: Any) -> bytes:
         raise compiler.CompileError("there is no compiler")
 
     monkeypatch.setattr(prefill, "machine_code", refuse)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Card", (), {"multi_processor_count": 132}))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("Card", (), {"multi_processor_count": 132})
+    )
     prompts = prefill.Prompts(64, 4, torch.device("cpu"))
     assert prompts._kernel() is None and prompts._kernel() is None
     assert caplog.text.count("there is no compiler") == 1
@@ -72,7 +79,9 @@ def test_a_refusal_is_said_once_and_serves_nobody(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("dim", "group", "most"), [(128, 4, 0), (128, 6, 0), (64, 4, 40)])
-def test_next_to_nothing_spills_and_products_overlap(dim: int, group: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_to_nothing_spills_and_products_overlap(
+    dim: int, group: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = said_of(lambda: machine_code(dim, group), tmp_path, monkeypatch)
     stores = int(re.search(r"(\d+) bytes spill stores", said)[1])  # type: ignore[index]
     assert stores <= most, said

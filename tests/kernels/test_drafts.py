@@ -21,7 +21,14 @@ VOCAB, WIDTH, INNER, DIM, LONGEST, BLOCK = 203, 48, 80, 16, 64, 4
 
 
 def _spec(heads: int, kv_heads: int, layers: int) -> DecoderSpec:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "head_dim": DIM, "num_heads": heads, "num_kv_heads": kv_heads, "vocab_size": VOCAB}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "head_dim": DIM,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "vocab_size": VOCAB,
+    }
     return replace(SMALL, layers=(LayerSpec(),) * layers, rope=RopeSpec(theta=1e4, rotary_dim=DIM), **sizes)
 
 
@@ -37,17 +44,23 @@ def _weights(spec: DecoderSpec, dtype: torch.dtype) -> StepWeights:
     layers = tuple((*(made(*shape) for shape in shapes), *norms) for _ in spec.layers)
     assert spec.rope is not None
     turns = rotary_table(spec.rope, LONGEST, CPU)
-    return StepWeights(layers, made(VOCAB, WIDTH) * 4, norms[0], made(VOCAB, WIDTH), turns, spec.qkv_heads, spec.norm_eps, DIM**-0.5)
+    return StepWeights(
+        layers, made(VOCAB, WIDTH) * 4, norms[0], made(VOCAB, WIDTH), turns, spec.qkv_heads, spec.norm_eps, DIM**-0.5
+    )
 
 
 def _run(draft: object, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Three of four rows, over blocks in any order: one is caught up from its beginning, one goes on, one drafts less."""
+    """Three of four rows, over blocks in any order: one is caught up from its beginning, one goes on, one drafts
+    less."""
     torch.manual_seed(5)
     ids = torch.randint(VOCAB, (4, LONGEST), dtype=torch.int32)
     table = torch.randperm(4 * LONGEST // BLOCK).int().view(4, -1)
     cache = torch.zeros(table.numel(), len(spec.layers), 2, spec.num_kv_heads, BLOCK, DIM, dtype=dtype)
     ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-    for start, length, most in ((ints(0, 0, 0), ints(9, 21, 30), ints(1, 1, 1)), (ints(0, 20, 29), ints(10, 22, 31), ints(5, 3, 1))):
+    for start, length, most in (
+        (ints(0, 0, 0), ints(9, 21, 30), ints(1, 1, 1)),
+        (ints(0, 20, 29), ints(10, 22, 31), ints(5, 3, 1)),
+    ):
         temperature, seed = torch.tensor([0.0, 0.7, 1.3]), torch.tensor([1, 2**40 + 5, -3])
         draft(ids, table, DraftRows(ints(2, 0, 3), start, length, most, ints(4, 2, 9), temperature, seed), cache)  # type: ignore[operator]
     return ids, cache
@@ -73,7 +86,9 @@ def test_tokens_and_keys_are_the_twins(dtype: torch.dtype, heads: int, kv_heads:
         assert first.any()
 
 
-@pytest.mark.parametrize("change", [{"qk_norm": True}, {"qkv_bias": True}, {"sandwich_norm": True}, {"layers": (LayerSpec(window=4),)}])
+@pytest.mark.parametrize(
+    "change", [{"qk_norm": True}, {"qkv_bias": True}, {"sandwich_norm": True}, {"layers": (LayerSpec(window=4),)}]
+)
 def test_other_mathematics_is_declined(change: dict[str, object]) -> None:
     kernels = Kernels(CPU)
     spec = replace(_spec(2, 2, 1), **change)  # type: ignore[arg-type]

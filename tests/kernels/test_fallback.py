@@ -55,7 +55,9 @@ class Planted:
         return self.name
 
     def candidate(self, created: Callable[..., Any] | None = None) -> Candidate:
-        def rehearse(site: CallSite[Any], run: Callable[..., Any], sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
+        def rehearse(
+            site: CallSite[Any], run: Callable[..., Any], sizes: Sizes
+        ) -> list[tuple[str, Callable[[], object]]]:
             return [(self.name, lambda: run(X, WEIGHT, 1e-5, None))]
 
         return Candidate(self.name, lambda site: created or self, failure=judge, rehearse=rehearse)
@@ -73,7 +75,10 @@ def test_the_twin_takes_over_once_and_loudly(monkeypatch: pytest.MonkeyPatch, ca
     broken = Planted("broken", DoesNotBuild("error: no such instruction"))
     plant(monkeypatch, "rms_norm", broken.candidate())
     kernels = Kernels(CPU)
-    norm, same = kernels.choose(*called("rms_norm", dtype=torch.float32)), kernels.choose(*called("rms_norm", dtype=torch.float32))
+    norm, same = (
+        kernels.choose(*called("rms_norm", dtype=torch.float32)),
+        kernels.choose(*called("rms_norm", dtype=torch.float32)),
+    )
     assert kernels.choices[0].chosen == "broken"
     with caplog.at_level(logging.WARNING):
         results = [call(X, WEIGHT, 1e-5, None)[0] for call in (norm, same, norm)]
@@ -110,7 +115,9 @@ def test_who_gave_way_stays_alive_for_graphs_that_hold_its_memory(monkeypatch: p
 
 
 def test_the_next_candidate_stands_before_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "rms_norm", Planted("first", DoesNotBuild("no")).candidate(), Planted("second", None).candidate())
+    plant(
+        monkeypatch, "rms_norm", Planted("first", DoesNotBuild("no")).candidate(), Planted("second", None).candidate()
+    )
     kernels = Kernels(CPU, strict=True)
     assert kernels.choose(*called("rms_norm", dtype=torch.float32))(X, WEIGHT, 1e-5, None) == "second"
     assert kernels.choices[0].chosen == "second"
@@ -120,7 +127,10 @@ def test_strict_raises_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "rms_norm", Planted("broken", DoesNotBuild("no such instruction")).candidate())
     norm = Kernels(CPU, strict=True).choose(*called("rms_norm", dtype=torch.float32))
     for _ in range(2):
-        with pytest.raises(StrictKernelError, match=r"rms_norm would fall back .*did not compile: no such instruction.*drop --strict-kernels"):
+        with pytest.raises(
+            StrictKernelError,
+            match=r"rms_norm would fall back .*did not compile: no such instruction.*drop --strict-kernels",
+        ):
             norm(X, WEIGHT, 1e-5, None)
 
 
@@ -130,7 +140,10 @@ def test_batch_invariance_is_not_given_up_for_it(monkeypatch: pytest.MonkeyPatch
         Kernels(CPU, batch_invariant=True).choose(*called("moe", dtype=torch.float32))()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"), torch.OutOfMemoryError("x"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error: an illegal memory access was encountered"), torch.OutOfMemoryError("x"), KeyError("x")],
+)
 def test_other_errors_pass_through_and_change_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Planted("kernel", error)
     plant(monkeypatch, "rms_norm", kernel.candidate())
@@ -148,7 +161,9 @@ def test_what_a_candidate_makes_from_weights_is_guarded(monkeypatch: pytest.Monk
     broken = Planted("broken", DoesNotBuild("no"))
     plant(monkeypatch, "linear", broken.candidate(created=lambda weight, bias: broken))
     kernels = Kernels(CPU)
-    layers = [kernels.choose(*called("linear", dtype=torch.float32))(WEIGHT.view(1, 3) * scale, None) for scale in (1.0, 2.0)]
+    layers = [
+        kernels.choose(*called("linear", dtype=torch.float32))(WEIGHT.view(1, 3) * scale, None) for scale in (1.0, 2.0)
+    ]
     assert [layer(X).flatten().tolist() for layer in layers] == [[3.0, 12.0], [6.0, 24.0]]
     assert broken.calls == 2  # one a layer; their weights differ
 
@@ -176,7 +191,9 @@ def test_graphs_are_given_up_where_a_twin_looks_at_the_device(monkeypatch: pytes
 # --- ahead of their first use
 
 
-def rehearsed(kernels: Kernels, *, strict: bool = False, prepared: Callable[[], object] = lambda: None) -> dict[str, float]:
+def rehearsed(
+    kernels: Kernels, *, strict: bool = False, prepared: Callable[[], object] = lambda: None
+) -> dict[str, float]:
     ahead = CompileAhead(prepared, strict=strict, threads=2)
     try:
         ahead.start(kernels, SIZES, lambda: None)
@@ -199,7 +216,9 @@ def test_a_rehearsal_finds_out_before_anybody_waits(monkeypatch: pytest.MonkeyPa
         rehearsed(strict, strict=True)
 
 
-def test_a_rehearsal_that_fails_otherwise_is_logged_or_ends_a_strict_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rehearsal_that_fails_otherwise_is_logged_or_ends_a_strict_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     plant(monkeypatch, "rms_norm", Planted("kernel", KeyError("shape")).candidate())
     kernels = Kernels(CPU)
     kernels.choose(*called("rms_norm", dtype=torch.float32))
@@ -209,7 +228,9 @@ def test_a_rehearsal_that_fails_otherwise_is_logged_or_ends_a_strict_start(monke
         rehearsed(kernels, strict=True)
 
 
-def test_kernels_are_tried_where_they_cannot_be_made_ready(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_are_tried_where_they_cannot_be_made_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """No C compiler, say: every kernel gives way to its twin, and the start goes on."""
 
     def no_compiler() -> None:
@@ -243,11 +264,17 @@ def test_equal_rehearsals_are_held_once_and_only_new_sites_later(monkeypatch: py
     assert order[:2] == ["prepared", "calls 0"]
 
 
-def test_the_device_is_looked_at_once_when_no_more_than_one_kernel_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_looked_at_once_when_no_more_than_one_kernel_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     order, last = list[str](), threading.Event()
 
     def rehearse(site: CallSite[Any], run: Any, sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
-        return [("one", lambda: order.append("one")), ("last", lambda: last.wait(5)), ("two", lambda: order.append("two"))]
+        return [
+            ("one", lambda: order.append("one")),
+            ("last", lambda: last.wait(5)),
+            ("two", lambda: order.append("two")),
+        ]
 
     plant(monkeypatch, "rms_norm", replace(Planted("kernel", None).candidate(), rehearse=rehearse))
     kernels = Kernels(CPU)
@@ -257,7 +284,10 @@ def test_the_device_is_looked_at_once_when_no_more_than_one_kernel_is_under_way(
     took = ahead.finish(lambda: (order.append("looked"), last.set()))
     ahead.close()
     assert (sorted(order[:2]), order[2:], len(took)) == (["one", "two"], ["looked"], 3)
-    assert CompileAhead(lambda: None, strict=True, threads=1).finish(lambda: order.append("again")) == {} and order[-1] == "again"
+    assert (
+        CompileAhead(lambda: None, strict=True, threads=1).finish(lambda: order.append("again")) == {}
+        and order[-1] == "again"
+    )
 
 
 def test_closing_minds_no_thread_that_takes_the_last_work_meanwhile() -> None:
@@ -277,7 +307,9 @@ def test_a_compiler_that_hangs_ends_the_start_and_keeps_nobody_waiting(monkeypat
     ahead = CompileAhead(stuck.wait, strict=False, threads=1, patience=0.1)
     ahead.start(kernels, SIZES, lambda: None)
     begin = time.monotonic()
-    with pytest.raises(ConfigError, match=r"hangs: of 1 kernels 1 are not built.*rms_norm torch.float32: kernel.*--disabled-kernels"):
+    with pytest.raises(
+        ConfigError, match=r"hangs: of 1 kernels 1 are not built.*rms_norm torch.float32: kernel.*--disabled-kernels"
+    ):
         ahead.finish()
     ahead.close()
     assert time.monotonic() - begin < 5
@@ -395,5 +427,5 @@ def test_a_cache_folder_without_room_is_said_and_replaced(tmp_path: Path) -> Non
 
 def test_a_layer_for_which_a_candidate_makes_nothing_has_nothing() -> None:
     """Not a guard around None, which whoever asks would take for a kernel."""
-    make = guarded(lambda weight: None, lambda error: (lambda weight: None), makes=True)
+    make = guarded(lambda weight: None, lambda error: lambda weight: None, makes=True)
     assert make("weights of several kinds") is None

@@ -1,4 +1,5 @@
-"""Gate, up and activation as one product, without a GPU: who is served, which tile, the source compiled where there is a compiler."""
+"""Gate, up and activation as one product, without a GPU: who is served, which tile, the source compiled where there is
+a compiler."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-    monkeypatch.setattr(candidates, "measured_tiles", lambda name: {Shape(64, 64): ((96, None), (128, Tile(224))), Shape(64, 32): ((512, None),)})
+    monkeypatch.setattr(
+        candidates,
+        "measured_tiles",
+        lambda name: {Shape(64, 64): ((96, None), (128, Tile(224))), Shape(64, 32): ((512, None),)},
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,23 +56,45 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str, on_hopper: None) -> None:
-    declined = candidates.create_gated(CallSite("gated_linear", torch.device("cuda"), called("gated_linear", **(GOOD | facts))[1]))
+    declined = candidates.create_gated(
+        CallSite("gated_linear", torch.device("cuda"), called("gated_linear", **(GOOD | facts))[1])
+    )
     assert isinstance(declined, Declined) and words in declined.reason
 
 
 def test_another_card_and_a_cpu_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert isinstance(candidates.create_gated(CallSite("gated_linear", torch.device("cuda"), called("gated_linear", **GOOD)[1])), Declined)
+    assert isinstance(
+        candidates.create_gated(CallSite("gated_linear", torch.device("cuda"), called("gated_linear", **GOOD)[1])),
+        Declined,
+    )
     assert Kernels(torch.device("cpu")).offer(*called("gated_linear", **GOOD)) is None
 
 
 def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, rows = tmp_path / "gates.json", ((96, None), (128, Tile(224)), (4096, Tile(192, Form.TURNS)), (8192, Tile(192, Form.TALL)))
+    path, rows = (
+        tmp_path / "gates.json",
+        ((96, None), (128, Tile(224)), (4096, Tile(192, Form.TURNS)), (8192, Tile(192, Form.TALL))),
+    )
     tiles = {Shape(64, 32): rows}
     MEASURED.keep("A card", tiles, path)
     assert MEASURED.read(path, "A card") == tiles
-    assert json.loads(path.read_text())["A card"]["gated"]["64 x 32"] == [[96, 0], [128, 224], [4096, 192, 1], [8192, 192, 2]]
-    for odd in ("[128, 100]", "[128, 176, 2]", "[128, 192, 3]", "[128, 192, 1, 1]", "[128, 128, 1]", "[128, 0, 1]", "[128, 192, true]", "[128]"):
+    assert json.loads(path.read_text())["A card"]["gated"]["64 x 32"] == [
+        [96, 0],
+        [128, 224],
+        [4096, 192, 1],
+        [8192, 192, 2],
+    ]
+    for odd in (
+        "[128, 100]",
+        "[128, 176, 2]",
+        "[128, 192, 3]",
+        "[128, 192, 1, 1]",
+        "[128, 128, 1]",
+        "[128, 0, 1]",
+        "[128, 192, true]",
+        "[128]",
+    ):
         caplog.clear()
         path.write_text(f'{{"A card": {{"gated": {{"64 x 32": [{odd}]}}}}}}')
         assert MEASURED.read(path, "A card") == {} and "cannot be read" in caplog.text, odd
@@ -81,9 +108,13 @@ def test_tall_tiles_serve_no_weight_that_is_too_flat(tmp_path: Path, monkeypatch
     assert gated_tiles.measured_tiles("A card") == {Shape(64, 256): (rows[0], (8192, None)), Shape(64, 264): rows}
 
 
-@pytest.mark.parametrize(("outs", "thin"), [(192, 0), (384, 0), (14336, 128), (8192, 128), (64, 64), (1024, 64), (1000, 0), (200, 0), (208, 16)])
+@pytest.mark.parametrize(
+    ("outs", "thin"),
+    [(192, 0), (384, 0), (14336, 128), (8192, 128), (64, 64), (1024, 64), (1000, 0), (200, 0), (208, 16)],
+)
 def test_what_pairs_of_tall_tiles_leave_gets_thin_ones(outs: int, thin: int) -> None:
-    """Where their halves, gate and what it gates, are whole blocks of eight rows; else one more pair reads past the end."""
+    """Where their halves, gate and what it gates, are whole blocks of eight rows; else one more pair reads past the
+    end."""
     assert TALL[0].thin(outs) == thin and Tile(192, Form.TURNS).thin(outs) == Tile(192).thin(outs) == 0
 
 
@@ -127,10 +158,20 @@ def test_neighbours_with_one_tile_are_one_row_and_the_quickest_right_tile_wins(m
     assert GATES.table(found + other) == {
         Shape(64, 32): ((80, None), (256, wide), (512, None), (2048, turns)), Shape(8, 32): ((72, Tile(128)),)
     }  # fmt: skip
-    found = [tune.Tuned(Shape(64, 32, True), rows, tile, 1.0, 2.0) for rows, tile in ((2048, turns), (8192, tall), (16384, tall))]
-    assert GATES.table(found) == {Shape(64, 32): ((2048, turns), (gated_tiles.BEYOND, tall))}, "beyond what was measured, too"
-    assert [each.row(1.0)[::2][:2] for each in found] == [("64 x 32, gated", "192 in turns"), *[("64 x 32, gated", "192 tall")] * 2]
-    assert GATES.shapes([Shape(64, 32, True), Shape(64, 32), Shape(60, 32, True), Shape(64, 32, True)]) == (Shape(64, 32, True),)
+    found = [
+        tune.Tuned(Shape(64, 32, True), rows, tile, 1.0, 2.0)
+        for rows, tile in ((2048, turns), (8192, tall), (16384, tall))
+    ]
+    assert GATES.table(found) == {Shape(64, 32): ((2048, turns), (gated_tiles.BEYOND, tall))}, (
+        "beyond what was measured, too"
+    )
+    assert [each.row(1.0)[::2][:2] for each in found] == [
+        ("64 x 32, gated", "192 in turns"),
+        *[("64 x 32, gated", "192 tall")] * 2,
+    ]
+    assert GATES.shapes([Shape(64, 32, True), Shape(64, 32), Shape(60, 32, True), Shape(64, 32, True)]) == (
+        Shape(64, 32, True),
+    )
 
 
 def test_tall_tiles_are_tried_for_long_prompts_of_weights_that_they_take() -> None:
@@ -143,7 +184,11 @@ def test_tall_tiles_are_tried_for_long_prompts_of_weights_that_they_take() -> No
 def test_a_tile_must_be_right_and_quicker_and_a_prompts_need_not_be_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second tile computes something else, whatever its time."""
     weight, (first, second), asked = torch.randn(16, 8), gated_tiles.TOGETHER[:2], []
-    monkeypatch.setitem(sys.modules, "headrace.kernels.norm.triton_activation", SimpleNamespace(gated_activation=reference.gated_activation))
+    monkeypatch.setitem(
+        sys.modules,
+        "headrace.kernels.norm.triton_activation",
+        SimpleNamespace(gated_activation=reference.gated_activation),
+    )
     monkeypatch.setattr(tune, "_tuned_product", lambda weight: torch.nn.functional.linear)
 
     def compute(x: Tensor, activation: Activation, tile: Tile) -> Tensor:
@@ -158,7 +203,9 @@ def test_a_tile_must_be_right_and_quicker_and_a_prompts_need_not_be_by_much(monk
         monkeypatch.setattr(tune, "_held", held)
         layers = [SimpleNamespace(weight=weight, compute=compute)]
         x = torch.randn(70, 8)
-        return tune.fastest(tune.gate_trial(Shape(8, 8, True), x, layers, (first, second), Activation.SILU, gain=gain, held=True)).form
+        return tune.fastest(
+            tune.gate_trial(Shape(8, 8, True), x, layers, (first, second), Activation.SILU, gain=gain, held=True)
+        ).form
 
     found = [best(seconds, gain) for seconds, gain in ((0.9, 1.02), (0.99, 1.02), (0.99, 1.0), (1.0, 1.0))]
     assert found == [first, None, first, None] and asked == [{None, first}] * 4
@@ -180,7 +227,9 @@ def test_the_source_compiles_for_every_tile() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("outs", [14336, 1024, 192])
-def test_tall_tiles_spill_nothing_and_their_products_overlap(outs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tall_tiles_spill_nothing_and_their_products_overlap(
+    outs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their sums take 192 of 232 registers: a word more, and every product waits for the one before."""
     gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
     said = said_of(lambda: gated.machine_code(TALL[0], Activation.SILU, TALL[0].thin(outs)), tmp_path, monkeypatch)
@@ -199,7 +248,10 @@ def test_as_many_clusters_are_launched_as_there_are_tiles_to_share() -> None:
     gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
     cases = {(128, 224): (2, 3, 2), (129, 225): (6, 3, 2), (257, 1000): (27, 22, 12)}  # rows and columns of the result
     for (rows, outs), want in cases.items():
-        assert tuple(gated.places(tile, rows, outs) for tile in (Tile(224), Tile(192, Form.TURNS), TALL[0])) == want, (rows, outs)
+        assert tuple(gated.places(tile, rows, outs) for tile in (Tile(224), Tile(192, Form.TURNS), TALL[0])) == want, (
+            rows,
+            outs,
+        )
 
 
 def test_machine_code_that_a_disk_has_damaged_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +259,13 @@ def test_machine_code_that_a_disk_has_damaged_is_made_anew(tmp_path: Path, monke
     monkeypatch.setattr(compiler, "_nvrtc", lambda: None)
     monkeypatch.setattr(compiler, "_version", lambda nvrtc: "12.8")
     monkeypatch.setattr(compiler, "_compile", lambda nvrtc, text, options: made.append(text) or b"machine code")
-    for damage in (lambda kept: kept, lambda kept: kept[:-3], lambda kept: kept[:-1] + b"!", lambda kept: b"", lambda kept: b"machine code"):
+    for damage in (
+        lambda kept: kept,
+        lambda kept: kept[:-3],
+        lambda kept: kept[:-1] + b"!",
+        lambda kept: b"",
+        lambda kept: b"machine code",
+    ):
         assert compiler.build("a", (), tmp_path) == compiler.build("a", (), tmp_path) == b"machine code"
         (kept,) = tmp_path.iterdir()
         kept.write_bytes(damage(kept.read_bytes()))
@@ -224,10 +282,14 @@ def test_tiles_are_compiled_side_by_side_and_each_is_loaded_once(monkeypatch: py
         return tile
 
     monkeypatch.setattr(gated, "machine_code", compiled)
-    monkeypatch.setattr(variants, "Module", lambda code, device: SimpleNamespace(function=lambda *_: loaded.append(code) or code))
+    monkeypatch.setattr(
+        variants, "Module", lambda code, device: SimpleNamespace(function=lambda *_: loaded.append(code) or code)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     for tiles in ((Tile(224), Tile(128)), (Tile(192), Tile(192))):
         kernels = gated.kernels_of(torch.device("cuda", 0))
         with ThreadPoolExecutor(2) as pool:
-            assert list(pool.map(lambda tile, kernels=kernels: kernels.function((tile, Activation.SILU, 0)), tiles)) == list(tiles)
+            assert list(
+                pool.map(lambda tile, kernels=kernels: kernels.function((tile, Activation.SILU, 0)), tiles)
+            ) == list(tiles)
     assert sorted(tile.columns for tile in loaded) == [128, 192, 224]  # type: ignore[attr-defined]

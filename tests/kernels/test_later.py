@@ -1,4 +1,5 @@
-"""Kernels that come when a start is over: nothing waits for them, nothing is half there, and nothing is left of them."""
+"""Kernels that come when a start is over: nothing waits for them, nothing is half there, and nothing is left of
+them."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class Workshop:
 
         return name, Later(lambda: self.said.append(f"called {name}"), find, build)
 
-    def start(self, *rehearsals: tuple[str, Any], threads: int = 2, later: bool = True, strict: bool = False) -> CompileAhead[None]:
+    def start(
+        self, *rehearsals: tuple[str, Any], threads: int = 2, later: bool = True, strict: bool = False
+    ) -> CompileAhead[None]:
         candidate = Candidate("kernel", lambda site: lambda *_: None, rehearse=lambda *_: rehearsals)
         self.ahead = CompileAhead(lambda: None, strict=strict, threads=threads, later=later)
         registry.OPERATIONS = carried_out("rms_norm", candidate)  # type: ignore[misc]
@@ -118,7 +121,9 @@ def test_without_processes_that_compile_they_are_rehearsals_as_any(shop: Worksho
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_one_that_does_not_build_is_told_and_never_there(shop: Workshop, caplog: pytest.LogCaptureFixture, strict: bool) -> None:
+def test_one_that_does_not_build_is_told_and_never_there(
+    shop: Workshop, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
     shop.wrong = {"shared": RuntimeError("no such instruction")}
     ahead = shop.start(shop.later("shared"), shop.later("plan"), strict=strict)
     ahead.finish()
@@ -127,7 +132,10 @@ def test_one_that_does_not_build_is_told_and_never_there(shop: Workshop, caplog:
     assert not behind.wait(5) and not behind.there and behind.arrived is None
     assert shop.ends == [False] and "built plan" in shop.said
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert "rms_norm torch.float32: shared: the kernel cannot be built" in record.getMessage() and "no such instruction" in caplog.text
+    assert (
+        "rms_norm torch.float32: shared: the kernel cannot be built" in record.getMessage()
+        and "no such instruction" in caplog.text
+    )
     assert ("--strict-kernels" in record.getMessage()) is strict
     behind.close()
 
@@ -158,7 +166,9 @@ def test_a_start_that_fails_waits_for_none_of_them(shop: Workshop) -> None:
     assert time.monotonic() - begin < 1 and "built shared" not in shop.said
 
 
-def test_a_compiler_that_hangs_over_what_others_wait_for_is_still_found(monkeypatch: pytest.MonkeyPatch, shop: Workshop) -> None:
+def test_a_compiler_that_hangs_over_what_others_wait_for_is_still_found(
+    monkeypatch: pytest.MonkeyPatch, shop: Workshop
+) -> None:
     stuck = threading.Event()
     ahead = shop.start(("one", lambda: stuck.wait(5)), shop.later("shared"))
     ahead._patience = 0.05

@@ -23,7 +23,9 @@ SHAPES = ((5, 7), (64, 96), (130, 100), (67, 544))  # (out, in): tails of every 
 def test_every_candidate_equals_the_twin(dtype: torch.dtype, outs: int, ins: int, disabled: tuple[str, ...]) -> None:
     torch.manual_seed(outs)
     weight, bias = torch.randn(outs, ins).to(dtype), torch.randn(outs).to(dtype)
-    pack = Kernels(CPU, disabled=frozenset(disabled)).choose(*called("linear", dtype=dtype, in_features=ins, out_features=outs))
+    pack = Kernels(CPU, disabled=frozenset(disabled)).choose(
+        *called("linear", dtype=dtype, in_features=ins, out_features=outs)
+    )
     for rows in (1, 2, 3, 4, 5, 8, 11, 16, 50):
         x = torch.randn(rows, ins * 2).to(dtype)[:, :ins]  # strided rows
         for given in (bias, None):
@@ -34,7 +36,9 @@ def test_every_candidate_equals_the_twin(dtype: torch.dtype, outs: int, ins: int
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_have_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    product = native("linear", batch_invariant=True, dtype=dtype, in_features=200, out_features=70)(torch.randn(70, 200).to(dtype), None)
+    product = native("linear", batch_invariant=True, dtype=dtype, in_features=200, out_features=70)(
+        torch.randn(70, 200).to(dtype), None
+    )
     x = torch.randn(70, 200).to(dtype)
     together = product(x)
     for first, end in ((0, 1), (3, 5), (7, 10), (10, 14), (1, 6), (20, 31), (0, 60)):
@@ -74,7 +78,8 @@ def test_a_tied_head_reads_the_embedding_and_makes_no_copy() -> None:
 
 
 def test_a_cpu_that_onednn_does_not_pack_for_takes_the_next_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 on a CPU without AVX-512, and on every AArch64 one: torch's operation is there, and refuses each weight."""
+    """bfloat16 on a CPU without AVX-512, and on every AArch64 one: torch's operation is there, and refuses each
+    weight."""
 
     def refuse(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         raise RuntimeError("bf16 path needs the cpu support avx512bw\nand a long tail")

@@ -17,7 +17,9 @@ from headrace.request import NO_SLOT
 CPU = torch.device("cpu")
 
 
-def operands(parts: tuple[int, ...], ins: int, ranks: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def operands(
+    parts: tuple[int, ...], ins: int, ranks: list[int], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     """a, b, ranks, with NaN where no rank reaches."""
     most, generator = max(ranks) + 2, torch.Generator().manual_seed(7)
     a = torch.randn(len(ranks), len(parts), most, ins, generator=generator)
@@ -27,13 +29,17 @@ def operands(parts: tuple[int, ...], ins: int, ranks: list[int], dtype: torch.dt
     return a.to(dtype), b.to(dtype), torch.tensor(ranks, dtype=torch.int32)[:, None].repeat(1, len(parts))
 
 
-def dense(y: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, parts: tuple[int, ...], slots: list[int]) -> Tensor:
+def dense(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, parts: tuple[int, ...], slots: list[int]
+) -> Tensor:
     """Row by row, in float64."""
     found, firsts = y.double().clone(), np.cumsum([0, *parts])
     for row, slot in enumerate(slots):
         for part, first in enumerate(firsts[:-1]) if slot != NO_SLOT else ():
             last, rank = firsts[part + 1], int(ranks[slot, part])
-            found[row, first:last] += (x[row].double() @ a[slot, part, :rank].double().T) @ b[slot, :rank, first:last].double()
+            found[row, first:last] += (x[row].double() @ a[slot, part, :rank].double().T) @ b[
+                slot, :rank, first:last
+            ].double()
     return found
 
 

@@ -41,13 +41,19 @@ def attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int):  # type:
 def test_attention_equals_its_twin(lengths, shape, block_size, window, soft_cap, dtype, seed) -> None:  # type: ignore[no-untyped-def]
     heads, kv_heads, dim = shape
     case = PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, block_size=block_size, seed=seed)
-    assert_close(case.run(attention(dtype, *shape), window, soft_cap), case.run(attention_twins.paged_attention, window, soft_cap), dtype)
+    assert_close(
+        case.run(attention(dtype, *shape), window, soft_cap),
+        case.run(attention_twins.paged_attention, window, soft_cap),
+        dtype,
+    )
 
 
 def test_attention_over_a_cache_of_another_type() -> None:
     case = PagedCase([(3, 70), (1, 5)], heads=4, kv_heads=2, dim=32, dtype=torch.bfloat16)
     case.k_cache, case.v_cache = case.k_cache.float(), case.v_cache.float()
-    assert_close(case.run(attention(torch.bfloat16, 4, 2, 32)), case.run(attention_twins.paged_attention), torch.bfloat16)
+    assert_close(
+        case.run(attention(torch.bfloat16, 4, 2, 32)), case.run(attention_twins.paged_attention), torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,7 +94,10 @@ def test_rotary_write_equals_its_twin(dtype: torch.dtype, dim: int, rotary_dim: 
     slots[::7] = -1
     results = []
     packed = torch.randn(300, 4 + 2 * 2, dim).to(dtype)
-    for write in (native("rotary_write", dtype=dtype, head_dim=dim, num_heads=4, num_kv_heads=2), attention_twins.rotary_write):
+    for write in (
+        native("rotary_write", dtype=dtype, head_dim=dim, num_heads=4, num_kv_heads=2),
+        attention_twins.rotary_write,
+    ):
         q, k, v = packed.clone().split((4, 2, 2), dim=1)  # strided, as they come out of the merged product
         caches = torch.zeros(20, 3, 2, 2, 16, dim, dtype=dtype)
         results.append((write(q, k, v, positions, cos_sin, caches[:, 1, 0], caches[:, 1, 1], slots), caches))
@@ -114,22 +123,32 @@ def test_rms_norm_equals_its_twin(dtype: torch.dtype, shape: tuple[int, ...], wi
     residual = torch.randn(shape).to(dtype) if with_residual else None
     for weight_dtype in (dtype, torch.float32):
         weight = torch.randn(shape[-1]).to(weight_dtype)
-        for got, want in zip(native("rms_norm", dtype=dtype)(x, weight, 1e-5, residual), norm_twins.rms_norm(x, weight, 1e-5, residual), strict=True):
+        for got, want in zip(
+            native("rms_norm", dtype=dtype)(x, weight, 1e-5, residual),
+            norm_twins.rms_norm(x, weight, 1e-5, residual),
+            strict=True,
+        ):
             assert_close(got, want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", list(Activation))
 def test_gated_activation_equals_its_twin(dtype: torch.dtype, kind: Activation) -> None:
-    x = torch.cat((torch.randn(300, 146) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 140]))).to(dtype)
+    x = torch.cat(
+        (torch.randn(300, 146) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 140]))
+    ).to(dtype)
     assert_close(native("gated_activation", dtype=dtype)(x, kind), norm_twins.gated_activation(x, kind), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", list(Activation))
-def test_activation_equals_its_twin_and_no_element_knows_its_place(dtype: torch.dtype, kind: Activation, threads: int) -> None:
+def test_activation_equals_its_twin_and_no_element_knows_its_place(
+    dtype: torch.dtype, kind: Activation, threads: int
+) -> None:
     """torch's own ends a tensor, and each thread's part of it, with other instructions than it begins with."""
-    x = torch.cat((torch.randn(700, 67) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 61]))).to(dtype)
+    x = torch.cat((torch.randn(700, 67) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 61]))).to(
+        dtype
+    )
     act = native("activation", batch_invariant=True, dtype=dtype)
     together = act(x, kind)
     assert_close(together, norm_twins.activation(x.float(), kind).to(dtype), dtype)
@@ -140,15 +159,23 @@ def test_activation_equals_its_twin_and_no_element_knows_its_place(dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "hidden", "inner"), [(1, 8, 2, 64, 96), (9, 8, 8, 40, 36), (40, 4, 1, 33, 70), (99, 2, 2, 16, 16)]
+    ("tokens", "experts", "top_k", "hidden", "inner"),
+    [(1, 8, 2, 64, 96), (9, 8, 8, 40, 36), (40, 4, 1, 33, 70), (99, 2, 2, 16, 16)],
 )
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_moe_equals_its_twin(dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, inner: int, renormalize: bool) -> None:
+def test_moe_equals_its_twin(
+    dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, inner: int, renormalize: bool
+) -> None:
     torch.manual_seed(tokens)
     x, router = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, experts).to(dtype)
-    gate_up, down = (torch.randn(experts, 2 * inner, hidden) * hidden**-0.5).to(dtype), (torch.randn(experts, hidden, inner) * inner**-0.5).to(dtype)
+    gate_up, down = (
+        (torch.randn(experts, 2 * inner, hidden) * hidden**-0.5).to(dtype),
+        (torch.randn(experts, hidden, inner) * inner**-0.5).to(dtype),
+    )
     arguments = (x, router, gate_up, down, top_k, renormalize, Activation.SILU)
-    assert_close(native("moe", dtype=dtype, num_experts=experts, top_k=top_k)(*arguments), moe_twins.moe(*arguments), dtype)
+    assert_close(
+        native("moe", dtype=dtype, num_experts=experts, top_k=top_k)(*arguments), moe_twins.moe(*arguments), dtype
+    )
 
 
 def test_moe_reads_only_chosen_experts() -> None:
@@ -165,5 +192,7 @@ def test_moe_bits_of_a_token_do_not_depend_on_the_others(dtype: torch.dtype) -> 
     moe = native("moe", batch_invariant=True, dtype=dtype, num_experts=4, top_k=2)
     x, router, gate_up, down = (torch.randn(shape).to(dtype) for shape in ((30, 40), (30, 4), (4, 48, 40), (4, 40, 24)))
     together = moe(x, router, gate_up, down, 2, True, Activation.SILU)
-    alone = torch.cat([moe(x[t : t + 1], router[t : t + 1], gate_up, down, 2, True, Activation.SILU) for t in range(30)])
+    alone = torch.cat(
+        [moe(x[t : t + 1], router[t : t + 1], gate_up, down, 2, True, Activation.SILU) for t in range(30)]
+    )
     assert torch.equal(together, alone)

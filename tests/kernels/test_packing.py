@@ -1,4 +1,5 @@
-"""The layout of packed weights: what each thread of the ring kernel finds in its registers, from the bytes, is the weight."""
+"""The layout of packed weights: what each thread of the ring kernel finds in its registers, from the bytes, is the
+weight."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_every_group_of_k_has_its_scale_and_its_zero(sets: int, group: int) -> N
     laid = packed(torch.zeros(outs, ins, dtype=torch.uint8), scale, zero, group, coding)
     assert laid.blocks.shape == (*coding.blocks(outs, ins), coding.block_bytes)
     beside = laid.blocks[..., ROWS * DEPTH // 2 :].contiguous()
-    scales = beside[..., : sets * 128].contiguous().view(torch.float16).view(-1, 3, sets, ROWS).float() * laid.factor.view(-1, 1, 1, ROWS)
+    scales = beside[..., : sets * 128].contiguous().view(torch.float16).view(
+        -1, 3, sets, ROWS
+    ).float() * laid.factor.view(-1, 1, 1, ROWS)
     zeros = beside[..., sets * 128 :].contiguous().view(torch.bfloat16).view(-1, 3, sets, ROWS).float() - 128
     for k in range(0, ins, 32):
         here = (slice(None), k // DEPTH, k % DEPTH // (DEPTH // sets))
@@ -90,7 +93,10 @@ def test_every_format_means_the_same_when_it_is_laid_out(form: Format) -> None:
     piece = random_piece(form, outs, ins)
     coding, tensors = form.coding, piece.tensors[0]
     assert coding is not None
-    laid, want = pack(lambda rows: form.codes(tensors, rows), outs, coding), form.dense(tensors, slice(None), torch.float32)
+    laid, want = (
+        pack(lambda rows: form.codes(tensors, rows), outs, coding),
+        form.dense(tensors, slice(None), torch.float32),
+    )
     for rows in (slice(0, outs), slice(64, 96), slice(7, 70)):
         least = 6e-4 * float(want.abs().max()) if coding.shifts else 1e-7
         torch.testing.assert_close(laid.dense(rows, torch.float32), want[rows], rtol=6e-4, atol=least)
@@ -104,7 +110,9 @@ def test_matrices_of_one_coding_are_one_below_another() -> None:
     forms: Format = GGUFBlocks("Q5_K")
     coding = forms.coding
     assert coding is not None
-    laid = stack([pack(lambda rows, part=part: part.form.codes(part.tensors[0], rows), part.outs, coding) for part in parts])  # type: ignore[misc]
+    laid = stack(
+        [pack(lambda rows, part=part: part.form.codes(part.tensors[0], rows), part.outs, coding) for part in parts]
+    )  # type: ignore[misc]
     assert laid.outs == 288 and len(laid.blocks) == 8
     want = torch.cat([part.dense(slice(None), torch.float32) for part in parts])
     torch.testing.assert_close(laid.dense(slice(None), torch.float32), want, rtol=1e-3, atol=1e-4)
@@ -112,7 +120,16 @@ def test_matrices_of_one_coding_are_one_below_another() -> None:
 
 def test_memory_stays_the_formats() -> None:
     """Two-level scales of GGUF take a byte where the file has 4 or 6 bits."""
-    stored = {"Q4_0": 4.5, "Q8_0": 8.5, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "Q3_K": 3.4375, "IQ4_XS": 4.25, "MXFP4": 4.25}
+    stored = {
+        "Q4_0": 4.5,
+        "Q8_0": 8.5,
+        "Q4_K": 4.5,
+        "Q5_K": 5.5,
+        "Q6_K": 6.5625,
+        "Q3_K": 3.4375,
+        "IQ4_XS": 4.25,
+        "MXFP4": 4.25,
+    }
     for kind, bits in stored.items():
         coding = GGUFBlocks(kind).coding
         assert coding is not None and bits <= bits_a_weight(coding) <= 1.06 * bits, kind
@@ -120,7 +137,9 @@ def test_memory_stays_the_formats() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("coding", CODINGS, ids=str)
-def test_kernels_compile_without_spills_and_matrix_instructions_are_not_serialized(coding: Coding, tmp_path: Path) -> None:
+def test_kernels_compile_without_spills_and_matrix_instructions_are_not_serialized(
+    coding: Coding, tmp_path: Path
+) -> None:
     """A matrix instruction that is waited for by itself shows as many waits as there are instructions."""
     cuda_ring = pytest.importorskip("headrace.kernels.linear.cuda_ring", exc_type=ImportError)
     target = tmp_path / "ring.cubin"
@@ -131,4 +150,9 @@ def test_kernels_compile_without_spills_and_matrix_instructions_are_not_serializ
     assert "STACK:0 " in dump(target, "-res-usage")
     text = dump(target, "-sass")
     counts = {name: len(re.findall(rf"\b{name}", text)) for name in ("HGMMA", "WARPGROUP.DEPBAR", "UBLKCP", "STL")}
-    assert counts["HGMMA"] == 8 and counts["WARPGROUP.DEPBAR"] <= max(4, coding.sets + 1) and counts["UBLKCP"] and not counts["STL"], counts
+    assert (
+        counts["HGMMA"] == 8
+        and counts["WARPGROUP.DEPBAR"] <= max(4, coding.sets + 1)
+        and counts["UBLKCP"]
+        and not counts["STL"]
+    ), counts

@@ -1,4 +1,5 @@
-"""Products over weights in few bits by C: the twin's numbers where nothing is rounded, those of rounded inputs elsewhere."""
+"""Products over weights in few bits by C: the twin's numbers where nothing is rounded, those of rounded inputs
+elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
-from headrace.kernels.build.c_compiler import FLAGS, HEADERS, Compiler, Native, cpu_identity, find_compiler, native_library
+from headrace.kernels.build.c_compiler import (
+    FLAGS,
+    HEADERS,
+    Compiler,
+    Native,
+    cpu_identity,
+    find_compiler,
+    native_library,
+)
 from headrace.kernels.build.native import function_of
 from headrace.kernels.candidate import Declined
 from headrace.kernels.linear import packed, panels
@@ -60,7 +69,11 @@ def piece_of(form: Format, outs: int = 96, ins: int = 512, *stacked: int, dtype:
     list(piece.make_up(outs))
     random = torch.Generator().manual_seed(outs)
     for name, held in piece.named_parameters():
-        if name in ("scale", "scales", "weight_scale", "absmax") and held.is_floating_point() and held.element_size() > 1:
+        if (
+            name in ("scale", "scales", "weight_scale", "absmax")
+            and held.is_floating_point()
+            and held.element_size() > 1
+        ):
             held.data.mul_(torch.rand(held.shape, generator=random).to(held.dtype) + 0.5)
         if name == "g_idx":
             held.data = held.data[..., torch.randperm(ins, generator=random)]
@@ -74,7 +87,10 @@ def made(
     kernels = Kernels(CPU, **options)
     outs, formats = sum(piece.outs for piece in pieces), tuple(piece.form.label for piece in pieces)
     facts: dict[str, Any] = {"dtype": dtype, "in_features": pieces[0].ins, "out_features": outs, "formats": formats}
-    facts |= {"codings": tuple(piece.form.coding for piece in pieces), "eights": tuple(piece.form.eight for piece in pieces)}
+    facts |= {
+        "codings": tuple(piece.form.coding for piece in pieces),
+        "eights": tuple(piece.form.eight for piece in pieces),
+    }
     linear: Callable[[Tensor], Tensor] = kernels.choose(*called("packed_linear", **facts))(pieces, bias)
     assert kernels.choices[-1].chosen == chosen
     return linear
@@ -126,7 +142,9 @@ def test_inputs_are_rounded_where_codes_are_whole_numbers(form: Format) -> None:
         y = given(x, piece, 0)
         assert_same(y, inputs @ weight.t())
         assert (y - x @ weight.t()).abs().max() <= 0.02 * y.abs().max()
-        assert_close(linear(x.bfloat16()).float(), packed.packed_linear([piece], None)(x.bfloat16().float()), torch.bfloat16)
+        assert_close(
+            linear(x.bfloat16()).float(), packed.packed_linear([piece], None)(x.bfloat16().float()), torch.bfloat16
+        )
 
 
 def panels_of(piece: Piece) -> Any:
@@ -156,7 +174,9 @@ def test_pieces_of_several_formats_are_one_weight(dtype: torch.dtype) -> None:
     linear = made(pieces, bias, dtype, "native" if dtype is torch.float32 else "integer")
     for rows, expected in want.items():
         x = drawn(rows, 300, dtype=dtype)[:, :288]
-        assert (linear(x).float() - expected).abs().max() <= (3e-6 if dtype is torch.float32 else 0.02) * expected.abs().max()
+        assert (linear(x).float() - expected).abs().max() <= (
+            3e-6 if dtype is torch.float32 else 0.02
+        ) * expected.abs().max()
     assert linear(drawn(6, 288, dtype=dtype).view(2, 3, 288)).shape == (2, 3, 124)
     assert linear(drawn(0, 288, dtype=dtype)).shape == (0, 124)
 
@@ -168,10 +188,16 @@ def test_inputs_that_fill_no_block() -> None:
         assert_same(made([piece], None, torch.float32, "native")(x), packed.packed_linear([twin], None)(x))
 
 
-@pytest.mark.parametrize(("form", "dtype"), [(GGUFBlocks("Q4_K"), torch.float32), (GGUFBlocks("Q4_K"), torch.bfloat16), (W8A8, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(GGUFBlocks("Q4_K"), torch.float32), (GGUFBlocks("Q4_K"), torch.bfloat16), (W8A8, torch.bfloat16)],
+)
 def test_rows_have_the_same_bits_in_any_company(form: Format, dtype: torch.dtype) -> None:
     chosen = "native" if dtype is torch.float32 else "integer"
-    linear, x = made([piece_of(form, dtype=dtype)], None, dtype, chosen, batch_invariant=True), drawn(300, 512, dtype=dtype)
+    linear, x = (
+        made([piece_of(form, dtype=dtype)], None, dtype, chosen, batch_invariant=True),
+        drawn(300, 512, dtype=dtype),
+    )
     together = linear(x)
     for first, end in ((0, 1), (3, 5), (0, 40), (250, 260), (299, 300)):
         assert torch.equal(linear(x[first:end]), together[first:end])
@@ -179,7 +205,9 @@ def test_rows_have_the_same_bits_in_any_company(form: Format, dtype: torch.dtype
 
 def test_one_row_that_is_no_number_does_not_touch_others() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        linear = made([piece_of(GGUFBlocks("Q6_K"), dtype=dtype)], None, dtype, "native" if dtype is torch.float32 else "integer")
+        linear = made(
+            [piece_of(GGUFBlocks("Q6_K"), dtype=dtype)], None, dtype, "native" if dtype is torch.float32 else "integer"
+        )
         x = drawn(6, 512, dtype=dtype)
         want = linear(x)
         x[2, 40], x[4, 500], x[5] = float("nan"), float("inf"), 0.0
@@ -204,14 +232,24 @@ def test_scales_may_be_as_large_and_small_as_they_can() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_are_the_twin_s(dtype: torch.dtype) -> None:
-    gate_up, down = (piece_of(GGUFBlocks(kind), outs, 256, 4, dtype=dtype) for kind, outs in (("Q4_K", 512), ("Q6_K", 256)))
-    said: dict[str, Any] = {"formats": (gate_up.form.label, down.form.label), "codings": (gate_up.form.coding, down.form.coding)}
+    gate_up, down = (
+        piece_of(GGUFBlocks(kind), outs, 256, 4, dtype=dtype) for kind, outs in (("Q4_K", 512), ("Q6_K", 256))
+    )
+    said: dict[str, Any] = {
+        "formats": (gate_up.form.label, down.form.label),
+        "codings": (gate_up.form.coding, down.form.coding),
+    }
     kernels = Kernels(CPU)
     sparse: Any = kernels.choose(*called("packed_moe", dtype=dtype, num_experts=4, top_k=2, **said))
-    given = [(drawn(rows, 256, dtype=dtype), drawn(rows, 4, dtype=dtype), [gate_up], [down], 2, True, Activation.SILU) for rows in (1, 5, 80)]
+    given = [
+        (drawn(rows, 256, dtype=dtype), drawn(rows, 4, dtype=dtype), [gate_up], [down], 2, True, Activation.SILU)
+        for rows in (1, 5, 80)
+    ]
     want = [packed.packed_moe(*each) for each in given]
     for each, expected in zip(given, want, strict=True):
-        assert (sparse(*each).float() - expected.float()).abs().max() <= (3e-6 if dtype is torch.float32 else 0.03) * expected.float().abs().max()
+        assert (sparse(*each).float() - expected.float()).abs().max() <= (
+            3e-6 if dtype is torch.float32 else 0.03
+        ) * expected.float().abs().max()
     assert gate_up.relaid and kernels.choices[-1].chosen == ("native" if dtype is torch.float32 else "integer")
 
 
@@ -229,7 +267,10 @@ def test_groups_that_panels_do_not_have_are_widened() -> None:
     piece, x = uneven(), drawn(5, 512)
     linear = made([piece], None, torch.float32, "native")
     assert not piece.relaid and torch.equal(linear(x), packed.packed_linear([piece], None)(x))
-    with pytest.raises(ConfigError, match=r"GPTQ, 4 bits, .* is multiplied by parts, .* depend on the batch; leave --batch-invariant out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"GPTQ, 4 bits, .* is multiplied by parts, .* depend on the batch; leave --batch-invariant out",
+    ):
         made([uneven()], None, torch.float32, "native", batch_invariant=True)
 
 
@@ -241,11 +282,20 @@ def test_the_widest_instruction_of_this_processor_is_chosen(native: Native) -> N
 
 def test_other_formats_are_left_to_others() -> None:
     kernels = Kernels(CPU)
-    kernels.choose(*called("packed_linear", dtype=torch.float32, formats=("GGUF Q8_0", "unquantised"), codings=(GGUFBlocks("Q8_0").coding, None)))
+    kernels.choose(
+        *called(
+            "packed_linear",
+            dtype=torch.float32,
+            formats=("GGUF Q8_0", "unquantised"),
+            codings=(GGUFBlocks("Q8_0").coding, None),
+        )
+    )
     assert dict(kernels.choices[-1].declined)["native"] == "computes with codes of few bits, not with unquantised"
 
 
-PROCESSORS = {  # flags that make the compiler write for one, what this one must have to run it, bits of the vectors that VNNI multiplies
+# flags that make the compiler write for one, what this one must have to run it, bits of the vectors that VNNI
+# multiplies
+PROCESSORS = {
     "none of these": (("-march=x86-64",), "sse2", 0),
     "AVX2": (("-march=x86-64-v3",), "avx2", 0),
     "AVX-VNNI": (("-march=x86-64-v3", "-mavxvnni"), "avx_vnni", 256),
@@ -264,7 +314,15 @@ def test_other_processors_compute_the_same(name: str, tmp_path: Path) -> None:
     other = built(tmp_path, flags)
     assert other.library["headrace_panel_vnni"]() == vnni
     function = function_of(other, "headrace_panel_product", "qPPPqii", c_int)
-    for form in (GGUFBlocks("Q8_0"), GGUFBlocks("Q4_K"), GGUFBlocks("IQ4_XS"), GGUFBlocks("Q6_K"), NVFP4(inverse=True), PackedIntegers(3, 64), W8A8):
+    for form in (
+        GGUFBlocks("Q8_0"),
+        GGUFBlocks("Q4_K"),
+        GGUFBlocks("IQ4_XS"),
+        GGUFBlocks("Q6_K"),
+        NVFP4(inverse=True),
+        PackedIntegers(3, 64),
+        W8A8,
+    ):
         piece, twin = piece_of(form, ins=256), piece_of(form, ins=256)
         assert panels.relaid(other, piece)
         weight = twin.dense(slice(0, 96), torch.float32)
@@ -283,7 +341,10 @@ def built(folder: Path, flags: tuple[str, ...]) -> Native:
         (folder / Path(name).name).write_bytes(resources.files("headrace.kernels").joinpath(name).read_bytes())
     target = folder / "panels.so"
     done = subprocess.run(
-        [compiler.path, *FLAGS, *flags, "-shared", str(folder / "panels.c"), "-o", str(target), "-lm"], capture_output=True, text=True, check=False
+        [compiler.path, *FLAGS, *flags, "-shared", str(folder / "panels.c"), "-o", str(target), "-lm"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode and any(flag in done.stderr for flag in flags):
         pytest.skip(f"not for this processor: {done.stderr.splitlines()[0]}")

@@ -22,9 +22,14 @@ def test_what_codes_mean_is_as_near_as_they_allow(name: str) -> None:
     off = (kv_codes.read(cache, slots // 8, slots % 8, 64, form, None) - x).abs()
     if form.scales == 0:
         kind = getattr(torch, form.codes)
-        assert (off <= torch.maximum(x.abs() * torch.finfo(kind).eps / 2, torch.tensor(torch.finfo(kind).smallest_normal / 8))).all()
+        assert (
+            off
+            <= torch.maximum(x.abs() * torch.finfo(kind).eps / 2, torch.tensor(torch.finfo(kind).smallest_normal / 8))
+        ).all()
     else:
-        span = x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True) if form.scales == 2 else x.abs().amax(-1, keepdim=True)
+        span = (
+            x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True) if form.scales == 2 else x.abs().amax(-1, keepdim=True)
+        )
         assert (off <= span / (127 if form.scales == 1 else 15) * 0.51).all()
 
 
@@ -58,7 +63,9 @@ def test_the_write_leaves_the_twins_bytes(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("dim", "window", "soft_cap"), [(64, None, None), (80, 70, 5.0), (34, 7, None)])
-def test_attention_is_that_over_what_codes_mean(name: str, dtype: torch.dtype, dim: int, window: int | None, soft_cap: float | None) -> None:
+def test_attention_is_that_over_what_codes_mean(
+    name: str, dtype: torch.dtype, dim: int, window: int | None, soft_cap: float | None
+) -> None:
     case = QuantizedCase(name, LENGTHS, heads=6, kv_heads=2, dim=dim, dtype=dtype)
     case.poison(window)
     want = case.meant(window, soft_cap)
@@ -69,8 +76,18 @@ def test_attention_is_that_over_what_codes_mean(name: str, dtype: torch.dtype, d
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bits_depend_on_nothing_but_a_sequences_own_keys(name: str) -> None:
-    case = QuantizedCase(name, [(70, 1500), (1, 2100), (3, 40)], heads=4, kv_heads=2, dim=64, dtype=torch.float32, block_size=16)
-    attend = native("paged_attention", head_dim=64, num_heads=4, num_kv_heads=2, dtype=torch.float32, kv=KV_FORMATS[name], batch_invariant=True)
+    case = QuantizedCase(
+        name, [(70, 1500), (1, 2100), (3, 40)], heads=4, kv_heads=2, dim=64, dtype=torch.float32, block_size=16
+    )
+    attend = native(
+        "paged_attention",
+        head_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        dtype=torch.float32,
+        kv=KV_FORMATS[name],
+        batch_invariant=True,
+    )
     whole = case.run(attend)
     assert torch.equal(case.part(0, 20, 33).run(attend), whole[20:33])
     assert torch.equal(case.part(1, 0, 1).run(attend), whole[70:71])

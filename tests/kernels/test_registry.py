@@ -33,7 +33,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_facts_share_one_choice() -> None:
     kernels = Kernels(CPU)
-    assert kernels.choose(*called("rms_norm", dtype=torch.float32)) is kernels.choose(*called("rms_norm", dtype=torch.float32))
+    assert kernels.choose(*called("rms_norm", dtype=torch.float32)) is kernels.choose(
+        *called("rms_norm", dtype=torch.float32)
+    )
     kernels.choose(*called("rms_norm", dtype=torch.bfloat16))
     assert len(kernels.choices) == 2
 
@@ -53,8 +55,12 @@ def test_without_a_compiler_the_twin_runs_and_says_why(no_compiler: None) -> Non
 
 def test_strict_refuses_the_twin_where_a_candidate_declined(no_compiler: None) -> None:
     with pytest.raises(StrictKernelError, match=r"paged_attention .*no C compiler.*drop --strict-kernels"):
-        Kernels(CPU, strict=True).choose(*called("paged_attention", dtype=torch.float32, head_dim=8, num_heads=2, num_kv_heads=1))
-    Kernels(CPU, strict=True).choose(*called("layer_norm", dtype=torch.float32))  # nobody else there: the twin is the kernel
+        Kernels(CPU, strict=True).choose(
+            *called("paged_attention", dtype=torch.float32, head_dim=8, num_heads=2, num_kv_heads=1)
+        )
+    Kernels(CPU, strict=True).choose(
+        *called("layer_norm", dtype=torch.float32)
+    )  # nobody else there: the twin is the kernel
 
 
 def test_batch_invariance_is_refused_rather_than_broken(no_compiler: None) -> None:
@@ -75,13 +81,19 @@ def test_a_shortcut_that_nobody_takes_says_why_where_asked() -> None:
     assert kernels.offer(*called("decode_step", dtype=torch.float16)) is None and kernels.passed == ()
     assert kernels.offer(*called("decode_step", dtype=torch.float16), reported=True) is None
     (passed,) = kernels.passed
-    assert passed.chosen == "nobody" and "float16 is none of bfloat16" in passed.declined[0][1] and kernels.choices == ()
+    assert (
+        passed.chosen == "nobody" and "float16 is none of bfloat16" in passed.declined[0][1] and kernels.choices == ()
+    )
 
 
 @pytest.mark.parametrize(
     ("op", "facts", "reason"),
     [
-        ("paged_attention", {"dtype": torch.float64, "head_dim": 8, "num_heads": 2, "num_kv_heads": 1}, "torch.float64"),
+        (
+            "paged_attention",
+            {"dtype": torch.float64, "head_dim": 8, "num_heads": 2, "num_kv_heads": 1},
+            "torch.float64",
+        ),
         ("paged_attention", {"dtype": torch.float32, "head_dim": 1024, "num_heads": 2, "num_kv_heads": 1}, "above 512"),
         ("paged_attention", {"dtype": torch.float32, "head_dim": 8, "num_heads": 71, "num_kv_heads": 1}, "71 heads"),
         ("linear", {"dtype": torch.float16}, "packs float32 and bfloat16"),
@@ -115,12 +127,22 @@ def test_techniques_that_candidates_name_exist_and_switch_them_off() -> None:
                 field = technique.switch.removeprefix("device.")
                 assert technique.name in switched_off(replace(DeviceConfig(), **{field: technique.off}))
                 assert technique.name not in switched_off(replace(DeviceConfig(), **{field: technique.on}))
-    of = {name: {each.name for op in OPERATIONS.values() for each in op.candidates if name in each.techniques} for name in known}
+    of = {
+        name: {each.name for op in OPERATIONS.values() for each in op.candidates if name in each.techniques}
+        for name in known
+    }
     assert of["flat_gemm"] == {"flat", "fused", "ring"} and of["early_weights"] == {"ring", "codes_ring", "w8a8_ring"}
     assert of["deep_fusion"] == {"fused", "ring", "codes", "w8a8", "codes_ring", "w8a8_ring"}
-    assert of["fused_rope_attention"] == {"rope", "rope_cascade"} and of["cascade_attention"] == {"cascade", "rope_cascade"}
+    assert of["fused_rope_attention"] == {"rope", "rope_cascade"} and of["cascade_attention"] == {
+        "cascade",
+        "rope_cascade",
+    }
     assert of["quantized_gemm"] == {"codes", "w8a8", "codes_ring", "w8a8_ring"}
-    assert (of["tuned_products"], of["gated_products"], of["persistent_decode"]) == ({"tuned"}, {"gated"}, {"persistent"})
+    assert (of["tuned_products"], of["gated_products"], of["persistent_decode"]) == (
+        {"tuned"},
+        {"gated"},
+        {"persistent"},
+    )
 
 
 def test_a_candidate_of_a_technique_that_is_off_gives_way_even_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:

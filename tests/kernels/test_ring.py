@@ -1,4 +1,5 @@
-"""Products of few rows whose weights are under way early, without a GPU: who is served, which form, what a start builds, the sources."""
+"""Products of few rows whose weights are under way early, without a GPU: who is served, which form, what a start
+builds, the sources."""
 
 from __future__ import annotations
 
@@ -45,13 +46,18 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str, on_hopper: None) -> None:
-    declined = candidates.create_ring(CallSite("fused_linear", torch.device("cuda"), called("fused_linear", **(GOOD | facts))[1]))
+    declined = candidates.create_ring(
+        CallSite("fused_linear", torch.device("cuda"), called("fused_linear", **(GOOD | facts))[1])
+    )
     assert isinstance(declined, Declined) and words in declined.reason
 
 
 def test_another_card_and_a_cpu_are_not_served(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert isinstance(candidates.create_ring(CallSite("fused_linear", torch.device("cuda"), called("fused_linear", **GOOD)[1])), Declined)
+    assert isinstance(
+        candidates.create_ring(CallSite("fused_linear", torch.device("cuda"), called("fused_linear", **GOOD)[1])),
+        Declined,
+    )
     assert Kernels(torch.device("cpu")).offer(*called("fused_linear", **GOOD)) is None
 
 
@@ -67,7 +73,9 @@ def test_a_start_builds_of_the_others_what_is_left_to_them() -> None:
     assert candidates.unserved(((1, None), (16, FORMS[1][1])), (few,)) == (few,), "one row of its class is left"
 
 
-@pytest.mark.parametrize("shape", [*RINGS.shapes(tune.shapes_of(DEFAULT_SPEC)), Shape(6144, 4096), Shape(13824, 5120, True)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*RINGS.shapes(tune.shapes_of(DEFAULT_SPEC)), Shape(6144, 4096), Shape(13824, 5120, True)], ids=str
+)
 def test_what_is_tried_fits_the_card_and_serves_all_rows_of_its_class(shape: Shape) -> None:
     assert ROWS[-1] == MOST_ROWS
     for rows in ROWS:
@@ -82,31 +90,61 @@ def test_what_is_tried_fits_the_card_and_serves_all_rows_of_its_class(shape: Sha
 def test_whole_tiles_are_dealt_out_evenly_and_shared_ones_are_all_at_once() -> None:
     gate = Shape(14336, 4096, True)
     assert RingForm(32, 128).programs(gate, 132) == 112 and RingForm(32, 64).programs(gate, 132) == 112
-    assert RingForm(32, 64, 2).programs(Shape(4096, 4096), 132) == 128 and not RingForm(32, 64, 3).fits(Shape(4096, 4096), 132)
+    assert RingForm(32, 64, 2).programs(Shape(4096, 4096), 132) == 128 and not RingForm(32, 64, 3).fits(
+        Shape(4096, 4096), 132
+    )
     assert not RingForm(32, 64, 2).fits(gate, 132) and not RingForm(32, 64).fits(Shape(12, 64, True), 132)
     assert not RingForm(32, 64).fits(Shape(64, 36), 132) and not RingForm(32, 64, 2).fits(Shape(64, 64), 132)
 
 
-SIZES = ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (768, 768, False), (128, 272, False))
+SIZES = (
+    (6144, 4096, False),
+    (4096, 4096, False),
+    (14336, 4096, True),
+    (4096, 14336, False),
+    (768, 768, False),
+    (128, 272, False),
+)
 
 
-@pytest.mark.parametrize("kind", [(Coding(4), ""), (Coding(4, 4), ""), (Coding(8, floats=True), ""), (None, "fp8"), (None, "blocks")], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [(Coding(4), ""), (Coding(4, 4), ""), (Coding(8, floats=True), ""), (None, "fp8"), (None, "blocks")],
+    ids=str,
+)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_quantised_weights_that_were_not_measured_have_a_form_for_any_few_rows(size: Any, kind: Any) -> None:
     shape, few = Shape(*size), ring_forms.FEWER_ROWS
     forms = ring_forms.forms_at(shape, 132, "A card", *kind)
     coding, eight = kind
-    assert [most for most, _ in forms] == [*few, *([128] if not shape.gated and (coding is None or coding.sets == 1) else [])]
+    assert [most for most, _ in forms] == [
+        *few,
+        *([128] if not shape.gated and (coding is None or coding.sets == 1) else []),
+    ]
     for most, form in forms:
-        assert form is not None and form.rows == most and form.fits(shape, 132) and (form.coding, form.eight) == (coding, eight)
-        assert form.stages >= 3 and form.shared_bytes + 8 * form.columns + 4 * most * (1 + form.columns // 16) + 512 <= ring_forms.SHARED_BYTES
+        assert (
+            form is not None
+            and form.rows == most
+            and form.fits(shape, 132)
+            and (form.coding, form.eight) == (coding, eight)
+        )
+        assert (
+            form.stages >= 3
+            and form.shared_bytes + 8 * form.columns + 4 * most * (1 + form.columns // 16) + 512
+            <= ring_forms.SHARED_BYTES
+        )
 
 
 def test_measured_forms_of_quantised_weights_go_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {Shape(4096, 4096): ((8, RingForm(8, 128, 3)), (16, None))}
     monkeypatch.setattr(Measured, "table", lambda self, name: found if self.op == "ring, 4 bits, 1 sets" else {})
     first, second, third, *_ = ring_forms.forms_at(Shape(4096, 4096), 132, "A card", Coding(4, ordered=True))
-    assert first == (8, RingForm(8, 128, 3, coding=Coding(4))) and second == (16, None) and third[0] == 32 and third[1] is not None
+    assert (
+        first == (8, RingForm(8, 128, 3, coding=Coding(4)))
+        and second == (16, None)
+        and third[0] == 32
+        and third[1] is not None
+    )
     assert ring_forms.forms_at(Shape(4096, 4096), 132, "A card", None) == (), "in bfloat16 there is no rule"
 
 
@@ -120,19 +158,32 @@ def test_measured_forms_of_quantised_weights_go_before_the_rule(monkeypatch: pyt
     ],
     ids=str,
 )  # fmt: skip
-def test_other_quantised_weights_are_left_to_who_stands_behind(facts: Any, words: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_quantised_weights_are_left_to_who_stands_behind(
+    facts: Any, words: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(candidates.gpu, "missing", lambda device: None)
     create = candidates.create_ring_of_eight if "eights" in facts else candidates.create_ring_of_codes
-    site = CallSite("packed_linear", torch.device("cuda"), called("packed_linear", **({"formats": ("it",)} | GOOD | facts))[1])
+    site = CallSite(
+        "packed_linear", torch.device("cuda"), called("packed_linear", **({"formats": ("it",)} | GOOD | facts))[1]
+    )
     declined = create(site)
     assert isinstance(declined, Declined) and words in declined.reason
 
 
 def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, kept = tmp_path / "rings.json", {Shape(64, 32): FORMS, Shape(64, 32, True): ((64, RingForm(64, 128, 1, False)),)}
+    path, kept = (
+        tmp_path / "rings.json",
+        {Shape(64, 32): FORMS, Shape(64, 32, True): ((64, RingForm(64, 128, 1, False)),)},
+    )
     MEASURED.keep("A card", kept, path)
     assert MEASURED.read(path, "A card") == kept
-    for row in ("[16, 16, 100, 1, true]", "[17, 16, 64, 1, true]", "[16, 16, 64, 1, 1]", "[16, 20, 64, 1, true]", "[16, 16, 64, 0, true]"):
+    for row in (
+        "[16, 16, 100, 1, true]",
+        "[17, 16, 64, 1, true]",
+        "[16, 16, 64, 1, 1]",
+        "[16, 20, 64, 1, true]",
+        "[16, 16, 64, 0, true]",
+    ):
         path.write_text(f'{{"A card": {{"ring": {{"64 x 32": [{row}]}}}}}}')
         assert MEASURED.read(path, "A card") == {} and "is no form" in caplog.text
         caplog.clear()
@@ -165,7 +216,9 @@ class Ring:
         return product if y is None else (y.copy_(product[0]), None, None)
 
 
-@pytest.mark.parametrize(("rows", "cut"), [(64, []), (65, [65]), (128, [128]), (129, [65, 64]), (256, [128, 128]), (257, [])])
+@pytest.mark.parametrize(
+    ("rows", "cut"), [(64, []), (65, [65]), (128, [128]), (129, [65, 64]), (256, [128, 128]), (257, [])]
+)
 def test_codes_serve_more_rows_in_parts(rows: int, cut: list[int]) -> None:
     rings = pytest.importorskip("headrace.kernels.linear.rings", exc_type=ImportError)
     torch.manual_seed(rows)
@@ -182,7 +235,9 @@ def test_inputs_of_8_bits_are_rounded_once_and_scaled_behind_the_sums(rows: int,
     rings = pytest.importorskip("headrace.kernels.linear.rings", exc_type=ImportError)
     codes, scale = torch.zeros(rows, 32, dtype=torch.float8_e4m3fn), torch.rand(rows, 1)
     asked: list[Any] = []
-    product = SimpleNamespace(eight=EightBits("fp8"), rounded=lambda x, around: asked.append(around) or (codes, scale), fused=None)
+    product = SimpleNamespace(
+        eight=EightBits("fp8"), rounded=lambda x, around: asked.append(around) or (codes, scale), fused=None
+    )
     ring = SimpleNamespace(forms=((64, RingForm(64, 64, eight="fp8")), (128, RingForm(128, 64, eight="fp8"))))
     ring.compute = lambda x, around, form: (x, around, form)
     x, around = torch.randn(rows, 32).bfloat16(), Around(torch.rand(3, rows), 1e-5)
@@ -190,11 +245,18 @@ def test_inputs_of_8_bits_are_rounded_once_and_scaled_behind_the_sums(rows: int,
         pairs, given, form = rings.EightBitRing(product, ring)(x, around)
         assert asked == [around] and given.squares.shape == (1, rows) and given.eps == 1e-5
     else:
-        ring.compute = lambda x, around, form: (asked.append((around.squares.shape, form.rows)), torch.zeros(rows, 48))[1:]
+        ring.compute = lambda x, around, form: (asked.append((around.squares.shape, form.rows)), torch.zeros(rows, 48))[
+            1:
+        ]
         assert rings.EightBitCut(product, ring)(x).shape == (rows, 48)
         assert asked == [Around(), ((1, rows), 128)]
         return
-    assert pairs.shape == (rows, 16) and pairs.dtype is torch.bfloat16 and form.rows == 64 and torch.equal(given.squares[0], scale[:, 0])
+    assert (
+        pairs.shape == (rows, 16)
+        and pairs.dtype is torch.bfloat16
+        and form.rows == 64
+        and torch.equal(given.squares[0], scale[:, 0])
+    )
 
 
 # --- measuring
@@ -204,7 +266,10 @@ def test_what_was_found_is_kept_by_shape_and_one_row_is_left_to_the_others() -> 
     form = RingForm(16, 64, 2)
     best = ((Shape(64, 32), 16, form), (Shape(64, 32), 32, None), (Shape(8, 32), 16, form))
     found = [tune.Tuned(*each, 1.0, 2.0) for each in best]
-    assert RINGS.table(found) == {Shape(64, 32): ((1, None), (16, form), (32, None)), Shape(8, 32): ((1, None), (16, form))}
+    assert RINGS.table(found) == {
+        Shape(64, 32): ((1, None), (16, form), (32, None)),
+        Shape(8, 32): ((1, None), (16, form)),
+    }
     assert found[0].row(1.0)[2] == "rows 16, columns 64, ways 2, late True" and found[1].row(1.0)[2] == "none"
     assert RINGS.shapes([Shape(64, 64), Shape(128256, 64), Shape(60, 64, True), Shape(64, 60)]) == (Shape(64, 64),)
 

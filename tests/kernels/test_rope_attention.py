@@ -1,4 +1,5 @@
-"""Attention with rotary embedding inside, without a GPU: who is served, what a layer does with it, the source compiled where there is a compiler."""
+"""Attention with rotary embedding inside, without a GPU: who is served, what a layer does with it, the source compiled
+where there is a compiler."""
 
 from __future__ import annotations
 
@@ -32,12 +33,17 @@ GOOD: dict[str, Any] = {
 
 
 def site(facts: dict[str, Any], *, unified_maximum: bool = False) -> CallSite[Any]:
-    return CallSite("rope_attention", torch.device("cuda"), called("rope_attention", **facts)[1], unified_maximum=unified_maximum)
+    return CallSite(
+        "rope_attention", torch.device("cuda"), called("rope_attention", **facts)[1], unified_maximum=unified_maximum
+    )
 
 
 def test_layers_of_the_usual_kind_are_served() -> None:
     assert candidates.why_not(called("rope_attention", **GOOD)[1]) is None
-    assert candidates.why_not(called("rope_attention", **GOOD | {"head_dim": 64, "rotary_dim": 64, "num_heads": 8})[1]) is None
+    assert (
+        candidates.why_not(called("rope_attention", **GOOD | {"head_dim": 64, "rotary_dim": 64, "num_heads": 8})[1])
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,9 +79,20 @@ def test_who_attends_to_single_queries_beside_prompts(off: str | None, monkeypat
     """Layers that turn part of a head or norm heads are served: that has happened before."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9) if off == "card" else (9, 0))
     monkeypatch.setattr(gpu, "load", lambda path: lambda site: "made")
-    facts = {"dtype": torch.float16 if off == "dtype" else torch.bfloat16, "head_dim": 128, "num_heads": 32, "num_kv_heads": 8}
-    flags = {"batch_invariant": off == "batch_invariant", "unified_maximum": off == "unified_maximum", "cuda_decode": off != "cuda_decode"}
-    made = candidates.create_singles(CallSite("paged_attention", torch.device("cuda"), called("paged_attention", **facts)[1], **flags))
+    facts = {
+        "dtype": torch.float16 if off == "dtype" else torch.bfloat16,
+        "head_dim": 128,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+    }
+    flags = {
+        "batch_invariant": off == "batch_invariant",
+        "unified_maximum": off == "unified_maximum",
+        "cuda_decode": off != "cuda_decode",
+    }
+    made = candidates.create_singles(
+        CallSite("paged_attention", torch.device("cuda"), called("paged_attention", **facts)[1], **flags)
+    )
     assert made == (None if off else "made")
 
 
@@ -94,7 +111,9 @@ def layer(monkeypatch: pytest.MonkeyPatch, taken: list[Any], answer: Tensor | No
     return Attention(LLAMA_8B, LLAMA_8B.layers[0], layer_matrices(LLAMA_8B, 0), cos_sin, context), cos_sin
 
 
-def test_a_layer_takes_what_it_is_given_and_computes_itself_where_it_is_given_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_takes_what_it_is_given_and_computes_itself_where_it_is_given_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = PagedCase([(1, 20), (1, 1)], heads=32, kv_heads=8, dim=128, dtype=torch.float32, block_size=8)
     slots = torch.stack([case.table[0, 2] * 8 + 3, case.table[1, 0] * 8]).long()
     inputs = case.inputs
@@ -124,7 +143,13 @@ def test_a_decoder_without_rotation_is_not_offered_it(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("dim", "group", "keys", "block_size", "fresh"),
-    [(128, 4, 16, 128, True), (128, 8, 16, 8, True), (64, 4, 32, 128, True), (64, 1, 32, 16, True), (128, 4, 16, 128, False)],
+    [
+        (128, 4, 16, 128, True),
+        (128, 8, 16, 8, True),
+        (64, 4, 32, 128, True),
+        (64, 1, 32, 16, True),
+        (128, 4, 16, 128, False),
+    ],
 )
 def test_the_source_compiles_without_spilling_and_two_programs_fit(
     dim: int, group: int, keys: int, block_size: int, fresh: bool, tmp_path: Path
@@ -139,7 +164,10 @@ def test_the_source_compiles_without_spilling_and_two_programs_fit(
     source.write_text(text + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
     options = Variant(dim, group, 8, block_size, keys, fresh).options((9, 0))
     made = subprocess.run(
-        [found, "-cubin", "-Xptxas", "-v", *options, "-o", str(tmp_path / "rope.cubin"), str(source)], capture_output=True, text=True, timeout=110
+        [found, "-cubin", "-Xptxas", "-v", *options, "-o", str(tmp_path / "rope.cubin"), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert made.returncode == 0, made.stderr
     assert "0 bytes spill stores" in made.stderr

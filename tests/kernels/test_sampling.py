@@ -1,4 +1,5 @@
-"""The sampling twins: published Philox vectors, sampled frequencies, filters and penalties against plain re-statements."""
+"""The sampling twins: published Philox vectors, sampled frequencies, filters and penalties against plain
+re-statements."""
 
 from __future__ import annotations
 
@@ -35,10 +36,16 @@ def _words(*values: int) -> tuple[Tensor, ...]:
     [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ],
 )
-def test_philox_gives_the_published_vectors(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_philox_gives_the_published_vectors(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     words = philox4x32(_words(*counter), _words(*key))  # type: ignore[arg-type]
     assert tuple(int(word) for word in words) == expected
 
@@ -48,7 +55,9 @@ def test_noise_of_the_vocabulary_is_the_noise_of_its_tokens() -> None:
     positions = torch.tensor([0, 7, 100_000])
     whole = vocabulary_noise(seeds, positions, 1001)
     for row in range(3):
-        single = token_noise(seeds[row].expand(1001).contiguous(), positions[row].expand(1001).contiguous(), torch.arange(1001))
+        single = token_noise(
+            seeds[row].expand(1001).contiguous(), positions[row].expand(1001).contiguous(), torch.arange(1001)
+        )
         assert torch.equal(whole[row], single)
     assert torch.equal(whole[1:2], vocabulary_noise(seeds[1:2], positions[1:2], 1001))
     assert not torch.equal(whole[0], vocabulary_noise(seeds[:1], positions[:1] + 1, 1001)[0])
@@ -85,7 +94,8 @@ needs_native = pytest.mark.skipif(isinstance(NATIVE, Declined), reason="no C com
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("vocab_size", [1, 15, 64, 257, 1000, 20_000])
 def test_the_native_pick_equals_its_twin(vocab_size: int, threads: int) -> None:
-    """Logarithms may differ in the last bit, so a draw may differ where two sums are closer than that: none of these is."""
+    """Logarithms may differ in the last bit, so a draw may differ where two sums are closer than that: none of these
+    is."""
     native = Kernels(torch.device("cpu"), strict=True).choose(*called("gumbel_argmax", dtype=torch.float32))
     generator, before = torch.Generator().manual_seed(vocab_size), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -120,8 +130,14 @@ def test_frequencies_follow_the_probabilities(filtered: bool, op: str) -> None:
     draws = 20_000
     logits = torch.linspace(-2, 1.3, 12)
     probabilities = (logits / 0.7).softmax(-1)
-    argmax = gumbel_argmax if op == "twin" else Kernels(torch.device("cpu")).choose(*called("gumbel_argmax", dtype=torch.float32))
-    picked = _draw(logits.expand(draws, 12).contiguous(), 0.7, _filters(draws, top_k=12) if filtered else None, argmax=argmax)
+    argmax = (
+        gumbel_argmax
+        if op == "twin"
+        else Kernels(torch.device("cpu")).choose(*called("gumbel_argmax", dtype=torch.float32))
+    )
+    picked = _draw(
+        logits.expand(draws, 12).contiguous(), 0.7, _filters(draws, top_k=12) if filtered else None, argmax=argmax
+    )
     counts = picked.bincount(minlength=12)
     chi_square = float(((counts - draws * probabilities) ** 2 / (draws * probabilities)).sum())
     assert chi_square < 38.9
@@ -131,7 +147,9 @@ def _kept_plainly(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set
     """The definition, one token at a time: best first, ties together."""
     probabilities = scores.double().softmax(-1).tolist()
     best = max(probabilities)
-    order = sorted((t for t in range(len(probabilities)) if probabilities[t] >= min_p * best), key=lambda t: -probabilities[t])
+    order = sorted(
+        (t for t in range(len(probabilities)) if probabilities[t] >= min_p * best), key=lambda t: -probabilities[t]
+    )
     if top_k > 0:
         order = [t for t in order if probabilities[t] >= probabilities[order[min(top_k, len(order)) - 1]]]
     total, before, kept = sum(probabilities[t] for t in order), 0.0, []
@@ -145,7 +163,8 @@ def _kept_plainly(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"), [(0, 0.9, 0.0), (50, 1.0, 0.0), (50, 0.7, 0.0), (3000, 0.999, 0.0), (0, 1.0, 0.3), (20, 0.8, 0.05), (1, 1.0, 0.0)]
+    ("top_k", "top_p", "min_p"),
+    [(0, 0.9, 0.0), (50, 1.0, 0.0), (50, 0.7, 0.0), (3000, 0.999, 0.0), (0, 1.0, 0.3), (20, 0.8, 0.05), (1, 1.0, 0.0)],
 )
 def test_kept_tokens_are_those_of_the_definition(spread: float, top_k: int, top_p: float, min_p: float) -> None:
     scores = torch.randn(2, 5000, generator=torch.Generator().manual_seed(3)) * spread
@@ -161,7 +180,11 @@ def test_kept_tokens_are_those_of_the_definition(spread: float, top_k: int, top_
 def test_picking_among_the_kept_equals_masking_the_rest(spread: float) -> None:
     """The laid-out pick, the dense pick and each row alone agree: noise belongs to the token, not to its place."""
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(5)) * spread
-    filters = (torch.tensor([0, 40, 0, 5, 2900, 0]), torch.tensor([0.9, 1.0, 1.0, 0.5, 0.99, 1.0]), torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.0]))
+    filters = (
+        torch.tensor([0, 40, 0, 5, 2900, 0]),
+        torch.tensor([0.9, 1.0, 1.0, 0.5, 0.99, 1.0]),
+        torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.0]),
+    )
     picked = _draw(logits, 0.8, filters)
     scores = (logits - logits.amax(-1, keepdim=True)) / 0.8
     masked = scores.masked_fill(scores < keep_thresholds(scores, *filters)[:, None], float("-inf"))
@@ -181,7 +204,9 @@ def test_penalties_follow_their_formula() -> None:
     logits = torch.tensor([[1.0, -1.0, 2.0, 0.5], [1.0, -1.0, 2.0, 0.5]])
     ids = torch.tensor([[0, 1, 2, 2]])  # prompt 0, output 1 2 2
     counts = torch.tensor([[0.0, 1.0, 2.0, 2.0]])
-    apply_penalties(logits, torch.tensor([1]), ids, counts, torch.tensor([0.5]), torch.tensor([0.25]), torch.tensor([2.0]))
+    apply_penalties(
+        logits, torch.tensor([1]), ids, counts, torch.tensor([0.5]), torch.tensor([0.25]), torch.tensor([2.0])
+    )
     assert logits[0].tolist() == [1.0, -1.0, 2.0, 0.5]
     assert logits[1].tolist() == pytest.approx([0.5, -2.0 - 0.75, 1.0 - 1.0, 0.5])
 

@@ -46,15 +46,27 @@ def test_attention_equals_its_twin(lengths: list[tuple[int, int]], dtype: torch.
     check(PagedCase(lengths, heads=4, kv_heads=2, dim=64, dtype=dtype, block_size=16))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 80), (7, 1, 96), (20, 1, 64), (2, 1, 256), (4, 2, 8), (2, 2, 33)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(3, 3, 80), (7, 1, 96), (20, 1, 64), (2, 1, 256), (4, 2, 8), (2, 2, 33)]
+)
 def test_attention_of_other_heads(heads: int, kv_heads: int, dim: int) -> None:
-    check(PagedCase([(1, 75), (9, 40), (3, 3)], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=8))
+    check(
+        PagedCase(
+            [(1, 75), (9, 40), (3, 3)], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=8
+        )
+    )
 
 
 @pytest.mark.parametrize("window", [1, 7, 70, None])
 @pytest.mark.parametrize("soft_cap", [0.5, None])
 def test_attention_with_a_window_and_a_cap(window: int | None, soft_cap: float | None) -> None:
-    check(PagedCase([(1, 150), (1, 3), (12, 140), (2, 90)], heads=2, kv_heads=1, dim=64, dtype=torch.float32, block_size=16), window, soft_cap)
+    check(
+        PagedCase(
+            [(1, 150), (1, 3), (12, 140), (2, 90)], heads=2, kv_heads=1, dim=64, dtype=torch.float32, block_size=16
+        ),
+        window,
+        soft_cap,
+    )
 
 
 @pytest.mark.parametrize(("dim", "window"), [(64, None), (80, None), (64, 70), (8, 70)])
@@ -68,7 +80,9 @@ def test_more_runs_of_queries_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatc
     want, grids = run(case), []
     launch = prefill._prefill_kernel.__class__.__getitem__
     monkeypatch.setattr(prefill, "_MOST_RUNS", 1)
-    monkeypatch.setattr(prefill._prefill_kernel.__class__, "__getitem__", lambda self, grid: (grids.append(grid), launch(self, grid))[1])
+    monkeypatch.setattr(
+        prefill._prefill_kernel.__class__, "__getitem__", lambda self, grid: (grids.append(grid), launch(self, grid))[1]
+    )
     assert torch.equal(run(case), want)
     assert any(grid[0] > 1 and grid[1:] == (2, 1) for grid in grids)
 
@@ -85,7 +99,12 @@ def test_the_copy_engine_counts_rows_in_32_bits() -> None:
 @pytest.mark.parametrize("processors", [1, 3, 20])
 def test_every_cut_of_the_line_gives_the_same(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tests.support.triton_interpreter.shuffle_programs(monkeypatch, processors)
-    check(PagedCase([(1, 300), (1, 5), (1, 130), (2, 64)], heads=2, kv_heads=2, dim=64, dtype=torch.float32, block_size=16), processors=processors)
+    check(
+        PagedCase(
+            [(1, 300), (1, 5), (1, 130), (2, 64)], heads=2, kv_heads=2, dim=64, dtype=torch.float32, block_size=16
+        ),
+        processors=processors,
+    )
 
 
 def test_more_sequences_than_are_looked_at_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +126,9 @@ def test_parts_of_one_step_do_not_reach_the_next() -> None:
 
 def test_a_broken_sequence_leaves_its_neighbours_alone() -> None:
     """One program computes many sequences, one after another in the same registers."""
-    case = PagedCase([(1, 70), (1, 90), (1, 20), (20, 40), (1, 5)], heads=2, kv_heads=1, dim=64, dtype=torch.float32, block_size=16)
+    case = PagedCase(
+        [(1, 70), (1, 90), (1, 20), (20, 40), (1, 5)], heads=2, kv_heads=1, dim=64, dtype=torch.float32, block_size=16
+    )
     want = case.run(reference.paged_attention)
     case.q[1] = float("nan")
     got = run(case, processors=1)
@@ -128,18 +149,25 @@ def test_invariant_bits_depend_on_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_invariant_bits_are_the_same_whoever_computes_a_part(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+def test_invariant_bits_are_the_same_whoever_computes_a_part(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
     """Parts of 64 keys: one program takes all of a run's, or each takes some and the last one folds them."""
     stock = attention.invariant_tiles
     monkeypatch.setattr(attention, "invariant_tiles", lambda *facts: replace(stock(*facts), part=64))
-    case = PagedCase([(1, 230), (20, 200), (2, 2), (1, 0)], heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16, block_size=16)
+    case = PagedCase(
+        [(1, 230), (20, 200), (2, 2), (1, 0)], heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16, block_size=16
+    )
     check(case, window, processors=1, invariant=True)
     whole, start = run(case, window, processors=1, invariant=True), 0
     tests.support.triton_interpreter.shuffle_programs(monkeypatch, 1)
     assert torch.equal(run(case, window, processors=60, invariant=True), whole)
     for row, (count, _) in enumerate(case.lengths):
         for first, end in {(0, count), (0, (count + 1) // 2), (count - 1, count)}:
-            assert torch.equal(run(case.part(row, first, end), window, processors=40, invariant=True), whole[start + first : start + end])
+            assert torch.equal(
+                run(case.part(row, first, end), window, processors=40, invariant=True),
+                whole[start + first : start + end],
+            )
         start += count
 
 
@@ -157,14 +185,24 @@ class TakesFirst:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def attend(self, q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs, scale: float) -> bool:
+    def attend(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+    ) -> bool:
         self.asked.append(inputs.leading)
         out[: inputs.leading] = 0.0
         return True
 
 
 @pytest.mark.parametrize(("window", "soft_cap", "asked"), [(None, None, [2]), (70, None, []), (None, 5.0, [])])
-def test_single_queries_before_prompts_may_be_somebody_elses(window: int | None, soft_cap: float | None, asked: list[int]) -> None:
+def test_single_queries_before_prompts_may_be_somebody_elses(
+    window: int | None, soft_cap: float | None, asked: list[int]
+) -> None:
     case = PagedCase([(1, 70), (1, 150), (37, 100)], heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=16)
     case.poison(window)
     attention = PagedAttention(64, 2, 2, False, singles=TakesFirst())  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Kernels compiled by another process are found as if this one had compiled them; what it cannot compile is compiled here."""
+"""Kernels compiled by another process are found as if this one had compiled them; what it cannot compile is compiled
+here."""
 
 from __future__ import annotations
 
@@ -118,8 +119,18 @@ FOUND = {
 
 def said_by(program: str, folder: Path, *arguments: str) -> Any:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(Path(support).parents[1]), *sys.path]), "TRITON_CACHE_DIR": str(folder)}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment, timeout=110, check=False)
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(Path(support).parents[1]), *sys.path]),
+        "TRITON_CACHE_DIR": str(folder),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=110,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -171,7 +182,10 @@ def test_modules_that_mind_the_absence_of_torch_are_imported_with_it(monkeypatch
     monkeypatch.setattr(os, "execv", become)
     with pytest.raises(Started) as started:
         builder_program.main(["3", "5"])
-    assert started.value.args == (sys.executable, [sys.executable, "-P", "-m", "headrace.kernels.build.builder", "3", "5"])
+    assert started.value.args == (
+        sys.executable,
+        [sys.executable, "-P", "-m", "headrace.kernels.build.builder", "3", "5"],
+    )
 
 
 def processes_of(session: int) -> set[str]:
@@ -185,7 +199,9 @@ def processes_of(session: int) -> set[str]:
 
 
 @pytest.mark.timeout(60)
-def test_builders_that_are_ended_in_the_middle_leave_nothing_in_the_table_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builders_that_are_ended_in_the_middle_leave_nothing_in_the_table_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not even what they had started themselves (ptxas, say), whose parents are gone before it."""
     from headrace.processes.builders import Builders
 
@@ -212,7 +228,16 @@ def test_an_order_is_one_line_that_says_the_same_when_read() -> None:
     import tests.support.triton_interpreter  # noqa: F401  before triton: it fixes the mode
     from headrace.kernels.build.builder import Order, write
 
-    order = Order("/a folder", ("cuda", 90, 32), "a.module", "kernel", {"x": "*bf16"}, {(1,): None, (2,): 0.5}, {(0,): [["tt.divisibility", 16]]}, {})
+    order = Order(
+        "/a folder",
+        ("cuda", 90, 32),
+        "a.module",
+        "kernel",
+        {"x": "*bf16"},
+        {(1,): None, (2,): 0.5},
+        {(0,): [["tt.divisibility", 16]]},
+        {},
+    )
     text = write(order)
     assert text is not None and "\n" not in text
     assert write(order._replace(constants={(1,): object()})) is None

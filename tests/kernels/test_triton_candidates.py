@@ -39,11 +39,15 @@ def test_without_a_device_the_twin_runs_and_says_why(no_gpu: None) -> None:
 
 def test_a_linear_layer_is_torch_s_by_choice_unless_bits_must_not_vary(no_gpu: None) -> None:
     kernels = Kernels(CUDA, strict=True)  # no fault, so not even a strict registry minds
-    assert kernels.choose(*called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)) is linear_twins.linear
+    assert (
+        kernels.choose(*called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)) is linear_twins.linear
+    )
     declined = dict(kernels.choices[0].declined)
     assert "quicker" in declined["triton"] and "no CUDA device" in declined["flat"]
     with pytest.raises(ConfigError, match=r"No batch-invariant kernel for linear .*no CUDA device"):
-        Kernels(CUDA, batch_invariant=True).choose(*called("linear", dtype=torch.bfloat16, in_features=64, out_features=64))
+        Kernels(CUDA, batch_invariant=True).choose(
+            *called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)
+        )
 
 
 @pytest.mark.parametrize(
@@ -63,5 +67,7 @@ def test_declines_name_their_reason(on_card: None, op: str, facts: dict[str, obj
 
 def test_the_registry_imports_no_triton() -> None:
     code = "import sys, headrace.kernels; print([name for name in sys.modules if name.split('.')[0] == 'triton'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
     assert done.stdout.strip() == "[]"

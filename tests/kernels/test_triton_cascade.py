@@ -1,4 +1,5 @@
-"""Keys that sequences share, read once for many: equal to reading them for each, whatever the groups; in the interpreter."""
+"""Keys that sequences share, read once for many: equal to reading them for each, whatever the groups; in the
+interpreter."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def shared_case(
     return case
 
 
-def attend(case: PagedCase, processors: int = 3, window: int | None = None, soft_cap: float | None = None) -> tuple[torch.Tensor, PagedAttention]:
+def attend(
+    case: PagedCase, processors: int = 3, window: int | None = None, soft_cap: float | None = None
+) -> tuple[torch.Tensor, PagedAttention]:
     kernel = PagedAttention(case.q.shape[2], case.q.shape[1] // case.k_cache.shape[1], processors, False, cascade=True)
     return case.run(kernel, window, soft_cap), kernel
 
@@ -83,7 +86,9 @@ def test_cascade_beside_own_scores_that_no_float32_holds_powers_of() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 16), (2, 2, 16), (8, 1, 40), (32, 1, 16)])
 def test_cascade_of_other_heads_with_a_cap(heads: int, kv_heads: int, dim: int) -> None:
     """33 sequences fill more than one chunk of 16, 8 or 2, and part of one of 64."""
-    case = shared_case([(1, 129 + row % 3) for row in range(33)], [(range(33), 8)], heads=heads, kv_heads=kv_heads, dim=dim)
+    case = shared_case(
+        [(1, 129 + row % 3) for row in range(33)], [(range(33), 8)], heads=heads, kv_heads=kv_heads, dim=dim
+    )
     got, kernel = attend(case, 4, soft_cap=5.0)
     assert_close(got, case.run(reference.paged_attention, None, 5.0), torch.bfloat16)
     assert int(found(kernel)[COUNT.value].max()) == min(33, members(heads // kv_heads))
@@ -102,7 +107,8 @@ def test_any_grouping(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_programs_come_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Own keys long enough for programs that hold neither the beginning nor the end of a pair: the middle one may be the last to come."""
+    """Own keys long enough for programs that hold neither the beginning nor the end of a pair: the middle one may be
+    the last to come."""
     tests.support.triton_interpreter.shuffle_programs(monkeypatch, seed)
     lengths = [(1, 420 + 3 * row) for row in range(5)]
     case = shared_case(lengths, [(range(5), 8)])
@@ -114,7 +120,9 @@ def test_programs_come_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("processors", "dim"), [(3, 16), (9, 16), (9, 128)])
-def test_shared_keys_that_many_programs_read_are_added_up_part_by_part(processors: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_keys_that_many_programs_read_are_added_up_part_by_part(
+    processors: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to nine parts of a pair: more than heads of 128 add up at once, and not a multiple of that."""
     monkeypatch.setattr(plan, "_LEAST_SHARED", 64)
     tests.support.triton_interpreter.shuffle_programs(monkeypatch, processors)
@@ -133,7 +141,8 @@ def test_the_deeper_group_is_taken_where_it_saves_more() -> None:
 
 
 def test_the_last_block_is_read_by_its_owner_and_so_are_those_that_a_query_does_not_see_whole() -> None:
-    """A block that is written while others read it is no prefix; a table's entries beyond a sequence are not looked at."""
+    """A block that is written while others read it is no prefix; a table's entries beyond a sequence are not looked
+    at."""
     case = shared_case([(1, 256)] * 3 + [(1, 257)] * 4, [(range(7), 16)])
     got, kernel = attend(case)
     assert found(kernel)[OWN.value].tolist() == [128] * 3 + [256] * 4

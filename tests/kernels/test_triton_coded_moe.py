@@ -1,4 +1,5 @@
-"""Sparse feed-forwards over experts in codes of few bits, in Triton's interpreter, against the twin that widens them."""
+"""Sparse feed-forwards over experts in codes of few bits, in Triton's interpreter, against the twin that widens
+them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_experts_equal_the_twin(form: Format, tokens: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("form", [*FORMATS, PackedIntegers(4, 128)], ids=lambda each: each.label)
 @pytest.mark.parametrize("merged", [False, True])
 def test_experts_of_whole_blocks_are_laid_together_as_they_are_singly(form: Format, merged: bool) -> None:
-    up = [random_piece(form, 256 if merged else 128, 256, seed=seed, copies=40) for seed in ((1,) if merged else (1, 2))]
+    up = [
+        random_piece(form, 256 if merged else 128, 256, seed=seed, copies=40) for seed in ((1,) if merged else (1, 2))
+    ]
     down = [random_piece(form, 256, 256, seed=3, copies=40)]
     for pieces, gated in ((up, True), (down, False)):
         coding = pieces[0].form.rounded_coding

@@ -29,7 +29,9 @@ ONE = Form(FLAT, 16, 64, 128, 1, late=True)
 SHARED = Form(FLAT, 16, 128, 128, 2, late=True)
 
 
-def products(pieces: list[Piece], form: Form | None, *, gated: bool = False, bias: bool = False) -> tuple[list[CodedProduct], torch.Tensor]:
+def products(
+    pieces: list[Piece], form: Form | None, *, gated: bool = False, bias: bool = False
+) -> tuple[list[CodedProduct], torch.Tensor]:
     """And the whole weight, as the format means it."""
     want = torch.cat([piece.dense(slice(0, piece.outs), torch.float32) for piece in pieces])
     parts = lay(pieces, gated=gated)
@@ -37,7 +39,9 @@ def products(pieces: list[Piece], form: Form | None, *, gated: bool = False, bia
     forms, found = ((1000, form),) if form is not None else ((0, None),), []
     for part in parts:
         scratch = make_scratch(Shape(part.outs, part.ins), forms, "cpu")
-        found.append(CodedProduct(part, torch.randn(part.outs).bfloat16() if bias else None, forms, scratch, programmatic=bias))
+        found.append(
+            CodedProduct(part, torch.randn(part.outs).bfloat16() if bias else None, forms, scratch, programmatic=bias)
+        )
     return found, want
 
 
@@ -58,12 +62,18 @@ SOME: tuple[Format, ...] = (
 
 @pytest.mark.parametrize("form", SOME, ids=lambda each: each.label)
 @pytest.mark.parametrize("kernel", [ONE, SHARED], ids=["whole", "shared"])
-def test_products_with_what_stands_around_them_equal_their_twin(form: Format, kernel: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_with_what_stands_around_them_equal_their_twin(
+    form: Format, kernel: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tests.support.triton_interpreter.shuffle_programs(monkeypatch, 3)
     torch.manual_seed(2)
     (product,), weight = products([random_piece(form, 160, 512)], kernel, bias=True)
     x, twin = torch.randn(13, 512).bfloat16(), reference.fused_linear(weight, product.bias)
-    for around in (Around(), Around(torch.rand(70, 13) * 8, 1e-5), Around(residual=torch.randn(13, 160).bfloat16(), scale=torch.rand(160))):
+    for around in (
+        Around(),
+        Around(torch.rand(70, 13) * 8, 1e-5),
+        Around(residual=torch.randn(13, 160).bfloat16(), scale=torch.rand(160)),
+    ):
         got, want = CodedFused(product)(x, around), twin(x, around)
         assert_close(got[0], want[0], torch.bfloat16)
         if around.scale is not None:
@@ -91,8 +101,14 @@ def test_gates_equal_their_twin_and_are_found_again_one_below_the_other(form: Fo
 
 def test_parts_of_one_coding_are_one_launch_and_others_keep_their_own() -> None:
     torch.manual_seed(4)
-    kinds: tuple[tuple[Format, int], ...] = ((GGUFBlocks("Q4_K"), 128), (GGUFBlocks("Q4_K"), 64), (GGUFBlocks("Q6_K"), 64))
-    found, weight = products([random_piece(form, outs, 256, seed=index) for index, (form, outs) in enumerate(kinds)], ONE)
+    kinds: tuple[tuple[Format, int], ...] = (
+        (GGUFBlocks("Q4_K"), 128),
+        (GGUFBlocks("Q4_K"), 64),
+        (GGUFBlocks("Q6_K"), 64),
+    )
+    found, weight = products(
+        [random_piece(form, outs, 256, seed=index) for index, (form, outs) in enumerate(kinds)], ONE
+    )
     assert [each.packed.outs for each in found] == [192, 64]
     x = torch.randn(2, 3, 256).bfloat16()
     got = CodedLinear(tuple(found))(x)
@@ -119,7 +135,9 @@ def test_groups_of_several_sizes_stay_with_the_twin() -> None:
 @pytest.mark.parametrize(("outs", "ins"), [(40, 160), (264, 384)])
 def test_odd_shapes_and_more_rows_than_one_tile(dtype: torch.dtype, outs: int, ins: int) -> None:
     torch.manual_seed(outs)
-    (product,), weight = products([random_piece(PackedIntegers(4, 32, zero=False), outs, ins, dtype=dtype)], SHARED if ins > 256 else ONE)
+    (product,), weight = products(
+        [random_piece(PackedIntegers(4, 32, zero=False), outs, ins, dtype=dtype)], SHARED if ins > 256 else ONE
+    )
     for tokens in (1, 16, 17 if ins < 256 else 16):
         x = torch.randn(tokens, ins).to(dtype)
         assert_close(product(x), (x.float() @ weight.T).to(dtype), dtype)
@@ -137,7 +155,9 @@ def test_a_wide_weight_is_widened_a_part_at_a_time(monkeypatch: pytest.MonkeyPat
         assert_close(CodedLinear(tuple(found))(x), (x.float() @ weight.T + bias.float()).bfloat16(), torch.bfloat16)
 
 
-@pytest.mark.parametrize("shape", [Shape(6144, 4096), Shape(14336, 4096, True), Shape(1024, 448), Shape(151936, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(6144, 4096), Shape(14336, 4096, True), Shape(1024, 448), Shape(151936, 1024)], ids=str
+)
 def test_every_shape_has_forms_that_fit(shape: Shape) -> None:
     outs = shape.outs * (1 + shape.gated)
     for coding in (each.coding for each in FORMATS):

@@ -1,4 +1,5 @@
-"""Products with codes of few bits compile for an H200 without one: no spills, the wide matrix instruction, words that come ahead."""
+"""Products with codes of few bits compile for an H200 without one: no spills, the wide matrix instruction, words that
+come ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 
 from tests.support import offline
 
-if importlib.util.find_spec("triton") is None:  # not imported here: whether its kernels are interpreted is fixed with that
+if (
+    importlib.util.find_spec("triton") is None
+):  # not imported here: whether its kernels are interpreted is fixed with that
     pytest.skip("triton is not installed", allow_module_level=True)
 
 

@@ -44,7 +44,8 @@ def variants() -> list[dict[str, dict[str, int]]]:
 
 @pytest.mark.timeout(120)
 def test_attention_is_compiled_for_the_model_and_never_for_a_batch() -> None:
-    """Red: a constant, or an argument that is specialised on, follows the batch, or a rehearsal leaves a variant out."""
+    """Red: a constant, or an argument that is specialised on, follows the batch, or a rehearsal leaves a variant
+    out."""
     found, _ = variants()
     for case, counts in VARIANTS.items():
         for kernel, count in zip(("_decode_kernel", "_prefill_kernel", "_plan_kernel"), counts, strict=True):

@@ -1,4 +1,5 @@
-"""8-bit inputs and weights in Triton's interpreter: rows that are rounded, and their products, against what the formats mean."""
+"""8-bit inputs and weights in Triton's interpreter: rows that are rounded, and their products, against what the formats
+mean."""
 
 from __future__ import annotations
 
@@ -40,8 +41,14 @@ def product(form: ScaledWeight, *outs: int, ins: int, ways: int = 1, bias: bool 
     weight = torch.cat([piece.dense(slice(0, piece.outs), torch.float32) for piece in pieces])
     forms, total, eight = ((64, Form(FLAT, 16, 32, 128, ways, 4, 1)),), sum(outs), form.eight
     assert eight is not None
-    site: Any = type("Site", (), {"programmatic": bias, "empty": staticmethod(lambda shape, dtype, device: torch.empty(shape, dtype=dtype))})
-    made = Maker(site, eight, forms, make_scratch(Shape(total, ins), forms, "cpu")).made(pieces, torch.randn(total).bfloat16() if bias else None)
+    site: Any = type(
+        "Site",
+        (),
+        {"programmatic": bias, "empty": staticmethod(lambda shape, dtype, device: torch.empty(shape, dtype=dtype))},
+    )
+    made = Maker(site, eight, forms, make_scratch(Shape(total, ins), forms, "cpu")).made(
+        pieces, torch.randn(total).bfloat16() if bias else None
+    )
     assert made is not None
     return made, lambda x: (pieces[0].activated(x), weight)
 

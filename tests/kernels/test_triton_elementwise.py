@@ -26,17 +26,25 @@ def test_norms_equal_their_twins(dtype: torch.dtype, shape: tuple[int, ...], wit
     residual = torch.randn(shape).to(dtype) if with_residual else None
     bias = torch.randn(shape[-1]).to(dtype)
     for weight in (torch.randn(shape[-1]).to(dtype), torch.randn(shape[-1])):
-        for got, want in zip(norm.rms_norm(x, weight, 1e-5, residual), norm_twins.rms_norm(x, weight, 1e-5, residual), strict=True):
+        for got, want in zip(
+            norm.rms_norm(x, weight, 1e-5, residual), norm_twins.rms_norm(x, weight, 1e-5, residual), strict=True
+        ):
             assert_close(got, want, dtype)
         for shift in (None, bias):
-            results = (function(x, weight, shift, 1e-5, residual) for function in (norm.layer_norm, norm_twins.layer_norm))
+            results = (
+                function(x, weight, shift, 1e-5, residual) for function in (norm.layer_norm, norm_twins.layer_norm)
+            )
             for got, want in zip(*results, strict=True):
                 assert_close(got, want, dtype)
 
 
 def test_norms_of_heads_inside_a_merged_product() -> None:
     heads = torch.randn(3, 6, 16, dtype=torch.float32)[:, 1:4]
-    assert_close(norm.rms_norm(heads, torch.ones(16), 1e-6, None)[0], norm_twins.rms_norm(heads, torch.ones(16), 1e-6, None)[0], torch.float32)
+    assert_close(
+        norm.rms_norm(heads, torch.ones(16), 1e-6, None)[0],
+        norm_twins.rms_norm(heads, torch.ones(16), 1e-6, None)[0],
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +66,9 @@ def test_rotary_write_equals_its_twin(dtype: torch.dtype, dim: int, rotary_dim: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", list(Activation))
 def test_activations_equal_their_twins(dtype: torch.dtype, kind: Activation) -> None:
-    x = torch.cat((torch.randn(5, 146) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 140]))).to(dtype)
+    x = torch.cat((torch.randn(5, 146) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 140]))).to(
+        dtype
+    )
     assert_close(activation.gated_activation(x, kind), norm_twins.gated_activation(x, kind), dtype)
     assert_close(activation.activation(x[:, 1:], kind), norm_twins.activation(x[:, 1:].float(), kind).to(dtype), dtype)
 

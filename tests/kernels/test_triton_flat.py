@@ -1,4 +1,5 @@
-"""Products of few rows in Triton, alone and with what stands around them, against the torch twin, in the interpreter; the table of forms."""
+"""Products of few rows in Triton, alone and with what stands around them, against the torch twin, in the interpreter;
+the table of forms."""
 
 from __future__ import annotations
 
@@ -29,12 +30,21 @@ FORMS = (
 )
 
 
-def product(form: Form, outs: int, ins: int, *, gated: bool = False, bias: bool = False, programmatic: bool = False) -> Product:
+def product(
+    form: Form, outs: int, ins: int, *, gated: bool = False, bias: bool = False, programmatic: bool = False
+) -> Product:
     shape, forms = Shape(outs, ins, gated), ((64, form),)
     torch.manual_seed(outs)
     rows = outs * (2 if gated else 1)
     weight = (torch.randn(rows, ins) * ins**-0.5).bfloat16()
-    return Product(weight, torch.randn(rows).bfloat16() if bias else None, shape, forms, make_scratch(shape, forms, "cpu"), programmatic)
+    return Product(
+        weight,
+        torch.randn(rows).bfloat16() if bias else None,
+        shape,
+        forms,
+        make_scratch(shape, forms, "cpu"),
+        programmatic,
+    )
 
 
 def around(tokens: int, outs: int, *, gated: bool, everything: bool) -> Around:
@@ -57,7 +67,9 @@ def assert_equal_to_twin(layer: Product, x: torch.Tensor, given: Around) -> None
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("outs", "everything"), [(32, False), (38, True)])
-def test_products_with_what_stands_around_them_equal_their_twin(form: Form, outs: int, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_with_what_stands_around_them_equal_their_twin(
+    form: Form, outs: int, everything: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tests.support.triton_interpreter.shuffle_programs(monkeypatch, outs)
     tokens, ins = (1 if form.kind == VECTOR else form.rows - 3), 128
     layer = product(form, outs, ins, bias=everything, programmatic=everything)
@@ -72,7 +84,9 @@ def test_products_with_what_stands_around_them_equal_their_twin(form: Form, outs
 def test_gates_equal_their_twin(form: Form, everything: bool) -> None:
     tokens = 1 if form.kind == VECTOR else form.rows
     layer = product(form, 24, 128, gated=True, bias=everything)
-    assert_equal_to_twin(layer, torch.randn(tokens, 128).bfloat16(), around(tokens, 24, gated=True, everything=everything))
+    assert_equal_to_twin(
+        layer, torch.randn(tokens, 128).bfloat16(), around(tokens, 24, gated=True, everything=everything)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -87,7 +101,11 @@ def test_the_product_alone_takes_any_rows_and_leaves_many_to_the_vendor(dtype: t
     assert left == [40, 0]
 
 
-@pytest.mark.parametrize("shape", [Shape(6144, 4096), Shape(14336, 4096, True), Shape(2048, 8192), Shape(1024, 448), Shape(151936, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(6144, 4096), Shape(14336, 4096, True), Shape(2048, 8192), Shape(1024, 448), Shape(151936, 1024)],
+    ids=str,
+)
 def test_every_shape_has_a_form_that_fits_for_every_batch(shape: Shape) -> None:
     for table in ({}, MEASURED.read(SHIPPED, "NVIDIA H200")):
         forms = forms_for(shape, 132, table)
@@ -120,7 +138,12 @@ def test_measured_forms_are_kept_and_found_again(tmp_path: Path, caplog: pytest.
     MEASURED.keep("card", found, path)
     MEASURED.keep("other", {Shape(1, 1): ((64, None),)}, path)
     assert MEASURED.read(path, "card") == found
-    rows = ('["1"]', '[64, "flat", 64, 64, 64, 1, 4, 4.5, true]', '[64, "flat", 32, 64, 64, 1, 4, 4, true]', '[1, "x", 1]')
+    rows = (
+        '["1"]',
+        '[64, "flat", 64, 64, 64, 1, 4, 4.5, true]',
+        '[64, "flat", 32, 64, 64, 1, 4, 4, true]',
+        '[1, "x", 1]',
+    )
     damaged = ('"8 by 16": [[1]]', *(f'"8 x 16": [{row}]' for row in rows))
     for each in (*(f'{{"flat": {{{row}}}}}' for row in damaged), "[" * 10**5):
         caplog.clear()

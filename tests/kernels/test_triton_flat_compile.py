@@ -1,4 +1,5 @@
-"""The kernels for few rows compile for an H200 without one: no spills, the instructions that were meant, room for the next launch."""
+"""The kernels for few rows compile for an H200 without one: no spills, the instructions that were meant, room for the
+next launch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 
 from tests.support import offline
 
-if importlib.util.find_spec("triton") is None:  # not imported here: whether its kernels are interpreted is fixed with that
+if (
+    importlib.util.find_spec("triton") is None
+):  # not imported here: whether its kernels are interpreted is fixed with that
     pytest.skip("triton is not installed", allow_module_level=True)
 
 

@@ -55,7 +55,9 @@ def test_a_dot_is_a_dot(dtype: torch.dtype) -> None:
 
 
 def test_casts_round_to_nearest_even_both_ways() -> None:
-    x = torch.cat((torch.randn(250) * 100, torch.tensor([1.00390625, 1.01171875, float("inf"), float("nan"), 3.4e38, -0.0])))
+    x = torch.cat(
+        (torch.randn(250) * 100, torch.tensor([1.00390625, 1.01171875, float("inf"), float("nan"), 3.4e38, -0.0]))
+    )
     narrow, wide = torch.empty(256, dtype=torch.bfloat16), torch.empty(256)
     _cast[(1,)](x, narrow, N=256)
     torch.testing.assert_close(narrow, x.bfloat16(), rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,5 @@
-"""The short way to launch a kernel: it never launches one that was compiled for other arguments, and passes what Triton would pass."""
+"""The short way to launch a kernel: it never launches one that was compiled for other arguments, and passes what Triton
+would pass."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch, "driver", DRIVER)
     maps = Maps({}), Maps({})
-    monkeypatch.setattr(launch, "known_of", lambda compiled, unpassed: Known(lambda *given: seen.append(given), f"but {unpassed}", maps, compiled))
+    monkeypatch.setattr(
+        launch,
+        "known_of",
+        lambda compiled, unpassed: Known(lambda *given: seen.append(given), f"but {unpassed}", maps, compiled),
+    )
     yield seen
 
 
@@ -63,16 +68,23 @@ def _tensor(dtype: torch.dtype, offset: int) -> torch.Tensor:
 
 
 TENSORS = st.builds(_tensor, st.sampled_from([torch.float32, torch.bfloat16, torch.int32]), st.integers(0, 16))
-INTEGERS = st.integers(0, 40) | st.sampled_from([-16, -1, 0, 1, 2, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, 2**63, True, False])
+INTEGERS = st.integers(0, 40) | st.sampled_from(
+    [-16, -1, 0, 1, 2, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, 2**63, True, False]
+)
 CONSTANTS = st.sampled_from([0, 1, 2, True, False, None, "ieee", 0.0, -0.0, 1.0])
 CALLS = st.tuples(
-    st.tuples(TENSORS, TENSORS | st.none(), TENSORS, INTEGERS, INTEGERS, INTEGERS, st.sampled_from([0.0, 1.0, -0.5, 1, None])),
-    st.fixed_dictionaries({"WIDTH": CONSTANTS, "FLAG": CONSTANTS, "num_warps": st.sampled_from([1, 4]), "launch_pdl": st.booleans()}),
+    st.tuples(
+        TENSORS, TENSORS | st.none(), TENSORS, INTEGERS, INTEGERS, INTEGERS, st.sampled_from([0.0, 1.0, -0.5, 1, None])
+    ),
+    st.fixed_dictionaries(
+        {"WIDTH": CONSTANTS, "FLAG": CONSTANTS, "num_warps": st.sampled_from([1, 4]), "launch_pdl": st.booleans()}
+    ),
 )
 
 
 def _neighbours(one: Any, other: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Calls that differ from ``one`` in a single argument, as ``other`` has it: most share a layout with it, and should not share a kernel."""
+    """Calls that differ from ``one`` in a single argument, as ``other`` has it: most share a layout with it, and should
+    not share a kernel."""
     for at in range(len(one[0])):
         yield (*one[0][:at], other[0][at], *one[0][at + 1 :]), one[1]
     for name in one[1]:
@@ -81,7 +93,9 @@ def _neighbours(one: Any, other: Any) -> Iterator[tuple[tuple[Any, ...], dict[st
 
 def test_no_two_arguments_that_the_compiler_tells_apart_share_a_kernel() -> None:
     """Each argument in turn through its pool, the others ordinary."""
-    tensors = [_tensor(dtype, offset) for dtype in (torch.float32, torch.bfloat16, torch.int32) for offset in (0, 1, 4, 8)]
+    tensors = [
+        _tensor(dtype, offset) for dtype in (torch.float32, torch.bfloat16, torch.int32) for offset in (0, 1, 4, 8)
+    ]
     integers = [0, 1, 2, 15, 16, 17, 48, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, -1, -16, True]
     constants = [0, 1, 2, True, False, None, "ieee", 0.0, -0.0, 1.0]
     pools: list[Any] = [tensors, [*tensors, None], tensors, integers, integers, integers, [0.0, 1.0, 1, None]]
@@ -111,7 +125,11 @@ def _layout(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
 
 def _is_ordinary(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     integers = all(type(each) is not int or 0 <= each < 2**31 for each in arguments)
-    return integers and not any(type(each) is bool for each in arguments) and not any(type(each) is float for each in named.values())
+    return (
+        integers
+        and not any(type(each) is bool for each in arguments)
+        and not any(type(each) is float for each in named.values())
+    )
 
 
 def test_the_driver_is_given_what_triton_would_give_it(passed: list[tuple[Any, ...]]) -> None:
@@ -140,7 +158,9 @@ def _taken_apart(x_map, y_map, strict):  # type: ignore[no-untyped-def]
     pass
 
 
-def test_a_descriptor_is_made_once_for_each_place_in_memory(passed: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descriptor_is_made_once_for_each_place_in_memory(
+    passed: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
 
     def make(descriptor: TensorDescriptor, meta: object) -> list[Any]:
@@ -154,7 +174,19 @@ def test_a_descriptor_is_made_once_for_each_place_in_memory(passed: list[tuple[A
         assert kernel[(1,)](x, y, 3) == kernel.asked((x, y, 3), {})
     assert kernel.plain == 1
     assert made == [memory[at].data_ptr() for at in (0, 3, 1, 2)]
-    assert passed[1][5:] == (f"map {memory[1].data_ptr()}", 64, 64, 64, 1, f"map {memory[3].data_ptr()}", 64, 64, 64, 1, 3)
+    assert passed[1][5:] == (
+        f"map {memory[1].data_ptr()}",
+        64,
+        64,
+        64,
+        1,
+        f"map {memory[3].data_ptr()}",
+        64,
+        64,
+        64,
+        1,
+        3,
+    )
     for block in ([32, 64], [16, 64]):
         x, y = (TensorDescriptor(memory[at], [64, 64], [64, 1], block) for at in (0, 3))
         assert kernel[(1,)](x, y, 3) == kernel.asked((x, y, 3), {})
@@ -190,7 +222,9 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_MOST_KEYS", 4)
     kernel, x = Told(_all_kinds, **SPECIAL), _tensor(torch.bfloat16, 0)
     for width in [*range(20), *range(20)]:
-        assert kernel[(1,)](x, x, x, 2, 2, 2, 1.0, WIDTH=width, FLAG=True) == kernel.asked((x, x, x, 2, 2, 2, 1.0), {"WIDTH": width, "FLAG": True})
+        assert kernel[(1,)](x, x, x, 2, 2, 2, 1.0, WIDTH=width, FLAG=True) == kernel.asked(
+            (x, x, x, 2, 2, 2, 1.0), {"WIDTH": width, "FLAG": True}
+        )
     (layout,) = kernel._layouts.values()
     assert len(layout._table) <= 4  # type: ignore[attr-defined]
 

@@ -72,10 +72,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "fake.c").write_text(FAKE)
     includes = [f"-I{each}" for each in driver.include_dirs]
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O0", "-o", folder / "libcuda.so.1", folder / "fake.c", *includes], check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-O0", "-o", folder / "libcuda.so.1", folder / "fake.c", *includes], check=True
+    )
     source = Path(__file__).parents[2] / "src" / "headrace" / "kernels" / "build" / "launcher.c"
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder), "COUNT": "9", "TRITON_CACHE_DIR": str(folder)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, source], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, source], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -17,13 +17,19 @@ SMALL = Tile(16, 16, 32, 4, 2)
 
 def operands(tokens: int, outs: int, ins: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(tokens)
-    return torch.randn(tokens, ins).to(dtype), (torch.randn(outs, ins) * ins**-0.5).to(dtype), torch.randn(outs).to(dtype)
+    return (
+        torch.randn(tokens, ins).to(dtype),
+        (torch.randn(outs, ins) * ins**-0.5).to(dtype),
+        torch.randn(outs).to(dtype),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bulk", [False, True], ids=["rows loaded", "copy engine"])
 @pytest.mark.parametrize(("tokens", "outs", "ins"), [(1, 40, 72), (19, 130, 200), (70, 33, 64)])
-def test_linear_equals_its_twin(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bulk: bool, tokens: int, outs: int, ins: int) -> None:
+def test_linear_equals_its_twin(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bulk: bool, tokens: int, outs: int, ins: int
+) -> None:
     monkeypatch.setattr(linear, "tile_for", lambda *shape, **device: SMALL)
     x, weight, bias = operands(tokens, outs, ins, dtype)
     for given in (bias, None):

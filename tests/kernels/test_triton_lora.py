@@ -20,10 +20,14 @@ def rows(slots: list[int]) -> AdapterRows:
     return AdapterRows(torch.tensor(slots, dtype=torch.int32))
 
 
-def factors(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def factors(
+    parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """a, b and ranks of five slots; NaN where no rank reaches."""
     generator = torch.Generator().manual_seed(7)
-    ranks = torch.tensor([[most, 1, 0], [most, most, most], [3, most, 2], [0, 0, 0], [0, 5, most]])[:, : len(parts)].clamp(max=most)
+    ranks = torch.tensor([[most, 1, 0], [most, most, most], [3, most, 2], [0, 0, 0], [0, 5, most]])[
+        :, : len(parts)
+    ].clamp(max=most)
     a = torch.randn(5, len(parts), most, ins, generator=generator) / ins**0.5
     b = torch.randn(5, most, sum(parts), generator=generator)
     firsts = np.cumsum([0, *parts])
@@ -40,7 +44,9 @@ def factors(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("parts", "ins", "most"), [((40,), 72, 16), ((130, 24, 24), 1100, 5), ((24, 24), 72, 80)])
 @pytest.mark.parametrize("slots", [[2], MIXED])
-def test_each_row_gets_what_its_adapter_adds(slots: list[int], parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> None:
+def test_each_row_gets_what_its_adapter_adds(
+    slots: list[int], parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype
+) -> None:
     a, b, ranks = factors(parts, ins, most, dtype)
     wide, y = torch.randn(len(slots), ins + 8).to(dtype), torch.randn(len(slots), sum(parts)).to(dtype)
     x, got, want = wide[:, :ins], y.clone(), y.float()
@@ -58,14 +64,20 @@ def test_magnitudes_and_a_norm_that_is_still_to_be_divided(invariant: bool, monk
     a, b, ranks = factors((24, 40), 64, 8, torch.float32)
     x, y, gains = torch.randn(len(MIXED), 64), torch.randn(len(MIXED), 64), torch.rand(5, 2, 64) + 0.5
     got, want, squares = y.clone(), y.clone(), torch.rand(3, len(MIXED)) * 64
-    triton_lora._adder(programmatic=False, invariant=invariant)(got, x, a, b, ranks, (24, 40), rows(MIXED), gains, squares, 1e-5)
+    triton_lora._adder(programmatic=False, invariant=invariant)(
+        got, x, a, b, ranks, (24, 40), rows(MIXED), gains, squares, 1e-5
+    )
     add_deltas(want, x, a, b, ranks, (24, 40), rows(MIXED), gains, squares, 1e-5)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [None, 3.0])
 def test_rows_of_an_embedding(scale: float | None) -> None:
-    a, b, ranks = torch.randn(5, 30, 6), torch.randn(5, 6, 40), torch.tensor([[6], [6], [2], [0], [1]], dtype=torch.int32)
+    a, b, ranks = (
+        torch.randn(5, 30, 6),
+        torch.randn(5, 6, 40),
+        torch.tensor([[6], [6], [2], [0], [1]], dtype=torch.int32),
+    )
     ids, y = torch.arange(len(MIXED)) % 30, torch.randn(len(MIXED), 40)
     got, want = y.clone(), y.clone()
     triton_lora.look_up_deltas(got, ids, a, b, ranks, scale, rows(MIXED))

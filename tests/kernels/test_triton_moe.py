@@ -14,7 +14,9 @@ from headrace.spec import Activation
 from tests.support.kernel_cases import TOLERANCE
 
 
-def inputs(tokens: int, dtype: torch.dtype, *, experts: int = 6, hidden: int = 72, inner: int = 40) -> tuple[torch.Tensor, ...]:
+def inputs(
+    tokens: int, dtype: torch.dtype, *, experts: int = 6, hidden: int = 72, inner: int = 40
+) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(tokens)
     x, router = torch.randn(tokens, hidden), torch.randn(tokens, experts)
     weights = torch.randn(experts, 2 * inner, hidden) * hidden**-0.5, torch.randn(experts, hidden, inner) * inner**-0.5
@@ -28,12 +30,15 @@ def test_moe_equals_its_twin(dtype: torch.dtype, tokens: int, top_k: int, renorm
     arguments = (*inputs(tokens, dtype), top_k, renormalize, Activation.SILU)
     got, want = Moe(False, bulk)(*arguments), reference.moe(*arguments)
     assert got.dtype == dtype
-    assert float((got.float() - want.float()).abs().max()) <= 2 * TOLERANCE[dtype] * float(want.float().abs().max().clamp(min=1.0))
+    assert float((got.float() - want.float()).abs().max()) <= 2 * TOLERANCE[dtype] * float(
+        want.float().abs().max().clamp(min=1.0)
+    )
 
 
 @pytest.mark.parametrize(("experts", "batch_invariant"), [(6, False), (40, False), (6, True)])
 def test_every_tile_of_uneven_experts_equals_the_twin(experts: int, batch_invariant: bool) -> None:
-    """All tokens take the first expert, whose list is longer than a tile; tails of every size; experts nobody takes, of weights not to be read."""
+    """All tokens take the first expert, whose list is longer than a tile; tails of every size; experts nobody takes, of
+    weights not to be read."""
     x, router, gate_up, down = inputs(150, torch.bfloat16, experts=experts)
     router.zero_()
     router[:, 0] = 6.0
@@ -42,7 +47,9 @@ def test_every_tile_of_uneven_experts_equals_the_twin(experts: int, batch_invari
     gate_up[5:], down[5:] = float("nan"), float("nan")
     assert _routed(router, 2, True)[1].tolist() == [150, 70, 45, 25, 10] + [0] * (experts - 5)
     tile = tiles_for(torch.bfloat16, 300, experts, invariant=batch_invariant).expand
-    assert (tile.rows, tile.halvings) == {(6, False): (128, 3), (40, False): (16, 0), (6, True): (64, 0)}[experts, batch_invariant]
+    assert (tile.rows, tile.halvings) == {(6, False): (128, 3), (40, False): (16, 0), (6, True): (64, 0)}[
+        experts, batch_invariant
+    ]
     arguments = (x, router, gate_up, down, 2, True, Activation.SILU)
     got, want = Moe(batch_invariant, True)(*arguments).float(), reference.moe(*arguments).float()
     assert float((got - want).abs().max()) <= 2 * TOLERANCE[torch.bfloat16] * float(want.abs().max())

@@ -1,4 +1,5 @@
-"""Kernels that begin while the one before still runs: until they have waited for it they read weights alone, and they always wait."""
+"""Kernels that begin while the one before still runs: until they have waited for it they read weights alone, and they
+always wait."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ Builder = tests.support.triton_interpreter.Builder
 
 @dataclass
 class Programs:
-    """What programs did before they waited. ``early``: addresses by kind of access; ``waited``: of each program so far."""
+    """What programs did before they waited. ``early``: addresses by kind of access; ``waited``: of each program so
+    far."""
 
     waited: list[bool] = field(default_factory=list)
     early: dict[str, set[int]] = field(default_factory=lambda: {"load": set(), "store": set(), "atomic": set()})
@@ -63,7 +65,8 @@ class Programs:
 def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     told = Programs()
     begin, load, store, atomic = (
-        getattr(Builder, name) for name in ("set_grid_idx", "create_masked_load", "create_masked_store", "create_atomic_rmw")
+        getattr(Builder, name)
+        for name in ("set_grid_idx", "create_masked_load", "create_masked_store", "create_atomic_rmw")
     )
 
     def noted(kind: str, stock: Callable[..., Any], at: int, mask_at: int) -> Callable[..., Any]:
@@ -83,13 +86,19 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 def assert_in_order(programs: Programs, weights: Iterable[torch.Tensor]) -> None:
-    assert programs.waited and all(programs.waited), "a kernel that does not wait lets the one behind it overtake the one before"
+    assert programs.waited and all(programs.waited), (
+        "a kernel that does not wait lets the one behind it overtake the one before"
+    )
     assert not programs.early["store"] and not programs.early["atomic"]
     extents = [(weight.data_ptr(), weight.data_ptr() + weight.numel() * weight.element_size()) for weight in weights]
-    assert all(any(low <= address < high for low, high in extents) for address in programs.early["load"]), "read before it was written"
+    assert all(any(low <= address < high for low, high in extents) for address in programs.early["load"]), (
+        "read before it was written"
+    )
 
 
-FORMS = [vector(4, 32, ahead, 1, late=late) for ahead in (0, 1, 2) for late in (False, True)] + [flat_form(16, 32, 32, 2, ways) for ways in (1, 2)]
+FORMS = [vector(4, 32, ahead, 1, late=late) for ahead in (0, 1, 2) for late in (False, True)] + [
+    flat_form(16, 32, 32, 2, ways) for ways in (1, 2)
+]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -102,7 +111,10 @@ def test_products_read_weights_alone_before_they_wait(form: Form, gated: bool, p
     weight = torch.randn(outs * (2 if gated else 1), ins).bfloat16()
     layer = Product(weight, torch.randn(len(weight)).bfloat16(), shape, forms, make_scratch(shape, forms, "cpu"), True)
     residual, scale = None if gated else torch.randn(tokens, outs).bfloat16(), None if gated else torch.rand(outs)
-    FusedLinear(layer)(torch.randn(tokens, ins).bfloat16(), Around(torch.rand(3, tokens), 1e-5, Activation.SILU if gated else None, residual, scale))
+    FusedLinear(layer)(
+        torch.randn(tokens, ins).bfloat16(),
+        Around(torch.rand(3, tokens), 1e-5, Activation.SILU if gated else None, residual, scale),
+    )
     assert_in_order(programs, [weight])
     assert form.kind == "flat" or programs.early["load"], "its first weights are under way meanwhile"
 
@@ -112,12 +124,16 @@ def test_products_with_quantised_weights_read_those_alone_before_they_wait(ways:
     shape, around = Shape(64, 256), Around(residual=torch.randn(3, 64).bfloat16(), scale=torch.rand(64))
     forms = ((64, Form(FLAT, 16, 64, 128, ways, late=True)),)
     (packed,) = lay([random_piece(PackedIntegers(4, 128, zero=False), 64, 256)], gated=False) or ()
-    coded = CodedProduct(packed, torch.randn(64).bfloat16(), forms, make_scratch(shape, forms, "cpu"), programmatic=True)
+    coded = CodedProduct(
+        packed, torch.randn(64).bfloat16(), forms, make_scratch(shape, forms, "cpu"), programmatic=True
+    )
     CodedFused(coded)(torch.randn(3, 256).bfloat16(), around)
     piece = random_piece(ScaledWeight("int8", (1, WHOLE), activations=Activations("int8")), 64, 256)
     site: Any = SimpleNamespace(programmatic=True, empty=plainly_empty)
     forms = ((64, Form(FLAT, 16, 32, 128, ways, 4, 1)),)
-    eight = Maker(site, EightBits("int8"), forms, make_scratch(shape, forms, "cpu")).made([piece], torch.randn(64).bfloat16())
+    eight = Maker(site, EightBits("int8"), forms, make_scratch(shape, forms, "cpu")).made(
+        [piece], torch.randn(64).bfloat16()
+    )
     assert eight is not None
     eight.fused(torch.randn(3, 256).bfloat16(), around)
     rounding.rounded(torch.randn(4, 96).bfloat16(), torch.int8, squares=torch.rand(70, 4), eps=1e-5, programmatic=True)
@@ -132,7 +148,9 @@ def test_the_others_wait_before_they_touch_what_another_kernel_wrote(programs: P
     embedding.embedding(torch.arange(5), table, None, programmatic=True)
     q, k, v = torch.randn(5, 4, 16).split_with_sizes((2, 1, 1), dim=1)
     caches = torch.zeros(2, 2, 1, 8, 16)
-    rotary.rotary_write(q, k, v, torch.arange(5), torch.randn(9, 16), caches[0], caches[1], torch.arange(5), programmatic=True)
+    rotary.rotary_write(
+        q, k, v, torch.arange(5), torch.randn(9, 16), caches[0], caches[1], torch.arange(5), programmatic=True
+    )
     assert_in_order(programs, [weight])
 
 
@@ -151,13 +169,16 @@ def pick() -> None:
 
 
 @pytest.mark.parametrize("around", [gather, store, pick])
-def test_what_stands_around_a_forward_pass_waits_before_it_touches_anything(around: Callable[[], None], programs: Programs) -> None:
+def test_what_stands_around_a_forward_pass_waits_before_it_touches_anything(
+    around: Callable[[], None], programs: Programs
+) -> None:
     around()
     assert_in_order(programs, [])
 
 
 def test_a_step_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that fetches it does not wait, so it is the one that may not be launched early: all others of the step follow it."""
+    """The kernel that fetches it does not wait, so it is the one that may not be launched early: all others of the step
+    follow it."""
     named: list[dict[str, Any]] = []
 
     class Launched:
@@ -165,11 +186,27 @@ def test_a_step_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyP
             return lambda *arguments, **given: named.append(given)
 
     monkeypatch.setattr(rows, "_fetch_kernel", Launched())
-    rows.fetch_step(torch.zeros(4, 7, 8).int(), torch.zeros(1).int(), torch.zeros(3, 8).int(), torch.zeros(4, 8).int(), programmatic=True)
+    rows.fetch_step(
+        torch.zeros(4, 7, 8).int(),
+        torch.zeros(1).int(),
+        torch.zeros(3, 8).int(),
+        torch.zeros(4, 8).int(),
+        programmatic=True,
+    )
     assert named[0]["PDL"] and "launch_pdl" not in named[0]
 
 
 def test_no_other_kernel_begins_early() -> None:
     files = Path(norm.__file__).parents[1].glob("*/*.py")
-    early = {"coded", "eight_bits", "flat_linear", "triton_embedding", "triton_norm", "triton_pick", "triton_rotary", "triton_rounded", "triton_rows"}
+    early = {
+        "coded",
+        "eight_bits",
+        "flat_linear",
+        "triton_embedding",
+        "triton_norm",
+        "triton_pick",
+        "triton_rotary",
+        "triton_rounded",
+        "triton_rows",
+    }
     assert {path.stem for path in files if "**dependent(" in path.read_text()} == early

@@ -1,4 +1,5 @@
-"""How keys are dealt out to programs, in the interpreter: every unit once, short pairs uncut, each record says where its program begins."""
+"""How keys are dealt out to programs, in the interpreter: every unit once, short pairs uncut, each record says where
+its program begins."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ FIELDS = (BEGIN, END, SEQUENCE, HEAD, STEP, FIRST_0, LAST_0, FIRST_1, LAST_1, CO
 def dealt_out(contexts: list[int], whole: int, beginning: int = 0, warps: int = 0) -> torch.Tensor:
     ints = torch.tensor(contexts, dtype=torch.int32)
     starts, rows = torch.arange(len(contexts) + 1, dtype=torch.int32), len(contexts)
-    inputs = AttentionInputs(torch.zeros((rows, 1), dtype=torch.int32), starts, ints, torch.zeros(rows).long(), 16, 1, max(contexts))
+    inputs = AttentionInputs(
+        torch.zeros((rows, 1), dtype=torch.int32), starts, ints, torch.zeros(rows).long(), 16, 1, max(contexts)
+    )
     made = make_plan(inputs, None, 1, PROGRAMS, 4, KV_HEADS, Tiles(16, KEYS, 4, 0, 2), None, whole, beginning, warps)
     assert made.shared is None
     return made.spans
@@ -62,9 +65,16 @@ def test_units_are_dealt_out_once_and_records_say_where(seed: int, whole: int, b
         for first, last in (("first_0", "last_0"), ("first_1", "last_1")):
             assert each[first] > each[last] or 0 <= each[first] < each[last] < PROGRAMS
         parts = [row for at, row in enumerate(line) if each["begin"] <= at < each["end"]]
-        for pair, first, last in ((parts[0], each["first_0"], each["last_0"]), (parts[-1], each["first_1"], each["last_1"])):
+        for pair, first, last in (
+            (parts[0], each["first_0"], each["last_0"]),
+            (parts[-1], each["first_1"], each["last_1"]),
+        ):
             if first <= last:  # those programs, and no others, meet that pair
-                meets = [at for at, other in enumerate(dealt) if any(unit[:2] == pair[:2] for unit in line[other["begin"] : other["end"]])]
+                meets = [
+                    at
+                    for at, other in enumerate(dealt)
+                    if any(unit[:2] == pair[:2] for unit in line[other["begin"] : other["end"]])
+                ]
                 assert meets == list(range(first, last + 1))
     assert covered == line
 
@@ -73,7 +83,9 @@ def test_short_pairs_stay_whole_where_there_are_programs_to_spare() -> None:
     for whole, programs in ((2, 4), (4, 2)):
         busy = [each for each in records([200], whole) if each["begin"] < each["end"]]  # four units a head
         assert len(busy) == programs
-        assert all((each["first_0"] <= each["last_0"] or each["first_1"] <= each["last_1"]) == (whole == 2) for each in busy)
+        assert all(
+            (each["first_0"] <= each["last_0"] or each["first_1"] <= each["last_1"]) == (whole == 2) for each in busy
+        )
 
 
 def test_few_sequences_and_groups_that_fill_a_tile_alone_are_not_looked_at() -> None:

@@ -1,4 +1,5 @@
-"""Keys and values in 8 and 4 bits in Triton against the twin, in the interpreter: decode, prefill, cascade, the write."""
+"""Keys and values in 8 and 4 bits in Triton against the twin, in the interpreter: decode, prefill, cascade, the
+write."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ MIXED = [(1, 70), (37, 100), (2, 2), (1, 150), (1, 0)]
 
 def attention(name: str, case: QuantizedCase, *, invariant: bool = False, **how: bool) -> PagedAttention:
     heads, kv_heads, dim = case.q.shape[1], case.k_cache.shape[1], case.q.shape[2]
-    return PagedAttention(dim, heads // kv_heads, 2, invariant, bulk=True, dtype=case.q.dtype, kv=KV_FORMATS[name], **how)
+    return PagedAttention(
+        dim, heads // kv_heads, 2, invariant, bulk=True, dtype=case.q.dtype, kv=KV_FORMATS[name], **how
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -31,17 +34,32 @@ def test_attention_is_that_over_what_codes_mean(name: str, dtype: torch.dtype) -
     assert_close(case.run(attention(name, case)), case.meant(), dtype)
 
 
-@pytest.mark.parametrize(("name", "block_size", "window", "soft_cap"), [("int8", 128, 70, None), ("int4", 64, None, 5.0), ("fp8_e4m3", 8, 7, 0.5)])
-def test_windows_caps_blocks_and_odd_heads(name: str, block_size: int, window: int | None, soft_cap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "block_size", "window", "soft_cap"),
+    [("int8", 128, 70, None), ("int4", 64, None, 5.0), ("fp8_e4m3", 8, 7, 0.5)],
+)
+def test_windows_caps_blocks_and_odd_heads(
+    name: str, block_size: int, window: int | None, soft_cap: float | None
+) -> None:
     case = QuantizedCase(name, MIXED, heads=6, kv_heads=2, dim=34, dtype=torch.bfloat16, block_size=block_size)
     case.poison(window)
     for how in ({}, {"unified": True}, {"invariant": True}):
-        assert_close(case.run(attention(name, case, **how), window, soft_cap), case.meant(window, soft_cap), torch.bfloat16)
+        assert_close(
+            case.run(attention(name, case, **how), window, soft_cap), case.meant(window, soft_cap), torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_shared_keys_are_read_once(name: str) -> None:
-    case = QuantizedCase(name, [(1, 150 + row) for row in range(paged.FEWEST)], heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=16)
+    case = QuantizedCase(
+        name,
+        [(1, 150 + row) for row in range(paged.FEWEST)],
+        heads=4,
+        kv_heads=2,
+        dim=64,
+        dtype=torch.bfloat16,
+        block_size=16,
+    )
     case.table[:, :8] = case.table[0, :8]  # 128 tokens
     case.poison(None)
     attend = attention(name, case, cascade=True)

@@ -1,4 +1,5 @@
-"""Gathering a step's inputs from rows and storing its tokens, in Triton, against their torch twins, in the interpreter."""
+"""Gathering a step's inputs from rows and storing its tokens, in Triton, against their torch twins, in the
+interpreter."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from headrace.kernels.rows import triton_rows as rows
 
 
 def _step(counts: list[int], contexts: list[int], dummies: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(chunk, position, context) of chunks packed one after another, the first padded by ``dummies`` tokens of no sequence."""
+    """(chunk, position, context) of chunks packed one after another, the first padded by ``dummies`` tokens of no
+    sequence."""
     chunk = [0] * dummies + [index for index, count in enumerate(counts) for _ in range(count)]
-    position = [-1] * dummies + [context - count + i for count, context in zip(counts, contexts, strict=True) for i in range(count)]
+    position = [-1] * dummies + [
+        context - count + i for count, context in zip(counts, contexts, strict=True) for i in range(count)
+    ]
     return tuple(torch.tensor(values, dtype=torch.int32) for values in (chunk, position, contexts))  # type: ignore[return-value]
 
 
@@ -29,7 +33,10 @@ def test_inputs_equal_those_of_the_twin(block_size: int, counts: list[int], dumm
     row = torch.randperm(9, generator=generator)[: len(counts)].int()
     chunk, position, context = _step(counts, contexts, dummies)
     width = -(-max(contexts) // block_size)
-    results = [function(token_ids, table, row, chunk, position, context, block_size, width) for function in (rows.gather_inputs, twins.gather_inputs)]
+    results = [
+        function(token_ids, table, row, chunk, position, context, block_size, width)
+        for function in (rows.gather_inputs, twins.gather_inputs)
+    ]
     for got, want in zip(results[0][:3], results[1][:3], strict=True):
         assert got.dtype == want.dtype
         assert got.tolist() == want.tolist()
@@ -41,7 +48,9 @@ def test_inputs_equal_those_of_the_twin(block_size: int, counts: list[int], dumm
 def test_a_chunk_of_no_sequence_reads_nothing() -> None:
     """A graph's padding: row 0, position -1, context 0."""
     token_ids, table = torch.full((2, 8), 5, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
-    row, chunk, position, context = (torch.tensor(values, dtype=torch.int32) for values in ([1, 0, 0], [0, 1, 2], [7, -1, -1], [8, 0, 0]))
+    row, chunk, position, context = (
+        torch.tensor(values, dtype=torch.int32) for values in ([1, 0, 0], [0, 1, 2], [7, -1, -1], [8, 0, 0])
+    )
     ids, positions, slots, _ = rows.gather_inputs(token_ids, table, row, chunk, position, context, 8, 1)
     assert (ids.tolist(), positions.tolist(), slots.tolist()) == ([5, 0, 0], [7, 0, 0], [7, -1, -1])
 
@@ -77,7 +86,11 @@ def test_tokens_are_stored_where_they_belong_and_nowhere_else(store) -> None:  #
 def test_what_the_host_wrote_is_fetched_slot_by_slot(fetch, count: int) -> None:  # type: ignore[no-untyped-def]
     ring = torch.randint(0, 1000, (3, 7, 304), dtype=torch.int32)
     ring[:, 6, 0] = 0
-    turn, shipped, table = torch.zeros(1, dtype=torch.int32), torch.full((3, 304), 7, dtype=torch.int32), torch.zeros(4, 5, dtype=torch.int32)
+    turn, shipped, table = (
+        torch.zeros(1, dtype=torch.int32),
+        torch.full((3, 304), 7, dtype=torch.int32),
+        torch.zeros(4, 5, dtype=torch.int32),
+    )
     for slot in (0, 1, 2, 0):
         fetch(ring, turn, shipped[:, :count], table)
         assert shipped[:, :count].tolist() == ring[slot, :3, :count].tolist() and (shipped[:, count:] == 7).all()
@@ -90,7 +103,11 @@ def test_what_the_host_wrote_is_fetched_slot_by_slot(fetch, count: int) -> None:
 def test_block_tables_are_edited_where_the_host_says_and_nowhere_else(fetch, edits: int) -> None:  # type: ignore[no-untyped-def]
     ring = torch.randint(0, 9, (2, 7, 304), dtype=torch.int32)  # what lies behind the edits is of an earlier step
     places = torch.randperm(30 * 40)[:edits]
-    ring[1, 3, :edits], ring[1, 4, :edits], ring[1, 5, :edits] = places.int() // 40, places.int() % 40, torch.arange(edits).int() + 100
+    ring[1, 3, :edits], ring[1, 4, :edits], ring[1, 5, :edits] = (
+        places.int() // 40,
+        places.int() % 40,
+        torch.arange(edits).int() + 100,
+    )
     ring[1, 6, 0] = edits
     table = torch.arange(1200, dtype=torch.int32).view(30, 40)
     wanted = table.clone()
@@ -104,7 +121,15 @@ def test_block_tables_are_edited_where_the_host_says_and_nowhere_else(fetch, edi
 def test_tokens_are_left_for_the_host_in_the_slot_of_their_step(store, turn: int) -> None:  # type: ignore[no-untyped-def]
     token_ids, ring = torch.zeros(200, 6, dtype=torch.int32), torch.full((3, 304, 2), -7, dtype=torch.int32)
     row, tokens = torch.arange(200, dtype=torch.int32), torch.arange(200) + 3
-    store(token_ids, row, row * 0 + 2, tokens, torch.where(tokens % 2 == 0, 0.0, float("inf")), ring, torch.tensor([turn], dtype=torch.int32))
+    store(
+        token_ids,
+        row,
+        row * 0 + 2,
+        tokens,
+        torch.where(tokens % 2 == 0, 0.0, float("inf")),
+        ring,
+        torch.tensor([turn], dtype=torch.int32),
+    )
     slot = (turn - 1) % 3
     assert ring[slot, :200].tolist() == [[token, int(token % 2 == 0)] for token in range(3, 203)]
     ring[slot, :200] = -7

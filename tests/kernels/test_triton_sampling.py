@@ -70,7 +70,9 @@ FILTERS = {
 
 @pytest.mark.parametrize(("name", "spread"), [*((name, 6.0) for name in FILTERS), ("top-p", 0.05), ("many", 0.05)])
 @pytest.mark.parametrize("depth", [1, 32])
-def test_thresholds_keep_what_the_twins_keep(name: str, spread: float, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thresholds_keep_what_the_twins_keep(
+    name: str, spread: float, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(thresholds, "_DEPTH", depth)  # 1: most rows have too many
     logits = logits_of(3, 600, spread)
     logits[1, 5:25] = logits[1].amax()  # ties at the top
@@ -104,11 +106,17 @@ def test_odd_rows_keep_what_the_twins_keep() -> None:
 
 def test_picks_from_logits_are_the_twins() -> None:
     logits = logits_of(6, 700)
-    filters = (torch.tensor([0, 40, 0, 5, 680, 0]), torch.tensor([0.9, 1.0, 1.0, 0.5, 0.99, 1.0]), torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.0]))
+    filters = (
+        torch.tensor([0, 40, 0, 5, 680, 0]),
+        torch.tensor([0.9, 1.0, 1.0, 0.5, 0.99, 1.0]),
+        torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.0]),
+    )
     arguments = (logits, logits.amax(-1), torch.tensor([0.8, 1.0, 0.5, 2.0, 1.0, 1e-30]))
     for chosen in (filters, None):
         got = sampling.pick_tokens(*arguments, chosen, torch.arange(6) * 977, torch.arange(6))
-        assert torch.equal(got, twin.pick_tokens(*arguments, chosen, torch.arange(6) * 977, torch.arange(6), twin.gumbel_argmax))
+        assert torch.equal(
+            got, twin.pick_tokens(*arguments, chosen, torch.arange(6) * 977, torch.arange(6), twin.gumbel_argmax)
+        )
 
 
 @pytest.mark.parametrize("num_best", [0, 3])

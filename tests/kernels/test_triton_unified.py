@@ -1,4 +1,5 @@
-"""Decode attention whose scores become powers of 2 as they are: equal to the twin, and right where float32 does not hold such powers."""
+"""Decode attention whose scores become powers of 2 as they are: equal to the twin, and right where float32 does not
+hold such powers."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tiles
 
 
-def check(case: PagedCase, processors: int, window: int | None = None, soft_cap: float | None = None, scores: float = 0.0) -> None:
+def check(
+    case: PagedCase, processors: int, window: int | None = None, soft_cap: float | None = None, scores: float = 0.0
+) -> None:
     case.poison(window)
     got = case.run(PagedAttention(16, 2, processors, False, unified=True), window, soft_cap)
     assert_close(got, case.run(reference.paged_attention, window, soft_cap), case.q.dtype, scores)

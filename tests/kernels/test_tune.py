@@ -25,7 +25,9 @@ def bytes_of(form: Form, shape: Shape) -> int:
     return form.stages * form.depth * 2 * (form.columns * (2 if shape.gated else 1) + form.rows)
 
 
-@pytest.mark.parametrize("shape", [*tune.shapes_of(DEFAULT_SPEC), Shape(6144, 4096), Shape(5120, 13824), Shape(13824, 5120, True)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*tune.shapes_of(DEFAULT_SPEC), Shape(6144, 4096), Shape(5120, 13824), Shape(13824, 5120, True)], ids=str
+)
 def test_what_is_tried_fits_and_serves_all_rows_of_its_class(shape: Shape) -> None:
     for rows in tune.FLAT_ROWS:
         forms = candidate_forms(shape, rows)
@@ -44,7 +46,9 @@ def test_the_shapes_of_a_model_are_those_of_its_layers_and_head() -> None:
         assert forms_for(shape, 132, shipped) == shipped[shape], "the model of the documentation is shipped"
 
 
-def trial(form_results: dict[Any, float | Exception], seconds: dict[Any, float], monkeypatch: pytest.MonkeyPatch, **more: Any) -> tune.Tuned:
+def trial(
+    form_results: dict[Any, float | Exception], seconds: dict[Any, float], monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> tune.Tuned:
     """``form_results``: what each form computes, where 1 is right; the time that is measured is that of ``seconds``."""
     timed: list[Any] = []
 
@@ -62,8 +66,12 @@ def trial(form_results: dict[Any, float | Exception], seconds: dict[Any, float],
         return [seconds[calls[0].form]] * rounds
 
     monkeypatch.setattr(tune, "cuda_time", cuda_time)
-    found = tune.fastest(tune.Trial(Shape(8, 128), 4, {form: lambda form=form: make(form) for form in form_results}, **more))  # type: ignore[misc]
-    assert set(timed) == {form for form, result in form_results.items() if result == 1.0}, "what computes something else is not even timed"
+    found = tune.fastest(
+        tune.Trial(Shape(8, 128), 4, {form: lambda form=form: make(form) for form in form_results}, **more)
+    )  # type: ignore[misc]
+    assert set(timed) == {form for form, result in form_results.items() if result == 1.0}, (
+        "what computes something else is not even timed"
+    )
     return found
 
 
@@ -75,19 +83,28 @@ def test_the_quickest_right_form_wins(held: bool, monkeypatch: pytest.MonkeyPatc
     best = trial(results, {None: 3.0, "a": 2.0, "b": 1.0}, monkeypatch, held=held, least=3)
     assert (best.form, best.seconds, best.without, best.rows, best.least) == ("b", 1.0, 3.0, 4, 3)
     assert trial(results, {None: 1.0, "a": 2.0, "b": 4.0}, monkeypatch, held=held).form is None
-    assert trial(results, {None: 1.0, "a": 2.0, "b": 4.0}, monkeypatch, held=held, gain=0.0).form == "a", "a gate is never the vendor's"
+    assert trial(results, {None: 1.0, "a": 2.0, "b": 4.0}, monkeypatch, held=held, gain=0.0).form == "a", (
+        "a gate is never the vendor's"
+    )
     with pytest.raises(ZeroDivisionError):
         trial({None: 1.0, "a": ZeroDivisionError()}, {None: 1.0}, monkeypatch, held=held)
 
 
 @pytest.mark.parametrize(("seconds", "chosen"), [(0.5, True), (0.97, True), (0.995, False), (1.0, False)])
-def test_a_form_is_kept_where_it_is_quicker_by_enough(seconds: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trial({None: 1.0, "a": 1.0}, {None: 1.0, "a": seconds}, monkeypatch, gain=1.02).form == ("a" if chosen else None)
+def test_a_form_is_kept_where_it_is_quicker_by_enough(
+    seconds: float, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trial({None: 1.0, "a": 1.0}, {None: 1.0, "a": seconds}, monkeypatch, gain=1.02).form == (
+        "a" if chosen else None
+    )
 
 
 def test_a_gate_s_forms_are_kept_by_shape_and_shown() -> None:
     gated, form = Shape(8, 128, True), vector(4, 64, 0, 4)
-    kind, tuned = tune.FlatProducts(Activation.SILU), [tune.Tuned(gated, 1, form, 1.0, 3.0), tune.Tuned(gated, 16, None, 1.0, 3.0)]
+    kind, tuned = (
+        tune.FlatProducts(Activation.SILU),
+        [tune.Tuned(gated, 1, form, 1.0, 3.0), tune.Tuned(gated, 16, None, 1.0, 3.0)],
+    )
     assert kind.table(tuned) == {gated: ((1, form), (16, None))}
     assert tuned[0].row(4e12)[:2] == ("8 x 128, gated", 1)
     assert "kind vector, rows 1, columns 4" in tuned[0].row(4e12)[2] and tuned[1].row(4e12)[2] == "none"
@@ -104,7 +121,9 @@ class _Offers:
     def takes(self, algorithm: float, operands: object) -> bool:
         return algorithm != 3.0
 
-    def multiply(self, algorithm: float, operands: object, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, add: bool) -> None:
+    def multiply(
+        self, algorithm: float, operands: object, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, add: bool
+    ) -> None:
         y.copy_(algorithm * (x @ weight.t()))
 
 
@@ -126,22 +145,43 @@ def test_a_long_product_goes_to_the_right_algorithm_that_is_quicker_under_load(
     kind = tune.VendorProducts(Activation.SILU)
     tuned = tune.tune(kind, [Shape(6, 8)], 1000)
     assert held == [{None, (1,)}] * 2, "what computes something else is not even timed"
-    long, few = (Choice(4096, 4100, (1,)), Choice(4200, 4300, (1,))), (Choice(65, 72, (1,)), Choice(73, 80, (1,)), Choice(81, 81, ()))
+    long, few = (
+        (Choice(4096, 4100, (1,)), Choice(4200, 4300, (1,))),
+        (Choice(65, 72, (1,)), Choice(73, 80, (1,)), Choice(81, 81, ())),
+    )
     assert kind.table(tuned) == ({Shape(6, 8): few + long} if chosen else {})
 
 
 def test_the_head_s_algorithms_are_looked_for_as_the_layers_but_for_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = tune.VendorProducts(Activation.SILU)
     wanted = kind.shapes(tune.shapes_of(DEFAULT_SPEC))
-    assert {(shape.outs, shape.ins) for shape in wanted} == {(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)}
+    assert {(shape.outs, shape.ins) for shape in wanted} == {
+        (3072, 2048),
+        (2048, 2048),
+        (16384, 2048),
+        (2048, 8192),
+        (128256, 2048),
+    }
     monkeypatch.setattr(tune, "_vendor_forms", lambda *given: {})
     monkeypatch.setattr(tune, "random_inputs", lambda *shape: None)
     monkeypatch.setattr(tune, "_buckets", lambda: [72, 512])
     layer, top = (list(kind.trials(shape, [])) for shape in (Shape(2048, 8192), Shape(128256, 2048)))
-    assert [(each.least, each.rows, each.held) for each in top] == [(65, 72, False), (73, 512, False), (513, 513, False)]
-    assert [(each.least, each.held) for each in layer] == [(each.least, False) for each in top] + [(4096, True), (12288, True)]
-    tuned = [tune.Tuned(Shape(128256, 2048), each.rows, (each.rows,) if each.rows < 513 else None, 1.0, 2.0, each.least) for each in top]
-    assert kind.table(tuned) == {Shape(128256, 2048): (Choice(65, 72, (72,)), Choice(73, 512, (512,)), Choice(513, 513, ()))}
+    assert [(each.least, each.rows, each.held) for each in top] == [
+        (65, 72, False),
+        (73, 512, False),
+        (513, 513, False),
+    ]
+    assert [(each.least, each.held) for each in layer] == [(each.least, False) for each in top] + [
+        (4096, True),
+        (12288, True),
+    ]
+    tuned = [
+        tune.Tuned(Shape(128256, 2048), each.rows, (each.rows,) if each.rows < 513 else None, 1.0, 2.0, each.least)
+        for each in top
+    ]
+    assert kind.table(tuned) == {
+        Shape(128256, 2048): (Choice(65, 72, (72,)), Choice(73, 512, (512,)), Choice(513, 513, ()))
+    }
 
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,4 +194,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_a_card_is_tuned(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "kernels", "--tune"]) == 2 and "add --device cuda" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        assert cli.main(["bench", "kernels", "--tune", "--device", "cuda"]) == 2 and "compute capability 9" in capsys.readouterr().err
+        assert (
+            cli.main(["bench", "kernels", "--tune", "--device", "cuda"]) == 2
+            and "compute capability 9" in capsys.readouterr().err
+        )

@@ -1,4 +1,5 @@
-"""The torch twins against other people's mathematics: they are the oracle of every kernel, so they need one themselves."""
+"""The torch twins against other people's mathematics: they are the oracle of every kernel, so they need one
+themselves."""
 
 from __future__ import annotations
 
@@ -53,10 +54,14 @@ def test_rotary_is_a_complex_product_and_writes_where_slots_say() -> None:
     angles = torch.randn(10, 2)
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), 1), torch.tensor([7, 0, 3])
     k_cache, v_cache = torch.zeros(2, 1, 4, 6), torch.zeros(2, 1, 4, 6)
-    turned = attention_twins.rotary_write(q.clone(), k.clone(), v, positions, cos_sin, k_cache, v_cache, torch.tensor([5, -1, 0]))
+    turned = attention_twins.rotary_write(
+        q.clone(), k.clone(), v, positions, cos_sin, k_cache, v_cache, torch.tensor([5, -1, 0])
+    )
 
     def by_complex(x: torch.Tensor) -> torch.Tensor:
-        pairs = torch.complex(x[..., :2], x[..., 2:4]) * torch.polar(torch.ones(3, 1, 2), angles[positions].unsqueeze(1))
+        pairs = torch.complex(x[..., :2], x[..., 2:4]) * torch.polar(
+            torch.ones(3, 1, 2), angles[positions].unsqueeze(1)
+        )
         return torch.cat((pairs.real, pairs.imag, x[..., 4:]), -1)
 
     torch.testing.assert_close(turned, by_complex(q))
@@ -79,7 +84,11 @@ def test_norms_add_the_residual_first() -> None:
 @pytest.mark.parametrize("kind", list(Activation))
 def test_gated_activation_splits_gate_from_up(kind: Activation) -> None:
     x = torch.randn(3, 10)
-    act = {Activation.SILU: F.silu, Activation.GELU: F.gelu, Activation.GELU_TANH: lambda g: F.gelu(g, approximate="tanh")}[kind]
+    act = {
+        Activation.SILU: F.silu,
+        Activation.GELU: F.gelu,
+        Activation.GELU_TANH: lambda g: F.gelu(g, approximate="tanh"),
+    }[kind]
     want = act(x[:, :5]) * x[:, 5:]
     torch.testing.assert_close(norm_twins.gated_activation(x, kind), want)
 
@@ -95,7 +104,10 @@ def test_moe_is_the_weighted_sum_over_all_experts(renormalize: bool) -> None:
     inner = torch.einsum("th,eih->tei", x, gate_up)
     every = torch.einsum("tei,ehi->teh", F.silu(inner[..., :7]) * inner[..., 7:], down)
     torch.testing.assert_close(
-        moe_twins.moe(x, router, gate_up, down, 2, renormalize, Activation.SILU), (every * kept.unsqueeze(-1)).sum(1), atol=1e-4, rtol=1e-4
+        moe_twins.moe(x, router, gate_up, down, 2, renormalize, Activation.SILU),
+        (every * kept.unsqueeze(-1)).sum(1),
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 

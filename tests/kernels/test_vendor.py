@@ -1,4 +1,5 @@
-"""The vendor's products by measured algorithms, without the vendor: tables, what is chosen, what happens where the library is missing."""
+"""The vendor's products by measured algorithms, without the vendor: tables, what is chosen, what happens where the
+library is missing."""
 
 from __future__ import annotations
 
@@ -75,7 +76,14 @@ def test_torchs_product_lies_where_it_is_told(bias: bool) -> None:
 def test_each_number_of_rows_gets_the_algorithm_of_its_class_or_torchs_product() -> None:
     products = Products()
     linear = layer(products, Choice(4, 16, OTHER), Choice(10, 32, GOOD))
-    for rows, wanted in ((2, None), (4, "other"), (8, "other"), (10, "good"), (12, "good"), (13, None)):  # 13 is refused by the algorithm
+    for rows, wanted in (
+        (2, None),
+        (4, "other"),
+        (8, "other"),
+        (10, "good"),
+        (12, "good"),
+        (13, None),
+    ):  # 13 is refused by the algorithm
         x = torch.randn(rows, 8)
         products.calls.clear()
         torch.testing.assert_close(linear(x), F.linear(x, linear.weight))
@@ -139,7 +147,9 @@ def test_without_the_library_the_candidate_declines_by_choice(monkeypatch: pytes
     monkeypatch.setattr(tuned, "Products", missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    site = CallSite("linear", torch.device("cuda"), called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)[1])
+    site = CallSite(
+        "linear", torch.device("cuda"), called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)[1]
+    )
     for made in (tuned.create_linear(site), tuned.create_sum(site)):
         assert isinstance(made, Declined) and "not found" in made.reason
     unknown = CallSite("linear", torch.device("cuda"), called("linear", dtype=torch.float32)[1])
@@ -156,7 +166,10 @@ def test_no_library_here_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_a_cpu_nobody_offers_sums() -> None:
-    assert Kernels(torch.device("cpu")).offer(*called("added_linear", dtype=torch.float32, in_features=8, out_features=8)) is None
+    assert (
+        Kernels(torch.device("cpu")).offer(*called("added_linear", dtype=torch.float32, in_features=8, out_features=8))
+        is None
+    )
 
 
 # --- tables
@@ -177,9 +190,19 @@ def test_what_is_kept_is_read_again_and_the_rest_of_the_file_stays(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"A card": []}', '{"A card": {"tuned": {"6 by 8": []}}}', '{"A card": {"tuned": {"6 x 8": [[1, 2, 3]]}}}', WORDS],
+    [
+        "",
+        "[]",
+        "{",
+        '{"A card": []}',
+        '{"A card": {"tuned": {"6 by 8": []}}}',
+        '{"A card": {"tuned": {"6 x 8": [[1, 2, 3]]}}}',
+        WORDS,
+    ],
 )
-def test_a_file_that_says_nothing_counts_as_empty_and_is_named(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_says_nothing_counts_as_empty_and_is_named(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "products.json"
     path.write_text(text)
     with caplog.at_level(logging.WARNING):

@@ -2,15 +2,16 @@
 
     python -m tests.reliability.attacks [--list] [NAME …]
 
-Each attack gets a fresh server. A polite client in a process of its own asks ``/health`` and for a few tokens in a closed loop, first
-alone, then beside the attack. An attack holds if the client's *slowest* answer (a percentile would hide one long freeze) is at most
-``SLOWER`` above its quiet one, the memory of all the server's processes stays within ``MORE_BYTES`` of what it was at rest, nothing was restarted,
-and the server still answers. Ends with 0 only if all held.
+Each attack gets a fresh server. A polite client in a process of its own asks ``/health`` and for a few tokens in a
+closed loop, first alone, then beside the attack. An attack holds if the client's *slowest* answer (a percentile would
+hide one long freeze) is at most ``SLOWER`` above its quiet one, the memory of all the server's processes stays within
+``MORE_BYTES`` of what it was at rest, nothing was restarted, and the server still answers. Ends with 0 only if all
+held.
 
-To add one: a function ``(server) -> str`` that attacks, raises AssertionError for a wrong answer and returns what happened in words; and a
-line in ``ATTACKS`` with a name, the flags of its server ("" are the defaults: the bundled model) and the function. In CI a test calls
-``held`` with the same function, smaller sizes (limits lowered by flags) and a ``slack`` for a busy machine; ``command`` of ``planted`` shows
-that the defect is seen.
+To add one: a function ``(server) -> str`` that attacks, raises AssertionError for a wrong answer and returns what
+happened in words; and a line in ``ATTACKS`` with a name, the flags of its server ("" are the defaults: the bundled
+model) and the function. In CI a test calls ``held`` with the same function, smaller sizes (limits lowered by flags) and
+a ``slack`` for a busy machine; ``command`` of ``planted`` shows that the defect is seen.
 
 What lives here: attacks at full size, and how they are judged. What may not: pytest.
 """
@@ -44,8 +45,8 @@ QUIET_SECONDS = 3.0
 Work = Callable[[Server], str]
 COMPLETIONS = "/v1/completions"
 
-# argv: port, headers as JSON, what else it asks for as JSON. Ends when its stdin does; prints the seconds of each kind of answer.
-# A process of its own: it measures the server, not threads beside it.
+# argv: port, headers as JSON, what else it asks for as JSON. Ends when its stdin does; prints the seconds of each kind
+# of answer. A process of its own: it measures the server, not threads beside it.
 _POLITE = """
 import http.client, json, select, sys, time
 asked = {"health": ("GET", "/health", None), "tokens": ("POST", "/v1/completions", json.dumps({"prompt": [9], "max_tokens": 4, "ignore_eos": True}))}
@@ -78,12 +79,21 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(server: Server, headers: Mapping[str, str] | None = None, asks: Mapping[str, tuple[str, str]] | None = None) -> Iterator[Watched]:
-    """A polite client beside the block, which sends ``headers`` (its key), and a look at memory twenty times a second. ``asks``: what it
-    asks for besides, by name: a path and a body, in which @ is another number each time."""
+def watched(
+    server: Server, headers: Mapping[str, str] | None = None, asks: Mapping[str, tuple[str, str]] | None = None
+) -> Iterator[Watched]:
+    """A polite client beside the block, which sends ``headers`` (its key), and a look at memory twenty times a second.
+    ``asks``: what it asks for besides, by name: a path and a body, in which @ is another number each time."""
     found, over = Watched(), threading.Event()
     looker = threading.Thread(target=_look, args=(server, found, over), daemon=True)
-    command = [sys.executable, "-c", _POLITE, str(server.port), json.dumps(dict(headers or {})), json.dumps(dict(asks or {}))]
+    command = [
+        sys.executable,
+        "-c",
+        _POLITE,
+        str(server.port),
+        json.dumps(dict(headers or {})),
+        json.dumps(dict(asks or {})),
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as polite:
         looker.start()
         try:
@@ -114,7 +124,8 @@ def held(
     attack: Work, flags: Sequence[str] = (), *, slack: float = 1.0, more_bytes: int = MORE_BYTES, quiet: float = QUIET_SECONDS,
     command: Command = SERVE, headers: Mapping[str, str] | None = None, asks: Mapping[str, tuple[str, str]] | None = None,
 ) -> str:  # fmt: skip
-    """Starts a server and attacks it. ``slack``: by how much the figure in time may be missed where the machine does other things too."""
+    """Starts a server and attacks it. ``slack``: by how much the figure in time may be missed where the machine does
+    other things too."""
     with serving(*flags, command=command) as server:
         with watched(server, headers, asks) as before:
             time.sleep(quiet)
@@ -124,7 +135,10 @@ def held(
         assert server.process.poll() is None, f"the server is gone: {server.lines[-3:]}"
         restarts = [line for line in server.lines if "restart" in line]
     later = {name: beside.slowest.get(name, math.inf) - before.slowest[name] for name in before.slowest}
-    told = ", ".join(f"{name} {beside.slowest.get(name, math.inf) * 1000:.0f} ms ({before.slowest[name] * 1000:.0f} quiet)" for name in later)
+    told = ", ".join(
+        f"{name} {beside.slowest.get(name, math.inf) * 1000:.0f} ms ({before.slowest[name] * 1000:.0f} quiet)"
+        for name in later
+    )
     grown = beside.peak - before.peak
     figure = f"{happened}; polite: {told}; {grown / 2**20:+.0f} MiB"
     assert not beside.wrong, f"{len(beside.wrong)} polite requests were refused, first {beside.wrong[0]}: {figure}"
@@ -175,10 +189,21 @@ _HOST = b"Host: localhost\r\n"
 _ASKED = {"prompt": "hi", "max_tokens": 3}
 ODD = (  # bytes, and the statuses of all that is answered
     (post_bytes(COMPLETIONS, {**_ASKED, "user": "GET /health HTTP/1.1"}, "Connection: Upgrade", "Upgrade: h2c"), [200]),
-    (b"POST /v1/completions HTTP/1.1\r\n" + _HOST + b"Upgrade: h2c\r\nContent-Length: 26\r\n\r\nGET /health HTTP/1.1\r\n\r\n..", [415]),
+    (
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + _HOST
+        + b"Upgrade: h2c\r\nContent-Length: 26\r\n\r\nGET /health HTTP/1.1\r\n\r\n..",
+        [415],
+    ),
     (b"GET /health HTTP/1.1\r\n" + _HOST + _HOST + b"\r\n", [400]),
     (post_bytes(COMPLETIONS, _ASKED) * 3, [200] * 3),
-    (b"POST /nowhere HTTP/1.1\r\n" + _HOST + b"Connection: close\r\nContent-Length: 5000000\r\n\r\n" + b"a" * 5_000_000, [404]),
+    (
+        b"POST /nowhere HTTP/1.1\r\n"
+        + _HOST
+        + b"Connection: close\r\nContent-Length: 5000000\r\n\r\n"
+        + b"a" * 5_000_000,
+        [404],
+    ),
 )
 
 
@@ -208,7 +233,13 @@ def _echoed(prompt: int = 4000, prompts: int = 16, n: int = 128) -> dict[str, An
 
 
 def _allowed(ids: int = 262_144, width: int = 512) -> dict[str, Any]:
-    return {"prompt": "a", "allowed_token_ids": [number % width for number in range(ids)], "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    return {
+        "prompt": "a",
+        "allowed_token_ids": [number % width for number in range(ids)],
+        "max_tokens": 2000,
+        "stream": True,
+        "ignore_eos": True,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +252,18 @@ class Attack:
 
 
 MASKED = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "160")
-HASHED = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "64", "--max-queue", "64", "--scheduling-policy", "fair")
+HASHED = (
+    "--executor",
+    "keyed-hash",
+    "--device-time",
+    "0.002",
+    "--max-num-seqs",
+    "64",
+    "--max-queue",
+    "64",
+    "--scheduling-policy",
+    "fair",
+)
 QUICK = ("--executor", "keyed-hash", "--max-model-len", "4096")  # where the bundled model would be what others wait for
 ATTACKS = (
     Attack("scores-per-choice", one(COMPLETIONS, _scored(), (200, 400)), QUICK),
@@ -258,8 +300,16 @@ def attempt(attack: Attack) -> tuple[bool, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.reliability.attacks", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", metavar="NAME", nargs="*", choices=[[], *(each.name for each in ATTACKS)], help="attacks to run; all without any")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.reliability.attacks", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        choices=[[], *(each.name for each in ATTACKS)],
+        help="attacks to run; all without any",
+    )
     parser.add_argument("--list", action="store_true", help="only their names")
     args = parser.parse_args()
     chosen = [each for each in ATTACKS if not args.names or each.name in args.names]

@@ -1,7 +1,8 @@
-"""The checks of what one request may hold and one connection may do (rows 2, 3, 4, 5, 6, 7, 14), on every route of the table that takes fields.
+"""The checks of what one request may hold and one connection may do (rows 2, 3, 4, 5, 6, 7, 14), on every route of the
+table that takes fields.
 
-What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in words.
-What may not: pytest, starting servers with defects.
+What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in
+words. What may not: pytest, starting servers with defects.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ FILLED: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-SAMPLED = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
+SAMPLED = frozenset(SamplingParams.__dataclass_fields__) - {
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "structured_outputs",
+}
 
 
 def _names(route: Route) -> tuple[str, ...]:
@@ -63,7 +69,10 @@ def problem(answer: Answer, names: Iterable[str]) -> str | None:
     if not 400 <= answer.status < 500 or answer.headers.get("content-type") != "application/json":
         return f"status {answer.status}"
     error = answer.json["error"]
-    if answer.status != 400 or error.get("code") in ("invalid_json", "context_length_exceeded"):  # of the whole body, or of all that makes the prompt
+    if answer.status != 400 or error.get("code") in (
+        "invalid_json",
+        "context_length_exceeded",
+    ):  # of the whole body, or of all that makes the prompt
         return None
     told = f"{error.get('param')} {error['message']}"
     return None if any(name in told for name in names) else f"neither field is named: {error}"
@@ -73,7 +82,8 @@ def problem(answer: Answer, names: Iterable[str]) -> str | None:
 
 
 def lattice(pairs: int, server: Server, *, every: int = 1, seed: int = 3) -> str:
-    """Every field of every route with every value, then ``pairs`` random pairs: an answer, or a 400 that names the field; one verdict everywhere.
+    """Every field of every route with every value, then ``pairs`` random pairs: an answer, or a 400 that names the
+    field; one verdict everywhere.
 
     ``every``: only each so many-th value of a field.
     """
@@ -87,7 +97,9 @@ def lattice(pairs: int, server: Server, *, every: int = 1, seed: int = 3) -> str
             if name in SAMPLED and route.body and name in route.body.__struct_fields__:
                 verdicts.setdefault((name, number), {})[route.path] = answer.status == 200
     split = {key: found for key, found in verdicts.items() if len(set(found.values())) > 1}
-    assert not split, f"{len(split)} values are taken on one route and refused on another, first {next(iter(split.items()))}"
+    assert not split, (
+        f"{len(split)} values are taken on one route and refused on another, first {next(iter(split.items()))}"
+    )
     count += _pairs(connection, random.Random(seed), pairs)
     connection.close()
     server.wait_idle()
@@ -120,18 +132,30 @@ def _try(connection: http.client.HTTPConnection, route: Route, changes: Mapping[
 
 
 def token_ids(server: Server, rounds: int = 1) -> str:
-    """Ids outside the logits, everywhere an id can stand, beside 16 live neighbours whose tokens stay what they are alone."""
-    width = int(server.ask("POST", "/detokenize", {"tokens": [2**30]}).error["message"].rsplit(" ", 1)[1].rstrip(".")) + 1
+    """Ids outside the logits, everywhere an id can stand, beside 16 live neighbours whose tokens stay what they are
+    alone."""
+    width = (
+        int(server.ask("POST", "/detokenize", {"tokens": [2**30]}).error["message"].rsplit(" ", 1)[1].rstrip(".")) + 1
+    )
     asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     bodies = [{**asked, "prompt": [number + 20] * 9} for number in range(16)]
     alone = [server.ask("POST", "/v1/completions", body).json["choices"][0]["token_ids"] for body in bodies]
     refused = 0
     for _ in range(rounds):
         found: list[Any] = []
-        neighbours = threading.Thread(target=lambda found=found: found.extend(together(ask(server.port, "/v1/completions", body) for body in bodies)))
+        neighbours = threading.Thread(
+            target=lambda found=found: found.extend(
+                together(ask(server.port, "/v1/completions", body) for body in bodies)
+            )
+        )
         neighbours.start()
         for bad in (-1, width, 2**31 - 1, 2**31, 2**63):
-            for change in ({"prompt": [bad]}, {"logit_bias": {str(bad): 1}}, {"allowed_token_ids": [bad]}, {"stop_token_ids": [bad]}):
+            for change in (
+                {"prompt": [bad]},
+                {"logit_bias": {str(bad): 1}},
+                {"allowed_token_ids": [bad]},
+                {"stop_token_ids": [bad]},
+            ):
                 answer = server.ask("POST", "/v1/completions", {"prompt": [9], "max_tokens": 1, **change})
                 assert answer.status == 400 and answer.error["param"].partition("[")[0] in change, (change, answer)
                 refused += 1
@@ -144,7 +168,8 @@ def token_ids(server: Server, rounds: int = 1) -> str:
 
 
 def fan_out(server: Server, million: int = 10**6, *, seconds: float = 1.0) -> str:
-    """Requests that would become millions of things (or tenths of them): each is refused within ``seconds`` and before it is built."""
+    """Requests that would become millions of things (or tenths of them): each is refused within ``seconds`` and before
+    it is built."""
     text = {"prompt": "x", "max_tokens": 1}
     message, tool = {"role": "user", "content": ""}, {"type": "function", "function": {"name": "f"}}
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -173,7 +198,9 @@ def fan_out(server: Server, million: int = 10**6, *, seconds: float = 1.0) -> st
 def longest_legal(server: Server) -> str:
     """What is allowed at its largest: the longest prompt with scores for every token, as many at once as run."""
     body = {"prompt": [9] * 500, "prompt_logprobs": 20, "logprobs": 20, "max_tokens": 10, "n": 1}
-    replies = together(ask(server.port, "/v1/completions", {**body, "prompt": [number + 8] * 500}) for number in range(16))
+    replies = together(
+        ask(server.port, "/v1/completions", {**body, "prompt": [number + 8] * 500}) for number in range(16)
+    )
     assert [reply.status for reply in replies] == [200] * 16
     return "16 of the largest at once: all answered"
 
@@ -231,7 +258,8 @@ def _p99(times: list[float]) -> float:
 def million_tokens(senders: int, large: int, *, slack: float, command: Command = SERVE) -> str:
     """Prompts of a million tokens from many clients at once: refused soon, while probes and a stream go on.
 
-    ``slack``: by how much the figures in time may be missed, on a machine that does other things too; the refusal's twice at most.
+    ``slack``: by how much the figures in time may be missed, on a machine that does other things too; the refusal's
+    twice at most.
     """
     text = json.dumps({"prompt": "Once upon a time there was a cat. " * (large // 34)}).encode()
     ids = json.dumps({"prompt": [8000] * (large // 6)}).encode()
@@ -263,7 +291,8 @@ def million_tokens(senders: int, large: int, *, slack: float, command: Command =
 
 
 def dribble(server: Server, chunks: int) -> str:
-    """A body in chunks of one byte: taken as it is, or refused; the server's memory does not follow the number of chunks."""
+    """A body in chunks of one byte: taken as it is, or refused; the server's memory does not follow the number of
+    chunks."""
     body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "y" * 4000, "stop": ["z" * 100]}).encode()
     body += b" " * (chunks - len(body))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
@@ -314,7 +343,8 @@ SECRET, PROMPT = "sk-hidden-9f3a", "xylophone-quartz-marmalade"
 
 
 def hygiene(bodies: int, seed: int = 14, *, command: Command = SERVE) -> str:
-    """Everything that leaves a server over a hostile hour: no address, path, traceback, key, and no prompt in the log."""
+    """Everything that leaves a server over a hostile hour: no address, path, traceback, key, and no prompt in the
+    log."""
     rng = random.Random(seed)
     with serving(*HASH, "--api-key", SECRET, command=command, env={"HEADRACE_LOG_LEVEL": "debug"}) as server:
         sent = b"".join(_hostile_answers(server, rng, bodies))
@@ -327,18 +357,28 @@ def hygiene(bodies: int, seed: int = 14, *, command: Command = SERVE) -> str:
 
 
 def _hostile_answers(server: Server, rng: random.Random, bodies: int) -> Iterable[bytes]:
-    """What has no route comes first: of refusals only so many a second have a line of their own in the log (LINES_A_SECOND)."""
+    """What has no route comes first: of refusals only so many a second have a line of their own in the log
+    (LINES_A_SECOND)."""
     key = {"Authorization": f"Bearer {SECRET}"}
-    for data in (b"GET /\x1b[31m\xff HTTP/1.1\r\n\r\n", b"\x00" * 100, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: \x1b\r\n\r\n"):
+    for data in (
+        b"GET /\x1b[31m\xff HTTP/1.1\r\n\r\n",
+        b"\x00" * 100,
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: \x1b\r\n\r\n",
+    ):
         with server.raw(data) as sock:
             yield read_until_closed(sock)
     for path in ("/etc/passwd", "/v1/models/%0d%0aX:y", "/%1b", "/v1/" + "x" * 3000, f"/v1/{PROMPT}"):
         yield server.ask("GET", path, headers=key).body
     for number in range(bodies):
         route = rng.choice(BODIES)
-        body = {**base_of(route), **{rng.choice(_names(route)): rng.choice((*VALUES, PROMPT, "\x1b[31m", "\r\nX: y")) for _ in range(2)}}
+        body = {
+            **base_of(route),
+            **{rng.choice(_names(route)): rng.choice((*VALUES, PROMPT, "\x1b[31m", "\r\nX: y")) for _ in range(2)},
+        }
         if rng.random() < 0.5:
-            body = json.loads(json.dumps(body).replace('"hi"', json.dumps(PROMPT)))  # wherever a text stands: messages, input, prompt
+            body = json.loads(
+                json.dumps(body).replace('"hi"', json.dumps(PROMPT))
+            )  # wherever a text stands: messages, input, prompt
         yield server.ask(route.method, route.path, body, key if number % 5 else {"X-Api-Key": SECRET + "x"}).body
     for route in BODIES:  # what is taken has a text as well, and hardly any of those above were
         body = json.loads(json.dumps(base_of(route)).replace('"hi"', json.dumps(PROMPT)))

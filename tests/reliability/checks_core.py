@@ -1,7 +1,8 @@
-"""The checks that need no process: scheduler, cache and core under every order of events (rows 23, 24, 25, 27, 31, 32, 34, 35).
+"""The checks that need no process: scheduler, cache and core under every order of events (rows 23, 24, 25, 27, 31, 32,
+34, 35).
 
-What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in words.
-What may not: pytest, sockets.
+What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in
+words. What may not: pytest, sockets.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def abort_everywhere(depths: Sequence[int] = (0, 1, 2)) -> str:
 
 
 def crowd_leaves(count: int, seed: int = 34) -> str:
-    """Row 34, without processes: hundreds wait, many leave in any order, between steps; the counts are right all the time."""
+    """Row 34, without processes: hundreds wait, many leave in any order, between steps; the counts are right all the
+    time."""
     rng = random.Random(seed)
     core = engine(depth=1, num_blocks=32, max_num_seqs=4, budget=16)
     live = set(range(count))
@@ -84,8 +86,11 @@ def crowd_leaves(count: int, seed: int = 34) -> str:
 
 
 def preemption_storm(count: int) -> str:
-    """Row 31: KV for a quarter of what is asked; all end, nobody is pushed out more than ten times, and tokens come in every window of steps."""
-    core = engine(depth=1, num_blocks=64, block_size=4, max_num_seqs=32, budget=128)  # 256 tokens; 32 running want 1,024
+    """Row 31: KV for a quarter of what is asked; all end, nobody is pushed out more than ten times, and tokens come in
+    every window of steps."""
+    core = engine(
+        depth=1, num_blocks=64, block_size=4, max_num_seqs=32, budget=128
+    )  # 256 tokens; 32 running want 1,024
     asked = [request(number, [1, 2, number % 97 + 8, number % 89 + 8], max_tokens=28) for number in range(count)]
     for each in asked:
         core.add(each)
@@ -117,8 +122,11 @@ class Priced(KeyedHashExecutor):
 
 
 def long_prefill(tokens: int, budget: int = 1024) -> str:
-    """Row 32: the longest gap between tokens of 32 decoders while a long prompt is computed beside them, on the modelled device."""
-    info = keyed_hash_info(vocab_size=VOCAB, max_model_len=tokens + 600, max_num_seqs=40, num_blocks=tokens // 16 + 2000, block_size=16)
+    """Row 32: the longest gap between tokens of 32 decoders while a long prompt is computed beside them, on the
+    modelled device."""
+    info = keyed_hash_info(
+        vocab_size=VOCAB, max_model_len=tokens + 600, max_num_seqs=40, num_blocks=tokens // 16 + 2000, block_size=16
+    )
     core = engine(info=info, executor=None, max_num_seqs=40, budget=budget)
     core.executor = Priced(info, clock=core.clock)
     for number in range(32):
@@ -146,12 +154,30 @@ def _gap(core: EngineCore, steps: int) -> float:
 
 # --- rows 24, 25
 
-CHARACTERS = ["a", "é", "ß", "漢", "한", "😀", "👩‍👩‍👧", "🇩🇪", "e\u0301", "\u200d", "\u2028", "\x85", "\x00", "ﬁ", "ـ", "\U0010ffff"]
+CHARACTERS = [
+    "a",
+    "é",
+    "ß",
+    "漢",
+    "한",
+    "😀",
+    "👩‍👩‍👧",
+    "🇩🇪",
+    "e\u0301",
+    "\u200d",
+    "\u2028",
+    "\x85",
+    "\x00",
+    "ﬁ",
+    "ـ",
+    "\U0010ffff",
+]
 BYTES = {index: bytes([index]) for index in range(256)}
 
 
 def characters_split(cases: int, seed: int = 0) -> str:
-    """Row 24: texts of every class of characters, and broken ones, cut into tokens anywhere: pieces add up, and no half character shows."""
+    """Row 24: texts of every class of characters, and broken ones, cut into tokens anywhere: pieces add up, and no half
+    character shows."""
     rng = random.Random(seed)
     for _ in range(cases):
         text = "".join(rng.choice(CHARACTERS) for _ in range(rng.randint(1, 12)))
@@ -177,12 +203,15 @@ def decoded(data: bytes, rng: random.Random) -> list[str]:
 
 
 def stops_cut(cases: int, seed: int = 0) -> str:
-    """Row 25: texts over a small alphabet, overlapping stop strings, every segmentation: cut at the earliest end, no prefix leaks."""
+    """Row 25: texts over a small alphabet, overlapping stop strings, every segmentation: cut at the earliest end, no
+    prefix leaks."""
     rng, found = random.Random(seed), 0
     for _ in range(cases):
         alphabet = rng.choice(("ab", "aé漢", "ab😀 "))
         text = "".join(rng.choice(alphabet) for _ in range(rng.randint(0, 40)))
-        stops = tuple({"".join(rng.choice(alphabet) for _ in range(rng.randint(1, 6))) for _ in range(rng.randint(1, 4))})
+        stops = tuple(
+            {"".join(rng.choice(alphabet) for _ in range(rng.randint(1, 6))) for _ in range(rng.randint(1, 4))}
+        )
         include = rng.random() < 0.3
         wanted = earliest(text, stops, include)
         assert matched(text, stops, include, rng) == wanted, (text, stops, include)

@@ -1,7 +1,8 @@
-"""The checks of structured output on a running server (rows 8 and 9): whatever is asked for is refused by name or followed, in bounded memory.
+"""The checks of structured output on a running server (rows 8 and 9): whatever is asked for is refused by name or
+followed, in bounded memory.
 
-What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in words.
-What may not: pytest, starting servers with defects, what is drawn (tests/unit/test_grammar.py).
+What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in
+words. What may not: pytest, starting servers with defects, what is drawn (tests/unit/test_grammar.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ FORMATS: tuple[Any, ...] = (
 
 
 def totality(count: int, *, draws: int = 9, command: Command = SERVE) -> str:
-    """``count`` drawn constraints on every route that takes them: a 400 that names the field, or an answer that keeps it."""
+    """``count`` drawn constraints on every route that takes them: a 400 that names the field, or an answer that keeps
+    it."""
     with serving(*FLAGS, command=command) as server, canary(server, every=1.0):
         asked = list(itertools.islice(_drawn(draws, min(count, 500)), count))
         statuses: Counter[int] = Counter()
@@ -65,7 +67,13 @@ def _drawn(number: int, at_once: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for again in itertools.count(number):
 
         @seed(again)
-        @settings(max_examples=at_once, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
+        @settings(
+            max_examples=at_once,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+            database=None,
+        )
         @given(fields=FIELDS, format=st.sampled_from(FORMATS), both=st.integers(0, 9))
         def draw(fields: dict[str, Any], format: Any, both: int) -> None:
             given = {"structured_outputs": fields} if both else {"response_format": format}
@@ -79,7 +87,12 @@ def _drawn(number: int, at_once: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _request(number: int, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if number % 3 or "response_format" in fields:
-        return "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, "seed": number, **fields}
+        return "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 60,
+            "seed": number,
+            **fields,
+        }
     return "/v1/completions", {"prompt": "hi", "max_tokens": 60, "seed": number, **fields}
 
 
@@ -121,7 +134,8 @@ def _check_text(wanted: Mapping[str, Any], text: str) -> None:
 
 
 def different_schemas(count: int, *, growth: int = GROWTH, command: Command = SERVE) -> str:
-    """So many schemas, each another: after the first quarter no process grows by more than the gauge of the cache, which has a bound."""
+    """So many schemas, each another: after the first quarter no process grows by more than the gauge of the cache,
+    which has a bound."""
     with serving(*FLAGS, command=command) as server:
         pids, held, cached, begun = [server.process.pid], [], 0, time.monotonic()
         for start in range(0, count, AT_ONCE):
@@ -134,7 +148,9 @@ def different_schemas(count: int, *, growth: int = GROWTH, command: Command = SE
         assert [pid for pid in pids[1:] if pid not in server.children()] == [], "a process has ended"
         grown = [private_bytes(pid) - before for pid, before in zip(pids, held, strict=True)]
         now = _gauge(server)
-    assert now <= CACHE_BYTES and max(grown) < growth + now - cached, f"processes have grown by {[each >> 10 for each in grown]} KiB"
+    assert now <= CACHE_BYTES and max(grown) < growth + now - cached, (
+        f"processes have grown by {[each >> 10 for each in grown]} KiB"
+    )
     told = f"{max(grown) >> 10} KiB more after the first quarter, where the cache says {(now - cached) >> 10} KiB"
     return f"{count} different schemas ({count / (time.monotonic() - begun):.0f}/s): {told}"
 
@@ -155,7 +171,9 @@ def bombs(*, seconds: float = 10.0, command: Command = SERVE) -> str:
         slowest, statuses = 0.0, Counter[int]()
         for name, fields in BOMBS.items():
             begun = time.perf_counter()
-            answer = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, "structured_outputs": fields}, timeout=60)
+            answer = server.ask(
+                "POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, "structured_outputs": fields}, timeout=60
+            )
             slowest = max(slowest, time.perf_counter() - begun)
             assert answer.status == 200 or (answer.status == 400 and answer.error["param"]), (name, answer)
             assert slowest < seconds, f"{name}: {slowest:.1f} s"

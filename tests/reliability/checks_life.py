@@ -1,7 +1,7 @@
 """The checks of a server's processes: killed, frozen, starved, restarted (rows 37, 39, 40, 41, 42, 43, 48, 49).
 
-What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in words.
-What may not: pytest, starting servers with defects.
+What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in
+words. What may not: pytest, starting servers with defects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.planted import Command
-from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
+from tests.support.serving import (
+    SERVE,
+    Server,
+    events_of,
+    post_bytes,
+    read_until,
+    read_until_closed,
+    serving,
+    split_response,
+    wait_for,
+)
 from tests.support.snapshot import listening
 from tests.support.traffic import ask, send, together
 
@@ -29,9 +39,13 @@ TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos
 
 @contextlib.contextmanager
 def own_place() -> Iterator[tuple[dict[str, str], Callable[[], list[str]]]]:
-    """An environment whose temporary files are in a folder of its own, and what is left in there (and in /dev/shm) of ours."""
+    """An environment whose temporary files are in a folder of its own, and what is left in there (and in /dev/shm) of
+    ours."""
     with tempfile.TemporaryDirectory() as folder:
-        yield {"TMPDIR": folder}, lambda: sorted(str(path) for place in (folder, "/dev/shm") for path in Path(place).glob("headrace-*"))
+        yield (
+            {"TMPDIR": folder},
+            lambda: sorted(str(path) for place in (folder, "/dev/shm") for path in Path(place).glob("headrace-*")),
+        )
 
 
 def engine_of(server: Server) -> int:
@@ -46,7 +60,8 @@ def _streams(server: Server, count: int) -> list[tuple[socket.socket, bytes]]:
 
 
 def assert_told(data: bytes) -> None:
-    """The stream ended in an error event and a broken body, or in a broken body alone; a clean end would look like success."""
+    """The stream ended in an error event and a broken body, or in a broken body alone; a clean end would look like
+    success."""
     _, body, complete = split_response(data)
     assert not complete and b"[DONE]" not in body, data[-300:]
     if body.endswith(b"\n\n") and b'"error"' in body:
@@ -73,7 +88,9 @@ def engine_killed(times: int, streams: int = 16, *, command: Command = SERVE) ->
                 wait_for(lambda server=server: not server.children(), 5, "children are gone")
             assert not leftovers(), leftovers()
     assert max(told) < 5 and max(gone) < 10, (max(told), max(gone))
-    return f"{times} × {streams} streams: told within {max(told):.2f} s, exit ≠ 0 within {max(gone):.2f} s, nothing left"
+    return (
+        f"{times} × {streams} streams: told within {max(told):.2f} s, exit ≠ 0 within {max(gone):.2f} s, nothing left"
+    )
 
 
 def server_killed(times: int, *, command: Command = SERVE) -> str:
@@ -98,7 +115,8 @@ def server_killed(times: int, *, command: Command = SERVE) -> str:
 
 
 def frozen_engine(*, thaw: bool, within: float = 10.0, command: Command = SERVE) -> str:
-    """SIGSTOP of the engine: /health says so. Thawed in time it goes on; otherwise the server gives up and tells its clients."""
+    """SIGSTOP of the engine: /health says so. Thawed in time it goes on; otherwise the server gives up and tells its
+    clients."""
     with serving(*HASH, command=command) as server:
         ((sock, data),) = _streams(server, 1)
         pid = engine_of(server)
@@ -118,7 +136,8 @@ def frozen_engine(*, thaw: bool, within: float = 10.0, command: Command = SERVE)
 
 
 def long_step(seconds: float, *, command: Command = SERVE) -> str:
-    """A step that takes long is no hang: no probe fails; a client with a short timeout hears comments (rows 37 and 41's control)."""
+    """A step that takes long is no hang: no probe fails; a client with a short timeout hears comments (rows 37 and 41's
+    control)."""
     flags = ("--executor", "keyed-hash", "--device-time", str(seconds))
     asked = post_bytes("/v1/completions", {**TEXT, "max_tokens": 1}, "Connection: close")
     with serving(*flags, command=command) as server, server.raw(asked) as sock:
@@ -158,7 +177,10 @@ def _saturate(port: int, end: float) -> None:
     """In a process of its own, so that the probes do not wait for the load's sending."""
     with contextlib.suppress(BaseException):
         while time.monotonic() < end:
-            together(ask(port, "/v1/completions", {**TEXT, "prompt": [number + 8] * 3000, "max_tokens": 8}) for number in range(32))
+            together(
+                ask(port, "/v1/completions", {**TEXT, "prompt": [number + 8] * 3000, "max_tokens": 8})
+                for number in range(32)
+            )
     os._exit(0)
 
 
@@ -166,7 +188,8 @@ def _saturate(port: int, end: float) -> None:
 
 
 def crash_loop(times: int, *, command: Command = SERVE) -> str:
-    """kill -9 of front end or engine at random moments, the start included: each next start serves, nothing piles up."""
+    """kill -9 of front end or engine at random moments, the start included: each next start serves, nothing piles
+    up."""
     rng, starts = random.Random(43), []
     with own_place() as (env, leftovers):
         for _ in range(times):
@@ -197,7 +220,8 @@ def _crash(rng: random.Random, env: Mapping[str, str]) -> None:
 
 
 def memory_ceiling(extra: int = 128 << 20, *, command: Command = SERVE) -> str:
-    """An address space that ends soon above what is used: bodies that would need more are refused, the process lives and serves."""
+    """An address space that ends soon above what is used: bodies that would need more are refused, the process lives
+    and serves."""
     with serving(*HASH, command=command) as server:
         together(ask(server.port, "/v1/completions", {"prompt": "x", "max_tokens": 1}) for _ in range(32))
         size = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()

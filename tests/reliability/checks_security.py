@@ -1,7 +1,7 @@
 """The checks of what may run, who may speak, and what a model's files may do (rows 50, 51, 52, 53, 54, 55).
 
-What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in words.
-What may not: pytest, starting servers with defects.
+What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in
+words. What may not: pytest, starting servers with defects.
 """
 
 from __future__ import annotations
@@ -39,12 +39,31 @@ from tests.support.traffic import ask, together
 
 SOURCES = ROOT / "src" / "headrace"
 BANNED_MODULES = frozenset(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"))
-BANNED_CALLS = frozenset(("eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "torch.hub.load", "np.load", "os.system"))
+BANNED_CALLS = frozenset(
+    (
+        "eval",
+        "exec",
+        "__import__",
+        "torch.load",
+        "yaml.load",
+        "yaml.unsafe_load",
+        "torch.hub.load",
+        "np.load",
+        "os.system",
+    )
+)
 BANNED_NAMES = frozenset(("recv_pyobj", "send_pyobj", "trust_remote_code", "allow_pickle"))
 BANNED_KEYWORDS = BANNED_NAMES | {"shell"}
 NODES = (ast.Import, ast.ImportFrom, ast.Call, ast.keyword, ast.Attribute, ast.Assert)
 # Where what clients send is judged: an assert there is gone under -O.
-JUDGES = ("sampling_params.py", "engine/inputs.py", "server/wire.py", "server/limits.py", "server/auth.py", "server/dialects")
+JUDGES = (
+    "sampling_params.py",
+    "engine/inputs.py",
+    "server/wire.py",
+    "server/limits.py",
+    "server/auth.py",
+    "server/dialects",
+)
 
 
 # --- row 50
@@ -69,7 +88,11 @@ def banned(path: Path, folder: Path) -> Iterator[str]:
             yield from (f"{place}: import {name}" for name in names if name.partition(".")[0] in BANNED_MODULES)
         elif isinstance(node, ast.Call) and (called := _dotted(node.func)) in BANNED_CALLS:
             yield f"{place}: {called}()"
-        elif isinstance(node, ast.keyword) and node.arg in BANNED_KEYWORDS and getattr(node.value, "value", None) is not False:
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg in BANNED_KEYWORDS
+            and getattr(node.value, "value", None) is not False
+        ):
             yield f"{place}: {node.arg}="
         elif isinstance(node, ast.Attribute) and node.attr in BANNED_NAMES:
             yield f"{place}: {node.attr}"
@@ -105,18 +128,27 @@ if "HEARD" in os.environ:
 
 
 def audited(work: Callable[[Server], Any], *flags: str, optimised: bool = False, command: Command = SERVE) -> str:
-    """An audit hook in every process of a server: while ``work`` goes on, nothing is unpickled, started, bound or connected to."""
+    """An audit hook in every process of a server: while ``work`` goes on, nothing is unpickled, started, bound or
+    connected to."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(LISTENER)
         heard = Path(folder, "heard")
-        env = {"HEARD": str(heard), "PYTHONPATH": f"{folder}:{ROOT / 'src'}", **({"PYTHONOPTIMIZE": "1"} if optimised else {})}
+        env = {
+            "HEARD": str(heard),
+            "PYTHONPATH": f"{folder}:{ROOT / 'src'}",
+            **({"PYTHONOPTIMIZE": "1"} if optimised else {}),
+        }
         with serving("--executor", "keyed-hash", "--max-model-len", "512", *flags, command=command, env=env) as server:
             # The first conversation starts the template's process.
-            server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
+            server.ask(
+                "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+            )
             before = heard.read_text().splitlines()
             work(server)
             after = heard.read_text().splitlines()[len(before) :]
-    assert any("subprocess.Popen" in line or "posix_spawn" in line or "os.fork" in line for line in before), "the hook heard nothing of the start"
+    assert any("subprocess.Popen" in line or "posix_spawn" in line or "os.fork" in line for line in before), (
+        "the hook heard nothing of the start"
+    )
     assert not after, after[:5]
     return f"{len(before)} events at start, 0 afterwards"
 
@@ -125,7 +157,8 @@ def audited(work: Callable[[Server], Any], *flags: str, optimised: bool = False,
 
 
 def strangers(*, command: Command = SERVE) -> str:
-    """Between the parent, its front ends and the engine there is no address to come to: no socket has a name, and only the API's listens."""
+    """Between the parent, its front ends and the engine there is no address to come to: no socket has a name, and only
+    the API's listens."""
     with serving("--executor", "keyed-hash", "--api-server-count", "2", command=command) as server:
         pids = [server.process.pid, *server.children()]
         assert len(pids) >= 4 and not names_of_sockets(pids), names_of_sockets(pids)
@@ -134,9 +167,13 @@ def strangers(*, command: Command = SERVE) -> str:
 
 
 def damaged_frames(count: int, seed: int = 51) -> str:
-    """Frames of both directions with bytes changed: decoded, or refused as outside the schema; nothing else is ever raised."""
+    """Frames of both directions with bytes changed: decoded, or refused as outside the schema; nothing else is ever
+    raised."""
     rng, refused = random.Random(seed), 0
-    whole = [pack(each) for each in (frames.Abort(7), frames.Finish(1, 0, 3), frames.AskStats(1), frames.Beat(3, "device", 1.0, 30.0))]
+    whole = [
+        pack(each)
+        for each in (frames.Abort(7), frames.Finish(1, 0, 3), frames.AskStats(1), frames.Beat(3, "device", 1.0, 30.0))
+    ]
     for _ in range(count):
         data = bytearray(b"".join(rng.choices(whole, k=3)))
         for _ in range(rng.randint(1, 4)):
@@ -154,17 +191,19 @@ def damaged_frames(count: int, seed: int = 51) -> str:
 
 RIGHT = b"k" * 32
 SUSPICIOUS = 4.5  # by chance once in 150,000 times
-REPETITIONS = 3  # of what looks like a leak: a busy or unlucky stretch of this machine does not look the same each time, a leak does
+# of what looks like a leak: a busy or unlucky stretch of this machine does not look the same each time, a leak does
+REPETITIONS = 3
 
 Headers = list[tuple[bytes, bytes]]
 
 
 def key_timing(samples: int, seed: int = 52) -> str:
-    """How much oftener than by chance a key that shares its beginning with the right one takes longer to refuse than one that does not.
+    """How much oftener than by chance a key that shares its beginning with the right one takes longer to refuse than
+    one that does not.
 
-    The two follow each other in an order that a coin decides, and only which of them took longer counts: whatever else the machine does,
-    it does to both alike, and without a leak the count is that of a fair coin. What looks like a leak has to look like it each time
-    again, with other keys at other places in memory, and to the same side.
+    The two follow each other in an order that a coin decides, and only which of them took longer counts: whatever else
+    the machine does, it does to both alike, and without a leak the count is that of a fair coin. What looks like a leak
+    has to look like it each time again, with other keys at other places in memory, and to the same side.
     """
     rng, found = random.Random(seed), list[float]()
     while len(found) < 1 + REPETITIONS:
@@ -177,7 +216,9 @@ def key_timing(samples: int, seed: int = 52) -> str:
 def _oftener(guard: Guard, rng: random.Random, pairs: int) -> float:
     """In standard deviations of a fair coin's."""
     longer, differ = 0, 0
-    for tries in [_tries(rng) for _ in range(pairs)]:  # all made before the first is timed: where they lie is as random as what they hold
+    for tries in [
+        _tries(rng) for _ in range(pairs)
+    ]:  # all made before the first is timed: where they lie is as random as what they hold
         took = {alike: _refusal(guard, headers) for alike, headers in tries}
         longer, differ = longer + (took[True] > took[False]), differ + (took[True] != took[False])
     return (2 * longer - differ) / math.sqrt(max(1, differ))
@@ -185,7 +226,10 @@ def _oftener(guard: Guard, rng: random.Random, pairs: int) -> float:
 
 def _tries(rng: random.Random) -> list[tuple[bool, Headers]]:
     """Whether a key shares its beginning with the right one, and a request's headers with that key; in random order."""
-    tries = [(alike, (RIGHT[:31] if alike else bytes(rng.choices(b"abcdefgh", k=31))) + b"x") for alike in rng.sample((True, False), 2)]
+    tries = [
+        (alike, (RIGHT[:31] if alike else bytes(rng.choices(b"abcdefgh", k=31))) + b"x")
+        for alike in rng.sample((True, False), 2)
+    ]
     return [(alike, [(b"authorization", b"Bearer " + key)]) for alike, key in rng.sample(tries, 2)]
 
 
@@ -212,17 +256,24 @@ def browsers(server: Server) -> str:
         _assert_no_invitation(answer)
     good, post = {"Content-Type": "application/json"}, ("POST", "/v1/completions", b'{"prompt":"x","max_tokens":1}')
     refused = {
-        415: [{"Content-Type": kind} for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")],
+        415: [
+            {"Content-Type": kind}
+            for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")
+        ],
     }
     for status, tries in refused.items():
         for headers in tries:
             answer = server.ask(*post, {**good, **headers})
             assert answer.status == status, (headers, answer)
             _assert_no_invitation(answer)
-    preflight = server.ask("OPTIONS", "/v1/completions", None, {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"})
+    preflight = server.ask(
+        "OPTIONS", "/v1/completions", None, {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    )
     assert preflight.status in (401, 403, 405)
     _assert_no_invitation(preflight)
-    allowed = server.ask(*post, {**good, "Origin": f"http://127.0.0.1:{server.port}", "Host": f"127.0.0.1:{server.port}"})
+    allowed = server.ask(
+        *post, {**good, "Origin": f"http://127.0.0.1:{server.port}", "Host": f"127.0.0.1:{server.port}"}
+    )
     assert allowed.status == 200
     _assert_no_invitation(allowed)
     return f"{len(ROUTES) * len(FOREIGN) + sum(map(len, refused.values())) + 1} tries refused, no CORS header anywhere"
@@ -238,16 +289,24 @@ def _assert_no_invitation(answer: Any) -> None:
 def cardinality(count: int, *, command: Command = SERVE) -> str:
     """Unique methods, paths, models, users and ids: the number of series stays, and the log does not grow with them."""
     with serving("--executor", "keyed-hash", command=command) as server:
-        server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2})  # the first step brings the series of steps
+        server.ask(
+            "POST", "/v1/completions", {"prompt": "x", "max_tokens": 2}
+        )  # the first step brings the series of steps
         before, lines, begun = _series(server), len(server.lines), time.perf_counter()
         for start in range(0, count, 50):
             together(_unique(server, number) for number in range(start, min(start + 50, count)))
         after, said, seconds = _series(server), server.lines[lines:], time.perf_counter() - begun
         assert after == before, f"{after} series, {before} before"
-        refusals = metric(server.ask("GET", "/metrics").body.decode(), "headrace_http_responses_total", 'route="-",status="4xx"')
+        refusals = metric(
+            server.ask("GET", "/metrics").body.decode(), "headrace_http_responses_total", 'route="-",status="4xx"'
+        )
         assert refusals >= count // 4
-    refused = sum("status=200" not in line for line in said)  # what was answered had its place in the queue, and has its line
-    assert refused <= 21 * (seconds + 2), f"{refused} lines for {count} requests in {seconds:.1f} s"  # twenty a second, and how many more there were
+    refused = sum(
+        "status=200" not in line for line in said
+    )  # what was answered had its place in the queue, and has its line
+    assert refused <= 21 * (seconds + 2), (
+        f"{refused} lines for {count} requests in {seconds:.1f} s"
+    )  # twenty a second, and how many more there were
     return f"{count} unique requests: {after} series before and after, {len(said)} lines of log"
 
 
@@ -290,7 +349,20 @@ def model_files(count: int, seed: int = 55) -> str:
 
 def damage(rng: random.Random, data: bytes, end: int) -> bytes:
     """Some bytes before ``end`` replaced, cut out, put in or cut off."""
-    snippets = (b"-1", b"9" * 30, b"[" * 3000, b"null", b"1e400", b'"', b"}", b"NaN", b"\xff" * 8, b"\x00" * 8, b"../evil", struct.pack("<Q", 2**62))
+    snippets = (
+        b"-1",
+        b"9" * 30,
+        b"[" * 3000,
+        b"null",
+        b"1e400",
+        b'"',
+        b"}",
+        b"NaN",
+        b"\xff" * 8,
+        b"\x00" * 8,
+        b"../evil",
+        struct.pack("<Q", 2**62),
+    )
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(end)
         kind = rng.randrange(4)
@@ -316,7 +388,9 @@ CONFIG = {
 
 def _config(folder: Path, rng: random.Random) -> None:
     if rng.random() < 0.5:
-        data = json.dumps({**CONFIG, rng.choice(list(CONFIG)): rng.choice((-1, 0, 1e308, 2**63, "x", None, [], {}, True))}).encode()
+        data = json.dumps(
+            {**CONFIG, rng.choice(list(CONFIG)): rng.choice((-1, 0, 1e308, 2**63, "x", None, [], {}, True))}
+        ).encode()
     else:
         whole = json.dumps(CONFIG).encode()
         data = damage(rng, whole, len(whole))
@@ -325,7 +399,10 @@ def _config(folder: Path, rng: random.Random) -> None:
 
 
 def _safetensors(folder: Path, rng: random.Random) -> None:
-    single, half = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, {"dtype": "F16", "shape": [4], "data_offsets": [24, 32]}
+    single, half = (
+        {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        {"dtype": "F16", "shape": [4], "data_offsets": [24, 32]},
+    )
     head = json.dumps({"a": single, "b": half})
     whole = struct.pack("<Q", len(head)) + head.encode() + bytes(32)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -339,7 +416,15 @@ def _safetensors(folder: Path, rng: random.Random) -> None:
 def _gguf(folder: Path, rng: random.Random) -> None:
     text = b"general.architecture"
     tensor = struct.pack("<Q", 1) + b"t" + struct.pack("<IQIQ", 1, 32, 0, 0)
-    whole = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", len(text)) + text + struct.pack("<IQ", 8, 5) + b"llama" + tensor
+    whole = (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 1, 1)
+        + struct.pack("<Q", len(text))
+        + text
+        + struct.pack("<IQ", 8, 5)
+        + b"llama"
+        + tensor
+    )
     whole += bytes(-len(whole) % 32) + bytes(128)
     file = folder / "m.gguf"
     file.write_bytes(damage(rng, whole, len(whole) - 128))
@@ -348,10 +433,13 @@ def _gguf(folder: Path, rng: random.Random) -> None:
 
 
 def _tokenizer(folder: Path, rng: random.Random) -> None:
-    """The bundled model's tokenizer, which is megabytes long, is damaged at its beginning or end, where its structure is."""
+    """The bundled model's tokenizer, which is megabytes long, is damaged at its beginning or end, where its structure
+    is."""
     whole = (SOURCES / "data" / "demo" / "tokenizer.json").read_bytes()
     cut = rng.random() < 0.5
-    (folder / "tokenizer.json").write_bytes(damage(rng, whole, 1500) if cut else whole[:-1500] + damage(rng, whole[-1500:], 1500))
+    (folder / "tokenizer.json").write_bytes(
+        damage(rng, whole, 1500) if cut else whole[:-1500] + damage(rng, whole[-1500:], 1500)
+    )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tokenizer = load_tokenizer(find_model(ModelConfig(model=str(folder), load_format="dummy")))
     if tokenizer is not None:

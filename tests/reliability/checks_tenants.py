@@ -15,7 +15,18 @@ from tests.reliability.trend import alike
 from tests.support.planted import Command
 from tests.support.serving import SERVE, send, serving
 
-FLAGS = ("--executor", "keyed-hash", "--device-time", "0.003", "--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--num-blocks", "128")
+FLAGS = (
+    "--executor",
+    "keyed-hash",
+    "--device-time",
+    "0.003",
+    "--max-num-batched-tokens",
+    "64",
+    "--max-num-seqs",
+    "4",
+    "--num-blocks",
+    "128",
+)
 PROMPT = 320  # tokens: five steps without the cache, one with it
 
 
@@ -26,7 +37,10 @@ def foreign_prefixes(pairs: int, *, chance: float = 0.01, command: Command = SER
     """
     rng = random.Random(18)
     times: dict[str, list[float]] = {"foreign": [], "nobody's": [], "own": []}
-    with serving(*FLAGS, "--block-size", "16", command=command) as server, contextlib.closing(server.connect()) as connection:
+    with (
+        serving(*FLAGS, "--block-size", "16", command=command) as server,
+        contextlib.closing(server.connect()) as connection,
+    ):
 
         def timed(salt: str, prompt: list[int]) -> tuple[float, int]:
             body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}

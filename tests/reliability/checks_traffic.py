@@ -1,7 +1,8 @@
-"""The checks of many clients against one running server (rows 20, 29, 30, 33, 34, 36, 38, 58), with the engine in its own process and no model.
+"""The checks of many clients against one running server (rows 20, 29, 30, 33, 34, 36, 38, 58), with the engine in its
+own process and no model.
 
-What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in words.
-What may not: pytest, starting servers with defects.
+What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in
+words. What may not: pytest, starting servers with defects.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from collections import Counter
 from typing import Any
 
 from tests.support.planted import Command
-from tests.support.serving import SERVE, Server, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
+from tests.support.serving import (
+    SERVE,
+    Server,
+    post_bytes,
+    read_until,
+    read_until_closed,
+    serving,
+    split_response,
+    wait_for,
+)
 from tests.support.snapshot import assert_back, at_rest, canary, metric, private_bytes, take
 from tests.support.traffic import Reply, all_of, ask, leave, together
 from tests.support.wire_rules import check_stream
@@ -28,7 +38,10 @@ IDS = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 def warm(server: Server) -> None:
     """What a server allocates once, it has allocated: threads, buffers, the first steps."""
-    together(ask(server.port, "/v1/completions", {**TEXT, "max_tokens": 3, "stream": number % 2 == 0}) for number in range(64))
+    together(
+        ask(server.port, "/v1/completions", {**TEXT, "max_tokens": 3, "stream": number % 2 == 0})
+        for number in range(64)
+    )
     server.wait_idle()
 
 
@@ -36,9 +49,12 @@ def warm(server: Server) -> None:
 
 
 def mass_disconnect(clients: int, rounds: int, *, seconds: float = 2.0, command: Command = SERVE) -> str:
-    """Clients cut at random moments (queued, prefill, decode, flush): all is as before within ``seconds`` of each round's last cut."""
+    """Clients cut at random moments (queued, prefill, decode, flush): all is as before within ``seconds`` of each
+    round's last cut."""
     rng, took = random.Random(34), []
-    with serving(*HASH, "--max-queue", str(3 * clients + 64), command=command) as server:  # places that are not given back are missed
+    with serving(
+        *HASH, "--max-queue", str(3 * clients + 64), command=command
+    ) as server:  # places that are not given back are missed
         warm(server)
         for _ in range(2):  # what so many clients need at once is allocated now
             together(_cut_off(server, rng) for _ in range(clients))
@@ -54,7 +70,13 @@ def mass_disconnect(clients: int, rounds: int, *, seconds: float = 2.0, command:
 
 async def _cut_off(server: Server, rng: random.Random) -> Reply:
     prompt = [rng.randrange(8, 8000) for _ in range(rng.choice((1, 50, 400)))]
-    body = {**TEXT, "prompt": prompt, "stream": rng.random() < 0.7, "n": rng.choice((1, 1, 2)), "max_tokens": rng.choice((2, 20, 3000))}
+    body = {
+        **TEXT,
+        "prompt": prompt,
+        "stream": rng.random() < 0.7,
+        "n": rng.choice((1, 1, 2)),
+        "max_tokens": rng.choice((2, 20, 3000)),
+    }
     return await ask(server.port, "/v1/completions", body, cut=rng.choice((0.0, 0.01, 0.1, 0.3)) * rng.random())
 
 
@@ -62,7 +84,8 @@ async def _cut_off(server: Server, rng: random.Random) -> Reply:
 
 
 def equal_names(server: Server, clients: int) -> str:
-    """Requests that all call themselves the same (or alike, or nothing); every third leaves. Nobody else's tokens change."""
+    """Requests that all call themselves the same (or alike, or nothing); every third leaves. Nobody else's tokens
+    change."""
     names = ("same", "same", "sam", "same1", "", "0", "1")
     golden = {word: _tokens(server, word) for word in range(6)}
 
@@ -82,7 +105,11 @@ def equal_names(server: Server, clients: int) -> str:
 
 
 def _tokens(server: Server, word: int) -> list[int]:
-    return list(server.ask("POST", "/v1/completions", {**IDS, "prompt": [word + 8] * 5, "max_tokens": 40}).json["choices"][0]["token_ids"])
+    return list(
+        server.ask("POST", "/v1/completions", {**IDS, "prompt": [word + 8] * 5, "max_tokens": 40}).json["choices"][0][
+            "token_ids"
+        ]
+    )
 
 
 # --- row 29
@@ -93,12 +120,21 @@ def unservable(normal: int, *, command: Command = SERVE) -> str:
     small = ("--executor", "keyed-hash", "--num-blocks", "32", "--block-size", "16", "--max-num-seqs", "8")
     with serving(*small, command=command) as server:
         times = []
-        for length, asked in itertools.product((512, 600, 1500), ({"max_tokens": 4}, {})):  # {}: as many as the context leaves, which is no room
+        for length, asked in itertools.product(
+            (512, 600, 1500), ({"max_tokens": 4}, {})
+        ):  # {}: as many as the context leaves, which is no room
             answer, seconds = _timed(server, {"prompt": [9] * length, **asked})
-            assert answer.status == 400 and answer.error["code"] == "context_length_exceeded" and answer.error["param"] == "prompt", answer
+            assert (
+                answer.status == 400
+                and answer.error["code"] == "context_length_exceeded"
+                and answer.error["param"] == "prompt"
+            ), answer
             assert "maximum context length is" in answer.error["message"]
             times.append(seconds)
-        replies = together(ask(server.port, "/v1/completions", {"prompt": [9] * 100, "max_tokens": 8, "ignore_eos": True}) for _ in range(normal))
+        replies = together(
+            ask(server.port, "/v1/completions", {"prompt": [9] * 100, "max_tokens": 8, "ignore_eos": True})
+            for _ in range(normal)
+        )
         assert [reply.status for reply in replies] == [200] * normal
         server.wait_idle()
     return f"refused in {max(times) * 1000:.0f} ms, {normal} of {normal} others served"
@@ -113,11 +149,11 @@ def _timed(server: Server, body: Any) -> tuple[Any, float]:
 
 
 def overload(seconds: float, *, step: float = 0.02, slack: float = 1.0, command: Command = SERVE) -> str:
-    """Ten times what the server can do, in an open loop: the excess is told to come back at once, what was admitted ends about as soon
-    as it would behind a full queue, and nothing is left.
+    """Ten times what the server can do, in an open loop: the excess is told to come back at once, what was admitted
+    ends about as soon as it would behind a full queue, and nothing is left.
 
-    ``step``: seconds of one on the device; ten make an answer. ``slack``: by how much the figures in time may be missed, on a machine
-    that does other things too.
+    ``step``: seconds of one on the device; ten make an answer. ``slack``: by how much the figures in time may be
+    missed, on a machine that does other things too.
     """
     tokens, rows = 10, 4
     flags = ("--executor", "keyed-hash", "--device-time", str(step), "--max-num-seqs", str(rows), "--max-queue", "16")
@@ -130,8 +166,12 @@ def overload(seconds: float, *, step: float = 0.02, slack: float = 1.0, command:
         served = [reply for reply in replies if reply.status == 200]
         refused = [reply for reply in replies if reply.status != 200]
         assert refused, "nothing was refused: this was no overload"
-        assert (others := Counter(reply.status for reply in refused if reply.status not in (429, 503))) == {}, f"of {len(replies)}: {others}"
-        assert all(reply.retry_after is not None and 1 <= reply.retry_after <= 30 for reply in refused), "refusals do not say when"
+        assert (others := Counter(reply.status for reply in refused if reply.status not in (429, 503))) == {}, (
+            f"of {len(replies)}: {others}"
+        )
+        assert all(reply.retry_after is not None and 1 <= reply.retry_after <= 30 for reply in refused), (
+            "refusals do not say when"
+        )
         assert all(reply.complete and b"[DONE]" in reply.body for reply in served)
         wait = _share([reply.seconds for reply in refused], 0.99)
         assert wait < 0.1 * slack, f"refusals took {wait:.3f} s"
@@ -182,7 +222,9 @@ def ledger(server: Server, requests: int) -> str:
         replies += together(_mixed(server.port, rng) for _ in range(start, min(start + 200, requests)))
         server.wait_idle()
     books = {name: value - before[name] for name, value in _books(server).items()}
-    done, wrong = ([reply for reply, kind in replies if reply is not None and kind == name] for name in ("whole", "wrong"))
+    done, wrong = (
+        [reply for reply, kind in replies if reply is not None and kind == name] for name in ("whole", "wrong")
+    )
     left = [kind for _, kind in replies if kind == "left"]
     assert all(reply.status == 200 for reply in done) and all(reply.status == 400 for reply in wrong)
     assert books["2xx"] + books["4xx"] == requests and books["5xx"] == 0 and books["4xx"] >= len(wrong), books
@@ -201,7 +243,12 @@ async def _mixed(port: int, rng: random.Random) -> tuple[Reply | None, str]:
     if kind == "left":
         await leave(port, "/v1/completions", {**TEXT, "prompt": [9], "max_tokens": 4000})
         return None, kind
-    body = {**IDS, "prompt": [rng.randrange(8, 900)] * rng.randint(1, 60), "max_tokens": rng.randint(1, 20), "n": rng.choice((1, 1, 3))}
+    body = {
+        **IDS,
+        "prompt": [rng.randrange(8, 900)] * rng.randint(1, 60),
+        "max_tokens": rng.randint(1, 20),
+        "n": rng.choice((1, 1, 3)),
+    }
     if kind == "wrong":
         body |= rng.choice(({"temperature": -1}, {"nonsense": 1}, {"prompt": [10**6]}, {"n": 0}))
     return await ask(port, "/v1/completions", body), kind
@@ -209,11 +256,29 @@ async def _mixed(port: int, rng: random.Random) -> tuple[Reply | None, str]:
 
 def _books(server: Server) -> dict[str, int]:
     page = server.ask("GET", "/metrics").body.decode()
-    lines = [line for line in page.splitlines() if line.startswith("headrace_http_responses_total{") and "/v1/completions" in line]
-    by_class = {name: sum(int(line.rsplit(" ", 1)[1]) for line in lines if f'"{name}"' in line) for name in ("2xx", "4xx", "5xx")}
-    ended = {name: int(metric(page, "headrace_request_success_total", f'"{name}"')) for name in ("stop", "length", "error", "abort")}
-    tokens = {name: int(metric(page, f"headrace_{series}_tokens_total")) for name, series in (("tokens", "generation"), ("prompt", "prompt"))}
-    return {**by_class, **tokens, "aborted": ended["abort"], "finished": ended["stop"] + ended["length"] + ended["error"]}
+    lines = [
+        line
+        for line in page.splitlines()
+        if line.startswith("headrace_http_responses_total{") and "/v1/completions" in line
+    ]
+    by_class = {
+        name: sum(int(line.rsplit(" ", 1)[1]) for line in lines if f'"{name}"' in line)
+        for name in ("2xx", "4xx", "5xx")
+    }
+    ended = {
+        name: int(metric(page, "headrace_request_success_total", f'"{name}"'))
+        for name in ("stop", "length", "error", "abort")
+    }
+    tokens = {
+        name: int(metric(page, f"headrace_{series}_tokens_total"))
+        for name, series in (("tokens", "generation"), ("prompt", "prompt"))
+    }
+    return {
+        **by_class,
+        **tokens,
+        "aborted": ended["abort"],
+        "finished": ended["stop"] + ended["length"] + ended["error"],
+    }
 
 
 # --- row 36
@@ -222,7 +287,16 @@ def _books(server: Server) -> dict[str, int]:
 def slow_readers(clients: int, seconds: float, *, command: Command = SERVE) -> str:
     """Clients that take a byte now and then cost little memory; others go on as before."""
     long = {**TEXT, "max_tokens": 3000, "logprobs": 5}
-    flags = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", str(clients + 4), "--max-model-len", "4096")
+    flags = (
+        "--executor",
+        "keyed-hash",
+        "--device-time",
+        "0.002",
+        "--max-num-seqs",
+        str(clients + 4),
+        "--max-model-len",
+        "4096",
+    )
     with serving(*flags, command=command) as server:
         warm(server)
         alone = _pace(server)
@@ -254,9 +328,13 @@ def _pace(server: Server) -> float:
 
 
 def drain(streams: int, *, command: Command = SERVE) -> str:
-    """SIGTERM: not ready at once, new requests are sent away, every answer, streamed or whole, ends as it would have, and the exit is 0."""
+    """SIGTERM: not ready at once, new requests are sent away, every answer, streamed or whole, ends as it would have,
+    and the exit is 0."""
     with serving(*HASH, "--shutdown-timeout", "30", "--max-num-seqs", str(2 * streams), command=command) as server:
-        socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 80}, "Connection: close")) for _ in range(streams)]
+        socks = [
+            server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 80}, "Connection: close"))
+            for _ in range(streams)
+        ]
         heads = [read_until(sock, b"\n\n") for sock in socks]
         asked = {**TEXT, "max_tokens": 80, "stream": False}
         whole = [server.raw(post_bytes("/v1/completions", asked, "Connection: close")) for _ in range(streams)]
@@ -289,20 +367,30 @@ def conforming_streams(server: Server, count: int, at_once: int = 32) -> str:
         replies = together(ask(server.port, path, body) for path, body, _ in drawn)
         for reply, (path, body, choices) in zip(replies, drawn, strict=True):
             assert reply.status == 200 and reply.complete, (body, reply)
-            events += check_stream(reply.body, chat="chat" in path, n=choices, usage=bool(body["stream_options"]))["events"]
+            events += check_stream(reply.body, chat="chat" in path, n=choices, usage=bool(body["stream_options"]))[
+                "events"
+            ]
     server.wait_idle()
     return f"{count} streams, {events} events, 0 violations"
 
 
 def _drawn(rng: random.Random) -> tuple[str, dict[str, Any], int]:
     chat = rng.random() < 0.5
-    body: dict[str, Any] = {"stream": True, "n": rng.choice((1, 1, 2)), "max_tokens": rng.randint(1, 12), "seed": rng.randrange(99)}
+    body: dict[str, Any] = {
+        "stream": True,
+        "n": rng.choice((1, 1, 2)),
+        "max_tokens": rng.randint(1, 12),
+        "seed": rng.randrange(99),
+    }
     body["stream_options"] = rng.choice((None, {"include_usage": True}))
     body["temperature"] = rng.choice((0, 1))
     if rng.random() < 0.3:
         body["stop"] = rng.sample(["a", "e", " th", "in"], 2)
     if chat:
-        asked = {"messages": [{"role": "user", "content": f"number {rng.randrange(99)} \u2028 é"}], "logprobs": rng.random() < 0.3}
+        asked = {
+            "messages": [{"role": "user", "content": f"number {rng.randrange(99)} \u2028 é"}],
+            "logprobs": rng.random() < 0.3,
+        }
         return "/v1/chat/completions", {**body, **asked}, body["n"]
     prompts = [[rng.randrange(8, 999)] for _ in range(rng.choice((1, 1, 2)))]
     asked = {"prompt": prompts, **rng.choice(({}, {"logprobs": 2}, {"echo": True}))}

@@ -1,7 +1,7 @@
 """What is planted into the product to see whether the checks can fail.
 
-What lives here: reading the list, mutants.diff, which says how it is written, and where in the product a mutant's text stands. What may
-not: planting (mutants.py).
+What lives here: reading the list, mutants.diff, which says how it is written, and where in the product a mutant's text
+stands. What may not: planting (mutants.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Mutant:
     verdict: str  # of the last run, and its day
 
     def plant(self, sources: Mapping[str, str]) -> tuple[str, str]:
-        """The file in which its text stands now, and the file's text with the mutant. Code moves: where that file is gone, or has the
-        text no longer, any other is good that has it alone. Raises Unplantable."""
+        """The file in which its text stands now, and the file's text with the mutant. Code moves: where that file is
+        gone, or has the text no longer, any other is good that has it alone. Raises Unplantable."""
         lines = tuple(dedent(self.old + self.new).splitlines())
         pattern, new = _pattern(lines[: self.old.count("\n")]), lines[self.old.count("\n") :]
         found = [(self.file, match) for match in pattern.finditer(sources.get(self.file, ""))]

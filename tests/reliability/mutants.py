@@ -1,9 +1,11 @@
-"""Whether the checks can fail: each row's mutants of the product, planted one at a time into a copy of the tree, and the tests that must turn red.
+"""Whether the checks can fail: each row's mutants of the product, planted one at a time into a copy of the tree, and
+the tests that must turn red.
 
     python -m tests.reliability.mutants [ROW …] [--check | --list | --record]
 
-Copies the sources and tests into a temporary folder once, holds that a row's tests are green there, plants each of its mutants, runs
-their tests again, and prints a table. The checkout's product is never touched. Ends with 0 only if every mutant was killed.
+Copies the sources and tests into a temporary folder once, holds that a row's tests are green there, plants each of its
+mutants, runs their tests again, and prints a table. The checkout's product is never touched. Ends with 0 only if every
+mutant was killed.
 
 What lives here: planting and running. What may not: the mutants (mutants.diff).
 """
@@ -39,14 +41,19 @@ class Verdict(Enum):
 def table(mutants: Sequence[Mutant] = MUTANTS) -> str:
     """What is planted and what turns red, as Markdown."""
     lines = ["| row | planted into the product | must turn red | last run |", "|---|---|---|---|"]
-    lines += [f"| {each.row} | {each.what} | {'<br>'.join(_short(test) for test in each.tests)} | {each.verdict} |" for each in mutants]
+    lines += [
+        f"| {each.row} | {each.what} | {'<br>'.join(_short(test) for test in each.tests)} | {each.verdict} |"
+        for each in mutants
+    ]
     return "\n".join(lines)
 
 
 def sources(tree: Path) -> dict[str, str]:
     """The package's modules, by their place in it."""
     package = tree / PRODUCT
-    return {path.relative_to(package).as_posix(): path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
+    return {
+        path.relative_to(package).as_posix(): path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))
+    }
 
 
 def unplantable(mutants: Sequence[Mutant] = MUTANTS) -> list[str]:
@@ -80,12 +87,16 @@ def run_tests(tree: Path, tests: Iterable[str]) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120", *tests]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return 1, f"no end within {SECONDS} s"
     if done.returncode == 0 and " passed" not in done.stdout:
         return 5, "all were skipped"
-    said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))] or done.stdout.splitlines()[-1:]
+    said = [
+        line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
+    ] or done.stdout.splitlines()[-1:]
     return done.returncode, said[0] if said else done.stderr[-_SAID:]
 
 
@@ -107,8 +118,12 @@ def judge(tree: Path, mutant: Mutant, green: dict[tuple[str, ...], tuple[int, st
 
 
 def create_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.reliability.mutants", description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("rows", metavar="ROW", nargs="*", type=int, help="rows whose mutants are planted; all without any")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.reliability.mutants", description=__doc__.partition("\n")[0] if __doc__ else ""
+    )
+    parser.add_argument(
+        "rows", metavar="ROW", nargs="*", type=int, help="rows whose mutants are planted; all without any"
+    )
     parser.add_argument("--check", action="store_true", help="only say which can no longer be planted")
     parser.add_argument("--list", action="store_true", help="print the table of docs/reliability.md, plant nothing")
     parser.add_argument("--record", action="store_true", help="write each verdict and the day into mutants.diff")
@@ -134,7 +149,10 @@ def main() -> int:
             verdicts.append(verdict)
             if args.record:
                 record(each, f"{verdict.value} {time.strftime('%Y-%m-%d')}")
-            print(f"{each.row:>3}  {each.what:<60}{time.monotonic() - begun:>7.1f} s  {verdict.value:<9} {said[:_SAID]}", flush=True)
+            print(
+                f"{each.row:>3}  {each.what:<60}{time.monotonic() - begun:>7.1f} s  {verdict.value:<9} {said[:_SAID]}",
+                flush=True,
+            )
     print(f"{verdicts.count(Verdict.KILLED)} of {len(verdicts)} killed")
     return int(set(verdicts) != {Verdict.KILLED})
 

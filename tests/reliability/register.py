@@ -98,7 +98,12 @@ ROWS = (
             "schema a_server_that_takes_what_its_description_forbids_is_noticed"
         ),
     ),
-    Row(3, "every field with every value", HELD, tests("boundary every_value_of_every_field_is_taken_or_refused_by_name_on_all_routes_alike")),
+    Row(
+        3,
+        "every field with every value",
+        HELD,
+        tests("boundary every_value_of_every_field_is_taken_or_refused_by_name_on_all_routes_alike"),
+    ),
     Row(4, "token ids outside the logits", HELD, tests("boundary bad_token_ids_are_refused_beside_neighbours")),
     Row(
         5,
@@ -158,7 +163,9 @@ ROWS = (
         10,
         "hostile answers before the parser",
         HELD,
-        tests("parsing cuts_change_nothing a_call_that_is_cut_anywhere_never_looks_whole time_is_linear nothing_is_evaluated"),
+        tests(
+            "parsing cuts_change_nothing a_call_that_is_cut_anywhere_never_looks_whole time_is_linear nothing_is_evaluated"
+        ),
     ),
     Row(
         11,
@@ -170,12 +177,20 @@ ROWS = (
         ),
     ),
     Row(12, "media", WAITING, (), "no media input"),
-    Row(13, "requests led to other addresses", WAITING, (), "nothing is fetched for a request (row 50 hears every connection)"),
+    Row(
+        13,
+        "requests led to other addresses",
+        WAITING,
+        (),
+        "nothing is fetched for a request (row 50 hears every connection)",
+    ),
     Row(
         14,
         "errors and logs tell nothing of the inside",
         HELD,
-        tests("boundary nothing_that_leaves_tells_of_the_inside a_log_that_tells_prompts_is_noticed what_may_not_leave_is_seen"),
+        tests(
+            "boundary nothing_that_leaves_tells_of_the_inside a_log_that_tells_prompts_is_noticed what_may_not_leave_is_seen"
+        ),
     ),
     Row(
         15,
@@ -191,7 +206,9 @@ ROWS = (
         17,
         "no mode that is built changes an answer",
         HELD,
-        tests("modes no_mode_changes_an_answer the_drawn_modes_meet_in_pairs a_block_read_before_it_is_written_is_noticed"),
+        tests(
+            "modes no_mode_changes_an_answer the_drawn_modes_meet_in_pairs a_block_read_before_it_is_written_is_noticed"
+        ),
     ),
     Row(
         18,
@@ -207,16 +224,27 @@ ROWS = (
         19,
         "names of prefixes may collide",
         HELD,
-        tests("lives colliding_names_of_prefixes_change_no_token planted_defects_are_found a_thousand_seeds_keep_every_invariant"),
+        tests(
+            "lives colliding_names_of_prefixes_change_no_token planted_defects_are_found a_thousand_seeds_keep_every_invariant"
+        ),
     ),
-    Row(20, "equal request ids", HELD, tests("traffic equal_names_collide_with_nobody names_that_are_keys_are_noticed")),
+    Row(
+        20, "equal request ids", HELD, tests("traffic equal_names_collide_with_nobody names_that_are_keys_are_noticed")
+    ),
     Row(
         21,
         "equal prompts in one step",
         HELD,
-        tests("scheduler equal_prompts_are_computed_once; lives planted_defects_are_found a_thousand_seeds_keep_every_invariant"),
+        tests(
+            "scheduler equal_prompts_are_computed_once; lives planted_defects_are_found a_thousand_seeds_keep_every_invariant"
+        ),
     ),
-    Row(22, "free blocks are poison", HELD, tests("modes no_mode_changes_an_answer a_block_read_before_it_is_written_is_noticed")),
+    Row(
+        22,
+        "free blocks are poison",
+        HELD,
+        tests("modes no_mode_changes_an_answer a_block_read_before_it_is_written_is_noticed"),
+    ),
     Row(
         23,
         "an unusable row ends one request",
@@ -226,8 +254,18 @@ ROWS = (
             "wire a_step_that_fails_mid_stream_ends_in_an_error_event_and_a_broken_body"
         ),
     ),
-    Row(24, "characters over several tokens", HELD, tests("core characters_are_never_split; tokenizer valid_text_never_shows_a_replacement")),
-    Row(25, "stop strings", HELD, tests("core stop_strings_cut_at_their_earliest_end; output any_segmentation_gives_the_same_answer")),
+    Row(
+        24,
+        "characters over several tokens",
+        HELD,
+        tests("core characters_are_never_split; tokenizer valid_text_never_shows_a_replacement"),
+    ),
+    Row(
+        25,
+        "stop strings",
+        HELD,
+        tests("core stop_strings_cut_at_their_earliest_end; output any_segmentation_gives_the_same_answer"),
+    ),
     Row(26, "allocator as a state machine", HELD, tests("cache cache_machine releasing_what_nobody_holds_is_noticed")),
     Row(
         27,
@@ -250,20 +288,26 @@ ROWS = (
         29,
         "unservable prompts",
         HELD,
-        tests("traffic what_the_cache_could_never_hold_is_refused_at_once a_prompt_that_is_refused_too_late_is_noticed"),
+        tests(
+            "traffic what_the_cache_could_never_hold_is_refused_at_once a_prompt_that_is_refused_too_late_is_noticed"
+        ),
     ),
     Row(
         30,
         "overload",
         HELD,
-        tests("traffic ten_times_too_much_is_told_to_come_back refusals_that_do_not_say_when_are_noticed refusals_that_take_their_time_are_noticed"),
+        tests(
+            "traffic ten_times_too_much_is_told_to_come_back refusals_that_do_not_say_when_are_noticed refusals_that_take_their_time_are_noticed"
+        ),
     ),
     Row(31, "preemption storm", HELD, tests("core a_storm_of_preemptions_passes a_storm_without_progress_is_noticed")),
     Row(
         32,
         "a long prompt beside decoders",
         HELD,
-        tests("core a_long_prompt_slows_others_by_a_bounded_factor; scheduler decoding_is_never_stalled_by_a_long_prompt"),
+        tests(
+            "core a_long_prompt_slows_others_by_a_bounded_factor; scheduler decoding_is_never_stalled_by_a_long_prompt"
+        ),
     ),
     Row(33, "the ledger", HELD, tests("traffic the_books_balance books_that_do_not_balance_are_noticed")),
     Row(
@@ -291,7 +335,12 @@ ROWS = (
             "budget unread_answers_count_until_they_are_gone"
         ),
     ),
-    Row(37, "silence is filled", HELD, tests("wire silence_is_filled_with_comments; life a_silent_step_is_filled_with_comments")),
+    Row(
+        37,
+        "silence is filled",
+        HELD,
+        tests("wire silence_is_filled_with_comments; life a_silent_step_is_filled_with_comments"),
+    ),
     Row(
         38,
         "SIGTERM drains",
@@ -337,16 +386,35 @@ ROWS = (
             "operation health_is_true_both_ways_and_costs_the_engine_nothing"
         ),
     ),
-    Row(43, "crash loop", HELD, tests("life killed_at_any_moment_it_starts_again; scratch a_dead_owners_folder_is_swept_and_a_live_ones_is_not")),
-    Row(44, "starts that fail", HELD, tests("start starts_that_cannot_succeed; lifecycle a_port_in_use_is_one_line_and_a_failure")),
+    Row(
+        43,
+        "crash loop",
+        HELD,
+        tests(
+            "life killed_at_any_moment_it_starts_again; scratch a_dead_owners_folder_is_swept_and_a_live_ones_is_not"
+        ),
+    ),
+    Row(
+        44,
+        "starts that fail",
+        HELD,
+        tests("start starts_that_cannot_succeed; lifecycle a_port_in_use_is_one_line_and_a_failure"),
+    ),
     Row(45, "disk tier", WAITING, (), "there is no disk tier"),
     Row(46, "state files", WAITING, (), "nothing is kept between starts but compiled kernels"),
-    Row(47, "descriptors run out", HELD, tests("abuse a_server_with_few_descriptors_goes_on idle_connections_beyond_the_descriptors_hold_up_nobody")),
+    Row(
+        47,
+        "descriptors run out",
+        HELD,
+        tests("abuse a_server_with_few_descriptors_goes_on idle_connections_beyond_the_descriptors_hold_up_nobody"),
+    ),
     Row(
         48,
         "memory runs out",
         HELD,
-        tests("life a_memory_ceiling_refuses_requests_and_nothing_else an_error_of_memory_that_is_a_defect_of_ours_is_noticed"),
+        tests(
+            "life a_memory_ceiling_refuses_requests_and_nothing_else an_error_of_memory_that_is_a_defect_of_ours_is_noticed"
+        ),
     ),
     Row(
         49,
@@ -373,7 +441,9 @@ ROWS = (
         52,
         "keys",
         HELD,
-        tests("auth matrix disguised_paths_need_the_key_before_anything_is_said_about_them; security time_tells_nothing_of_a_key"),
+        tests(
+            "auth matrix disguised_paths_need_the_key_before_anything_is_said_about_them; security time_tells_nothing_of_a_key"
+        ),
     ),
     Row(53, "browsers", HELD, tests("security foreign_pages_are_refused a_door_open_to_foreign_pages_is_noticed")),
     Row(54, "cardinality", HELD, tests("security unique_names_make_no_series a_series_for_each_path_is_noticed")),
@@ -386,7 +456,13 @@ ROWS = (
             "code_in_a_models_folder_is_never_imported; gguf damaged_heads_are_refused_and_never_crash"
         ),
     ),
-    Row(56, "supply chain", WAITING, (), "versions are pinned in constraints.txt; hashes, a scan and a bill of materials are not made yet"),
+    Row(
+        56,
+        "supply chain",
+        WAITING,
+        (),
+        "versions are pinned in constraints.txt; hashes, a scan and a bill of materials are not made yet",
+    ),
     Row(
         57,
         "client matrix",
@@ -399,7 +475,12 @@ ROWS = (
         ),
         "openai and anthropic in every run of CI; the sixteen groups of tests/clients by a command (testing.md)",
     ),
-    Row(58, "wire conformance", HELD, tests("traffic streams_of_both_routes_keep_the_rules; boundary streams_against_the_rules_are_seen")),
+    Row(
+        58,
+        "wire conformance",
+        HELD,
+        tests("traffic streams_of_both_routes_keep_the_rules; boundary streams_against_the_rules_are_seen"),
+    ),
     Row(59, "soak", HELD, tests("soak a_soak_of_seconds_passes what_grows_is_noticed what_fails_is_noticed")),
     Row(60, "quality gates", WAITING, (), "no mode computes in less than the checkpoint's precision yet"),
 )

@@ -2,8 +2,9 @@
 
     python -m tests.reliability.run [--minutes 3] [--controls] [ROW …]
 
-``--minutes``: what a row may take, about; rows with a number of rounds of their own end when they have done them. Run it from the
-repository's root, on a machine that does nothing else: several rows judge time. Ends with 0 only if all passed.
+``--minutes``: what a row may take, about; rows with a number of rounds of their own end when they have done them. Run
+it from the repository's root, on a machine that does nothing else: several rows judge time. Ends with 0 only if all
+passed.
 
 What lives here: how much of each check, and the table. What may not: the checks.
 """
@@ -22,7 +23,16 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.reliability import checks_boundary, checks_core, checks_grammar, checks_life, checks_security, checks_tenants, checks_traffic, soak
+from tests.reliability import (
+    checks_boundary,
+    checks_core,
+    checks_grammar,
+    checks_life,
+    checks_security,
+    checks_tenants,
+    checks_traffic,
+    soak,
+)
 from tests.support.serving import SERVE, Server, serving
 from tests.support.simulation import exhaust
 from tests.unit.test_cache_machine import CacheMachine
@@ -65,7 +75,9 @@ def on_a_server(work: Callable[[Server], str], *flags: str) -> Work:
 
 
 def cache_machine(seconds: float) -> str:
-    size = settings(max_examples=500, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    size = settings(
+        max_examples=500, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
     done = [run_state_machine_as_test(CacheMachine, settings=size) for _ in rounds(seconds, 20)]
     return f"{len(done)} × 500 runs of 100 steps"
 
@@ -90,9 +102,15 @@ def by_pytest(test: str, **environment: str) -> Work:
 HEAVY = (
     Heavy(1, "mutated bodies on every route", by_pytest("tests/server/test_mutations.py", HEADRACE_MUTATIONS="10000")),
     Heavy(2, "schemathesis, all phases", by_pytest("tests/server/test_openapi.py", HEADRACE_SCHEMA_EXAMPLES="500")),
-    Heavy(3, "lattice, all singles and random pairs", on_a_server(lambda server: checks_boundary.lattice(20_000, server))),
+    Heavy(
+        3, "lattice, all singles and random pairs", on_a_server(lambda server: checks_boundary.lattice(20_000, server))
+    ),
     Heavy(4, "token ids beside neighbours", on_a_server(lambda server: checks_boundary.token_ids(server, 20))),
-    Heavy(5, "fan-out, full size", on_a_server(lambda server: f"{checks_boundary.fan_out(server)}; {checks_boundary.longest_legal(server)}")),
+    Heavy(
+        5,
+        "fan-out, full size",
+        on_a_server(lambda server: f"{checks_boundary.fan_out(server)}; {checks_boundary.longest_legal(server)}"),
+    ),
     Heavy(6, "million-token prompts, 5 MB", lambda seconds: checks_boundary.million_tokens(50, 5 << 20, slack=1.0)),
     Heavy(6, "million-token prompts, 27 MB", lambda seconds: checks_boundary.million_tokens(50, 27 << 20, slack=1.0)),
     Heavy(7, "a million chunks of a byte", on_a_server(lambda server: checks_boundary.dribble(server, 1_000_000))),
@@ -103,12 +121,20 @@ HEAVY = (
     Heavy(9, "structured output, drawn", growing(checks_grammar.totality, 5000, 0.034)),
     Heavy(14, "hygiene of every byte", again(lambda seed: checks_boundary.hygiene(3000, seed), 100)),
     Heavy(18, "prefixes of others", growing(checks_tenants.foreign_prefixes, 1000, 0.15)),
-    Heavy(20, "equal request ids", on_a_server(lambda server: checks_traffic.equal_names(server, 1000), *checks_traffic.QUICK)),
+    Heavy(
+        20,
+        "equal request ids",
+        on_a_server(lambda server: checks_traffic.equal_names(server, 1000), *checks_traffic.QUICK),
+    ),
     Heavy(23, "unusable rows", again(lambda seed: checks_core.poisoned_rows(500), 10)),
     Heavy(24, "characters split over tokens", again(lambda seed: checks_core.characters_split(100_000, seed), 10)),
     Heavy(25, "stop strings", again(lambda seed: checks_core.stops_cut(5000, seed), 10)),
     Heavy(26, "allocator state machine", cache_machine),
-    Heavy(27, "simulated lives of 500 events", lambda seconds: checks_core.simulate(10_000 + each for each in rounds(seconds, 100_000))),
+    Heavy(
+        27,
+        "simulated lives of 500 events",
+        lambda seconds: checks_core.simulate(10_000 + each for each in rounds(seconds, 100_000)),
+    ),
     Heavy(28, "every interleaving", lambda seconds: "; ".join(str(exhaust.explore(depth)) for depth in (0, 1, 2))),
     Heavy(29, "unservable prompts", lambda seconds: checks_traffic.unservable(100)),
     Heavy(30, "ten times overload", lambda seconds: checks_traffic.overload(min(seconds, 600.0))),
@@ -127,16 +153,30 @@ HEAVY = (
     Heavy(43, "crash loop", growing(checks_life.crash_loop, 50, 3.0)),
     Heavy(48, "memory ceiling", lambda seconds: checks_life.memory_ceiling()),
     Heavy(49, "listening sockets", lambda seconds: checks_life.sockets()),
-    Heavy(50, "audit hook, under -O", lambda seconds: checks_security.audited(lambda s: checks_boundary.lattice(2000, s), optimised=True)),
-    Heavy(51, "strangers and damaged frames", lambda seconds: f"{checks_security.strangers()}; {checks_security.damaged_frames(100_000)}"),
+    Heavy(
+        50,
+        "audit hook, under -O",
+        lambda seconds: checks_security.audited(lambda s: checks_boundary.lattice(2000, s), optimised=True),
+    ),
+    Heavy(
+        51,
+        "strangers and damaged frames",
+        lambda seconds: f"{checks_security.strangers()}; {checks_security.damaged_frames(100_000)}",
+    ),
     Heavy(52, "timing of keys", lambda seconds: checks_security.key_timing(10_000)),
     Heavy(54, "unique names", lambda seconds: checks_security.cardinality(100_000 if seconds > 600 else 10_000)),
     Heavy(55, "damaged model files", again(lambda seed: checks_security.model_files(5000, seed), 20)),
-    Heavy(58, "streams byte by byte", on_a_server(lambda server: checks_traffic.conforming_streams(server, 10_000), *checks_traffic.QUICK)),
+    Heavy(
+        58,
+        "streams byte by byte",
+        on_a_server(lambda server: checks_traffic.conforming_streams(server, 10_000), *checks_traffic.QUICK),
+    ),
     Heavy(59, "soak", lambda seconds: soak.soak(seconds / 60)),
 )
 
-CONTROLS = (Heavy(59, "soak of a server that leaks 4 MiB/h", lambda seconds: soak.leak_is_seen(max(seconds / 60, soak.LONG))),)
+CONTROLS = (
+    Heavy(59, "soak of a server that leaks 4 MiB/h", lambda seconds: soak.leak_is_seen(max(seconds / 60, soak.LONG))),
+)
 
 
 def attempt(heavy: Heavy, seconds: float) -> tuple[bool, str]:
@@ -148,7 +188,9 @@ def attempt(heavy: Heavy, seconds: float) -> tuple[bool, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.reliability.run", description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.reliability.run", description=__doc__.partition("\n")[0] if __doc__ else ""
+    )
     parser.add_argument("rows", metavar="ROW", nargs="*", type=int, help="rows to run; all without any")
     parser.add_argument("--minutes", type=float, default=3.0, help="what a row may take, about")
     parser.add_argument("--controls", action="store_true", help="instead: planted defects that need as long to be seen")
@@ -161,7 +203,10 @@ def main() -> int:
         begun = time.monotonic()
         good, figure = attempt(heavy, 60 * args.minutes)
         passed = passed and good
-        print(f"{heavy.row:>3}  {heavy.check:<40}{time.monotonic() - begun:>8.1f}  {'pass' if good else 'FAILED':<6}  {figure}", flush=True)
+        print(
+            f"{heavy.row:>3}  {heavy.check:<40}{time.monotonic() - begun:>8.1f}  {'pass' if good else 'FAILED':<6}  {figure}",
+            flush=True,
+        )
     return 0 if passed else 1
 
 

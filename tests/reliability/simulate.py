@@ -1,10 +1,12 @@
-"""Testing by simulation: schedules of events drawn from seeds, lived through by the whole control plane, everything looked at after each event.
+"""Testing by simulation: schedules of events drawn from seeds, lived through by the whole control plane, everything
+looked at after each event.
 
     python tests/reliability/simulate.py --seeds 100000 --jobs 2     every seed; what fails is shrunk and printed
     python tests/reliability/simulate.py --seed 17 [--save FILE]     one seed; its schedule to a file
     python tests/reliability/simulate.py --replay FILE               a schedule from a file
     python tests/reliability/simulate.py --exhaust                   every interleaving of a small world
-    python tests/reliability/simulate.py --defects                   ten defects, planted one at a time: the table of docs/testing.md
+    python tests/reliability/simulate.py --defects                   ten defects, planted one at a time: the table of
+    docs/testing.md
 
 Ends with 0 if nothing failed (``--defects``: if every defect was found). Run it from the repository's root.
 
@@ -48,18 +50,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def create_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="simulate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, help="how many seeds to live through (1000; with --defects at most so many for each, 200)")
+    parser = argparse.ArgumentParser(
+        prog="simulate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds", type=int, help="how many seeds to live through (1000; with --defects at most so many for each, 200)"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--events", type=int, default=500, help="events a seed")
-    parser.add_argument("--policy", choices=tuple(POLICIES), help="this scheduling policy, instead of the one that a seed draws")
+    parser.add_argument(
+        "--policy", choices=tuple(POLICIES), help="this scheduling policy, instead of the one that a seed draws"
+    )
     parser.add_argument("--seed", type=int, help="one seed alone")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="a schedule that --save wrote")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule, shrunk if it failed and shrinking is on")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the schedule, shrunk if it failed and shrinking is on"
+    )
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True, help="make what fails small")
     parser.add_argument("--exhaust", action="store_true", help="every interleaving of a small world")
-    parser.add_argument("--defects", action="store_true", help="plant ten defects, one at a time, and say how each is found")
+    parser.add_argument(
+        "--defects", action="store_true", help="plant ten defects, one at a time, and say how each is found"
+    )
     return parser
 
 
@@ -78,7 +90,9 @@ def _one(schedule: Schedule, args: argparse.Namespace) -> int:
     if isinstance(outcome, Failure):
         schedule = _show(schedule, outcome, args)
     else:
-        print(f"{schedule.name}: held, {outcome.turns} turns; {_counts(outcome.seen)}\nreplayed byte for byte: {replays(schedule)[:16]}")
+        print(
+            f"{schedule.name}: held, {outcome.turns} turns; {_counts(outcome.seen)}\nreplayed byte for byte: {replays(schedule)[:16]}"
+        )
     if args.save is not None:
         args.save.write_text(to_text(schedule))
     return int(isinstance(outcome, Failure))
@@ -93,7 +107,9 @@ def _many(args: argparse.Namespace) -> int:
             print(f"  {so_far.lives} seeds in {so_far.seconds:.0f} s, {len(so_far.failures)} failed", flush=True)
 
     count = 1000 if args.seeds is None else args.seeds
-    done = sweep(range(args.first, args.first + count), events=args.events, policy=args.policy, jobs=args.jobs, tell=tell)
+    done = sweep(
+        range(args.first, args.first + count), events=args.events, policy=args.policy, jobs=args.jobs, tell=tell
+    )
     each = 1e3 * done.cpu_seconds / max(1, done.lives)
     time_taken = f"{done.seconds:.1f} s on {args.jobs} processes, {each:.1f} ms of a core each"
     print(f"{done.lives} seeds, {done.events} events, {done.turns} turns in {time_taken}")

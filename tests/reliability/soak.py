@@ -2,9 +2,10 @@
 
 What lives here: the load, the samples, the judgement. What may not: pytest, the arithmetic of trends (trend.py).
 
-The first third is warm-up: everything that has a bound has reached it by then. Over the rest each process is looked at once a second:
-RssAnon + VmSwap, by which it is judged, and beside it Pss and Private_Dirty. What is held for a moment is no growth, so the least of
-each of LEASTS spans counts; the slope through them is the median of the slopes of all their pairs, with an interval of 95 %.
+The first third is warm-up: everything that has a bound has reached it by then. Over the rest each process is looked at
+once a second: RssAnon + VmSwap, by which it is judged, and beside it Pss and Private_Dirty. What is held for a moment
+is no growth, so the least of each of LEASTS spans counts; the slope through them is the median of the slopes of all
+their pairs, with an interval of 95 %.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from tests.support.serving import SERVE, Server, serving
 from tests.support.snapshot import CANARY, MEMORY_SLACK, Memory, Snapshot, assert_back, memory_of, take
 from tests.support.traffic import ask
 
-FLAGS = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "32", "--num-blocks", "512", "--max-model-len", "2048")
+FLAGS = (
+    "--executor",
+    "keyed-hash",
+    "--device-time",
+    "0.002",
+    "--max-num-seqs",
+    "32",
+    "--num-blocks",
+    "512",
+    "--max-model-len",
+    "2048",
+)
 CLIENTS = 24
 POOLS = 8  # threads or descriptors that pools of a fixed size may still add, and so many each of their processes
 PROCESSES_OF_POOLS = 3  # that those for templates and grammars may still start
@@ -82,12 +94,15 @@ def leak_is_seen(minutes: float, rate: int = 4) -> str:
 
 
 def _settled(before: Snapshot, server: Server) -> Snapshot:
-    """Memory is judged by its slope, and pools may have started what they had not needed before; all else is to be as it was."""
+    """Memory is judged by its slope, and pools may have started what they had not needed before; all else is to be as
+    it was."""
     now = take(server)
     started = now.children - before.children
     assert 0 <= started <= PROCESSES_OF_POOLS, f"processes {before.children} → {now.children}"
     grown = max(now.fds - before.fds, now.threads - before.threads)
-    assert grown <= POOLS * (1 + started), f"descriptors {before.fds} → {now.fds}, threads {before.threads} → {now.threads}"
+    assert grown <= POOLS * (1 + started), (
+        f"descriptors {before.fds} → {now.fds}, threads {before.threads} → {now.threads}"
+    )
     return replace(before, memory=now.memory, fds=now.fds, threads=now.threads, children=now.children)
 
 
@@ -100,7 +115,10 @@ async def _one_of_each(server: Server) -> None:
 
 async def _load(server: Server, tally: Tally, seconds: float, golden: list[int]) -> None:
     end, engine = time.monotonic() + seconds, engine_of(server)
-    clients = [asyncio.create_task(_client(server.port, random.Random(number), tally, end, golden)) for number in range(CLIENTS)]
+    clients = [
+        asyncio.create_task(_client(server.port, random.Random(number), tally, end, golden))
+        for number in range(CLIENTS)
+    ]
     begun = time.monotonic()
     while time.monotonic() < end:
         tally.samples.append((time.monotonic() - begun, memory_of(server.process.pid), memory_of(engine)))
@@ -139,7 +157,11 @@ def _drawn(rng: random.Random) -> tuple[str, str, dict[str, Any], int]:
     if chance < 0.5:
         return "streamed", "/v1/completions", {**body, "stream": True}, 200
     if chance < 0.6:
-        chat = {"messages": [{"role": "user", "content": f"number {rng.randrange(1000)}"}], "max_tokens": 16, "stream": rng.random() < 0.5}
+        chat = {
+            "messages": [{"role": "user", "content": f"number {rng.randrange(1000)}"}],
+            "max_tokens": 16,
+            "stream": rng.random() < 0.5,
+        }
         return "chat", "/v1/chat/completions", chat, 200
     return "whole", "/v1/completions", body, 200
 
@@ -155,7 +177,9 @@ def judge(tally: Tally, minutes: float) -> str:
 
 def _judge_memory(name: str, tally: Tally, which: int, minutes: float) -> str:
     times, memory = [sample[0] for sample in tally.samples], [sample[which] for sample in tally.samples]
-    private, shared, dirty = (_growth(times, [getattr(each, kind) for each in memory]) for kind in ("private", "proportional", "dirty"))
+    private, shared, dirty = (
+        _growth(times, [getattr(each, kind) for each in memory]) for kind in ("private", "proportional", "dirty")
+    )
     grown = memory[-1].private - memory[0].private
     if minutes >= LONG:
         assert private.slope < SLOPE, f"memory of the {name} grows by {private} MiB/h"

@@ -1,4 +1,5 @@
-"""Attacks by what one request multiplies, in sizes for CI (limits lowered by flags); at full size: ``python -m tests.reliability.attacks``."""
+"""Attacks by what one request multiplies, in sizes for CI (limits lowered by flags); at full size: ``python -m
+tests.reliability.attacks``."""
 
 from __future__ import annotations
 
@@ -57,9 +58,18 @@ def test_unread_answers_count_until_they_are_gone(server: Server) -> None:
     try:
         wait_for(lambda: server.ask("POST", COMPLETIONS, LARGE).status == 503, what="the budget is full")
         refused = server.ask("POST", COMPLETIONS, LARGE)
-        assert refused.status == 503 and 1 <= int(refused.headers["retry-after"]) <= 30 and "--max-answers-bytes" in refused.error["message"]
+        assert (
+            refused.status == 503
+            and 1 <= int(refused.headers["retry-after"]) <= 30
+            and "--max-answers-bytes" in refused.error["message"]
+        )
         assert server.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 4}).status == 200
-        assert server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}).status == 200
+        assert (
+            server.ask(
+                "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+            ).status
+            == 200
+        )
     finally:
         for sock in socks:
             sock.close()

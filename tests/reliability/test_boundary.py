@@ -46,7 +46,9 @@ def careless() -> Iterator[Server]:
         yield running
 
 
-def test_every_value_of_every_field_is_taken_or_refused_by_name_on_all_routes_alike(server: Server, careless: Server) -> None:
+def test_every_value_of_every_field_is_taken_or_refused_by_name_on_all_routes_alike(
+    server: Server, careless: Server
+) -> None:
     checks_boundary.lattice(500, server, every=3)
     with pytest.raises(AssertionError, match="status 500"):
         checks_boundary.lattice(0, careless)
@@ -117,13 +119,21 @@ def test_a_log_that_tells_prompts_is_noticed() -> None:
         checks_boundary.hygiene(60, command=planted(defect))
 
 
-@pytest.mark.parametrize("data", [b"at 0x7f12ab34", b"Traceback (most", b'File "/usr/lib/x.py"', b"a\x1b[31m", b"key sk-1"])
+@pytest.mark.parametrize(
+    "data", [b"at 0x7f12ab34", b"Traceback (most", b'File "/usr/lib/x.py"', b"a\x1b[31m", b"key sk-1"]
+)
 def test_what_may_not_leave_is_seen(data: bytes) -> None:
     assert unclean(b"before " + data + b" after", b"sk-1") and not unclean(b"0x12 is fine, usr too")
 
 
 def chunk(**choice: object) -> bytes:
-    body = {"id": "1", "object": "o", "created": 1, "model": "m", "choices": [{"index": 0, "text": "", "finish_reason": None, **choice}]}
+    body = {
+        "id": "1",
+        "object": "o",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 0, "text": "", "finish_reason": None, **choice}],
+    }
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 

@@ -43,7 +43,9 @@ def test_a_storm_of_preemptions_passes() -> None:
 
 
 def test_a_storm_without_progress_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepPlanner, "_plan_running", lambda self, *given: self.roster.running and self.roster.preempt_last())
+    monkeypatch.setattr(
+        StepPlanner, "_plan_running", lambda self, *given: self.roster.running and self.roster.preempt_last()
+    )
     with pytest.raises(AssertionError):
         checks_core.preemption_storm(40)
 

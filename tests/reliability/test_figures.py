@@ -1,10 +1,20 @@
-"""The product's own constants where a check may not wait for them: what is patched to be shorter elsewhere keeps the promise as it is shipped."""
+"""The product's own constants where a check may not wait for them: what is patched to be shorter elsewhere keeps the
+promise as it is shipped."""
 
 from __future__ import annotations
 
 import pytest
 
-from headrace.engine import connection, grammar_check, grammar_masks, grammar_worker, loop, process, template, template_worker
+from headrace.engine import (
+    connection,
+    grammar_check,
+    grammar_masks,
+    grammar_worker,
+    loop,
+    process,
+    template,
+    template_worker,
+)
 from headrace.processes import sandbox
 from headrace.server import connection as http
 from headrace.server import exchange, lifecycle, limits
@@ -21,7 +31,11 @@ FIGURES = (
     ("a turn of the loop outside the device", loop.HOST_LIMIT, 5.0),
     ("a call of the device", loop.DEVICE_LIMIT, 30.0),
     ("an engine that is not heard", connection.HANG_SECONDS, 5.0),
-    ("a hang, from the last turn to the end", connection.HANG_SECONDS + lifecycle.HANG_SECONDS + process.BEAT_SECONDS, 30.0),
+    (
+        "a hang, from the last turn to the end",
+        connection.HANG_SECONDS + lifecycle.HANG_SECONDS + process.BEAT_SECONDS,
+        30.0,
+    ),
     ("rendering a template", template.RENDER_SECONDS, 1.0),
     ("bytes of a rendered prompt", template.MAX_OUTPUT_BYTES, 16 << 20),
     ("bytes of a template's process", template_worker.MEMORY_BYTES, 512 << 20),

@@ -1,4 +1,5 @@
-"""What only an interpreter of its own shows: rooms imported with modules blocked, and pages that torch's tensors lie in."""
+"""What only an interpreter of its own shows: rooms imported with modules blocked, and pages that torch's tensors lie
+in."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ TORCH_FREE = (
     "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
 )  # fmt: skip
 WEB_FREE = tuple(name for name in TORCH_FREE if name != "server")
-BARE = ("engine.llm", "worker", "models", "layers", "quant", "kernels.operations", "lab.table")  # what a bare GPU machine runs
+BARE = (
+    "engine.llm",
+    "worker",
+    "models",
+    "layers",
+    "quant",
+    "kernels.operations",
+    "lab.table",
+)  # what a bare GPU machine runs
 
 BLOCKED_IMPORTS = """
 import importlib, sys
@@ -57,7 +66,10 @@ for area in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").
 
 BLOCKED = {
     "without torch": (TORCH_FREE, ("torch", "triton", "transformers")),
-    "without torch and the web stack": (WEB_FREE, ("torch", "fastapi", "starlette", "uvicorn", "pydantic", "httpx", "yaml")),
+    "without torch and the web stack": (
+        WEB_FREE,
+        ("torch", "fastapi", "starlette", "uvicorn", "pydantic", "httpx", "yaml"),
+    ),
     "with torch alone": (BARE, ("msgspec", "uvicorn", "uvloop", "llguidance", "transformers", "matplotlib")),
 }
 
@@ -71,7 +83,14 @@ def fresh_imports() -> dict[str, subprocess.CompletedProcess[str]]:
         names = [f"headrace.{name}" for name, _ in modules() if any(below(name, room) for room in rooms)]
         names += [room for room in rooms if below(room, "lab")]
         script = f"BLOCKED = {blocked!r}\nNAMES = {names!r}\n{BLOCKED_IMPORTS}"
-        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2])
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(BLOCKED, pool.map(run, BLOCKED), strict=True))

@@ -16,7 +16,12 @@ from tests.gpu import run as runner
 
 
 def write(path: Path, *lines: tuple[str, str, float]) -> Path:
-    path.write_text("".join(json.dumps({"name": name, "outcome": outcome, "seconds": seconds}) + "\n" for name, outcome, seconds in lines))
+    path.write_text(
+        "".join(
+            json.dumps({"name": name, "outcome": outcome, "seconds": seconds}) + "\n"
+            for name, outcome, seconds in lines
+        )
+    )
     return path
 
 
@@ -51,7 +56,9 @@ def real_runs() -> tuple[runner.Outcome, subprocess.CompletedProcess[str]]:
         pytest.skip("there is a GPU: this would take minutes")
     with ThreadPoolExecutor(2) as pool:
         group = pool.submit(runner.run_group, "long", deadline=float("inf"), extra=[])
-        script = pool.submit(subprocess.run, [sys.executable, runner.__file__], capture_output=True, text=True, check=False)
+        script = pool.submit(
+            subprocess.run, [sys.executable, runner.__file__], capture_output=True, text=True, check=False
+        )
         return group.result(), script.result()
 
 

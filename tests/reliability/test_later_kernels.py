@@ -1,4 +1,5 @@
-"""An engine that ends while kernels are still being built leaves no process and no thread behind, and does not wait for the compiler."""
+"""An engine that ends while kernels are still being built leaves no process and no thread behind, and does not wait for
+the compiler."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def members_of(group: int) -> list[str]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3] if entry.name.isdigit() else ("Z", "", "0")
+            state, _, its_group = (
+                (entry / "stat").read_text().rpartition(")")[2].split()[:3] if entry.name.isdigit() else ("Z", "", "0")
+            )
         except OSError:
             continue
         if int(its_group) == group and state != "Z":
@@ -48,7 +51,9 @@ def started(made: Builders, order: str) -> tuple[CompileAhead[None], list[str]]:
             raise Ended
         said.append("built")
 
-    candidate = Candidate("kernel", lambda site: lambda *_: None, rehearse=lambda *_: [("shared", Later(find, find, build))])
+    candidate = Candidate(
+        "kernel", lambda site: lambda *_: None, rehearse=lambda *_: [("shared", Later(find, find, build))]
+    )
     registry.OPERATIONS = carried_out("rms_norm", candidate)  # type: ignore[misc]
     kernels = Kernels(torch.device("cpu"))
     kernels.choose(*called("rms_norm", dtype=torch.float32))

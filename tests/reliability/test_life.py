@@ -93,12 +93,21 @@ def test_a_silent_step_is_filled_with_comments(silent_step: Future[str]) -> None
 def test_an_engine_holds_what_it_says_at_its_start() -> None:
     """The pages of the cache are touched when blocks are first used: what is said of a full one must hold then."""
     with serving("--kv-cache-memory", "64MiB", command=SERVE) as server:
-        told = next(found for line in server.lines if (found := re.search(r"memory +([\d.]+) GiB, at most ([\d.]+) GiB", line)))
+        told = next(
+            found for line in server.lines if (found := re.search(r"memory +([\d.]+) GiB, at most ([\d.]+) GiB", line))
+        )
         at_start, at_most = (float(each) * 2**30 for each in told.groups())
-        engine = next(pid for pid in server.children() if b"engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        engine = next(
+            pid for pid in server.children() if b"engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
         held = private_bytes(engine)
         assert abs(held - at_start) < 32 << 20 and at_most - at_start >= 64 << 20
         prompts = [[(7 * place + number) % 500 for place in range(400)] for number in range(42)]  # 4 KiB a token
         for part in range(0, 42, 14):
-            assert server.ask("POST", "/v1/completions", {"prompt": prompts[part : part + 14], "max_tokens": 1}, timeout=60).status == 200
+            assert (
+                server.ask(
+                    "POST", "/v1/completions", {"prompt": prompts[part : part + 14], "max_tokens": 1}, timeout=60
+                ).status
+                == 200
+            )
         assert held + (56 << 20) < private_bytes(engine) < at_most + (16 << 20)

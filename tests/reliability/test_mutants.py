@@ -1,4 +1,5 @@
-"""The list of mutants does not rot: each can be planted, each row that is kept has two, and the page shows them. Killing them takes a command."""
+"""The list of mutants does not rot: each can be planted, each row that is kept has two, and the page shows them.
+Killing them takes a command."""
 
 from __future__ import annotations
 
@@ -20,9 +21,16 @@ def test_every_mutant_can_be_planted() -> None:
 
 def test_a_mutant_follows_its_text_into_another_file_and_depth_and_is_missed_where_it_is_gone() -> None:
     mutant = Mutant(1, "x", "a.py", "    if x:\n        y()\n", "    pass\n", (), "-")
-    assert mutant.plant({"a.py": "def f():\n    if x:\n        y()\n    z()\n"}) == ("a.py", "def f():\n    pass\n    z()\n")
+    assert mutant.plant({"a.py": "def f():\n    if x:\n        y()\n    z()\n"}) == (
+        "a.py",
+        "def f():\n    pass\n    z()\n",
+    )
     assert mutant.plant({"a.py": "x = 1\n", "b.py": "if x:\n    y()\n"}) == ("b.py", "pass\n")
-    for sources in ({"a.py": "if x:\n    z()\n"}, {"a.py": "if x:\n    y()\n" * 2}, {"b.py": "if x:\n    y()\n", "c.py": "if x:\n    y()\n"}):
+    for sources in (
+        {"a.py": "if x:\n    z()\n"},
+        {"a.py": "if x:\n    y()\n" * 2},
+        {"b.py": "if x:\n    y()\n", "c.py": "if x:\n    y()\n"},
+    ):
         with pytest.raises(Unplantable, match="row 1"):
             mutant.plant(sources)
 

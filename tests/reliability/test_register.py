@@ -51,9 +51,13 @@ def test_untrue_rows_are_noticed(row: Row) -> None:
 
 
 def test_the_page_shows_the_register() -> None:
-    assert register.table() in PAGE.read_text(encoding="utf-8"), "put what `python -m tests.reliability.register` prints into the page"
+    assert register.table() in PAGE.read_text(encoding="utf-8"), (
+        "put what `python -m tests.reliability.register` prints into the page"
+    )
 
 
 def test_heavy_forms_are_of_rows_that_are_kept() -> None:
     kept = {row.number for row in ROWS if row.status is not Status.WAITING}
-    assert {heavy.row for heavy in HEAVY} <= kept and [heavy.row for heavy in HEAVY] == sorted(heavy.row for heavy in HEAVY)
+    assert {heavy.row for heavy in HEAVY} <= kept and [heavy.row for heavy in HEAVY] == sorted(
+        heavy.row for heavy in HEAVY
+    )

@@ -1,4 +1,5 @@
-"""The negative control of row 2: a server that takes what its description forbids is noticed. (The check: tests/server/test_openapi.py.)"""
+"""The negative control of row 2: a server that takes what its description forbids is noticed. (The check:
+tests/server/test_openapi.py.)"""
 
 from __future__ import annotations
 
@@ -16,8 +17,28 @@ FLAGS = ("--executor", "keyed-hash", "--max-num-seqs", "4", "--max-model-len", "
 
 def findings(url: str, folder: Path) -> str:
     (folder / "schemathesis.toml").write_text(CONFIG)
-    command = [TOOL, "--config-file", folder / "schemathesis.toml", "run", f"{url}/openapi.json", "--include-path", "/detokenize", "--seed", "1"]
-    command += ["--phases", "coverage", "--generation-database", "none", "--max-failures", "1", "--no-color", "--warnings", "off"]
+    command = [
+        TOOL,
+        "--config-file",
+        folder / "schemathesis.toml",
+        "run",
+        f"{url}/openapi.json",
+        "--include-path",
+        "/detokenize",
+        "--seed",
+        "1",
+    ]
+    command += [
+        "--phases",
+        "coverage",
+        "--generation-database",
+        "none",
+        "--max-failures",
+        "1",
+        "--no-color",
+        "--warnings",
+        "off",
+    ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 
 

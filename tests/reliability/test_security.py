@@ -28,7 +28,15 @@ def test_no_code_is_made_of_data() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["import pickle", "from marshal import loads", "eval('1')", "torch.load(f)", "yaml.load(f)", "socket.recv_pyobj", "load(f, allow_pickle=True)"],
+    [
+        "import pickle",
+        "from marshal import loads",
+        "eval('1')",
+        "torch.load(f)",
+        "yaml.load(f)",
+        "socket.recv_pyobj",
+        "load(f, allow_pickle=True)",
+    ],
 )
 def test_code_made_of_data_is_noticed(line: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(line)

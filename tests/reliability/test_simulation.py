@@ -1,4 +1,5 @@
-"""Testing by simulation (tests/support/simulation): a thousand seeds, every interleaving of a small world, planted defects.
+"""Testing by simulation (tests/support/simulation): a thousand seeds, every interleaving of a small world, planted
+defects.
 
 The command that does more of it is tests/reliability/simulate.py.
 """
@@ -37,15 +38,20 @@ HAPPENINGS = (
 
 @pytest.mark.timeout(240)  # where others take the cores; alone on two it is seconds
 def test_a_thousand_seeds_keep_every_invariant() -> None:
-    """On two processes, as CI has two cores. What happened in them is counted, so that a runner which tests nothing is noticed."""
+    """On two processes, as CI has two cores. What happened in them is counted, so that a runner which tests nothing is
+    noticed."""
     done = sweep(range(1000), events=EVENTS, jobs=2)
-    assert not done.failures, f"{simulate.__file__} --events {EVENTS} --seed {min(done.failures)}: {done.failures[min(done.failures)]}"
+    assert not done.failures, (
+        f"{simulate.__file__} --events {EVENTS} --seed {min(done.failures)}: {done.failures[min(done.failures)]}"
+    )
     assert (done.lives, done.events) == (1000, 1000 * EVENTS)
     assert min(done.seen[happening] for happening in HAPPENINGS) > 20, done.seen
 
 
 def test_every_policy_has_a_bound() -> None:
-    assert set(POLICIES) == set(BOUNDS), "tests/support/simulation/bounds.py says what each policy promises about order and waiting"
+    assert set(POLICIES) == set(BOUNDS), (
+        "tests/support/simulation/bounds.py says what each policy promises about order and waiting"
+    )
 
 
 def test_whom_no_step_has_met_is_nobodys_elder() -> None:
@@ -77,7 +83,9 @@ def test_a_seed_replays_byte_for_byte_in_another_process() -> None:
 
 def test_a_run_that_depends_on_more_than_its_seed_does_not_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     moods, fill = random.Random(), StepPlanner.fill
-    monkeypatch.setattr(StepPlanner, "fill", lambda self, *given, **more: fill(self, *given, **more) if moods.random() < 0.8 else None)
+    monkeypatch.setattr(
+        StepPlanner, "fill", lambda self, *given, **more: fill(self, *given, **more) if moods.random() < 0.8 else None
+    )
     monkeypatch.setattr("tests.support.simulation.life.Life._turn", lambda self: self.take_turn(self.core.step()))
     with pytest.raises(AssertionError, match="does not replay"):
         for seed in range(5):
@@ -89,7 +97,13 @@ def test_schedules_are_data() -> None:
     for seed in range(20):
         schedule = draw(seed, EVENTS)
         assert from_text(to_text(schedule)) == schedule
-    for text in ("", "[]", "{}", '{"name": "x", "setting": {"depht": 1}, "events": []}', '{"name": "x", "setting": {}, "events": [["ad", 1]]}'):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"name": "x", "setting": {"depht": 1}, "events": []}',
+        '{"name": "x", "setting": {}, "events": [["ad", 1]]}',
+    ):
         with pytest.raises(ValueError, match="no schedule"):
             from_text(text)
 
@@ -123,7 +137,11 @@ def test_what_fails_is_shrunk_to_what_matters() -> None:
         small, failure = shrink(draw(found[0], EVENTS), found[2], most=400)
         assert failure.kind == found[2].kind and len(small.events) <= 10
         again = live(from_text(to_text(small)))
-        assert isinstance(again, Failure) and (again.kind, again.message, again.at) == (failure.kind, failure.message, failure.at)
+        assert isinstance(again, Failure) and (again.kind, again.message, again.at) == (
+            failure.kind,
+            failure.message,
+            failure.at,
+        )
     assert isinstance(live(small), Lived)
 
 
@@ -138,13 +156,16 @@ def test_colliding_names_of_prefixes_change_no_token(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("depth", "actions"), [(0, 1000), (1, 9)])
 def test_every_interleaving_of_a_small_world_ends(depth: int, actions: int) -> None:
-    """Synchronous, all there are; overlapped, those within nine actions (the command goes on to the end, and to depth 2)."""
+    """Synchronous, all there are; overlapped, those within nine actions (the command goes on to the end, and to depth
+    2)."""
     explored = exhaust.explore(depth, most_actions=actions)
     print(explored)
     assert explored.states > 1500 and explored.whole == (depth == 0)
 
 
-@pytest.mark.parametrize("plant", [defects.a_block_is_freed_in_flight, defects.an_answer_ends_twice], ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(
+    "plant", [defects.a_block_is_freed_in_flight, defects.an_answer_ends_twice], ids=lambda plant: plant.__name__
+)
 def test_a_small_world_breaks_too(plant: defects.Plant) -> None:
     with defects.planted(plant), pytest.raises(Broken, match="after add 0"):
         exhaust.explore(1)

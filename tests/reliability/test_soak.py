@@ -12,13 +12,19 @@ from tests.reliability.trend import leasts, trend
 from tests.support.snapshot import Memory
 
 
-def tally(*, grows: float = 0.0, wrong: int = 0, engine: bool = False, minutes: int = 60, slower: float = 0.0) -> soak.Tally:
-    """So many minutes of a process of 80 MiB, of which one part grows by so many MiB an hour, under what comes and goes and an allocator's steps."""
+def tally(
+    *, grows: float = 0.0, wrong: int = 0, engine: bool = False, minutes: int = 60, slower: float = 0.0
+) -> soak.Tally:
+    """So many minutes of a process of 80 MiB, of which one part grows by so many MiB an hour, under what comes and goes
+    and an allocator's steps."""
     samples, rng = [], random.Random(59)
     for second in range(0, 60 * minutes, 2):
         steps = (second > 300) * 132 << 10
         moment = int(rng.expovariate(1 / (200 << 10)))
-        grown, flat = (Memory(size, size, size) for size in (int((80 + grows * second / 3600) * 2**20) + steps + moment, 80 * 2**20 + moment))
+        grown, flat = (
+            Memory(size, size, size)
+            for size in (int((80 + grows * second / 3600) * 2**20) + steps + moment, 80 * 2**20 + moment)
+        )
         samples.append((float(second), flat, grown) if engine else (float(second), grown, flat))
     paces = [(float(each), 0.01 * rng.uniform(1, 1.5) * (1 + slower * each / 6000)) for each in range(6000)]
     return soak.Tally(Counter(whole=10_000), ["x"] * wrong, samples, paces)

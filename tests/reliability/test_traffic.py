@@ -48,7 +48,9 @@ def test_what_the_cache_could_never_hold_is_refused_at_once() -> None:
 
 
 def test_a_prompt_that_is_refused_too_late_is_noticed() -> None:
-    defect = "from headrace.engine import inputs; inputs.ContextLengthExceeded = lambda *given, **named: KeyError('planted')"
+    defect = (
+        "from headrace.engine import inputs; inputs.ContextLengthExceeded = lambda *given, **named: KeyError('planted')"
+    )
     with pytest.raises(AssertionError):
         checks_traffic.unservable(1, command=planted(defect))
 

@@ -2,8 +2,8 @@
 
 What lives here: arithmetic. What may not: what is measured, what is allowed.
 
-Sources: Theil (1950) and Sen (1968): the median of the slopes of all pairs; Sen's interval from the variance of Kendall's S.
-Mann and Whitney (1947): the rank-sum test, with the normal approximation.
+Sources: Theil (1950) and Sen (1968): the median of the slopes of all pairs; Sen's interval from the variance of
+Kendall's S. Mann and Whitney (1947): the rank-sum test, with the normal approximation.
 """
 
 from __future__ import annotations
@@ -35,14 +35,21 @@ def leasts(times: Sequence[float], values: Sequence[float], count: int) -> tuple
     """The least value of each of ``count`` equal parts of the series, in the middle of its part."""
     size = max(1, len(times) // count)
     starts = range(0, len(times) - size + 1, size)
-    return [statistics.fmean(times[start : start + size]) for start in starts], [min(values[start : start + size]) for start in starts]
+    return [statistics.fmean(times[start : start + size]) for start in starts], [
+        min(values[start : start + size]) for start in starts
+    ]
 
 
 def trend(times: Sequence[float], values: Sequence[float]) -> Trend:
     count = len(times)
     if count < 3:
         return Trend(0.0, -math.inf, math.inf)
-    slopes = sorted((values[j] - values[i]) / (times[j] - times[i]) for i in range(count) for j in range(i + 1, count) if times[j] > times[i])
+    slopes = sorted(
+        (values[j] - values[i]) / (times[j] - times[i])
+        for i in range(count)
+        for j in range(i + 1, count)
+        if times[j] > times[i]
+    )
     spread = SURE * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     low, high = int((len(slopes) - spread) / 2), math.ceil((len(slopes) + spread) / 2)
     return Trend(statistics.median(slopes), slopes[max(low, 0)], slopes[min(high, len(slopes) - 1)])

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Server]:
     """The real server with the bundled model."""
-    flags = ("--threads", "1", "--max-model-len", "1200", "--kv-cache-memory", "64MiB", "--served-model-name", "demo", "org/demo")
+    flags = (
+        "--threads",
+        "1",
+        "--max-model-len",
+        "1200",
+        "--kv-cache-memory",
+        "64MiB",
+        "--served-model-name",
+        "demo",
+        "org/demo",
+    )
     with serving(*flags, command=SERVE) as running:
         yield running
 

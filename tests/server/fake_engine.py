@@ -1,7 +1,9 @@
-"""A server over an engine that is a script: what the real one does only when it is slow, broken or killed happens on request.
+"""A server over an engine that is a script: what the real one does only when it is slow, broken or killed happens on
+request.
 
-Run as a program it serves like ``headrace serve``. A request's seed picks its behaviour (the names below); any other seed, or
-none, streams ``max_tokens`` tokens ("tok0 tok1 …", or the prompt's own ids with temperature 0), one every --token-seconds.
+Run as a program it serves like ``headrace serve``. A request's seed picks its behaviour (the names below); any other
+seed, or none, streams ``max_tokens`` tokens ("tok0 tok1 …", or the prompt's own ids with temperature 0), one every
+--token-seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ HANGS = 1008  # two tokens, then the engine makes no progress but is not dead
 STALLS = 1009  # so for a while, then it goes on
 SCRIPTED = 1010  # says what stands between ⟦ and ⟧ in the prompt, three characters a token, and stops
 
-SPOKEN = 1013  # the same in the model's own tokens; what stands in the last brackets, where the prompt's end has closed some reasoning
+# the same in the model's own tokens; what stands in the last brackets, where the prompt's end has closed some reasoning
+SPOKEN = 1013
 TURNED_AWAY = 1011  # refused before the first token: it would come too late
 NEVER = 1012  # likewise: it asks for what cannot be
 
@@ -86,7 +89,9 @@ class FakeEngine:
     def submit(self, request: Request, *, whole: bool = False) -> FakeStream:
         return FakeStream(self._stream(ParsedPrompt(None, request.prompt_token_ids), request.params))
 
-    async def _stream(self, prompt: ParsedPrompt, params: SamplingParams) -> AsyncGenerator[Sequence[RequestDelta], None]:
+    async def _stream(
+        self, prompt: ParsedPrompt, params: SamplingParams
+    ) -> AsyncGenerator[Sequence[RequestDelta], None]:
         self.live += 1
         try:
             if params.seed == SILENT:
@@ -118,7 +123,9 @@ class FakeEngine:
         for position, piece in enumerate(pieces[: params.max_tokens]):
             yield [RequestDelta(index, piece, (position,)) for index in range(params.n)]
         reason = "stop" if len(pieces) <= (params.max_tokens or 0) else "length"
-        yield [RequestDelta(index, "", (), finish_reason=reason, last=index == params.n - 1) for index in range(params.n)]
+        yield [
+            RequestDelta(index, "", (), finish_reason=reason, last=index == params.n - 1) for index in range(params.n)
+        ]
 
     def _spoken(self, prompt: ParsedPrompt, params: SamplingParams) -> Iterator[list[RequestDelta]]:
         assert self.tokenizer is not None and prompt.token_ids is not None
@@ -131,9 +138,14 @@ class FakeEngine:
         for token in ids[: params.max_tokens]:
             text = decoder.push([token])
             scores = (TokenLogprobs((token,), (-0.5,), 1),) if params.logprobs is not None else ()
-            yield [RequestDelta(index, text, (token,), logprobs=scores, num_cached_tokens=7) for index in range(params.n)]
+            yield [
+                RequestDelta(index, text, (token,), logprobs=scores, num_cached_tokens=7) for index in range(params.n)
+            ]
         reason = "stop" if len(ids) <= (params.max_tokens or 0) else "length"
-        yield [RequestDelta(index, decoder.flush(), (), finish_reason=reason, last=index == params.n - 1) for index in range(params.n)]
+        yield [
+            RequestDelta(index, decoder.flush(), (), finish_reason=reason, last=index == params.n - 1)
+            for index in range(params.n)
+        ]
 
     def _misbehave(self, seed: int | None, position: int) -> None:
         if position == 2 and seed == DIES:
@@ -151,11 +163,15 @@ class FakeEngine:
     def _delta(self, index: int, position: int, prompt: ParsedPrompt, params: SamplingParams) -> RequestDelta:
         assert self.tokenizer is not None and prompt.token_ids is not None
         token = prompt.token_ids[position % len(prompt.token_ids)]
-        text = {ENDLESS: "x" * 4096, SEPARATORS: "a\u2028b\u2029c\u0085d\U0001f600é"}.get(params.seed or 0, f"tok{position} ")
+        text = {ENDLESS: "x" * 4096, SEPARATORS: "a\u2028b\u2029c\u0085d\U0001f600é"}.get(
+            params.seed or 0, f"tok{position} "
+        )
         if params.seed in (TURNED_AWAY, NEVER):
             asked = {"retry_after": 6.2} if params.seed == TURNED_AWAY else {"param": "expected_ttft"}
             finished = Finished(FinishReason.ERROR, message="It would come after 8.2 s.", **asked)
-            return RequestDelta(index, "", (), finish_reason="error", error=finished.message, refusal=refusal_of(finished), last=True)
+            return RequestDelta(
+                index, "", (), finish_reason="error", error=finished.message, refusal=refusal_of(finished), last=True
+            )
         delta = RequestDelta(index, text, (token,))
         if params.logprobs is not None:
             best = tuple(range(params.logprobs))
@@ -170,7 +186,13 @@ class FakeEngine:
         return delta
 
     async def stats(self) -> Mapping[str, Any]:
-        return {"num_running": self.live, "num_waiting": 0, "num_blocks": 100, "num_used_blocks": self.live, "counters": {}}
+        return {
+            "num_running": self.live,
+            "num_waiting": 0,
+            "num_blocks": 100,
+            "num_used_blocks": self.live,
+            "counters": {},
+        }
 
     async def recent(self, step: int, decision: int) -> Mapping[str, Any]:
         more = {"num_cached_blocks": 0, "num_prefilling": 0, "num_preempted": 0, "records": [], "decisions": []}
@@ -202,8 +224,16 @@ def main() -> int:
     parser.add_argument("--max-connections", type=int, default=1024)
     parser.add_argument("--unread-seconds", type=float, default=3.0)
     args = parser.parse_args()
-    exchange.PING_SECONDS, exchange.PULSE_SECONDS, exchange.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
-    connection.HEADER_SECONDS, connection.UNREAD_SECONDS, connection.MAX_CONNECTIONS = 1.0, args.unread_seconds, args.max_connections
+    exchange.PING_SECONDS, exchange.PULSE_SECONDS, exchange.LAGGARD_SECONDS = (
+        args.ping_seconds,
+        0.1,
+        args.laggard_seconds,
+    )
+    connection.HEADER_SECONDS, connection.UNREAD_SECONDS, connection.MAX_CONNECTIONS = (
+        1.0,
+        args.unread_seconds,
+        args.max_connections,
+    )
     lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS, lifecycle.FULL_SECONDS = 0.5, 0.8, 0.2
 
     async def create() -> FakeEngine:

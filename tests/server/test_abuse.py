@@ -1,4 +1,5 @@
-"""What no honest client does: requests that are no requests, connections without end, JSON that explodes. One server takes it all."""
+"""What no honest client does: requests that are no requests, connections without end, JSON that explodes. One server
+takes it all."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def is_held(server: Server, sock: socket.socket) -> bool:
     """The server's process has the other end of this connection."""
     ends = f":{server.port:04X}", f":{sock.getsockname()[1]:04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-    return any((words[1][-5:], words[2][-5:]) == ends and words[9] != "0" for words in lines)  # an inode: somebody's descriptor
+    return any(
+        (words[1][-5:], words[2][-5:]) == ends and words[9] != "0" for words in lines
+    )  # an inode: somebody's descriptor
 
 
 def status_of(data: bytes) -> int:
@@ -107,7 +110,9 @@ def test_a_body_far_beyond_the_limit_is_not_read(server: Server) -> None:
 
 def test_http_1_0_streams_come_without_chunks(server: Server) -> None:
     body = json.dumps({"prompt": "hi", "max_tokens": 3, "seed": FAST, "stream": True}).encode()
-    request = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    request = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
     with server.raw(request + body) as sock:
         head, _, events = read_until_closed(sock).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
@@ -146,7 +151,10 @@ def test_text_full_of_brackets_is_no_bomb(server: Server) -> None:
 def probed(server: Server, bodies: Sequence[bytes]) -> tuple[list[int], float]:
     """What came of these at once, and the longest that a probe waited meanwhile."""
     statuses: list[int] = []
-    senders = [threading.Thread(target=lambda body=body: statuses.append(server.ask("POST", "/v1/completions", body).status)) for body in bodies]
+    senders = [
+        threading.Thread(target=lambda body=body: statuses.append(server.ask("POST", "/v1/completions", body).status))
+        for body in bodies
+    ]
     worst, connection = 0.0, server.connect()
     for sender in senders:
         sender.start()
@@ -160,7 +168,8 @@ def probed(server: Server, bodies: Sequence[bytes]) -> tuple[list[int], float]:
 
 
 def assert_leaves_the_loop(server: Server, bodies: Sequence[bytes], status: int, seconds: float) -> None:
-    """A probe waits less than ``seconds``. What holds up the loop does so every time, what holds up the machine does not: three tries."""
+    """A probe waits less than ``seconds``. What holds up the loop does so every time, what holds up the machine does
+    not: three tries."""
     waits = []
     for _ in range(3):
         statuses, worst = probed(server, bodies)
@@ -180,7 +189,12 @@ def test_a_million_tokens_of_prompt_leave_the_event_loop_to_others(server: Serve
 
 def test_a_thousand_prompts_leave_the_event_loop_to_others(server: Server) -> None:
     """And what they share is worked out once."""
-    body = {"prompt": ["one two three " * 100] * 64, "max_tokens": 1, "seed": FAST, "bad_words": [f"{index} " + "x" * 70 for index in range(110)]}
+    body = {
+        "prompt": ["one two three " * 100] * 64,
+        "max_tokens": 1,
+        "seed": FAST,
+        "bad_words": [f"{index} " + "x" * 70 for index in range(110)],
+    }
     assert_leaves_the_loop(server, [json.dumps(body).encode()], 200, 0.2)
 
 
@@ -217,7 +231,9 @@ def test_a_key_that_fills_the_room_for_bodies_leaves_others_theirs() -> None:
 
 def test_idle_and_slow_connections_make_room_for_new_ones_and_running_streams_stay() -> None:
     with serving("--max-connections", "40", "--max-queue", "20") as server, contextlib.ExitStack() as open_sockets:
-        stream = open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 60, "stream": True})))
+        stream = open_sockets.enter_context(
+            server.raw(post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 60, "stream": True}))
+        )
         read_until(stream, b"\r\n\r\n")
         for index in range(150):
             half = (b"", b"GET /health HTTP/1.1\r\nX: ", POST + b"Content-Length: 100\r\n\r\n{")[index % 3]
@@ -231,17 +247,25 @@ def test_idle_and_slow_connections_make_room_for_new_ones_and_running_streams_st
 
 
 def test_when_every_connection_is_at_work_the_next_is_told_to_come_back() -> None:
-    with serving("--max-connections", "16", "--max-queue", "8", "--token-seconds", "0.05") as server, contextlib.ExitStack() as open_sockets:
+    with (
+        serving("--max-connections", "16", "--max-queue", "8", "--token-seconds", "0.05") as server,
+        contextlib.ExitStack() as open_sockets,
+    ):
         for _ in range(8):
-            sock = open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 400, "stream": True})))
+            sock = open_sockets.enter_context(
+                server.raw(post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 400, "stream": True}))
+            )
             read_until(sock, b"\r\n\r\n")
-        whole = [open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x"}))) for _ in range(8)]
+        whole = [
+            open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x"}))) for _ in range(8)
+        ]
         assert all(status_of(read_until(sock, b"\r\n\r\n")) == 429 for sock in whole)
         assert server.ask("GET", "/health").status == 200  # those that were refused are idle now, and make room
 
 
 def test_answers_that_nobody_reads_are_dropped() -> None:
-    """Pipelined requests whose answers pile up beyond what the system buffers: the connection goes, its memory with it."""
+    """Pipelined requests whose answers pile up beyond what the system buffers: the connection goes, its memory with
+    it."""
     with serving("--unread-seconds", "0.5") as server:
         sock = server.raw(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000, receive_buffer=2048)
         wait_for(lambda: is_held(server, sock))
@@ -274,7 +298,8 @@ def test_a_server_with_few_descriptors_goes_on() -> None:
 
 
 def test_idle_connections_beyond_the_descriptors_hold_up_nobody() -> None:
-    """The limit is there before the start; accepting a crowd must not use up what the connections that give way still hold."""
+    """The limit is there before the start; accepting a crowd must not use up what the connections that give way still
+    hold."""
     command = ("bash", "-c", 'ulimit -n 256; exec "$0" "$@"', *FAKE)
     with serving("--token-seconds", "0", command=command) as server, contextlib.ExitStack() as idle:
         for _ in range(3):

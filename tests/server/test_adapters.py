@@ -18,7 +18,10 @@ AT = "base_model.model.model.layers.0.self_attn.q_proj"  # of the bundled model
 def write(folder: Path, seed: int, rank: int = 4) -> Path:
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True)
-    tensors = {f"{AT}.lora_A.weight": draw.normal(size=(rank, 384)), f"{AT}.lora_B.weight": draw.normal(size=(384, rank))}
+    tensors = {
+        f"{AT}.lora_A.weight": draw.normal(size=(rank, 384)),
+        f"{AT}.lora_B.weight": draw.normal(size=(384, rank)),
+    }
     save_file({name: value.astype(np.float32) for name, value in tensors.items()}, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -36,8 +39,17 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(adapters: Path) -> Iterator[Server]:
-    modules = ("--lora-modules", f"named={adapters / 'in' / 'first'}", "--lora-dir", str(adapters / "in"), "--served-model-name", "base")
-    with serving(*modules, "--allow-runtime-lora-updating", "--max-loras", "2", "--device", "cpu", command=SERVE) as running:
+    modules = (
+        "--lora-modules",
+        f"named={adapters / 'in' / 'first'}",
+        "--lora-dir",
+        str(adapters / "in"),
+        "--served-model-name",
+        "base",
+    )
+    with serving(
+        *modules, "--allow-runtime-lora-updating", "--max-loras", "2", "--device", "cpu", command=SERVE
+    ) as running:
         yield running
 
 
@@ -57,7 +69,10 @@ def test_an_adapter_is_named_as_the_model(server: Server) -> None:
     base, first = text(server, "base"), text(server, "first")
     assert text(server, "named") == first != base and text(server, "second") not in (base, first)
     messages = [{"role": "user", "content": "Hello"}]
-    assert server.ask("POST", "/v1/chat/completions", {"model": "named", "messages": messages, "max_tokens": 4}).status == 200
+    assert (
+        server.ask("POST", "/v1/chat/completions", {"model": "named", "messages": messages, "max_tokens": 4}).status
+        == 200
+    )
 
 
 @pytest.mark.parametrize("name", ["third", "../away", "..", "in/first", "first/", "FIRST"])
@@ -85,10 +100,18 @@ def test_an_operator_loads_and_unloads(server: Server, adapters: Path) -> None:
     assert server.ask("POST", "/v1/completions", {"model": "mine", "prompt": "a"}).status == 404
     assert change("load", lora_name="mine", lora_path="second")[0] == 200
     assert text(server, "mine") == text(server, "second") != mine, "what was computed with the one before is not reused"
-    for path, said in ((str(adapters / "away"), "outside of --lora-dir"), ("../away", "outside"), ("wide", "--max-lora-rank"), ("none", "no folder")):
+    for path, said in (
+        (str(adapters / "away"), "outside of --lora-dir"),
+        ("../away", "outside"),
+        ("wide", "--max-lora-rank"),
+        ("none", "no folder"),
+    ):
         status, body = change("load", lora_name="other", lora_path=path)
         assert status == 400 and said in body, body
-    assert change("load", lora_name="../x", lora_path="later")[0] == 400 and change("load", lora_name="base", lora_path="later")[0] == 400
+    assert (
+        change("load", lora_name="../x", lora_path="later")[0] == 400
+        and change("load", lora_name="base", lora_path="later")[0] == 400
+    )
     assert change("unload", lora_name="other")[0] == 400
     page = server.ask("GET", "/metrics").body.decode()
     assert "headrace_adapters_held{" in page and "headrace_adapter_loads_total{" in page

@@ -1,4 +1,5 @@
-"""The real clients of the two newer APIs (openai's responses, anthropic's messages) against the real server and the bundled model."""
+"""The real clients of the two newer APIs (openai's responses, anthropic's messages) against the real server and the
+bundled model."""
 
 from __future__ import annotations
 
@@ -12,10 +13,17 @@ import pytest
 
 from tests.support.serving import Server
 
-anthropic: Any = pytest.importorskip("anthropic")  # its types change from release to release; what counts is what it reads
+anthropic: Any = pytest.importorskip(
+    "anthropic"
+)  # its types change from release to release; what counts is what it reads
 
 ASK = "What does a mill do?"
-SCHEMA = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer"}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
 GREEDY = {"temperature": 0}
 
 
@@ -39,13 +47,17 @@ def test_a_response_streamed_and_whole_is_the_chats_answer(client: openai.OpenAI
     last: Any = events[-1]
     assert last.type in ("response.completed", "response.incomplete") and last.response.output_text == text
     assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(range(len(events)))
-    assert whole.usage is not None and chat.usage is not None and whole.usage.output_tokens == chat.usage.completion_tokens
+    assert (
+        whole.usage is not None and chat.usage is not None and whole.usage.output_tokens == chat.usage.completion_tokens
+    )
     assert last.response.usage.input_tokens_details.cached_tokens > 0
     assert whole.status == last.response.status and whole.instructions == "Be brief."
 
 
 def test_the_stream_helper_adds_up_the_same_response(client: openai.OpenAI) -> None:
-    with client.responses.stream(model="demo", input=ASK, temperature=0, max_output_tokens=400, extra_body={"stop": [" "]}) as stream:
+    with client.responses.stream(
+        model="demo", input=ASK, temperature=0, max_output_tokens=400, extra_body={"stop": [" "]}
+    ) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
     assert final.status == "completed" and final.output_text == text and text
@@ -53,12 +65,25 @@ def test_the_stream_helper_adds_up_the_same_response(client: openai.OpenAI) -> N
 
 def test_a_forced_call_goes_round(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "name": "grind", "description": "Grinds.", "parameters": SCHEMA, "strict": True}
-    asked: Any = {"model": "demo", "tools": [tool], "tool_choice": {"type": "function", "name": "grind"}, "max_output_tokens": 40, **GREEDY}
+    asked: Any = {
+        "model": "demo",
+        "tools": [tool],
+        "tool_choice": {"type": "function", "name": "grind"},
+        "max_output_tokens": 40,
+        **GREEDY,
+    }
     whole: Any = client.responses.create(input=ASK, **asked)
     (call,) = [item for item in whole.output if item.type == "function_call"]
-    assert call.name == "grind" and call.call_id and (whole.status == "incomplete" or isinstance(json.loads(call.arguments)["size"], int))
+    assert (
+        call.name == "grind"
+        and call.call_id
+        and (whole.status == "incomplete" or isinstance(json.loads(call.arguments)["size"], int))
+    )
     events: Any = list(client.responses.create(input=ASK, **asked, stream=True))
-    assert "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta") == call.arguments
+    assert (
+        "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+        == call.arguments
+    )
     assert [event.item.name for event in events if event.type == "response.output_item.added"] == ["grind"]
     again: Any = [
         {"role": "user", "content": ASK},
@@ -72,7 +97,9 @@ def test_text_format_holds_the_answer_to_a_schema(client: openai.OpenAI) -> None
     form: Any = {"format": {"type": "json_schema", "name": "mill", "schema": SCHEMA, "strict": True}}
     response = client.responses.create(model="demo", input=ASK, text=form, max_output_tokens=60, temperature=0)
     assert response.status == "incomplete" or set(json.loads(response.output_text)) == {"size"}
-    assert response.output_text.lstrip().startswith("{") and response.text is not None and response.text.format is not None
+    assert (
+        response.output_text.lstrip().startswith("{") and response.text is not None and response.text.format is not None
+    )
     assert response.text.format.type == "json_schema"
 
 
@@ -91,7 +118,9 @@ def test_mistakes_reach_the_openai_client_with_their_place(client: openai.OpenAI
 def test_asynchronously(demo: Server) -> None:
     async def ask() -> str:
         async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="unused", max_retries=0) as made:
-            stream: Any = await made.responses.create(model="demo", input=ASK, max_output_tokens=5, temperature=0, stream=True)
+            stream: Any = await made.responses.create(
+                model="demo", input=ASK, max_output_tokens=5, temperature=0, stream=True
+            )
             return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
 
     assert asyncio.run(ask())
@@ -103,20 +132,36 @@ def test_asynchronously(demo: Server) -> None:
 def message(claude: Any, **fields: Any) -> Any:
     """Sampling goes into the extra body: some releases of the client do not know it."""
     return claude.messages.create(
-        **{"model": "demo", "max_tokens": 12, "messages": [{"role": "user", "content": ASK}], "extra_body": GREEDY, **fields}
+        **{
+            "model": "demo",
+            "max_tokens": 12,
+            "messages": [{"role": "user", "content": ASK}],
+            "extra_body": GREEDY,
+            **fields,
+        }
     )
 
 
 def test_a_message_streamed_and_whole_is_the_chats_answer(claude: Any, client: openai.OpenAI) -> None:
     whole = message(claude, system="Be brief.")
-    asked: Any = {"model": "demo", "max_tokens": 12, "messages": [{"role": "user", "content": ASK}], "system": "Be brief.", "extra_body": GREEDY}
+    asked: Any = {
+        "model": "demo",
+        "max_tokens": 12,
+        "messages": [{"role": "user", "content": ASK}],
+        "system": "Be brief.",
+        "extra_body": GREEDY,
+    }
     with claude.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]
     chat = client.chat.completions.create(model="demo", messages=messages, max_tokens=12, temperature=0)
     assert whole.content[0].text == final.content[0].text == text == chat.choices[0].message.content and text
-    assert whole.stop_reason == final.stop_reason == ("max_tokens" if chat.choices[0].finish_reason == "length" else "end_turn")
+    assert (
+        whole.stop_reason
+        == final.stop_reason
+        == ("max_tokens" if chat.choices[0].finish_reason == "length" else "end_turn")
+    )
     assert final.usage.cache_read_input_tokens > 0 and chat.usage is not None
     assert final.usage.input_tokens + final.usage.cache_read_input_tokens == chat.usage.prompt_tokens
     assert final.usage.output_tokens == chat.usage.completion_tokens
@@ -124,7 +169,9 @@ def test_a_message_streamed_and_whole_is_the_chats_answer(claude: Any, client: o
 
 def test_stop_sequences(claude: Any) -> None:
     whole = message(claude, max_tokens=100, stop_sequences=["mill"])
-    assert whole.stop_reason == "stop_sequence" and whole.stop_sequence == "mill" and "mill" not in whole.content[0].text
+    assert (
+        whole.stop_reason == "stop_sequence" and whole.stop_sequence == "mill" and "mill" not in whole.content[0].text
+    )
 
 
 def test_a_forced_tool_use_goes_round(claude: Any) -> None:
@@ -132,10 +179,16 @@ def test_a_forced_tool_use_goes_round(claude: Any) -> None:
     forced = {"max_tokens": 40, "tools": [tool], "tool_choice": {"type": "tool", "name": "grind"}}
     whole = message(claude, **forced)
     (use,) = [block for block in whole.content if block.type == "tool_use"]
-    assert use.name == "grind" and (whole.stop_reason == "max_tokens" or (whole.stop_reason == "tool_use" and isinstance(use.input["size"], int)))
-    with claude.messages.stream(model="demo", messages=[{"role": "user", "content": ASK}], extra_body=GREEDY, **forced) as stream:
+    assert use.name == "grind" and (
+        whole.stop_reason == "max_tokens" or (whole.stop_reason == "tool_use" and isinstance(use.input["size"], int))
+    )
+    with claude.messages.stream(
+        model="demo", messages=[{"role": "user", "content": ASK}], extra_body=GREEDY, **forced
+    ) as stream:
         final = stream.get_final_message()
-    assert final.content[0].type == "tool_use" and (whole.stop_reason == "max_tokens" or final.content[0].input == use.input)
+    assert final.content[0].type == "tool_use" and (
+        whole.stop_reason == "max_tokens" or final.content[0].input == use.input
+    )
     turns = [
         {"role": "user", "content": ASK},
         {"role": "assistant", "content": [{"type": "tool_use", "id": use.id, "name": "grind", "input": {"size": 1}}]},
@@ -145,7 +198,9 @@ def test_a_forced_tool_use_goes_round(claude: Any) -> None:
 
 
 def test_tokens_are_counted(claude: Any) -> None:
-    counted = claude.messages.count_tokens(model="demo", messages=[{"role": "user", "content": ASK}], system="Be brief.")
+    counted = claude.messages.count_tokens(
+        model="demo", messages=[{"role": "user", "content": ASK}], system="Be brief."
+    )
     used = message(claude, system="Be brief.").usage
     assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
 

@@ -1,4 +1,5 @@
-"""Keys: every route but /health, /ready and the static pages, whatever the path is dressed up as; what a server refuses to start as."""
+"""Keys: every route but /health, /ready and the static pages, whatever the path is dressed up as; what a server refuses
+to start as."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ WRONG = {
     "prefix": [("Authorization", f"Bearer {KEY[:-1]}")],
     "longer": [("Authorization", f"Bearer {KEY}x")],
     "two": [("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer sk-wrong")],
-    "forwarded": [("X-Forwarded-For", "127.0.0.1"), ("X-Forwarded-Host", "localhost"), ("X-Original-URL", "/health"), ("Forwarded", "for=127.0.0.1")],
+    "forwarded": [
+        ("X-Forwarded-For", "127.0.0.1"),
+        ("X-Forwarded-Host", "localhost"),
+        ("X-Original-URL", "/health"),
+        ("Forwarded", "for=127.0.0.1"),
+    ],
 }
 DISGUISES = (
     "/health/", "//health", "/health/../v1/models", "/HEALTH", "/v1/models?x=/health", "/v1/%6dodels", "//v1/models", "/v1/models/", "/./health",

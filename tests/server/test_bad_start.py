@@ -65,8 +65,8 @@ def with_a_token_too_many(data: bytes) -> bytes:
     return json.dumps(tokenizer).encode()
 
 
-# name → the file that is changed, how, and what the line must say. One goes through the engine's process, which loads torch; what else is
-# refused in a model's folder: tests/engine/test_loader.py, tests/unit/test_families.py.
+# name → the file that is changed, how, and what the line must say. One goes through the engine's process, which loads
+# torch; what else is refused in a model's folder: tests/engine/test_loader.py, tests/unit/test_families.py.
 BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "shape": ("model.safetensors", with_header(reshape), QUERY),
     "json": ("config.json", lambda data: data[:-10], "not JSON"),
@@ -89,7 +89,9 @@ def failed_start(arguments: tuple[str, ...], mark: str) -> tuple[int, list[str],
     """Exit status, what was said on stderr, and seconds."""
     begun = time.monotonic()
     options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    done = subprocess.run([*SERVE, *arguments], timeout=SECONDS, check=False, env={**environment(), "STARTED_FOR_TEST": mark}, **options)
+    done = subprocess.run(
+        [*SERVE, *arguments], timeout=SECONDS, check=False, env={**environment(), "STARTED_FOR_TEST": mark}, **options
+    )
     assert done.stdout == ""
     return done.returncode, done.stderr.splitlines(), time.monotonic() - begun
 
@@ -107,14 +109,23 @@ def left_behind(mark: str) -> list[str]:
 
 
 def test_starts_that_cannot_succeed(tmp_path: Path) -> None:
-    cases = {name: (("--model", variant(tmp_path, name, file, change)), word) for name, (file, change, word) in BROKEN.items()} | FLAGS
+    cases = {
+        name: (("--model", variant(tmp_path, name, file, change)), word)
+        for name, (file, change, word) in BROKEN.items()
+    } | FLAGS
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        results = {name: threads.submit(failed_start, arguments, str(tmp_path)) for name, (arguments, _) in cases.items()}
+        results = {
+            name: threads.submit(failed_start, arguments, str(tmp_path)) for name, (arguments, _) in cases.items()
+        }
         promised = PROMISED * slowness_now()
     for name, (_, word) in cases.items():
         status, lines, seconds = results[name].result()
         greeted = [lines.pop(0) for line in lines[:1] if line.startswith("Headrace ")]
         assert not greeted or name not in BEFORE_IT_LISTENS
-        assert status in (1, 2) and len(lines) == 1 and lines[0].startswith("headrace: ") and word in lines[0], (name, status, lines)
+        assert status in (1, 2) and len(lines) == 1 and lines[0].startswith("headrace: ") and word in lines[0], (
+            name,
+            status,
+            lines,
+        )
         assert seconds < promised, f"{name} failed after {seconds:.1f} s"
     assert not left_behind(str(tmp_path))

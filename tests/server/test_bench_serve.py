@@ -24,14 +24,18 @@ def server() -> Iterator[Server]:
 
 
 def bench(server: Server, *words: str, key: str | None) -> subprocess.Popen[str]:
-    env = {name: value for name, value in environment().items() if name != "HEADRACE_API_KEY"} | ({"HEADRACE_API_KEY": key} if key else {})
+    env = {name: value for name, value in environment().items() if name != "HEADRACE_API_KEY"} | (
+        {"HEADRACE_API_KEY": key} if key else {}
+    )
     command = [sys.executable, "-m", "headrace", "bench", "serve", "--base-url", server.url, *LENGTHS, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def answered(server: Server) -> float:
     text = server.ask("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"}).body.decode()
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("headrace_request_success_total"))
+    return sum(
+        float(line.split()[-1]) for line in text.splitlines() if line.startswith("headrace_request_success_total")
+    )
 
 
 def test_ctrl_c_tells_what_was_answered(server: Server, tmp_path: Path) -> None:
@@ -43,7 +47,11 @@ def test_ctrl_c_tells_what_was_answered(server: Server, tmp_path: Path) -> None:
     assert process.returncode == 130, err
     found = json.loads(written.read_text())
     assert 20 <= found["completed"] == len(found["requests"]) and found["failed"] == 0
-    assert "of 100000 requests had ended" in found["facts"]["stopped"] and "of 100000 requests had ended" in err and "Traceback" not in err
+    assert (
+        "of 100000 requests had ended" in found["facts"]["stopped"]
+        and "of 100000 requests had ended" in err
+        and "Traceback" not in err
+    )
     assert f"completed {found['completed']}" in " ".join(out.split())
     wait_for(lambda: server.running({"Authorization": f"Bearer {KEY}"}) == 0, 10, "those under way are let go")
 

@@ -1,6 +1,8 @@
-"""The pages in a real Chromium, headless: what a reader sees and does, under the policy, without a word to anybody else.
+"""The pages in a real Chromium, headless: what a reader sees and does, under the policy, without a word to anybody
+else.
 
-Needs ``pip install playwright`` and a Chromium on the path (Debian: apt-get install chromium); skipped with that reason elsewhere.
+Needs ``pip install playwright`` and a Chromium on the path (Debian: apt-get install chromium); skipped with that reason
+elsewhere.
 """
 
 from __future__ import annotations
@@ -670,7 +672,8 @@ def test_an_answer_of_ten_thousand_tokens_is_drawn_as_it_grows(blank: Any, kind:
 
 
 def test_a_list_of_ten_thousand_tokens_does_not_freeze_the_page(fake: Server, visit: Open) -> None:
-    """The slowest kind, at the network's own pace: no time between drawings is so long that a reader would notice twice."""
+    """The slowest kind, at the network's own pace: no time between drawings is so long that a reader would notice
+    twice."""
     text = LONG["list"]
     events = [{"choices": [{"index": 0, "delta": {"content": text[at : at + 8]}}]} for at in range(0, len(text), 8)]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"

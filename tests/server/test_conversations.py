@@ -1,4 +1,5 @@
-"""Fields of conversations that change how a prompt ends or what an answer tells besides: against the real server and scripts."""
+"""Fields of conversations that change how a prompt ends or what an answer tells besides: against the real server and
+scripts."""
 
 from __future__ import annotations
 
@@ -43,12 +44,16 @@ def test_a_prompt_ends_where_the_message_does(demo: Server) -> None:
 def test_the_answer_goes_on_with_the_message(demo: Server) -> None:
     asked = {"messages": [USER, BEGUN], "continue_final_message": True, "max_tokens": 8, "temperature": 0}
     prompt = text_of(demo, messages=[USER, BEGUN], continue_final_message=True)
-    text = demo.ask("POST", "/v1/completions", {"prompt": prompt, "add_special_tokens": False, "max_tokens": 8, "temperature": 0}).json
+    text = demo.ask(
+        "POST", "/v1/completions", {"prompt": prompt, "add_special_tokens": False, "max_tokens": 8, "temperature": 0}
+    ).json
     whole = demo.ask("POST", CHAT, asked).json["choices"][0]["message"]["content"]
     assert whole == text["choices"][0]["text"]
     echoed = demo.ask("POST", CHAT, {**asked, "echo": True}).json["choices"][0]["message"]["content"]
     events = events_of(demo.ask("POST", CHAT, {**asked, "echo": True, "stream": True}).body)
-    assert echoed == "A mill " + whole == "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
+    assert (
+        echoed == "A mill " + whole == "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
+    )
     claude = demo.ask("POST", "/v1/messages", {"messages": [USER, BEGUN], "max_tokens": 8, "temperature": 0}).json
     assert claude["content"][0]["text"] == whole
     count = demo.ask("POST", "/v1/messages/count_tokens", {"messages": [USER, BEGUN]}).json
@@ -61,7 +66,9 @@ def test_the_answer_goes_on_with_the_message(demo: Server) -> None:
 )
 def test_reasoning_that_was_begun_goes_on(scripted: Server, begun: str, reasoning: str | None, content: str) -> None:
     messages = [{"role": "user", "content": "⟦hm</think>yes⟧"}, {"role": "assistant", "content": begun}]
-    said = scripted.ask("POST", CHAT, {"messages": messages, "continue_final_message": True, "seed": SCRIPTED, "max_tokens": 50}).json
+    said = scripted.ask(
+        "POST", CHAT, {"messages": messages, "continue_final_message": True, "seed": SCRIPTED, "max_tokens": 50}
+    ).json
     message = said["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
@@ -71,13 +78,23 @@ def test_reasoning_that_was_begun_goes_on(scripted: Server, begun: str, reasonin
     [
         ({"add_generation_prompt": True}, "continue_final_message"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages"),
-        ({"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}]}, "messages"),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": "a", "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
+                ]
+            },
+            "messages",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
         ({"continue_final_message": False, "echo": True}, "echo"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(demo: Server, fields: dict[str, Any], param: str) -> None:
-    answer = demo.ask("POST", CHAT, {"messages": [USER, BEGUN], "continue_final_message": True, "max_tokens": 2, **fields})
+    answer = demo.ask(
+        "POST", CHAT, {"messages": [USER, BEGUN], "continue_final_message": True, "max_tokens": 2, **fields}
+    )
     assert (answer.status, answer.error["param"]) == (400, param), answer
 
 
@@ -98,7 +115,8 @@ def test_parts_are_lines_of_one_text_on_every_route(demo: Server) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("further", [{}, {"logprobs": 1, "return_token_ids": True}])
 def test_usage_is_told_in_every_chunk(demo: Server, path: str, further: dict[str, Any]) -> None:
-    """Of all tokens that have come; the last chunk that tells a number has sent their text. How many come at once depends on the machine."""
+    """Of all tokens that have come; the last chunk that tells a number has sent their text. How many come at once
+    depends on the machine."""
     asked = {"messages": [USER]} if path == CHAT else {"prompt": 'a","usage":null}'}
     asked |= {"max_tokens": 16, "temperature": 0, "n": 2, "ignore_eos": True, "skip_special_tokens": False}
     whole = demo.ask("POST", path, {**asked, "logprobs": True if path == CHAT else 1}).json["choices"][0]["logprobs"]
@@ -138,14 +156,22 @@ def test_usage_is_told_in_every_chunk(demo: Server, path: str, further: dict[str
         ("/nothing", {}, "see the list"),
     ],
 )
-def test_a_request_in_the_wrong_place_is_told_the_right_one(scripted: Server, path: str, body: dict[str, Any], words: str) -> None:
+def test_a_request_in_the_wrong_place_is_told_the_right_one(
+    scripted: Server, path: str, body: dict[str, Any], words: str
+) -> None:
     answer = scripted.ask("POST", path, body)
     assert answer.status in (400, 404) and words in answer.error["message"]
 
 
 def test_the_reason_of_a_refusal_is_logged_and_nothing_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
     mine = "my-secret-field"
-    bodies = ({"messages": []}, {mine: 1}, {"messages": [{"role": mine}]}, {mine + "\n": 1}, {"messages": [USER], "temperature": mine})
+    bodies = (
+        {"messages": []},
+        {mine: 1},
+        {"messages": [{"role": mine}]},
+        {mine + "\n": 1},
+        {"messages": [USER], "temperature": mine},
+    )
 
     async def record() -> None:
         log = AccessLog()
@@ -180,14 +206,19 @@ def test_a_refusal_is_logged_by_the_server(demo: Server) -> None:
 def test_the_tokenizer_is_described(demo: Server) -> None:
     told = demo.ask("GET", "/tokenizer_info").json
     assert isinstance(told["chat_template"], str) and told["tokenizer_class"]
-    assert all(isinstance(told[name], str) for name in ("bos_token", "eos_token") if told.get(name) is not None) and told["eos_token"]
+    assert (
+        all(isinstance(told[name], str) for name in ("bos_token", "eos_token") if told.get(name) is not None)
+        and told["eos_token"]
+    )
 
 
 def test_a_thread_is_refused_as_clients_know_it(demo: Server) -> None:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=demo.url, api_key="unused", max_retries=0) as client:
         with pytest.raises(anthropic.BadRequestError) as caught:
-            client.post("/v1/messages", body={"max_tokens": 4, "messages": [USER], "thread": {"type": "create"}}, cast_to=object)
+            client.post(
+                "/v1/messages", body={"max_tokens": 4, "messages": [USER], "thread": {"type": "create"}}, cast_to=object
+            )
         assert caught.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
         if not hasattr(client.beta.messages, "tool_runner"):
             pytest.skip("this release has no tool runner")
@@ -203,7 +234,9 @@ def test_a_thread_is_refused_as_clients_know_it(demo: Server) -> None:
 
 def test_openai_takes_the_message_further(client: openai.OpenAI) -> None:
     messages: Any = [USER, BEGUN]
-    said = client.chat.completions.create(model="demo", messages=messages, max_tokens=4, extra_body={"continue_final_message": True, "echo": True})
+    said = client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=4, extra_body={"continue_final_message": True, "echo": True}
+    )
     assert str(said.choices[0].message.content).startswith("A mill ")
 
 

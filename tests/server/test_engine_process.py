@@ -1,4 +1,5 @@
-"""The server and its engine process together: whichever of them dies, nothing hangs, lies or stays behind. (No model: keyed hash.)"""
+"""The server and its engine process together: whichever of them dies, nothing hangs, lies or stays behind. (No model:
+keyed hash.)"""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from typing import Any
 import pytest
 
 from headrace import LLM
-from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
+from tests.support.serving import (
+    SERVE,
+    Server,
+    events_of,
+    post_bytes,
+    read_until,
+    read_until_closed,
+    serving,
+    split_response,
+    wait_for,
+)
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--max-num-seqs", "16")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -30,7 +41,10 @@ def test_an_engine_killed_mid_stream_is_told_to_every_client_and_ends_the_server
     with serving(*HASH, command=SERVE) as server:
         socks = [server.raw(post_bytes("/v1/completions", TEXT)) for _ in range(4)]
         heads = [read_until(sock, b"\n\n\r\n") for sock in socks]
-        (engine,), whole = server.members("headrace.engine.process"), post_bytes("/v1/completions", {**TEXT, "stream": False})
+        (engine,), whole = (
+            server.members("headrace.engine.process"),
+            post_bytes("/v1/completions", {**TEXT, "stream": False}),
+        )
         answers = [server.raw(whole) for _ in range(5)]  # some are read before the engine's end is known, some after
         os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()
@@ -44,7 +58,8 @@ def test_an_engine_killed_mid_stream_is_told_to_every_client_and_ends_the_server
 
 
 def test_an_engine_seed_gives_the_same_tokens_offline_and_served() -> None:
-    """Requests without a seed of their own, in order of arrival; what was refused in between has no place in it. (With a model.)"""
+    """Requests without a seed of their own, in order of arrival; what was refused in between has no place in it. (With
+    a model.)"""
     small: dict[str, Any] = {"seed": 11, "max_model_len": 64, "kv_cache_memory": 8 << 20, "threads": 1}
     drawn: dict[str, Any] = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
     prompts = [[5, 6, 7], [5, 6, 7], [8]]
@@ -54,7 +69,9 @@ def test_an_engine_seed_gives_the_same_tokens_offline_and_served() -> None:
     assert expected[0] != expected[1]
     flags = [text for name, value in small.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     with serving(*flags, command=SERVE) as server:
-        bodies = [{**drawn, "prompt": prompt, "return_token_ids": True} for prompt in (prompts[0], [10**6], *prompts[1:])]
+        bodies = [
+            {**drawn, "prompt": prompt, "return_token_ids": True} for prompt in (prompts[0], [10**6], *prompts[1:])
+        ]
         answers = [server.ask("POST", "/v1/completions", body) for body in bodies]
     assert [answer.status for answer in answers] == [200, 400, 200, 200]
     assert [answer.json["choices"][0]["token_ids"] for answer in answers if answer.status == 200] == expected
@@ -147,7 +164,11 @@ def test_a_model_that_is_not_there_is_one_line_and_leaves_nothing() -> None:
     try:
         assert server.wait(15) == 1
         errors = [line for line in server.lines if "headrace:" in line]
-        assert len(errors) == 1 and "/nowhere/at/all" in errors[0] and not any("Traceback" in line for line in server.lines)
+        assert (
+            len(errors) == 1
+            and "/nowhere/at/all" in errors[0]
+            and not any("Traceback" in line for line in server.lines)
+        )
         assert not server.children()
     finally:
         server.stop()

@@ -1,4 +1,5 @@
-"""Every request field that users know from elsewhere, on every route that generates: taken, or refused by name, and judged alike everywhere."""
+"""Every request field that users know from elsewhere, on every route that generates: taken, or refused by name, and
+judged alike everywhere."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_known_fields_reach_the_request(route: str, name: str) -> None:
     changed = {each for each in kind.__struct_fields__ if getattr(plain.body, each) != getattr(given.body, each)}
     assert changed == {name}
     read_there = f"body.{name}" in inspect.getsource(generate.prepare)
-    assert read_there or (plain.params, plain.expects, plain.shape) != (given.params, given.expects, given.shape), "taken and ignored"
+    assert read_there or (plain.params, plain.expects, plain.shape) != (given.params, given.expects, given.shape), (
+        "taken and ignored"
+    )
     assert name in kind.__struct_fields__
 
 
@@ -74,7 +77,10 @@ def test_fields_without_a_place_are_refused_by_name(route: str, name: str) -> No
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "tools"])
 def test_what_templates_get_is_taken_by_all_that_have_one(name: str) -> None:
     for route in ("chat", "messages", "responses"):
-        assert verdict(route, **{name: {"thinking": False} if name == "chat_template_kwargs" else []}) == ("taken", None)
+        assert verdict(route, **{name: {"thinking": False} if name == "chat_template_kwargs" else []}) == (
+            "taken",
+            None,
+        )
     assert verdict("completion", **{name: None})[0] == "unknown_parameter"
 
 
@@ -85,7 +91,18 @@ BAD_OTHERS: tuple[Any, ...] = (
     "x", "", 5, 0, -1, 1.5, True, [], [None], [""], [-1], [2**31], [True], ["x" * 2000], ["x"] * 300, {}, {"x": 1}, {"-1": 1}, {"5": "x"},
 )  # fmt: skip
 SHARED = sorted(set.intersection(*(set(kind.names()) for kind, _, _ in ROUTES.values())))
-DIFFERENT = {"max_tokens", "n", "stop", "stream_options", "prompt_logprobs", "return_token_ids", "response_format", "prompt", "messages", "input"}
+DIFFERENT = {
+    "max_tokens",
+    "n",
+    "stop",
+    "stream_options",
+    "prompt_logprobs",
+    "return_token_ids",
+    "response_format",
+    "prompt",
+    "messages",
+    "input",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in SHARED if name not in DIFFERENT])
@@ -96,7 +113,11 @@ def test_all_routes_give_the_same_verdict(name: str) -> None:
         verdicts = {verdict(route, **{name: value}) for route in ROUTES}
         assert len(verdicts) == 1, (value, verdicts)
         ((code, param),) = verdicts
-        assert code == "taken" or param == name or (param or "").startswith((f"{name}.", f"{name}[")), (value, code, param)
+        assert code == "taken" or param == name or (param or "").startswith((f"{name}.", f"{name}[")), (
+            value,
+            code,
+            param,
+        )
         seen.add(code == "taken")
     assert False in seen, "nothing is wrong for this field"
 
@@ -105,12 +126,22 @@ def test_all_routes_give_the_same_verdict(name: str) -> None:
 def test_both_sides_of_every_bound(name: str) -> None:
     bounds = BOUNDS[name]
     step: Any = 1 if bounds.integer else 1e-6
-    cases = {bounds.low: not bounds.open_low, bounds.low - step: False, bounds.high: True, bounds.high + step: False, bounds.low + step: True}
+    cases = {
+        bounds.low: not bounds.open_low,
+        bounds.low - step: False,
+        bounds.high: True,
+        bounds.high + step: False,
+        bounds.low + step: True,
+    }
     for route, (kind, _, _) in ROUTES.items():
         if name not in kind.__struct_fields__ or (route, name) == ("chat", "logprobs"):  # there a boolean
             continue
         for value, taken in cases.items():
-            limit = {"max_output_tokens" if route == "responses" else "max_tokens": 2**31 - 1} if name == "min_tokens" else {}
+            limit = (
+                {"max_output_tokens" if route == "responses" else "max_tokens": 2**31 - 1}
+                if name == "min_tokens"
+                else {}
+            )
             code, param = verdict(route, **{**limit, name: int(value) if bounds.integer else value})
             assert (code == "taken") == taken and (taken or param == name), (route, value, code, param)
 

@@ -1,4 +1,5 @@
-"""Several front ends of one engine: whichever answers says the same, and one that dies or stops costs the others' clients nothing.
+"""Several front ends of one engine: whichever answers says the same, and one that dies or stops costs the others'
+clients nothing.
 
 (No model: keyed hash.)
 """
@@ -30,7 +31,18 @@ from headrace.server.frontends.counters import Counters
 from headrace.server.lifecycle import bind_unix
 from headrace.server.service import Service
 from tests.server.fake_engine import FakeEngine
-from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response, wait_for
+from tests.support.serving import (
+    SERVE,
+    Server,
+    events_of,
+    post_bytes,
+    read_until,
+    read_until_closed,
+    send,
+    serving,
+    split_response,
+    wait_for,
+)
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.004", "--api-server-count", "2", "--max-queue", "16")
 KEYS = ("--api-key", "key-one", "key-two")
@@ -51,7 +63,12 @@ def fronts(server: Server) -> list[int]:
 
 def owners(server: Server, socks: Sequence[socket.socket]) -> list[int]:
     """The front ends that hold the other ends of these connections."""
-    holders = {os.readlink(link): pid for pid in fronts(server) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_socket()}
+    holders = {
+        os.readlink(link): pid
+        for pid in fronts(server)
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if link.is_socket()
+    }
     table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     inodes = {(fields[1].partition(":")[2], fields[2].partition(":")[2]): fields[9] for fields in table}
     ends = [(f"{sock.getpeername()[1]:04X}", f"{sock.getsockname()[1]:04X}") for sock in socks]
@@ -70,7 +87,9 @@ def streams_of(server: Server, count: int, **fields: Any) -> list[tuple[socket.s
     data = post_bytes("/v1/completions", {**TEXT, **fields}, AS_ONE, "Connection: close")
     socks = [server.raw(data) for _ in range(count)]
     heads = [read_until(sock, b"data: ") for sock in socks]
-    while len({*owners(server, socks)}) < min(count, 2):  # they are dealt out evenly, but not to somebody who gets no time
+    while len({*owners(server, socks)}) < min(
+        count, 2
+    ):  # they are dealt out evenly, but not to somebody who gets no time
         assert len(socks) < 16
         socks.append(server.raw(data))
         heads.append(read_until(socks[-1], b"data: "))
@@ -129,8 +148,14 @@ def server() -> Iterator[Server]:
 def test_the_start_says_it_once_and_lines_say_whose_they_are(server: Server) -> None:
     for connection in each_front(server):
         assert send(connection, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}, ONE).status == 200
-    wait_for(lambda: {found[1] for line in server.lines if (found := re.search(r"request front=(\d) ", line))} == {"1", "2"})
-    assert sum("listens on" in line for line in server.lines) == sum(line.startswith("Ready after") for line in server.lines) == 1
+    wait_for(
+        lambda: {found[1] for line in server.lines if (found := re.search(r"request front=(\d) ", line))} == {"1", "2"}
+    )
+    assert (
+        sum("listens on" in line for line in server.lines)
+        == sum(line.startswith("Ready after") for line in server.lines)
+        == 1
+    )
     assert any(line.split()[:2] == ["api_server_count", "2:"] for line in server.lines)
 
 
@@ -139,13 +164,20 @@ def test_whoever_is_asked_counts_for_all(server: Server) -> None:
     before = send(connections[0], "GET", "/metrics", headers=ONE).body.decode()
     for connection in connections:
         for _ in range(3):
-            assert send(connection, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 5, "ignore_eos": True}, ONE).status == 200
+            assert (
+                send(
+                    connection, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 5, "ignore_eos": True}, ONE
+                ).status
+                == 200
+            )
     pages = [send(connection, "GET", "/metrics", headers=ONE).body.decode() for connection in connections]
     for name, more in (("vllm:generation_tokens_total", 30), ("vllm:request_success_total", 6), ("vllm:time_to_first_token_seconds_count", 6),
                        ("headrace_steps_total", None)):  # fmt: skip
         values = [counted(page, name) for page in (before, *pages)]
         assert values == sorted(values) and (more is None or values[1] == values[2] == values[0] + more), name
-    wait_for(lambda: send(connections[0], "GET", "/v1/dashboard", headers=ONE).json["steps"]["rows"], 3)  # the next sample
+    wait_for(
+        lambda: send(connections[0], "GET", "/v1/dashboard", headers=ONE).json["steps"]["rows"], 3
+    )  # the next sample
     shown = [send(connection, "GET", "/v1/dashboard", headers=ONE).json for connection in connections]
     assert shown[0]["created"] == shown[1]["created"] and shown[0]["finished"] == shown[1]["finished"]
     assert (
@@ -164,7 +196,9 @@ def test_a_request_is_found_from_any_front_end_by_its_own_key_alone(server: Serv
     for connection in each_front(server):
         shown = send(connection, "GET", f"/v1/requests/{name}", headers=ONE)
         assert shown.status == 200 and shown.json["state"] == "running" and shown.json["prompts"]["running"] == 1
-        assert [each["id"] for each in send(connection, "GET", "/v1/requests", headers=ONE).json["data"]] == [shown.json["id"]]
+        assert [each["id"] for each in send(connection, "GET", "/v1/requests", headers=ONE).json["data"]] == [
+            shown.json["id"]
+        ]
         assert send(connection, "GET", f"/v1/requests/{name}", headers=TWO).status == 404
         assert not send(connection, "GET", "/v1/requests", headers=TWO).json["data"]
     sock.close()
@@ -176,7 +210,10 @@ def test_a_stored_response_is_found_from_any_front_end(server: Server) -> None:
     name = send(first, "POST", "/v1/responses", asked, ONE).json["id"]
     assert send(second, "GET", f"/v1/responses/{name}", headers=ONE).json["id"] == name
     assert send(second, "GET", f"/v1/responses/{name}", headers=TWO).status == 404
-    assert send(second, "POST", "/v1/responses", {**asked, "previous_response_id": name}, ONE).json["previous_response_id"] == name
+    assert (
+        send(second, "POST", "/v1/responses", {**asked, "previous_response_id": name}, ONE).json["previous_response_id"]
+        == name
+    )
     assert send(second, "DELETE", f"/v1/responses/{name}", headers=ONE).json["deleted"]
     assert [send(each, "GET", f"/v1/responses/{name}", headers=ONE).status for each in (first, second)] == [404, 404]
 
@@ -185,13 +222,20 @@ def test_prefixes_and_the_queue_are_those_of_the_whole_server(server: Server) ->
     server.wait_idle(headers=ONE)
     first, second = each_front(server)
     asked = {"prompt": "a long and shared beginning " * 20, "max_tokens": 1}
-    cached = [send(each, "POST", "/v1/completions", asked, ONE).json["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, second)]
+    cached = [
+        send(each, "POST", "/v1/completions", asked, ONE).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for each in (first, second)
+    ]
     assert cached[0] == 0 < cached[1]  # the tenant is the same to both
-    assert send(first, "POST", "/v1/completions", asked, TWO).json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert (
+        send(first, "POST", "/v1/completions", asked, TWO).json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    )
     streams = [server.raw(post_bytes("/v1/completions", TEXT, AS_ONE, "Connection: close")) for _ in range(20)]
     heads = [read_until(sock, b"\r\n") for sock in streams]
     taken = [head.split()[1] for head in heads].count(b"200")
-    assert 13 <= taken <= 14 and b"429" in {head.split()[1] for head in heads}  # eight ninths of 16: two that come at once may both be refused
+    assert 13 <= taken <= 14 and b"429" in {
+        head.split()[1] for head in heads
+    }  # eight ninths of 16: two that come at once may both be refused
     assert server.ask("POST", "/v1/completions", {**TEXT, "stream": False, "max_tokens": 1}, TWO).status == 200
     for sock in streams:
         sock.close()
@@ -218,7 +262,9 @@ def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(
     assert counted(page, 'headrace_request_success_total{model_name="demo",finished_reason="abort"}') >= lost
     assert any(re.search(r"Front end \d ended: signal 9 \(SIGKILL\).*the others' go on", line) for line in server.lines)
     assert victim not in fronts(server) and len(each_front(server)) == 2
-    assert any(re.search(rf"debug front end \d has left; {lost} of its requests end", line) for line in server.lines), "--debug is the engine's, too"
+    assert any(re.search(rf"debug front end \d has left; {lost} of its requests end", line) for line in server.lines), (
+        "--debug is the engine's, too"
+    )
 
 
 def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Server) -> None:
@@ -227,7 +273,10 @@ def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Serv
     victim = streams[0][2]
     os.kill(victim, signal.SIGSTOP)
     time.sleep(0.2)
-    assert all(goes_on(sock) for sock, _, whose in streams if whose != victim) and server.ask("GET", "/health").status == 200
+    assert (
+        all(goes_on(sock) for sock, _, whose in streams if whose != victim)
+        and server.ask("GET", "/health").status == 200
+    )
     for sock, *_ in streams:
         sock.close()
     wait_for(lambda: serving_again(server) == replaced + 1)
@@ -253,7 +302,9 @@ def test_the_engines_death_is_told_by_every_front_end_and_ends_all(tmp_path: Pat
     with serving(*HASH, "--uds", str(path), command=SERVE) as server:
         assert path.stat().st_mode & 0o777 == 0o600
         socks, heads = [], []
-        while len(socks) < 12 or not all(accepted(server, path)):  # dealt out evenly, but not to somebody who gets no time
+        while len(socks) < 12 or not all(
+            accepted(server, path)
+        ):  # dealt out evenly, but not to somebody who gets no time
             assert len(socks) < 16
             socks.append(server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": LONG}, "Connection: close")))
             heads.append(read_until(socks[-1], b"data: "))
@@ -306,7 +357,9 @@ def test_what_one_front_end_does_not_answer_the_others_still_say(monkeypatch: py
 
     async def ask() -> Sequence[Any]:
         with contextlib.ExitStack() as stack:
-            pairs = [tuple(map(stack.enter_context, socket.socketpair())) for _ in range(3)]  # to who asks, one that answers, one that hangs
+            pairs = [
+                tuple(map(stack.enter_context, socket.socketpair())) for _ in range(3)
+            ]  # to who asks, one that answers, one that hangs
             others = [await talk(ours, link.FromFront, own) for ours, _ in pairs[1:]]
 
             async def passed_on(question: link.Ask) -> Any:
@@ -314,7 +367,9 @@ def test_what_one_front_end_does_not_answer_the_others_still_say(monkeypatch: py
 
             await talk(pairs[0][0], link.FromFront, passed_on)
             await talk(pairs[1][1], link.FromParent, own)
-            return await link.PeersBehindParent(await talk(pairs[0][1], link.FromParent, own)).others("list_requests", "")
+            return await link.PeersBehindParent(await talk(pairs[0][1], link.FromParent, own)).others(
+                "list_requests", ""
+            )
 
     assert asyncio.run(ask()) == [[{"id": "mine"}]]
 

@@ -35,7 +35,10 @@ DIES, HANGS, STALLS = 1002, 1008, 1009  # behaviours of fake_engine.py
 
 def streams(server: Server, count: int, **fields: Any) -> list[socket.socket]:
     """Open streams that have had their first event."""
-    socks = [server.raw(post_bytes("/v1/chat/completions", {**CHAT, **fields, "stream": True}, "Connection: close")) for _ in range(count)]
+    socks = [
+        server.raw(post_bytes("/v1/chat/completions", {**CHAT, **fields, "stream": True}, "Connection: close"))
+        for _ in range(count)
+    ]
     for sock in socks:
         read_until(sock, b"\r\n\r\n")
     return socks
@@ -138,7 +141,8 @@ class Unread(Server):
 
 
 def test_a_pipe_that_nobody_reads_stops_no_request_and_a_terminal_that_closes_drains() -> None:
-    """Lines are lost, and counted where the next one is read. Then SIGHUP to the whole group, twice: the terminal sends one, its shell another."""
+    """Lines are lost, and counted where the next one is read. Then SIGHUP to the whole group, twice: the terminal sends
+    one, its shell another."""
     server = Unread([*SERVE, "--threads", "1", "--kv-cache-memory", "16MiB"])
     try:
         server.wait_ready()
@@ -198,7 +202,11 @@ def test_an_engine_that_hangs_is_unhealthy_at_once_and_given_up_later() -> None:
 
 def test_a_server_that_was_stopped_itself_does_not_take_that_time_for_the_engines() -> None:
     with serving() as server:
-        with server.raw(post_bytes("/v1/chat/completions", {**CHAT, "seed": STALLS, "stream": True, "max_tokens": 20}, "Connection: close")) as sock:
+        with server.raw(
+            post_bytes(
+                "/v1/chat/completions", {**CHAT, "seed": STALLS, "stream": True, "max_tokens": 20}, "Connection: close"
+            )
+        ) as sock:
             while server.ask("GET", "/health").status == 200:
                 pass
             server.signal(signal.SIGSTOP)
@@ -243,5 +251,7 @@ def test_serving_imports_no_torch_and_no_framework() -> None:
     """The front end's process stays light; the engine's has the rest."""
     heavy = ("torch", "fastapi", "starlette", "pydantic", "transformers")
     code = f"import sys, headrace.server.run, headrace.server.app, headrace.server.connection; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, env=environment()
+    )
     assert done.stdout.strip() == "[]"

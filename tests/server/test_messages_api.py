@@ -1,4 +1,5 @@
-"""/v1/messages: what Anthropic's API asks for becomes a request, and answers and errors are as its clients expect them."""
+"""/v1/messages: what Anthropic's API asks for becomes a request, and answers and errors are as its clients expect
+them."""
 
 from __future__ import annotations
 
@@ -36,9 +37,18 @@ def error_of(**fields: Any) -> InvalidRequest:
 def test_blocks_reach_the_template_as_messages() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     turns = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
         {"role": "assistant", "content": [thought, {"type": "text", "text": "c"}, USE]},
-        {"role": "user", "content": [RESULT, {"type": "tool_result", "tool_use_id": "t2"}, {"type": "text", "text": "d"}]},
+        {
+            "role": "user",
+            "content": [RESULT, {"type": "tool_result", "tool_use_id": "t2"}, {"type": "text", "text": "d"}],
+        },
     ]
     read = parse(messages=turns, system=[{"type": "text", "text": "be"}])
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -58,9 +68,15 @@ def test_sampling_comes_by_anthropics_names() -> None:
     params = parse(stop_sequences=["x"], top_k=5, temperature=0.5).params
     assert (params.max_tokens, params.stop, params.top_k, params.temperature) == (5, ("x",), 5, 0.5)
     assert error_of(stop_sequences=[""]).param == "stop_sequences[0]" and error_of(max_tokens=0).param == "max_tokens"
-    assert error_of(max_tokens=None).code == "missing_required_parameter" and error_of(max_tokens=10**30).param == "max_tokens"
+    assert (
+        error_of(max_tokens=None).code == "missing_required_parameter"
+        and error_of(max_tokens=10**30).param == "max_tokens"
+    )
     assert parse(thinking={"type": "disabled"}).conversation.variables == {"enable_thinking": False}
-    assert parse(thinking={"type": "adaptive"}, chat_template_kwargs={"x": 1}).conversation.variables == {"enable_thinking": True, "x": 1}
+    assert parse(thinking={"type": "adaptive"}, chat_template_kwargs={"x": 1}).conversation.variables == {
+        "enable_thinking": True,
+        "x": 1,
+    }
 
 
 def test_tools_reach_the_template_in_its_form() -> None:
@@ -81,10 +97,22 @@ def test_tools_reach_the_template_in_its_form() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{**RESULT, "tool_use_id": 5}]}]}, "messages[0].content[0].tool_use_id"),
-        ({"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0]"),
-        ({"messages": [{"role": "assistant", "content": [{**USE, "input": "{}"}]}, USER]}, "messages[0].content[0].input"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, USER]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULT, "tool_use_id": 5}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]},
+            "messages[0].content[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{**USE, "input": "{}"}]}, USER]},
+            "messages[0].content[0].input",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, USER]},
+            "messages[0].content[0]",
+        ),
         ({"system": 5}, "system"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"tools": [5]}, "tools[0]"),
@@ -130,11 +158,16 @@ PIECES: tuple[list[Segment], ...] = (
     [ToolCallArguments(0, '{"a":')],
     [ToolCallArguments(0, " 1}"), ToolCallStart(1, "c1", "g"), ToolCallArguments(1, "{}")],
 )
-CALLS = [{"type": "tool_use", "id": "c0", "name": "f", "input": {"a": 1}}, {"type": "tool_use", "id": "c1", "name": "g", "input": {}}]
+CALLS = [
+    {"type": "tool_use", "id": "c0", "name": "f", "input": {"a": 1}},
+    {"type": "tool_use", "id": "c1", "name": "g", "input": {}},
+]
 
 
 def answer(parser: Scripted | None, stops: tuple[str, ...] = ()) -> MessageAnswer:
-    shape = Shape(model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
+    shape = Shape(
+        model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False
+    )
     return MessageAnswer(shape, PromptState([1, 2, 3]), parser, stops)
 
 
@@ -201,7 +234,12 @@ def test_reasoning_text_and_calls_become_blocks(streamed: bool) -> None:
         shown = folded(shown)
     thinking = {"type": "thinking", "thinking": "hm", "signature": ""}
     assert shown["content"] == [thinking, {"type": "text", "text": "So: "}, *CALLS]
-    assert (shown["stop_reason"], shown["stop_sequence"], shown["role"], shown["type"]) == ("tool_use", None, "assistant", "message")
+    assert (shown["stop_reason"], shown["stop_sequence"], shown["role"], shown["type"]) == (
+        "tool_use",
+        None,
+        "assistant",
+        "message",
+    )
     assert shown["id"].startswith("msg_") and shown["usage"]["output_tokens"] == 5
 
 
@@ -227,7 +265,10 @@ def test_ends(streamed: bool, reason: str, found: Any, expected: tuple[str, str 
 def test_a_call_that_was_cut_has_no_input_and_says_max_tokens() -> None:
     pieces: list[Segment] = [ToolCallStart(0, "c", "f"), ToolCallArguments(0, '{"a"')]
     shown = run(answer(Scripted(pieces, end="length")), "x", streamed=False, reason="length")
-    assert shown["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}] and shown["stop_reason"] == "max_tokens"
+    assert (
+        shown["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+        and shown["stop_reason"] == "max_tokens"
+    )
 
 
 # --- on the wire
@@ -244,7 +285,9 @@ KEY = {"x-api-key": "sk-right", "anthropic-version": "2023-06-01"}
 
 
 def stream(server: Server, **fields: Any) -> tuple[list[dict[str, Any]], bool]:
-    with server.raw(post_bytes("/v1/messages", {**BODY, "stream": True, **fields}, "Connection: close", "x-api-key: sk-right")) as sock:
+    with server.raw(
+        post_bytes("/v1/messages", {**BODY, "stream": True, **fields}, "Connection: close", "x-api-key: sk-right")
+    ) as sock:
         _, body, complete = split_response(read_until_closed(sock))
     return events_of(body.decode("ascii")), complete
 
@@ -254,12 +297,19 @@ def test_streamed_and_whole_are_the_same_message(server: Server) -> None:
     events, complete = stream(server, seed=FAST)
     streamed = folded(events)
     assert complete and streamed | {"id": ""} == whole | {"id": ""}
-    assert whole["content"][0]["text"] == "tok0 tok1 tok2 " and whole["stop_reason"] == "max_tokens" and whole["model"] == "demo"
+    assert (
+        whole["content"][0]["text"] == "tok0 tok1 tok2 "
+        and whole["stop_reason"] == "max_tokens"
+        and whole["model"] == "demo"
+    )
     assert whole["usage"]["cache_read_input_tokens"] == 1 and whole["usage"]["output_tokens"] == 3
 
 
 def test_line_separators_leave_as_escapes(server: Server) -> None:
-    assert folded(stream(server, seed=SEPARATORS, max_tokens=1)[0])["content"][0]["text"] == "a\u2028b\u2029c\u0085d\U0001f600é"
+    assert (
+        folded(stream(server, seed=SEPARATORS, max_tokens=1)[0])["content"][0]["text"]
+        == "a\u2028b\u2029c\u0085d\U0001f600é"
+    )
 
 
 def test_a_failure_after_the_start_is_an_error_event_and_a_broken_body(server: Server) -> None:
@@ -283,7 +333,12 @@ def test_errors_have_anthropics_shape_and_ours(server: Server) -> None:
 
 
 def test_counting_equals_what_is_used(server: Server) -> None:
-    asked = {"model": "demo", "messages": [USER, {"role": "assistant", "content": "x"}, USER], "system": "be brief", "tools": [TOOL]}
+    asked = {
+        "model": "demo",
+        "messages": [USER, {"role": "assistant", "content": "x"}, USER],
+        "system": "be brief",
+        "tools": [TOOL],
+    }
     counted = server.ask("POST", "/v1/messages/count_tokens", asked, KEY).json
     used = server.ask("POST", "/v1/messages", {**asked, "max_tokens": 1, "seed": FAST}, KEY).json["usage"]
     assert counted == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}

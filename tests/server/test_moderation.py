@@ -27,7 +27,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("rules")
     (folder / "rules.py").write_text(HOOK)
     (folder / "words").write_text("# bad\nzebra\n")
-    flags = ("--moderation", f"{folder}/rules.py:judge", "--moderation-words", f"{folder}/words", "--moderation-prompt", "--moderation-timeout", "1")
+    flags = (
+        "--moderation",
+        f"{folder}/rules.py:judge",
+        "--moderation-words",
+        f"{folder}/words",
+        "--moderation-prompt",
+        "--moderation-timeout",
+        "1",
+    )
     with serving(*flags, "--executor", "keyed-hash", command=SERVE) as running:
         yield running
 
@@ -54,7 +62,9 @@ def streamed(server: Server, body: dict[str, Any]) -> tuple[dict[int, str], dict
 
 def whole(server: Server, body: dict[str, Any]) -> tuple[dict[int, str], dict[int, Any]]:
     choices = ask(server, body)["choices"]
-    return {c["index"]: c["text"] for c in choices}, {c["index"]: (c["finish_reason"], c["stop_reason"]) for c in choices}
+    return {c["index"]: c["text"] for c in choices}, {
+        c["index"]: (c["finish_reason"], c["stop_reason"]) for c in choices
+    }
 
 
 @pytest.mark.parametrize("banned", ["q", "z", "x", "ing", "the"])
@@ -79,7 +89,9 @@ def test_a_listed_word_in_the_prompt_ends_it_at_once(server: Server) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.parametrize(("word", "said"), [("RAISE", "failed (ValueError)"), ("HANG", "within 1 s"), ("EXIT", "ended its process")])
+@pytest.mark.parametrize(
+    ("word", "said"), [("RAISE", "failed (ValueError)"), ("HANG", "within 1 s"), ("EXIT", "ended its process")]
+)
 def test_a_function_that_fails_fails_its_own_request_alone(server: Server, word: str, said: str) -> None:
     bad = {**TEXT, "prompt": f"{word} once"}
     answer = server.ask("POST", "/v1/completions", bad)

@@ -1,4 +1,5 @@
-"""/metrics as dashboards read it: every series of our board and of vLLM's boards is there, with its labels, and says what it should.
+"""/metrics as dashboards read it: every series of our board and of vLLM's boards is there, with its labels, and says
+what it should.
 
 (No model: keyed hash.) The last test has a real Prometheus scrape a real server and evaluate every query of the board.
 """
@@ -27,8 +28,8 @@ from headrace.server.frontends.counters import Counters
 from tests.support import board
 from tests.support.serving import SERVE, Server, serving, wait_for
 
-# What vLLM's own boards read (examples/observability, autumn 2026), but for what is only there with adapters, drafts, sleeping and KV
-# connectors: names and labels are facts.
+# What vLLM's own boards read (examples/observability, autumn 2026), but for what is only there with adapters, drafts,
+# sleeping and KV connectors: names and labels are facts.
 VLLM_GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 VLLM_COUNTERS = {
     "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
@@ -169,7 +170,9 @@ def test_every_counter_has_its_cells_and_none_shares_them() -> None:
     two.count_seconds("/v1/models", 1.5)
     two.count_seconds("-", 9.0)  # no route of ours: no series
     total = one.summed(counters.pages)
-    prompts, answers, most = (total.histograms[f"request_{name}"] for name in ("prompt_tokens", "generation_tokens", "params_max_tokens"))
+    prompts, answers, most = (
+        total.histograms[f"request_{name}"] for name in ("prompt_tokens", "generation_tokens", "params_max_tokens")
+    )
     assert (prompts.total, answers.count, most.total) == (30.0, 3, 16.0)
     page = total.render("m", {}).decode()
     assert 'http_request_duration_seconds_sum{handler="/v1/models"} 1.5' in page and 'handler="-"' not in page

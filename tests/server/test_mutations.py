@@ -1,4 +1,5 @@
-"""A thousand damaged bodies for each POST route: never a 5xx, never a hang, always an error in the one shape that names its field.
+"""A thousand damaged bodies for each POST route: never a 5xx, never a hang, always an error in the one shape that names
+its field.
 
 HEADRACE_MUTATIONS=10000 sends so many.
 """
@@ -21,20 +22,48 @@ from tests.support.serving import Server, send, serving
 COUNT = int(os.environ.get("HEADRACE_MUTATIONS", "1000"))
 ODD_NUMBERS: tuple[Any, ...] = (None, True, False, 0, -1, 1, 2**31, 2**63, 2**64 + 1, 10**400, 1e-30, 1e308, -0.5)
 ODD_TEXTS: tuple[Any, ...] = ("", "x", "1", "\x00", "\u2028", "é" * 2000, "auto", "none", "user")
-ODD_LISTS: tuple[Any, ...] = ([], [[]], [None], [1, "a"], [True], ["x"] * 70, list(range(50)), [2**40], [-1], [{"role": "user"}])
+ODD_LISTS: tuple[Any, ...] = (
+    [],
+    [[]],
+    [None],
+    [1, "a"],
+    [True],
+    ["x"] * 70,
+    list(range(50)),
+    [2**40],
+    [-1],
+    [{"role": "user"}],
+)
 ODD_OBJECTS: tuple[Any, ...] = ({}, {"type": "text"}, {"a": {"b": {"c": []}}}, {"5": 1})
 ODD_VALUES = ODD_NUMBERS + ODD_TEXTS + ODD_LISTS + ODD_OBJECTS
 RAW_NUMBERS = (b"NaN", b"Infinity", b"-Infinity", b"1e400")
 RAW_TEXTS = (b"\xff", b"\xed\xa0\x80", b'"\\ud800"', b"\x00", b"\xef\xbb\xbf", b"[" * 2000, b"}", b",,", b"'", b"//")
 
-SAMPLING = {"n": 1, "temperature": 0.5, "top_p": 0.9, "seed": 1007, "stop": ["zz"], "logit_bias": {"5": 1}, "max_tokens": 2, "stream": False}
+SAMPLING = {
+    "n": 1,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 1007,
+    "stop": ["zz"],
+    "logit_bias": {"5": 1},
+    "max_tokens": 2,
+    "stream": False,
+}
 FUNCTION = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 CHAT = {
     **SAMPLING, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "tools": [FUNCTION], "tool_choice": "auto",
     "stream_options": None, "user": "u", "chat_template_kwargs": {"a": 1},
 }  # fmt: skip
-COMPLETION = {**SAMPLING, "prompt": "hello", "echo": False, "logprobs": 2, "prompt_logprobs": None, "stop_token_ids": [1], "bad_words": ["x"]}
+COMPLETION = {
+    **SAMPLING,
+    "prompt": "hello",
+    "echo": False,
+    "logprobs": 2,
+    "prompt_logprobs": None,
+    "stop_token_ids": [1],
+    "bad_words": ["x"],
+}
 MESSAGES = {
     "model": "demo", "max_tokens": 2, "temperature": 0.5, "top_k": 5, "seed": 1007, "stop_sequences": ["zz"], "stream": False,
     "system": [{"type": "text", "text": "be"}], "thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}, "metadata": {"user_id": "u"},
@@ -100,7 +129,9 @@ def change_value(rng: random.Random, value: Any) -> None:
     elif isinstance(node, dict):
         node.pop(key)
         if rng.random() < 0.5:
-            node[rng.choice(("best_of", "response_format", "priority", "min_tokens", "xyz", "", "a" * 300))] = copy.deepcopy(rng.choice(ODD_VALUES))
+            node[rng.choice(("best_of", "response_format", "priority", "min_tokens", "xyz", "", "a" * 300))] = (
+                copy.deepcopy(rng.choice(ODD_VALUES))
+            )
 
 
 def change_bytes(rng: random.Random, body: bytes) -> bytes:

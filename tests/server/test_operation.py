@@ -1,4 +1,5 @@
-"""What an operator relies on: health that tells the truth, lines that a collector can read, tenants that share nothing. (No model: keyed hash.)"""
+"""What an operator relies on: health that tells the truth, lines that a collector can read, tenants that share nothing.
+(No model: keyed hash.)"""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ ONE, TWO = {"Authorization": "Bearer key-one"}, {"Authorization": "Bearer key-tw
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(*HASH, "--log-format", "json", "--api-key", "key-one", "key-two", "--unknown-fields", "ignore", command=SERVE) as server:
+    with serving(
+        *HASH, "--log-format", "json", "--api-key", "key-one", "key-two", "--unknown-fields", "ignore", command=SERVE
+    ) as server:
         yield server
 
 
@@ -62,10 +65,16 @@ def test_every_line_is_an_object_and_none_holds_what_a_client_wrote(server: Serv
         3,
         "length",
     )
-    assert mine["tokens_in"] > 0 and mine["cached"] >= 0 and all(mine[phase] >= 0 for phase in ("queue", "prefill", "decode", "seconds"))
+    assert (
+        mine["tokens_in"] > 0
+        and mine["cached"] >= 0
+        and all(mine[phase] >= 0 for phase in ("queue", "prefill", "decode", "seconds"))
+    )
     assert {200, 400, 404, 401} <= {entry.get("status") for entry in entries}
     everything = "\n".join(server.lines)
-    assert not re.search(r"secret plan|key-one|key-two|wrong-key|no/such|Traceback|site-packages|0x[0-9a-f]{6,}", everything)
+    assert not re.search(
+        r"secret plan|key-one|key-two|wrong-key|no/such|Traceback|site-packages|0x[0-9a-f]{6,}", everything
+    )
 
 
 def steps(server: Server) -> float:
@@ -101,10 +110,18 @@ def test_prefixes_are_forgotten_on_demand_and_who_runs_goes_on(server: Server) -
         wait_for(lambda: server.ask("GET", "/load", headers=TWO).json == {"server_load": 1}, 5)
         answer = server.ask("POST", "/reset_prefix_cache", headers=ONE)
         assert (answer.status, answer.json) == (200, {"status": "ok"}) and not running.done()
-        assert cached(server, ONE) == 0 and cached(server, ONE) > 0 and cached(server, TWO) == 0, "nobody's is left, whoever asks"
+        assert cached(server, ONE) == 0 and cached(server, ONE) > 0 and cached(server, TWO) == 0, (
+            "nobody's is left, whoever asks"
+        )
         alone = running.result()
-    assert alone.status == 200 and alone.json["choices"][0]["text"] == server.ask("POST", "/v1/completions", body, ONE).json["choices"][0]["text"]
-    assert server.ask("GET", "/load", headers=ONE).json == {"server_load": 0} and server.ask("GET", "/load").status == 401
+    assert (
+        alone.status == 200
+        and alone.json["choices"][0]["text"]
+        == server.ask("POST", "/v1/completions", body, ONE).json["choices"][0]["text"]
+    )
+    assert (
+        server.ask("GET", "/load", headers=ONE).json == {"server_load": 0} and server.ask("GET", "/load").status == 401
+    )
 
 
 def test_a_probe_under_another_name_and_what_a_server_is_set_to(server: Server) -> None:
@@ -113,7 +130,11 @@ def test_a_probe_under_another_name_and_what_a_server_is_set_to(server: Server) 
     assert server.ask("GET", "/server_info").status == 401
     info = server.ask("GET", "/server_info?config_format=json", headers=ONE)
     config = info.json["config"]
-    assert config["device"]["executor"] == "keyed-hash" and config["server"]["max_queue"] == 1024 and config["server"]["api_key"] == "2 set"
+    assert (
+        config["device"]["executor"] == "keyed-hash"
+        and config["server"]["max_queue"] == 1024
+        and config["server"]["api_key"] == "2 set"
+    )
     assert {"name", "value", "reason"} == set(info.json["decisions"][0]) and info.json["engine"]["served_names"]
     assert "key-one" not in info.body.decode() and "key-two" not in info.body.decode()
 

@@ -1,4 +1,5 @@
-"""The pages: which files there are, with which headers; what the dashboard is told. How they behave is tests/server/test_browser.py's."""
+"""The pages: which files there are, with which headers; what the dashboard is told. How they behave is
+tests/server/test_browser.py's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from headrace.server.exposition import FINE, ServerMetrics
 from tests.support.serving import Server, serving
 
 KEY = "sk-page"
-WEB = {file.name: file.read_text() for file in files("headrace").joinpath("data", "web").iterdir() if not file.name.startswith(".")}
+WEB = {
+    file.name: file.read_text()
+    for file in files("headrace").joinpath("data", "web").iterdir()
+    if not file.name.startswith(".")
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,11 @@ def test_files_are_open_and_carry_the_policy(server: Server, path: str, kind: st
     answer = server.ask("GET", path)
     assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
     policy = dict(part.strip().partition(" ")[::2] for part in answer.headers["content-security-policy"].split(";"))
-    assert policy["default-src"] == "'none'" and policy["trusted-types"] == "'none'" and policy["frame-ancestors"] == "'none'"
+    assert (
+        policy["default-src"] == "'none'"
+        and policy["trusted-types"] == "'none'"
+        and policy["frame-ancestors"] == "'none'"
+    )
     assert all(policy[f"{name}-src"] == "'self'" for name in ("script", "style", "connect", "img"))
     assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["referrer-policy"] == "no-referrer"
 
@@ -48,10 +57,22 @@ def test_a_file_that_has_not_changed_is_not_sent_again(server: Server) -> None:
     assert again.status == 304 and again.body == b"" and again.headers["etag"] == first.headers["etag"]
     assert server.ask("GET", "/web/chat.css", headers={"If-None-Match": '"other"'}).body == first.body
     head = server.ask("HEAD", "/")
-    assert head.status == 200 and head.body == b"" and int(head.headers["content-length"]) == len(WEB["chat.html"].encode())
+    assert (
+        head.status == 200
+        and head.body == b""
+        and int(head.headers["content-length"]) == len(WEB["chat.html"].encode())
+    )
 
 
-NO_FILES = ("nothing.js", "../server/app.py", "..%2f..%2f__init__.py", "%2e%2e/demo/config.json", "chat.js/", "chat.js%00", "x" * 3000)
+NO_FILES = (
+    "nothing.js",
+    "../server/app.py",
+    "..%2f..%2f__init__.py",
+    "%2e%2e/demo/config.json",
+    "chat.js/",
+    "chat.js%00",
+    "x" * 3000,
+)
 
 
 @pytest.mark.parametrize("name", NO_FILES)
@@ -71,8 +92,13 @@ def test_no_file_asks_anybody_else_or_writes_markup() -> None:
     for name, text in WEB.items():
         outside = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text)) - {"http://www.w3.org"}
         assert not outside, (name, outside)
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|ContextualFragment", text), name
-        assert not name.endswith(".html") or not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text), name
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|ContextualFragment",
+            text,
+        ), name
+        assert not name.endswith(".html") or not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text), (
+            name
+        )
 
 
 def test_every_file_that_is_named_exists() -> None:
@@ -148,14 +174,19 @@ def test_a_sample_tells_every_state_apart() -> None:
     history.take(metrics, stats(), 12.0)
     sample = dict(zip(dashboard.SAMPLE_COLUMNS, history.samples.after(0)[0], strict=True))
     assert [sample[name] for name in ("prefilling", "decoding", "waiting", "preempted")] == [2, 3, 3, 1]
-    assert sample["ttft_p50"] == pytest.approx(0.03, rel=0.1) and sample["tpot_p50"] is None and sample["used_blocks"] == 6
+    assert (
+        sample["ttft_p50"] == pytest.approx(0.03, rel=0.1) and sample["tpot_p50"] is None and sample["used_blocks"] == 6
+    )
 
 
 def test_energy_is_in_the_samples_where_it_is_counted() -> None:
     history, metrics = History(), ServerMetrics([])
     for energy in (None, Energy(12.3456789, 0.25)):
         history.take(metrics, stats(energy=energy), 1.0)
-    assert [row[dashboard.SAMPLE_COLUMNS.index("energy_joules") :] for row in history.samples.after(0)] == [(None, None), (12.345679, 0.25)]
+    assert [row[dashboard.SAMPLE_COLUMNS.index("energy_joules") :] for row in history.samples.after(0)] == [
+        (None, None),
+        (12.345679, 0.25),
+    ]
 
 
 def test_drafts_are_in_the_samples_where_something_drafts() -> None:
@@ -182,7 +213,11 @@ def test_history_is_bounded() -> None:
         history.take(metrics, stats([(number, 0.0, "aborted", number, (), "key1")]), 0.0)
     assert (len(history.samples), len(history.decisions)) == (dashboard.SAMPLES, dashboard.DECISIONS)
     rows = history.samples.after(-1)
-    assert [row[0] for row in rows] == list(range(101, 701)) and history.samples.after(698) == rows[-2:] and not history.samples.after(700)
+    assert (
+        [row[0] for row in rows] == list(range(101, 701))
+        and history.samples.after(698) == rows[-2:]
+        and not history.samples.after(700)
+    )
 
 
 def test_a_key_is_told_of_its_own_requests_alone() -> None:
@@ -193,7 +228,9 @@ def test_a_key_is_told_of_its_own_requests_alone() -> None:
     decisions = history.after(-1, -1, -1)["decisions"]
     assert [each["number"] for each in dashboard.seen(decisions, "key1")] == [0, 2, 9]
     assert [each["number"] for each in dashboard.seen(decisions, "key3")] == [9]
-    assert len(dashboard.seen(decisions, None)) == 7 and all("tenant" not in each for each in dashboard.seen(decisions, None))
+    assert len(dashboard.seen(decisions, None)) == 7 and all(
+        "tenant" not in each for each in dashboard.seen(decisions, None)
+    )
 
 
 def test_quantile_by_hand() -> None:

@@ -1,4 +1,5 @@
-"""Answers made of parts, from a real parser: streamed as whole for every cut of the text, with calls that a client can read."""
+"""Answers made of parts, from a real parser: streamed as whole for every cut of the text, with calls that a client can
+read."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ SHAPE = Shape(model="m", fingerprint="f", logprobs=False, prompt_logprobs=False,
 
 
 def parser() -> OutputParser | None:
-    return answer_format(Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), "", {"f": {}, "g": {}}).create_parser()
+    return answer_format(
+        Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), "", {"f": {}, "g": {}}
+    ).create_parser()
 
 
 def message() -> MessageAnswer:
@@ -102,7 +105,9 @@ def test_cuts_change_nothing(cuts: list[int], end: int, reason: str) -> None:
     for event in events:
         if event["type"].endswith(".delta"):
             deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
-    shown = [item.get("arguments") or "".join(part["text"] for part in item.get("content", ())) for item in last["output"]]
+    shown = [
+        item.get("arguments") or "".join(part["text"] for part in item.get("content", ())) for item in last["output"]
+    ]
     assert [deltas.get(index, "") for index in range(len(shown))] == shown
 
 

@@ -1,4 +1,5 @@
-"""Bodies to requests: which fields a route takes, and that an error names the field that caused it. No server runs here."""
+"""Bodies to requests: which fields a route takes, and that an error names the field that caused it. No server runs
+here."""
 
 from __future__ import annotations
 
@@ -69,8 +70,13 @@ def test_wrong_values_are_named(parse: Callable[..., Any], name: str, value: Any
 
 def test_effort_is_the_templates_to_say() -> None:
     assert chat(reasoning_effort="low").conversation.variables == {"reasoning_effort": "low"}
-    assert chat(reasoning_effort="none", chat_template_kwargs={"a": 1}).conversation.variables == {"enable_thinking": False, "a": 1}
-    assert chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}).conversation.variables == {"reasoning_effort": "high"}
+    assert chat(reasoning_effort="none", chat_template_kwargs={"a": 1}).conversation.variables == {
+        "enable_thinking": False,
+        "a": 1,
+    }
+    assert chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}).conversation.variables == {
+        "reasoning_effort": "high"
+    }
     for value in ("much", "", 5, ["low"]):
         assert error_of(chat, reasoning_effort=value).param == "reasoning_effort"
 
@@ -104,9 +110,23 @@ def test_null_members_of_objects_ask_for_nothing() -> None:
     assert chat(stream=True, **given).params.structured_outputs.regex == "a"
 
 
-LISTS = (("stop", 5), ("stop", [""]), ("stop", ["x"] * 65), ("stop_token_ids", "5"), ("stop_token_ids", [-1]), ("bad_words", "x"), ("bad_words", [1]))
+LISTS = (
+    ("stop", 5),
+    ("stop", [""]),
+    ("stop", ["x"] * 65),
+    ("stop_token_ids", "5"),
+    ("stop_token_ids", [-1]),
+    ("bad_words", "x"),
+    ("bad_words", [1]),
+)
 LONG = (("bad_words", ["x" * 1000] * 9),)
-FLAGS = (("ignore_eos", 1), ("include_stop_str_in_output", "yes"), ("skip_special_tokens", 0), ("stream", "true"), ("return_token_ids", 1))
+FLAGS = (
+    ("ignore_eos", 1),
+    ("include_stop_str_in_output", "yes"),
+    ("skip_special_tokens", 0),
+    ("stream", "true"),
+    ("return_token_ids", 1),
+)
 OTHERS = (
     ("logit_bias", {"x": 1}), ("logit_bias", {"5": "1"}), ("logit_bias", {"-5": 1}), ("logit_bias", {"9" * 5000: 1}), ("logit_bias", {"5": 10**400}),
     ("allowed_token_ids", []), ("cache_salt", 5), ("cache_salt", "x" * 1025), ("user", 5), ("metadata", "x"), ("model", 5), ("min_tokens", 10**9),
@@ -120,7 +140,9 @@ def test_wrong_lists_flags_and_maps_are_named(parse: Callable[..., Any], name: s
 
 
 @pytest.mark.parametrize(("parse", "kind"), [(chat, ChatBody), (completion, CompletionBody)])
-def test_known_but_unsupported_fields_are_refused_by_name_unless_they_ask_for_nothing(parse: Callable[..., Any], kind: Any) -> None:
+def test_known_but_unsupported_fields_are_refused_by_name_unless_they_ask_for_nothing(
+    parse: Callable[..., Any], kind: Any
+) -> None:
     for name, refused in kind.refused.items():
         error = error_of(parse, **{name: "surely not neutral"})
         assert (error.param, error.code) == (name, "unsupported_parameter")
@@ -135,7 +157,9 @@ def test_unknown_fields_are_refused_even_as_null(parse: Callable[..., Any]) -> N
 
 def test_stream_options_need_a_stream_and_known_names() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).shape.include_usage
-    assert not chat(stream=True, stream_options={"include_usage": False, "include_obfuscation": False}).shape.include_usage
+    assert not chat(
+        stream=True, stream_options={"include_usage": False, "include_obfuscation": False}
+    ).shape.include_usage
     for fields in (
         {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"usage": True}},
@@ -165,13 +189,28 @@ def test_max_tokens_by_both_names() -> None:
 
 
 def test_model_defaults_apply_unless_given() -> None:
-    defaults = {"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.1, "max_new_tokens": 9, "transformers_version": "4", "top_p": None}
+    defaults = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 9,
+        "transformers_version": "4",
+        "top_p": None,
+    }
     params = parse_chat({"messages": USER, "temperature": 0.0}, defaults).params
-    assert (params.temperature, params.top_k, params.repetition_penalty, params.max_tokens, params.top_p) == (0.0, 7, 1.1, 9, 1.0)
+    assert (params.temperature, params.top_k, params.repetition_penalty, params.max_tokens, params.top_p) == (
+        0.0,
+        7,
+        1.1,
+        9,
+        1.0,
+    )
     assert parse_completion({"prompt": "x"}, defaults).params.max_tokens == 9
 
 
-@pytest.mark.parametrize("prompt", [None, [], 5, {}, [None], ["a", 1], [1, "a"], [[1], "a"], [True], [1.5], [[1.5]], ["a"] * 1025])
+@pytest.mark.parametrize(
+    "prompt", [None, [], 5, {}, [None], ["a", 1], [1, "a"], [[1], "a"], [True], [1.5], [[1.5]], ["a"] * 1025]
+)
 def test_prompts_of_no_form_are_refused(prompt: Any) -> None:
     assert error_of(completion, prompt=prompt).param == "prompt"
 
@@ -197,11 +236,17 @@ def test_prompts_of_every_form_are_taken() -> None:
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}], "messages[0].content[0]"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+            "messages[0].content[0]",
+        ),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
         ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "messages[0].tool_calls[0].function.arguments"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 def test_messages_are_refused_by_place(messages: Any, param: str) -> None:
@@ -210,17 +255,28 @@ def test_messages_are_refused_by_place(messages: Any, param: str) -> None:
 
 def test_messages_reach_the_template_in_its_shape() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "developer", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *USER]
+    messages = [
+        {"role": "developer", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        *USER,
+    ]
     read = chat(messages=messages).conversation.messages
     assert read[0] == {"role": "system", "content": parts}  # whoever renders knows whether they are joined
-    assert chat(messages=[{"role": "user", "content": parts[:1]}]).conversation.messages == [{"role": "user", "content": "a"}]
+    assert chat(messages=[{"role": "user", "content": parts[:1]}]).conversation.messages == [
+        {"role": "user", "content": "a"}
+    ]
     assert read[1]["content"] is None and read[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
 def test_tools_go_to_the_template_unless_none_shall_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    assert chat(tools=tools).conversation.tools == tools and chat(tools=tools, tool_choice="auto").conversation.tools == tools
-    assert chat(tools=tools, tool_choice="none").conversation.tools is None and chat(tools=[]).conversation.tools is None
+    assert (
+        chat(tools=tools).conversation.tools == tools
+        and chat(tools=tools, tool_choice="auto").conversation.tools == tools
+    )
+    assert (
+        chat(tools=tools, tool_choice="none").conversation.tools is None and chat(tools=[]).conversation.tools is None
+    )
     assert error_of(chat, tools=[{"type": "web"}]).param == "tools[0]"
     assert error_of(chat, tools=[{"type": "function"}]).param == "tools[0].function"
     assert error_of(chat, tools=tools * 129).param == "tools"
@@ -233,7 +289,10 @@ def test_template_variables_may_not_replace_ours() -> None:
 
 
 def test_tokenize_takes_text_or_messages() -> None:
-    assert parse_tokenize({"prompt": ""})[0].add_special_tokens and not parse_tokenize({"messages": USER})[0].add_special_tokens
+    assert (
+        parse_tokenize({"prompt": ""})[0].add_special_tokens
+        and not parse_tokenize({"messages": USER})[0].add_special_tokens
+    )
     for body in ({}, {"prompt": "x", "messages": USER}):
         with pytest.raises(InvalidRequest) as caught:
             parse_tokenize(body)
@@ -255,7 +314,10 @@ BREAKS = (b",", b"[", b"]", b" ", b"-", b"0", b"e", b'"', b"{", b"}", b"", b"\xf
 
 def decoded(body: bytes, pack: bool = False) -> Any:
     try:
-        return {name: list(value) if isinstance(value, array) else value for name, value in decode_object(body, pack=pack).items()}
+        return {
+            name: list(value) if isinstance(value, array) else value
+            for name, value in decode_object(body, pack=pack).items()
+        }
     except InvalidRequest as error:
         return error.message.partition(":")[0]
 
@@ -263,7 +325,10 @@ def decoded(body: bytes, pack: bool = False) -> Any:
 def test_in_parts_a_body_is_what_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(6)
     for _ in range(1500):
-        value = {"prompt": [rng.randrange(999) for _ in range(rng.randrange(60))], "x": rng.choice(([1.5, None, True], [[1], [2]], "a,b", [], [1]))}
+        value = {
+            "prompt": [rng.randrange(999) for _ in range(rng.randrange(60))],
+            "x": rng.choice(([1.5, None, True], [[1], [2]], "a,b", [], [1])),
+        }
         body = bytearray(json.dumps(value, indent=rng.choice((None, 1))).encode())
         for _ in range(rng.choice((0, 0, 1, 2))):
             place = rng.randrange(len(body))
@@ -278,7 +343,12 @@ def test_in_parts_a_body_is_what_it_is_whole(monkeypatch: pytest.MonkeyPatch) ->
 def test_long_lists_of_ids_are_packed_and_what_is_no_id_is_refused_as_in_short_ones(changed: Any) -> None:
     ids: list[Any] = [*range(50_000)]
     raw = decode_object(json.dumps({"prompt": ids, "stop_token_ids": ids}).encode(), pack=True)
-    assert isinstance(raw["prompt"], array) and parse_completion({"prompt": raw["prompt"]}, {}).prompts == [array("i", ids)]
-    assert error_of(completion, stop_token_ids=raw["stop_token_ids"]).message == error_of(completion, stop_token_ids=ids).message
+    assert isinstance(raw["prompt"], array) and parse_completion({"prompt": raw["prompt"]}, {}).prompts == [
+        array("i", ids)
+    ]
+    assert (
+        error_of(completion, stop_token_ids=raw["stop_token_ids"]).message
+        == error_of(completion, stop_token_ids=ids).message
+    )
     bad = decode_object(json.dumps({"prompt": [*ids, changed]}).encode(), pack=True)["prompt"]
     assert error_of(completion, prompt=bad).message == error_of(completion, prompt=[1, changed]).message

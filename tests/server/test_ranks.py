@@ -1,4 +1,5 @@
-"""A served model over two ranks: one that is killed ends the server's answers and itself, by name; nothing stays behind."""
+"""A served model over two ranks: one that is killed ends the server's answers and itself, by name; nothing stays
+behind."""
 
 from __future__ import annotations
 
@@ -10,10 +11,31 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import tiny
-from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
+from tests.support.serving import (
+    SERVE,
+    Server,
+    events_of,
+    post_bytes,
+    read_until,
+    read_until_closed,
+    serving,
+    split_response,
+    wait_for,
+)
 
 TEXT: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
-FLAGS = ("--tensor-parallel-size", "2", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "8M", "--dtype", "float32")
+FLAGS = (
+    "--tensor-parallel-size",
+    "2",
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--kv-cache-memory",
+    "8M",
+    "--dtype",
+    "float32",
+)
 
 
 def test_a_killed_rank_is_told_to_clients_and_ends_the_server(tmp_path: Path) -> None:

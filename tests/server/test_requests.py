@@ -1,4 +1,5 @@
-"""Why is my request waiting: GET /v1/requests/{id}, and where the time went: explain. (An engine without a model: keyed hash.)"""
+"""Why is my request waiting: GET /v1/requests/{id}, and where the time went: explain. (An engine without a model: keyed
+hash.)"""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until_closed, serving, split_response, wait_for
+from tests.support.serving import (
+    SERVE,
+    Server,
+    events_of,
+    post_bytes,
+    read_until_closed,
+    serving,
+    split_response,
+    wait_for,
+)
 
 KEYS = ("--api-key", "one", "two", "boss", "--operator-key", "key3")
 HASH = ("--executor", "keyed-hash", "--device-time", "0.01", "--max-num-seqs", "2", *KEYS)
@@ -26,7 +36,9 @@ def server() -> Iterator[Server]:
 @contextlib.contextmanager
 def streams(server: Server, count: int, *headers: str) -> Iterator[None]:
     """So many long streams, all submitted; cut at the end."""
-    sockets = [server.raw(post_bytes("/v1/completions", LONG, "Authorization: Bearer one", *headers)) for _ in range(count)]
+    sockets = [
+        server.raw(post_bytes("/v1/completions", LONG, "Authorization: Bearer one", *headers)) for _ in range(count)
+    ]
     try:
         wait_for(lambda: len(listed(server)) >= count, 5)
         yield
@@ -55,7 +67,9 @@ def test_running_and_waiting_requests_say_where_they_stand_and_why(server: Serve
         running, waiting = ([each for each in found if each["state"] == state] for state in ("running", "waiting"))
         assert len(running) == len(waiting) == 2
         assert all(each["completion_tokens"] > 0 and "waits_for" not in each for each in running)
-        assert [each["queue"]["position"] for each in waiting] == [1, 2] and {each["queue"]["length"] for each in waiting} == {2}
+        assert [each["queue"]["position"] for each in waiting] == [1, 2] and {
+            each["queue"]["length"] for each in waiting
+        } == {2}
         first, second = (each["waits_for"] for each in waiting)
         assert (first["kind"], first["needed"], first["available"]) == ("rows", 1, 0)
         assert "--max-num-seqs" in first["text"] and second["text"].startswith("1 requests are before it")
@@ -69,7 +83,9 @@ def test_requests_of_another_key_are_unknown(server: Server) -> None:
         assert listed(server, TWO) == []
         for name in (mine["id"], "nonsense", "x" * 5000, "%2e%2e", mine["id"][:-1]):
             answer = server.ask("GET", f"/v1/requests/{name}", headers=TWO)
-            assert answer.status == 404 and answer.error["param"] == "id" and answer.error["code"] == "request_not_found"
+            assert (
+                answer.status == 404 and answer.error["param"] == "id" and answer.error["code"] == "request_not_found"
+            )
         assert server.ask("GET", f"/v1/requests/{mine['id']}").status == 401
 
 
@@ -106,13 +122,23 @@ def test_the_servers_request_id_is_one(server: Server) -> None:
 
 def test_an_answer_explains_itself_whole_and_streamed(server: Server) -> None:
     block = server.ask("POST", "/v1/completions", {**SHORT, "explain": True}, ONE).json["explain"]
-    assert block["steps"] == 5 and block["preemptions"] == 0 and block["limit_share"] is None and block["completion_tokens"] == 5
+    assert (
+        block["steps"] == 5
+        and block["preemptions"] == 0
+        and block["limit_share"] is None
+        and block["completion_tokens"] == 5
+    )
     assert block["queue_seconds"] >= 0 and block["prefill_seconds"] > 0.005 and block["decode_seconds"] > 0.03
     for options in ({}, {"stream_options": {"include_usage": True}}):
         body = {**SHORT, **options, "stream": True, "explain": True}
         with server.raw(post_bytes("/v1/completions", body, "Authorization: Bearer one", "Connection: close")) as sock:
             *chunks, last, done = events_of(split_response(read_until_closed(sock))[1])
-        assert done == "[DONE]" and last["choices"] == [] and last["explain"]["steps"] == 5 and ("usage" in last) == bool(options)
+        assert (
+            done == "[DONE]"
+            and last["choices"] == []
+            and last["explain"]["steps"] == 5
+            and ("usage" in last) == bool(options)
+        )
         assert all("explain" not in chunk for chunk in chunks)
 
 

@@ -1,4 +1,5 @@
-"""/v1/responses: what the Responses API asks for becomes a request, and its objects and numbered events are as its clients expect them."""
+"""/v1/responses: what the Responses API asks for becomes a request, and its objects and numbered events are as its
+clients expect them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,13 @@ def error_of(**fields: Any) -> InvalidRequest:
 
 
 def test_items_reach_the_template_as_messages() -> None:
-    said = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [{"type": "output_text", "text": "c"}]}
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "id": "msg_1",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "c"}],
+    }
     items = [
         {"role": "developer", "content": "be"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -58,7 +65,10 @@ def test_items_reach_the_template_as_messages() -> None:
 def test_options_come_by_this_apis_names() -> None:
     params = parse(max_output_tokens=7, temperature=0.5, top_p=0.5, stop="x").params
     assert (params.max_tokens, params.temperature, params.top_p, params.stop) == (7, 0.5, 0.5, ("x",))
-    assert error_of(max_output_tokens=0).param == "max_output_tokens" and error_of(max_output_tokens=10**30).param == "max_output_tokens"
+    assert (
+        error_of(max_output_tokens=0).param == "max_output_tokens"
+        and error_of(max_output_tokens=10**30).param == "max_output_tokens"
+    )
     assert parse(max_output_tokens=7).body.limit_name == "max_output_tokens" and parse().body.limit_name is None
     assert parse(reasoning={"effort": "low", "summary": "auto"}).conversation.variables == {"reasoning_effort": "low"}
     assert parse(reasoning={"effort": "none"}).conversation.variables == {"enable_thinking": False}
@@ -77,7 +87,10 @@ def test_options_come_by_this_apis_names() -> None:
         ({"input": [5]}, "input[0]"),
         ({"input": [USER, {"role": "tool", "content": "x"}]}, "input[1].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+            "input[0].content[0]",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": [{"type": "web_search_call"}]}, "input[0]"),
@@ -128,7 +141,9 @@ PIECES: tuple[list[Segment], ...] = (
 
 
 def answer(parser: Scripted | None) -> ResponseAnswer:
-    shape = Shape(model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
+    shape = Shape(
+        model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False
+    )
     return ResponseAnswer(shape, PromptState([1, 2, 3]), parser, {"metadata": {"k": "v"}})
 
 
@@ -147,7 +162,9 @@ def run(of: ResponseAnswer, *texts: str, streamed: bool, reason: str = "stop") -
 def events_of(text: str) -> list[dict[str, Any]]:
     """Checks that each event is named twice alike, and the numbers."""
     found = []
-    for number, frame in enumerate(frame for frame in text.removesuffix("\n\n").split("\n\n") if not frame.startswith(":")):
+    for number, frame in enumerate(
+        frame for frame in text.removesuffix("\n\n").split("\n\n") if not frame.startswith(":")
+    ):
         head, data = frame.split("\n")
         found.append(json.loads(data.removeprefix("data: ")))
         assert head == f"event: {found[-1]['type']}" and found[-1]["sequence_number"] == number
@@ -167,7 +184,14 @@ def test_reasoning_text_and_calls_become_items() -> None:
     assert plain(whole)["output"] == [
         {"id": "rs", "status": "completed", "type": "reasoning", "summary": [], "content": [thought]},
         {"id": "msg", "status": "completed", "type": "message", "role": "assistant", "content": [said]},
-        {"id": "fc", "status": "completed", "type": "function_call", "call_id": "c0", "name": "f", "arguments": '{"a": 1}'},
+        {
+            "id": "fc",
+            "status": "completed",
+            "type": "function_call",
+            "call_id": "c0",
+            "name": "f",
+            "arguments": '{"a": 1}',
+        },
     ]
     assert whole["status"] == "completed" and whole["metadata"] == {"k": "v"}
     assert whole["usage"]["output_tokens"] == 5 and whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
@@ -190,14 +214,26 @@ def test_events_tell_the_same_as_the_whole() -> None:
     (done,) = (event for event in events if event["type"] == "response.function_call_arguments.done")
     assert (done["name"], done["arguments"]) == ("f", '{"a": 1}')
     added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
-    assert [item["status"] for item in added] == ["in_progress"] * 3 and added[2]["arguments"] == "" and added[0]["content"] == []
-    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["output"] == [] and events[0]["response"]["usage"] is None
+    assert (
+        [item["status"] for item in added] == ["in_progress"] * 3
+        and added[2]["arguments"] == ""
+        and added[0]["content"] == []
+    )
+    assert (
+        events[0]["response"]["status"] == "in_progress"
+        and events[0]["response"]["output"] == []
+        and events[0]["response"]["usage"] is None
+    )
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("reason", "status", "cause"),
-    [("stop", "completed", None), ("length", "incomplete", "max_output_tokens"), ("content_filter", "incomplete", "content_filter")],
+    [
+        ("stop", "completed", None),
+        ("length", "incomplete", "max_output_tokens"),
+        ("content_filter", "incomplete", "content_filter"),
+    ],
 )
 def test_ends(streamed: bool, reason: str, status: str, cause: str | None) -> None:
     shown = run(answer(None), "", streamed=streamed, reason=reason)
@@ -225,11 +261,21 @@ def stream(server: Server, **fields: Any) -> tuple[list[dict[str, Any]], bool]:
 
 
 def test_streamed_and_whole_are_the_same_response(server: Server) -> None:
-    whole = server.ask("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 3, "seed": FAST, "tools": [TOOL], "instructions": "be"}).json
+    whole = server.ask(
+        "POST",
+        "/v1/responses",
+        {"input": "hi", "max_output_tokens": 3, "seed": FAST, "tools": [TOOL], "instructions": "be"},
+    ).json
     events, complete = stream(server, seed=FAST, tools=[TOOL], instructions="be")
     assert complete and plain(events[-1]["response"]) == plain(whole)
-    assert whole["output"][0]["content"][0]["text"] == "tok0 tok1 tok2 " and whole["tools"] == [TOOL] and whole["instructions"] == "be"
-    assert whole["incomplete_details"] == {"reason": "max_output_tokens"} and whole["usage"]["input_tokens_details"] == {
+    assert (
+        whole["output"][0]["content"][0]["text"] == "tok0 tok1 tok2 "
+        and whole["tools"] == [TOOL]
+        and whole["instructions"] == "be"
+    )
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"} and whole["usage"][
+        "input_tokens_details"
+    ] == {
         "cached_tokens": 1,
         "cache_write_tokens": 0,
     }
@@ -245,7 +291,9 @@ def test_a_failure_after_the_start_fails_the_response_and_breaks_the_body(server
     failed, error = events[-2:]
     assert not complete and (failed["type"], error["type"]) == ("response.failed", "error")
     assert failed["response"]["status"] == "failed" and failed["response"]["error"]["code"] == "server_error"
-    assert failed["response"]["output"][0]["status"] == "incomplete" and failed["response"]["output"][0]["content"][0]["text"].startswith("tok0 ")
+    assert failed["response"]["output"][0]["status"] == "incomplete" and failed["response"]["output"][0]["content"][0][
+        "text"
+    ].startswith("tok0 ")
     assert set(error["error"]) == {"message", "type", "param", "code"} and error["message"] == error["error"]["message"]
 
 
@@ -253,7 +301,10 @@ def test_a_failure_before_the_start_is_a_plain_error(server: Server) -> None:
     got = server.ask("POST", "/v1/responses", {"input": "hi", "stream": True, "seed": DEFECT})
     assert got.status == 500 and got.error["type"] == "internal_error"
     too_long = server.ask("POST", "/v1/responses", {"input": "hello " * 2000})
-    assert too_long.status == 400 and (too_long.error["param"], too_long.error["code"]) == ("input", "context_length_exceeded")
+    assert too_long.status == 400 and (too_long.error["param"], too_long.error["code"]) == (
+        "input",
+        "context_length_exceeded",
+    )
 
 
 def test_embeddings_say_why_there_are_none(server: Server) -> None:

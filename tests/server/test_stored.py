@@ -16,7 +16,11 @@ from tests.support.serving import Server, post_bytes, read_until_closed, serving
 
 PATH = "/v1/responses"
 KEYS: Any = [{"x-api-key": "sk-one"}, {"x-api-key": "sk-two"}]
-TOOL = {"type": "function", "name": "grind", "parameters": {"type": "object", "properties": {"size": {"type": "integer"}}}}
+TOOL = {
+    "type": "function",
+    "name": "grind",
+    "parameters": {"type": "object", "properties": {"size": {"type": "integer"}}},
+}
 
 
 # --- the register
@@ -64,9 +68,14 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     whole = client.responses.create(input=conversation, store=False, **asked)
     assert second.output_text == whole.output_text and second.usage and whole.usage
     assert second.usage.input_tokens == whole.usage.input_tokens and second.previous_response_id == first.id
-    third: Any = list(client.responses.create(input="And?", previous_response_id=second.id, stream=True, **asked))[-1].response
+    third: Any = list(client.responses.create(input="And?", previous_response_id=second.id, stream=True, **asked))[
+        -1
+    ].response
     listed = client.responses.input_items.list(third.id, order="asc", limit=2)
-    assert [item.content[0].text for item in listed.data] == ["What does a mill do?", first.output_text] and listed.has_next_page()
+    assert [item.content[0].text for item in listed.data] == [
+        "What does a mill do?",
+        first.output_text,
+    ] and listed.has_next_page()
     every: Any = list(client.responses.input_items.list(third.id, limit=2))
     assert len(every) == 5 and len({item.id for item in every}) == 5 and every[0].content[0].text == "And?"
     shown = client.responses.retrieve(third.id)
@@ -84,7 +93,13 @@ def test_a_call_and_its_result_go_on(scripted: Server) -> None:
     first = scripted.ask("POST", PATH, {"input": said, "tools": [TOOL], "seed": SCRIPTED, "max_output_tokens": 90}).json
     (call,) = [item for item in first["output"] if item["type"] == "function_call"]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "⟦done⟧"}
-    asked = {"input": [result], "previous_response_id": first["id"], "tools": [TOOL], "seed": SCRIPTED, "max_output_tokens": 90}
+    asked = {
+        "input": [result],
+        "previous_response_id": first["id"],
+        "tools": [TOOL],
+        "seed": SCRIPTED,
+        "max_output_tokens": 90,
+    }
     second = scripted.ask("POST", PATH, asked).json
     assert second["output"][0]["content"][0]["text"] == "done"
     items = scripted.ask("GET", f"{PATH}/{second['id']}/input_items?order=asc").json["data"]
@@ -94,11 +109,21 @@ def test_a_call_and_its_result_go_on(scripted: Server) -> None:
 def test_a_page_that_cannot_be_shown_is_refused_by_name(scripted: Server) -> None:
     made = scripted.ask("POST", PATH, {"input": "hi", "max_output_tokens": 2}).json["id"]
     limits = dict.fromkeys(("limit=0", "limit=101", "limit=-1", "limit=", "limit=%D9%A3", "limit=1&limit=2"), "limit")
-    others = {"order=up": "order", "after=item_x": "after", "after=": "after", "before=x": "before", "&".join(["limit=1"] * 99): "query"}
+    others = {
+        "order=up": "order",
+        "after=item_x": "after",
+        "after=": "after",
+        "before=x": "before",
+        "&".join(["limit=1"] * 99): "query",
+    }
     for query, param in {**limits, **others}.items():
         answer = scripted.ask("GET", f"{PATH}/{made}/input_items?{query}")
         assert (answer.status, answer.error["param"]) == (400, param), query
-    for query, param in {"stream=true": "stream", "include[]=reasoning": "include[]", "starting_after=3": "starting_after"}.items():
+    for query, param in {
+        "stream=true": "stream",
+        "include[]=reasoning": "include[]",
+        "starting_after=3": "starting_after",
+    }.items():
         answer = scripted.ask("GET", f"{PATH}/{made}?{query}")
         assert (answer.status, answer.error["param"]) == (400, param), query
     assert scripted.ask("GET", f"{PATH}/{made}?stream=false").json["id"] == made
@@ -122,7 +147,11 @@ def several() -> Iterator[Server]:
 
 def test_another_keys_response_does_not_exist(several: Server) -> None:
     made = several.ask("POST", PATH, {"input": "hi", "max_output_tokens": 2}, KEYS[0]).json["id"]
-    for method, path in (("GET", f"{PATH}/{made}"), ("DELETE", f"{PATH}/{made}"), ("GET", f"{PATH}/{made}/input_items")):
+    for method, path in (
+        ("GET", f"{PATH}/{made}"),
+        ("DELETE", f"{PATH}/{made}"),
+        ("GET", f"{PATH}/{made}/input_items"),
+    ):
         answer = several.ask(method, path, headers=KEYS[1])
         unknown = several.ask(method, path.replace(made, "resp_unknown"), headers=KEYS[1])
         assert answer.status == unknown.status == 404
@@ -133,7 +162,9 @@ def test_another_keys_response_does_not_exist(several: Server) -> None:
     assert several.ask("GET", f"{PATH}/{made}").status == 401
 
 
-@pytest.mark.parametrize("path", [f"{PATH}/", f"{PATH}//input_items", f"{PATH}/a/cancel", f"{PATH}/%00", f"{PATH}/{'x' * 5000}"])
+@pytest.mark.parametrize(
+    "path", [f"{PATH}/", f"{PATH}//input_items", f"{PATH}/a/cancel", f"{PATH}/%00", f"{PATH}/{'x' * 5000}"]
+)
 def test_no_path_is_a_defect(scripted: Server, path: str) -> None:
     for method in ("GET", "DELETE"):
         assert scripted.ask(method, path).status in (404, 405)

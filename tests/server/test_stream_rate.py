@@ -17,7 +17,9 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("route", ["chat", "completions"])
-def test_every_token_has_its_event_even_when_the_engine_is_far_faster_than_its_readers(server: Server, route: str) -> None:
+def test_every_token_has_its_event_even_when_the_engine_is_far_faster_than_its_readers(
+    server: Server, route: str
+) -> None:
     rate = measure(server.url, clients=16, tokens=600, route=route)
     assert rate.tokens_per_second == pytest.approx(16 * 600 / rate.seconds) and rate.client_microseconds
     assert "16 clients x 600 tokens" in show(rate)

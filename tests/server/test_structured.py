@@ -31,7 +31,9 @@ WHOLE = bool(os.environ.get("HEADRACE_ALL_SCHEMAS"))  # every schema of the benc
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(**{"model": client.models.list().data[0].id, "messages": ASK, "max_tokens": 120, "seed": 3, **fields})
+    return client.chat.completions.create(
+        **{"model": client.models.list().data[0].id, "messages": ASK, "max_tokens": 120, "seed": 3, **fields}
+    )
 
 
 def test_a_schema_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -43,11 +45,23 @@ def test_a_schema_whole_and_streamed(client: openai.OpenAI) -> None:
 
 
 def test_every_kind_on_both_routes(client: openai.OpenAI) -> None:
-    assert isinstance(json.loads(chat(client, response_format={"type": "json_object"}, max_tokens=300).choices[0].message.content), dict)
-    for wanted, pattern in (({"regex": "[0-9]{3}"}, "[0-9]{3}"), ({"choice": ["yes", "no"]}, "yes|no"), ({"grammar": 'start: "x" | "y"'}, "x|y")):
+    assert isinstance(
+        json.loads(chat(client, response_format={"type": "json_object"}, max_tokens=300).choices[0].message.content),
+        dict,
+    )
+    for wanted, pattern in (
+        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'start: "x" | "y"'}, "x|y"),
+    ):
         fields = {"structured_outputs": wanted}
-        answer = client.completions.create(model=client.models.list().data[0].id, prompt="Say", n=2, extra_body=fields, logprobs=1)
-        for text in (chat(client, extra_body=fields).choices[0].message.content, *(choice.text for choice in answer.choices)):
+        answer = client.completions.create(
+            model=client.models.list().data[0].id, prompt="Say", n=2, extra_body=fields, logprobs=1
+        )
+        for text in (
+            chat(client, extra_body=fields).choices[0].message.content,
+            *(choice.text for choice in answer.choices),
+        ):
             assert re.fullmatch(pattern, text)
 
 
@@ -58,7 +72,11 @@ BAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a
 @pytest.mark.parametrize(
     ("path", "place", "tool"),
     [
-        ("/v1/chat/completions", "function.parameters", lambda name, schema: {"type": "function", "function": {"name": name, "parameters": schema}}),
+        (
+            "/v1/chat/completions",
+            "function.parameters",
+            lambda name, schema: {"type": "function", "function": {"name": name, "parameters": schema}},
+        ),
         ("/v1/responses", "parameters", lambda name, schema: {"type": "function", "name": name, "parameters": schema}),
         ("/v1/messages", "input_schema", lambda name, schema: {"name": name, "input_schema": schema}),
     ],
@@ -70,7 +88,9 @@ def test_a_tool_whose_schema_cannot_be_followed_is_named(demo: Server, path: str
     body |= {"input" if "responses" in path else "messages": ASK} | ({"max_tokens": 9} if "messages" in path else {})
     answer = demo.ask("POST", path, body)
     where = f"tools[2].{place}"
-    assert answer.status == 400 and answer.json["error"]["message"].startswith(f"{where} cannot be followed: "), answer.json
+    assert answer.status == 400 and answer.json["error"]["message"].startswith(f"{where} cannot be followed: "), (
+        answer.json
+    )
     assert "grammar" not in answer.json["error"]["message"] and "look-around" in answer.json["error"]["message"]
     assert "messages" in path or answer.error["param"] == where
 
@@ -80,7 +100,12 @@ def test_a_tool_whose_schema_cannot_be_followed_is_named(demo: Server, path: str
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+                }
+            },
             "response_format",
         ),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
@@ -100,15 +125,24 @@ def test_a_tool_whose_schema_cannot_be_followed_is_named(demo: Server, path: str
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_followed_is_a_400_that_names_its_field(demo: Server, fields: dict[str, Any], param: str, stream: bool) -> None:
+def test_what_cannot_be_followed_is_a_400_that_names_its_field(
+    demo: Server, fields: dict[str, Any], param: str, stream: bool
+) -> None:
     answer = demo.ask("POST", "/v1/chat/completions", {"messages": ASK, "stream": stream, **fields})
     assert answer.status == 400 and answer.error["param"] == param, answer
 
 
 def test_bombs_hold_up_nobody(demo: Server, client: openai.OpenAI) -> None:
-    bomb = {"structured_outputs": {"choice": [f"v{index}" for index in range(40_000)]}, "messages": ASK, "max_tokens": 4}
+    bomb = {
+        "structured_outputs": {"choice": [f"v{index}" for index in range(40_000)]},
+        "messages": ASK,
+        "max_tokens": 4,
+    }
     answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(demo.ask("POST", "/v1/chat/completions", bomb).status)) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: answers.append(demo.ask("POST", "/v1/chat/completions", bomb).status))
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     assert chat(client, max_tokens=5).choices[0].finish_reason in ("stop", "length")
@@ -133,7 +167,11 @@ def _ascii_tokenizer(folder: Path) -> str:
     """The demo model's tokenizer without the tokens of any byte above 127."""
     source = files("headrace").joinpath("data/demo")
     found = json.loads(source.joinpath("tokenizer.json").read_text(encoding="utf-8"))
-    plain = {token: number for token, number in found["model"]["vocab"].items() if all(ord(c) < 128 or 256 <= ord(c) <= 289 for c in token)}
+    plain = {
+        token: number
+        for token, number in found["model"]["vocab"].items()
+        if all(ord(c) < 128 or 256 <= ord(c) <= 289 for c in token)
+    }
     found["model"]["merges"] = [pair for pair in found["model"]["merges"] if {*pair, "".join(pair)} <= plain.keys()]
     found["model"]["vocab"] = plain
     folder.joinpath("tokenizer.json").write_text(json.dumps(found), encoding="utf-8")
@@ -144,16 +182,27 @@ def _ascii_tokenizer(folder: Path) -> str:
 def test_what_the_models_tokens_cannot_write_is_a_400_and_hurts_nobody(tmp_path: Path) -> None:
     flags = ("--threads", "1", "--max-model-len", "600", "--tokenizer", _ascii_tokenizer(tmp_path))
     with serving(*flags, command=SERVE) as server, ThreadPoolExecutor(2) as threads:
-        longer = threads.submit(server.ask, "POST", "/v1/completions", {"prompt": "Once", "max_tokens": 300, "ignore_eos": True})
+        longer = threads.submit(
+            server.ask, "POST", "/v1/completions", {"prompt": "Once", "max_tokens": 300, "ignore_eos": True}
+        )
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["abc\u2603"]}}}
         regexes = [{"structured_outputs": {"regex": pattern}} for pattern in ("[\u2603\u00e9]", "ab\u2603")]
         for wanted in (*regexes, {"response_format": schema}):
             answer = server.ask("POST", "/v1/chat/completions", {"messages": ASK, **wanted})
-            assert (answer.status, [answer.error["param"]], answer.error["type"]) == (400, [*wanted], "invalid_request_error"), answer
+            assert (answer.status, [answer.error["param"]], answer.error["type"]) == (
+                400,
+                [*wanted],
+                "invalid_request_error",
+            ), answer
             assert "cannot be followed with this model's tokens" in answer.error["message"]
-        streamed = server.ask("POST", "/v1/completions", {"prompt": "Once", "stream": True, "structured_outputs": {"regex": "ab\u2603"}})
+        streamed = server.ask(
+            "POST", "/v1/completions", {"prompt": "Once", "stream": True, "structured_outputs": {"regex": "ab\u2603"}}
+        )
         assert (streamed.status, streamed.error["type"]) == (400, "invalid_request_error")  # before any of it is sent
-        assert server.ask("POST", "/v1/completions", {"prompt": "Say", "structured_outputs": {"regex": "a|b"}}).status == 200
+        assert (
+            server.ask("POST", "/v1/completions", {"prompt": "Say", "structured_outputs": {"regex": "a|b"}}).status
+            == 200
+        )
         assert longer.result().status == 200
         assert b'finished_reason="refused"' in server.ask("GET", "/metrics").body
 
@@ -168,13 +217,21 @@ def test_what_is_written_under_a_benchmarks_schemas_validates(demo: Server) -> N
         cases = [json.loads(line) for line in lines][:: 1 if WHOLE else 64]
 
     def ask(case: Any) -> Answer:
-        body = {"prompt": "Write JSON:", "max_tokens": 400 if WHOLE else 80, "seed": 7, "structured_outputs": {"json": case["schema"]}}
+        body = {
+            "prompt": "Write JSON:",
+            "max_tokens": 400 if WHOLE else 80,
+            "seed": 7,
+            "structured_outputs": {"json": case["schema"]},
+        }
         return demo.ask("POST", "/v1/completions", body, timeout=600)
 
     with ThreadPoolExecutor(32) as threads:
         answers = list(threads.map(ask, cases))
     refused = [answer for answer in answers if answer.status != 200]
-    assert all(answer.status == 400 and answer.error["param"] == "structured_outputs" for answer in refused) and len(refused) < len(cases) // 4
+    assert (
+        all(answer.status == 400 and answer.error["param"] == "structured_outputs" for answer in refused)
+        and len(refused) < len(cases) // 4
+    )
     ended = invalid = 0
     for case, answer in zip(cases, answers, strict=True):
         choice = answer.json["choices"][0] if answer.status == 200 else {"finish_reason": None}

@@ -1,4 +1,5 @@
-"""``--supervise``: whoever dies, the server comes back clean on the same port, and a parent that dies takes all with it. (No model: keyed hash.)"""
+"""``--supervise``: whoever dies, the server comes back clean on the same port, and a parent that dies takes all with
+it. (No model: keyed hash.)"""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ from tests.support.serving import (
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--supervise")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
 def members(server: Server) -> tuple[int, int]:
     """(front end, engine process) of a supervised server."""
     (engine,) = server.members("headrace.engine.process")
@@ -62,7 +65,9 @@ def test_a_dead_engine_is_told_and_the_server_comes_back_on_its_port() -> None:
                 before = members(server)
                 os.kill(before[victim], signal.SIGKILL)
                 _, body, complete = split_response(head + read_until_closed(sock)) if victim else (b"", b"", False)
-                assert not complete and (not victim or events_of(body)[-1]["error"]["type"] == "service_unavailable_error")
+                assert not complete and (
+                    not victim or events_of(body)[-1]["error"]["type"] == "service_unavailable_error"
+                )
             gone = {*before[: victim + 1]}
             wait_for(lambda gone=gone: not gone & {*server.children()}, 5)  # type: ignore[misc]
             wait_for(lambda: is_ready(server), 10)

@@ -26,7 +26,9 @@ def service(policy: str = "fcfs", **config: Any) -> Service:
 
 def test_keys_have_names_that_tell_nothing_of_them() -> None:
     guard = Guard(ServerConfig(api_key=("secret-a", "secret-b", "secret-a")))
-    names = [guard.key_names[guard.check_key([(b"authorization", b"Bearer " + key)])] for key in (b"secret-a", b"secret-b")]
+    names = [
+        guard.key_names[guard.check_key([(b"authorization", b"Bearer " + key)])] for key in (b"secret-a", b"secret-b")
+    ]
     assert names == ["key1", "key2"]
     assert Guard(ServerConfig()).key_names == {}
 
@@ -55,19 +57,28 @@ def test_weights_that_would_change_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'ann', but tenants are API keys here .key1 to key2"):
         check_weights(SchedulerConfig(scheduling_policy="fair", tenant_weight=("ann=3",)), two)
     with pytest.raises(ConfigError, match="none is set"):
-        check_weights(SchedulerConfig(scheduling_policy="fair", tenant_weight=("key1=3",)), ServerConfig(tenant_by="key"))
+        check_weights(
+            SchedulerConfig(scheduling_policy="fair", tenant_weight=("key1=3",)), ServerConfig(tenant_by="key")
+        )
     with pytest.raises(ConfigError, match="--scheduling-policy is qoe"):
         check_weights(SchedulerConfig(scheduling_policy="qoe", tenant_weight=("key1=3",)), two)
 
 
 def test_users_are_named_by_either_api() -> None:
     assert request(user="ann").body.user_name == request(metadata={"user_id": "ann"}).body.user_name == "ann"
-    assert request().body.user_name == request(metadata={"user_id": 5}).body.user_name == request(metadata={}).body.user_name == ""
+    assert (
+        request().body.user_name
+        == request(metadata={"user_id": 5}).body.user_name
+        == request(metadata={}).body.user_name
+        == ""
+    )
     assert len(request(user="x" * 4000).body.user_name) == MAX_USER
 
 
 def test_expectations_are_read_and_wrong_ones_named_as_they_were_written() -> None:
-    assert request(expected_ttft=2, expected_tpot=0.1, reading_speed=8).expects == Expectations(ttft=2, tpot=0.1, reading_speed=8)
+    assert request(expected_ttft=2, expected_tpot=0.1, reading_speed=8).expects == Expectations(
+        ttft=2, tpot=0.1, reading_speed=8
+    )
     for name in ("expected_ttft", "expected_tpot", "reading_speed"):
         for value in (0, -1, float("nan"), float("inf"), 10**300):
             with pytest.raises(InvalidRequest, match=f"^{name} is") as caught:

@@ -36,7 +36,8 @@ def tokenizer() -> Tokenizer:
 
 
 class Source:
-    """Streams of answers, cut into batches at random; some deltas of one answer are summed up as those of a slow reader are."""
+    """Streams of answers, cut into batches at random; some deltas of one answer are summed up as those of a slow reader
+    are."""
 
     def __init__(self, answers: Sequence[Sequence[RequestDelta]], draw: random.Random) -> None:
         self.closed = False
@@ -70,12 +71,21 @@ def spoken(tokenizer: Tokenizer, texts: Sequence[str], *, reason: str = "stop") 
         decoder, ids = tokenizer.stream_decoder(False), tokenizer.encode(text, False)
         deltas = [RequestDelta(index, decoder.push([token]), (token,)) for token in ids]
         deltas[0].num_cached_tokens = 3
-        answers.append([*deltas, RequestDelta(index, decoder.flush(), (), finish_reason=reason, last=index == len(texts) - 1)])
+        answers.append(
+            [*deltas, RequestDelta(index, decoder.flush(), (), finish_reason=reason, last=index == len(texts) - 1)]
+        )
     return answers
 
 
 def answered(
-    tokenizer: Tokenizer, texts: Sequence[str], tokens: int, rest: str = "so.", *, opened: bool = True, seed: int = 0, **params: Any
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    tokens: int,
+    rest: str = "so.",
+    *,
+    opened: bool = True,
+    seed: int = 0,
+    **params: Any,
 ) -> tuple[list[str], list[list[RequestDelta]], list[tuple[list[int], SamplingParams]]]:
     """Each answer's text and deltas, and what was asked of the engine further."""
     further: list[tuple[list[int], SamplingParams]] = []
@@ -93,12 +103,16 @@ def answered(
         return Source(spoken(tokenizer, [rest]), draw)
 
     async def read() -> list[RequestDelta]:
-        stream = BoundedStream(Source(spoken(tokenizer, texts), draw), request, bound, lambda ids: tokenizer.decode(ids, False), go_on)
+        stream = BoundedStream(
+            Source(spoken(tokenizer, texts), draw), request, bound, lambda ids: tokenizer.decode(ids, False), go_on
+        )
         return [delta async for batch in stream for delta in batch]
 
     deltas = asyncio.run(read())
     own = [[delta for delta in deltas if delta.index == index] for index in range(len(texts))]
-    assert [delta.finish_reason is not None for each in own for delta in each] == [delta is each[-1] for each in own for delta in each]
+    assert [delta.finish_reason is not None for each in own for delta in each] == [
+        delta is each[-1] for each in own for delta in each
+    ]
     assert [delta.last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     return ["".join(delta.text for delta in each) for each in own], own, further
 
@@ -111,7 +125,11 @@ def test_reasoning_ends_at_the_bound_and_the_answer_goes_on(tokenizer: Tokenizer
     closing = tokenizer.encode(CLOSING, False)
     assert text == tokenizer.decode(ids[:6], False) + CLOSING + "so."
     assert prompt == [5, 6, *ids[:6], *closing]
-    assert [token for delta in deltas for token in delta.token_ids] == [*ids[:6], *closing, *tokenizer.encode("so.", False)]
+    assert [token for delta in deltas for token in delta.token_ids] == [
+        *ids[:6],
+        *closing,
+        *tokenizer.encode("so.", False),
+    ]
     written = 6 + len(closing)
     assert (params.n, params.max_tokens, params.min_tokens) == (1, 500 - written, max(0, 9 - written))
     assert [delta.num_cached_tokens for delta in deltas if delta.num_cached_tokens is not None] == [3]
@@ -140,14 +158,25 @@ def test_white_space_before_reasoning_is_looked_at_once(tokenizer: Tokenizer) ->
 @pytest.mark.parametrize("seed", range(4))
 def test_what_ends_by_itself_is_left_alone(tokenizer: Tokenizer, seed: int) -> None:
     short = "one</think>a long answer that goes on and on and on"
-    for text, opened in ((short, True), ("no reasoning at all, but very many words", False), ("<think>" + short, False), ("one two", True)):
-        (got,), _, further = answered(tokenizer, [text], len(tokenizer.encode("one</think>", False)), opened=opened, seed=seed)
+    for text, opened in (
+        (short, True),
+        ("no reasoning at all, but very many words", False),
+        ("<think>" + short, False),
+        ("one two", True),
+    ):
+        (got,), _, further = answered(
+            tokenizer, [text], len(tokenizer.encode("one</think>", False)), opened=opened, seed=seed
+        )
         assert got == text and not further
     for text in ("one </think>two", "one <three four"):
         ids = tokenizer.encode(text, False)
         for tokens in range(1, len(ids)):  # the end is never cut in its middle
             (got,), _, further = answered(tokenizer, [text], tokens, seed=seed)
-            assert got.count("</think>") == 1 and "</" not in got.replace("</think>", "") and (got == text or bool(further))
+            assert (
+                got.count("</think>") == 1
+                and "</" not in got.replace("</think>", "")
+                and (got == text or bool(further))
+            )
     exactly = "one two three"
     (got,), (deltas,), further = answered(tokenizer, [exactly], len(tokenizer.encode(exactly, False)), seed=seed)
     assert got.startswith(exactly) and deltas[-1].finish_reason == "stop"
@@ -156,7 +185,9 @@ def test_what_ends_by_itself_is_left_alone(tokenizer: Tokenizer, seed: int) -> N
 @pytest.mark.parametrize("seed", range(4))
 def test_reasoning_that_the_answer_begins_is_counted_from_there(tokenizer: Tokenizer, seed: int) -> None:
     (text,), _, further = answered(tokenizer, ["<think>one two three four"], 1, opened=False, seed=seed)
-    first = tokenizer.decode(tokenizer.encode("<think>one two three four", False)[: len(tokenizer.encode("<think>", False)) + 1], False)
+    first = tokenizer.decode(
+        tokenizer.encode("<think>one two three four", False)[: len(tokenizer.encode("<think>", False)) + 1], False
+    )
     assert text == first + CLOSING + "so." and len(further) == 1
     (text,), _, further = answered(tokenizer, ["one two"], 0, seed=seed)
     assert text == CLOSING + "so." and further[0][0][:2] == [5, 6]
@@ -204,9 +235,13 @@ def test_a_reader_that_leaves_closes_all(tokenizer: Tokenizer) -> None:
         return source("and so on and so on and so on and so on")
 
     async def leave() -> None:
-        bound = Bound(tokens=2, most=50, begin="<think>", end="</think>", opened=True, closing_text=CLOSING, closing=(1,))
+        bound = Bound(
+            tokens=2, most=50, begin="<think>", end="</think>", opened=True, closing_text=CLOSING, closing=(1,)
+        )
         request = Request(request_id=1, prompt_token_ids=array("i", [5]), params=SamplingParams(max_tokens=90))
-        stream = BoundedStream(source("one two three four"), request, bound, lambda ids: tokenizer.decode(ids, False), go_on)
+        stream = BoundedStream(
+            source("one two three four"), request, bound, lambda ids: tokenizer.decode(ids, False), go_on
+        )
         async for batch in stream:
             if any(CLOSING in delta.text for delta in batch):
                 break
@@ -229,7 +264,9 @@ def test_a_budget_on_every_route(scripted: Server) -> None:
     whole = scripted.ask("POST", "/v1/chat/completions", {**bounded, "n": 2, "logprobs": True}).json
     for choice in whole["choices"]:
         message = choice["message"]
-        assert free["reasoning"].startswith(message["reasoning"]) and 0 < len(message["reasoning"]) < len(free["reasoning"])
+        assert free["reasoning"].startswith(message["reasoning"]) and 0 < len(message["reasoning"]) < len(
+            free["reasoning"]
+        )
         assert (message["content"], choice["finish_reason"]) == ("second", "stop")
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
     events = events_of(scripted.ask("POST", "/v1/chat/completions", {**bounded, "stream": True}).body)[:-1]
@@ -246,19 +283,33 @@ def test_a_budget_on_every_route(scripted: Server) -> None:
 
 def test_a_budget_without_known_reasoning(demo: Server) -> None:
     answer = demo.ask("POST", "/v1/chat/completions", {"messages": [USER], "max_tokens": 4, "thinking_token_budget": 2})
-    assert (answer.status, answer.error["param"]) == (400, "thinking_token_budget") and "--reasoning-parser" in answer.error["message"]
-    body = {"messages": [USER], "max_tokens": 4, "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"}}
+    assert (answer.status, answer.error["param"]) == (
+        400,
+        "thinking_token_budget",
+    ) and "--reasoning-parser" in answer.error["message"]
+    body = {
+        "messages": [USER],
+        "max_tokens": 4,
+        "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"},
+    }
     assert demo.ask("POST", "/v1/messages", body).status == 200  # clients of that API always send it
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31, True, "5", 1.5, [1]])
 def test_budgets_are_checked_alike(bad: Any) -> None:
     message: dict[str, Any] = {"messages": [USER], "max_tokens": 9}
-    for parse, body in ((parse_chat, {"messages": [USER]}), (parse_responses, {"input": "hi"}), (parse_messages, message)):
+    for parse, body in (
+        (parse_chat, {"messages": [USER]}),
+        (parse_responses, {"input": "hi"}),
+        (parse_messages, message),
+    ):
         with pytest.raises(InvalidRequest) as caught:
             parse({**body, "thinking_token_budget": bad}, {})
         assert caught.value.param == "thinking_token_budget"
-    for thinking, param in (({"type": "enabled", "budget_tokens": bad}, "thinking.budget_tokens"), ({"type": "adaptive", "budget_tokens": 5}, None)):
+    for thinking, param in (
+        ({"type": "enabled", "budget_tokens": bad}, "thinking.budget_tokens"),
+        ({"type": "adaptive", "budget_tokens": 5}, None),
+    ):
         with pytest.raises(InvalidRequest) as caught:
             parse_messages({**message, "thinking": thinking}, {})
         assert caught.value.param == (param or "thinking.budget_tokens")

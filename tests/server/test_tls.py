@@ -1,4 +1,5 @@
-"""HTTPS and pages of other sites, on a server with two front ends: real handshakes, streams and errors; and what a start says of bad files.
+"""HTTPS and pages of other sites, on a server with two front ends: real handshakes, streams and errors; and what a
+start says of bad files.
 
 (No model: keyed hash.)
 """
@@ -140,7 +141,9 @@ def test_prefixes_are_forgotten_whichever_front_end_is_asked(server: Server) -> 
     body = {"prompt": "a plan " * 60, "max_tokens": 1}
 
     def cached() -> int:
-        return int(server.ask("POST", "/v1/completions", body, KEY).json["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return int(
+            server.ask("POST", "/v1/completions", body, KEY).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        )
 
     for _ in range(2):
         cached()

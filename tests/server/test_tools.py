@@ -22,12 +22,16 @@ from tests.support.serving import Server, events_of
 
 WEATHER = {
     "type": "function",
-    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
 }
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
 TOOLS: Any = [WEATHER, TIME]
 CALLS = (
-    'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bézier 😀"}}\n</tool_call>\n<tool_call>{"name":"get_time"}</tool_call>'
+    'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bézier 😀"}}\n</tool_call>\n'
+    '<tool_call>{"name":"get_time"}</tool_call>'
 )
 
 
@@ -38,7 +42,13 @@ def client(scripted: Server) -> Iterator[openai.OpenAI]:
 
 
 def asked(text: str, **fields: Any) -> dict[str, Any]:
-    return {"model": "demo", "seed": SCRIPTED, "max_tokens": 200, "messages": [{"role": "user", "content": f"⟦{text}⟧"}], **fields}
+    return {
+        "model": "demo",
+        "seed": SCRIPTED,
+        "max_tokens": 200,
+        "messages": [{"role": "user", "content": f"⟦{text}⟧"}],
+        **fields,
+    }
 
 
 def streamed(client: openai.OpenAI, text: str, **fields: Any) -> tuple[dict[str, Any], str | None]:
@@ -67,10 +77,18 @@ def streamed(client: openai.OpenAI, text: str, **fields: Any) -> tuple[dict[str,
 
 def whole(client: openai.OpenAI, text: str, **fields: Any) -> tuple[dict[str, Any], str | None]:
     choice = client.chat.completions.create(**asked(text, **fields)).choices[0]
-    calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or [] if call.type == "function"]
+    calls = [
+        [call.function.name, call.function.arguments]
+        for call in choice.message.tool_calls or []
+        if call.type == "function"
+    ]
     extra = choice.message.model_extra or {}
     assert extra.get("reasoning") == extra.get("reasoning_content")
-    return {"content": choice.message.content or "", "reasoning": extra.get("reasoning") or "", "calls": calls}, choice.finish_reason
+    return {
+        "content": choice.message.content or "",
+        "reasoning": extra.get("reasoning") or "",
+        "calls": calls,
+    }, choice.finish_reason
 
 
 WEATHER_CALL = ["get_weather", '{"city": "Bézier 😀"}']
@@ -79,31 +97,54 @@ WEATHER_CALL = ["get_weather", '{"city": "Bézier 😀"}']
 @pytest.mark.parametrize(
     ("text", "fields", "expected"),
     [
-        (CALLS, {}, ({"content": "Let me see.", "reasoning": "", "calls": [WEATHER_CALL, ["get_time", "{}"]]}, "tool_calls")),
-        (CALLS, {"parallel_tool_calls": False}, ({"content": "Let me see.", "reasoning": "", "calls": [WEATHER_CALL]}, "tool_calls")),
+        (
+            CALLS,
+            {},
+            ({"content": "Let me see.", "reasoning": "", "calls": [WEATHER_CALL, ["get_time", "{}"]]}, "tool_calls"),
+        ),
+        (
+            CALLS,
+            {"parallel_tool_calls": False},
+            ({"content": "Let me see.", "reasoning": "", "calls": [WEATHER_CALL]}, "tool_calls"),
+        ),
         (CALLS, {"tool_choice": "none"}, ({"content": CALLS, "reasoning": "", "calls": []}, "stop")),
         (CALLS, {"tools": openai.NOT_GIVEN}, ({"content": CALLS, "reasoning": "", "calls": []}, "stop")),
         ("<think>\nhm\n</think>\n\nYes", {}, ({"content": "Yes", "reasoning": "hm", "calls": []}, "stop")),
-        ("<tool_call>junk</tool_call>", {}, ({"content": "<tool_call>junk</tool_call>", "reasoning": "", "calls": []}, "stop")),
+        (
+            "<tool_call>junk</tool_call>",
+            {},
+            ({"content": "<tool_call>junk</tool_call>", "reasoning": "", "calls": []}, "stop"),
+        ),
         (CALLS[:67], {}, ({"content": "Let me see.", "reasoning": "", "calls": [["get_weather", '{"city']]}, "length")),
         (CALLS, {"max_tokens": 11}, ({"content": "Let me see.", "reasoning": "", "calls": []}, "length")),
         (CALLS, {"max_tokens": 6}, ({"content": "Let me see.", "reasoning": "", "calls": []}, "length")),
-        (CALLS, {"max_tokens": 22}, ({"content": "Let me see.", "reasoning": "", "calls": [["get_weather", '{"cit']]}, "length")),
+        (
+            CALLS,
+            {"max_tokens": 22},
+            ({"content": "Let me see.", "reasoning": "", "calls": [["get_weather", '{"cit']]}, "length"),
+        ),
     ],
 )
-def test_streamed_is_whole_is_what_was_written(client: openai.OpenAI, text: str, fields: dict[str, Any], expected: Any) -> None:
+def test_streamed_is_whole_is_what_was_written(
+    client: openai.OpenAI, text: str, fields: dict[str, Any], expected: Any
+) -> None:
     given = {"tools": TOOLS, **fields}
     assert whole(client, text, **given) == expected
     assert streamed(client, text, **given) == expected
 
 
 def test_the_wire_in_full(scripted: Server) -> None:
-    """content is null where there are only calls; a call's id and name come once; arguments come in pieces; the end says why."""
+    """content is null where there are only calls; a call's id and name come once; arguments come in pieces; the end
+    says why."""
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Ulm"}}</tool_call>'
     message = scripted.ask("POST", "/v1/chat/completions", asked(text, tools=TOOLS)).json["choices"][0]["message"]
     call = message["tool_calls"][0]
     assert message == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
-    assert call == {"id": call["id"], "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'}}
+    assert call == {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'},
+    }
     assert call["id"].startswith("call_")
     *events, done = events_of(scripted.ask("POST", "/v1/chat/completions", asked(text, tools=TOOLS, stream=True)).body)
     deltas = [event["choices"][0]["delta"] for event in events]
@@ -115,7 +156,9 @@ def test_the_wire_in_full(scripted: Server) -> None:
 
 
 def test_tokens_are_told_of_while_text_is_held_back(scripted: Server) -> None:
-    answer = scripted.ask("POST", "/v1/chat/completions", asked(CALLS, tools=TOOLS, stream=True, return_token_ids=True, logprobs=True))
+    answer = scripted.ask(
+        "POST", "/v1/chat/completions", asked(CALLS, tools=TOOLS, stream=True, return_token_ids=True, logprobs=True)
+    )
     choices = [event["choices"][0] for event in events_of(answer.body)[:-1]]
     assert all(choice["logprobs"] is None or choice["logprobs"]["content"] == [] for choice in choices)
     assert [token for choice in choices for token in choice.get("token_ids", ())] == list(range(-(-len(CALLS) // 3)))
@@ -132,7 +175,9 @@ def test_the_other_routes_have_the_same_calls(scripted: Server) -> None:
     tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
     body = {"model": "demo", "seed": SCRIPTED, "tools": [tool]}
     message = scripted.ask("POST", "/v1/messages", {**body, "max_tokens": 99, "messages": messages}).json
-    assert [block["type"] for block in message["content"]] == ["text", "tool_use", "tool_use"] and message["stop_reason"] == "tool_use"
+    assert [block["type"] for block in message["content"]] == ["text", "tool_use", "tool_use"] and message[
+        "stop_reason"
+    ] == "tool_use"
     tool = {"type": "function", **WEATHER["function"]}
     response = scripted.ask("POST", "/v1/responses", {**body, "input": messages, "tools": [tool]}).json
     assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call"]
@@ -154,7 +199,9 @@ def test_a_custom_tool_gets_a_text(scripted: Server) -> None:
     assert custom == {"id": custom["id"], "type": "custom", "custom": {"name": "shell", "input": TYPED_IN}}
     assert function["function"] == {"name": "get_time", "arguments": "{}"} and choice["finish_reason"] == "tool_calls"
     answer = scripted.ask("POST", "/v1/chat/completions", asked(text, tools=tools, stream=True))
-    deltas = [each for event in events_of(answer.body)[:-1] for each in event["choices"][0]["delta"].get("tool_calls", ())]
+    deltas = [
+        each for event in events_of(answer.body)[:-1] for each in event["choices"][0]["delta"].get("tool_calls", ())
+    ]
     first, *more = [each for each in deltas if each["index"] == 0]
     assert first == {"index": 0, "id": first["id"], "type": "custom", "custom": {"name": "shell", "input": ""}}
     assert "".join(each["custom"]["input"] for each in more) == TYPED_IN and len(more) > 5
@@ -162,11 +209,19 @@ def test_a_custom_tool_gets_a_text(scripted: Server) -> None:
     asking = {"model": "demo", "seed": SCRIPTED, "input": [{"role": "user", "content": f"⟦{text}⟧"}], "tools": flat}
     response = scripted.ask("POST", "/v1/responses", asking).json
     custom, function = response["output"]
-    assert (custom["type"], custom["name"], custom["input"], custom["status"]) == ("custom_tool_call", "shell", TYPED_IN, "completed")
+    assert (custom["type"], custom["name"], custom["input"], custom["status"]) == (
+        "custom_tool_call",
+        "shell",
+        TYPED_IN,
+        "completed",
+    )
     assert custom["id"].startswith("ctc_") and function["type"] == "function_call" and response["tools"] == flat
     answer = scripted.ask("POST", "/v1/responses", {**asking, "stream": True})
     events = [json.loads(line[6:]) for line in answer.body.decode().splitlines() if line.startswith("data: ")]
-    told = {kind: [event for event in events if event["type"] == f"response.custom_tool_call_input.{kind}"] for kind in ("delta", "done")}
+    told = {
+        kind: [event for event in events if event["type"] == f"response.custom_tool_call_input.{kind}"]
+        for kind in ("delta", "done")
+    }
     assert "".join(event["delta"] for event in told["delta"]) == TYPED_IN == told["done"][0]["input"]
 
 
@@ -186,14 +241,21 @@ def test_calls_of_custom_tools_come_back_with_the_conversation(scripted: Server)
     ]
     ids = scripted.ask("POST", "/tokenize", {"messages": messages, "tools": [SHELL]}).json["tokens"]
     prompt = scripted.ask("POST", "/detokenize", {"tokens": ids}).json["prompt"]
-    assert '{"name": "shell", "arguments": {"input": "ls"}}' in prompt and "Runs a command." in prompt and "custom" not in prompt
+    assert (
+        '{"name": "shell", "arguments": {"input": "ls"}}' in prompt
+        and "Runs a command." in prompt
+        and "custom" not in prompt
+    )
     items = [
         {"role": "user", "content": "List"},
         {"type": "custom_tool_call", "call_id": "c1", "name": "shell", "input": "ls"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "a b"},
     ]
     read = parse_responses({"input": items, "tools": [{"type": "custom", "name": "shell"}]}, {}).conversation.messages
-    assert read[1]["tool_calls"][0]["function"] == {"name": "shell", "arguments": {"input": "ls"}} and read[2]["role"] == "tool"
+    assert (
+        read[1]["tool_calls"][0]["function"] == {"name": "shell", "arguments": {"input": "ls"}}
+        and read[2]["role"] == "tool"
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,8 +265,10 @@ def test_calls_of_custom_tools_come_back_with_the_conversation(scripted: Server)
         ({"type": "custom", "custom": {"name": ""}}, "tools[0].custom.name"),
         ({"type": "custom", "custom": {"name": "f", "description": 5}}, "tools[0].custom.description"),
         ({"type": "custom", "custom": {"name": "f", "format": {"type": "xml"}}}, "tools[0].custom.format.type"),
-        ({"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {"syntax": "lark"}}}},
-         "tools[0].custom.format.grammar.definition"),
+        (
+            {"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {"syntax": "lark"}}}},
+            "tools[0].custom.format.grammar.definition",
+        ),
         ({"type": "custom", "custom": {"name": "get_time"}}, "tools"),
     ],
 )
@@ -222,7 +286,11 @@ def test_calls_and_results_of_the_conversation_reach_the_template(scripted: Serv
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "5 "}, {"type": "text", "text": "degrees"}]},
+        {
+            "role": "tool",
+            "tool_call_id": "c1",
+            "content": [{"type": "text", "text": "5 "}, {"type": "text", "text": "degrees"}],
+        },
     ]
     ids = scripted.ask("POST", "/tokenize", {"messages": messages, "tools": TOOLS}).json["tokens"]
     prompt = scripted.ask("POST", "/detokenize", {"tokens": ids}).json["prompt"]
@@ -258,8 +326,13 @@ def test_tools_that_are_not_allowed_are_not_shown_and_cannot_be_called() -> None
         assert conversation.tools == [TIME]
         assert conversation.choice == ToolChoice(Mode.REQUIRED, only=True, places=("tools[1].function.parameters",))
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    responses = parse_responses({"input": "hi", "tools": tools, "tool_choice": {"type": "allowed_tools", **flat, "mode": "auto"}}, {})
-    assert responses.conversation.choice == ToolChoice(only=True, places=("tools[1].parameters",)) and responses.shown["tools"] == tools
+    responses = parse_responses(
+        {"input": "hi", "tools": tools, "tool_choice": {"type": "allowed_tools", **flat, "mode": "auto"}}, {}
+    )
+    assert (
+        responses.conversation.choice == ToolChoice(only=True, places=("tools[1].parameters",))
+        and responses.shown["tools"] == tools
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,8 +341,14 @@ def test_tools_that_are_not_allowed_are_not_shown_and_cannot_be_called() -> None
         ({"type": "allowed_tools", "allowed_tools": ALLOWED}, None),
         ({"type": "allowed_tools", "allowed_tools": {**ALLOWED, "mode": "none"}}, TOOLS),
         ({"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": []}}, TOOLS),
-        ({"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": [{"type": "function", "name": ["x"]}]}}, TOOLS),
-        ({"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": [{"type": "function", "name": "other"}]}}, TOOLS),
+        (
+            {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": [{"type": "function", "name": ["x"]}]}},
+            TOOLS,
+        ),
+        (
+            {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": [{"type": "function", "name": "other"}]}},
+            TOOLS,
+        ),
         ({"type": "allowed_tools", "allowed_tools": [5]}, TOOLS),
         ("required", None),
         ("some", TOOLS),
@@ -298,10 +377,18 @@ def test_the_schema_that_forces_a_call() -> None:
 
 def test_definitions_move_to_the_root_of_the_schema() -> None:
     def tool(name: str, definition: Any) -> Any:
-        return {"type": "function", "function": {"name": name, "parameters": {"$ref": "#/$defs/x", "$defs": {"x": definition}}}}
+        return {
+            "type": "function",
+            "function": {"name": name, "parameters": {"$ref": "#/$defs/x", "$defs": {"x": definition}}},
+        }
 
-    schema = json.loads(forced_schema([tool("f", {"type": "object"}), tool("g", {"type": "object"})], ToolChoice(Mode.REQUIRED)))
-    assert schema["$defs"] == {"x": {"type": "object"}} and "$defs" not in schema["items"]["anyOf"][0]["properties"]["arguments"]
+    schema = json.loads(
+        forced_schema([tool("f", {"type": "object"}), tool("g", {"type": "object"})], ToolChoice(Mode.REQUIRED))
+    )
+    assert (
+        schema["$defs"] == {"x": {"type": "object"}}
+        and "$defs" not in schema["items"]["anyOf"][0]["properties"]["arguments"]
+    )
     with pytest.raises(InvalidRequest, match="defines 'x' otherwise") as caught:
         forced_schema([tool("f", {"type": "object"}), tool("g", True)], ToolChoice(Mode.REQUIRED))
     assert caught.value.param == "tools[1]"
@@ -313,20 +400,37 @@ def test_definitions_move_to_the_root_of_the_schema() -> None:
         {"$ref": "http://x"},
     ):
         with pytest.raises(InvalidRequest) as caught:
-            forced_schema([{"type": "function", "function": {"name": "f", "parameters": parameters}}], ToolChoice(Mode.REQUIRED))
+            forced_schema(
+                [{"type": "function", "function": {"name": "f", "parameters": parameters}}], ToolChoice(Mode.REQUIRED)
+            )
         assert caught.value.param == "tools[0]"
 
 
-KEYS = st.sampled_from(("type", "function", "name", "parameters", "$defs", "definitions", "$ref", "properties", "anyOf", "x"))
-LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.sampled_from(("function", "f", "#", "#/$defs/x", "", "object"))
+KEYS = st.sampled_from(
+    ("type", "function", "name", "parameters", "$defs", "definitions", "$ref", "properties", "anyOf", "x")
 )
-JSON = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)), max_leaves=12)
-MUTATED_TOOL = st.one_of(JSON, st.builds(lambda given: {"type": "function", "function": {"name": "f", "parameters": given}}, JSON))
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.sampled_from(("function", "f", "#", "#/$defs/x", "", "object")),
+)
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)),
+    max_leaves=12,
+)
+MUTATED_TOOL = st.one_of(
+    JSON, st.builds(lambda given: {"type": "function", "function": {"name": "f", "parameters": given}}, JSON)
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(tools=st.lists(MUTATED_TOOL, min_size=1, max_size=3), choice=st.one_of(JSON, st.sampled_from(("auto", "none", "required"))))
+@given(
+    tools=st.lists(MUTATED_TOOL, min_size=1, max_size=3),
+    choice=st.one_of(JSON, st.sampled_from(("auto", "none", "required"))),
+)
 def test_whatever_tools_and_choice_hold_is_served_or_refused_by_name(tools: Any, choice: Any) -> None:
     try:
         conversation = chat(tools=tools, tool_choice=choice).conversation

@@ -1,7 +1,7 @@
 """How many modules a streamed request passes, in the front end and in the engine: a figure that may only sink.
 
-``python -m tests.server.test_way`` prints them. What other processes do (the chat template's) and what goes on beside the request does not count:
-a module is passed if each of three requests in a row has run code of it.
+``python -m tests.server.test_way`` prints them. What other processes do (the chat template's) and what goes on beside
+the request does not count: a module is passed if each of three requests in a row has run code of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from tests.support.serving import ROOT, SERVE, Server, environment, events_of, s
 
 PASSED = 70  # of all the package's modules; 45 are aimed at
 _WATCHED = ROOT / "tests" / "support" / "watched"
-_ASKED = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "ignore_eos": True, "temperature": 0, "stream": True}
+_ASKED = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 6,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
 
 
 def modules_passed() -> dict[str, set[str]]:
@@ -63,7 +69,9 @@ def test_modules_that_a_streamed_request_passes_only_sink() -> None:
     found = modules_passed()
     print(table(found))
     count = len(set.union(*found.values()))
-    assert count <= PASSED, f"{count} modules instead of {PASSED}: merge what only hands on, or record it with a reason\n{table(found)}"
+    assert count <= PASSED, (
+        f"{count} modules instead of {PASSED}: merge what only hands on, or record it with a reason\n{table(found)}"
+    )
 
 
 if __name__ == "__main__":

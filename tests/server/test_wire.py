@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
+from tests.support.serving import (
+    Server,
+    events_of,
+    post_bytes,
+    read_until,
+    read_until_closed,
+    send,
+    serving,
+    split_response,
+)
 
 # The behaviours of fake_engine.py, by seed.
 SILENT, DIES, STEP_FAILS, DEFECT, ENDLESS, SEPARATORS, FAST = range(1001, 1008)
@@ -62,7 +71,9 @@ def test_completion_stream_has_one_event_a_token_and_finishes_with_the_last(serv
 
 
 def test_prompts_of_one_completion_stream_side_by_side(server: Server) -> None:
-    _, events = stream(server, "/v1/completions", {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 2, "echo": True})
+    _, events = stream(
+        server, "/v1/completions", {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 2, "echo": True}
+    )
     texts = {index: "" for index in range(6)}
     for event in events[:-1]:
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
@@ -81,14 +92,18 @@ def test_line_separators_leave_as_escapes(server: Server) -> None:
 
 
 def test_logprobs_of_both_apis_are_finite_and_aligned(server: Server) -> None:
-    chat = server.ask("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": 3}).json
+    chat = server.ask(
+        "POST", "/v1/chat/completions", {**CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": 3}
+    ).json
     content = chat["choices"][0]["logprobs"]["content"]
     assert len(content) == 2 and all(len(entry["top_logprobs"]) == 3 for entry in content)
     assert content[0]["bytes"] == list(content[0]["token"].encode())
     assert min(top["logprob"] for top in content[0]["top_logprobs"]) == -9999.0
     _, events = stream(server, "/v1/chat/completions", {**CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": 3})
     assert [event["choices"][0]["logprobs"]["content"][0] for event in events[1:3]] == content
-    text = server.ask("POST", "/v1/completions", {**TEXT, "max_tokens": 2, "logprobs": 2, "echo": True}).json["choices"][0]["logprobs"]
+    text = server.ask("POST", "/v1/completions", {**TEXT, "max_tokens": 2, "logprobs": 2, "echo": True}).json[
+        "choices"
+    ][0]["logprobs"]
     assert {len(column) for column in text.values()} == {len(text["tokens"])}
     assert text["token_logprobs"][0] is None and text["top_logprobs"][0] is None
 
@@ -111,7 +126,11 @@ def test_max_tokens_zero_with_echo_shows_the_prompt_alone(server: Server) -> Non
 
 
 def test_truncation_keeps_the_end_of_the_prompt(server: Server) -> None:
-    answer = server.ask("POST", "/v1/completions", {"prompt": [9, 8, 7, 6], "max_tokens": 1, "truncate_prompt_tokens": 2, "return_token_ids": True})
+    answer = server.ask(
+        "POST",
+        "/v1/completions",
+        {"prompt": [9, 8, 7, 6], "max_tokens": 1, "truncate_prompt_tokens": 2, "return_token_ids": True},
+    )
     assert answer.json["choices"][0]["prompt_token_ids"] == [7, 6]
     long = {"prompt": "one two three " * 500, "max_tokens": 1, "truncate_prompt_tokens": 2, "echo": True}
     assert server.ask("POST", "/v1/completions", long).json["choices"][0]["text"] == " three tok0 "
@@ -144,7 +163,9 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("method", "path", "body", "headers", "status", "code"), ERRORS)
-def test_every_error_has_the_one_shape(server: Server, method: str, path: str, body: Any, headers: dict[str, str], status: int, code: str) -> None:
+def test_every_error_has_the_one_shape(
+    server: Server, method: str, path: str, body: Any, headers: dict[str, str], status: int, code: str
+) -> None:
     answer = server.ask(method, path, body, headers)
     assert (answer.status, answer.error["code"]) == (status, code)
     assert "access-control-allow-origin" not in answer.headers and answer.headers["x-request-id"]
@@ -174,7 +195,10 @@ def test_bytes_that_are_not_http_get_json_too(server: Server) -> None:
         (b"\x00\x01\x02\r\n\r\n", b" 400 "),
         (b"GET / HTTP/1.1\r\nA: " + b"x" * 200_000, b" 431 "),
         (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 1000 + b"\r\n", b" 431 "),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b" 400 "),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            b" 400 ",
+        ),
     ):
         with server.raw() as sock:
             sock.sendall(data)
@@ -203,7 +227,8 @@ def test_a_body_that_is_announced_too_large_is_not_sent_for(server: Server) -> N
 
 def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     with server.raw(
-        b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + post_bytes("/v1/completions", {**TEXT, "max_tokens": 1}, "Connection: close")
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        + post_bytes("/v1/completions", {**TEXT, "max_tokens": 1}, "Connection: close")
     ) as sock:
         data = read_until_closed(sock)
     assert data.index(b'"version"') < data.index(b'"text_completion"')
@@ -211,7 +236,11 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
 
 def test_silence_is_filled_with_comments(server: Server) -> None:
     """The engine says nothing for 1.2 s; pings are set to 0.2 s here (8 s in the product)."""
-    with server.raw(post_bytes("/v1/chat/completions", {**CHAT, "seed": SILENT, "max_tokens": 2, "stream": True}, "Connection: close")) as sock:
+    with server.raw(
+        post_bytes(
+            "/v1/chat/completions", {**CHAT, "seed": SILENT, "max_tokens": 2, "stream": True}, "Connection: close"
+        )
+    ) as sock:
         _, body, complete = split_response(read_until_closed(sock))
     assert complete and body.startswith(b": ping\n\n") and body.count(b": ping\n\n") >= 3
     assert events_of(body)[-1] == "[DONE]"
@@ -245,7 +274,10 @@ def test_a_client_that_leaves_frees_its_request(server: Server, streamed: bool) 
 
 def test_a_client_that_stops_reading_is_cut_off_and_others_go_on(server: Server) -> None:
     """After 1 s here (60 s in the product); its buffered bytes are not waited for."""
-    slow = server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 400, "n": 8, "seed": ENDLESS, "stream": True}), receive_buffer=4096)
+    slow = server.raw(
+        post_bytes("/v1/completions", {**TEXT, "max_tokens": 400, "n": 8, "seed": ENDLESS, "stream": True}),
+        receive_buffer=4096,
+    )
     with slow:
         time.sleep(0.3)
         assert server.running() == 1
@@ -254,7 +286,10 @@ def test_a_client_that_stops_reading_is_cut_off_and_others_go_on(server: Server)
 
 
 def test_a_client_that_reads_a_byte_at_a_time_gets_everything(server: Server) -> None:
-    with server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 3, "stream": True}, "Connection: close"), receive_buffer=2048) as sock:
+    with server.raw(
+        post_bytes("/v1/completions", {**TEXT, "max_tokens": 3, "stream": True}, "Connection: close"),
+        receive_buffer=2048,
+    ) as sock:
         data = b""
         while part := sock.recv(1):
             data += part
@@ -294,15 +329,23 @@ def test_metrics_have_both_names_and_a_fixed_number_of_series(server: Server) ->
     names = {line.partition("{")[0] for line in lines}
     twins = {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")}
     assert {"num_requests_running", "generation_tokens_total", "time_to_first_token_seconds_bucket"} <= twins
-    assert twins - {"prefix_cache_queries_total", "prefix_cache_hits_total"} == {name for name in twins if f"headrace_{name}" in names}
+    assert twins - {"prefix_cache_queries_total", "prefix_cache_hits_total"} == {
+        name for name in twins if f"headrace_{name}" in names
+    }
 
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_who_is_turned_away_gets_a_plain_answer_before_anything_is_streamed(server: Server, path: str, streamed: bool) -> None:
+def test_who_is_turned_away_gets_a_plain_answer_before_anything_is_streamed(
+    server: Server, path: str, streamed: bool
+) -> None:
     body = {**(CHAT if "chat" in path else TEXT), "stream": streamed, "n": 2}
     late, never = (server.ask("POST", path, {**body, "seed": seed}) for seed in (TURNED_AWAY, NEVER))
     assert (late.status, late.headers["retry-after"], late.json["error"]["code"]) == (429, "7", "too_late")
     assert "8.2 s" in late.json["error"]["message"]
-    assert (never.status, never.json["error"]["param"], never.json["error"]["code"]) == (400, "expected_ttft", "cannot_be_met")
+    assert (never.status, never.json["error"]["param"], never.json["error"]["code"]) == (
+        400,
+        "expected_ttft",
+        "cannot_be_met",
+    )
     assert b'finished_reason="refused"' in server.ask("GET", "/metrics").body

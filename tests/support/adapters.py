@@ -52,14 +52,24 @@ def write(
         own = next((value for key, value in (ranks or {}).items() if name.endswith(key)), rank)
         at = f"base_model.model.{name}"
         if isinstance(module, nn.Embedding):
-            tensors[f"{at}.lora_embedding_A"], tensors[f"{at}.lora_embedding_B"] = draw(own, outs) * math.sqrt(outs), draw(ins, own)
+            tensors[f"{at}.lora_embedding_A"], tensors[f"{at}.lora_embedding_B"] = (
+                draw(own, outs) * math.sqrt(outs),
+                draw(ins, own),
+            )
             continue
         tensors[f"{at}.lora_A.weight"], tensors[f"{at}.lora_B.weight"] = draw(own, ins), draw(outs, own)
         if config.get("use_dora"):
             tensors[f"{at}.lora_magnitude_vector"] = torch.rand(outs, generator=generator) + 0.5
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    said = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(targets), "rank_pattern": dict(ranks or {}), **config}
+    said = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(targets),
+        "rank_pattern": dict(ranks or {}),
+        **config,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(said), encoding="utf-8")
     return folder
 

@@ -21,11 +21,14 @@ def nvcc() -> str | None:
 
 
 def said_of(build: Callable[[], object], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the assembler says of what ``build`` has compiled: registers, spills, matrix instructions that wait for each other."""
+    """What the assembler says of what ``build`` has compiled: registers, spills, matrix instructions that wait for each
+    other."""
     if (found := nvcc()) is None:
         pytest.skip("nvcc is not installed")
     kept: dict[str, Any] = {}
-    monkeypatch.setattr(compiler, "build", lambda text, options, folder=None: kept.update(text=text, options=options) or b"")
+    monkeypatch.setattr(
+        compiler, "build", lambda text, options, folder=None: kept.update(text=text, options=options) or b""
+    )
     build()
     source = folder / "kernel.cu"
     source.write_text(kept["text"])

@@ -23,7 +23,14 @@ NUDGE = 1e-4  # two tokens this close, in logits, are a tie: rounding may decide
 MAX_NUDGES = 4  # an answer that needs more of them is another answer
 
 # A small engine on the card that never falls back to a twin. Sizes say how many graphs there are: 1, 2, 4, 8, 16.
-STRICT: Mapping[str, Any] = {"device": "cuda", "dtype": "float32", "strict_kernels": True, "max_num_seqs": 16, "num_blocks": 256, "threads": 2}
+STRICT: Mapping[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "strict_kernels": True,
+    "max_num_seqs": 16,
+    "num_blocks": 256,
+    "threads": 2,
+}
 
 
 def require_card() -> None:
@@ -40,13 +47,24 @@ def params(**fields: Any) -> SamplingParams:
 class Judge:
     """Each request alone, in float32, on the CPU's torch twins.
 
-    Where two tokens are within rounding of each other the card may take the other one. So a token that differs is given a bias of
-    NUDGE and the CPU asked again: if it then says the same, and goes on the same, the answer is right. ``nudges`` counts how often.
+    Where two tokens are within rounding of each other the card may take the other one. So a token that differs is given
+    a bias of NUDGE and the CPU asked again: if it then says the same, and goes on the same, the answer is right.
+    ``nudges`` counts how often.
     """
 
     def __init__(self, model: str | None = None, *, tolerance: float = 2e-4, **keywords: Any) -> None:
-        sizes = {"dtype": "float32", "device": "cpu", "threads": 2, "max_num_seqs": 4, "num_blocks": 256, "max_num_batched_tokens": 512}
-        self._llm = LLM(model, **{**sizes, "disabled_kernels": modes.NATIVE, "enable_prefix_caching": False, "overlap": 0, **keywords})
+        sizes = {
+            "dtype": "float32",
+            "device": "cpu",
+            "threads": 2,
+            "max_num_seqs": 4,
+            "num_blocks": 256,
+            "max_num_batched_tokens": 512,
+        }
+        self._llm = LLM(
+            model,
+            **{**sizes, "disabled_kernels": modes.NATIVE, "enable_prefix_caching": False, "overlap": 0, **keywords},
+        )
         self._tolerance = tolerance
         self._known: dict[tuple[tuple[int, ...], str], RequestOutput] = {}
         self.tokens = self.nudges = 0
@@ -63,7 +81,9 @@ class Judge:
             self._known[key] = self._llm.generate({"prompt_token_ids": list(prompt)}, asked, use_tqdm=False)[0]
         return self._known[key]
 
-    def check(self, prompt: Sequence[int], asked: SamplingParams, found: RequestOutput, *, may_fail: bool = False) -> None:
+    def check(
+        self, prompt: Sequence[int], asked: SamplingParams, found: RequestOutput, *, may_fail: bool = False
+    ) -> None:
         self.tokens += sum(len(each.token_ids) for each in found.outputs)
         wanted = self.answer(prompt, asked)
         for _ in range(MAX_NUDGES):
@@ -102,7 +122,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  
 
 
 def chosen(op: str, *, batch_invariant: bool = False, unified_maximum: bool = False, **facts: Any) -> Any:
-    kernels = Kernels(torch.device("cuda"), strict=True, batch_invariant=batch_invariant, unified_maximum=unified_maximum)
+    kernels = Kernels(
+        torch.device("cuda"), strict=True, batch_invariant=batch_invariant, unified_maximum=unified_maximum
+    )
     kernel = kernels.choose(*called(op, **facts))
     assert kernels.choices[-1].chosen in ("triton", "cascade")
     return kernel

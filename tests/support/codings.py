@@ -18,33 +18,51 @@ CODINGS = (
 )  # fmt: skip
 
 
-def meant(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, coding: Coding) -> torch.Tensor:
+def meant(
+    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, coding: Coding
+) -> torch.Tensor:
     """The weight, float32."""
     if coding.floats and coding.bits == 8:
         values = codes.view(torch.float8_e4m3fn).float()
     elif coding.floats:
         values = torch.tensor(E2M1, device=codes.device)[codes.int()]
     else:
-        spread = float(2 ** (coding.bits - 1)) if zero is None else zero.float().repeat_interleave(group, 1)[:, : codes.shape[1]]
+        spread = (
+            float(2 ** (coding.bits - 1))
+            if zero is None
+            else zero.float().repeat_interleave(group, 1)[:, : codes.shape[1]]
+        )
         values = codes.float() - spread
     return values * scale.float().repeat_interleave(group, 1)[:, : codes.shape[1]]
 
 
-def random_packed(coding: Coding, outs: int, ins: int, device: torch.device, *, gated: bool = False) -> tuple[Packed, torch.Tensor]:
+def random_packed(
+    coding: Coding, outs: int, ins: int, device: torch.device, *, gated: bool = False
+) -> tuple[Packed, torch.Tensor]:
     """A weight of entries of about ins ** -0.5, and what it means."""
     group = 128 // coding.sets
     groups = -(-ins // group)
     codes = torch.randint(0, 2**coding.bits, (outs, ins), dtype=torch.uint8, device=device)
     if coding.floats and coding.bits == 8:
         codes &= 0xBF  # exponents up to that of 1, never NaN
-    zero = torch.randint(2 ** (coding.bits - 1) - 3, 2 ** (coding.bits - 1) + 4, (outs, groups), device=device) if coding.zeros else None
+    zero = (
+        torch.randint(2 ** (coding.bits - 1) - 3, 2 ** (coding.bits - 1) + 4, (outs, groups), device=device)
+        if coding.zeros
+        else None
+    )
     usual = {(4, False): 4.6, (8, False): 74.0, (4, True): 3.0, (8, True): 0.5}[coding.bits, coding.floats]
     scale = ((torch.rand(outs, groups, device=device) + 0.5) * ins**-0.5 / usual).half()
     return packed(codes, scale, zero, group, coding, gated=gated), meant(codes, scale, zero, group, coding)
 
 
 def packed(
-    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, coding: Coding, *, gated: bool = False
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group: int,
+    coding: Coding,
+    *,
+    gated: bool = False,
 ) -> Packed:
     def read(rows: slice) -> Codes:
         return Codes(codes[rows], scale[rows], group, None if zero is None else zero[rows])
@@ -63,9 +81,13 @@ FORMATS: tuple[Format, ...] = (  # every one that is codes in groups
 )  # fmt: skip
 
 
-def random_piece(form: Format, outs: int, ins: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, copies: int = 0) -> Piece:
+def random_piece(
+    form: Format, outs: int, ins: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, copies: int = 0
+) -> Piece:
     """A matrix in this format whose codes, scales, zeros and orders are all random."""
-    piece = Piece(str(seed), form, outs, ins, dtype=dtype, device=torch.device("cpu"), stacked=(copies,) if copies else ())
+    piece = Piece(
+        str(seed), form, outs, ins, dtype=dtype, device=torch.device("cpu"), stacked=(copies,) if copies else ()
+    )
     list(piece.make_up(seed))
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in ((name, each.data) for name, each in piece.named_parameters()):

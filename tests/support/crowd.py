@@ -1,6 +1,7 @@
 """A few requests by themselves, then among a crowd; who was in which step is read from the StepPlans.
 
-What lives here: both ways to run them, the recorder of plans, what a request's company was. What may not: tests, expectations.
+What lives here: both ways to run them, the recorder of plans, what a request's company was. What may not: tests,
+expectations.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Recorder:
 
 @dataclass(slots=True)
 class Company:
-    """What the plans say of one sequence: for each of its steps how many others took part, and how many tokens it computed there."""
+    """What the plans say of one sequence: for each of its steps how many others took part, and how many tokens it
+    computed there."""
 
     others: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -78,7 +80,8 @@ def _prompt(new: NewRow) -> Prompt:
 
 
 def draw_crowd(rng: random.Random, vocab_size: int, count: int, *, longest: int, trunk: Prompt) -> list[Asked]:
-    """Prompts of 1 to ``longest`` ids, a few of them after ``trunk``, that answer for a long time in every way there is to sample."""
+    """Prompts of 1 to ``longest`` ids, a few of them after ``trunk``, that answer for a long time in every way there is
+    to sample."""
     crowd = []
     for number in range(count):
         prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.randint(1, longest)))
@@ -98,11 +101,19 @@ def draw_crowd(rng: random.Random, vocab_size: int, count: int, *, longest: int,
     return crowd
 
 
-def draw_subjects(rng: random.Random, vocab_size: int, *, trunk: Prompt, long: int, max_tokens: int = 20) -> list[Asked]:
-    """A prompt of ``long`` ids, one that continues ``trunk``, one of a single id, and a sampled one: all with logprobs."""
+def draw_subjects(
+    rng: random.Random, vocab_size: int, *, trunk: Prompt, long: int, max_tokens: int = 20
+) -> list[Asked]:
+    """A prompt of ``long`` ids, one that continues ``trunk``, one of a single id, and a sampled one: all with
+    logprobs."""
 
     def asked(prompt: Prompt, **fields: Any) -> Asked:
-        return Asked(prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, **fields}))
+        return Asked(
+            prompt,
+            SamplingParams(
+                **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, **fields}
+            ),
+        )
 
     def ids(count: int) -> Prompt:
         return tuple(rng.randrange(vocab_size) for _ in range(count))
@@ -120,21 +131,27 @@ def answers_alone(llm: LLM, subjects: Sequence[Asked]) -> list[RequestOutput]:
     return [llm.generate({"prompt_token_ids": list(each.prompt)}, each.params, use_tqdm=False)[0] for each in subjects]
 
 
-def answers_among(llm: LLM, crowd: Sequence[Asked], subjects: Sequence[Asked]) -> tuple[list[RequestOutput], dict[Prompt, Company]]:
+def answers_among(
+    llm: LLM, crowd: Sequence[Asked], subjects: Sequence[Asked]
+) -> tuple[list[RequestOutput], dict[Prompt, Company]]:
     """The subjects' answers when they come after all of the crowd has begun to answer, and everybody's company."""
     core = llm.engine.core
     core.executor = recorder = Recorder(core.executor)
     for each in crowd:
         llm.submit({"prompt_token_ids": list(each.prompt)}, each.params)
     while not recorder.plans or len(recorder.plans[-1].rows) < len(crowd):
-        assert core.has_work, "the crowd never took part in one step all together; give it more blocks or a longer answer"
+        assert core.has_work, (
+            "the crowd never took part in one step all together; give it more blocks or a longer answer"
+        )
         llm.turn()
     collectors = [llm.submit({"prompt_token_ids": list(each.prompt)}, each.params) for each in subjects]
     while not all(collector.finished for collector in collectors):
         assert core.has_work, "requests are waiting, but the engine has nothing to do"
         llm.turn()
     found = company(recorder.plans)
-    return [collector.output() for collector in collectors], {each.prompt: found[each.prompt] for each in (*crowd, *subjects)}
+    return [collector.output() for collector in collectors], {
+        each.prompt: found[each.prompt] for each in (*crowd, *subjects)
+    }
 
 
 def assert_same_bits(found: Sequence[RequestOutput], wanted: Sequence[RequestOutput]) -> None:

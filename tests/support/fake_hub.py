@@ -1,4 +1,5 @@
-"""A hub on 127.0.0.1 that serves folders as model repositories, as far as a client's downloads need it, with faults on request.
+"""A hub on 127.0.0.1 that serves folders as model repositories, as far as a client's downloads need it, with faults on
+request.
 
 What lives here: the server. What may not: knowledge of the client under test.
 """
@@ -20,7 +21,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """``repositories``: name → folder, revision "main". ``cut_after``: file → bytes after which its next response breaks off, once."""
+    """``repositories``: name → folder, revision "main". ``cut_after``: file → bytes after which its next response
+    breaks off, once."""
 
     url: str
     repositories: dict[str, Path]
@@ -93,11 +95,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         folder, files = self.hub.repositories[repository], self.hub.files(repository)
         if rest[:1] == ["tree"]:
-            rows = [{"type": "file", "path": str(file.relative_to(folder)), "size": file.stat().st_size, "oid": etag(file)} for file in files]
+            rows = [
+                {"type": "file", "path": str(file.relative_to(folder)), "size": file.stat().st_size, "oid": etag(file)}
+                for file in files
+            ]
             self._send(200, json.dumps(rows).encode())
             return
         siblings = [{"rfilename": str(file.relative_to(folder))} for file in files]
-        self._send(200, json.dumps({"id": repository, "modelId": repository, "sha": COMMIT, "siblings": siblings}).encode())
+        self._send(
+            200, json.dumps({"id": repository, "modelId": repository, "sha": COMMIT, "siblings": siblings}).encode()
+        )
 
     def _resolve(self, repository: str, revision: str, name: str) -> None:
         if not self._known(repository, revision):
@@ -114,11 +121,20 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
         if self.command == "GET":
             self.hub.served.append((name, start))
-        self._send(206 if wanted else 200, body[start:], headers, cut=self.hub.cut_after.pop(name, None) if self.command == "GET" else None)
+        self._send(
+            206 if wanted else 200,
+            body[start:],
+            headers,
+            cut=self.hub.cut_after.pop(name, None) if self.command == "GET" else None,
+        )
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **(headers or {})}.items():
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

@@ -27,7 +27,12 @@ CPU = torch.device("cpu")
 
 
 def load_decoder(
-    folder: Path, *, dtype: torch.dtype = torch.float32, max_model_len: int | None = None, kernels: Kernels | None = None, kv: KVFormat | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    kernels: Kernels | None = None,
+    kv: KVFormat | None = None,
 ) -> Decoder:
     """A decoder ready to compute, from a Hugging Face checkpoint folder."""
     spec = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -46,7 +51,9 @@ class PagedRun:
     A block that has left a sliding window is given back and poisoned, as the cache may hand it to another sequence.
     """
 
-    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 64, seed: int = 0, kv: KVFormat | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 64, seed: int = 0, kv: KVFormat | None = None
+    ) -> None:
         self.decoder = decoder
         self._block_size = block_size
         dtype = decoder.embedding.weight.dtype
@@ -58,7 +65,8 @@ class PagedRun:
         self._lengths: dict[str, int] = {}
 
     def step(self, chunks: Mapping[str, Sequence[int]], *, last: bool = False) -> dict[str, Tensor]:
-        """One forward pass over the next tokens of each named sequence. Returns each one's logits, [tokens, vocab]; with ``last``, [1, vocab]."""
+        """One forward pass over the next tokens of each named sequence. Returns each one's logits, [tokens, vocab];
+        with ``last``, [1, vocab]."""
         starts = {name: self._lengths.get(name, 0) for name in chunks}
         counts = [1 if last else len(tokens) for tokens in chunks.values()]
         inputs = ForwardInputs(
@@ -117,6 +125,10 @@ class PagedRun:
 
 def _poisoned(group: KVSpec, num_blocks: int, dtype: torch.dtype) -> Tensor:
     if group.format is not None:
-        return torch.full((num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.row_bytes), 255, dtype=torch.uint8)
+        return torch.full(
+            (num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.row_bytes),
+            255,
+            dtype=torch.uint8,
+        )
     shape = (num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
     return torch.full(shape, float("nan"), dtype=dtype)

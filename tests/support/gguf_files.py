@@ -1,6 +1,7 @@
 """Writes GGUF files from tiny Hugging Face folders with the gguf library, as a converter would.
 
-What lives here: the conversions that converters make (and that the reader must undo). What may not: reading GGUF, tests.
+What lives here: the conversions that converters make (and that the reader must undo). What may not: reading GGUF,
+tests.
 """
 
 from __future__ import annotations
@@ -67,10 +68,15 @@ _TOP = {
 
 
 def write_gguf(
-    folder: Path, target: Path, *, kind: Q | Callable[[str], Q] = Q.F32, metadata: Mapping[str, Any] | None = None, shards_of: int = 0
+    folder: Path,
+    target: Path,
+    *,
+    kind: Q | Callable[[str], Q] = Q.F32,
+    metadata: Mapping[str, Any] | None = None,
+    shards_of: int = 0,
 ) -> Path:
-    """The model in ``folder`` as a GGUF file whose matrices have type ``kind`` (or what it says of their name) where their rows allow it; in
-    shards of so many tensors."""
+    """The model in ``folder`` as a GGUF file whose matrices have type ``kind`` (or what it says of their name) where
+    their rows allow it; in shards of so many tensors."""
     target.parent.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]], split_max_tensors=shards_of)
@@ -168,7 +174,9 @@ def _converted(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, np.nd
             if ".experts." in stem:
                 block, _, rest = stem.partition(".experts.")
                 number, _, word = rest.partition(".")
-                experts.setdefault(f"blk.{block.split('.')[2]}.ffn_{_EXPERT[word]}_exps.{suffix}", {})[int(number)] = values
+                experts.setdefault(f"blk.{block.split('.')[2]}.ffn_{_EXPERT[word]}_exps.{suffix}", {})[int(number)] = (
+                    values
+                )
             else:
                 name = _name(stem, config)
                 found[f"{name}.{suffix}"] = _changed(name, suffix, values, config)
@@ -208,7 +216,9 @@ def _write_byte_level(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any], con
     writer.add_token_list([words.get(index, f"[unused{index}]") for index in range(size)])
     types = gguf.TokenType
     writer.add_token_types([types.CONTROL if words.get(index) in special else types.NORMAL for index in range(size)])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    )
     for name in ("bos", "eos"):
         if isinstance(config.get(f"{name}_token_id"), int):
             getattr(writer, f"add_{name}_token_id")(config[f"{name}_token_id"])

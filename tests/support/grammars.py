@@ -69,7 +69,9 @@ def expected_under_grammar(request: Request, *, index: int = 0, max_model_len: i
         assert matcher.consume_tokens(out)
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         allowed = [token for token in range(VOCAB) if bits >> token & 1]
-        unwanted = {EOS, *params.stop_token_ids} if len(out) < params.min_tokens else {EOS} if params.ignore_eos else set()
+        unwanted = (
+            {EOS, *params.stop_token_ids} if len(out) < params.min_tokens else {EOS} if params.ignore_eos else set()
+        )
         allowed = [token for token in allowed if token not in unwanted] or allowed
         drawn = next_token(info, [*request.prompt_token_ids, *out], request, index, width=len(allowed))
         out.append(allowed[drawn])

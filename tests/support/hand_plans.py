@@ -1,6 +1,7 @@
 """Plans made by hand, so that a worker can be tested without a scheduler.
 
-What lives here: a planner that gives every sequence its own blocks, in shuffled order, and says what each step does. What may not: tests.
+What lives here: a planner that gives every sequence its own blocks, in shuffled order, and says what each step does.
+What may not: tests.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def worker_for(
     device: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> Executor:
-    """An executor over the checkpoint in ``folder``: 8 rows, 96 blocks of 8 tokens, float32, one thread, inline unless said otherwise."""
+    """An executor over the checkpoint in ``folder``: 8 rows, 96 blocks of 8 tokens, float32, one thread, inline unless
+    said otherwise."""
     config = EngineConfig(
         model=ModelConfig(model=str(folder), **{"dtype": "float32", **model}),
         cache=CacheConfig(**{"num_blocks": 96, "block_size": 8, **(cache or {})}),
@@ -124,7 +126,8 @@ class Planner:
         samples: Iterable[tuple[int, Planned]] | None = None,
         prompt_logprobs: tuple[int, ...] = (),
     ) -> StepPlan:
-        """``work``: (sequence, start, count). ``samples``: (index of work, sequence); by default each chunk's own sequence.
+        """``work``: (sequence, start, count). ``samples``: (index of work, sequence); by default each chunk's own
+        sequence.
 
         Every other step says that many tokens are shared; whether it is true changes no token.
         """
@@ -169,7 +172,12 @@ def take(result: StepResult, sequences: Iterable[Planned]) -> None:
 
 
 def generate(
-    executor: Executor, sequences: Sequence[Planned], num_tokens: int, *, chunk: int = 1000, planner: Planner | None = None
+    executor: Executor,
+    sequences: Sequence[Planned],
+    num_tokens: int,
+    *,
+    chunk: int = 1000,
+    planner: Planner | None = None,
 ) -> list[StepResult]:
     """Prefills in chunks, then decodes all sequences together until each has ``num_tokens`` more."""
     planner = planner or Planner(executor.info.kv_groups)

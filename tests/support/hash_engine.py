@@ -31,16 +31,27 @@ def ids(values: Iterable[int]) -> array[int]:
 
 def request(request_id: int, prompt: Iterable[int], **fields: object) -> Request:
     """A request with greedy defaults; ``fields`` are split between Request and SamplingParams."""
-    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "adapter", "seed", "tenant", "expects", "arrival_time") if name in fields}
+    own = {
+        name: fields.pop(name)
+        for name in ("priority", "cache_salt", "adapter", "seed", "tenant", "expects", "arrival_time")
+        if name in fields
+    }
     params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields})  # type: ignore[arg-type]
     return Request(request_id=request_id, prompt_token_ids=ids(prompt), params=params, **own)  # type: ignore[arg-type]
 
 
 class CheckedExecutor(KeyedHashExecutor):
-    """With ``check`` every slot of the context is compared with the chain of the row's own ids and the first difference raises.
-    ``fault(plan)`` true makes that step fail, and those behind it."""
+    """With ``check`` every slot of the context is compared with the chain of the row's own ids and the first difference
+    raises. ``fault(plan)`` true makes that step fail, and those behind it."""
 
-    def __init__(self, info: ExecutorInfo, *, check: bool = False, fault: Callable[[StepPlan], bool] | None = None, **further: Any) -> None:
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        *,
+        check: bool = False,
+        fault: Callable[[StepPlan], bool] | None = None,
+        **further: Any,
+    ) -> None:
         super().__init__(info, **further)
         self._check, self._fault = check, fault
         self._broken = False
@@ -116,7 +127,12 @@ def engine(
     """A small core over a checking keyed-hash executor and a virtual clock."""
     clock = VirtualClock()
     info = info or keyed_hash_info(
-        vocab_size=VOCAB, max_model_len=max_model_len, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=block_size, window=window,
+        vocab_size=VOCAB,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        window=window,
         max_drafts=max_drafts,
     )
     info = replace(info, padded=padded)
@@ -171,7 +187,11 @@ class Answers:
 
 
 def run(
-    core: EngineCore, *, max_steps: int = 5000, each_step: Callable[[EngineCore, Answers], None] | None = None, answers: Answers | None = None
+    core: EngineCore,
+    *,
+    max_steps: int = 5000,
+    each_step: Callable[[EngineCore, Answers], None] | None = None,
+    answers: Answers | None = None,
 ) -> Answers:
     """Steps until there is no work; a core that never gets there fails."""
     answers = answers or Answers()
@@ -185,7 +205,8 @@ def run(
 
 
 def expected(request: Request, *, index: int = 0, max_model_len: int = 200, eos: int = EOS) -> list[int]:
-    """The answer the keyed-hash model gives, computed alone and without any cache, from the executor run on one big block."""
+    """The answer the keyed-hash model gives, computed alone and without any cache, from the executor run on one big
+    block."""
     params = request.params
     info = keyed_hash_info(vocab_size=VOCAB, max_model_len=max_model_len, num_blocks=1, block_size=max_model_len)
     tokens = list(request.prompt_token_ids)
@@ -235,7 +256,9 @@ def check_books(core: EngineCore) -> None:
         assert pool.num_used + pool.num_cached + len(pool._free) == pool.num_blocks
         assert len(set(pool._free)) == len(pool._free)
         for block in range(pool.num_blocks):
-            assert pool.references(block) == holders[group].get(block, 0), f"group {group} block {block}: references are not its holders"
+            assert pool.references(block) == holders[group].get(block, 0), (
+                f"group {group} block {block}: references are not its holders"
+            )
             assert not (pool.is_cached(block) and pool.references(block))
     for node in cache.tree.nodes():
         assert not node.detached and node.parent is not None

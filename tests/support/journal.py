@@ -49,7 +49,10 @@ class Journal:
         schedule, update, fail, foretell = scheduler.schedule, scheduler.update, scheduler.fail, scheduler.foretell
 
         def scheduled(
-            now: float, events: Iterable[Event] = (), speed: StepSpeed | None = None, mask_seconds: Mapping[int, float] = NO_MASKS
+            now: float,
+            events: Iterable[Event] = (),
+            speed: StepSpeed | None = None,
+            mask_seconds: Mapping[int, float] = NO_MASKS,
         ) -> StepPlan | None:
             told = tuple(events)
             self.entries.append(Scheduled(now, told, speed, dict(mask_seconds)))

@@ -19,7 +19,11 @@ from headrace.kernels.operations import OPERATIONS, Operation
 from tests.support.specs import LLAMA_8B
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the largest value: one rounding and a little
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 1.6e-2,
+    torch.float16: 2e-3,
+}  # of the largest value: one rounding and a little
 
 
 STATED = {  # what a call site states where a test does not care
@@ -52,8 +56,8 @@ def native(op: str, *, batch_invariant: bool = False, **facts: Any) -> Callable[
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, scores: float = 0.0) -> None:
-    """``scores``: the largest magnitude of one, where all of a row are so large: float32 rounds them, in whichever order they were summed, and
-    their powers are off by as much."""
+    """``scores``: the largest magnitude of one, where all of a row are so large: float32 rounds them, in whichever
+    order they were summed, and their powers are off by as much."""
     assert got.dtype == want.dtype
     worst = (got.float() - want.float()).abs().max().item()
     assert worst <= (TOLERANCE[dtype] + scores * 2**-23) * max(1.0, want.float().abs().max().item()), worst
@@ -66,7 +70,15 @@ class PagedCase:
     """
 
     def __init__(
-        self, lengths: Sequence[tuple[int, int]], *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, block_size: int = 8, seed: int = 0
+        self,
+        lengths: Sequence[tuple[int, int]],
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        block_size: int = 8,
+        seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         needed = [-(-context // block_size) for _, context in lengths]
@@ -86,13 +98,23 @@ class PagedCase:
         counts, contexts = zip(*self.lengths, strict=True)
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         slots = torch.full((sum(counts),), -1)
-        return AttentionInputs(self.table, starts, torch.tensor(contexts, dtype=torch.int32), slots, self.block_size, max(counts), max(contexts))
+        return AttentionInputs(
+            self.table,
+            starts,
+            torch.tensor(contexts, dtype=torch.int32),
+            slots,
+            self.block_size,
+            max(counts),
+            max(contexts),
+        )
 
     def poison(self, window: int | None) -> None:
         """NaN in every slot of the sequences' own blocks that no query sees: beyond the context, behind the window."""
         for row, (count, context) in enumerate(self.lengths):
             first = 0 if window is None else max(0, context - count + 1 - window)
-            unseen = torch.tensor([*range(first), *range(context, -(-context // self.block_size) * self.block_size)], dtype=torch.long)
+            unseen = torch.tensor(
+                [*range(first), *range(context, -(-context // self.block_size) * self.block_size)], dtype=torch.long
+            )
             blocks = self.table[row, unseen // self.block_size].long()
             for cache in (self.k_cache, self.v_cache):
                 cache[blocks, :, unseen % self.block_size] = float("nan")

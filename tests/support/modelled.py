@@ -1,4 +1,5 @@
-"""A core on virtual time over a modelled device that is disturbed as a real one is, with a recorder that learns how fast it goes.
+"""A core on virtual time over a modelled device that is disturbed as a real one is, with a recorder that learns how
+fast it goes.
 
 What lives here: that machine. What may not: loads, assertions.
 """

@@ -1,9 +1,10 @@
 """Random requests, random ways to run an engine, and what must not differ between them.
 
-What lives here: drawing from a seed, running, comparing, poisoned KV blocks, failing steps. What may not: tests, fixed expectations.
+What lives here: drawing from a seed, running, comparing, poisoned KV blocks, failing steps. What may not: tests, fixed
+expectations.
 
-Every block of the KV cache is NaN before it is used and again whenever it is given to somebody new, so that whatever is read
-without having been written shows as an unusable row.
+Every block of the KV cache is NaN before it is used and again whenever it is given to somebody new, so that whatever is
+read without having been written shows as an unusable row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from headrace.sampling_params import StructuredOutputs
 NATIVE = tuple(sorted({candidate.name for op in OPERATIONS.values() for candidate in op.candidates}))
 LONGEST = 120  # tokens of prompt and answer together
 STOPS = ("e", "th", "a", " ", "I", "\n", "er", "x", "no")
-FAMILIES = ("gemma2", "starcoder", "mixtral")  # windows beside full attention; one KV head and learned positions; experts
+FAMILIES = (
+    "gemma2",
+    "starcoder",
+    "mixtral",
+)  # windows beside full attention; one KV head and learned positions; experts
 HAS_GRAMMARS = find_spec("llguidance") is not None  # a bare GPU machine lacks it
 GRAMMARS = (
     StructuredOutputs(regex="[a-z ]{1,40}"),
@@ -40,7 +45,8 @@ PLAIN: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "
 
 @dataclass(slots=True)
 class Case:
-    """One request of a trial. ``arrives``: the turn before which it is submitted. ``leaves``: deltas after which a stream is closed."""
+    """One request of a trial. ``arrives``: the turn before which it is submitted. ``leaves``: deltas after which a
+    stream is closed."""
 
     prompt: list[int]
     params: SamplingParams
@@ -88,7 +94,15 @@ def draw_cases(rng: random.Random, vocab_size: int, count: int) -> list[Case]:
         trunk = rng.choice(trunks)[: rng.choice((0, 7, 16, 31, 32, 33, 48, 64, 70))]
         prompt = trunk + [rng.randrange(vocab_size) for _ in range(rng.choice((1, 1, 2, 9)))]
         params = draw_params(rng, vocab_size, LONGEST - len(prompt))
-        cases.append(Case(prompt, params, rng.choice((0, 0, 0, 1, 4, 20)), rng.choice((None, None, None, None, 1, 3)), rng.choice((0, 0, 1))))
+        cases.append(
+            Case(
+                prompt,
+                params,
+                rng.choice((0, 0, 0, 1, 4, 20)),
+                rng.choice((None, None, None, None, 1, 3)),
+                rng.choice((0, 0, 1)),
+            )
+        )
     return cases
 
 
@@ -122,12 +136,17 @@ def draw_params(rng: random.Random, vocab_size: int, room: int) -> SamplingParam
         detokenize=detokenize,
         skip_special_tokens=rng.random() < 0.5,
     )
-    grammar = maybe(0.25 if HAS_GRAMMARS else 0.0, rng.choice(GRAMMARS), None)  # which may leave no token beside these two
-    return drawn if grammar is None else replace(drawn, structured_outputs=grammar, allowed_token_ids=None, bad_words=())
+    grammar = maybe(
+        0.25 if HAS_GRAMMARS else 0.0, rng.choice(GRAMMARS), None
+    )  # which may leave no token beside these two
+    return (
+        drawn if grammar is None else replace(drawn, structured_outputs=grammar, allowed_token_ids=None, bad_words=())
+    )
 
 
 def features(mode: Mode, params: SamplingParams) -> dict[str, bool]:
-    """What a trial has of what row 17 of the reliability checks names, as far as there is more than one way of it here."""
+    """What a trial has of what row 17 of the reliability checks names, as far as there is more than one way of it
+    here."""
     switches = (
         "enable_prefix_caching", "chunked_prefill", "token_concatenation", "last_layer_pruning", "paged_allocation", "continuous_batching",
         "kv_caching",
@@ -159,8 +178,11 @@ def pair_coverage(trials: Iterable[Mapping[str, bool]]) -> float:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def run_trial(model: str | None, mode: Mode, cases: list[Case], rng: random.Random, *, poison: bool = True) -> list[RequestOutput | None]:
-    """All cases together in one engine; None for those that left. The engine must be as it was before when they are through."""
+def run_trial(
+    model: str | None, mode: Mode, cases: list[Case], rng: random.Random, *, poison: bool = True
+) -> list[RequestOutput | None]:
+    """All cases together in one engine; None for those that left. The engine must be as it was before when they are
+    through."""
     with LLM(model, **{**PLAIN, **mode.keywords}) as llm:
         if poison:
             poison_blocks(llm)
@@ -225,7 +247,8 @@ def _poison_pool(pool: BlockPool, cache: Any) -> None:
 
 
 def fail_steps(llm: LLM, percent: int, rng: random.Random) -> None:
-    """Some steps run out of memory: before anything is touched, with keys and values written, or with tokens in their rows."""
+    """Some steps run out of memory: before anything is touched, with keys and values written, or with tokens in their
+    rows."""
     runner = llm.engine.core.executor._runner  # type: ignore[attr-defined]
     for part in ("_forward", "_sample", "_read") if percent else ():
         setattr(runner, part, _failing(getattr(runner, part), percent / 3, rng))
@@ -269,7 +292,8 @@ class Oracle:
 
 
 def compare(found: RequestOutput, wanted: RequestOutput, *, may_fail: bool, tolerance: float = 1e-4) -> None:
-    """Tokens, texts and ends are the same, logprobs within ``tolerance``. An answer whose step failed is a beginning of the wanted one."""
+    """Tokens, texts and ends are the same, logprobs within ``tolerance``. An answer whose step failed is a beginning of
+    the wanted one."""
     for got, want in zip(found.outputs, wanted.outputs, strict=True):
         if may_fail and got.finish_reason == "error" and want.finish_reason != "error":
             assert got.token_ids == want.token_ids[: len(got.token_ids)]
@@ -290,4 +314,6 @@ def _compare_logprobs(found: Any, wanted: Any, tolerance: float) -> None:
             assert got is want
             continue
         assert next(iter(got)) == next(iter(want))
-        assert [each.logprob for each in got.values()] == pytest.approx([each.logprob for each in want.values()], abs=tolerance)
+        assert [each.logprob for each in got.values()] == pytest.approx(
+            [each.logprob for each in want.values()], abs=tolerance
+        )

@@ -1,4 +1,5 @@
-"""Files that stand beside the repository (larger models, real configs): tests that need them are skipped where they are not.
+"""Files that stand beside the repository (larger models, real configs): tests that need them are skipped where they are
+not.
 
 What lives here: finding them. What may not: reading them.
 """
@@ -13,7 +14,8 @@ _SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 
 def shared(*parts: str) -> Path:
-    """``shared("models", "demo")``: a path beside the repository; skips the test (or the module, at import) when it is absent."""
+    """``shared("models", "demo")``: a path beside the repository; skips the test (or the module, at import) when it is
+    absent."""
     path = _SHARED.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"{'/'.join(('shared', *parts))} is not beside the repository", allow_module_level=True)

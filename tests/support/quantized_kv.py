@@ -21,14 +21,27 @@ FORMATS = tuple(KV_FORMATS)
 def shared_scales(name: str, kv_heads: int) -> Quantized:
     """Where tokens share scales, they differ by head."""
     form = KV_FORMATS[name]
-    return Quantized(form) if form.scales else Quantized(form, torch.linspace(0.03, 0.5, kv_heads), torch.linspace(0.2, 0.01, kv_heads))
+    return (
+        Quantized(form)
+        if form.scales
+        else Quantized(form, torch.linspace(0.03, 0.5, kv_heads), torch.linspace(0.2, 0.01, kv_heads))
+    )
 
 
 class QuantizedCase(PagedCase):
-    """As PagedCase, in a format; ``wide_k`` and ``wide_v`` are what its caches mean, [blocks, Hk, block_size, D], float32."""
+    """As PagedCase, in a format; ``wide_k`` and ``wide_v`` are what its caches mean, [blocks, Hk, block_size, D],
+    float32."""
 
     def __init__(
-        self, name: str, lengths: Sequence[tuple[int, int]], *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, block_size: int = 8
+        self,
+        name: str,
+        lengths: Sequence[tuple[int, int]],
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        block_size: int = 8,
     ) -> None:
         super().__init__(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, block_size=block_size)
         self.quantized = shared_scales(name, kv_heads)
@@ -38,7 +51,9 @@ class QuantizedCase(PagedCase):
         at = places // block_size, places % block_size
         real = ~self.k_cache[:, 0].isnan().any(-1).flatten()  # blocks that somebody owns
         wide = []
-        for half, (plain, scales) in enumerate(((self.k_cache, self.quantized.k_scales), (self.v_cache, self.quantized.v_scales))):
+        for half, (plain, scales) in enumerate(
+            ((self.k_cache, self.quantized.k_scales), (self.v_cache, self.quantized.v_scales))
+        ):
             kv_codes.write(held[:, 1, half], plain[at[0], :, at[1]][real], places[real], form, scales)
             found = kv_codes.read(held[:, 1, half], *at, dim, form, scales)
             wide.append(found.view(blocks, block_size, kv_heads, dim).transpose(1, 2))
@@ -49,18 +64,24 @@ class QuantizedCase(PagedCase):
         row = self.q.shape[2] * self.quantized.format.bits // 8
         for sequence, (count, context) in enumerate(self.lengths):
             first = 0 if window is None else max(0, context - count + 1 - window)
-            unseen = torch.tensor([*range(first), *range(context, -(-context // self.block_size) * self.block_size)], dtype=torch.long)
+            unseen = torch.tensor(
+                [*range(first), *range(context, -(-context // self.block_size) * self.block_size)], dtype=torch.long
+            )
             blocks = self.table[sequence, unseen // self.block_size].long()
             for cache in (self.k_cache, self.v_cache):
                 for part in kv_codes._parts(cache, row):
                     part[blocks, :, unseen % self.block_size] = 255
 
     def run(self, attention: Callable[..., Tensor], window: int | None = None, soft_cap: float | None = None) -> Tensor:
-        return attention(self.q, self.k_cache, self.v_cache, self.inputs, self.q.shape[2] ** -0.5, window, soft_cap, self.quantized)
+        return attention(
+            self.q, self.k_cache, self.v_cache, self.inputs, self.q.shape[2] ** -0.5, window, soft_cap, self.quantized
+        )
 
     def meant(self, window: int | None = None, soft_cap: float | None = None) -> Tensor:
         """Plain attention over what the codes mean."""
-        return reference.paged_attention(self.q, self.wide_k, self.wide_v, self.inputs, self.q.shape[2] ** -0.5, window, soft_cap)
+        return reference.paged_attention(
+            self.q, self.wide_k, self.wide_v, self.inputs, self.q.shape[2] ** -0.5, window, soft_cap
+        )
 
     def part(self, row: int, first: int, end: int) -> QuantizedCase:
         alone: QuantizedCase = object.__new__(QuantizedCase)

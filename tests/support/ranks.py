@@ -79,9 +79,13 @@ def load_share(folder: Path, group: ThreadGroup, *, max_model_len: int = 64) -> 
     """As ``load_decoder``, what one rank holds of it."""
     whole = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     mine = share(whole, group.size)
-    decoder = Decoder(mine, kernels=Kernels(CPU), dtype=torch.float32, device=CPU, max_model_len=max_model_len, group=group)
+    decoder = Decoder(
+        mine, kernels=Kernels(CPU), dtype=torch.float32, device=CPU, max_model_len=max_model_len, group=group
+    )
     checkpoint = SafetensorsCheckpoint(folder)
-    load_weights(decoder, checkpoint, weight_rules(mine, cuts(whole, mine, group.rank)), ignored_keys(mine), torch.float32)
+    load_weights(
+        decoder, checkpoint, weight_rules(mine, cuts(whole, mine, group.rank)), ignored_keys(mine), torch.float32
+    )
     checkpoint.close()
     decoder.finish_loading()
     return decoder

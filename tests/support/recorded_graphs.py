@@ -1,8 +1,11 @@
-"""CUDA graphs and events without a GPU: a graph is the list of torch operations that ran while it was captured, replayed over the same tensors.
+"""CUDA graphs and events without a GPU: a graph is the list of torch operations that ran while it was captured,
+replayed over the same tensors.
 
-What was decided by the host during the capture stays decided, tensors are where they were, and reading one is an error, as on the device.
+What was decided by the host during the capture stays decided, tensors are where they were, and reading one is an error,
+as on the device.
 
-What lives here: the stand-ins for torch.cuda, a decoder whose answers hang on every slot it reads, an executor made of them. What may not: tests.
+What lives here: the stand-ins for torch.cuda, a decoder whose answers hang on every slot it reads, an executor made of
+them. What may not: tests.
 """
 
 from __future__ import annotations
@@ -42,11 +45,22 @@ from tests.support import modes
 
 CPU = torch.device("cpu")
 VOCAB = 97
-READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "unique_dim", "_unique2", "masked_select", "allclose")
+READS = (
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "unique_dim",
+    "_unique2",
+    "masked_select",
+    "allclose",
+)
 
 
 class _Recording(TorchDispatchMode):
-    """Runs every operation and writes down how to run it again. ``undo`` takes back what was written: a capture computes nothing."""
+    """Runs every operation and writes down how to run it again. ``undo`` takes back what was written: a capture
+    computes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +80,9 @@ class _Recording(TorchDispatchMode):
                 self._before[_place(each)] = each.untyped_storage(), each.untyped_storage().clone()
         found = func(*args, **kwargs)
         given = {_place(each) for each in _tensors((args, kwargs))}
-        made = [each for each in _tensors(found) if _place(each) not in given]  # others are views, or were written in place
+        made = [
+            each for each in _tensors(found) if _place(each) not in given
+        ]  # others are views, or were written in place
 
         def again() -> None:
             results = _tensors(func(*args, **kwargs))
@@ -97,7 +113,8 @@ def _place(tensor: Tensor) -> int:
 
 
 class RecordedGraph:
-    """As torch.cuda.CUDAGraph. A capture that ends with an error leaves its pool among those recorded to, until the allocator is told."""
+    """As torch.cuda.CUDAGraph. A capture that ends with an error leaves its pool among those recorded to, until the
+    allocator is told."""
 
     recorded_to: ClassVar[set[int | None]] = set()
 
@@ -156,7 +173,9 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(RecordedGraph, "recorded_to", set())
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: RecordedGraph.recorded_to.remove(pool), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda device, pool: RecordedGraph.recorded_to.remove(pool), raising=False
+    )
     monkeypatch.setattr(model_runner, "_to_host", _copied)
     monkeypatch.setattr(recorder, "scratch_of_graphs", lambda device: nullcontext())
 
@@ -167,9 +186,11 @@ def _copied(step: Step) -> None:
 
 
 class SlotDecoder:
-    """Its cache holds (token, position) of every slot; a hidden state is a sum over the slots that the block table says a token sees.
+    """Its cache holds (token, position) of every slot; a hidden state is a sum over the slots that the block table says
+    a token sees.
 
-    So a wrong table, length, slot or row shows as another token. Nothing here reads the device or depends on values: it can be captured.
+    So a wrong table, length, slot or row shows as another token. Nothing here reads the device or depends on values: it
+    can be captured.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -228,9 +249,15 @@ class RecordableKernels(Kernels):
     stored = staticmethod(store_tokens)
 
 
-def _pick_tokens(logits: Tensor, peak: Tensor, temperature: Tensor, filters: Any, seeds: Tensor, positions: Tensor) -> Tensor:
+def _pick_tokens(
+    logits: Tensor, peak: Tensor, temperature: Tensor, filters: Any, seeds: Tensor, positions: Tensor
+) -> Tensor:
     scores = (logits - peak[:, None]) / temperature.clamp(min=1e-6)[:, None]
-    kept = None if filters is None else sampling._thresholds_among(scores.sort(-1, descending=True).values, scores, *filters)[0]
+    kept = (
+        None
+        if filters is None
+        else sampling._thresholds_among(scores.sort(-1, descending=True).values, scores, *filters)[0]
+    )
     noisy = scores + sampling.vocabulary_noise(seeds, positions, scores.shape[1])
     return (noisy if kept is None else torch.where(scores >= kept[:, None], noisy, float("-inf"))).argmax(-1)
 
@@ -258,11 +285,19 @@ def recorded_executor(
     with ``prompts`` those of steps with prompts, too; with ``drafts`` the decoder is its own draft model, which is so
     always right."""
     info = replace(info_of(max_num_seqs, num_blocks, block_size, max_model_len), max_drafts=drafts)
-    rows, kernels, decoder = Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU), RecordableKernels(), SlotDecoder(block_size)
+    rows, kernels, decoder = (
+        Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU),
+        RecordableKernels(),
+        SlotDecoder(block_size),
+    )
     caches = [torch.full((num_blocks + 1, block_size), 987654321, dtype=torch.int64)]
     captured = prompt_graphs = None
     if graphed:
-        limits = {"max_num_seqs": max_num_seqs * (1 + drafts), "max_model_len": max_model_len, "max_logits_rows": max_logits_rows}
+        limits = {
+            "max_num_seqs": max_num_seqs * (1 + drafts),
+            "max_model_len": max_model_len,
+            "max_logits_rows": max_logits_rows,
+        }
         made = Recorder(decoder, kernels, rows, caches)  # type: ignore[arg-type]
         captured = DecodeGraphs(made, **limits)
         captured.capture_all()
@@ -271,14 +306,22 @@ def recorded_executor(
         hidden = torch.zeros((bounds.most_wanted, 1), dtype=torch.int64)
         prompt_graphs = PromptGraphs(made, bounds, hidden)
         prompt_graphs.capture_all()
-    settings: dict[str, Any] = {"max_logits_rows": max_logits_rows, "padded": False, "prune": True, "clock": VirtualClock(), "queued": graphed}
+    settings: dict[str, Any] = {
+        "max_logits_rows": max_logits_rows,
+        "padded": False,
+        "prune": True,
+        "clock": VirtualClock(),
+        "queued": graphed,
+    }
     if drafts:
         own = [cache.clone() for cache in caches]
         drafted = DecodeGraphs(Recorder(decoder, kernels, rows, own, (0,)), **limits) if graphed else None  # type: ignore[arg-type]
         if drafted is not None:
             drafted.capture_all()
         settings["speculator"] = Speculator(rows, DraftModel(decoder, own, (0,), rows, kernels, drafted))  # type: ignore[arg-type]
-    runner = ModelRunner(decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs, adapters=adapters)  # type: ignore[arg-type]
+    runner = ModelRunner(
+        decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs, adapters=adapters
+    )  # type: ignore[arg-type]
     executor = DeviceExecutor(runner, info, threads=1 if overlap and not graphed else None)
     yield executor, runner, decoder
     executor.close()

@@ -1,4 +1,5 @@
-"""Masks without a grammar: ids of one remainder, so that ``allowed_token_ids`` is the oracle and nothing needs llguidance.
+"""Masks without a grammar: ids of one remainder, so that ``allowed_token_ids`` is the oracle and nothing needs
+llguidance.
 
 What lives here: the stand-ins for whoever follows grammars. What may not: tests.
 """
@@ -17,7 +18,9 @@ from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.step_planner import NO_MASKS
 from headrace.sequence import Sequence as LiveSequence
 
-PLAIN = 8000  # ids below are text in the demo model's vocabulary; an end of answer would end it whatever --ignore-eos says
+PLAIN = (
+    8000  # ids below are text in the demo model's vocabulary; an end of answer would end it whatever --ignore-eos says
+)
 
 
 def masked(params: SamplingParams, remainder: int, divisor: int) -> SamplingParams:
@@ -70,7 +73,9 @@ class ResidueMasks:
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         self.given += len(wanted)
         bits = np.stack([self._bits(sequence.request.params) for _, sequence in wanted])
-        return TokenMasks(tuple(j for j, _ in wanted), self._words, np.packbits(bits, axis=1, bitorder="little").tobytes())
+        return TokenMasks(
+            tuple(j for j, _ in wanted), self._words, np.packbits(bits, axis=1, bitorder="little").tobytes()
+        )
 
     def _bits(self, params: SamplingParams) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         assert params.structured_outputs is not None and params.structured_outputs.choice is not None

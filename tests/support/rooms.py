@@ -1,6 +1,7 @@
 """The package's modules and rooms by name.
 
-What lives here: finding them. What may not: rules about them (unit/test_imports.py, reliability/test_fresh_interpreters.py).
+What lives here: finding them. What may not: rules about them (unit/test_imports.py,
+reliability/test_fresh_interpreters.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Rows are a cache on the workers' side: they can be built again from what the scheduler knows, at any time with nothing in flight.
+"""Rows are a cache on the workers' side: they can be built again from what the scheduler knows, at any time with
+nothing in flight.
 
 What lives here: having them built again. What may not: losing them (an executor's ``recover``).
 """

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = os.environ.get("HEADRACE_TEST_PYTHON", sys.executable)  # that runs servers, where the tests run in an environment without Headrace
+PYTHON = os.environ.get(
+    "HEADRACE_TEST_PYTHON", sys.executable
+)  # that runs servers, where the tests run in an environment without Headrace
 FAKE = (PYTHON, str(ROOT / "tests" / "server" / "fake_engine.py"))
 SERVE = (PYTHON, "-m", "headrace", "serve", "--port", "0")
 
@@ -65,7 +67,12 @@ class Server:
     """A server process. ``lines`` is what it said on stderr so far."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None, *, seconds: float = 30.0, tls: ssl.SSLContext | None = None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        seconds: float = 30.0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """``tls``: how its clients speak HTTPS, where it serves that."""
         self.tls = tls
@@ -111,7 +118,15 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"not ready: exit {self.process.poll()}, said {self.lines}")
 
-    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *, timeout: float = 20.0) -> Answer:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout: float = 20.0,
+    ) -> Answer:
         """One request on a connection of its own. A body that is not bytes is sent as JSON."""
         with contextlib.closing(self.connect(timeout)) as connection:
             return send(connection, method, path, body, headers)
@@ -161,7 +176,8 @@ class Server:
         self.process.wait(10)
 
     def children(self) -> list[int]:
-        """Processes that it started and that are alive, also after its own end: by descent, and by a mark in their environment."""
+        """Processes that it started and that are alive, also after its own end: by descent, and by a mark in their
+        environment."""
         parents = {pid: parent for pid in _pids() if (parent := _parent_of(pid)) is not None}
         found = {pid for pid in parents if _has_mark(pid, self._mark)}
         family = {self.process.pid}
@@ -207,7 +223,13 @@ def _has_mark(pid: int, mark: str) -> bool:
         return False
 
 
-def send(connection: http.client.HTTPConnection, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+def send(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
     data = body if body is None or isinstance(body, (bytes, bytearray)) else json.dumps(body).encode()
     given = {"Content-Type": "application/json"} if data is not None else {}
     connection.request(method, path, data, {**given, **(headers or {})})
@@ -218,7 +240,13 @@ def send(connection: http.client.HTTPConnection, method: str, path: str, body: A
 def post_bytes(path: str, body: Any, *headers: str) -> bytes:
     """A POST as it goes over the wire."""
     data = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(data)}", *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
@@ -274,7 +302,10 @@ def _refuse(name: str) -> Any:
 
 @contextlib.contextmanager
 def serving(
-    *arguments: str, command: Sequence[str] = FAKE, env: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None
+    *arguments: str,
+    command: Sequence[str] = FAKE,
+    env: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[Server]:
     """A ready server for the length of a with block."""
     server = Server([*command, *arguments], env, tls=tls)

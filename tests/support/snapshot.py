@@ -1,6 +1,8 @@
-"""What a server holds at one moment, to be held against a later one; and the canary, a request whose answer must never change.
+"""What a server holds at one moment, to be held against a later one; and the canary, a request whose answer must never
+change.
 
-What lives here: measuring from outside (/proc, /metrics, ``ss``-like tables) and comparing. What may not: causing anything.
+What lives here: measuring from outside (/proc, /metrics, ``ss``-like tables) and comparing. What may not: causing
+anything.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def metric(page: str, name: str, labels: str = "") -> float:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one process. ``private``: RssAnon + VmSwap; ``proportional``: Pss, with its share of what others map too."""
+    """Bytes of one process. ``private``: RssAnon + VmSwap; ``proportional``: Pss, with its share of what others map
+    too."""
 
     private: int
     proportional: int
@@ -79,7 +82,8 @@ class Memory:
 def memory_of(pid: int) -> Memory:
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     proportional, dirty = (
-        int(found[1]) << 10 if (found := re.search(rf"^{name}:\s+(\d+)", rollup, re.M)) else 0 for name in ("Pss", "Private_Dirty")
+        int(found[1]) << 10 if (found := re.search(rf"^{name}:\s+(\d+)", rollup, re.M)) else 0
+        for name in ("Pss", "Private_Dirty")
     )
     return Memory(private_bytes(pid), proportional, dirty)
 
@@ -87,7 +91,9 @@ def memory_of(pid: int) -> Memory:
 def private_bytes(pid: int) -> int:
     """Memory that is this process's alone, swapped out or not."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return sum(int(found[1]) << 10 for name in ("RssAnon", "VmSwap") if (found := re.search(rf"{name}:\s+(\d+)", status)))
+    return sum(
+        int(found[1]) << 10 for name in ("RssAnon", "VmSwap") if (found := re.search(rf"{name}:\s+(\d+)", status))
+    )
 
 
 def _count(folder: str) -> int:
@@ -146,12 +152,19 @@ def at_rest(server: Server, seconds: float = 10.0) -> Snapshot:
     return now
 
 
-CANARY = {"prompt": "the canary sings", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+CANARY = {
+    "prompt": "the canary sings",
+    "max_tokens": 12,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 
 
 @contextlib.contextmanager
 def canary(server: Server, *, every: float = 0.5, refusals: bool = False) -> Iterator[threading.Lock]:
-    """A fixed greedy request again and again while the block runs: its tokens stay what they were. ``refusals``: 429 is no failure.
+    """A fixed greedy request again and again while the block runs: its tokens stay what they were. ``refusals``: 429 is
+    no failure.
 
     Whoever holds the lock has silence: the canary's own connection is in nobody's snapshot.
     """
@@ -167,7 +180,9 @@ def canary(server: Server, *, every: float = 0.5, refusals: bool = False) -> Ite
             except OSError as error:
                 wrong.append(error)
                 continue
-            if not (refusals and answer.status == 429) and (answer.status != 200 or answer.json["choices"][0]["token_ids"] != golden):
+            if not (refusals and answer.status == 429) and (
+                answer.status != 200 or answer.json["choices"][0]["token_ids"] != golden
+            ):
                 wrong.append(answer)
 
     thread = threading.Thread(target=sing, daemon=True)

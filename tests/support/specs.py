@@ -32,6 +32,8 @@ LLAMA_1B = replace(
     attention_scale=64**-0.5,
 )
 # For steps that are priced, not computed.
-SMALL = DecoderSpec("llama", 512, 64, 4, 2, 16, 128, (LayerSpec(),) * 2, 4096, RopeSpec(10_000.0, 16), checkpoint_dtype="bfloat16")
+SMALL = DecoderSpec(
+    "llama", 512, 64, 4, 2, 16, 128, (LayerSpec(),) * 2, 4096, RopeSpec(10_000.0, 16), checkpoint_dtype="bfloat16"
+)
 # So small that bytes and operations are counted by hand.
 TINY = DecoderSpec("tiny", 10, 4, 2, 1, 2, 6, (LayerSpec(),) * 3, 64, RopeSpec(1e4, 2), attention_scale=1.0)

@@ -1,4 +1,5 @@
-"""Many clients at once, as bytes: each request on a connection of its own, read to its end or cut off where the caller says.
+"""Many clients at once, as bytes: each request on a connection of its own, read to its end or cut off where the caller
+says.
 
 What lives here: asking and cutting. What may not: what answers must look like (wire_rules.py), processes (serving.py).
 """
@@ -20,7 +21,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. ``status`` 0: the connection ended before a status line. ``complete``: the body came to its proper end."""
+    """What came back. ``status`` 0: the connection ended before a status line. ``complete``: the body came to its
+    proper end."""
 
     status: int
     head: bytes
@@ -45,7 +47,8 @@ class Reply:
 
     @property
     def told(self) -> bool:
-        """The client can see how it ended: an answer, an HTTP error, an error event, or a broken body; never a clean end of nothing."""
+        """The client can see how it ended: an answer, an HTTP error, an error event, or a broken body; never a clean
+        end of nothing."""
         if self.status != 200 or not self.complete:
             return True
         return b"[DONE]" in self.body or b'"finish_reason"' in self.body

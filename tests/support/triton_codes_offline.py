@@ -1,6 +1,8 @@
-"""Compiles the products with codes of few bits for an H200 without one, and reads what came out. Run as a program, in a process of its own.
+"""Compiles the products with codes of few bits for an H200 without one, and reads what came out. Run as a program, in a
+process of its own.
 
-``python triton_codes_offline.py`` prints a JSON object: for each case registers, spills, shared memory, instruction counts.
+``python triton_codes_offline.py`` prints a JSON object: for each case registers, spills, shared memory, instruction
+counts.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def figures_of(coding: Coding, most: int, around: Around, *, ordered: bool = Fal
 
 
 def widened(coding: Coding) -> dict[str, int]:
-    product = CodedProduct(empty(coding, 256, 2048, torch.device("cpu"), gated=True, ordered=False), None, (), None, False)  # type: ignore[arg-type]
+    product = CodedProduct(
+        empty(coding, 256, 2048, torch.device("cpu"), gated=True, ordered=False), None, (), None, False
+    )  # type: ignore[arg-type]
     return record(coded, ("_widen_kernel",), lambda: product.widen(0, 64, torch.bfloat16))["_widen_kernel"]
 
 
@@ -53,22 +57,36 @@ def eight(kind: str, group: int, most: int, around: Around) -> dict[str, int]:
     scale, own = (torch.zeros(16, 16), torch.zeros(1, 16)) if group else (torch.zeros(2048), torch.zeros(1, 1))
     forms = (*eight_bits.forms_for(2048, 2048, 132, blocked=bool(group)), (2**31, eight_bits.TALL))
     scratch = make_scratch(Shape(2048, 2048), forms, "cpu")
-    layer = eight_bits.EightBitLinear(weight, scale, None, None, EightBits(kind, group), forms, scratch, programmatic=True)
+    layer = eight_bits.EightBitLinear(
+        weight, scale, None, None, EightBits(kind, group), forms, scratch, programmatic=True
+    )
     form = next(form for rows, form in forms if most <= rows)
-    return record(eight_bits, ("_eight_kernel",), lambda: layer.launch(form, weight[:1], own, around, torch.bfloat16))["_eight_kernel"]
+    return record(eight_bits, ("_eight_kernel",), lambda: layer.launch(form, weight[:1], own, around, torch.bfloat16))[
+        "_eight_kernel"
+    ]
 
 
 def main() -> dict[str, dict[str, int]]:
     found = {f"{name}, 16 rows": figures_of(coding, 16, PLACES["alone"]) for name, coding in CODINGS.items()}
     for rows in (16, 32, 64):
-        found |= {f"W4, {rows} rows, {place}": figures_of(Coding(4), rows, around) for place, around in PLACES.items() if place != "alone"}
+        found |= {
+            f"W4, {rows} rows, {place}": figures_of(Coding(4), rows, around)
+            for place, around in PLACES.items()
+            if place != "alone"
+        }
     for name in ("W4", "FP8", "Q4_K"):
         found |= {f"{name}, {rows} rows": figures_of(CODINGS[name], rows, PLACES["alone"]) for rows in (32, 64, 128)}
         found[f"{name}, widened"] = widened(CODINGS[name])
     found["W4, in order, 16 rows"] = figures_of(Coding(4, zeros=True, ordered=True), 16, PLACES["alone"], ordered=True)
     both = Around(residual=torch.zeros(1, 2048, dtype=torch.bfloat16), scale=torch.zeros(2048))
     alone = PLACES["alone"]
-    cases = (("fp8", 0, 16, GATE), ("fp8", 0, 64, both), ("int8", 0, 16, alone), ("fp8", 128, 16, alone), ("fp8", 128, 999, GATE))
+    cases = (
+        ("fp8", 0, 16, GATE),
+        ("fp8", 0, 64, both),
+        ("int8", 0, 16, alone),
+        ("fp8", 128, 16, alone),
+        ("fp8", 128, 999, GATE),
+    )
     for kind, group, most, around in cases:
         found[f"{kind} inputs, groups of {group}, {most} rows"] = eight(kind, group, most, around)
     return found

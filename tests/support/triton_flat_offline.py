@@ -1,4 +1,5 @@
-"""Compiles forms of the kernels for few rows for an H200 on a machine without one. Run as a program, in a process of its own.
+"""Compiles forms of the kernels for few rows for an H200 on a machine without one. Run as a program, in a process of
+its own.
 
 What lives here: the launches that become compilations. What may not: judgement (the test).
 

@@ -1,10 +1,11 @@
 """Triton's NumPy interpreter, mended, so that kernels can be tested where there is no GPU.
 
-What lives here: the mode, the corrections to the interpreter of Triton 3.6, and its bounds checks. What may not: kernels, tests.
+What lives here: the mode, the corrections to the interpreter of Triton 3.6, and its bounds checks. What may not:
+kernels, tests.
 
-The stock interpreter is silently wrong for bfloat16 (a dot reads the bits as integers, a conversion truncates), reads out of bounds
-in silence, and fails with NumPy 2.4. The corrections compute narrow floats in float32 and round once, to nearest even.
-Import this module before any kernel module: the mode is fixed when a kernel is decorated.
+The stock interpreter is silently wrong for bfloat16 (a dot reads the bits as integers, a conversion truncates), reads
+out of bounds in silence, and fails with NumPy 2.4. The corrections compute narrow floats in float32 and round once, to
+nearest even. Import this module before any kernel module: the mode is fixed when a kernel is decorated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: the kernels are checked on it, compiled", allow_module_level=True)
 if any(name.startswith("headrace.kernels.") and ".triton_" in name for name in sys.modules):
-    raise RuntimeError("a kernel module was imported before the interpreter was chosen; import tests.support.triton_interpreter first")
+    raise RuntimeError(
+        "a kernel module was imported before the interpreter was chosen; import tests.support.triton_interpreter first"
+    )
 os.environ["TRITON_INTERPRET"] = "1"
 
 import triton  # noqa: F401  (tests take it from here, after the mode is set)
@@ -56,7 +59,9 @@ def _narrow(data: np.ndarray) -> np.ndarray:
 
 def _eighth(data: np.ndarray) -> np.ndarray:
     """The bits of float8_e4m3fn as float32."""
-    found: np.ndarray = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+    found: np.ndarray = (
+        torch.from_numpy(np.ascontiguousarray(data).view(np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+    )
     return found
 
 
@@ -88,7 +93,9 @@ def _mend_casts() -> None:
         if target.scalar.name != "fp8e4nv":
             return stock_narrow(self, source, target, rounding)
         wide = torch.from_numpy(np.asarray(_values(source), dtype=np.float32))
-        return Handle(wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), target.scalar)  # to the nearest, as the device rounds
+        return Handle(
+            wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), target.scalar
+        )  # to the nearest, as the device rounds
 
     Builder.cast_impl, Builder.create_fp_to_fp = cast_impl, create_fp_to_fp
     Builder.get_bf16 = lambda self, value: Handle(_narrow(np.array([value], np.float32)), tl.bfloat16)
@@ -164,7 +171,11 @@ def _drop_dependent_launch() -> None:
         return None
 
     # what an import statement finds is another module object than the package's attribute
-    for module in (extra_cuda, sys.modules.get("triton.language.extra.cuda"), sys.modules.get("triton.language.extra.cuda.gdc")):
+    for module in (
+        extra_cuda,
+        sys.modules.get("triton.language.extra.cuda"),
+        sys.modules.get("triton.language.extra.cuda.gdc"),
+    ):
         if module is not None:
             module.gdc_wait = nothing  # type: ignore[attr-defined]
             module.gdc_launch_dependents = nothing  # type: ignore[attr-defined]
@@ -177,7 +188,8 @@ _PATCHED: set[int] = set()  # namespaces whose language is patched for the launc
 
 
 def _patch_once_a_launch() -> None:
-    """The stock interpreter goes over the whole language at every call of a kernel's functions; once for each of their modules does."""
+    """The stock interpreter goes over the whole language at every call of a kernel's functions; once for each of their
+    modules does."""
     stock = interpreter._patch_lang
 
     def patch(function: Any) -> Any:
@@ -226,7 +238,11 @@ def _tensors(argument: Any) -> Iterator[torch.Tensor]:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The tensor's own elements, not its whole storage."""
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    elements = (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else 0
+    )
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
@@ -263,7 +279,9 @@ def _check_accesses() -> None:
         _check(pointers, mask, "load")
         if other is None and not np.all(mask.data):  # undefined on a GPU: any bits
             kind = interpreter._get_np_dtype(pointers.get_element_ty())
-            bits = np.frombuffer(generator.bytes(pointers.data.size * kind.itemsize), dtype=kind).reshape(pointers.data.shape)
+            bits = np.frombuffer(generator.bytes(pointers.data.size * kind.itemsize), dtype=kind).reshape(
+                pointers.data.shape
+            )
             other = Handle(np.ascontiguousarray(bits), pointers.get_element_ty())
         return load(self, pointers, mask, other, *more, **named)
 
@@ -275,7 +293,11 @@ def _check_accesses() -> None:
         _check(pointers, mask, "atomic")
         return atomic(self, operation, pointers, value, mask, *more)
 
-    Builder.create_masked_load, Builder.create_masked_store, Builder.create_atomic_rmw = masked_load, masked_store, atomic_rmw
+    Builder.create_masked_load, Builder.create_masked_store, Builder.create_atomic_rmw = (
+        masked_load,
+        masked_store,
+        atomic_rmw,
+    )
 
 
 def _mend() -> None:

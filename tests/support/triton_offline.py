@@ -1,8 +1,11 @@
-"""Compiles the Triton kernels for an H200 on a machine without a GPU, and reads what came out. Run as a program, in a process of its own.
+"""Compiles the Triton kernels for an H200 on a machine without a GPU, and reads what came out. Run as a program, in a
+process of its own.
 
-What lives here: a driver that only compiles, and figures of each kernel's machine code. What may not: kernels, judgement (the test).
+What lives here: a driver that only compiles, and figures of each kernel's machine code. What may not: kernels,
+judgement (the test).
 
-``python triton_offline.py [CASE …]`` prints a JSON object: for each case registers, stack and spill bytes, shared memory, instruction counts.
+``python triton_offline.py [CASE …]`` prints a JSON object: for each case registers, stack and spill bytes, shared
+memory, instruction counts.
 """
 
 from __future__ import annotations
@@ -100,7 +103,13 @@ def figures(compiled: Any) -> dict[str, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found is not None, usage
     counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS}
-    return {"registers": int(found[1]), "stack": int(found[2]), "local": int(found[3]), "shared": compiled.metadata.shared, **counts}
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "local": int(found[3]),
+        "shared": compiled.metadata.shared,
+        **counts,
+    }
 
 
 def _output(tool: str, *arguments: str) -> str:
@@ -121,9 +130,17 @@ def _without(module: Any, call: Callable[[], object]) -> Callable[[], object]:
 
 
 def attention(
-    dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False, sequences: int = 4, unified: bool = False, kv: str | None = None
+    dtype: torch.dtype,
+    heads: int,
+    dim: int,
+    *,
+    bulk: bool = False,
+    sequences: int = 4,
+    unified: bool = False,
+    kv: str | None = None,
 ) -> dict[str, dict[str, int]]:
-    """``unified``: the decode kernel alone, the others know nothing of it. ``kv``: how keys and values are held; with the cache write."""
+    """``unified``: the decode kernel alone, the others know nothing of it. ``kv``: how keys and values are held; with
+    the cache write."""
     from headrace.kernels.attention import triton_decode as decode
     from headrace.kernels.attention import triton_plan as plan
     from headrace.kernels.attention import triton_prefill as prefill
@@ -135,13 +152,25 @@ def attention(
     size = 128 if bulk else 16
     q, cache = torch.empty(64, heads, dim, dtype=dtype), torch.empty(64, 2, 8, size, dim, dtype=dtype)
     starts = torch.zeros(sequences + 1, dtype=torch.int32)
-    inputs = AttentionInputs(torch.zeros(sequences, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), size, 40, 256)
+    inputs = AttentionInputs(
+        torch.zeros(sequences, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), size, 40, 256
+    )
     quantized = None
     if kv is not None:
         form, ones = KV_FORMATS[kv], torch.ones(8)
         quantized = Quantized(form) if form.scales else Quantized(form, ones, ones)
         cache = torch.empty(64, 2, 8, size, form.token_bytes(dim), dtype=torch.uint8)
-    attend = PagedAttention(dim, heads // 8, 132, False, bulk, dtype, cascade=not unified, unified=unified, kv=quantized and quantized.format)
+    attend = PagedAttention(
+        dim,
+        heads // 8,
+        132,
+        False,
+        bulk,
+        dtype,
+        cascade=not unified,
+        unified=unified,
+        kv=quantized and quantized.format,
+    )
 
     def call() -> object:
         return attend(q, cache[:, 0], cache[:, 1], inputs, 0.1, None, None, quantized)
@@ -189,7 +218,8 @@ def attention_variants(
 
 
 def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ...], soft_cap: float | None) -> None:
-    """A step as the worker makes it: index tensors are slices of one copy, at any offset; tables as wide as the longest context."""
+    """A step as the worker makes it: index tensors are slices of one copy, at any offset; tables as wide as the longest
+    context."""
     from headrace.kernels.inputs import AttentionInputs
 
     count = draw.choice((1, 1, 2, 3, 16, 17, 256, 300))
@@ -198,7 +228,10 @@ def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ..
     tokens, at = sum(lengths), draw.randint(0, 7)
     shipped = torch.zeros(at + 2 * count + 1, dtype=torch.int32)
     table = torch.zeros(count, draw.choice((1, 2, 7, 16, 48)), dtype=torch.int32)
-    q, cache = torch.empty(tokens, 12, 64, dtype=torch.bfloat16)[:, :8], torch.empty(3, 5, 2, 2, 128, 64, dtype=torch.bfloat16)
+    q, cache = (
+        torch.empty(tokens, 12, 64, dtype=torch.bfloat16)[:, :8],
+        torch.empty(3, 5, 2, 2, 128, 64, dtype=torch.bfloat16),
+    )
     lengths_of = table, shipped[at : at + count + 1], shipped[at + count + 1 :], torch.zeros(tokens)
     inputs = AttentionInputs(*lengths_of, 128, longest, 100_000, draw.choice((None, 0)))
     for window, layer in product(windows, range(2)):
@@ -206,8 +239,9 @@ def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ..
 
 
 def attention_later() -> dict[str, dict[str, int]]:
-    """Of the kernels that may come later: how many variants, how many others have the same, how many are built for other arguments than a
-    rehearsal launches them with; none of the device's memory is taken, which is ``meta`` here."""
+    """Of the kernels that may come later: how many variants, how many others have the same, how many are built for
+    other arguments than a rehearsal launches them with; none of the device's memory is taken, which is ``meta``
+    here."""
     from headrace.kernels.attention import triton_decode as decode
     from headrace.kernels.attention import triton_plan as plan
     from headrace.kernels.attention import triton_prefill as prefill
@@ -234,7 +268,10 @@ def attention_later() -> dict[str, dict[str, int]]:
     for module, name in kernels.items():
         setattr(module, name, keys[module].kernel)
     rows = zip(kernels.values(), whole, others, built, strict=True)
-    return {name: {"later": len(mine), "of others": len(mine & rest), "otherwise": len(mine ^ made)} for name, mine, rest, made in rows}
+    return {
+        name: {"later": len(mine), "of others": len(mine & rest), "otherwise": len(mine ^ made)}
+        for name, mine, rest, made in rows
+    }
 
 
 def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -244,7 +281,11 @@ def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
     from headrace.kernels.rows import triton_embedding as embedding
     from headrace.spec import Activation
 
-    x, weight, tokens = torch.empty(64, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), torch.zeros(64, dtype=torch.int64)
+    x, weight, tokens = (
+        torch.empty(64, 4096, dtype=dtype),
+        torch.empty(4096, dtype=dtype),
+        torch.zeros(64, dtype=torch.int64),
+    )
     q, cache = torch.empty(64, 48, 128, dtype=dtype), torch.empty(64, 2, 8, 16, 128, dtype=dtype)
     parts = q.split((32, 8, 8), dim=1)
     return {
@@ -268,18 +309,32 @@ def sampling() -> dict[str, dict[str, int]]:
         **record(sampling, ("_largest_kernel", "_best_kernel"), lambda: sampling.greedy_tokens(logits.bfloat16())),
         **record(sampling, ("_pick_kernel", "_best_kernel"), lambda: sampling.gumbel_argmax(logits, row, ids, ids)),
         **record(sampling, ("_score_kernel",), lambda: sampling.score_tokens(logits, ids, 0)),
-        **record(thresholds, ("_threshold_kernel",), lambda: thresholds.keep_thresholds(logits, ids, row, row, scale=(row, row))),
+        **record(
+            thresholds,
+            ("_threshold_kernel",),
+            lambda: thresholds.keep_thresholds(logits, ids, row, row, scale=(row, row)),
+        ),
     }
 
 
 def rows() -> dict[str, dict[str, int]]:
     from headrace.kernels.rows import triton_rows as rows
 
-    token_ids, table, ints = torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    token_ids, table, ints = (
+        torch.zeros(8, 512, dtype=torch.int32),
+        torch.zeros(8, 4, dtype=torch.int32),
+        torch.zeros(8, dtype=torch.int32),
+    )
     peak = torch.zeros(8, dtype=torch.float32)
     return {
-        **record(rows, ("_write_kernel",), lambda: rows.write_rows(token_ids, ints, ints.long(), torch.zeros(9, dtype=torch.int32), 300)),
-        **record(rows, ("_gather_kernel",), lambda: rows.gather_inputs(token_ids, table, ints, ints, ints, ints, 128, 4)),
+        **record(
+            rows,
+            ("_write_kernel",),
+            lambda: rows.write_rows(token_ids, ints, ints.long(), torch.zeros(9, dtype=torch.int32), 300),
+        ),
+        **record(
+            rows, ("_gather_kernel",), lambda: rows.gather_inputs(token_ids, table, ints, ints, ints, ints, 128, 4)
+        ),
         **record(rows, ("_store_kernel",), lambda: rows.store_tokens(token_ids, ints, ints, ints.long(), peak)),
     }
 
@@ -328,10 +383,15 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention bfloat16 256": lambda: attention(torch.bfloat16, 16, 256),
     "attention float32 128": lambda: attention(torch.float32, 32, 128),
     "attention bfloat16 128 unified": lambda: attention(torch.bfloat16, 32, 128, bulk=True, sequences=20, unified=True),
-    **{f"attention bfloat16 128 {kv}": partial(attention, torch.bfloat16, 32, 128, bulk=True, sequences=20, kv=kv) for kv in CODES},
+    **{
+        f"attention bfloat16 128 {kv}": partial(attention, torch.bfloat16, 32, 128, bulk=True, sequences=20, kv=kv)
+        for kv in CODES
+    },
     "attention, variants": lambda: attention_variants(None, (None,), batch_invariant=False),
     "attention, variants with windows": lambda: attention_variants(30.0, (512, None, 64, None), batch_invariant=False),
-    "attention, variants without a cascade": lambda: attention_variants(None, (None,), batch_invariant=False, cascade=False),
+    "attention, variants without a cascade": lambda: attention_variants(
+        None, (None,), batch_invariant=False, cascade=False
+    ),
     "attention, later": attention_later,
     "attention, variants to the bit": lambda: attention_variants(None, (None,), batch_invariant=True),
     "elementwise": lambda: elementwise(torch.bfloat16),
@@ -352,7 +412,9 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
 
 def main(names: list[str]) -> None:
     driver.set_active(CompileOnly())
-    json.dump({f"{name}: {kernel}": row for name in names or CASES for kernel, row in CASES[name]().items()}, sys.stdout)
+    json.dump(
+        {f"{name}: {kernel}": row for name in names or CASES for kernel, row in CASES[name]().items()}, sys.stdout
+    )
 
 
 if __name__ == "__main__":

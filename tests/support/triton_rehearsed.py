@@ -1,10 +1,12 @@
-"""Which specialisations of the Triton kernels a start rehearses, and which the steps after it ask for. Run as a program, in a process of its own.
+"""Which specialisations of the Triton kernels a start rehearses, and which the steps after it ask for. Run as a
+program, in a process of its own.
 
-What lives here: a worker on a CPU whose kernels are never launched, only identified. What may not: judgement (the test).
+What lives here: a worker on a CPU whose kernels are never launched, only identified. What may not: judgement (the
+test).
 
 ``python triton_rehearsed.py CONFIG [invariant]`` (the JSON of a model's config; with --batch-invariant) prints
-{"rehearsed": [...], "used": [...], "chosen later": [...]}:
-kernel, constants, types and divisibility of each, and operations that no call site was known of when kernels were built.
+{"rehearsed": [...], "used": [...], "chosen later": [...]}: kernel, constants, types and divisibility of each, and
+operations that no call site was known of when kernels were built.
 """
 
 from __future__ import annotations
@@ -62,20 +64,30 @@ def as_on_a_card() -> None:
     linear.SMALL_WEIGHT = 1
     ours = (gpu.TRITON, linear.FLAT, linear.FUSED, linear.CODED, linear.EIGHT)
     registry.OPERATIONS = {  # type: ignore[misc]
-        op: replace(one, candidates=tuple(replace(each, devices=("cpu",)) for each in one.candidates if each.name in ours))
+        op: replace(
+            one, candidates=tuple(replace(each, devices=("cpu",)) for each in one.candidates if each.name in ours)
+        )
         for op, one in registry.OPERATIONS.items()
     }
 
 
 def create_runner(kernels: Kernels, spec: Any, decoder: Decoder) -> tuple[ModelRunner, list[KVGroup]]:
     groups = [KVGroup(each, ROWS) for each in kv_groups(spec, BLOCK_SIZE, 2)]
-    rows = Rows(ROWS, LONGEST, spec.vocab_size, [BLOCK_SIZE for _ in groups], CPU, kernels.choose(*called("write_rows", dtype=torch.int32)))
+    rows = Rows(
+        ROWS,
+        LONGEST,
+        spec.vocab_size,
+        [BLOCK_SIZE for _ in groups],
+        CPU,
+        kernels.choose(*called("write_rows", dtype=torch.int32)),
+    )
     caches = [allocate_kv(group, torch.bfloat16, CPU).zero_() for group in groups]
     return ModelRunner(decoder, caches, rows, kernels, max_logits_rows=64, padded=False, clock=RealClock()), groups
 
 
 def take_steps(runner: ModelRunner, groups: list[KVGroup]) -> None:
-    """Steps of many shapes: prompts, batches of every size, both together, all ways to sample; that may share keys, and that do not."""
+    """Steps of many shapes: prompts, batches of every size, both together, all ways to sample; that may share keys, and
+    that do not."""
     warm_up(runner, groups, LONGEST, thorough=True)
     for rows in (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 40):
         for tokens in (rows, rows + 1, rows + 15, rows + 16, rows * 7, TOKENS):

@@ -1,8 +1,11 @@
-"""Which variants of the Triton kernels random batches of a model need, on a machine without a GPU. Run as a program, in a process of its own.
+"""Which variants of the Triton kernels random batches of a model need, on a machine without a GPU. Run as a program, in
+a process of its own.
 
-What lives here: batches, and the launches they make, told apart as the compiler would. What may not: compiling (triton_offline.py), judgement.
+What lives here: batches, and the launches they make, told apart as the compiler would. What may not: compiling
+(triton_offline.py), judgement.
 
-``python triton_variants.py`` prints a JSON object: for each kernel how many variants, and how many of those no rehearsal has made.
+``python triton_variants.py`` prints a JSON object: for each kernel how many variants, and how many of those no
+rehearsal has made.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ def launches(kernels: dict[str, Any]) -> Iterator[dict[str, Keys]]:
             setattr(module, name, keys[name].kernel)
 
 
-def count(kernels: dict[str, Any], rehearse: Callable[[], None], batch: Callable[[random.Random], None]) -> dict[str, dict[str, int]]:
+def count(
+    kernels: dict[str, Any], rehearse: Callable[[], None], batch: Callable[[random.Random], None]
+) -> dict[str, dict[str, int]]:
     with launches(kernels) as keys:
         rehearse()
         rehearsed = {name: set(each.seen) for name, each in keys.items()}
@@ -102,7 +107,11 @@ def picks() -> dict[str, dict[str, int]]:
 
 def main() -> None:
     driver.set_active(CompileOnly())
-    found = {"experts": experts(batch_invariant=False), "experts to the bit": experts(batch_invariant=True), "picks": picks()}
+    found = {
+        "experts": experts(batch_invariant=False),
+        "experts to the bit": experts(batch_invariant=True),
+        "picks": picks(),
+    }
     json.dump({f"{case}: {kernel}": row for case, rows in found.items() for kernel, row in rows.items()}, sys.stdout)
 
 

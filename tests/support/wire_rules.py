@@ -1,6 +1,7 @@
 """What every byte that leaves a server must look like: the rules of streams, and words that may not appear anywhere.
 
-What lives here: judging bytes; each function raises AssertionError or returns what it found. What may not: sending anything.
+What lives here: judging bytes; each function raises AssertionError or returns what it found. What may not: sending
+anything.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ UNCLEAN = re.compile(rb"0x[0-9a-f]{6,}|Traceback|/home/|/usr/|/root/|site-packag
 
 
 def unclean(data: bytes, *secrets: bytes) -> list[bytes]:
-    """Places where addresses, paths, tracebacks, escape characters or one of ``secrets`` show, with what stands around them."""
+    """Places where addresses, paths, tracebacks, escape characters or one of ``secrets`` show, with what stands around
+    them."""
     hits = [match.start() for match in UNCLEAN.finditer(data)]
     hits += [at for secret in secrets if (at := data.find(secret)) >= 0]
     return [data[max(0, at - 60) : at + 60] for at in hits]

@@ -31,7 +31,9 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def core_with(slots: int, held: int = 64, names: int = 9, fault: Any = None, **more: Any) -> EngineCore:
-    info = keyed_hash_info(vocab_size=VOCAB, max_model_len=200, max_num_seqs=8, num_blocks=64, block_size=4, adapter_slots=slots)
+    info = keyed_hash_info(
+        vocab_size=VOCAB, max_model_len=200, max_num_seqs=8, num_blocks=64, block_size=4, adapter_slots=slots
+    )
     executor = CheckedExecutor(info, fault=fault)
     core = engine(info=info, executor=executor, **more)
     core.adapters = AdapterDesk(lambda folder: None, executor.control, held)
@@ -112,7 +114,9 @@ def test_slots_go_to_who_has_waited_longest_and_from_who_was_used_longest_ago() 
     assert residency.claims(("x",)).find("z") == 1, "nobody uses it"
     assert residency.claims(()).find("z") == 1, "used longest ago"
     full = residency.claims(("x", "x", "y"))
-    assert full.find("z") is None and full.find("y") is None and full.find("x") == 0, "z has claimed y's: that has fewer"
+    assert full.find("z") is None and full.find("y") is None and full.find("x") == 0, (
+        "z has claimed y's: that has fewer"
+    )
     assert full.find("w") is None and full.find("x") is None
 
 
@@ -125,7 +129,11 @@ def test_the_desk_reads_ahead_and_makes_room_in_order() -> None:
         desk.begin(request(number, [1], adapter=name))
     assert not desk.take_ready([], ()) and told == [LoadAdapter("x", "/x"), LoadAdapter("y", "/y")]
     ready = desk.take_ready([AdapterOutcome("x"), AdapterOutcome("y", "it is damaged")], ())
-    assert [(type(each).__name__, each.request.request_id) for each in ready] == [("AddRequest", 0), ("RefuseRequest", 1), ("AddRequest", 3)]
+    assert [(type(each).__name__, each.request.request_id) for each in ready] == [
+        ("AddRequest", 0),
+        ("RefuseRequest", 1),
+        ("AddRequest", 3),
+    ]
     assert told[2:] == [LoadAdapter("z", "/z")] and [each.request_id for each in desk.waiting] == [2]
     desk.drop(2)
     assert not desk.waiting and desk.take_ready([AdapterOutcome("z")], ()) == [] and not desk.busy
@@ -155,7 +163,11 @@ def test_names_stay_within_their_folder(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be() -> None:
-    assert AdapterConfig().slots == 0 and AdapterConfig(lora_modules=("x=/y",)).slots == 8 and AdapterConfig(lora_dir="/y").enable_lora
+    assert (
+        AdapterConfig().slots == 0
+        and AdapterConfig(lora_modules=("x=/y",)).slots == 8
+        and AdapterConfig(lora_dir="/y").enable_lora
+    )
     for wrong, said in (
         ({"max_lora_rank": 257}, "1 to 256"), ({"max_loras": 8, "max_cpu_loras": 4}, "at least as many"),
         ({"lora_modules": ("x=/y", "x=/z")}, "twice"), ({"lora_modules": ("../x=/y",)}, "letters"), ({"lora_modules": ("x",)}, "NAME=PATH"),
@@ -246,10 +258,16 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
 def test_a_request_whose_adapter_cannot_be_read_ends_alone() -> None:
     core = core_with(2)
     outcomes = core.executor.outcomes
-    core.executor.outcomes = lambda wait=0.0: [replace(each, error="NaN") if each.name == "a1" else each for each in outcomes(wait)]  # type: ignore[method-assign]
+    core.executor.outcomes = lambda wait=0.0: [
+        replace(each, error="NaN") if each.name == "a1" else each for each in outcomes(wait)
+    ]  # type: ignore[method-assign]
     for number in range(3):
         core.add(request(number, [1, 2], adapter=f"a{number}", max_tokens=3))
     answers = run(core)
-    assert [answers.finished[number, 0].reason for number in range(3)] == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
+    assert [answers.finished[number, 0].reason for number in range(3)] == [
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+        FinishReason.LENGTH,
+    ]
     assert answers.finished[1, 0].message == "NaN" and answers.finished[1, 0].param == "model"
     assert_at_rest(core)

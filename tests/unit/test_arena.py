@@ -13,7 +13,10 @@ from lab.arena_model import CachingAllocator, between, compare, most_alive, repl
 
 def step(draw: random.Random, count: int = 60) -> list[Use]:
     firsts = sorted(draw.sample(range(10 * count), count))
-    return [Use(draw.choice((1, 512, 10**6, draw.randint(1, 10**7))), first, first + draw.randint(1, 80)) for first in firsts]
+    return [
+        Use(draw.choice((1, 512, 10**6, draw.randint(1, 10**7))), first, first + draw.randint(1, 80))
+        for first in firsts
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -34,7 +37,12 @@ def test_a_chain_of_layers_is_planned_without_a_gap() -> None:
     uses = [Use(4096, 0, 1000)]
     for layer in range(32):
         at = 10 * layer
-        uses += [Use(4096, at + 1, at + 4), Use(28672, at + 2, at + 6), Use(14336, at + 5, at + 8), Use(4096, at + 7, at + 12)]
+        uses += [
+            Use(4096, at + 1, at + 4),
+            Use(28672, at + 2, at + 6),
+            Use(14336, at + 5, at + 8),
+            Use(4096, at + 7, at + 12),
+        ]
     assert plan(uses).size == most_alive(uses)
     assert plan([]).size == most_alive([]) == 0
 
@@ -60,7 +68,10 @@ def test_the_caching_allocator_joins_what_it_split_and_keeps_what_it_took() -> N
 def test_a_run_of_changing_lengths_holds_more_than_its_plan(seed: int) -> None:
     draw = random.Random(seed)
     whole = step(draw)
-    traces = [between([Use(0, use.first, use.last) for use in whole], whole, (0, 100), draw.randint(1, 100)) for _ in range(40)]
+    traces = [
+        between([Use(0, use.first, use.last) for use in whole], whole, (0, 100), draw.randint(1, 100))
+        for _ in range(40)
+    ]
     found = compare(traces)
     assert found.alive <= found.planned and found.alive <= found.cached and found.tensors == 40 * len(whole)
     allocator = CachingAllocator()
@@ -75,6 +86,12 @@ def test_a_record_of_requests_becomes_lifetimes() -> None:
     def entry(action: str, addr: int, size: int = 2 * 10**6) -> dict[str, object]:
         return {"action": action, "addr": addr, "size": size}
 
-    record = [entry("alloc", 1), entry("segment_alloc", 9), entry("alloc", 2, 64), entry("alloc", 3), entry("free_requested", 1)]
+    record = [
+        entry("alloc", 1),
+        entry("segment_alloc", 9),
+        entry("alloc", 2, 64),
+        entry("alloc", 3),
+        entry("free_requested", 1),
+    ]
     record += [entry("free_completed", 1), entry("alloc", 1, 3 * 10**6), entry("free_requested", 7)]
     assert uses_of(record) == [Use(2 * 10**6, 0, 2), Use(2 * 10**6, 1, 4), Use(3 * 10**6, 3, 4)]

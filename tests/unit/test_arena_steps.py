@@ -1,4 +1,5 @@
-"""The arena learns what steps ask for and how long it lives, hands out places by it, and gives up a step that does something else."""
+"""The arena learns what steps ask for and how long it lives, hands out places by it, and gives up a step that does
+something else."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from tests.support.poisoned import PoisonedArena
 CPU, WIDTH = torch.device("cpu"), 4
 
 
-def layers(arena: Arena, tokens: int, *, wanted: int | None = None, count: int = 3, gated: bool = False) -> Callable[[], Tensor]:
-    """Each layer: a wide result from a narrow one, a narrow one from that, and a sum that lives through the next layer."""
+def layers(
+    arena: Arena, tokens: int, *, wanted: int | None = None, count: int = 3, gated: bool = False
+) -> Callable[[], Tensor]:
+    """Each layer: a wide result from a narrow one, a narrow one from that, and a sum that lives through the next
+    layer."""
 
     def result(rows: int, width: int) -> Tensor:
         return arena.empty((rows, width), torch.float32, CPU)
@@ -61,7 +65,8 @@ def test_steps_of_any_length_follow_the_recorded_one(lengths: tuple[int, ...]) -
 
 
 def test_the_buffer_holds_what_is_alive_at_once_and_grows_no_more() -> None:
-    """Of the largest layer: x, the wide one, the narrow one, and that of the layer before, which is named until then; never all layers."""
+    """Of the largest layer: x, the wide one, the narrow one, and that of the layer before, which is named until then;
+    never all layers."""
     arena, tokens = Arena(CPU), 1024
     for count in (tokens // 2, tokens // 2, tokens, tokens // 4, tokens):
         step(arena, count, count=20)
@@ -109,7 +114,9 @@ def test_a_step_that_asks_for_something_else_goes_on_by_itself() -> None:
     for tokens in lengths:
         step(arena, tokens, gated=tokens <= 256)
     found = arena.served
-    assert found.recorded == 2 and found.differed <= 9 and found.planned == len(lengths) - found.differed - found.recorded
+    assert (
+        found.recorded == 2 and found.differed <= 9 and found.planned == len(lengths) - found.differed - found.recorded
+    )
     for tokens in (7, 700):
         step(arena, tokens, gated=tokens <= 256)
     assert found.planned == len(lengths) + 2 - found.differed - found.recorded
@@ -132,7 +139,8 @@ def test_a_kind_that_never_settles_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_lifetimes_of_equal_requests_are_the_longest_seen() -> None:
-    """One step keeps what another lets go at once; the second is recorded because steps near it asked for something else."""
+    """One step keeps what another lets go at once; the second is recorded because steps near it asked for something
+    else."""
     arena = PoisonedArena(CPU)
 
     def compute(tokens: int, *, keeps: bool, more: bool = False) -> Callable[[], Tensor]:

@@ -33,7 +33,8 @@ def test_gaps_have_their_mean_and_their_spread(gaps: str, shape: float) -> None:
 
 
 def test_the_two_distributions_meet_at_poisson_and_differ_elsewhere() -> None:
-    """Half of a Poisson process's gaps are below ln 2 of the mean; a Weibull tail of shape 1/2 is heavier than the gamma one."""
+    """Half of a Poisson process's gaps are below ln 2 of the mean; a Weibull tail of shape 1/2 is heavier than the
+    gamma one."""
     for gaps in GAPS:
         assert np.median(np.diff(arrival_times(COUNT, 1.0, gaps=gaps))) == pytest.approx(math.log(2), rel=0.04)
     tails = [(np.diff(arrival_times(COUNT, 1.0, burstiness=0.5, gaps=gaps)) > 8).mean() for gaps in GAPS]
@@ -54,7 +55,10 @@ def test_a_rate_swings_as_it_should(gaps: str) -> None:
     whole = times[times < period * (times[-1] // period)]
     counts, edges = np.histogram(whole % period, bins=8, range=(0, period))
     turn = 2 * math.pi / period
-    integral = [(high - low) + amplitude / turn * (math.cos(turn * low) - math.cos(turn * high)) for low, high in pairwise(edges)]
+    integral = [
+        (high - low) + amplitude / turn * (math.cos(turn * low) - math.cos(turn * high))
+        for low, high in pairwise(edges)
+    ]
     assert counts / len(whole) == pytest.approx(np.array(integral) / period, rel=0.08)
     assert len(whole) / (times[-1] // period * period) == pytest.approx(10.0, rel=0.03)
 
@@ -87,7 +91,12 @@ def test_a_server_and_a_simulation_get_the_same_arrivals(swing: Swing | None) ->
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
-    for wrong in ({"rate": 0.0}, {"rate": math.nan}, {"rate": 1.0, "burstiness": 0.0}, {"rate": 1.0, "burstiness": math.nan}):
+    for wrong in (
+        {"rate": 0.0},
+        {"rate": math.nan},
+        {"rate": 1.0, "burstiness": 0.0},
+        {"rate": 1.0, "burstiness": math.nan},
+    ):
         with pytest.raises(ConfigError, match="above 0"):
             arrival_times(3, **wrong)
     with pytest.raises(ConfigError, match="choose one of gamma, weibull"):

@@ -44,7 +44,9 @@ def served(rate: float, sustained: float, seconds: float, answer: float = 1.0) -
         (20.7, 18.0, 20.0, 15.0, "no"),
     ],
 )
-def test_a_queue_that_grows_is_no_capacity(rate: float, sustained: float, seconds: float, answer: float, steady: str) -> None:
+def test_a_queue_that_grows_is_no_capacity(
+    rate: float, sustained: float, seconds: float, answer: float, steady: str
+) -> None:
     assert capacity.steadiness_of(served(rate, sustained, seconds, answer)) == steady
 
 
@@ -58,7 +60,12 @@ def test_answers_that_pile_up_are_no_capacity_either() -> None:
 
 def test_what_a_device_can_do_is_not_told_by_answers_that_end_at_once() -> None:
     def bench(*ends: float) -> Any:
-        return cast(Any, SimpleNamespace(at_rate=lambda rate: [], run=lambda config, asked: ({}, [Sample(0.0, ended=end) for end in ends])))
+        return cast(
+            Any,
+            SimpleNamespace(
+                at_rate=lambda rate: [], run=lambda config, asked: ({}, [Sample(0.0, ended=end) for end in ends])
+            ),
+        )
 
     limits = {"ttft": 1.0, "tpot": 0.1}
     assert overload.saturated(bench(1.0, 2.0, 3.0), limits) == 1.0

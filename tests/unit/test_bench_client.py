@@ -19,7 +19,10 @@ from headrace.planner.workload.statistics import failure_reasons
 T = TypeVar("T")
 Handler = Callable[[str, dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 2}}}
+USAGE = {
+    "choices": [],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 2}},
+}
 
 
 def chunk(data: bytes) -> bytes:
@@ -52,7 +55,14 @@ class Scripted:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                length = next((int(line.split(":")[1]) for line in head.split("\r\n") if line.lower().startswith("content-length")), 0)
+                length = next(
+                    (
+                        int(line.split(":")[1])
+                        for line in head.split("\r\n")
+                        if line.lower().startswith("content-length")
+                    ),
+                    0,
+                )
                 body = json.loads(await reader.readexactly(length)) if length else {}
                 self.bodies.append(body)
                 self.now += 1
@@ -90,7 +100,14 @@ def script(*pieces: bytes, pause: float = 0.0) -> Handler:
     return handler
 
 
-GOOD = (STREAM, chunk(token("a")), chunk(token("b")), chunk(token("", "length") + event(USAGE)), chunk(event(b"[DONE]")), b"0\r\n\r\n")
+GOOD = (
+    STREAM,
+    chunk(token("a")),
+    chunk(token("b")),
+    chunk(token("", "length") + event(USAGE)),
+    chunk(event(b"[DONE]")),
+    b"0\r\n\r\n",
+)
 
 
 async def one_request(client: HttpClient, scripted: Scripted) -> LoadGenerator:
@@ -110,7 +127,14 @@ def test_each_event_with_a_token_is_an_arrival_and_usage_is_believed() -> None:
 def test_a_last_token_without_text_is_an_arrival_where_usage_counts_it() -> None:
     """As of a model without a tokenizer: the event that says why the answer ended brought its last token."""
     usage = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 3}})
-    pieces = (STREAM, chunk(token("")), chunk(token("")), chunk(token("", "length") + usage), chunk(event(b"[DONE]")), b"0\r\n\r\n")
+    pieces = (
+        STREAM,
+        chunk(token("")),
+        chunk(token("")),
+        chunk(token("", "length") + usage),
+        chunk(event(b"[DONE]")),
+        b"0\r\n\r\n",
+    )
     (sample,) = against(script(*pieces), one_request).samples
     assert len(sample.arrivals) == sample.output_tokens == 3
 
@@ -129,8 +153,20 @@ def test_bytes_may_be_cut_anywhere(size: int) -> None:
         ([plain("400 Bad Request", {"error": {"message": "too long"}})], "status 400: too long"),
         ([plain("200 OK", {"choices": []})], "without [DONE]"),
         ([STREAM, chunk(token("a")), b"0\r\n\r\n"], "without [DONE]"),
-        ([STREAM, chunk(token("a")), chunk(event({"error": {"message": "died"}})), chunk(event(b"[DONE]")), b"0\r\n\r\n"], "died"),
-        ([b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"], "without [DONE]"),
+        (
+            [
+                STREAM,
+                chunk(token("a")),
+                chunk(event({"error": {"message": "died"}})),
+                chunk(event(b"[DONE]")),
+                b"0\r\n\r\n",
+            ],
+            "died",
+        ),
+        (
+            [b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"],
+            "without [DONE]",
+        ),
         ([b"nonsense\r\n\r\n"], "not an HTTP/1.1 answer"),
         ([STREAM, b"zz\r\n"], "in chunk size"),
     ],
@@ -174,7 +210,9 @@ def test_arrivals_are_kept_to_and_think_time_passes_between_turns() -> None:
         return chunk(event({"choices": [{"index": 0, "delta": {"content": text}}]}))
 
     role = chunk(event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}))
-    first, second = against(script(STREAM, role, delta("a"), delta("b"), chunk(event(b"[DONE]")), b"0\r\n\r\n"), work).samples
+    first, second = against(
+        script(STREAM, role, delta("a"), delta("b"), chunk(event(b"[DONE]")), b"0\r\n\r\n"), work
+    ).samples
     assert len(first.arrivals) == 2 and first.output_tokens == 2  # the role is no token; without usage, events count
     assert first.due is not None and 0 <= first.sent - first.due < 0.05
     assert second.sent - first.ended >= 0.1
@@ -243,7 +281,13 @@ def test_flags_become_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(conversation.turns) for conversation in made("--workload", "conversation", "--turns", "2")] == [2, 2, 2]
     with pytest.raises(ConfigError, match="--trace FILE"):
         made("--workload", "trace")
-    for flags in ("--vocab-size 0", "--num-warmups -1", "--timeout nan", "--metric-percentiles 500", "--reading-speed inf"):
+    for flags in (
+        "--vocab-size 0",
+        "--num-warmups -1",
+        "--timeout nan",
+        "--metric-percentiles 500",
+        "--reading-speed inf",
+    ):
         with pytest.raises(SystemExit):
             made(*flags.split())
         assert f"argument {flags.split()[0]}: '{flags.split()[1]}' is no" in capsys.readouterr().err

@@ -17,7 +17,14 @@ from tests.support.hash_engine import CheckedExecutor
 def core(device_time: float = 0.01, **info: int) -> EngineCore:
     clock = VirtualClock(5.0)
     executor = CheckedExecutor(keyed_hash_info(**info), device_time=device_time, clock=clock, check=True)
-    return EngineCore(executor, scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset({3}), namespace=b"", clock=clock)
+    return EngineCore(
+        executor,
+        scheduler=SchedulerConfig(),
+        cache=CacheConfig(),
+        eos_token_ids=frozenset({3}),
+        namespace=b"",
+        clock=clock,
+    )
 
 
 def test_open_loop_sends_when_due_and_stamps_each_token() -> None:

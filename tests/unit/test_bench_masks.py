@@ -21,7 +21,10 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_what_masks_cost(tmp_path: Path) -> None:
     lines = [
-        {"schema": {"enum": ["yes", "no"]}, "tests": [{"data": "maybe", "valid": False}, {"data": "no", "valid": True}]},
+        {
+            "schema": {"enum": ["yes", "no"]},
+            "tests": [{"data": "maybe", "valid": False}, {"data": "no", "valid": True}],
+        },
         {"schema": {}, "tests": []},
     ]
     schemas, found = tmp_path / "schemas.jsonl", tmp_path / "found.json"

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from headrace.bench.load import BenchFailed
-from lab.profile_ncu import BANDWIDTH, DURATION, METRICS, SM_ACTIVE, TENSOR_ACTIVE, by_kernel, read_kernels, split_steps, sum_up
+from lab.profile_ncu import (
+    BANDWIDTH,
+    DURATION,
+    METRICS,
+    SM_ACTIVE,
+    TENSOR_ACTIVE,
+    by_kernel,
+    read_kernels,
+    split_steps,
+    sum_up,
+)
 from lab.profile_page import sections, short_name
 
 COLUMNS = ("ID", "Process ID", "Kernel Name", "Grid Size", BANDWIDTH, DURATION, TENSOR_ACTIVE, SM_ACTIVE)
@@ -18,7 +28,11 @@ def line(*cells: object) -> str:
     return ",".join(f'"{cell}"' for cell in cells)
 
 
-def report(*kernels: tuple[str, object, object, object, object], units: tuple[str, ...] = UNITS, columns: tuple[str, ...] = COLUMNS) -> list[str]:
+def report(
+    *kernels: tuple[str, object, object, object, object],
+    units: tuple[str, ...] = UNITS,
+    columns: tuple[str, ...] = COLUMNS,
+) -> list[str]:
     """As ncu logs it: its own messages, a header, a line of units, one line a launch."""
     rows = [line(number, 4711, name, "(132, 1, 1)", *values) for number, (name, *values) in enumerate(kernels)]
     return ["==PROF== Connected to process 4711 (/usr/bin/python3.12)", line(*columns), line(*units), *rows]
@@ -45,8 +59,12 @@ def test_steps_are_told_apart_by_their_markers_and_weighted_with_time() -> None:
 
 
 def test_units_are_those_the_report_names() -> None:
-    (kernel,) = read_kernels(report(("k", "2.5", "7", "10", "20"), units=("", "", "", "", "Tbyte/second", "us", "%", "%")))
-    assert (kernel.bandwidth, kernel.seconds, kernel.tensor_active, kernel.sm_active) == pytest.approx((2.5e12, 7e-6, 0.1, 0.2))
+    (kernel,) = read_kernels(
+        report(("k", "2.5", "7", "10", "20"), units=("", "", "", "", "Tbyte/second", "us", "%", "%"))
+    )
+    assert (kernel.bandwidth, kernel.seconds, kernel.tensor_active, kernel.sm_active) == pytest.approx(
+        (2.5e12, 7e-6, 0.1, 0.2)
+    )
     with pytest.raises(BenchFailed, match="in 'fortnight'"):
         read_kernels(report(("k", 1, 1, 1, 1), units=("", "", "", "", "byte/second", "fortnight", "%", "%")))
 
@@ -72,8 +90,19 @@ def test_a_counter_that_the_device_lacks_is_named() -> None:
 
 
 def model(**more: Any) -> dict[str, Any]:
-    share = {"name": "all", "count": 200, "seconds": 0.004, "sm_active": 0.9, "tensor_active": 0.25, "bandwidth": 3.6e12}
-    counted = {"step": "decode, batch 1", "all": share, "kernels": [{**share, "name": "void gemm<float, int>(int, x)", "tensor_active": None}]}
+    share = {
+        "name": "all",
+        "count": 200,
+        "seconds": 0.004,
+        "sm_active": 0.9,
+        "tensor_active": 0.25,
+        "bandwidth": 3.6e12,
+    }
+    counted = {
+        "step": "decode, batch 1",
+        "all": share,
+        "kernels": [{**share, "name": "void gemm<float, int>(int, x)", "tensor_active": None}],
+    }
     return {
         "start": {"empty caches: ready": 5.0, "in one process: ready": 2.5, "import torch": 1.0},
         "start_problem": None,
@@ -95,11 +124,20 @@ def model(**more: Any) -> dict[str, Any]:
 
 def test_a_start_is_held_against_the_tokens_it_costs() -> None:
     pages = {title: rows for title, _, rows, _ in sections(model())}
-    assert [row[-2:] for row in pages["Start against token time"]] == [["1,000", "500"], ["128,000", "64,000"], ["", ""]]
-    assert pages["What the device did in a step"] == [["decode, batch 1", "200", "4.000", "90.0%", "25.0%", "3.60 TB/s", "80.0%"]]
+    assert [row[-2:] for row in pages["Start against token time"]] == [
+        ["1,000", "500"],
+        ["128,000", "64,000"],
+        ["", ""],
+    ]
+    assert pages["What the device did in a step"] == [
+        ["decode, batch 1", "200", "4.000", "90.0%", "25.0%", "3.60 TB/s", "80.0%"]
+    ]
     assert pages["The longest kernels of decode, batch 1"][0][0] == "void gemm<float, int>"
     assert pages["The longest kernels of decode, batch 1"][0][4] == "missing"
-    assert pages["Footprint"] == [["the engine's account: weights", "1.000"], ["host, resident: with the engine", "3.000"]]
+    assert pages["Footprint"] == [
+        ["the engine's account: weights", "1.000"],
+        ["host, resident: with the engine", "3.000"],
+    ]
 
 
 def test_what_could_not_be_measured_says_why() -> None:

@@ -30,7 +30,9 @@ def test_a_device_that_waits_for_launches_is_cpu_bound() -> None:
 
 
 def test_launches_that_wait_for_the_device_are_gpu_bound() -> None:
-    events = [event for i in range(4) for event in (call(i + 1, 3.0 * i, cat="cuda_driver"), ran(i + 1, 5 + 50.0 * i, 50.0))]
+    events = [
+        event for i in range(4) for event in (call(i + 1, 3.0 * i, cat="cuda_driver"), ran(i + 1, 5 + 50.0 * i, 50.0))
+    ]
     found = skip_figures(events, 4, FLOOR, "eager")
     assert (found.verdict, found.busy_share) == ("GPU-bound", 1.0)
     assert found.tklqt_ms_per_step == pytest.approx(sum(5 + 47.0 * i for i in range(4)) / 4e3)
@@ -44,9 +46,19 @@ def test_kernels_of_a_graph_queue_behind_each_other_and_only_their_first_tells_w
 
 
 def test_copies_keep_the_device_busy_but_are_no_kernels_and_overlaps_count_once() -> None:
-    events = [call(1, 0.0), ran(1, 10.0, 10.0), call(2, 1.0, "cudaMemcpyAsync"), ran(2, 15.0, 10.0, "gpu_memcpy"), ran(99, 500.0, 10.0)]
+    events = [
+        call(1, 0.0),
+        ran(1, 10.0, 10.0),
+        call(2, 1.0, "cudaMemcpyAsync"),
+        ran(2, 15.0, 10.0, "gpu_memcpy"),
+        ran(99, 500.0, 10.0),
+    ]
     found = skip_figures(events, 1, FLOOR, "eager")
-    assert (found.kernels_per_step, found.step_ms, found.busy_share) == (1.0, 0.015, 1.0)  # what was launched before the profile is not in it
+    assert (found.kernels_per_step, found.step_ms, found.busy_share) == (
+        1.0,
+        0.015,
+        1.0,
+    )  # what was launched before the profile is not in it
 
 
 def test_a_profile_without_kernels_says_what_may_be_wrong() -> None:

@@ -14,15 +14,44 @@ from headrace.observe.report import void_note
 
 
 def step(
-    step_id: int, begin: float, end: float, *, rows: int = 4, decodes: int | None = None, host: float = 0.001, failed: bool = False
+    step_id: int,
+    begin: float,
+    end: float,
+    *,
+    rows: int = 4,
+    decodes: int | None = None,
+    host: float = 0.001,
+    failed: bool = False,
 ) -> StepRecord:
     return StepRecord(
-        step_id, rows, rows if decodes is None else decodes, rows, rows, 8.0, 8.0, 0.5, 0.6, end - begin, host, 0.5, failed, 0.25, 0.0, begin, end
+        step_id,
+        rows,
+        rows if decodes is None else decodes,
+        rows,
+        rows,
+        8.0,
+        8.0,
+        0.5,
+        0.6,
+        end - begin,
+        host,
+        0.5,
+        failed,
+        0.25,
+        0.0,
+        begin,
+        end,
     )
 
 
 def test_idle_is_what_the_device_did_not_work_between_steps_of_the_same_rows() -> None:
-    steps = [step(0, 0.0, 9.0, decodes=0), step(1, 10.0, 11.0), step(2, 11.5, 12.5, host=0.003), step(3, 13.0, 14.0), step(4, 14.0, 15.0, rows=3)]
+    steps = [
+        step(0, 0.0, 9.0, decodes=0),
+        step(1, 10.0, 11.0),
+        step(2, 11.5, 12.5, host=0.003),
+        step(3, 13.0, 14.0),
+        step(4, 14.0, 15.0, rows=3),
+    ]
     found = steady_decode(steps)
     assert found is not None and found.steps == 2  # the first follows a prefill, the last has lost a row
     assert (found.wall_seconds, found.busy_seconds) == (3.0, 2.0)
@@ -31,7 +60,14 @@ def test_idle_is_what_the_device_did_not_work_between_steps_of_the_same_rows() -
 
 
 def test_pauses_between_runs_and_failed_steps_do_not_count() -> None:
-    steps = [step(1, 0.0, 1.0), step(2, 1.0, 2.0), step(7, 50.0, 51.0), step(8, 51.0, 52.0), step(9, 60.0, 61.0, failed=True), step(10, 70.0, 71.0)]
+    steps = [
+        step(1, 0.0, 1.0),
+        step(2, 1.0, 2.0),
+        step(7, 50.0, 51.0),
+        step(8, 51.0, 52.0),
+        step(9, 60.0, 61.0, failed=True),
+        step(10, 70.0, 71.0),
+    ]
     found = steady_decode(steps)
     assert found is not None and (found.steps, found.wall_seconds, found.idle_share) == (2, 2.0, 0.0)
 
@@ -58,11 +94,14 @@ def show(capsys: pytest.CaptureFixture[str], fraction: float) -> str:
 
 
 @pytest.mark.parametrize(("fraction", "void"), [(0.9, False), (1.04, False), (1.06, True), (2.08, True)])
-def test_a_fraction_above_its_limit_is_void_and_said_so(capsys: pytest.CaptureFixture[str], fraction: float, void: bool) -> None:
+def test_a_fraction_above_its_limit_is_void_and_said_so(
+    capsys: pytest.CaptureFixture[str], fraction: float, void: bool
+) -> None:
     said = show(capsys, fraction)
     assert ("VOID: decode steps at" in said) == (" void " in said) == void
     assert not void or (
-        f"{fraction:.0%} of the limit. Nothing is faster than its limit: the machine was too busy" in said and f" {fraction:.4g} " not in said
+        f"{fraction:.0%} of the limit. Nothing is faster than its limit: the machine was too busy" in said
+        and f" {fraction:.4g} " not in said
     )
 
 
@@ -72,5 +111,7 @@ def test_the_worst_of_several_is_named() -> None:
 
 
 def test_a_fit_above_the_limit_is_void_too() -> None:
-    assert describe_calibration(Calibration(2.08, 0.001, 0.01)).startswith("VOID: the fit over all steps at 208% of the limit")
+    assert describe_calibration(Calibration(2.08, 0.001, 0.01)).startswith(
+        "VOID: the fit over all steps at 208% of the limit"
+    )
     assert "80% of the limit" in describe_calibration(Calibration(0.8, 0.001, 0.01))

@@ -1,4 +1,5 @@
-"""The table's rows, the definition of their figures on a clock that the test turns, and when a peer's figure may stand beside one."""
+"""The table's rows, the definition of their figures on a clock that the test turns, and when a peer's figure may stand
+beside one."""
 
 from __future__ import annotations
 
@@ -50,7 +51,21 @@ class FakeEngine:
         return [SimpleNamespace(outputs=[self._answer(each.max_tokens)]) for each in params]
 
     def _record(self, rows: int) -> StepRecord:
-        return StepRecord(len(self.records), rows, rows, rows, rows, 0.0, 0.0, STEP / 2, STEP / 2, 0.008, 0.001, 0.5, idle_seconds=0.002)
+        return StepRecord(
+            len(self.records),
+            rows,
+            rows,
+            rows,
+            rows,
+            0.0,
+            0.0,
+            STEP / 2,
+            STEP / 2,
+            0.008,
+            0.001,
+            0.5,
+            idle_seconds=0.002,
+        )
 
     def _answer(self, asked: int) -> Any:
         count = asked if self.stops_after is None else min(asked, self.stops_after)
@@ -84,14 +99,23 @@ def test_a_decode_step_is_the_run_without_its_first_token() -> None:
 
 def test_prefill_is_the_time_to_the_first_token_of_all() -> None:
     found = measured(row_of("prefill-16x2048"), FakeEngine())
-    assert (found.median, found.unit, found.requests, found.prompt_tokens) == (pytest.approx(1e3 * PREFILL), "ms", 16, 16 * 2048)
+    assert (found.median, found.unit, found.requests, found.prompt_tokens) == (
+        pytest.approx(1e3 * PREFILL),
+        "ms",
+        16,
+        16 * 2048,
+    )
     assert found.host_ms is None and found.idle is None
 
 
 def test_many_requests_are_timed_to_the_end_of_the_last() -> None:
     engine = FakeEngine()
     found = measured(row_of("mixed"), engine)
-    assert (found.median, found.unit, found.floor) == (pytest.approx(PREFILL + 255 * STEP), "s", pytest.approx((PREFILL + 255 * STEP) / 2))
+    assert (found.median, found.unit, found.floor) == (
+        pytest.approx(PREFILL + 255 * STEP),
+        "s",
+        pytest.approx((PREFILL + 255 * STEP) / 2),
+    )
     sizes = [len(prompts) for prompts, _ in engine.calls]
     assert sizes == [128, 512, 512, 512]
     assert len({tuple(map(len, prompts)) for prompts, _ in engine.calls[1:]}) == 1  # the same work in each repeat
@@ -124,7 +148,9 @@ def test_a_shared_prefix_is_shared_within_a_run_only() -> None:
 def test_power_is_the_mean_over_what_was_timed_where_it_is_counted() -> None:
     assert measured(row_of("decode-8"), FakeEngine()).watts == pytest.approx(500.0)
     assert measured(row_of("decode-8"), FakeEngine(power=None)).watts is None
-    assert measured(row_of("prefill-1x2048"), FakeEngine(), repeats=1).watts is None  # half a second: too short for a card's counter
+    assert (
+        measured(row_of("prefill-1x2048"), FakeEngine(), repeats=1).watts is None
+    )  # half a second: too short for a card's counter
 
 
 def test_an_answer_that_ended_early_is_no_measurement() -> None:
@@ -133,7 +159,13 @@ def test_an_answer_that_ended_early_is_no_measurement() -> None:
 
 
 def test_rows_are_chosen_by_name_or_kind() -> None:
-    assert [row.name for row in select_rows(["start", "prefill"])] == ["prefill-1x2048", "prefill-1x8192", "prefill-16x2048", "start", "start-warm"]
+    assert [row.name for row in select_rows(["start", "prefill"])] == [
+        "prefill-1x2048",
+        "prefill-1x8192",
+        "prefill-16x2048",
+        "start",
+        "start-warm",
+    ]
     assert select_rows([]) == ROWS
     with pytest.raises(ConfigError, match="no row 'decode-2'; choose of decode, prefill, decode-1, "):
         select_rows(["decode-2"])
@@ -154,7 +186,10 @@ def peer() -> Peer:
 def model_of(peer: Peer, name: str, **more: Any) -> dict[str, Any]:
     """A run at the peer's own limits in which every row of ours took half of the peer's time."""
     entry = next(model for model in peer.models if model["name"] == name)
-    rows = [{"row": row, "values": [figures["peer"] / 2], "floor": 0.1, "problem": None} for row, figures in entry["rows"].items()]
+    rows = [
+        {"row": row, "values": [figures["peer"] / 2], "floor": 0.1, "problem": None}
+        for row, figures in entry["rows"].items()
+    ]
     facts = {"date": "today", "versions": "some"}
     return {
         "name": name, "command": "python -m lab table", "scale": 1, "repeats": 3, "facts": facts, "dtype": entry["dtype"],
@@ -222,8 +257,13 @@ def test_power_has_a_column_where_it_was_counted(peer: Peer) -> None:
 
 def test_power_limits_of_two_runs_are_both_named(peer: Peer) -> None:
     limits = ("500 W", "700 W", "700 W", None)
-    runs = [model_of(peer, "Llama-3.2-1B", facts={"date": "today", **({"power limit": limit} if limit else {})}) for limit in limits]
-    said = [combine(pair)[0]["facts"].get("power limit") for pair in (runs[:2], runs[1:3], runs[2:], [runs[3], runs[3]])]
+    runs = [
+        model_of(peer, "Llama-3.2-1B", facts={"date": "today", **({"power limit": limit} if limit else {})})
+        for limit in limits
+    ]
+    said = [
+        combine(pair)[0]["facts"].get("power limit") for pair in (runs[:2], runs[1:3], runs[2:], [runs[3], runs[3]])
+    ]
     assert said == ["500 W and 700 W", "700 W", "700 W", None]
 
 
@@ -234,16 +274,24 @@ def test_unmeasured_limits_are_no_permission(peer: Peer) -> None:
 
 
 def test_both_starts_come_from_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_start, "start_seconds", lambda flags, repeats: {"empty caches: ready": [9.0, 7.0, 8.0][:repeats]})
+    monkeypatch.setattr(
+        table_start, "start_seconds", lambda flags, repeats: {"empty caches: ready": [9.0, 7.0, 8.0][:repeats]}
+    )
     (cold, warm), stages = table_start.measure_starts(select_rows(["start"]), ["model"], 3)
     assert stages == {"empty caches: ready": 8.0}
-    assert (cold.values, cold.problem) == ((9.0, 7.0, 8.0), None) and not warm.values and "never became steady" in str(warm.problem)
+    assert (
+        (cold.values, cold.problem) == ((9.0, 7.0, 8.0), None)
+        and not warm.values
+        and "never became steady" in str(warm.problem)
+    )
 
     def fails(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
         raise BenchFailed("no such model")
 
     monkeypatch.setattr(table_start, "start_seconds", fails)
-    assert [each.problem for each in table_start.measure_starts(select_rows(["start"]), [], 1)[0]] == ["no such model"] * 2
+    assert [each.problem for each in table_start.measure_starts(select_rows(["start"]), [], 1)[0]] == [
+        "no such model"
+    ] * 2
 
 
 def test_measured_keeps_its_median() -> None:
@@ -251,7 +299,13 @@ def test_measured_keeps_its_median() -> None:
 
 
 def test_a_config_survives_the_way_to_a_child() -> None:
-    config = create_config("some/model", disabled_kernels=("a", "b"), technique={"cuda_graphs": False}, max_num_seqs=3, kv_cache_memory=2**20)
+    config = create_config(
+        "some/model",
+        disabled_kernels=("a", "b"),
+        technique={"cuda_graphs": False},
+        max_num_seqs=3,
+        kv_cache_memory=2**20,
+    )
     assert config_of(json.loads(json.dumps(asdict(config)))) == config
 
 
@@ -287,7 +341,11 @@ def test_a_file_that_is_no_table_is_named(text: str, said: str, tmp_path: Path) 
 def test_the_engine_of_a_model_has_random_weights_and_strict_kernels() -> None:
     for name, positions in (("Llama-3.1-8B", LONGEST), ("no/such/model", None)):
         made = config_for(name, EngineConfig())
-        assert (made.model.load_format, made.device.strict_kernels, made.model.max_model_len) == ("dummy", True, positions)
+        assert (made.model.load_format, made.device.strict_kernels, made.model.max_model_len) == (
+            "dummy",
+            True,
+            positions,
+        )
     given = config_for("Llama-3.1-8B", create_config(load_format="safetensors", max_model_len=512))
     assert (given.model.load_format, given.model.max_model_len) == ("safetensors", 512)
     words = flags_of(given, ["--threads", "2"])
@@ -308,10 +366,22 @@ def test_every_peer_has_its_shape_in_the_package(peer: Peer) -> None:
 
 
 def ablation(technique: str = "cuda_graphs", **more: Any) -> dict[str, Any]:
-    points = {"off": [{"rows": 1, "ms": 6.4}, {"rows": 8, "ms": 7.0}], "on": [{"rows": 1, "ms": 1.6}, {"rows": 8, "ms": 1.4}]}
+    points = {
+        "off": [{"rows": 1, "ms": 6.4}, {"rows": 8, "ms": 7.0}],
+        "on": [{"rows": 1, "ms": 1.6}, {"rows": 8, "ms": 1.4}],
+    }
     curves = [{"mode": mode, "points": each} for mode, each in points.items()]
     figures = [{"name": "ms", "higher_is_better": False}]
-    return {"technique": technique, "title": "t", "x": "rows", "figures": figures, "curves": curves, "same": 9, "compared": 10, **more}
+    return {
+        "technique": technique,
+        "title": "t",
+        "x": "rows",
+        "figures": figures,
+        "curves": curves,
+        "same": 9,
+        "compared": 10,
+        **more,
+    }
 
 
 def written(path: Path, entry: dict[str, Any]) -> Path:
@@ -322,20 +392,32 @@ def written(path: Path, entry: dict[str, Any]) -> Path:
 def test_rows_of_one_model_from_several_runs_are_one_table(peer: Peer, tmp_path: Path) -> None:
     first, second = model_of(peer, "Llama-3.2-1B", command="first"), model_of(peer, "Llama-3.2-1B", command="second")
     second["rows"] = [{**second["rows"][0], "values": [7.0]}, {**second["rows"][1], "values": [], "problem": "lost"}]
-    second["facts"], second["limits"] = {"date": "later"}, {**peer.limits, "read_bandwidth": peer.limits["read_bandwidth"] * 0.9}
+    second["facts"], second["limits"] = (
+        {"date": "later"},
+        {**peer.limits, "read_bandwidth": peer.limits["read_bandwidth"] * 0.9},
+    )
     files = [written(tmp_path / f"{name}.json", {"models": [model]}) for name, model in (("a", first), ("b", second))]
     (both,) = read_files(files)
-    assert len(both["rows"]) == len(first["rows"]) and both["rows"][0]["values"] == [7.0] and both["rows"][1] == first["rows"][1]
+    assert (
+        len(both["rows"]) == len(first["rows"])
+        and both["rows"][0]["values"] == [7.0]
+        and both["rows"][1] == first["rows"][1]
+    )
     assert both["command"] == "first ; second" and both["facts"]["date"] == "today and later"
     assert "below the peer's" in refusals(both, peer)[0], "the worse limits decide"
-    assert combine([first, {**second, "dtype": "float16"}])[1]["dtype"] == "float16", "another precision is another table"
+    assert combine([first, {**second, "dtype": "float16"}])[1]["dtype"] == "float16", (
+        "another precision is another table"
+    )
     for pair in ([first, {**second, "dtype": None}], [{**first, "dtype": None}, second]):
         (alone,) = combine(pair)
         assert alone["dtype"] == first["dtype"], "a start alone does not know its precision"
 
 
 def test_ablations_stand_below_the_table_of_their_model(peer: Peer, tmp_path: Path) -> None:
-    model = written(tmp_path / "table.json", {"models": [model_of(peer, "Llama-3.2-1B", start_stages={"empty caches: import torch": 2.5})]})
+    model = written(
+        tmp_path / "table.json",
+        {"models": [model_of(peer, "Llama-3.2-1B", start_stages={"empty caches: import torch": 2.5})]},
+    )
     facts = {"model": "some/where/Llama-3.2-1B, auto", "date": "then"}
     results = written(tmp_path / "ablations.json", {"facts": facts, "ablations": [ablation()]})
     (merged,) = read_files([results, model])
@@ -360,14 +442,20 @@ def test_techniques_are_measured_in_processes_of_their_own(monkeypatch: pytest.M
         commands.append(command)
         if "overlap" in command:
             return SimpleNamespace(returncode=1, stderr="headrace: the card is on fire\n")
-        Path(command[command.index("--output-json") + 1]).write_text(json.dumps({"facts": {"date": "now"}, "ablations": [ablation()]}))
+        Path(command[command.index("--output-json") + 1]).write_text(
+            json.dumps({"facts": {"date": "now"}, "ablations": [ablation()]})
+        )
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setattr(table_techniques.subprocess, "run", run)
     found = table_techniques.measure_techniques(["cuda_graphs", "overlap"], ["some/model", "--load-format", "dummy"])
-    assert [each.get("problem") for each in found] == [None, "headrace: the card is on fire"] and found[0]["date"] == "now"
+    assert [each.get("problem") for each in found] == [None, "headrace: the card is on fire"] and found[0][
+        "date"
+    ] == "now"
     assert commands[0][-4:] == ["--model", "some/model", "--load-format", "dummy"] and "cuda_graphs" in commands[0]
-    assert "cuda_graphs" in table_techniques.chosen_techniques([]) and table_techniques.chosen_techniques(["overlap"]) == ["overlap"]
+    assert "cuda_graphs" in table_techniques.chosen_techniques([]) and table_techniques.chosen_techniques(
+        ["overlap"]
+    ) == ["overlap"]
     with pytest.raises(ConfigError, match="no technique 'nothing'"):
         table_techniques.chosen_techniques(["nothing"])
 
@@ -380,5 +468,9 @@ def test_what_stands_above_the_mark_stays(peer: Peer, tmp_path: Path, capsys: py
     for _ in range(2):
         assert bench_table.run(parser.parse_args(["--merge", str(table), "--markdown", str(page)]), EngineConfig()) == 0
     text = page.read_text()
-    assert text.startswith("# Mine\n\n<!--") and text.count("## Llama-3.2-1B") == text.count(bench_table.MARK) == 1 and "old" not in text
+    assert (
+        text.startswith("# Mine\n\n<!--")
+        and text.count("## Llama-3.2-1B") == text.count(bench_table.MARK) == 1
+        and "old" not in text
+    )
     capsys.readouterr()

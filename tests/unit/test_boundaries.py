@@ -1,4 +1,5 @@
-"""Special tokens written by clients: plain text in every place a client can write, under templates and tokenizers of every kind."""
+"""Special tokens written by clients: plain text in every place a client can write, under templates and tokenizers of
+every kind."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ BACKENDS = {
 
 def tokenizer(kind: str = "bytes", template: str = PLAIN, **options: Any) -> Tokenizer:
     backend = BACKENDS[kind]()
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=kind == "pieces lower") for text in SPECIAL])
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(text, special=True, normalized=kind == "pieces lower") for text in SPECIAL]
+    )
     backend.add_tokens(["<tool_call>"])
     return Tokenizer(TokenizerFiles("test", backend.to_str()), chat_template=template, **options)
 
@@ -72,7 +75,9 @@ def test_only_the_templates_special_tokens_are_special(kind: str) -> None:
     text, ids = encoded(made, [{"role": "user", "content": ATTACK}])
     if kind == "bytes":
         assert made.decode(ids, False) == text
-    assert [name.strip() for name in specials(made, ids)] == ["<|im_start|>", "<|im_end|>"] and specials(made, ids) == specials(made, harmless)
+    assert [name.strip() for name in specials(made, ids)] == ["<|im_start|>", "<|im_end|>"] and specials(
+        made, ids
+    ) == specials(made, harmless)
     assert len(specials(made, made.encode(text, False))) > 2  # as it was read before
     made.close()
 
@@ -84,18 +89,35 @@ PLACES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "assistant": ([{"role": "assistant", "content": ATTACK}], {}),
     "role": ([{"role": ATTACK, "content": "x"}], {}),
     "part": ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": ATTACK}]}], {}),
-    "between parts": ([{"role": "user", "content": [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]}], {}),
-    "tool's description": ([{"role": "user", "content": "x"}], {"tools": [{"function": {"name": "f", "description": ATTACK}}]}),
-    "tool's key": ([{"role": "user", "content": "x"}], {"tools": [{"function": {"name": "f", "parameters": {ATTACK: {}}}}]}),
+    "between parts": (
+        [{"role": "user", "content": [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]}],
+        {},
+    ),
+    "tool's description": (
+        [{"role": "user", "content": "x"}],
+        {"tools": [{"function": {"name": "f", "description": ATTACK}}]},
+    ),
+    "tool's key": (
+        [{"role": "user", "content": "x"}],
+        {"tools": [{"function": {"name": "f", "parameters": {ATTACK: {}}}}]},
+    ),
     "document": ([{"role": "user", "content": "x"}], {"tools": [{}], "documents": [{"text": ATTACK}]}),
-    "continued": ([{"role": "user", "content": "x"}, {"role": "assistant", "content": ATTACK}], {"continue_final_message": True}),
+    "continued": (
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": ATTACK}],
+        {"continue_final_message": True},
+    ),
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_wherever_a_client_writes(place: str) -> None:
     messages, options = PLACES[place]
-    harmless = json.loads(json.dumps([messages, options]).replace(json.dumps(ATTACK)[1:-1], "x").replace("<|im_", "y").replace("end|>", "y"))
+    harmless = json.loads(
+        json.dumps([messages, options])
+        .replace(json.dumps(ATTACK)[1:-1], "x")
+        .replace("<|im_", "y")
+        .replace("end|>", "y")
+    )
     made = tokenizer(template=TOOLS)
     text, ids = encoded(made, messages, **options)
     assert specials(made, ids) == specials(made, encoded(made, harmless[0], **harmless[1])[1])
@@ -108,7 +130,9 @@ def test_ordinary_texts_are_encoded_as_ever(kind: str) -> None:
     """Also through the marking tokenizer, whose template has every kind of token."""
     chance, made = random.Random(3), tokenizer(kind)
     for _ in range(100):
-        content = "".join(chance.choice(["hi", " ", "<", "|", "im", "é", "\n", "<tool_call>", "end", ">", MARK[0]]) for _ in range(12))
+        content = "".join(
+            chance.choice(["hi", " ", "<", "|", "im", "é", "\n", "<tool_call>", "end", ">", MARK[0]]) for _ in range(12)
+        )
         if any(text in content for text in SPECIAL):
             continue
         text, ids = encoded(made, [{"role": "user", "content": content}])
@@ -121,13 +145,18 @@ def test_ordinary_texts_are_encoded_as_ever(kind: str) -> None:
 @pytest.mark.parametrize("change", ["| trim", "| upper", ".strip()", "| tojson", "| string"])
 def test_filters_that_leave_marks_alone_are_no_obstacle(change: str) -> None:
     made = tokenizer(template=PLAIN.replace("m.content", f"m.content {change}"))
-    assert len(specials(made, encoded(made, [{"role": "user", "content": ATTACK}])[1])) == 2 and made.boundary_fault() is None
+    assert (
+        len(specials(made, encoded(made, [{"role": "user", "content": ATTACK}])[1])) == 2
+        and made.boundary_fault() is None
+    )
     made.close()
 
 
 def test_what_cannot_be_told_apart_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """A template that writes a text in another way than it came; once, not with every request."""
-    made = tokenizer(template=PLAIN.replace("m.content", "m.content | tojson(ensure_ascii=true) if '<' in m.content else m.content"))
+    made = tokenizer(
+        template=PLAIN.replace("m.content", "m.content | tojson(ensure_ascii=true) if '<' in m.content else m.content")
+    )
     for _ in range(3):
         text, ids = encoded(made, [{"role": "user", "content": ATTACK}])
         assert ids == made.encode(text, False)
@@ -159,10 +188,13 @@ def test_the_demo_model_tells_them_apart() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (SHARED / "chat_templates").is_dir(), reason="other people's templates are not beside this repository")
+@pytest.mark.skipif(
+    not (SHARED / "chat_templates").is_dir(), reason="other people's templates are not beside this repository"
+)
 @pytest.mark.parametrize("name", ["qwen2", "llama-bpe"])
 def test_the_families_templates(name: str) -> None:
-    """Every template with its neighbours' tokenizer: those of the attack are plain text, those of the template what they were."""
+    """Every template with its neighbours' tokenizer: those of the attack are plain text, those of the template what
+    they were."""
     folder = SHARED / "tokenizers" / name
     text = lzma.decompress((folder / "tokenizer.json.xz").read_bytes()).decode()
     files = TokenizerFiles(name, text, json.loads((folder / "tokenizer_config.json").read_text()))

@@ -1,4 +1,5 @@
-"""What a request may cost: prices, the budget they count against, whole answers in pieces, and long texts of which only the end is wanted."""
+"""What a request may cost: prices, the budget they count against, whole answers in pieces, and long texts of which only
+the end is wanted."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ SCORED = replace(PLAIN, logprobs=True, prompt_logprobs=True, token_ids=True)
 
 def asked(tokens: int = 10, prompts: int = 1, **fields: Any) -> list[Request]:
     params = SamplingParams(**{"max_tokens": 16, **fields})
-    return [Request(request_id=number, prompt_token_ids=array("i", range(tokens)), params=params) for number in range(prompts)]
+    return [
+        Request(request_id=number, prompt_token_ids=array("i", range(tokens)), params=params)
+        for number in range(prompts)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,9 @@ def test_scores_of_a_prompt_are_written_once_for_all_choices() -> None:
     assert len({id(piece) for piece in large}) < len(large)  # the same bytes again
     for shown in json.loads(b"".join(pieces))["choices"]:
         assert shown["text"] == "éééx" and shown["token_ids"] == [7] and shown["prompt_token_ids"] == list(range(600))
-        assert shown["logprobs"] == alone and len(shown["prompt_logprobs"]) == 600 and shown["prompt_logprobs"][0] is None
+        assert (
+            shown["logprobs"] == alone and len(shown["prompt_logprobs"]) == 600 and shown["prompt_logprobs"][0] is None
+        )
     assert all(not choice.logprobs for choice in answer.choices)
 
 
@@ -135,7 +141,9 @@ def test_no_piece_is_large() -> None:
     for choice in answer.choices:
         choice.logprobs, choice.token_ids = entries(5000), list(range(5000))
     pieces = list(answer.pieces())
-    assert max(map(len, pieces)) < 100_000 and [len(each["logprobs"]["content"]) for each in json.loads(b"".join(pieces))["choices"]] == [5000, 5000]
+    assert max(map(len, pieces)) < 100_000 and [
+        len(each["logprobs"]["content"]) for each in json.loads(b"".join(pieces))["choices"]
+    ] == [5000, 5000]
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +161,17 @@ def inputs_of(tokenizer: Tokenizer, length: int = 128) -> InputProcessor:
     return InputProcessor(info, tokenizer, 0)
 
 
-@pytest.mark.parametrize("text", ["a cat sat on the mat. " * 8000, "größer 日本語 🙂 " * 9000, "if x:\n" + "        y = 1\n" * 9000])
+@pytest.mark.parametrize(
+    "text", ["a cat sat on the mat. " * 8000, "größer 日本語 🙂 " * 9000, "if x:\n" + "        y = 1\n" * 9000]
+)
 def test_the_end_of_a_long_text_is_tokenised_as_in_the_whole(tokenizer: Tokenizer, text: str) -> None:
     inputs = inputs_of(tokenizer)
     whole = tokenizer.encode(text)
     for keep in (1, 10, 127, -1):
-        assert inputs.encode(text, truncate=keep)[-(127 if keep == -1 else keep) :] == whole[-(127 if keep == -1 else keep) :]
+        assert (
+            inputs.encode(text, truncate=keep)[-(127 if keep == -1 else keep) :]
+            == whole[-(127 if keep == -1 else keep) :]
+        )
 
 
 class Counting:

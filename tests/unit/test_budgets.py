@@ -20,7 +20,12 @@ def budgets(seconds: float, counts: list[float]) -> conftest.Budgets:
 
 @pytest.mark.parametrize(
     ("counts", "times"),
-    [([], 1.0), ([0.5, 0.6, 0.7], 1.0), ([1.1, 1.2, 9.0], 1.2), ([7.0, 8.0], 5.0)],  # a quick one gains nothing; the median; at most five times
+    [
+        ([], 1.0),
+        ([0.5, 0.6, 0.7], 1.0),
+        ([1.1, 1.2, 9.0], 1.2),
+        ([7.0, 8.0], 5.0),
+    ],  # a quick one gains nothing; the median; at most five times
 )
 def test_a_budget_is_longer_by_as_much_as_the_machine_counts_slower(counts: list[float], times: float) -> None:
     allowed = conftest.BUDGETS["unit"] * times

@@ -21,7 +21,13 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_orders_are_carried_out_and_what_is_not_is_said() -> None:
     made = Builders(2)
-    assert [made.build(order) for order in ("one", "refuse", "two", "refuse", "three")] == [True, False, True, False, True]
+    assert [made.build(order) for order in ("one", "refuse", "two", "refuse", "three")] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     made.close()
     assert not made.build("late")
 
@@ -43,7 +49,9 @@ def test_as_many_work_at_once_as_there_are() -> None:
 def test_one_that_dies_fails_its_order_and_later_ones_go_to_the_others() -> None:
     made = Builders(2)
     assert not made.build("die")
-    assert {made.build("one") for _ in range(4)} == {True, False}, "a dead one answers at once, and whoever asked compiles himself"
+    assert {made.build("one") for _ in range(4)} == {True, False}, (
+        "a dead one answers at once, and whoever asked compiles himself"
+    )
     made.close()
 
 
@@ -75,7 +83,11 @@ def test_one_that_hangs_is_not_waited_for_twice_and_ends_with_the_others(monkeyp
     assert made.build("is there")
     made._ours[0].settimeout(0.05)
     assert not made.build("hang") and not made.build("one")
-    (hanging,) = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and state_of(entry)[1] == str(made._process.pid)]
+    (hanging,) = [
+        entry
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and state_of(entry)[1] == str(made._process.pid)
+    ]
     made.close()
     deadline = time.monotonic() + 5
     while state_of(hanging)[0] not in ("gone", "Z"):
@@ -86,7 +98,10 @@ def test_one_that_hangs_is_not_waited_for_twice_and_ends_with_the_others(monkeyp
 def test_a_program_that_cannot_start_is_nobodys_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH")
     monkeypatch.chdir(tmp_path)
-    for name in ("no_such_program", "fake_builder"):  # this one is in the working directory, which is no place to import from
+    for name in (
+        "no_such_program",
+        "fake_builder",
+    ):  # this one is in the working directory, which is no place to import from
         monkeypatch.setattr(builders, "_PROGRAM", name)
         made = Builders(1)
         assert not made.build("one")

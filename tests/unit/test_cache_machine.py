@@ -1,7 +1,7 @@
 """The cache manager alone, as a state machine: pools, prefix tree and copy-on-write under any order of calls.
 
-A model of the truth runs beside it: every block a sequence holds remembers which tokens were written into it, so a block that is
-shared, evicted or given back too early is noticed by its contents.
+A model of the truth runs beside it: every block a sequence holds remembers which tokens were written into it, so a
+block that is shared, evicted or given back too early is noticed by its contents.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
@@ -38,7 +45,9 @@ class CacheMachine(RuleBasedStateMachine):
         specs = [KVSpec((0,), KVKind.FULL, BLOCK, 1, 1, 8)]
         if window is not None:
             specs.append(KVSpec((1,), KVKind.SLIDING, BLOCK, 1, 1, 8, window=window))
-        self.cache = CacheManager([KVGroup(spec, blocks + more * (spec.window is None)) for spec in specs], namespace=b"")
+        self.cache = CacheManager(
+            [KVGroup(spec, blocks + more * (spec.window is None)) for spec in specs], namespace=b""
+        )
         self.windows = [spec.window for spec in specs]
         self.slots: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in specs]
         self.holders: list[Holder] = []
@@ -96,7 +105,12 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, data: Any) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         if holder.written:
-            twin = Holder(self.cache.fork(holder.kv, holder.written), holder.tokens[: holder.written], holder.written, holder.last_step)
+            twin = Holder(
+                self.cache.fork(holder.kv, holder.written),
+                holder.tokens[: holder.written],
+                holder.written,
+                holder.last_step,
+            )
             self.holders.append(twin)
 
     @precondition(lambda self: self.holders)
@@ -143,7 +157,13 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def test_cache_machine() -> None:
-    quick = settings(max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    quick = settings(
+        max_examples=150,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
     run_state_machine_as_test(CacheMachine, settings=quick)
 
 
@@ -184,7 +204,8 @@ def test_a_prefix_that_has_slid_out_of_every_window_leaves_no_trace() -> None:
 
 
 def test_hashes_name_contents_and_their_context() -> None:
-    """Equal ids under an equal parent have equal hashes in any engine; another salt, parent or namespace changes them."""
+    """Equal ids under an equal parent have equal hashes in any engine; another salt, parent or namespace changes
+    them."""
 
     def digest(namespace: bytes, salt: str, *keys: bytes) -> bytes:
         tree = PrefixTree(1, namespace)
@@ -195,7 +216,18 @@ def test_hashes_name_contents_and_their_context() -> None:
 
     base = digest(b"m", "", b"a", b"b")
     assert base == digest(b"m", "", b"a", b"b") and len(base) == 16
-    assert len({base, digest(b"n", "", b"a", b"b"), digest(b"m", "s", b"a", b"b"), digest(b"m", "", b"b", b"b"), digest(b"m", "", b"a")}) == 5
+    assert (
+        len(
+            {
+                base,
+                digest(b"n", "", b"a", b"b"),
+                digest(b"m", "s", b"a", b"b"),
+                digest(b"m", "", b"b", b"b"),
+                digest(b"m", "", b"a"),
+            }
+        )
+        == 5
+    )
 
 
 def test_a_path_of_a_hundred_thousand_blocks_needs_no_recursion() -> None:

@@ -1,4 +1,5 @@
-"""From a trace of a run to prices that a simulation takes: a device of known prices is found again; hostile and foreign files are refused."""
+"""From a trace of a run to prices that a simulation takes: a device of known prices is found again; hostile and foreign
+files are refused."""
 
 from __future__ import annotations
 
@@ -65,14 +66,18 @@ from headrace.sampling_params import SamplingParams
 from headrace.server.exposition import render_steps
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
 
-SPEC = DecoderSpec("llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16")
+SPEC = DecoderSpec(
+    "llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16"
+)
 BANDWIDTH, RATE = 1e9, 2e11
 ONE = Slowness(1.0, 1.0)
 
 
 def device(kind: str = "cuda", name: str = "test card", **more: Any) -> Device:
     identity = DeviceIdentity(kind=kind, name=name, threads=0)
-    profile = DeviceProfile(identity=identity, read_bandwidth=BANDWIDTH, copy_bandwidth=BANDWIDTH, gemm_rates={"bfloat16": RATE}, **more)
+    profile = DeviceProfile(
+        identity=identity, read_bandwidth=BANDWIDTH, copy_bandwidth=BANDWIDTH, gemm_rates={"bfloat16": RATE}, **more
+    )
     return Device(name, profile, 2**33, GPU_EFFICIENCY if kind == "cuda" else CPU_EFFICIENCY, 0.0)
 
 
@@ -96,18 +101,37 @@ def traced(path: Path, *run: Any, **more: Any) -> Path:
 
 
 def ran(
-    path: Path, on: Device, asked: list[LoadRequest], prices: StepPrices, *, depth: int = 1, spec: DecoderSpec = SPEC, model: str = "m",
-    room: int = 12, graphed: bool = False,
+    path: Path,
+    on: Device,
+    asked: list[LoadRequest],
+    prices: StepPrices,
+    *,
+    depth: int = 1,
+    spec: DecoderSpec = SPEC,
+    model: str = "m",
+    room: int = 12,
+    graphed: bool = False,
 ) -> list[Sample]:
-    """A run of the real core over a device of these prices, as an engine there would have written it down. ``graphed``: steps with prompts, too."""
+    """A run of the real core over a device of these prices, as an engine there would have written it down. ``graphed``:
+    steps with prompts, too."""
     costs, clock = cost_model(on, spec), VirtualClock()
-    info = keyed_hash_info(vocab_size=spec.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096)
+    info = keyed_hash_info(
+        vocab_size=spec.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096
+    )
     shapes = PromptShapes(ShapeBounds(64, 512, multiplications(spec)))  # none was recorded ahead
     shapes.add(shapes.first)
     step_time = StepTime(costs, prices, shapes=shapes if graphed else None)
     executor = ModelledExecutor(info, step_time.of_plan, clock)
     config = SchedulerConfig(max_num_batched_tokens=512)
-    core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=depth)
+    core = EngineCore(
+        executor,
+        scheduler=config,
+        cache=CacheConfig(),
+        eos_token_ids=frozenset(),
+        namespace=b"",
+        clock=clock,
+        depth=depth,
+    )
     facts = facts_of(costs, DeviceConfig(overlap=depth), model=model, engine="test")
     trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
     core.observe(trace)
@@ -146,7 +170,9 @@ def test_a_device_of_known_prices_is_found_again_and_another_load_is_simulated_a
     assert host.step < 1e-6 and (host.launch, host.record) == pytest.approx((4e-3, 2e-3), rel=0.02)
     load = Load(some(40, 90, 30, seed=5), max_concurrency=10)
     truth = replace(device(), calibrated=(replace(found, prices=true_prices()),))
-    known, guessed = (simulate(SPEC, EngineConfig(), each, load).figures for each in (truth, replace(device(), calibrated=(found,))))
+    known, guessed = (
+        simulate(SPEC, EngineConfig(), each, load).figures for each in (truth, replace(device(), calibrated=(found,)))
+    )
     for each in compare_figures(guessed, [known]):
         assert abs(each.error) < 0.03, (each.figure, each.error)
     assumed = simulate(SPEC, EngineConfig(), device(), load).figures
@@ -156,10 +182,15 @@ def test_a_device_of_known_prices_is_found_again_and_another_load_is_simulated_a
 def test_steps_that_wait_for_launches_do_not_make_work_seem_slow(found: CalibratedSteps) -> None:
     """Prompts that the device does in a tenth of the launches' time."""
     costs, step = cost_model(device()), StepLoad(60, 1, (1830.0,), (60.0,), (0.0,), filled=64)
-    fitted, true = (each.seconds(costs.work(step), BANDWIDTH, RATE, step, alone=False) for each in (found.prices, true_prices()))
+    fitted, true = (
+        each.seconds(costs.work(step), BANDWIDTH, RATE, step, alone=False) for each in (found.prices, true_prices())
+    )
     assert fitted == pytest.approx(true, rel=0.1) and true < 3e-3  # launching takes 4
     on = replace(device(), calibrated=(found,))
-    graphed, launched = (simulate(SPEC, EngineConfig(), on, Load([LoadRequest(size, 1, at=0.0)])).figures["mean_ttft_ms"] for size in (3, 2049))
+    graphed, launched = (
+        simulate(SPEC, EngineConfig(), on, Load([LoadRequest(size, 1, at=0.0)])).figures["mean_ttft_ms"]
+        for size in (3, 2049)
+    )
     assert graphed < 2.0 and launched > 4.0
 
 
@@ -189,7 +220,14 @@ def test_the_running_engine_is_told_the_same_price(found: CalibratedSteps) -> No
 
 def test_an_engine_without_graphs_launches_steps_with_prompts(found: CalibratedSteps) -> None:
     costs = cost_model(device())
-    on = replace(device(), calibrated=(found, replace(found, switches={"enforce_eager": True}), replace(found, switches={"prompt_graphs": False})))
+    on = replace(
+        device(),
+        calibrated=(
+            found,
+            replace(found, switches={"enforce_eager": True}),
+            replace(found, switches={"prompt_graphs": False}),
+        ),
+    )
     launched = []
     for switches in ({}, {"enforce_eager": True}, {"prompt_graphs": False}):
         config = resolve_config(replace(EngineConfig(), device=DeviceConfig(**switches)), "cuda")[0]
@@ -204,7 +242,9 @@ def test_what_a_step_costs_beside_its_work_is_its_layers(found: CalibratedSteps)
     on = replace(device(), calibrated=(replace(found, prices=replace(found.prices, shared=1e-3)),))
     config, groups = resolve_config(EngineConfig(), "cuda")[0], tuple(kv_groups(deep, 16, 2))
     shared, plain = (
-        choose_prices(on, config, cost_model(device(), deep), groups).step_time.of_load(StepLoad(4, 4, (80.0,), (80.0,), (80.0,), saved), rows=4)
+        choose_prices(on, config, cost_model(device(), deep), groups).step_time.of_load(
+            StepLoad(4, 4, (80.0,), (80.0,), (80.0,), saved), rows=4
+        )
         for saved in ((1e-9,), ())
     )
     assert shared.seconds - plain.seconds == pytest.approx(2e-3, rel=1e-3)
@@ -213,7 +253,9 @@ def test_what_a_step_costs_beside_its_work_is_its_layers(found: CalibratedSteps)
 # --- files
 
 
-def test_a_calibration_is_kept_and_found_for_its_device_model_and_switches(found: CalibratedSteps, tmp_path: Path) -> None:
+def test_a_calibration_is_kept_and_found_for_its_device_model_and_switches(
+    found: CalibratedSteps, tmp_path: Path
+) -> None:
     save_calibrated(found, calibrated_path(found, tmp_path))
     other = replace(found, model="wide", shape=replace(found.shape, hidden=4096))
     save_calibrated(other, calibrated_path(other, tmp_path))
@@ -230,7 +272,9 @@ def test_a_calibration_is_kept_and_found_for_its_device_model_and_switches(found
 def test_another_model_or_precision_is_marked_as_extrapolation(found: CalibratedSteps) -> None:
     wide = replace(SPEC, hidden_size=256)
     best, other = best_calibrated([found], wide, "float16", {})
-    assert best == found and len(other) == 2 and "another model" in other[0] and "another precision (bfloat16)" in other[1]
+    assert (
+        best == found and len(other) == 2 and "another model" in other[0] and "another precision (bfloat16)" in other[1]
+    )
     packed = replace(SPEC, formats=(("head", (ScaledWeight("float8_e4m3fn", (1, WHOLE)),)),))
     assert best_calibrated([found], packed, "bfloat16", {}) == (found, ("weights that are not quantized",))
 
@@ -241,15 +285,28 @@ def test_what_lies_beyond_the_fitted_steps_is_marked(found: CalibratedSteps) -> 
     assert inside.facts["extrapolated"] == [] and inside.facts["fitted_parameters"] == len(found.fitted)
     beyond = simulate(SPEC, EngineConfig(), on, Load([LoadRequest(3000, 20, at=0.0)] * 30))
     told = " ".join(beyond.facts["extrapolated"])
-    assert "steps of 30 sequences (fitted up to 12)" in told and "sequences of 3,020 tokens" in told and "tokens (fitted up to 512)" in told
+    assert (
+        "steps of 30 sequences (fitted up to 12)" in told
+        and "sequences of 3,020 tokens" in told
+        and "tokens (fitted up to 512)" in told
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_a_file_with_a_number_that_is_none_is_refused_by_its_name(found: CalibratedSteps, tmp_path_factory: Any, data: st.DataObject) -> None:
+def test_a_file_with_a_number_that_is_none_is_refused_by_its_name(
+    found: CalibratedSteps, tmp_path_factory: Any, data: st.DataObject
+) -> None:
     stored = json.loads(json.dumps({"version_of_file": VERSION, **asdict(found)}))
     path = tmp_path_factory.mktemp("c") / "x.calibrated.json"
-    places = [("prices", "others"), ("prices", "sampled"), ("covered", "tokens"), ("median_error",), ("bandwidth",), ("prices", "host", "step")]
+    places = [
+        ("prices", "others"),
+        ("prices", "sampled"),
+        ("covered", "tokens"),
+        ("median_error",),
+        ("bandwidth",),
+        ("prices", "host", "step"),
+    ]
     *way, last = data.draw(st.sampled_from(places))
     at = stored
     for name in way:
@@ -305,7 +362,9 @@ WRONG_STEPS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "says"), WRONG_STEPS, ids=[says for _, says in WRONG_STEPS])
-def test_steps_that_cannot_be_meant_are_refused(run: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any], says: str) -> None:
+def test_steps_that_cannot_be_meant_are_refused(
+    run: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any], says: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         read_run(edited(run, tmp_path, change))
     assert says in refused.value.message
@@ -333,7 +392,9 @@ def test_runs_of_another_device_model_or_setting_and_too_few_steps_are_refused(r
     with pytest.raises(ConfigError, match="is of test card with 0 threads, but --device is other"):
         calibrate([read_run(run)], device(name="other"), cost_model(device()))
     wide = replace(SPEC, hidden_size=256)
-    with pytest.raises(ConfigError, match=r"of another model: llama: 3 layers of 128.*--model is llama: 3 layers of 256"):
+    with pytest.raises(
+        ConfigError, match=r"of another model: llama: 3 layers of 128.*--model is llama: 3 layers of 256"
+    ):
         calibrate([read_run(run)], device(), cost_model(device(), wide))
     few = traced(tmp_path / "few.json", device(), some(2, 20, 6), true_prices())
     with pytest.raises(ConfigError, match=r"few.json has \d+ whole steps, and at least 20"):
@@ -345,7 +406,9 @@ def test_runs_of_another_device_model_or_setting_and_too_few_steps_are_refused(r
 
 def test_a_run_whose_steps_are_alike_says_what_it_cannot_tell(tmp_path: Path) -> None:
     asked = [LoadRequest(1, 60, at=0.0)]
-    found = calibrate([read_run(traced(tmp_path / "same.json", device(), asked, true_prices()))], device(), cost_model(device()))
+    found = calibrate(
+        [read_run(traced(tmp_path / "same.json", device(), asked, true_prices()))], device(), cost_model(device())
+    )
     assert any("cannot be told apart" in each.note for each in found.parameters)
 
 
@@ -355,7 +418,10 @@ def test_a_run_whose_steps_are_alike_says_what_it_cannot_tell(tmp_path: Path) ->
 def seen(folder: Path, front: FrontPrices, asked: list[LoadRequest], room: int = 1) -> tuple[Path, RecordedRun]:
     """A run, one request after another, and what its clients saw behind such a front end."""
     samples = ran(folder / "run.json", device(), asked, true_prices(), room=room)
-    requests = [asdict(each) | {"arrivals": [at + front.seconds(each.prompt_tokens) for at in each.arrivals]} for each in samples]
+    requests = [
+        asdict(each) | {"arrivals": [at + front.seconds(each.prompt_tokens) for at in each.arrivals]}
+        for each in samples
+    ]
     path = folder / "seen.json"
     path.write_text(json.dumps({"requests": requests}))
     return path, read_run(folder / "run.json")
@@ -364,16 +430,24 @@ def seen(folder: Path, front: FrontPrices, asked: list[LoadRequest], room: int =
 def test_a_front_end_is_found_again_and_shifts_first_tokens(found: CalibratedSteps, tmp_path: Path) -> None:
     path, run = seen(tmp_path, FrontPrices(2e-3, 5e-6), some(30))
     fitted = fit_front([path], found, run)
-    assert fitted.front is not None and fitted.front.request == pytest.approx(2e-3, rel=0.02) and fitted.front.token == pytest.approx(5e-6, rel=0.02)
+    assert (
+        fitted.front is not None
+        and fitted.front.request == pytest.approx(2e-3, rel=0.02)
+        and fitted.front.token == pytest.approx(5e-6, rel=0.02)
+    )
     assert [each.name for each in fitted.runs] == ["a.json", "seen.json"]
     asked = [replace(each, at=0.2 * index) for index, each in enumerate(some(30))]
-    plain, behind = (simulate(SPEC, EngineConfig(), replace(device(), calibrated=(each,)), Load(asked)).figures for each in (found, fitted))
+    plain, behind = (
+        simulate(SPEC, EngineConfig(), replace(device(), calibrated=(each,)), Load(asked)).figures
+        for each in (found, fitted)
+    )
     assert behind["median_ttft_ms"] - plain["median_ttft_ms"] == pytest.approx(2.0 + 0.005 * 150, rel=0.3)
     assert behind["median_tpot_ms"] == pytest.approx(plain["median_tpot_ms"], rel=0.05)
 
 
 def test_a_client_whose_request_is_under_way_misses_the_next_step(found: CalibratedSteps) -> None:
-    """In a closed loop: without a front end the next request joins the step after the last token, with one it waits for that."""
+    """In a closed loop: without a front end the next request joins the step after the last token, with one it waits for
+    that."""
     load = Load([LoadRequest(20, 30) for _ in range(40)], max_concurrency=8)
     both = [
         simulate(SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=front),)), load).figures
@@ -384,7 +458,9 @@ def test_a_client_whose_request_is_under_way_misses_the_next_step(found: Calibra
 
 def test_a_burst_passes_the_front_end_one_after_another(found: CalibratedSteps) -> None:
     load = Load([LoadRequest(20, 2, at=0.0)] * 41)
-    behind = simulate(SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=FrontPrices(0.01, 1e-4)),)), load).figures
+    behind = simulate(
+        SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=FrontPrices(0.01, 1e-4)),)), load
+    ).figures
     assert behind["median_ttft_ms"] == pytest.approx(21 * (10 + 2), rel=0.1)
 
 
@@ -397,10 +473,19 @@ def test_prompts_of_one_length_give_one_number() -> None:
     ("change", "says"),
     [
         (lambda rows: rows[:3], "has 3 requests with an answer, and at least 5"),
-        (lambda rows: [{**each, "prompt_tokens": each["prompt_tokens"] + 1} for each in rows], "are not found in run.json in their order"),
+        (
+            lambda rows: [{**each, "prompt_tokens": each["prompt_tokens"] + 1} for each in rows],
+            "are not found in run.json in their order",
+        ),
         (lambda rows: [{**each, "arrivals": [-1.0]} for each in rows], "tokens at -1 …, which cannot have happened"),
-        (lambda rows: [{**each, "arrivals": [2.0, 1.0]} for each in rows], "tokens at 2, 1 …, which cannot have happened"),
-        (lambda rows: [{**each, "cached_tokens": each["prompt_tokens"]} for each in rows], "100% of its prompt tokens came from the cache"),
+        (
+            lambda rows: [{**each, "arrivals": [2.0, 1.0]} for each in rows],
+            "tokens at 2, 1 …, which cannot have happened",
+        ),
+        (
+            lambda rows: [{**each, "cached_tokens": each["prompt_tokens"]} for each in rows],
+            "100% of its prompt tokens came from the cache",
+        ),
         (lambda rows: [{}], "missing required field `sent`"),
     ],
 )
@@ -438,7 +523,21 @@ def _plan(
     row, group, index, block = (array("i", column) for column in zip(*edits, strict=True)) if edits else _none(4)
     none, sampled = array("i"), array("i", range(len(rows)))
     work = array("i", rows), array("i", starts), array("i", counts)
-    return StepPlan(0, array("i", dropped or []), added, row, group, index, block, none, none, none, *work, sampled, array("i", rows))
+    return StepPlan(
+        0,
+        array("i", dropped or []),
+        added,
+        row,
+        group,
+        index,
+        block,
+        none,
+        none,
+        none,
+        *work,
+        sampled,
+        array("i", rows),
+    )
 
 
 def _row(row: int) -> NewRow:
@@ -446,11 +545,14 @@ def _row(row: int) -> NewRow:
 
 
 def _begun(tracker: SharedBlocks, rows: int, shared: int, own: int) -> tuple[float, ...]:
-    """``rows`` sequences whose first ``shared`` blocks of 128 are the same, and then ``own`` of their own; all decode."""
+    """``rows`` sequences whose first ``shared`` blocks of 128 are the same, and then ``own`` of their own; all
+    decode."""
     edits = [(row, 0, index, index) for row in range(rows) for index in range(shared)]
     edits += [(row, 0, shared + index, 1000 + 50 * row + index) for row in range(rows) for index in range(own)]
     context = 128 * (shared + own) - 3
-    return tracker.observe(_plan(list(range(rows)), [context] * rows, [1] * rows, tuple(_row(row) for row in range(rows)), edits))
+    return tracker.observe(
+        _plan(list(range(rows)), [context] * rows, [1] * rows, tuple(_row(row) for row in range(rows)), edits)
+    )
 
 
 def test_shared_blocks_are_read_once_a_chunk() -> None:
@@ -477,7 +579,10 @@ def test_a_simulated_card_is_quicker_where_prompts_begin_alike() -> None:
 
     asked = drawn(48, Lengths(20, 40), prefix=1024, num_prefixes=1)
     figures = [
-        simulate(SPEC, replace(EngineConfig(), device=DeviceConfig(cascade_attention=on)), device(), Load(asked)).figures for on in (True, False)
+        simulate(
+            SPEC, replace(EngineConfig(), device=DeviceConfig(cascade_attention=on)), device(), Load(asked)
+        ).figures
+        for on in (True, False)
     ]
     assert figures[0]["median_itl_ms"] < 0.8 * figures[1]["median_itl_ms"]
 
@@ -487,7 +592,11 @@ def test_a_simulated_card_is_quicker_where_prompts_begin_alike() -> None:
 def test_nothing_is_saved_that_nobody_reads(rows: list[tuple[int, int]], seed: int) -> None:
     """Whatever the tables: between 0 and all keys but one reading."""
     groups, rng = kv_groups(SPEC, 128, 2), np.random.default_rng(seed)
-    edits = [(row, 0, index, int(rng.integers(0, 4))) for row, (shared, own) in enumerate(rows) for index in range(shared + own)]
+    edits = [
+        (row, 0, index, int(rng.integers(0, 4)))
+        for row, (shared, own) in enumerate(rows)
+        for index in range(shared + own)
+    ]
     starts = [128 * (shared + own) + 1 for shared, own in rows]
     names = list(range(len(rows)))
     (saved,) = SharedBlocks(groups, 2).observe(_plan(names, starts, [1] * len(rows), tuple(map(_row, names)), edits))
@@ -510,16 +619,51 @@ def test_the_command_calibrates_simulates_and_refuses_the_run_it_was_fitted_to(
     path = traced(tmp_path / "a.json", card, some(40, 300, 20), true_prices(), spec=spec, model="demo")
     assert cli.main(["simulate", "--device", "h200", "--dtype", "bfloat16", "--calibrate", str(path)]) == 0
     assert "parameters were fitted" in capsys.readouterr().out and list((tmp_path / "cache").rglob("*.calibrated.json"))
-    words = ["simulate", "--device", "h200", "--dtype", "bfloat16", "--num-prompts", "8", "--output-json", str(tmp_path / "s.json")]
+    words = [
+        "simulate",
+        "--device",
+        "h200",
+        "--dtype",
+        "bfloat16",
+        "--num-prompts",
+        "8",
+        "--output-json",
+        str(tmp_path / "s.json"),
+    ]
     assert cli.main(words) == 0
     assert "calibrated from" in capsys.readouterr().out
     written = json.loads((tmp_path / "s.json").read_text())
-    assert written["prices"]["fitted_parameters"] > 5 and written["prices"]["fitted_runs"] and "extrapolated" in written["prices"]
+    assert (
+        written["prices"]["fitted_parameters"] > 5
+        and written["prices"]["fitted_runs"]
+        and "extrapolated" in written["prices"]
+    )
     alone = ran(tmp_path / "b.json", card, some(10), true_prices(), spec=spec, model="demo", room=1)
     (tmp_path / "c.json").write_text(json.dumps(summarise(alone, 1.0) | {"requests": [asdict(each) for each in alone]}))
-    front = ["simulate", "--device", "h200", "--dtype", "bfloat16", "--calibrate", str(tmp_path / "b.json"), "--front-of", str(tmp_path / "c.json")]
+    front = [
+        "simulate",
+        "--device",
+        "h200",
+        "--dtype",
+        "bfloat16",
+        "--calibrate",
+        str(tmp_path / "b.json"),
+        "--front-of",
+        str(tmp_path / "c.json"),
+    ]
     assert cli.main(front) == 0 and "a front end" in capsys.readouterr().out
-    shape = ["--num-prompts", "10", "--input-len", "149", "--output-len", "12", "--random-range-ratio", "0.9", "--max-concurrency", "1"]
+    shape = [
+        "--num-prompts",
+        "10",
+        "--input-len",
+        "149",
+        "--output-len",
+        "12",
+        "--random-range-ratio",
+        "0.9",
+        "--max-concurrency",
+        "1",
+    ]
     assert cli.main([*words[:5], *shape, "--against", str(tmp_path / "c.json")]) == 2
     assert "which the prices were fitted to" in capsys.readouterr().err
     assert cli.main([*words[:-2], "--assumed-prices", "--against", str(tmp_path / "s.json")]) == 0
@@ -548,17 +692,31 @@ def test_steps_of_a_server_are_read_from_its_page() -> None:
     before = parse_steps(page(10, 50, 1.0, 1.0))
     after = parse_steps(page(30, 90, 2.0, 2.2) + 'headrace_step_prediction_error{prediction="calibrated"} -0.04\n')
     figures = step_figures(before, after)
-    assert figures["steps"] == 20 and figures["mean_step_ms"] == pytest.approx(50.0) and figures["step_prediction_error"] == pytest.approx(0.2)
+    assert (
+        figures["steps"] == 20
+        and figures["mean_step_ms"] == pytest.approx(50.0)
+        and figures["step_prediction_error"] == pytest.approx(0.2)
+    )
     assert figures["step_calibration_error"] == -0.04
     assert "device_joules" not in figures
     pages = (page(10, 50, 1.0, 1.0), 7.5, 2.0), (page(30, 90, 2.0, 2.2), 57.5, 12.0)
-    energy = [f"headrace_energy_joules_total {joules}\nheadrace_energy_seconds_total {seconds}\n" for _, joules, seconds in pages]
+    energy = [
+        f"headrace_energy_joules_total {joules}\nheadrace_energy_seconds_total {seconds}\n"
+        for _, joules, seconds in pages
+    ]
     drawn = [parse_steps(steps + more) for (steps, *_), more in zip(pages, energy, strict=True)]
     figures = step_figures(*drawn)
     assert figures["device_joules"] == 50.0 and figures["mean_device_watts"] == 5.0
-    for other in (step_figures(before, drawn[1]), step_figures(drawn[0], after)):  # its counter was found, or lost, meanwhile
+    for other in (
+        step_figures(before, drawn[1]),
+        step_figures(drawn[0], after),
+    ):  # its counter was found, or lost, meanwhile
         assert "device_joules" not in other and other["steps"] == 20
-    assert parse_steps("vllm:num_requests_running 0\n") is None and step_figures(None, after) == {} and step_figures(after, before) == {}
+    assert (
+        parse_steps("vllm:num_requests_running 0\n") is None
+        and step_figures(None, after) == {}
+        and step_figures(after, before) == {}
+    )
 
 
 def test_the_verdict_is_of_two_runs_and_their_spread() -> None:
@@ -624,14 +782,19 @@ def test_a_recorder_prices_a_step_with_prompts_as_it_was_computed() -> None:
         told.append(load.filled)
         return 1.0
 
-    recorder, times = StepRecorder(cost_model(device()), calibrated=price), StepTimes(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, True)
+    recorder, times = (
+        StepRecorder(cost_model(device()), calibrated=price),
+        StepTimes(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, True),
+    )
     for step, graph_tokens in ((0, 64), (CALIBRATED_EVERY, 0)):
         plan = replace(_plan([0], [0], [50]), step_id=step)
         recorder.on_step(plan, StepResult(step, ((1,),), device_seconds=1.0, graph_tokens=graph_tokens), times)
     assert told == [64, 0]
 
 
-def test_an_engine_is_told_its_calibration_and_starts_without_one(found: CalibratedSteps, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_is_told_its_calibration_and_starts_without_one(
+    found: CalibratedSteps, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from headrace.worker.profile import find_price
 
     costs = cost_model(device())
@@ -640,7 +803,9 @@ def test_an_engine_is_told_its_calibration_and_starts_without_one(found: Calibra
     price = find_price(costs, {}, [tmp_path])
     assert price is not None and price(costs.load_of(_plan([0], [9], [1])), True) > 0
     assert find_price(costs, {"flat_gemm": False}, [tmp_path]) is None
-    assert find_price(cost_model(device(), replace(SPEC, hidden_size=256)), {}, [tmp_path]) is None  # another model's says nothing true
+    assert (
+        find_price(cost_model(device(), replace(SPEC, hidden_size=256)), {}, [tmp_path]) is None
+    )  # another model's says nothing true
     (tmp_path / "x.calibrated.json").write_text("{")
     assert find_price(costs, {}, [tmp_path]) is None and "cannot be read" in caplog.text
 
@@ -652,22 +817,36 @@ def test_steps_after_a_pause_are_told_from_others_and_simulated_so(tmp_path: Pat
     found = calibrate([read_run(path)], on, cost_model(on))
     assert found.prices.rested == pytest.approx(5e-3, rel=0.05)
     quick = replace(found, prices=replace(found.prices, woken=0.0, rested=0.0))
-    both = [simulate(SPEC, EngineConfig(), replace(on, calibrated=(each,)), Load(asked)).figures for each in (quick, found)]
+    both = [
+        simulate(SPEC, EngineConfig(), replace(on, calibrated=(each,)), Load(asked)).figures for each in (quick, found)
+    ]
     assert both[1]["median_ttft_ms"] - both[0]["median_ttft_ms"] == pytest.approx(5.0, rel=0.05)
     assert both[1]["median_itl_ms"] == pytest.approx(both[0]["median_itl_ms"], rel=0.01)
 
 
 def test_every_switch_of_how_steps_are_computed_is_one_that_a_calibration_knows() -> None:
-    switches = {each.name for each in fields(DeviceConfig) if each.metadata.get("technique") is True and each.metadata.get("flag") is False}
+    switches = {
+        each.name
+        for each in fields(DeviceConfig)
+        if each.metadata.get("technique") is True and each.metadata.get("flag") is False
+    }
     assert switches - set(MEASURED_SWITCHES) == {"cascade_attention"}  # whose worth is counted
 
 
 def test_what_is_assumed_of_kernels_is_what_kernels_say() -> None:
-    """Where kernels change with the number of rows, and how shared blocks are read: facts of files that cannot be imported here."""
+    """Where kernels change with the number of rows, and how shared blocks are read: facts of files that cannot be
+    imported here."""
     kernels = Path(sharing.__file__).parents[1] / "kernels"
     text = (kernels / "attention" / "triton_sharing.py").read_text()
-    for name, value in (("ROWS", sharing.QUERIES), ("UNIT", sharing.UNIT), ("FEWEST", sharing.FEWEST), ("LEAST_SAVED", sharing.LEAST_SAVED)):
+    for name, value in (
+        ("ROWS", sharing.QUERIES),
+        ("UNIT", sharing.UNIT),
+        ("FEWEST", sharing.FEWEST),
+        ("LEAST_SAVED", sharing.LEAST_SAVED),
+    ):
         assert re.search(rf"^{name} = {value}\b", text, re.MULTILINE), name
     forms = json.loads((kernels / "linear" / "measured.json").read_text())["NVIDIA H200"]["flat"]
     assert {row[0] for shape in forms.values() for row in shape} == set(classes_of("cuda").bounds)
-    assert re.search(rf"^FEW_ROWS = {classes_of('cpu').bounds[0]}\b", (kernels / "linear" / "native.py").read_text(), re.MULTILINE)
+    assert re.search(
+        rf"^FEW_ROWS = {classes_of('cpu').bounds[0]}\b", (kernels / "linear" / "native.py").read_text(), re.MULTILINE
+    )

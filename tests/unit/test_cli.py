@@ -16,19 +16,36 @@ from headrace import cli
 from headrace.errors import ConfigError, ModelError
 from headrace.flags import elsewhere
 
-HEAVY = ("torch", "fastapi", "uvicorn", "starlette", "pydantic", "httpx", "tokenizers", "safetensors", "jinja2", "gguf", "yaml", "msgspec")
+HEAVY = (
+    "torch",
+    "fastapi",
+    "uvicorn",
+    "starlette",
+    "pydantic",
+    "httpx",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+    "gguf",
+    "yaml",
+    "msgspec",
+)
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace", *words]
     env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=env, stdin=subprocess.DEVNULL
+    )
 
 
 @pytest.fixture
 def fake_command(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """`headrace doctor`, replaced by something a test can steer."""
-    command = types.SimpleNamespace(add_arguments=lambda parser: parser.add_argument("--number", type=int), run=lambda args: 0)
+    command = types.SimpleNamespace(
+        add_arguments=lambda parser: parser.add_argument("--number", type=int), run=lambda args: 0
+    )
     monkeypatch.setattr(cli, "_load", lambda name: command)
     return command
 
@@ -87,14 +104,19 @@ def test_wrong_usage_is_one_line_and_status_2(words: tuple[str, ...]) -> None:
     ("words", "told"),
     [
         (("serv",), "there is no COMMAND 'serv'; did you mean serve? "),
-        (("run", "org/name"), "there is no COMMAND 'run': use headrace chat --model MODEL to talk, headrace serve MODEL for a server"),
+        (
+            ("run", "org/name"),
+            "there is no COMMAND 'run': use headrace chat --model MODEL to talk, headrace serve MODEL for a server",
+        ),
         (("pull", "org/name"), "there is no COMMAND 'pull': use headrace models pull org/name"),
         (("xyzzy",), "there is no COMMAND 'xyzzy'; there are serve, chat, "),
         (("bench", "through"), "there is no BENCHMARK 'through'; did you mean throughput?"),
         (("bench", "run"), "there is no BENCHMARK 'run'; "),
     ],
 )
-def test_a_command_that_is_none_gets_the_one_to_use(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_is_none_gets_the_one_to_use(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     err = capsys.readouterr().err
@@ -111,7 +133,9 @@ def test_bad_log_level_is_explained() -> None:
     assert done.returncode == 2 and "set it to one of debug, info" in done.stderr
 
 
-def test_an_error_is_one_line_and_status_1(fake_command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line_and_status_1(
+    fake_command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(args: object) -> int:
         raise ModelError("No config.json\n  in /x. Give a model's folder.")
 
@@ -121,7 +145,9 @@ def test_an_error_is_one_line_and_status_1(fake_command: types.SimpleNamespace, 
 
 
 @pytest.mark.parametrize("words", [["--debug", "doctor"], ["doctor", "--debug"]])
-def test_debug_shows_the_traceback(fake_command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_debug_shows_the_traceback(
+    fake_command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     def fail(args: object) -> int:
         raise ConfigError("bad")
 
@@ -167,7 +193,9 @@ sys.exit(cli.main(["doctor"]))
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    with subprocess.Popen([sys.executable, "-c", WRITES_FOR_EVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITES_FOR_EVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "line\n"
         process.stdout.close()

@@ -17,7 +17,9 @@ PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 def test_a_group_names_one_version_of_each_client_and_tests_that_exist(name: str) -> None:
     group = catalog.GROUPS[name]
     assert all(re.fullmatch(r"[\w.-]+(\[[\w,-]+\])?==[\w.]+", client) for client in group.clients)
-    assert all(re.fullmatch(r"(@[\w-]+/)?[\w-]+@[\d.]+", package) for package in group.npm) and (group.clients or group.npm)
+    assert all(re.fullmatch(r"(@[\w-]+/)?[\w-]+@[\d.]+", package) for package in group.npm) and (
+        group.clients or group.npm
+    )
     assert all((ROOT / "tests" / test).is_file() for test in group.tests)
     assert {f"## {section}" for section in group.sections} <= set(PAGE.splitlines())
 
@@ -26,7 +28,11 @@ def test_every_test_of_a_client_and_every_example_belongs_to_a_group() -> None:
     groups = catalog.GROUPS.values()
     files = {f"clients/{path.name}" for path in (ROOT / "tests" / "clients").glob("test_*.py")}
     assert files - {test for group in groups for test in group.tests} == {"clients/test_page.py"}
-    examples = {section.partition("\n")[0] for section in PAGE.split("\n## ")[1:] if re.search("^```(python|javascript)$", section, re.M)}
+    examples = {
+        section.partition("\n")[0]
+        for section in PAGE.split("\n## ")[1:]
+        if re.search("^```(python|javascript)$", section, re.M)
+    }
     assert examples == {section for group in groups for section in group.sections}
 
 

@@ -1,4 +1,5 @@
-"""Steps planned and taken as arrays are the steps that sequences would have had one by one: the same plans, outputs and books."""
+"""Steps planned and taken as arrays are the steps that sequences would have had one by one: the same plans, outputs and
+books."""
 
 from __future__ import annotations
 
@@ -35,14 +36,20 @@ class Told:
         self.columns += isinstance(outputs, TokenOutputs)
         self.outputs.append(list(outputs))
         cache = self.core.scheduler.cache
-        self.books.append((cache.num_used_blocks, sum(pool.num_cached for pool in cache.pools), self.core.scheduler.num_running))
+        self.books.append(
+            (cache.num_used_blocks, sum(pool.num_cached for pool in cache.pools), self.core.scheduler.num_running)
+        )
 
 
 def _asked(draw: random.Random, number: int) -> Request:
     """Most are plain; some have something that needs a thought at some token, from the first on."""
     shared = list(range(30, 30 + draw.choice([0, 0, 9, 17])))
     prompt = shared + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))]
-    fields: dict[str, Any] = {"max_tokens": draw.choice([1, 2, 30, 60, 90]), "seed": number, "ignore_eos": draw.random() < 0.7}
+    fields: dict[str, Any] = {
+        "max_tokens": draw.choice([1, 2, 30, 60, 90]),
+        "seed": number,
+        "ignore_eos": draw.random() < 0.7,
+    }
     if draw.random() < 0.15:
         fields |= {"n": 2, "temperature": 1.0}
     if draw.random() < 0.1:
@@ -66,7 +73,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _story(depth: int, seed: int, alike: int, monkeypatch: pytest.MonkeyPatch, *, fails: bool = False, **settings: Any) -> Told:
+def _story(
+    depth: int, seed: int, alike: int, monkeypatch: pytest.MonkeyPatch, *, fails: bool = False, **settings: Any
+) -> Told:
     """Requests that come, leave and are cut short at turns that hang on nothing but ``seed``."""
     monkeypatch.setattr(scheduler, "STEPS_ALIKE", alike)
     draw, core = random.Random(seed), engine(depth=depth, max_num_seqs=6, **settings)
@@ -94,7 +103,10 @@ def _story(depth: int, seed: int, alike: int, monkeypatch: pytest.MonkeyPatch, *
 def test_a_cohort_is_never_seen(depth: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = 0
     for seed in range(2):
-        alone, together = (_story(depth, seed, alike, monkeypatch, fails=name == "steps fail", **SETTINGS[name]) for alike in (NEVER, 0))
+        alone, together = (
+            _story(depth, seed, alike, monkeypatch, fails=name == "steps fail", **SETTINGS[name])
+            for alike in (NEVER, 0)
+        )
         assert together.plans == alone.plans
         assert together.outputs == alone.outputs
         assert together.books == alone.books
@@ -121,7 +133,9 @@ def test_records_are_right_whenever_they_are_settled(most: int, monkeypatch: pyt
                 assert sequence.num_tokens - len(sequence.token_ids) <= in_flight
                 state = core.explain(sequence.request_id)
                 assert state is not None and state.num_outputs == (len(outputs),)
-    assert {number: answers.tokens[number, 0] for number in range(5)} == {number: expected(each) for number, each in enumerate(asked)}
+    assert {number: answers.tokens[number, 0] for number in range(5)} == {
+        number: expected(each) for number, each in enumerate(asked)
+    }
 
 
 def test_a_failed_step_leaves_no_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +154,12 @@ def test_a_failed_step_leaves_no_cohort(monkeypatch: pytest.MonkeyPatch) -> None
 def test_columns_are_outputs() -> None:
     columns = TokenOutputs([4, 5], [0, 1], [(7,), (8,)])
     assert list(columns) == [SequenceOutput(4, 0, (7,)), SequenceOutput(5, 1, (8,))] == columns[:]
-    assert (columns[1], len(columns), bool(columns), bool(TokenOutputs([], [], []))) == (SequenceOutput(5, 1, (8,)), 2, True, False)
+    assert (columns[1], len(columns), bool(columns), bool(TokenOutputs([], [], []))) == (
+        SequenceOutput(5, 1, (8,)),
+        2,
+        True,
+        False,
+    )
 
 
 def sent(outputs: Sequence[SequenceOutput]) -> list[SequenceOutput]:
@@ -167,7 +186,13 @@ def test_steady_decoding_is_a_cohort() -> None:
 
 def test_a_column_of_single_tokens_is_the_sequence_of_tuples_it_stands_for() -> None:
     column, plain = Singles([7, 8, 9]), [(7,), (8,), (9,)]
-    assert column == plain and list(column) == plain and column == Singles([7, 8, 9]) and column != [(7,), (8, 9)] and column != 5
+    assert (
+        column == plain
+        and list(column) == plain
+        and column == Singles([7, 8, 9])
+        and column != [(7,), (8, 9)]
+        and column != 5
+    )
     assert (column[0], column[-1], column[1:], len(column), bool(Singles([]))) == ((7,), (9,), plain[1:], 3, False)
     assert column_of(column) == column_of(plain) == [7, 8, 9] and column_of([(1, 2), (), (3,)]) == [1, 2, 3]
     with pytest.raises(IndexError):

@@ -11,7 +11,8 @@ from headrace.engine.fair_threads import QUICK_SECONDS, CompileQueue
 
 
 def order_of(*asked: tuple[str, float, str], seconds: float) -> list[str]:
-    """In which order these (name, seconds, tenant) are done once a thread that was busy with something of ``seconds`` has a hand free."""
+    """In which order these (name, seconds, tenant) are done once a thread that was busy with something of ``seconds``
+    has a hand free."""
     queue, gate, done = CompileQueue[None](), threading.Event(), list[str]()
     begun = threading.Event()
     queue.submit(lambda: (begun.set(), gate.wait(10))[0], seconds, "")
@@ -26,7 +27,12 @@ def order_of(*asked: tuple[str, float, str], seconds: float) -> list[str]:
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_tenants_take_turns_and_the_shortest_of_each_goes_first(seconds: float) -> None:
     hog = [(f"hog {index}", seconds + 0.01, "hog") for index in range(3)]
-    assert order_of(*hog, ("polite", seconds + 0.01, "polite"), seconds=seconds) == ["hog 0", "polite", "hog 1", "hog 2"]
+    assert order_of(*hog, ("polite", seconds + 0.01, "polite"), seconds=seconds) == [
+        "hog 0",
+        "polite",
+        "hog 1",
+        "hog 2",
+    ]
     assert order_of(*hog, ("short", seconds, "hog"), seconds=seconds) == ["short", "hog 0", "hog 1", "hog 2"]
 
 
@@ -43,7 +49,11 @@ def test_a_long_one_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
     """Shorter ones pass it for ten times as long as it takes itself."""
     now = iter((100.0, 100.0, 109.0, 111.0))
     monkeypatch.setattr("headrace.engine.fair_threads.time.monotonic", lambda: next(now))
-    assert order_of(("long", 1.0, ""), ("before", 0.05, ""), ("after", 0.05, ""), seconds=1.0) == ["before", "long", "after"]
+    assert order_of(("long", 1.0, ""), ("before", 0.05, ""), ("after", 0.05, ""), seconds=1.0) == [
+        "before",
+        "long",
+        "after",
+    ]
 
 
 def test_what_is_not_wanted_any_more_is_left_out_and_errors_are_told() -> None:

@@ -26,7 +26,9 @@ print(sorted({"torch", "fastapi", "uvicorn"} & set(sys.modules)), file=sys.stder
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("completion")
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0 and done.stderr == "[]\n"  # nothing heavy is imported
     return folder
 
@@ -73,13 +75,17 @@ def test_fish_completes_by_place(scripts: Path) -> None:
 
     def offered(line: str) -> list[str]:
         asked = f"source {scripts}/fish; complete -C '{line}'"
-        done = subprocess.run(["fish", "--no-config", "-c", asked], capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            ["fish", "--no-config", "-c", asked], capture_output=True, text=True, timeout=20, check=True
+        )
         return [each.split("\t")[0] for each in done.stdout.splitlines()]
 
     assert offered("headrace ser") == ["serve"] and offered("headrace models pu") == ["pull"]
     assert offered("headrace serve --por") == ["--port"] and offered("headrace bench serve --por") == []
     assert offered("headrace doctor --block") == ["--block-size"]
-    assert offered("headrace serve --dtype bf") == ["bfloat16"] and offered("headrace bench latency --batch-s") == ["--batch-size"]
+    assert offered("headrace serve --dtype bf") == ["bfloat16"] and offered("headrace bench latency --batch-s") == [
+        "--batch-size"
+    ]
 
 
 def test_a_script_is_small_enough_for_a_start_file(scripts: Path) -> None:

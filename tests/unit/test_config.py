@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, field_types
+from headrace.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    field_types,
+)
 from headrace.errors import ConfigError
 
 CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig)
@@ -65,4 +73,7 @@ def test_configs_are_frozen_and_hold_no_state_in_common() -> None:
 
 def test_logits_of_each_sequence_fit_unless_they_may_not() -> None:
     assert SchedulerConfig().logits_rows == SchedulerConfig(max_num_seqs=256).logits_rows == 512
-    assert SchedulerConfig(max_num_seqs=1024).logits_rows == 1024 and SchedulerConfig(max_num_seqs=1024, max_logits_rows=3).logits_rows == 3
+    assert (
+        SchedulerConfig(max_num_seqs=1024).logits_rows == 1024
+        and SchedulerConfig(max_num_seqs=1024, max_logits_rows=3).logits_rows == 3
+    )

@@ -1,4 +1,5 @@
-"""Conversations in a simulation: a turn follows the end of an answer and its client's thought, and asks with all that was said."""
+"""Conversations in a simulation: a turn follows the end of an answer and its client's thought, and asks with all that
+was said."""
 
 from __future__ import annotations
 
@@ -37,8 +38,13 @@ def driven(
     info = keyed_hash_info(block_size=4, num_blocks=2000)
     executor = ModelledExecutor(info, lambda plan: STEADY, clock)
     core = EngineCore(
-        executor, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(),
-        namespace=b"", clock=clock, depth=depth
+        executor,
+        scheduler=SchedulerConfig(max_num_batched_tokens=64),
+        cache=CacheConfig(),
+        eos_token_ids=frozenset(),
+        namespace=b"",
+        clock=clock,
+        depth=depth,
     )
     got: dict[int, Request] = {}
     add = core.add
@@ -52,17 +58,29 @@ def test_a_turn_asks_with_all_that_was_said_and_finds_it_in_the_cache() -> None:
     answers: dict[int, array[int]] = {index: array("i") for index in range(4)}
     clock = VirtualClock()
     executor = ModelledExecutor(keyed_hash_info(block_size=4), lambda plan: STEADY, clock)
-    core = EngineCore(executor, scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock)
+    core = EngineCore(
+        executor,
+        scheduler=SchedulerConfig(),
+        cache=CacheConfig(),
+        eos_token_ids=frozenset(),
+        namespace=b"",
+        clock=clock,
+    )
     prompts = Prompts(asked, executor.answer_ids, vocab_size=512, seed=0)
     said: list[array[int]] = []
     drive_ = Drive(core, asked, lambda index: (said.append(prompts(index)), said[-1])[1], room=None, max_queue=9)
     take = drive_._take
-    drive_._take = lambda outputs, now: ([answers[o.request_id].extend(o.token_ids) for o in outputs], take(outputs, now))[1]  # type: ignore
+    drive_._take = lambda outputs, now: (
+        [answers[o.request_id].extend(o.token_ids) for o in outputs],
+        take(outputs, now),
+    )[1]  # type: ignore
     samples = drive_.run().samples
     for turn in range(1, 4):
         before = said[turn - 1] + answers[turn - 1]
         assert said[turn][: len(before)] == before and len(said[turn]) == asked[turn].prompt > len(before)
-        assert samples[turn].cached_tokens == (len(before) - 1) // 4 * 4, "but the last token's keys, which nobody computed"
+        assert samples[turn].cached_tokens == (len(before) - 1) // 4 * 4, (
+            "but the last token's keys, which nobody computed"
+        )
         assert samples[turn].sent == pytest.approx(samples[turn - 1].ended + asked[turn].think)
     assert not prompts._said, "what was said is forgotten with the last turn"
 
@@ -70,7 +88,8 @@ def test_a_turn_asks_with_all_that_was_said_and_finds_it_in_the_cache() -> None:
 @pytest.mark.parametrize("rate", [None, 0.7])
 @pytest.mark.parametrize("room", [2, 5])
 def test_turns_come_when_the_driver_of_an_engine_would_send_them(rate: float | None, room: int) -> None:
-    """The same conversations over the same seconds a step through the benchmarks' own driver, which puts real answers in front."""
+    """The same conversations over the same seconds a step through the benchmarks' own driver, which puts real answers
+    in front."""
     asked = conversing(6, 3, LENGTHS, system=8, think=0.0, seed=3)
     if rate is not None:
         asked = arriving(asked, rate, seed=3)
@@ -79,8 +98,13 @@ def test_turns_come_when_the_driver_of_an_engine_would_send_them(rate: float | N
     clock = VirtualClock()
     executor = ModelledExecutor(keyed_hash_info(block_size=4, num_blocks=2000), lambda plan: STEADY, clock)
     core = EngineCore(
-        executor, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(),
-        namespace=b"", clock=clock, depth=0
+        executor,
+        scheduler=SchedulerConfig(max_num_batched_tokens=64),
+        cache=CacheConfig(),
+        eos_token_ids=frozenset(),
+        namespace=b"",
+        clock=clock,
+        depth=0,
     )
     theirs = drive(core, talks, max_concurrency=room)
     assert sorted(each.prompt_tokens for each in mine.samples) == sorted(each.prompt_tokens for each in theirs.samples)
@@ -91,7 +115,11 @@ def test_turns_come_when_the_driver_of_an_engine_would_send_them(rate: float | N
 
 def test_a_client_has_one_request_under_way_and_thinks_between_them() -> None:
     """Prompts tell the turns apart: conversation c asks with 10 + c, 40 + c and 70 + c tokens."""
-    asked = [LoadRequest(10 + 30 * turn + c, 4, follows=3 * c + turn - 1 if turn else None, think=2.0) for c in range(6) for turn in range(3)]
+    asked = [
+        LoadRequest(10 + 30 * turn + c, 4, follows=3 * c + turn - 1 if turn else None, think=2.0)
+        for c in range(6)
+        for turn in range(3)
+    ]
     outcome, _, _ = driven(asked, room=2)
     by_prompt = {sample.prompt_tokens: sample for sample in outcome.samples}
     assert len(by_prompt) == 18 and not any(sample.error for sample in outcome.samples)
@@ -99,8 +127,12 @@ def test_a_client_has_one_request_under_way_and_thinks_between_them() -> None:
     for turns in talks:
         assert [after.sent - before.ended for before, after in pairwise(turns)] == pytest.approx([2.0, 2.0])
     spans = [(turns[0].sent, turns[-1].ended) for turns in talks]
-    assert max(sum(begin <= when < end for begin, end in spans) for when, _ in spans) == 2, "nobody takes the place of a client that thinks"
-    assert [sample.due is None for sample in talks[0]] == [True, False, False], "a closed loop's first turns are due when a client is free"
+    assert max(sum(begin <= when < end for begin, end in spans) for when, _ in spans) == 2, (
+        "nobody takes the place of a client that thinks"
+    )
+    assert [sample.due is None for sample in talks[0]] == [True, False, False], (
+        "a closed loop's first turns are due when a client is free"
+    )
 
 
 def test_a_conversation_ends_with_a_turn_that_fails() -> None:
@@ -114,7 +146,10 @@ def test_a_conversation_ends_with_a_turn_that_fails() -> None:
 def test_prefixes_are_reused_from_turn_to_turn() -> None:
     asked = conversing(4, 5, Lengths(200, 100), system=512, think=1.0)
     alone = [replace(each, follows=None, pieces=(index,), piece=each.prompt) for index, each in enumerate(asked)]
-    talk, single = (simulate(SMALL, EngineConfig(), known_devices()["l40s"], Load(each, max_concurrency=1)).figures for each in (asked, alone))
+    talk, single = (
+        simulate(SMALL, EngineConfig(), known_devices()["l40s"], Load(each, max_concurrency=1)).figures
+        for each in (asked, alone)
+    )
     assert talk["prefix_hit_share"] > 0.7 and single["prefix_hit_share"] < 0.1
     assert talk["total_input_tokens"] == single["total_input_tokens"]
 
@@ -125,13 +160,33 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return status, found.out, found.err
 
 
-def test_the_command_takes_conversations_and_lengths_of_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+def test_the_command_takes_conversations_and_lengths_of_a_trace(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("Timestamp,Request tokens,Response tokens\n1,30,4\n2,50,6\n")
-    words = ("--workload", "conversation", "--num-prompts", "5", "--turns", "3", "--lengths-from", str(trace), "--prefix-len", "0")
-    status, out, err = told(capsys, *words, "--request-rate", "2", "--gaps", "weibull", "--burstiness", "0.5", "--diurnal", "0.5")
+    words = (
+        "--workload",
+        "conversation",
+        "--num-prompts",
+        "5",
+        "--turns",
+        "3",
+        "--lengths-from",
+        str(trace),
+        "--prefix-len",
+        "0",
+    )
+    status, out, err = told(
+        capsys, *words, "--request-rate", "2", "--gaps", "weibull", "--burstiness", "0.5", "--diurnal", "0.5"
+    )
     assert status == 0, err
-    assert "completed               15" in out and "lengths of t.csv" in out and "weibull gaps of shape 0.5" in out and "± 50%" in out
+    assert (
+        "completed               15" in out
+        and "lengths of t.csv" in out
+        and "weibull gaps of shape 0.5" in out
+        and "± 50%" in out
+    )
 
 
 WRONG = {

@@ -57,8 +57,14 @@ class Notes:
 def run(depth: int, *, requests: int = 1) -> list[StepTimes]:
     clock, notes = CountingClock(), Notes()
     core = EngineCore(
-        Busy(clock), scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset(),
-        namespace=b"", clock=clock, depth=depth, observer=notes
+        Busy(clock),
+        scheduler=SchedulerConfig(),
+        cache=CacheConfig(),
+        eos_token_ids=frozenset(),
+        namespace=b"",
+        clock=clock,
+        depth=depth,
+        observer=notes,
     )
     for number in range(requests):
         clock.used += 100.0  # whoever asks computes too: not the engine's business
@@ -70,8 +76,18 @@ def run(depth: int, *, requests: int = 1) -> list[StepTimes]:
 
 
 def test_host_time_is_cpu_time_between_submissions_without_the_wait_for_the_device() -> None:
-    assert [times.host_seconds for times in run(depth=0)] == [0.0, 4.0, 4.0, 4.0]  # 3 to submit, 5 to collect, 4 of them lent
-    assert [times.host_seconds for times in run(depth=1)] == [0.0, 3.0, 4.0, 4.0]  # the second is submitted before anything is collected
+    assert [times.host_seconds for times in run(depth=0)] == [
+        0.0,
+        4.0,
+        4.0,
+        4.0,
+    ]  # 3 to submit, 5 to collect, 4 of them lent
+    assert [times.host_seconds for times in run(depth=1)] == [
+        0.0,
+        3.0,
+        4.0,
+        4.0,
+    ]  # the second is submitted before anything is collected
 
 
 def test_what_happens_while_there_is_no_work_is_no_steps_time() -> None:

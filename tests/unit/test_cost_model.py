@@ -23,13 +23,17 @@ from tests.support.specs import TINY
 
 def profile(bandwidth: float = 1.0, rate: float = 1e30, **more: float) -> DeviceProfile:
     identity = DeviceIdentity(kind="cpu", name="test", threads=1)
-    return DeviceProfile(identity=identity, read_bandwidth=bandwidth, copy_bandwidth=bandwidth, gemm_rates={"bfloat16": rate}, **more)
+    return DeviceProfile(
+        identity=identity, read_bandwidth=bandwidth, copy_bandwidth=bandwidth, gemm_rates={"bfloat16": rate}, **more
+    )
 
 
 def plan(starts: list[int], counts: list[int], sampled: int | None = None) -> StepPlan:
     rows = array("i", range(len(starts)))
     sample = array("i", range(len(starts) if sampled is None else sampled))
-    return StepPlan(0, rows=rows, starts=array("i", starts), counts=array("i", counts), sample_work=sample, sample_rows=sample)
+    return StepPlan(
+        0, rows=rows, starts=array("i", starts), counts=array("i", counts), sample_work=sample, sample_rows=sample
+    )
 
 
 def model(spec: DecoderSpec, device: DeviceProfile) -> CostModel:
@@ -67,7 +71,10 @@ def test_operators_of_a_tiny_model_by_hand() -> None:
     assert cost["output"] == (3 * 4 * 4 * 2, 2 * 3 * 16 * 5)
     assert cost["gate and up"] == (3 * 4 * 12 * 2, 2 * 3 * 48 * 5)
     assert cost["down"] == (3 * 6 * 4 * 2, 2 * 3 * 24 * 5)
-    assert cost["attention"] == (9 * 3 * 2 * 2 * 2, 7 * 3 * 4 * 2 * 2)  # K and V of 1 head x 2 x bf16; QK and PV of 2 heads
+    assert cost["attention"] == (
+        9 * 3 * 2 * 2 * 2,
+        7 * 3 * 4 * 2 * 2,
+    )  # K and V of 1 head x 2 x bf16; QK and PV of 2 heads
     assert cost["kv_write"] == (5 * 3 * 2 * 2 * 2, 0)
     assert cost["LM head"] == (10 * 4 * 2, 2 * 40 * 2)
     assert cost["norms"][0] == 7 * 4 * 2
@@ -99,7 +106,11 @@ def test_an_empty_step_costs_its_overhead_alone() -> None:
 
 def test_sliding_layers_read_their_window_only() -> None:
     spec = replace(TINY, layers=(LayerSpec(), LayerSpec(window=4), LayerSpec(window=4)))
-    attention = [moved for name, moved, _ in model(spec, profile()).costs(load_of(plan([99], [1]), (None, 4))) if name == "attention"]
+    attention = [
+        moved
+        for name, moved, _ in model(spec, profile()).costs(load_of(plan([99], [1]), (None, 4)))
+        if name == "attention"
+    ]
     assert attention == [100 * 1 * 8, 4 * 2 * 8]
 
 
@@ -127,7 +138,13 @@ def shape_of(name: str) -> DecoderSpec:
     return spec_from_config(json.loads(shared("data", "model_configs", name, "config.json").read_text()))
 
 
-DECODE = [(1, 256, 0.551, 3.345), (8, 128, 0.561, 3.382), (32, 128, 0.594, 3.517), (128, 128, 0.729, 4.054), (256, 128, 1.154, 6.268)]
+DECODE = [
+    (1, 256, 0.551, 3.345),
+    (8, 128, 0.561, 3.382),
+    (32, 128, 0.594, 3.517),
+    (128, 128, 0.729, 4.054),
+    (256, 128, 1.154, 6.268),
+]
 PREFILL = [(1, 2048, 5.5, 37.6), (1, 8192, 25.7, 166.3), (16, 2048, 85.9, 598.0)]
 
 
@@ -154,7 +171,8 @@ def test_distinct_experts_are_those_that_random_routing_touches(tokens: int) -> 
 
 
 def test_floors_of_a_sparse_model_by_hand() -> None:
-    """Qwen3-30B-A3B on the same card: attention, router and head whole, of each layer's experts those that are touched."""
+    """Qwen3-30B-A3B on the same card: attention, router and head whole, of each layer's experts those that are
+    touched."""
     cost = model(shape_of("Qwen3-30B-A3B"), profile(bandwidth=4.50e12, rate=795e12))
     hidden, layers, expert = 2048, 48, 3 * 2048 * 768
     attention = hidden * (32 + 2 * 4) * 128 + 32 * 128 * hidden
@@ -163,11 +181,14 @@ def test_floors_of_a_sparse_model_by_hand() -> None:
         weights = layers * (attention + hidden * 128 + distinct * expert) + 151936 * hidden
         keys = batch * context * layers * 2 * 4 * 128
         seconds = cost.estimate(plan([context - 1] * batch, [1] * batch)).floor_seconds
-        assert seconds == pytest.approx(2 * (weights + keys) / 4.50e12, rel=2e-3), batch  # all of it is moved longer than computed
+        assert seconds == pytest.approx(2 * (weights + keys) / 4.50e12, rel=2e-3), (
+            batch
+        )  # all of it is moved longer than computed
 
 
 def test_estimating_is_cheap_enough_for_every_step() -> None:
-    """20 µs at 256 rows on a quiet core, in which it multiplies and adds some 700 pairs of numbers one by one; a busy core is slower at both."""
+    """20 µs at 256 rows on a quiet core, in which it multiplies and adds some 700 pairs of numbers one by one; a busy
+    core is slower at both."""
     cost = model(replace(TINY, layers=(LayerSpec(), LayerSpec(window=4)) * 8), profile())
     step = plan(list(range(256)), [1] * 255 + [700])
 

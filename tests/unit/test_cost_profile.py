@@ -8,14 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cost.profile import DeviceIdentity, DeviceProfile, check_quiet, cpu_identity, find_profile, load_profile, save_profile
+from headrace.cost.profile import (
+    DeviceIdentity,
+    DeviceProfile,
+    check_quiet,
+    cpu_identity,
+    find_profile,
+    load_profile,
+    save_profile,
+)
 from headrace.errors import ConfigError
 
 IDENTITY = DeviceIdentity(kind="cpu", name="Some CPU 26/2/1", threads=2, features=("avx2", "avx512f"))
 
 
 def profile(**changes: object) -> DeviceProfile:
-    fields: dict[str, object] = dict(identity=IDENTITY, read_bandwidth=74e9, copy_bandwidth=60e9, gemm_rates={"bfloat16": 1e12, "float32": 2e11})
+    fields: dict[str, object] = dict(
+        identity=IDENTITY, read_bandwidth=74e9, copy_bandwidth=60e9, gemm_rates={"bfloat16": 1e12, "float32": 2e11}
+    )
     return DeviceProfile(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -35,7 +45,10 @@ def test_a_later_profile_replaces_the_earlier_one_and_leaves_no_scratch_file(tmp
     assert found is not None and found.read_bandwidth == 80e9
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 1, "identity": 3}', '{"version": 1, "identity": {"features": []}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"version": 1}', '{"version": 1, "identity": 3}', '{"version": 1, "identity": {"features": []}}'],
+)
 def test_a_damaged_file_is_refused_by_name_with_the_remedy(tmp_path: Path, text: str) -> None:
     path = tmp_path / f"{IDENTITY.slug}.json"
     path.write_text(text)
@@ -46,7 +59,13 @@ def test_a_damaged_file_is_refused_by_name_with_the_remedy(tmp_path: Path, text:
 def test_another_version_and_unknown_or_missing_fields_are_refused(tmp_path: Path) -> None:
     path = save_profile(profile(), tmp_path)
     good = json.loads(path.read_text())
-    for change in ({"version": 2}, {"surprise": 1}, {"read_bandwidth": None}, {"read_bandwidth": float("nan")}, {"gemm_rates": {}}):
+    for change in (
+        {"version": 2},
+        {"surprise": 1},
+        {"read_bandwidth": None},
+        {"read_bandwidth": float("nan")},
+        {"gemm_rates": {}},
+    ):
         path.write_text(json.dumps({**good, **change}))
         with pytest.raises(ConfigError, match="doctor --profile"):
             load_profile(path)

@@ -28,32 +28,63 @@ def written(path: Path) -> dict[str, Any]:
 
 def test_a_point_is_the_run_of_its_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     curve, alone = tmp_path / "curve.json", tmp_path / "alone.json"
-    words = ("--sweep-rate", "50", "5", "--compare", "max_num_seqs=2,64", "--compare", "chunked_prefill=on,off", "--output-json", str(curve))
+    words = (
+        "--sweep-rate",
+        "50",
+        "5",
+        "--compare",
+        "max_num_seqs=2,64",
+        "--compare",
+        "chunked_prefill=on,off",
+        "--output-json",
+        str(curve),
+    )
     status, out, err = call(capsys, *words)
     assert status == 0, err
     points = written(curve)["points"]
     names = [f"max_num_seqs={seqs}, chunked_prefill={chunked}" for seqs in (2, 64) for chunked in ("on", "off")]
-    assert [(each["offered_rate"], each["configuration"]) for each in points] == [(rate, name) for rate in (5.0, 50.0) for name in names]
+    assert [(each["offered_rate"], each["configuration"]) for each in points] == [
+        (rate, name) for rate in (5.0, 50.0) for name in names
+    ]
     assert all(name in out for name in names) and "p99 ttft" in out and "8 points" in out and "prices: " in out
     beyond = {each for point in points for each in point.pop("prices")["extrapolated"]}
     assert all(f"extrapolated: {each} (" in out for each in beyond)
-    words = ("--request-rate", "50", "--max-num-seqs", "2", "--technique", "chunked_prefill=off", "--output-json", str(alone))
+    words = (
+        "--request-rate",
+        "50",
+        "--max-num-seqs",
+        "2",
+        "--technique",
+        "chunked_prefill=off",
+        "--output-json",
+        str(alone),
+    )
     assert call(capsys, *words)[0] == 0
     run = written(alone)
-    assert points[5].items() >= {name: value for name, value in run.items() if name not in ("facts", "prices", "requests")}.items()
+    assert (
+        points[5].items()
+        >= {name: value for name, value in run.items() if name not in ("facts", "prices", "requests")}.items()
+    )
     assert points[5]["p99_ttft_ms"] > points[7]["p99_ttft_ms"], "two sequences at once wait longer"
 
 
 def test_configurations_are_compared_without_rates_too(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = call(capsys, "--compare", "device=h100,l40s", "--compare", "enable_prefix_caching=on,off", "--columns", "steps")
+    status, out, _ = call(
+        capsys, "--compare", "device=h100,l40s", "--compare", "enable_prefix_caching=on,off", "--columns", "steps"
+    )
     assert status == 0 and "offered" not in out and "steps" in out
-    assert all(f"device={device}, enable_prefix_caching={word}" in out for device in ("h100", "l40s") for word in ("on", "off"))
+    assert all(
+        f"device={device}, enable_prefix_caching={word}" in out for device in ("h100", "l40s") for word in ("on", "off")
+    )
 
 
 def test_a_trace_is_sped_up_to_each_rate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace, curve = tmp_path / "t.jsonl", tmp_path / "c.json"
-    rows = [{"timestamp": 100 * index**2, "input_length": 100, "output_length": 5, "hash_ids": [index]} for index in range(12)]
+    rows = [
+        {"timestamp": 100 * index**2, "input_length": 100, "output_length": 5, "hash_ids": [index]}
+        for index in range(12)
+    ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ("--trace", str(trace), "--output-json", str(curve), "--plot", str(tmp_path / "c.png"))
     words = ("--input-len", "128", "--workload", "trace", "--sweep-rate", "1", "10", *files)
@@ -75,7 +106,10 @@ def test_scaling_keeps_order_and_shape(tmp_path: Path) -> None:
 
 def _trace(folder: Path, times: tuple[float, ...]) -> Path:
     """Requests at these seconds, each of one prompt token more than the one before."""
-    rows = [{"timestamp": 1000 * when, "input_length": 10 + index, "output_length": 1, "hash_ids": [0]} for index, when in enumerate(times)]
+    rows = [
+        {"timestamp": 1000 * when, "input_length": 10 + index, "output_length": 1, "hash_ids": [0]}
+        for index, when in enumerate(times)
+    ]
     path = folder / "trace.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

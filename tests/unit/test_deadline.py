@@ -1,4 +1,5 @@
-"""``deadline``: order, early rejection with its numbers, bounds of steps, and goodput that does not collapse; and a budget of time in the planner."""
+"""``deadline``: order, early rejection with its numbers, bounds of steps, and goodput that does not collapse; and a
+budget of time in the planner."""
 
 from __future__ import annotations
 
@@ -51,9 +52,18 @@ def price(plan: StepPlan) -> StepPrice:
 def core_of(
     *, modelled: bool = False, depth: int = 0, rows: int = 8, blocks: int = 256, **config: object
 ) -> EngineCore:
-    clock, info = VirtualClock(), keyed_hash_info(vocab_size=VOCAB, max_model_len=400, max_num_seqs=rows, num_blocks=blocks, block_size=4)
+    clock, info = (
+        VirtualClock(),
+        keyed_hash_info(vocab_size=VOCAB, max_model_len=400, max_num_seqs=rows, num_blocks=blocks, block_size=4),
+    )
     executor = ModelledExecutor(info, price, clock) if modelled else CheckedExecutor(info, clock=clock, check=True)
-    settings = {"max_num_seqs": rows, "max_num_batched_tokens": 256, "scheduling_policy": "deadline", "max_step_ms": 50.0, "tpot_target_ms": 50.0}
+    settings = {
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": 256,
+        "scheduling_policy": "deadline",
+        "max_step_ms": 50.0,
+        "tpot_target_ms": 50.0,
+    }
     scheduler = SchedulerConfig(**{**settings, **config})  # type: ignore[arg-type]
     return EngineCore(
         executor, scheduler=scheduler, cache=CacheConfig(), eos_token_ids=frozenset({EOS}), namespace=b"", clock=clock, depth=depth,
@@ -79,15 +89,26 @@ def test_a_prompt_beside_an_answer_gets_what_the_step_has_time_for() -> None:
     core.add(request(2, range(100, 300), max_tokens=2))
     run(core)
     mixed = [plan for plan in plans if max(plan.counts) > 1 and len(plan.counts) > 1]
-    assert all(A_STEP + A_TOKEN * plan.num_tokens <= 0.05 for plan in mixed) and sum(plan.num_tokens - 1 for plan in mixed) == 200
+    assert (
+        all(A_STEP + A_TOKEN * plan.num_tokens <= 0.05 for plan in mixed)
+        and sum(plan.num_tokens - 1 for plan in mixed) == 200
+    )
     assert len(mixed) <= 6  # 40 tokens fit into a step, one of them the answer's
 
 
-@given(st.integers(0, 2), st.floats(5.0, 80.0), st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=8))
+@given(
+    st.integers(0, 2),
+    st.floats(5.0, 80.0),
+    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=8),
+)
 @settings(max_examples=40, deadline=None)
-def test_answers_are_those_of_an_engine_without_a_budget(depth: int, budget: float, asked: list[tuple[int, int]]) -> None:
+def test_answers_are_those_of_an_engine_without_a_budget(
+    depth: int, budget: float, asked: list[tuple[int, int]]
+) -> None:
     core = core_of(depth=depth, scheduling_policy="fcfs", max_step_ms=budget, blocks=64)
-    made = [request(index, range(index, index + prompt), max_tokens=tokens) for index, (prompt, tokens) in enumerate(asked)]
+    made = [
+        request(index, range(index, index + prompt), max_tokens=tokens) for index, (prompt, tokens) in enumerate(asked)
+    ]
     answers = Answers()
     for each in made:
         core.add(each)
@@ -146,8 +167,12 @@ def test_without_prices_a_budget_is_an_error_with_the_remedy() -> None:
     scheduler = SchedulerConfig(max_step_ms=20.0)
     with pytest.raises(ConfigError, match=r"--max-step-ms is 20.*doctor --profile"):
         EngineCore(
-            KeyedHashExecutor(keyed_hash_info()), scheduler=scheduler, cache=CacheConfig(), eos_token_ids=frozenset(),
-            namespace=b"", clock=VirtualClock()
+            KeyedHashExecutor(keyed_hash_info()),
+            scheduler=scheduler,
+            cache=CacheConfig(),
+            eos_token_ids=frozenset(),
+            namespace=b"",
+            clock=VirtualClock(),
         )
     with pytest.raises(ConfigError, match="kv_caching"):
         EngineCore(
@@ -160,9 +185,14 @@ def test_without_prices_a_budget_is_an_error_with_the_remedy() -> None:
 def test_deadline_bounds_its_steps_by_itself_and_says_so() -> None:
     asked = replace(EngineConfig(), scheduler=SchedulerConfig(scheduling_policy="deadline", tpot_target_ms=70.0))
     config, decisions = resolve_config(asked, "cuda")
-    assert config.scheduler.max_step_ms == 70.0 and any(each.name == "max_step_ms" and "deadline" in each.reason for each in decisions)
+    assert config.scheduler.max_step_ms == 70.0 and any(
+        each.name == "max_step_ms" and "deadline" in each.reason for each in decisions
+    )
     assert resolve_config(asked, "none")[0].scheduler.max_step_ms is None  # nothing is priced there
-    for whole in (replace(asked, scheduler=replace(asked.scheduler, chunked_prefill=False)), replace(asked, cache=CacheConfig(kv_caching=False))):
+    for whole in (
+        replace(asked, scheduler=replace(asked.scheduler, chunked_prefill=False)),
+        replace(asked, cache=CacheConfig(kv_caching=False)),
+    ):
         assert resolve_config(whole, "cpu")[0].scheduler.max_step_ms is None  # prompts are not split
 
 
@@ -208,16 +238,32 @@ def test_siblings_that_were_pushed_out_wait_like_others(depth: int) -> None:
             answers.take(core.step())
     run(core, answers=answers)
     assert core.stats().counters.preemptions > 0
-    assert all(answers.tokens[each.request_id, index] == expected(each, index=index, max_model_len=400) for each in asked for index in (0, 1))
+    assert all(
+        answers.tokens[each.request_id, index] == expected(each, index=index, max_model_len=400)
+        for each in asked
+        for index in (0, 1)
+    )
 
 
 # --- refusals
 
 
 def test_what_an_idle_engine_would_miss_is_refused_with_the_numbers_and_no_hope() -> None:
-    finished = ended(core_of(), request(1, range(200), expects=Expectations(ttft=0.1)), request(2, range(5), expects=Expectations(tpot=0.001)))
-    assert finished[1].reason is FinishReason.ERROR and finished[1].retry_after is None and finished[1].param == "expected_ttft"
-    assert "200 tokens" in (finished[1].message or "") and "210 ms" in (finished[1].message or "") and "100 ms" in (finished[1].message or "")
+    finished = ended(
+        core_of(),
+        request(1, range(200), expects=Expectations(ttft=0.1)),
+        request(2, range(5), expects=Expectations(tpot=0.001)),
+    )
+    assert (
+        finished[1].reason is FinishReason.ERROR
+        and finished[1].retry_after is None
+        and finished[1].param == "expected_ttft"
+    )
+    assert (
+        "200 tokens" in (finished[1].message or "")
+        and "210 ms" in (finished[1].message or "")
+        and "100 ms" in (finished[1].message or "")
+    )
     assert finished[2].param == "expected_tpot" and "11 ms" in (finished[2].message or "")
 
 
@@ -227,13 +273,18 @@ def test_what_would_come_too_late_is_refused_at_once_and_told_when_to_ask_again(
     refused = {index: each for index, each in finished.items() if each.reason is FinishReason.ERROR}
     assert 3 <= len(finished) - len(refused) <= 6  # a prompt takes about a fifth of a second
     assert min(refused) == len(finished) - len(refused), "who came first is served"
-    assert all(each.retry_after and each.retry_after >= 1 and "Try again in" in (each.message or "") for each in refused.values())
+    assert all(
+        each.retry_after and each.retry_after >= 1 and "Try again in" in (each.message or "")
+        for each in refused.values()
+    )
     assert all(each.times is not None and each.times.first_scheduled is None for each in refused.values())
 
 
 def test_nobody_is_refused_who_asked_for_enough_time() -> None:
     patient = Expectations(ttft=3600.0, tpot=1.0)
-    finished = ended(core_of(), *(request(index, range(index, index + 200), max_tokens=5, expects=patient) for index in range(20)))
+    finished = ended(
+        core_of(), *(request(index, range(index, index + 200), max_tokens=5, expects=patient) for index in range(20))
+    )
     assert all(each.reason is FinishReason.LENGTH for each in finished.values())
 
 
@@ -242,7 +293,9 @@ def test_more_answers_than_the_time_between_tokens_allows_are_refused() -> None:
     finished = ended(core, *(request(index, range(index, index + 3), max_tokens=300) for index in range(64)))
     served = [each for each in finished.values() if each.reason is FinishReason.LENGTH]
     assert len(served) == 20  # 10 ms and one a token
-    assert "a token would take about 31 ms" in next(each.message or "" for each in finished.values() if each.reason is FinishReason.ERROR)
+    assert "a token would take about 31 ms" in next(
+        each.message or "" for each in finished.values() if each.reason is FinishReason.ERROR
+    )
 
 
 def test_all_answers_of_one_request_are_told() -> None:
@@ -250,7 +303,9 @@ def test_all_answers_of_one_request_are_told() -> None:
     for index in range(3):
         core.add(request(index, range(index, index + 200), max_tokens=2, n=2))
     answers = run(core)
-    assert {index: {number for (at, number) in answers.finished if at == index} for index in range(3)} == {index: {0, 1} for index in range(3)}
+    assert {index: {number for (at, number) in answers.finished if at == index} for index in range(3)} == {
+        index: {0, 1} for index in range(3)
+    }
     assert answers.finished[2, 1].retry_after is not None
 
 
@@ -319,12 +374,17 @@ def test_who_has_ended_is_not_under_way_when_the_next_one_comes() -> None:
     core = core_of(ttft_target_ms=500.0)
     core._speed = lambda: StepSpeed(Line(100.0), Line(100.0), Line(100.0))
     for index in range(2):
-        finished = ended(core, request(index, range(index, index + 100), max_tokens=50, stop_token_ids=tuple(range(VOCAB))))
+        finished = ended(
+            core, request(index, range(index, index + 100), max_tokens=50, stop_token_ids=tuple(range(VOCAB)))
+        )
         assert finished[index].reason is FinishReason.STOP, finished[index].message
 
 
 def test_refusals_are_errors_that_clients_know() -> None:
-    late, never = (refusal_of(Finished(FinishReason.ERROR, message="m", **each)) for each in ({"retry_after": 99.5}, {"param": "expected_ttft"}))
+    late, never = (
+        refusal_of(Finished(FinishReason.ERROR, message="m", **each))
+        for each in ({"retry_after": 99.5}, {"param": "expected_ttft"})
+    )
     assert isinstance(late, Overloaded) and (late.status, late.retry_after, late.code) == (429, 30, "too_late")
     assert isinstance(never, InvalidRequest) and never.param == "expected_ttft"
     assert refusal_of(Finished(FinishReason.ERROR, message="m")) is None
@@ -336,10 +396,18 @@ def test_refusals_are_errors_that_clients_know() -> None:
 @pytest.mark.parametrize("load", [2.0, 3.0])
 def test_goodput_holds_where_first_come_first_served_collapses(load: float) -> None:
     """A device that computes 1,000 tokens a second gets ``load`` times as much; targets of 1 s and 50 ms."""
-    asked = arriving([LoadRequest(60 + index * 37 % 120, 8 + index * 7 % 24) for index in range(240)], 6.0 * load, burstiness=1.0, seed=1)
+    asked = arriving(
+        [LoadRequest(60 + index * 37 % 120, 8 + index * 7 % 24) for index in range(240)],
+        6.0 * load,
+        burstiness=1.0,
+        seed=1,
+    )
     limits = {"ttft": 1.0, "tpot": 0.05}
     found = {policy: _driven(policy, asked) for policy in ("fcfs", "deadline")}
-    good = {policy: sum(sample.error is None and meets(sample, limits) for sample in each.samples) for policy, each in found.items()}
+    good = {
+        policy: sum(sample.error is None and meets(sample, limits) for sample in each.samples)
+        for policy, each in found.items()
+    }
     served = sum(sample.error is None for sample in found["deadline"].samples)
     assert good["deadline"] >= 3 * good["fcfs"] and good["deadline"] >= 0.85 * served
     assert good["deadline"] >= 0.75 * 240 / load

@@ -15,8 +15,12 @@ from headrace.scheduler.roster import CAPACITY, DecisionLog
 from headrace.scheduler.scheduler import Scheduler
 
 
-def create(num_blocks: int = 8, max_num_seqs: int = 4, budget: int = 64, **config: bool) -> tuple[Scheduler, KeyedHashExecutor]:
-    info = keyed_hash_info(vocab_size=64, max_model_len=64, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=4)
+def create(
+    num_blocks: int = 8, max_num_seqs: int = 4, budget: int = 64, **config: bool
+) -> tuple[Scheduler, KeyedHashExecutor]:
+    info = keyed_hash_info(
+        vocab_size=64, max_model_len=64, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=4
+    )
     executor = KeyedHashExecutor(info, key=0)
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config)
     return create_scheduler(executor, scheduler, CacheConfig(), frozenset(), b""), executor
@@ -101,7 +105,9 @@ def test_the_log_is_bounded() -> None:
 def test_an_entry_says_whose_request_it_is() -> None:
     """Also of one that was never let in, and of one that has left."""
     scheduler, executor = create(num_blocks=8)
-    runs, refused = (replace(request(number, size).request, tenant=f"key{number}") for number, size in ((1, 9), (2, 900)))
+    runs, refused = (
+        replace(request(number, size).request, tenant=f"key{number}") for number, size in ((1, 9), (2, 900))
+    )
     turn(scheduler, executor, 1.0, AddRequest(runs), AddRequest(refused))
     turn(scheduler, executor, 2.0, AbortRequest(1))
     assert [(entry.kind, entry.tenant) for entry in scheduler.log.after(0)] == [

@@ -1,5 +1,5 @@
-"""The Dockerfile, the systemd unit, the example of a config file and the monitoring stack, held against the code and the README: what
-they name exists."""
+"""The Dockerfile, the systemd unit, the example of a config file and the monitoring stack, held against the code and
+the README: what they name exists."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def in_context(path: str) -> bool:
         if (
             line
             and not line.startswith("#")
-            and any(fnmatch.fnmatch(part, pattern.removeprefix("**/")) for part in (path, path.split("/")[0], path.split("/")[-1]))
+            and any(
+                fnmatch.fnmatch(part, pattern.removeprefix("**/"))
+                for part in (path, path.split("/")[0], path.split("/")[-1])
+            )
         ):
             kept = line.startswith("!")
     return kept
@@ -74,7 +77,9 @@ def test_the_image_is_built_from_what_ci_tests_by_nobody_special() -> None:
     runs = [text for kind, text in instructions() if kind == "RUN"]
     installs = [text for text in runs if "pip install" in text]
     assert installs and all("-c /tmp/constraints.txt" in text for text in installs)
-    assert argument("USER") not in ("root", "0") and not any("KEY" in text for kind, text in instructions() if kind in ("ENV", "ARG"))
+    assert argument("USER") not in ("root", "0") and not any(
+        "KEY" in text for kind, text in instructions() if kind in ("ENV", "ARG")
+    )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert any(text.endswith('[hf]" && rm -rf /wheels') for text in runs) and "hf" in project["optional-dependencies"]
     python = re.search(r"PYTHON=(\d+)\.(\d+)", (ROOT / "Dockerfile").read_text())
@@ -85,15 +90,24 @@ def test_the_context_holds_what_the_build_needs_and_little_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = ["pyproject.toml", "constraints.txt", project["readme"], "LICENSE", "NOTICE", "src/headrace/cli.py"]
     assert all(in_context(path) and (ROOT / path).exists() for path in needed)
-    assert not any(in_context(path) for path in (".git/config", "tests/conftest.py", ".venv/bin/python", "src/headrace/native.so", "secrets.env"))
+    assert not any(
+        in_context(path)
+        for path in (".git/config", "tests/conftest.py", ".venv/bin/python", "src/headrace/native.so", "secrets.env")
+    )
 
 
 def test_the_readme_says_the_same_commands() -> None:
     for page in ("README.md", "docs/operating.md"):
         commands = [shlex.split(line) for line in (ROOT / page).read_text().splitlines() if line.startswith("docker ")]
         build, run = commands
-        assert build == ["docker", "build", "-t", "headrace", "."] and run[:2] == ["docker", "run"] and run[-1] == "headrace"
-        assert run[run.index("-p") + 1].endswith(f":{argument('EXPOSE')}") and run[run.index("-e") + 1].startswith("HEADRACE_API_KEY=")
+        assert (
+            build == ["docker", "build", "-t", "headrace", "."]
+            and run[:2] == ["docker", "run"]
+            and run[-1] == "headrace"
+        )
+        assert run[run.index("-p") + 1].endswith(f":{argument('EXPOSE')}") and run[run.index("-e") + 1].startswith(
+            "HEADRACE_API_KEY="
+        )
         volumes = [run[place + 1].split(":")[1] for place, word in enumerate(run) if word == "-v"]
         assert all(f"={volume}" in argument("ENV") for volume in volumes)
 
@@ -132,11 +146,15 @@ def test_the_stack_names_what_is_there() -> None:
         "build", "image", "command", "environment", "ports", "volumes", "secrets", "depends_on", "restart", "stop_grace_period"
     }  # fmt: skip
     for service in services.values():
-        assert set(service) <= known and (":" in service["image"] or (MONITORING / service["build"] / "Dockerfile").exists())
+        assert set(service) <= known and (
+            ":" in service["image"] or (MONITORING / service["build"] / "Dockerfile").exists()
+        )
         assert all(port.startswith("127.0.0.1:") for port in service["ports"]), "on this machine alone"
         for source, *_ in (volume.split(":") for volume in service.get("volumes", ())):
             assert (MONITORING / source).is_file() if source.startswith(".") else source in stack["volumes"]
-        assert set(service.get("secrets", ())) <= set(stack["secrets"]) and set(service.get("depends_on", ())) <= set(services)
+        assert set(service.get("secrets", ())) <= set(stack["secrets"]) and set(service.get("depends_on", ())) <= set(
+            services
+        )
     server = services["headrace"]
     server_config([*json.loads(argument("ENTRYPOINT"))[2:], *server["command"], "--api-key", "k"])
     assert int(server["stop_grace_period"].removesuffix("s")) > ServerConfig().shutdown_timeout + 5
@@ -154,7 +172,11 @@ def test_prometheus_finds_the_server_and_grafana_finds_prometheus_and_the_board(
     assert stack["secrets"][secret] == {"environment": "HEADRACE_API_KEY"}
     (source,), (provider,) = read("grafana/datasource.yaml")["datasources"], read("grafana/boards.yaml")["providers"]
     assert source["type"] == "prometheus" and source["url"] == "http://prometheus:9090"
-    mounted = dict(volume.removesuffix(":ro").split(":") for volume in stack["services"]["grafana"]["volumes"] if volume.startswith("."))
+    mounted = dict(
+        volume.removesuffix(":ro").split(":")
+        for volume in stack["services"]["grafana"]["volumes"]
+        if volume.startswith(".")
+    )
     assert Path(mounted["./grafana/headrace.json"]).parent == Path(provider["options"]["path"])
     assert Path(mounted["./grafana/datasource.yaml"]).parent == Path("/etc/grafana/provisioning/datasources")
     assert Path(mounted["./grafana/boards.yaml"]).parent == Path("/etc/grafana/provisioning/dashboards")
@@ -166,7 +188,11 @@ def test_the_board_is_well_formed() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in board.panels():
         place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert not cells & taken and max(x for x, _ in cells) < 24 and panel["title"]
         taken |= cells
         assert (panel["type"] == "row") == (not panel.get("targets"))
@@ -174,6 +200,10 @@ def test_the_board_is_well_formed() -> None:
         assert len({*refs}) == len(refs)
     assert len({panel["id"] for panel in board.panels()}) == len(board.panels())
     for query in board.queries():
-        assert query.count("(") == query.count(")") and query.count("{") == query.count("}") and query.count('"') % 2 == 0, query
+        assert (
+            query.count("(") == query.count(")") and query.count("{") == query.count("}") and query.count('"') % 2 == 0
+        ), query
         assert set(re.findall(r"\$(\w+)", query)) <= variables | {"__rate_interval"}, query
-    assert '"uid": "${datasource}"' in (MONITORING / "grafana" / "headrace.json").read_text() and "datasource" in variables
+    assert (
+        '"uid": "${datasource}"' in (MONITORING / "grafana" / "headrace.json").read_text() and "datasource" in variables
+    )

@@ -59,13 +59,20 @@ def broken_links(page: Path) -> Iterator[str]:
 def headings(page: Path) -> set[str]:
     """As links spell them: small letters, hyphens for spaces, other signs left out."""
     found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", LINK.sub(lambda link: link[0].partition("]")[0], each).lower()).replace(" ", "-") for each in found}
+    return {
+        re.sub(r"[^\w -]", "", LINK.sub(lambda link: link[0].partition("]")[0], each).lower()).replace(" ", "-")
+        for each in found
+    }
 
 
 def missing_files(page: Path) -> Iterator[str]:
     """Source files that a page names, relative to the repository or to src/headrace, and that are not there."""
     for text in CODE.findall(page.read_text(encoding="utf-8")):
-        if SOURCE.fullmatch(text) and "/" in text and not any((base / text).exists() for base in (ROOT, ROOT / "src" / "headrace")):
+        if (
+            SOURCE.fullmatch(text)
+            and "/" in text
+            and not any((base / text).exists() for base in (ROOT, ROOT / "src" / "headrace"))
+        ):
             yield f"{page.relative_to(ROOT)}: {text}"
 
 
@@ -93,7 +100,9 @@ def test_every_page_is_in_the_sites_list_and_in_the_index() -> None:
 
 
 def test_every_public_name_is_described() -> None:
-    described = re.findall(r"^::: headrace\.(\w+)$", (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    described = re.findall(
+        r"^::: headrace\.(\w+)$", (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted([*described, "__version__"]) == sorted(headrace.__all__)
 
 
@@ -105,9 +114,17 @@ def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 
 def test_flags_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag exists when some command's --help shows it, those of the simulation and of the mutants among them."""
-    benchmarks = [(room, name) for room in ("bench", "lab") for name in re.findall(r"^    ([a-z-]+) ", help_text(capsys, room), re.MULTILINE)]
+    benchmarks = [
+        (room, name)
+        for room in ("bench", "lab")
+        for name in re.findall(r"^    ([a-z-]+) ", help_text(capsys, room), re.MULTILINE)
+    ]
     commands = [(name,) for name in cli.COMMANDS] + benchmarks + [("models", "remove")]
-    known = FOREIGN | elsewhere("flags").keys() | {flag for tool in (simulate, mutants) for flag in FLAG.findall(tool.create_parser().format_help())}
+    known = (
+        FOREIGN
+        | elsewhere("flags").keys()
+        | {flag for tool in (simulate, mutants) for flag in FLAG.findall(tool.create_parser().format_help())}
+    )
     known |= {flag for command in commands for flag in FLAG.findall(help_text(capsys, *command))}
     named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text(encoding="utf-8"))}
     assert len(benchmarks) > 4 and not sorted((page, flag) for page, flag in named if flag not in known)

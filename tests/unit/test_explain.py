@@ -24,7 +24,9 @@ def state_of(core: EngineCore, request_id: int) -> RequestState:
     return found
 
 
-def filled(count: int, *, steps: int = 1, prompt: int = 6, params: dict[str, Any] | None = None, **fields: Any) -> EngineCore:
+def filled(
+    count: int, *, steps: int = 1, prompt: int = 6, params: dict[str, Any] | None = None, **fields: Any
+) -> EngineCore:
     core = engine(**fields)
     for number in range(count):
         core.add(request(number, range(1, prompt + 1), max_tokens=30, **(params or {})))
@@ -85,7 +87,13 @@ def test_running_ones_say_how_far_their_prompt_is() -> None:
     core.add(request(0, range(1, 31), max_tokens=4))
     core.step()
     state = state_of(core, 0)
-    assert (state.running, state.position, state.num_prompt, state.num_computed, state.tokens_ahead) == (True, None, 30, 8, 22)
+    assert (state.running, state.position, state.num_prompt, state.num_computed, state.tokens_ahead) == (
+        True,
+        None,
+        30,
+        8,
+        22,
+    )
     for _ in range(4):
         core.step()
     state = state_of(core, 0)
@@ -182,8 +190,14 @@ def test_a_start_is_predicted_between_two_bounds() -> None:
     assert found["latest"] == pytest.approx(4 * 0.5 + 21 * 0.2), "prompts get 30 tokens a step"
     assert predicted_start(STATE, None)["earliest"] is None and pace_of([], 40) is None
     assert predicted_start(replace(STATE, steps_at_least=9), PACE)["earliest"] == pytest.approx(0.9)
-    assert predicted_start(replace(STATE, steps_at_most=None), PACE)["latest"] is predicted_start(replace(STATE, share=0), PACE)["latest"] is None
-    assert predicted_start(replace(STATE, timed=True), replace(PACE, token=0.1))["latest"] == pytest.approx(15.0 + 21 * 0.2)
+    assert (
+        predicted_start(replace(STATE, steps_at_most=None), PACE)["latest"]
+        is predicted_start(replace(STATE, share=0), PACE)["latest"]
+        is None
+    )
+    assert predicted_start(replace(STATE, timed=True), replace(PACE, token=0.1))["latest"] == pytest.approx(
+        15.0 + 21 * 0.2
+    )
 
 
 # --- what the steps of a request were

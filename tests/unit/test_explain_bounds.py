@@ -1,6 +1,8 @@
-"""The predicted start of every waiting request, asked at every step, beside when it did start: under each kind of wait its bounds hold.
+"""The predicted start of every waiting request, asked at every step, beside when it did start: under each kind of wait
+its bounds hold.
 
-python -m pytest -m "slow or not slow" -s tests/unit/test_explain_bounds.py     # prints the shares, and how narrow bounds were
+python -m pytest -m "slow or not slow" -s tests/unit/test_explain_bounds.py     # prints the shares, and how narrow
+bounds were
 """
 
 from __future__ import annotations
@@ -122,7 +124,12 @@ class Case:
 
 def _by(policy: str, **fields: Any) -> Case:
     """Under which later requests may go first, so that nobody is told a later bound."""
-    return Case("rows", {"scheduling_policy": policy}, lambda: asked(40, (50, 150), (20, 60), rate=100.0, **fields), bounded=False)
+    return Case(
+        "rows",
+        {"scheduling_policy": policy},
+        lambda: asked(40, (50, 150), (20, 60), rate=100.0, **fields),
+        bounded=False,
+    )
 
 
 CASES = {
@@ -163,8 +170,11 @@ def test_a_start_lies_within_the_bounds_that_were_told(name: str, depth: int) ->
     real, lows = median(left for _, left in checked), median(each.earliest or 0.0 for each, _ in checked)
     highs = median(each.latest or 0.0 for each, _ in bounded) if bounded else None
     share = sum(held) / len(held)
-    told = f"{lows:.2f} to {'?' if highs is None else f'{highs:.2f}'} told; {({kind: kinds.count(kind) for kind in sorted(set(kinds))})}"
-    print(f"\n{name}, depth {depth}: {share:.1%} of {len(held)} polls held ({early} began before, {late} after their bounds)", end="")
+    told = f"{lows:.2f} to {'?' if highs is None else f'{highs:.2f}'} told; { ({kind: kinds.count(kind) for kind in sorted(set(kinds))}) }"
+    print(
+        f"\n{name}, depth {depth}: {share:.1%} of {len(held)} polls held ({early} began before, {late} after their bounds)",
+        end="",
+    )
     print(f"; in the median {real:.2f} s to go, {told}", end="")
     assert len(polls.started) == len(polls.told) and share >= HELD
     assert max(set(kinds), key=kinds.count) == case.kind

@@ -1,4 +1,5 @@
-"""Fair shares: the bound of the paper over random loads, the lift, what is charged, tenants that flood, and weights that make no sense."""
+"""Fair shares: the bound of the paper over random loads, the lift, what is charged, tenants that flood, and weights
+that make no sense."""
 
 from __future__ import annotations
 
@@ -77,11 +78,18 @@ class Ledger:
     blocks=st.sampled_from([16, 64]),
     weights=st.sampled_from([(1.0, 1.0), (1.0, 3.0), (0.5, 2.0)]),
 )
-def test_backlogged_tenants_are_served_within_the_bound(seed: int, rows: int, depth: int, blocks: int, weights: tuple[float, float]) -> None:
-    """The theorem: while both have requests waiting, their services by weight differ by at most 2 U, whatever the third does."""
+def test_backlogged_tenants_are_served_within_the_bound(
+    seed: int, rows: int, depth: int, blocks: int, weights: tuple[float, float]
+) -> None:
+    """The theorem: while both have requests waiting, their services by weight differ by at most 2 U, whatever the third
+    does."""
     rng, by_name = random.Random(seed), dict(zip("ab", weights, strict=True))
     core = fair_engine(
-        depth=depth, max_num_seqs=rows, num_blocks=blocks, budget=16, tenant_weight=tuple(f"{name}={weight}" for name, weight in by_name.items())
+        depth=depth,
+        max_num_seqs=rows,
+        num_blocks=blocks,
+        budget=16,
+        tenant_weight=tuple(f"{name}={weight}" for name, weight in by_name.items()),
     )
     ledger, start = Ledger(core), {"a": 0.0, "b": 0.0}
     bound = 2 * (INPUT * PROMPT + OUTPUT * rows * ANSWER) / min(*weights, 1.0)
@@ -97,7 +105,8 @@ def test_backlogged_tenants_are_served_within_the_bound(seed: int, rows: int, de
 
 
 def test_a_flood_of_one_takes_half_from_nobody() -> None:
-    """One tenant sends a hundred at once, another now and then: with fcfs the second waits behind all of them, with fair behind none."""
+    """One tenant sends a hundred at once, another now and then: with fcfs the second waits behind all of them, with
+    fair behind none."""
 
     def waits(policy: str) -> list[int]:
         core = engine(scheduling_policy=policy, max_num_seqs=2, num_blocks=64)
@@ -179,7 +188,11 @@ def test_prompts_found_in_the_cache_are_free() -> None:
         core.add(request(number, range(20, 36), max_tokens=3, tenant=tenant))
         while core.has_work:
             core.step()
-    assert counters(core) == {"a": 16 + 2 * 3, "b": (16 + 2 * 3) + (16 - 12) + 2 * 3, "c": 0.0}  # lifted, then three blocks of four are found
+    assert counters(core) == {
+        "a": 16 + 2 * 3,
+        "b": (16 + 2 * 3) + (16 - 12) + 2 * 3,
+        "c": 0.0,
+    }  # lifted, then three blocks of four are found
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -243,7 +256,8 @@ def test_a_tenant_has_one_weight() -> None:
 
 
 def test_of_many_who_came_once_only_those_above_the_floor_are_remembered() -> None:
-    """A tenant with a long answer behind it stays above the others however many come and go; its next request waits for theirs."""
+    """A tenant with a long answer behind it stays above the others however many come and go; its next request waits for
+    theirs."""
     ledger = Ledger(fair_engine(max_num_seqs=1))
     policy = policy_of(ledger.core)
     ledger.add("hog", PROMPT, 200)

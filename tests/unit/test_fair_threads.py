@@ -52,7 +52,8 @@ def test_a_tenant_that_has_too_many_is_told_and_others_are_not() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_callers_that_leave_take_no_place_with_them(threads: int) -> None:
-    """Before their turn, as it comes, and while they are served: what has begun holds its thread until it ends, all else is dropped."""
+    """Before their turn, as it comes, and while they are served: what has begun holds its thread until it ends, all
+    else is dropped."""
 
     async def main() -> None:
         lane, ran = FairThreads(threads, "test"), list[int]()
@@ -64,7 +65,10 @@ def test_callers_that_leave_take_no_place_with_them(threads: int) -> None:
                 raise ValueError
 
         for round_ in range(30):
-            tasks = [asyncio.create_task(lane.run(lambda number=number: work(number), f"t{number % 3}")) for number in range(10)]
+            tasks = [
+                asyncio.create_task(lane.run(lambda number=number: work(number), f"t{number % 3}"))
+                for number in range(10)
+            ]
             await asyncio.sleep(0.0005 * (round_ % 5))
             for task in tasks[round_ % 4 :]:
                 task.cancel()
@@ -95,7 +99,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": lis
     ],
     ids=["messages", "parts", "calls", "tools", "text"],
 )
-def test_whatever_a_conversation_has_much_of_makes_it_large(messages: list[dict[str, object]], tools: list[dict[str, object]] | None) -> None:
+def test_whatever_a_conversation_has_much_of_makes_it_large(
+    messages: list[dict[str, object]], tools: list[dict[str, object]] | None
+) -> None:
     assert weight(messages, tools) > _LARGE_BYTES
     assert weight([{"role": "user", "content": "a"}] * 20, [TOOL]) < _LARGE_BYTES // 16
 
@@ -103,7 +109,9 @@ def test_whatever_a_conversation_has_much_of_makes_it_large(messages: list[dict[
 def test_where_no_thread_starts_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def all_of_them() -> list[object]:
         lane = FairThreads(1, "lane")
-        monkeypatch.setattr(lane._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        monkeypatch.setattr(
+            lane._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        )
         asked = [lane.run(lambda: 1, tenant) for tenant in ("a", "b", "b")]
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
 

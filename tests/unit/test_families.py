@@ -33,7 +33,15 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 5,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-GPT2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_ctx": 128}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 320,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "n_ctx": 128,
+}
 
 
 def config(family: str = "llama", **fields: Any) -> dict[str, Any]:
@@ -63,23 +71,47 @@ def refusal(fields: dict[str, Any]) -> ModelError:
 
 def test_llama() -> None:
     spec = spec_from_config(LLAMA)
-    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale) == (4, 4, 2, 16, 0.25)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale) == (
+        4,
+        4,
+        2,
+        16,
+        0.25,
+    )
     assert spec.layers == (LayerSpec(),) * 4
     assert spec.rope == RopeSpec(theta=10000.0, rotary_dim=16)
     assert (spec.eos_token_ids, spec.checkpoint_dtype, spec.tied_head) == ((7, 9), "bfloat16", False)
 
 
 def test_gemma2_has_its_own_mathematics() -> None:
-    spec = spec_from_config(config("gemma2", head_dim=24, query_pre_attn_scalar=16, sliding_window=100, final_logit_softcapping=None))
-    assert (spec.norm_offset, spec.sandwich_norm, spec.tied_head, spec.activation) == (1.0, True, True, Activation.GELU_TANH)
-    assert (spec.attention_scale, spec.attention_soft_cap, spec.logits_soft_cap, spec.embedding_scale) == (0.25, 50.0, None, 8.0)
+    spec = spec_from_config(
+        config("gemma2", head_dim=24, query_pre_attn_scalar=16, sliding_window=100, final_logit_softcapping=None)
+    )
+    assert (spec.norm_offset, spec.sandwich_norm, spec.tied_head, spec.activation) == (
+        1.0,
+        True,
+        True,
+        Activation.GELU_TANH,
+    )
+    assert (spec.attention_scale, spec.attention_soft_cap, spec.logits_soft_cap, spec.embedding_scale) == (
+        0.25,
+        50.0,
+        None,
+        8.0,
+    )
     assert attention_groups(spec) == ((None, (1, 3)), (100, (0, 2)))
 
 
 def test_gpt2_is_not_shaped_like_llama() -> None:
     spec = spec_from_config({**GPT2, "scale_attn_by_inverse_layer_idx": True})
     assert (spec.rope, spec.norm, spec.gated_mlp, spec.num_kv_heads) == (None, NormKind.LAYER, False, 4)
-    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias, spec.tied_head, spec.intermediate_size) == (True, True, True, True, 256)
+    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias, spec.tied_head, spec.intermediate_size) == (
+        True,
+        True,
+        True,
+        True,
+        256,
+    )
     assert [layer.attention_divisor for layer in spec.layers] == [1.0, 2.0]
     assert spec.activation is Activation.GELU_TANH
 
@@ -102,7 +134,9 @@ def test_windows() -> None:
     assert windows("qwen2", sliding_window=100, max_window_layers=1, use_sliding_window=True) == [None, 100, 100, 100]
     types = ["sliding_attention", "full_attention"] * 2
     assert windows("qwen3", sliding_window=100, use_sliding_window=True, layer_types=types) == [100, None, 100, None]
-    assert windows("qwen3_moe", sliding_window=100, use_sliding_window=True, max_window_layers=2, **EXPERTS) == [100] * 4
+    assert (
+        windows("qwen3_moe", sliding_window=100, use_sliding_window=True, max_window_layers=2, **EXPERTS) == [100] * 4
+    )
     assert "layer_types" in refusal(config("qwen3", layer_types=["chunked_attention"] * 4)).message
     assert "layer_types" in refusal(config("qwen3", layer_types=types)).message  # sliding, but no window
 
@@ -126,7 +160,9 @@ SCALINGS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "scaling"), SCALINGS, ids=[f"{family}-{scaling.get('type')}" for family, scaling in SCALINGS])
+@pytest.mark.parametrize(
+    ("family", "scaling"), SCALINGS, ids=[f"{family}-{scaling.get('type')}" for family, scaling in SCALINGS]
+)
 def test_both_spellings_of_transformers_give_one_spec(family: str, scaling: dict[str, Any]) -> None:
     old = config(family, rope_theta=5e5, rope_scaling=scaling, torch_dtype="float16")
     new = {key: value for key, value in old.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
@@ -146,12 +182,20 @@ def test_scaling_sets_the_longest_context() -> None:
 
 
 def test_phi3_rotates_a_part_of_a_head_by_its_own_trained_length() -> None:
-    scaling = {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 32}
+    scaling = {
+        "type": "su",
+        "short_factor": [1.0] * 6,
+        "long_factor": [2.0] * 6,
+        "original_max_position_embeddings": 32,
+    }
     fields = config("phi3", partial_rotary_factor=0.75, original_max_position_embeddings=64, rope_scaling=scaling)
     rope = spec_from_config(fields).rope
     assert rope is not None and (rope.kind, rope.rotary_dim, rope.original_max_positions) == ("longrope", 12, 64)
     assert rope.attention_factor == pytest.approx((1 + 1 / 3) ** 0.5)  # sqrt(1 + ln(256 / 64) / ln(64))
-    assert "short_factor has 5 entries" in refusal({**fields, "rope_scaling": {**scaling, "short_factor": [1.0] * 5}}).message
+    assert (
+        "short_factor has 5 entries"
+        in refusal({**fields, "rope_scaling": {**scaling, "short_factor": [1.0] * 5}}).message
+    )
     assert "partial_rotary_factor" in refusal(config(partial_rotary_factor=0.5)).message  # Llama rotates whole heads
 
 
@@ -162,7 +206,10 @@ def test_phi3_rotates_a_part_of_a_head_by_its_own_trained_length() -> None:
     ("fields", "named"),
     [
         ({"attention_multiplier": 2.0}, "attention_multiplier is 2.0"),
-        ({"quantization_config": {"quant_method": "aqlm"}}, "quantised by 'aqlm', which is not supported. Use a checkpoint in one of fp8"),
+        (
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "quantised by 'aqlm', which is not supported. Use a checkpoint in one of fp8",
+        ),
         ({"rope_scaling": {"rope_type": "mrope"}}, "rope_scaling.rope_type is 'mrope'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),
@@ -194,19 +241,56 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_harmless_fields_are_known_by_name() -> None:
-    harmless = {"use_cache": True, "attention_dropout": 0.1, "auto_map": {"AutoModel": "x.Y"}, "id2label": {"0": "a"}, "anything": None}
+    harmless = {
+        "use_cache": True,
+        "attention_dropout": 0.1,
+        "auto_map": {"AutoModel": "x.Y"},
+        "id2label": {"0": "a"},
+        "anything": None,
+    }
     assert spec_from_config({**LLAMA, **harmless}) == spec_from_config(LLAMA)
 
 
 # What published configs carry beside the fields a spec is made of.
 CARRIED: dict[str, dict[str, Any]] = {
-    "llama": {"pretraining_tp": 1, "max_sequence_length": 2048, "rope_interleaved": False, "is_llama_config": True, "mlp_bias": False},
+    "llama": {
+        "pretraining_tp": 1,
+        "max_sequence_length": 2048,
+        "rope_interleaved": False,
+        "is_llama_config": True,
+        "mlp_bias": False,
+    },
     "qwen2": {"use_mrope": False, "sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 21},
-    "qwen3_moe": {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "router_aux_loss_coef": 0.001},
-    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window": 128, "sliding_window_size": 128},
-    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "attention_bias": False, "embd_pdrop": 0.0},
-    "gpt2": {"summary_type": "cls_index", "task_specific_params": {"text-generation": {"do_sample": True}}, "n_ctx": 128},
-    "gpt_bigcode": {"inference_runner": 0, "pad_key_length": True, "validate_runner_input": True, "attention_softmax_in_fp32": True},
+    "qwen3_moe": {
+        "use_qk_norm": True,
+        "qkv_bias": False,
+        "shared_expert_intermediate_size": 0,
+        "router_aux_loss_coef": 0.001,
+    },
+    "gemma2": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "cache_implementation": "hybrid",
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+    },
+    "phi3": {
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "attention_bias": False,
+        "embd_pdrop": 0.0,
+    },
+    "gpt2": {
+        "summary_type": "cls_index",
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+        "n_ctx": 128,
+    },
+    "gpt_bigcode": {
+        "inference_runner": 0,
+        "pad_key_length": True,
+        "validate_runner_input": True,
+        "attention_softmax_in_fp32": True,
+    },
 }
 
 
@@ -220,7 +304,18 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-DAMAGED = sorted({*LLAMA, "rope_scaling", "rope_parameters", "head_dim", "sliding_window", "layer_types", "max_window_layers", *EXPERTS})
+DAMAGED = sorted(
+    {
+        *LLAMA,
+        "rope_scaling",
+        "rope_parameters",
+        "head_dim",
+        "sliding_window",
+        "layer_types",
+        "max_window_layers",
+        *EXPERTS,
+    }
+)
 
 
 @settings(max_examples=300, deadline=None)

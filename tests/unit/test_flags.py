@@ -64,10 +64,23 @@ def test_vllm_spellings_reach_their_fields() -> None:
         "--no-enable-prefix-caching", "-tp", "1", "-pp=1", "--load-format", "dummy", "--seed", "-1", "--enforce-eager",
         "--scheduling-policy", "priority", "--served-model-name", "a", "b", "--kv-cache-dtype", "float32",
     )  # fmt: skip
-    assert (config.model.model, config.model.dtype, config.model.max_model_len, config.model.seed) == ("org/name", "bfloat16", 32_000, -1)
+    assert (config.model.model, config.model.dtype, config.model.max_model_len, config.model.seed) == (
+        "org/name",
+        "bfloat16",
+        32_000,
+        -1,
+    )
     assert config.model.served_model_name == ("a", "b") and config.model.load_format == "dummy"
-    assert (config.cache.gpu_memory_utilization, config.cache.enable_prefix_caching, config.cache.kv_cache_dtype) == (0.5, False, "float32")
-    assert (config.scheduler.max_num_seqs, config.scheduler.scheduling_policy, config.device.enforce_eager) == (8, "priority", True)
+    assert (config.cache.gpu_memory_utilization, config.cache.enable_prefix_caching, config.cache.kv_cache_dtype) == (
+        0.5,
+        False,
+        "float32",
+    )
+    assert (config.scheduler.max_num_seqs, config.scheduler.scheduling_policy, config.device.enforce_eager) == (
+        8,
+        "priority",
+        True,
+    )
 
 
 def test_without_flags_the_fields_keep_their_defaults() -> None:
@@ -79,7 +92,9 @@ def test_auto_leaves_an_optional_number_to_the_engine() -> None:
 
 
 def test_model_as_argument_and_as_flag() -> None:
-    assert engine("a").model.model == engine("--model", "a").model.model == engine("a", "--model", "a").model.model == "a"
+    assert (
+        engine("a").model.model == engine("--model", "a").model.model == engine("a", "--model", "a").model.model == "a"
+    )
     with pytest.raises(ConfigError, match=r"MODEL is 'a' and --model is 'b'; give one of them"):
         engine("a", "--model", "b")
 
@@ -94,10 +109,14 @@ def test_api_key_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPat
 def test_underscores_are_hyphens(words: tuple[str, ...]) -> None:
     assert engine(*words).scheduler.max_num_seqs == 3
     assert not engine("--no-enable_prefix_caching").cache.enable_prefix_caching
-    assert engine("--served-model-name", "my_model", "--chat-template=a_b--c_d").model.served_model_name == ("my_model",)  # values are left alone
+    assert engine("--served-model-name", "my_model", "--chat-template=a_b--c_d").model.served_model_name == (
+        "my_model",
+    )  # values are left alone
 
 
-@pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float", "float32")])
+@pytest.mark.parametrize(
+    ("word", "dtype"), [("half", "float16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float", "float32")]
+)
 def test_other_words_for_precisions(tmp_path: Path, word: str, dtype: str) -> None:
     assert engine("--dtype", word, "--kv-cache-dtype", word).model.dtype == dtype
     assert engine("--config", write(tmp_path, f"dtype: {word}\n")).model.dtype == dtype
@@ -107,7 +126,9 @@ def test_other_words_for_precisions(tmp_path: Path, word: str, dtype: str) -> No
 def test_technique_reaches_every_switch_by_both_spellings() -> None:
     entries = ("chunked-prefill=off", "kv_caching=false", "prefix-caching=off", "overlap=2")
     config = engine(*(f"--technique={entry}" for entry in entries))
-    assert not config.scheduler.chunked_prefill and not config.cache.kv_caching and not config.cache.enable_prefix_caching
+    assert (
+        not config.scheduler.chunked_prefill and not config.cache.kv_caching and not config.cache.enable_prefix_caching
+    )
     assert config.device.overlap == 2
     assert [engine("--technique", f"overlap={word}").device.overlap for word in ("on", "off", "auto")] == [1, 0, None]
     assert engine("--technique", "kv_caching=off", "--technique", "kv_caching=on").cache.kv_caching
@@ -148,7 +169,9 @@ def test_technique_and_flag_must_not_disagree() -> None:
         (("one", "two"), "unexpected argument 'two'"),
     ],
 )
-def test_a_wrong_flag_is_one_line_with_a_remedy(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
+def test_a_wrong_flag_is_one_line_with_a_remedy(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
     assert told in usage_error(capsys, *words)
 
 
@@ -179,20 +202,38 @@ port: 0
 def test_config_file_holds_any_flag(tmp_path: Path) -> None:
     args = make_parser().parse_args(["--config", write(tmp_path, FILE)])
     config = flags.engine_config(args)
-    assert (config.model.model, config.model.served_model_name, config.model.max_model_len) == ("from-file", ("one", "two"), 32_000)
+    assert (config.model.model, config.model.served_model_name, config.model.max_model_len) == (
+        "from-file",
+        ("one", "two"),
+        32_000,
+    )
     assert (config.model.seed, config.model.dtype, config.device.enforce_eager) == (-5, "auto", True)
-    assert not config.cache.enable_prefix_caching and not config.scheduler.chunked_prefill and config.device.overlap == 2
+    assert (
+        not config.cache.enable_prefix_caching and not config.scheduler.chunked_prefill and config.device.overlap == 2
+    )
     assert args.of_the_command == 9 and flags.server_config(args).port == 0
 
 
 def test_command_line_wins_over_the_file_wherever_it_stands(tmp_path: Path) -> None:
     path = write(tmp_path, FILE)
-    words = ("--max-num-seqs", "8", "--served-model-name", "three", "--enable-prefix-caching", "--technique", "chunked_prefill=on")
+    words = (
+        "--max-num-seqs",
+        "8",
+        "--served-model-name",
+        "three",
+        "--enable-prefix-caching",
+        "--technique",
+        "chunked_prefill=on",
+    )
     for order in ((f"--config={path}", *words), (*words, "--config", path)):
         config = engine(*order)
         assert (config.scheduler.max_num_seqs, config.model.served_model_name) == (8, ("three",))
         assert config.cache.enable_prefix_caching and config.scheduler.chunked_prefill
-    assert engine("--config", path, "positional").model.model == engine("positional", "--config", path).model.model == "positional"
+    assert (
+        engine("--config", path, "positional").model.model
+        == engine("positional", "--config", path).model.model
+        == "positional"
+    )
     assert engine("--config", path, "--model", "option").model.model == "option"
 
 
@@ -211,12 +252,17 @@ def test_command_line_wins_over_the_file_wherever_it_stands(tmp_path: Path) -> N
         ("help: true", "unknown key 'help'"),
     ],
 )
-def test_a_wrong_entry_of_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str) -> None:
+def test_a_wrong_entry_of_the_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
     err = usage_error(capsys, "--config", write(tmp_path, text))
     assert told in err
 
 
-@pytest.mark.parametrize(("text", "told"), [("[1, 2]", "holds a list"), ("a: [", "is not YAML"), ("a: !!python/object:os.x {}", "is not YAML")])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("[1, 2]", "holds a list"), ("a: [", "is not YAML"), ("a: !!python/object:os.x {}", "is not YAML")],
+)
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         engine("--config", write(tmp_path, text))
@@ -254,9 +300,17 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_help_shows_what_most_people_need_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "--help")
-    assert 15 <= text.count("\n  -") <= 26 and "--port" in text and "--of-the-command" in text and "--block-size" not in text
+    assert (
+        15 <= text.count("\n  -") <= 26
+        and "--port" in text
+        and "--of-the-command" in text
+        and "--block-size" not in text
+    )
     hidden = len(make_parser().rare)
-    assert text.endswith(f"\n{hidden} more flags: headrace serve --help=all, or --help=WORD for those about a word.\n") and hidden > 40
+    assert (
+        text.endswith(f"\n{hidden} more flags: headrace serve --help=all, or --help=WORD for those about a word.\n")
+        and hidden > 40
+    )
     whole = shown(capsys, "--help=all")
     assert all(flag in whole for flag in make_parser().options())
     assert "more flags" not in whole

@@ -1,4 +1,5 @@
-"""Grammars of forced calls and of reasoning before a structure: whatever they let a model write, the parser reads back as it was meant."""
+"""Grammars of forced calls and of reasoning before a structure: whatever they let a model write, the parser reads back
+as it was meant."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
+from headrace.engine.grammar import (
+    GrammarError,
+    Vocabulary,
+    check_start,
+    create_limits,
+    create_matcher,
+    create_tokenizer,
+)
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import StructuredOutputs
 from headrace.server.dialects.conversation import Mode, ToolChoice
@@ -38,23 +46,64 @@ PARAMETERS: Mapping[str, Any] = {
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "get_time"}},
-    {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}},
+    {
+        "type": "function",
+        "function": {"name": "ping", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
+    },
 ]
 SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in TOOLS}  # type: ignore[attr-defined]
 SPECIAL = (
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
     *("<|tool_call_start|>", "[TOOL_CALLS]", "[THINK]", "[/THINK]"),
-    *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>", "<|eom|>", "<|START_ACTION|>", "<|END_ACTION|>"),
-    *("｜DSML｜", "<|tool_call>", "<tool_call|>", '<|"|>', "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    *(
+        "<|channel|>",
+        "<|message|>",
+        "<|start|>",
+        "<|end|>",
+        "<|call|>",
+        "<|constrain|>",
+        "<|eom|>",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+    ),
+    *(
+        "｜DSML｜",
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        "<|START_RESPONSE|>",
+        "<|END_RESPONSE|>",
+    ),
 )
-TOKENS = [*(bytes([byte]) for byte in (*range(32, 127), 10, *"｜".encode())), "｜".encode(), *(name.encode() for name in SPECIAL), b"<eos>"]
+TOKENS = [
+    *(bytes([byte]) for byte in (*range(32, 127), 10, *"｜".encode())),
+    "｜".encode(),
+    *(name.encode() for name in SPECIAL),
+    b"<eos>",
+]
 EOS = len(TOKENS) - 1
 TOKENIZER = create_tokenizer(Vocabulary(TOKENS, range(EOS - len(SPECIAL), EOS + 1), (EOS,)))
 
 
 # Of texts that only they end.
 ENDS = (
-    *("</think>", "\n</parameter>", "</parameter>", "</arg_value>", "</atem:parameter>", "</steptml:parameter>", "</｜DSML｜parameter>"),
+    *(
+        "</think>",
+        "\n</parameter>",
+        "</parameter>",
+        "</arg_value>",
+        "</atem:parameter>",
+        "</steptml:parameter>",
+        "</｜DSML｜parameter>",
+    ),
     *("<|end|>", "<|eom|>", '<|"|>', "<escape>", "[/THINK]", "<|END_THINKING|>"),
 )
 
@@ -76,10 +125,18 @@ def written(wanted: StructuredOutputs, seed: int, most: int = 4000) -> str:
         allowed = [token for token in range(EOS + 1) if mask[token >> 3] >> (token & 7) & 1]
         if EOS in allowed and (len(allowed) == 1 or draw.random() < 0.5):
             return b"".join(TOKENS[token] for token in out).decode()
-        ends = [ids_of(text) for text in ENDS if len(allowed) > 60 and matcher.validate_tokens(ids_of(text)) == len(ids_of(text))]
+        ends = [
+            ids_of(text)
+            for text in ENDS
+            if len(allowed) > 60 and matcher.validate_tokens(ids_of(text)) == len(ids_of(text))
+        ]
         ending = [token for token in allowed if TOKENS[token] in (b'"', b"]", b")", b"}", b"<")]
         free = [token for token in allowed if token != EOS]
-        more = draw.choice(ends) if ends and draw.random() < 0.4 else [draw.choice(ending if ending and draw.random() < 0.7 else free)]
+        more = (
+            draw.choice(ends)
+            if ends and draw.random() < 0.4
+            else [draw.choice(ending if ending and draw.random() < 0.7 else free)]
+        )
         out += more
         assert matcher.consume_tokens(more), matcher.get_error()
     return ""
@@ -89,7 +146,9 @@ def read(form: AnswerFormat, text: str, step: int) -> tuple[list[Segment], str]:
     parser = form.create_parser()
     assert parser is not None
     pieces = [text[begin : begin + step] for begin in range(0, len(text), step)]
-    return [*(segment for piece in pieces for segment in parser.push(piece)), *parser.finish()], parser.end_reason("stop")
+    return [*(segment for piece in pieces for segment in parser.push(piece)), *parser.finish()], parser.end_reason(
+        "stop"
+    )
 
 
 def calls_of(segments: Collection[Segment]) -> list[tuple[str, Any]]:
@@ -110,9 +169,13 @@ OWN_REASONING = {
 REQUIRED, NAMED = ToolChoice(Mode.REQUIRED), ToolChoice(Mode.NAMED, "get_weather", parallel=False)
 
 
-def formed(tools: str | None, reasoning: str | None, choice: ToolChoice, *, prompt: str = "", offered: Any = TOOLS) -> tuple[AnswerFormat, Any]:
+def formed(
+    tools: str | None, reasoning: str | None, choice: ToolChoice, *, prompt: str = "", offered: Any = TOOLS
+) -> tuple[AnswerFormat, Any]:
     dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
-    form, wanted = constrain(answer_format(dialect, prompt, functions_of(offered), parallel=choice.parallel), offered, choice, None, SPECIAL)
+    form, wanted = constrain(
+        answer_format(dialect, prompt, functions_of(offered), parallel=choice.parallel), offered, choice, None, SPECIAL
+    )
     assert wanted is not None
     return form, wanted
 
@@ -165,7 +228,9 @@ CITY, DAYS = ("city", "Ulm"), ("days", "1")
 )
 def test_what_is_required_must_come_and_what_is_not_may(name: str, text: str, fine: bool) -> None:
     for parallel in (True, False):
-        matcher = create_matcher(TOKENIZER, formed(name, None, ToolChoice(Mode.REQUIRED, parallel=parallel))[1], create_limits())
+        matcher = create_matcher(
+            TOKENIZER, formed(name, None, ToolChoice(Mode.REQUIRED, parallel=parallel))[1], create_limits()
+        )
         assert (matcher.try_consume_tokens(ids_of(text)) == len(text) and matcher.is_accepting()) == fine
         if fine:
             matcher.reset()
@@ -181,7 +246,11 @@ def test_reasoning_comes_first_where_the_family_reasons() -> None:
         thought = 'hm </thin <tool_call>{"\n</think>\n\n'
         for text, fine in ((call, not must), (("" if must else "<think>") + thought + call, True), (thought, False)):
             matcher.reset()
-            assert (matcher.try_consume_tokens(ids_of(text)) == len(text) and matcher.is_accepting()) == fine, (reasoning, prompt, text)
+            assert (matcher.try_consume_tokens(ids_of(text)) == len(text) and matcher.is_accepting()) == fine, (
+                reasoning,
+                prompt,
+                text,
+            )
         segments, reason = read(form, ("" if must else "<think>") + thought + call, 3)
         assert reason == "tool_calls" and calls_of(segments) == [("get_weather", {"city": "Ulm", "days": 1})]
         assert "".join(each.text for each in segments if isinstance(each, Reasoning)) == 'hm </thin <tool_call>{"'
@@ -195,7 +264,10 @@ CALLED = {
     "openai": '<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{"n": 1}',
     "cohere_command3": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "ping", "parameters": {"n": 1}}]<|END_ACTION|>',
 }
-ANSWERED = {"openai": ("<|channel|>final<|message|>", ""), "cohere_command3": ("<|START_RESPONSE|>", "<|END_RESPONSE|>")}
+ANSWERED = {
+    "openai": ("<|channel|>final<|message|>", ""),
+    "cohere_command3": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+}
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -203,13 +275,22 @@ def test_beside_a_format_there_is_a_call_or_an_answer_in_it(name: str) -> None:
     reasoning = REASONING_FORMATS.get(OWN_REASONING.get(name) or "qwen3")
     assert reasoning is not None
     form = answer_format(Dialect(TOOL_FORMATS[name], reasoning), "", functions_of(TOOLS))
-    form, wanted = constrain(form, TOOLS, ToolChoice(), StructuredOutputs(json='{"type": "object", "maxProperties": 0}'), SPECIAL)
+    form, wanted = constrain(
+        form, TOOLS, ToolChoice(), StructuredOutputs(json='{"type": "object", "maxProperties": 0}'), SPECIAL
+    )
     assert wanted is not None
     matcher = create_matcher(TOKENIZER, wanted, create_limits())
     before, after = ANSWERED.get(name, ("", ""))
     thought = f"{reasoning.begin}hm{reasoning.end}{reasoning.next}"
     call, answer = CALLED[name], f"{before}{{}}{after}"
-    for text, fine in ((call, True), (answer, True), (thought + call, True), (thought + answer, True), ("Hello", False), (call + answer, False)):
+    for text, fine in (
+        (call, True),
+        (answer, True),
+        (thought + call, True),
+        (thought + answer, True),
+        ("Hello", False),
+        (call + answer, False),
+    ):
         matcher.reset()
         ids = ids_of(text)
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fine, text
@@ -230,7 +311,10 @@ def test_beside_a_format_values_that_cannot_be_held_are_any_text() -> None:
 
 
 def test_what_cannot_be_called_beside_a_format_is_refused_by_name() -> None:
-    for parameters, match in (({"anyOf": [{"type": "object"}]}, "beside this form"), ({"type": "array"}, "type object")):
+    for parameters, match in (
+        ({"anyOf": [{"type": "object"}]}, "beside this form"),
+        ({"type": "array"}, "type object"),
+    ):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         form = answer_format(Dialect(TOOL_FORMATS["pythonic"]), "", functions_of([tool]))
         with pytest.raises(InvalidRequest, match=match) as caught:
@@ -239,13 +323,33 @@ def test_what_cannot_be_called_beside_a_format_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"json": '{"type":"object"}'}, {"json_object": True}, {"regex": "[{]+}"}, {"choice": ("1", "{}")}, {"grammar": 'start: "{}"'}], ids=str
+    "fields",
+    [
+        {"json": '{"type":"object"}'},
+        {"json_object": True},
+        {"regex": "[{]+}"},
+        {"choice": ("1", "{}")},
+        {"grammar": 'start: "{}"'},
+    ],
+    ids=str,
 )
 def test_any_structure_may_follow_reasoning(fields: dict[str, Any]) -> None:
-    form, wanted = constrain(answer_format(Dialect(None, REASONING_FORMATS["qwen3"]), "", {}), None, ToolChoice(), StructuredOutputs(**fields), ())
+    form, wanted = constrain(
+        answer_format(Dialect(None, REASONING_FORMATS["qwen3"]), "", {}),
+        None,
+        ToolChoice(),
+        StructuredOutputs(**fields),
+        (),
+    )
     assert wanted is not None
     matcher = create_matcher(TOKENIZER, wanted, create_limits())
-    for text, fine in (("<think>x</think>\n{}", True), ("{}", True), ("<think>x</think>no", False), ("<think>x", False), ("x{}", False)):
+    for text, fine in (
+        ("<think>x</think>\n{}", True),
+        ("{}", True),
+        ("<think>x</think>no", False),
+        ("<think>x", False),
+        ("x{}", False),
+    ):
         matcher.reset()
         assert (matcher.try_consume_tokens(ids_of(text)) == len(text) and matcher.is_accepting()) == fine, text
     assert read(form, "<think>x</think>\n{}", 99)[0] == [Reasoning("x"), Content("{}")]
@@ -268,9 +372,16 @@ def test_what_cannot_be_said_between_tags_is_said_in_json() -> None:
     ):
         form, wanted = formed("qwen3_coder", None, REQUIRED, offered=[tool(parameters)])
         assert form.tools is not None and form.tools.name == "forced" and wanted.json is not None, parameters
-    form, _ = formed("pythonic", None, REQUIRED, offered=[tool({"properties": {f"p{index}": {} for index in range(60)}})])
+    form, _ = formed(
+        "pythonic", None, REQUIRED, offered=[tool({"properties": {f"p{index}": {} for index in range(60)}})]
+    )
     assert form.tools is not None and form.tools.name == "forced"
-    form, _ = formed("hermes", None, NAMED, offered=[tool({"$ref": "#/properties/a", "properties": {"a": {"type": "object"}}}, "get_weather")])
+    form, _ = formed(
+        "hermes",
+        None,
+        NAMED,
+        offered=[tool({"$ref": "#/properties/a", "properties": {"a": {"type": "object"}}}, "get_weather")],
+    )
     assert form.fixed_name == "get_weather"
     with pytest.raises(InvalidRequest, match="refers to"):
         formed("hermes", None, REQUIRED, offered=[tool({"$ref": "#/properties/a"})])
@@ -286,7 +397,10 @@ def test_arguments_are_an_object(name: str | None, choice: ToolChoice) -> None:
         with pytest.raises(InvalidRequest, match="type object") as caught:
             formed(name, None, choice, offered=offered(parameters))
         assert caught.value.param == "tools[0]"  # whatever a route calls what is in it
-    for parameters in ({"anyOf": [{"type": "integer"}, {"type": "object", "properties": {}, "additionalProperties": False}]}, {"enum": [1, {}]}):
+    for parameters in (
+        {"anyOf": [{"type": "integer"}, {"type": "object", "properties": {}, "additionalProperties": False}]},
+        {"enum": [1, {}]},
+    ):
         form, wanted = formed(name, None, choice, offered=offered(parameters))
         assert next(read(form, text, 5)[1] for seed in range(4) if (text := written(wanted, seed))) == "tool_calls"
 
@@ -311,5 +425,7 @@ def test_what_no_grammar_can_hold_a_call_to_is_left_to_the_model_unless_strict(n
             with pytest.raises(GrammarError, match="uniqueItems"):
                 create_matcher(TOKENIZER, wanted, create_limits())
             continue
-        ((_, arguments),) = calls_of(read(form, next(text for seed in range(9) if (text := written(wanted, seed))), 5)[0])[:1]
+        ((_, arguments),) = calls_of(
+            read(form, next(text for seed in range(9) if (text := written(wanted, seed))), 5)[0]
+        )[:1]
         assert isinstance(arguments["a"], int | float) and {*arguments["t"]} <= {1, 2}

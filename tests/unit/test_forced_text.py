@@ -1,4 +1,5 @@
-"""Text that a grammar forces, in the tokens that the model itself would write: every kind of tokenizer, whole characters and parts of them."""
+"""Text that a grammar forces, in the tokens that the model itself would write: every kind of tokenizer, whole
+characters and parts of them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.cache.manager import SequenceKV
-from headrace.engine.grammar import ForcedText, GrammarError, Vocabulary, create_limits, create_matcher, create_tokenizer, special_name, vocabulary_of
+from headrace.engine.grammar import (
+    ForcedText,
+    GrammarError,
+    Vocabulary,
+    create_limits,
+    create_matcher,
+    create_tokenizer,
+    special_name,
+    vocabulary_of,
+)
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.tokenizer import Tokenizer
 from headrace.models.source import TokenizerFiles
@@ -60,7 +70,11 @@ def test_forced_text_is_the_models_own_encoding(text: str) -> None:
     if SPECIAL_TEXT not in text:
         assert FORCED["bytes"](text.encode()) == KINDS["bytes"].encode(text, False)
         behind = KINDS["pieces-no-prefix"].encode("." + text, False)  # nothing merges with a full stop there
-        assert FORCED["pieces"](text.encode()) == FORCED["pieces-no-prefix"](text.encode()) == behind[behind.index(ord(".") + 3) + 1 :]
+        assert (
+            FORCED["pieces"](text.encode())
+            == FORCED["pieces-no-prefix"](text.encode())
+            == behind[behind.index(ord(".") + 3) + 1 :]
+        )
 
 
 def test_long_text_is_encoded_once() -> None:
@@ -109,7 +123,8 @@ def answering(kind: str, wanted: StructuredOutputs) -> tuple[GrammarMasks, LiveS
 @settings(max_examples=40, deadline=None)
 @given(texts=st.lists(st.text(ALIKE, min_size=1, max_size=6), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_any_token_that_may_come_leads_to_a_choice(kind: str, texts: list[str], seed: int) -> None:
-    """Characters that begin alike, whose bytes are tokens of their own: what is forced then begins within a character."""
+    """Characters that begin alike, whose bytes are tokens of their own: what is forced then begins within a
+    character."""
     masks, sequence = answering(kind, StructuredOutputs(choice=tuple(texts)))
     draw = random.Random(seed)
     while sequence.token_ids[-1] not in VOCABULARIES[kind].eos or len(sequence.token_ids) == 1:
@@ -123,7 +138,10 @@ def test_any_token_that_may_come_leads_to_a_choice(kind: str, texts: list[str], 
 def test_what_is_forced_may_begin_within_a_character(text: str) -> None:
     """Two characters whose first byte is one: the second byte decides, and the third and all behind it are certain."""
     wanted = StructuredOutputs(choice=("\U0001f600xy", "\U00010348xy"))
-    masks, asked = GrammarMasks(lambda: Vocabulary([*(bytes([byte]) for byte in range(256)), b"<eos>"], (256,), (256,))), request(1, [1])
+    masks, asked = (
+        GrammarMasks(lambda: Vocabulary([*(bytes([byte]) for byte in range(256)), b"<eos>"], (256,), (256,))),
+        request(1, [1]),
+    )
     masks.begin(replace(asked, params=replace(asked.params, structured_outputs=wanted)))
     assert isinstance(masks.take_compiled(10.0)[0], AddRequest)
     sequence = LiveSequence(asked, 0, frozenset(), 999, (), SequenceKV("", None, []), array("i", [1]))
@@ -134,7 +152,12 @@ def test_what_is_forced_may_begin_within_a_character(text: str) -> None:
 
 
 def test_a_key_is_a_word_and_no_letters() -> None:
-    schema = {"type": "object", "properties": {"temperature": {"type": "integer"}}, "required": ["temperature"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"temperature": {"type": "integer"}},
+        "required": ["temperature"],
+        "additionalProperties": False,
+    }
     matcher = create_matcher(BRIDGED["bytes"], StructuredOutputs(json=schema), create_limits())  # type: ignore[arg-type]
     tokenizer = KINDS["bytes"]
     for token in tokenizer.encode('{"temperature": 21}', False):
@@ -150,7 +173,9 @@ def test_markers_are_tokens_whether_special_or_not() -> None:
     calls = create_matcher(BRIDGED["bytes"], StructuredOutputs(grammar='start: "<tool_call>" /[a-z]/'), create_limits())
     assert allowed(calls.compute_bitmask()) == tokenizer.encode("<tool_call>", False)
     known = Vocabulary([*(bytes([byte]) for byte in range(256)), b"[CALLS]", b"<eos>"], (256, 257), (257,))
-    named = create_matcher(create_tokenizer(known), StructuredOutputs(grammar=f'start: {special_name("[CALLS]")} "["'), create_limits())
+    named = create_matcher(
+        create_tokenizer(known), StructuredOutputs(grammar=f'start: {special_name("[CALLS]")} "["'), create_limits()
+    )
     assert allowed(named.compute_bitmask()) == [256] and named.consume_tokens([256, ord("[")]) and named.is_accepting()
 
 
@@ -173,7 +198,9 @@ def test_a_space_that_is_dropped_may_begin_an_answer_and_must_where_the_text_has
 # --- what costs too much
 
 
-@pytest.mark.parametrize("schema", [{"pattern": "^(\\S+\\s+){0,99}\\S+$", "maxLength": 5000}, {"pattern": "^(\\S+\\s+){0,99}\\S+$"}], ids=str)
+@pytest.mark.parametrize(
+    "schema", [{"pattern": "^(\\S+\\s+){0,99}\\S+$", "maxLength": 5000}, {"pattern": "^(\\S+\\s+){0,99}\\S+$"}], ids=str
+)
 def test_what_the_lexer_cannot_hold_is_refused_before_an_answer_begins(schema: dict[str, object]) -> None:
     """Or answered to its end."""
     wanted = StructuredOutputs(json={"type": "string", **schema})  # type: ignore[arg-type]
@@ -185,7 +212,10 @@ def test_what_the_lexer_cannot_hold_is_refused_before_an_answer_begins(schema: d
         assert isinstance(taken, RefuseRequest) and "too many" in taken.message
         return
     sequence = LiveSequence(asked, 0, frozenset(), 999, (), SequenceKV("", None, []), array("i", [1]))
-    for token in [*KINDS["bytes"].encode('"the quick brown fox jumps over it and is gone"', False), VOCABULARIES["bytes"].eos[0]]:
+    for token in [
+        *KINDS["bytes"].encode('"the quick brown fox jumps over it and is gone"', False),
+        VOCABULARIES["bytes"].eos[0],
+    ]:
         assert token in allowed(masks.masks([(0, sequence)]).words)
         sequence.token_ids.append(token)
 
@@ -193,7 +223,9 @@ def test_what_the_lexer_cannot_hold_is_refused_before_an_answer_begins(schema: d
 # --- real tokenizers
 
 
-@pytest.mark.parametrize("name", ["gpt-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-bpe", "qwen2"))])
+@pytest.mark.parametrize(
+    "name", ["gpt-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-bpe", "qwen2"))]
+)
 def test_real_tokenizers_write_instances_of_schemas_as_they_would_themselves(name: str) -> None:
     """Whatever stands in a valid instance, all that its schema forces is the instance's own encoding."""
     folder = shared("data", "tokenizers", name)
@@ -217,7 +249,11 @@ def test_real_tokenizers_write_instances_of_schemas_as_they_would_themselves(nam
                 mask = matcher.compute_bitmask()
                 if matcher.is_error() or not matcher.validate_tokens(tokens[at : at + 1]):
                     break  # an instance whose keys come in another order, or one that the lexer cannot hold
-                assert mask[token >> 3] >> (token & 7) & 1, (case["id"], tokenizer.decode(tokens[: at + 1]), matcher.compute_ff_tokens())
+                assert mask[token >> 3] >> (token & 7) & 1, (
+                    case["id"],
+                    tokenizer.decode(tokens[: at + 1]),
+                    matcher.compute_ff_tokens(),
+                )
                 matcher.consume_token(token)
                 followed += 1
     assert followed > 500

@@ -1,4 +1,5 @@
-"""Forced tokens are told several at a time and computed as chunks: what is answered is what it is one token at a time."""
+"""Forced tokens are told several at a time and computed as chunks: what is answered is what it is one token at a
+time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from headrace.request import Finished, Request
 from headrace.sampling_params import StructuredOutputs
 from headrace.scheduler.roster import Roster
 from tests.support.grammars import SPECIAL, create_masks, vocabulary
-from tests.support.hash_engine import VOCAB, Answers, CheckedExecutor, assert_at_rest, check_books, engine, plans_of, request
+from tests.support.hash_engine import (
+    VOCAB,
+    Answers,
+    CheckedExecutor,
+    assert_at_rest,
+    check_books,
+    engine,
+    plans_of,
+    request,
+)
 from tests.support.journal import Journal, replay
 from unit.test_forced_text import BRIDGED, KINDS, VOCABULARIES
 

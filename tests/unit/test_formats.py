@@ -95,7 +95,12 @@ def test_bytes_are_those_of_the_format() -> None:
         ({"quant_method": "fp8", "ignored_layers": "lm_head"}, "a list of layers' names is needed"),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (
-            {**COMPRESSED, "transform_config": {"config_groups": {"r": {"type": "random-matrix", "apply": [{"location": "input"}]}}}},
+            {
+                **COMPRESSED,
+                "transform_config": {
+                    "config_groups": {"r": {"type": "random-matrix", "apply": [{"location": "input"}]}}
+                },
+            },
             "transform_config random-matrix at input",
         ),
         ({**COMPRESSED, "format": "marlin-24"}, r"format 'marlin-24' of 4 bits \(int, group\)"),

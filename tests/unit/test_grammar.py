@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 from headrace.cache.manager import SequenceKV
 from headrace.engine import grammar_check, grammar_masks
 from headrace.engine.fair_threads import QUICK_SECONDS
-from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, vocabulary_of
+from headrace.engine.grammar import (
+    GrammarError,
+    Vocabulary,
+    check_start,
+    create_limits,
+    create_matcher,
+    create_tokenizer,
+    vocabulary_of,
+)
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.output import refusal_of
@@ -89,7 +97,11 @@ def test_a_choice_is_each_of_its_texts_and_nothing_else(texts: list[str]) -> Non
         ({"json": "true"}, "[1, {}]", "x"),
         ({"json": {"type": "integer", "minimum": 3}}, "12", "2"),
         ({"json": {"type": "object"}}, '{\n    "a": 1\n}', '{"a": 1'),
-        ({"json": {"type": "object"}}, '{"a":\n' + " " * 40 + "1}", '{"a":\n' + " " * 41 + "1}"),  # indentation ends somewhere
+        (
+            {"json": {"type": "object"}},
+            '{"a":\n' + " " * 40 + "1}",
+            '{"a":\n' + " " * 41 + "1}",
+        ),  # indentation ends somewhere
         ({"json": {"type": "object"}}, '{ "a" : 1 }', '{"a":  1}'),
         ({"regex": "[0-9]{2}"}, "12", "123"),
         ({"regex": ""}, "", "a"),
@@ -145,7 +157,11 @@ def check() -> Iterator[GrammarCheck]:
 def refusal(check: GrammarCheck, **fields: object) -> str:
     with pytest.raises(InvalidRequest) as caught:
         check.require(StructuredOutputs(**fields))  # type: ignore[arg-type]
-    assert caught.value.param == "structured_outputs" and len(caught.value.message) < 500 and "backtrace" not in caught.value.message
+    assert (
+        caught.value.param == "structured_outputs"
+        and len(caught.value.message) < 500
+        and "backtrace" not in caught.value.message
+    )
     return caught.value.message
 
 
@@ -159,11 +175,18 @@ BOMBS: dict[str, dict[str, object]] = {
     "brackets": {"json": "[" * 100_000},
     "deep items": {"json": '{"items":' * DEEP + "{}" + "}" * DEEP},
     "endless reference": {"json": '{"$ref": "#"}'},
-    "reference to itself in parts": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}},
+    "reference to itself in parts": {
+        "json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}
+    },
     "large enum": {"json": {"enum": list(range(100_000))}},
     "many choices": {"choice": [f"v{index}" for index in range(100_000)]},
     "branches of branches": {
-        "json": {"properties": {f"k{i}": {"anyOf": [{"properties": {f"z{j}": {} for j in range(30)}}] * 10} for i in range(60)}, "type": "object"}
+        "json": {
+            "properties": {
+                f"k{i}": {"anyOf": [{"properties": {f"z{j}": {} for j in range(30)}}] * 10} for i in range(60)
+            },
+            "type": "object",
+        }
     },
     "long strings": {"json": '{"type": "string", "minLength": 1000000000}'},
 }
@@ -256,17 +279,52 @@ def test_the_event_loop_goes_on_while_a_grammar_is_tried_out() -> None:
 # --- whatever is asked for: refused, or followed
 
 _ODD = st.sampled_from(
-    [None, "", "a", "{}", "[]", "true", "null", 0, 5, True, False, [], {}, ["a"], ["a", "ab", ""], {"type": 5}, {"enum": []}, "\x00"]
+    [
+        None,
+        "",
+        "a",
+        "{}",
+        "[]",
+        "true",
+        "null",
+        0,
+        5,
+        True,
+        False,
+        [],
+        {},
+        ["a"],
+        ["a", "ab", ""],
+        {"type": 5},
+        {"enum": []},
+        "\x00",
+    ]
 )
 _PATTERNS = st.text(alphabet="ab01()[]*+?{}|\\\\.^$,-", max_size=14)
 _SCHEMAS = st.recursive(
     st.sampled_from(
-        [{}, {"type": "null"}, {"type": "string", "maxLength": 2}, {"const": "a"}, {"type": ["integer", "null"]}, {"$ref": "#"}, {"enum": [1, "b"]}]
+        [
+            {},
+            {"type": "null"},
+            {"type": "string", "maxLength": 2},
+            {"const": "a"},
+            {"type": ["integer", "null"]},
+            {"$ref": "#"},
+            {"enum": [1, "b"]},
+        ]
     ),
     lambda inner: st.one_of(
         st.fixed_dictionaries({"type": st.just("array"), "items": inner, "maxItems": st.integers(0, 2)}),
-        st.fixed_dictionaries({"type": st.just("object"), "properties": st.dictionaries(st.sampled_from("ab"), inner), "required": st.just(["a"])}),
-        st.dictionaries(st.sampled_from(["anyOf", "allOf", "oneOf"]), st.lists(inner, max_size=2), min_size=1, max_size=1),
+        st.fixed_dictionaries(
+            {
+                "type": st.just("object"),
+                "properties": st.dictionaries(st.sampled_from("ab"), inner),
+                "required": st.just(["a"]),
+            }
+        ),
+        st.dictionaries(
+            st.sampled_from(["anyOf", "allOf", "oneOf"]), st.lists(inner, max_size=2), min_size=1, max_size=1
+        ),
     ),
     max_leaves=4,
 )
@@ -300,7 +358,9 @@ def follow_or_refuse(check: GrammarCheck, fields: dict[str, object], min_tokens:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fields=FIELDS, min_tokens=st.sampled_from([0, 5]), ignore_eos=st.booleans())
-def test_whatever_is_asked_for_is_refused_or_followed(check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool) -> None:
+def test_whatever_is_asked_for_is_refused_or_followed(
+    check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool
+) -> None:
     follow_or_refuse(check, fields, min_tokens, ignore_eos)
 
 
@@ -308,7 +368,9 @@ def test_whatever_is_asked_for_is_refused_or_followed(check: GrammarCheck, field
 @pytest.mark.timeout(1200)
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fields=FIELDS, min_tokens=st.sampled_from([0, 5]), ignore_eos=st.booleans())
-def test_whatever_is_asked_for_five_thousand_times(check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool) -> None:
+def test_whatever_is_asked_for_five_thousand_times(
+    check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool
+) -> None:
     follow_or_refuse(check, fields, min_tokens, ignore_eos)
 
 
@@ -319,7 +381,9 @@ def test_compiled_grammars_are_kept_by_size() -> None:
     masks = GrammarMasks(vocabulary, cache_bytes=3 * 2**20)
     core = engine(masks=masks)
     for index in range(40):
-        core.add(request(index, [1, 2], max_tokens=6, structured_outputs=StructuredOutputs(regex=f"[ab]{{{index + 1}}}")))
+        core.add(
+            request(index, [1, 2], max_tokens=6, structured_outputs=StructuredOutputs(regex=f"[ab]{{{index + 1}}}"))
+        )
     answers = run(core)
     assert len(answers.finished) == 40
     stats = core.stats().grammars
@@ -333,7 +397,8 @@ def test_compiled_grammars_are_kept_by_size() -> None:
 
 @pytest.mark.parametrize(("alone", "threads"), [(32, 2), (0, 2), (0, 1)], ids=["one by one", "in threads", "one core"])
 def test_masks_of_many_rows_are_those_of_each(alone: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However they are made: with constraints side by side, some at their start, some on their way, one that has left its grammar."""
+    """However they are made: with constraints side by side, some at their start, some on their way, one that has left
+    its grammar."""
     monkeypatch.setattr(grammar_masks, "_ROWS_ALONE", alone)
     masks = create_masks()
     masks._threads = threads
@@ -362,7 +427,10 @@ def test_what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_do
     core.add(request(0, [1, 2], structured_outputs=StructuredOutputs(grammar="start: <|unheard|>")))
     core.add(request(1, [1, 2], structured_outputs=StructuredOutputs(regex="[ab]+")))
     answers = run(core)
-    assert "unknown special token" in (answers.finished[0, 0].message or "") and answers.finished[0, 0].param == "structured_outputs"
+    assert (
+        "unknown special token" in (answers.finished[0, 0].message or "")
+        and answers.finished[0, 0].param == "structured_outputs"
+    )
     assert isinstance(refusal_of(answers.finished[0, 0]), InvalidRequest)
     assert len(answers.tokens[1, 0]) == 8
 
@@ -371,11 +439,18 @@ def test_what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_do
 @pytest.mark.parametrize(
     ("fields", "written"),
     [
-        *(({"regex": "ab☃b"}, 0), ({"grammar": 'start: "ab" X\nX: "☃"'}, 0), ({"json": {"enum": ["☃"]}}, 0), ({"regex": "[☃é]"}, 0)),
+        *(
+            ({"regex": "ab☃b"}, 0),
+            ({"grammar": 'start: "ab" X\nX: "☃"'}, 0),
+            ({"json": {"enum": ["☃"]}}, 0),
+            ({"regex": "[☃é]"}, 0),
+        ),
         ({"regex": "(ab){20}☃b"}, 40),  # further on than grammars are tried
     ],
 )
-def test_where_no_token_leads_on_an_answer_neither_ends_nor_leaves_its_grammar(fields: dict[str, object], written: int, depth: int) -> None:
+def test_where_no_token_leads_on_an_answer_neither_ends_nor_leaves_its_grammar(
+    fields: dict[str, object], written: int, depth: int
+) -> None:
     """A vocabulary of ASCII alone, as of a model whose tokens do not hold every byte."""
     ascii_alone = replace(vocabulary(), tokens=[token if token.isascii() else b"" for token in vocabulary().tokens])
     masks = GrammarMasks(lambda: ascii_alone)
@@ -409,7 +484,14 @@ def test_a_vocabulary_that_is_gone_ends_the_request_that_asked_for_it_and_nobody
         core.add(request(request_id, [1, 2], structured_outputs=StructuredOutputs(regex="a+"), max_tokens=2))
         core.add(request(10 + request_id, [3, 4], max_tokens=2))
     finished = {request_id: each for (request_id, _), each in run(core).finished.items()}
-    assert [finished[each].reason.value for each in (0, 1, 2, 10, 11, 12)] == ["error", "error", "length", "length", "length", "length"]
+    assert [finished[each].reason.value for each in (0, 1, 2, 10, 11, 12)] == [
+        "error",
+        "error",
+        "length",
+        "length",
+        "length",
+        "length",
+    ]
     assert "OSError" in (finished[0].message or "") and "secret" not in f"{finished[0].message}{finished[1].message}"
     masks.close()
 
@@ -417,7 +499,11 @@ def test_a_vocabulary_that_is_gone_ends_the_request_that_asked_for_it_and_nobody
 def test_a_request_that_leaves_while_it_is_compiled_never_begins() -> None:
     masks = GrammarMasks(vocabulary)
     core = engine(masks=masks)
-    core.add(request(0, [1, 2], structured_outputs=StructuredOutputs(json=json.dumps({"enum": [str(i) for i in range(3000)]}))))
+    core.add(
+        request(
+            0, [1, 2], structured_outputs=StructuredOutputs(json=json.dumps({"enum": [str(i) for i in range(3000)]}))
+        )
+    )
     core.abort(0)
     assert not run(core).tokens and not masks._live
     masks.close()

@@ -1,4 +1,5 @@
-"""The engine without a model that other tests lean on: it notices what it must, and real grammars are followed in it whatever happens.
+"""The engine without a model that other tests lean on: it notices what it must, and real grammars are followed in it
+whatever happens.
 
 Whole lives of the control plane, with everything that can happen to it, are in tests/reliability/test_simulation.py.
 """
@@ -20,7 +21,9 @@ def test_a_planted_reference_leak_is_found() -> None:
     core.add(request(0, range(10, 30)))
     for _ in range(4):
         core.step()
-    core.scheduler.cache.pools[0].acquire(next(b for b in core.scheduler.roster.running[0].kv.tables[0] if b is not None))
+    core.scheduler.cache.pools[0].acquire(
+        next(b for b in core.scheduler.roster.running[0].kv.tables[0] if b is not None)
+    )
     with pytest.raises(AssertionError, match="references"):
         check_books(core)
 
@@ -52,7 +55,11 @@ def test_real_grammars_are_followed_through_failures_preemptions_and_aborts(dept
         draw = random.Random(seed)
         info = keyed_hash_info(vocab_size=512, max_model_len=60, max_num_seqs=4, num_blocks=12, block_size=4)
         executor = CheckedExecutor(info, check=True, fault=lambda plan, seed=seed: plan.step_id % 31 == 7 + seed)  # type: ignore[misc]
-        core, answers, gone = engine(depth=depth, executor=executor, info=info, max_num_seqs=4, budget=8, masks=create_masks()), Answers(), set()
+        core, answers, gone = (
+            engine(depth=depth, executor=executor, info=info, max_num_seqs=4, budget=8, masks=create_masks()),
+            Answers(),
+            set(),
+        )
         asked = [_asked(draw, number) for number in range(16)]
         for each in asked:
             core.add(each)

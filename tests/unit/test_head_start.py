@@ -23,7 +23,9 @@ def early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(head_start, "begin_builders", lambda mark: None)
 
 
-def test_without_a_driver_or_with_torch_there_is_no_head_start(early: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_driver_or_with_torch_there_is_no_head_start(
+    early: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert head_start.begin_head_start(MARK) is None
     monkeypatch.delitem(sys.modules, "torch")
@@ -31,8 +33,12 @@ def test_without_a_driver_or_with_torch_there_is_no_head_start(early: None, monk
     assert head_start.begin_head_start(MARK) is None
 
 
-@pytest.mark.parametrize("driver", [None, ModuleType("triton.backends.nvidia.driver")], ids=["no triton", "another triton"])
-def test_what_goes_wrong_is_left_to_who_needs_it(early: None, driver: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "driver", [None, ModuleType("triton.backends.nvidia.driver")], ids=["no triton", "another triton"]
+)
+def test_what_goes_wrong_is_left_to_who_needs_it(
+    early: None, driver: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
     monkeypatch.setattr(head_start, "_LIBRARY", "libnothing.so")
     monkeypatch.setattr(head_start, "ask_driver", lambda: None)
@@ -57,7 +63,12 @@ def test_memory_is_read_before_the_context_is_made(early: None, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", None)
     begun = head_start.begin_head_start(MARK)
     assert begun is not None
-    assert (begun.free_before("1-a"), begun.free_before("1-b"), begun.free_before("2"), begun.free_before("")) == (7, 8, None, None)
+    assert (begun.free_before("1-a"), begun.free_before("1-b"), begun.free_before("2"), begun.free_before("")) == (
+        7,
+        8,
+        None,
+        None,
+    )
     assert calls == ["asked", *names]
 
 

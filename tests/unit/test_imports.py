@@ -12,8 +12,21 @@ from tests.support.rooms import PACKAGE, below, modules
 
 # The nouns: everyone may import them.
 NOUNS = {
-    "config", "errors", "request", "sampling_params", "spec", "sites", "clock", "techniques", "cost", "observe", "processes",
-    "torch_environment", "cache_home", "kernel_launcher", "portability",
+    "config",
+    "errors",
+    "request",
+    "sampling_params",
+    "spec",
+    "sites",
+    "clock",
+    "techniques",
+    "cost",
+    "observe",
+    "processes",
+    "torch_environment",
+    "cache_home",
+    "kernel_launcher",
+    "portability",
 }
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.
@@ -32,18 +45,54 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.client": {"models.source", "lora.registry"},
     "engine.loop": {"lora.registry", "scheduler.explain"},
     "engine.executor": set(),
-    "engine.assembly": {"worker", "parallel.leader", "parallel.ranks", "models.source", "models.families", "lora", "scheduler", "cache", "sequence"},
-    "planner": {"engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models", "speculative.settings", "parallel.shares"},
+    "engine.assembly": {
+        "worker",
+        "parallel.leader",
+        "parallel.ranks",
+        "models.source",
+        "models.families",
+        "lora",
+        "scheduler",
+        "cache",
+        "sequence",
+    },
+    "planner": {
+        "engine.core",
+        "engine.executor",
+        "engine.resolve",
+        "scheduler",
+        "cache",
+        "models",
+        "speculative.settings",
+        "parallel.shares",
+    },
     "planner.workload": set(),
     # the engine's own rules; not at import
-    "planner.pricing": {"engine.executor", "engine.resolve", "models", "parallel.shares", "worker.memory", "worker.settings"},
+    "planner.pricing": {
+        "engine.executor",
+        "engine.resolve",
+        "models",
+        "parallel.shares",
+        "worker.memory",
+        "worker.settings",
+    },
     "sequence": {"cache"},
     "scheduler": {"cache", "sequence", "speculative.length", "lora.residency"},
     "lora": {"engine.executor", "scheduler.events", "models", "layers", "kernels", "parallel.shares"},
     "lora.residency": set(),
     "speculative": set(),
     "cache": set(),
-    "worker": {"engine.executor", "models", "layers", "kernels", "quant", "speculative", "lora", "parallel.group", "parallel.shares"},
+    "worker": {
+        "engine.executor",
+        "models",
+        "layers",
+        "kernels",
+        "quant",
+        "speculative",
+        "lora",
+        "parallel.group",
+        "parallel.shares",
+    },
     "parallel": {"engine.executor", "engine.resolve", "worker", "models", "kernels.build"},
     "parallel.shares": set(),
     "parallel.group": set(),
@@ -54,7 +103,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "cost": set(),
 }
-PURE_NOUNS = ("config", "errors", "request", "sampling_params", "spec", "sites", "clock", "cost")  # these import nouns only
+PURE_NOUNS = (
+    "config",
+    "errors",
+    "request",
+    "sampling_params",
+    "spec",
+    "sites",
+    "clock",
+    "cost",
+)  # these import nouns only
 
 # Third-party modules by room: so that the engine runs on a bare GPU machine.
 CORE = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf"}
@@ -95,6 +153,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "quantize": {"torch"},
 }
 
+
 @cache
 def imports() -> tuple[tuple[str, str], ...]:
     """(module, what it imports) for the whole package."""
@@ -111,7 +170,8 @@ def imported(name: str, path: Path) -> Iterator[str]:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All of them, but for what stands under ``if TYPE_CHECKING``; imports are statements, so expressions are not gone into."""
+    """All of them, but for what stands under ``if TYPE_CHECKING``; imports are statements, so expressions are not gone
+    into."""
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.expr) and not _is_type_checking(node):
             yield node
@@ -178,4 +238,6 @@ def test_third_party_modules_stay_in_their_rooms() -> None:
 def test_the_loop_knows_nothing_of_its_front() -> None:
     """engine.core sees the executor's protocol, never who asks (llm, process, output) or what text is."""
     front = ("headrace.engine.llm", "headrace.engine.frames", "headrace.engine.output", "headrace.engine.tokenizer")
-    assert not [(name, target) for name, target in imports() if name in ("engine.core", "engine.executor") and target in front]
+    assert not [
+        (name, target) for name, target in imports() if name in ("engine.core", "engine.executor") and target in front
+    ]

@@ -1,4 +1,5 @@
-"""The engine's sockets and the front ends' shared numbers: who is behind, gone or hostile costs nobody else anything."""
+"""The engine's sockets and the front ends' shared numbers: who is behind, gone or hostile costs nobody else
+anything."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def said(guests: Guests, data: bytes) -> list[object]:
     ],
 )
 def test_a_front_end_that_says_what_it_may_not_is_cut_off_alone(guests: Guests, data: bytes) -> None:
-    assert said(guests, pack(frames.Abort((GUEST << frames.SERIAL_SHIFT) + 1))) == [frames.Abort((GUEST << frames.SERIAL_SHIFT) + 1)]
+    assert said(guests, pack(frames.Abort((GUEST << frames.SERIAL_SHIFT) + 1))) == [
+        frames.Abort((GUEST << frames.SERIAL_SHIFT) + 1)
+    ]
     assert said(guests, data) == [Left()]
     guests.guest.settimeout(2)
     while guests.guest.recv(4096):
@@ -109,7 +112,9 @@ def test_the_parents_end_is_the_end(guests: Guests) -> None:
         guests.links.wait()
 
 
-def test_a_reader_that_stops_is_waited_for_no_longer_than_a_moment_and_misses_nothing(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_stops_is_waited_for_no_longer_than_a_moment_and_misses_nothing(
+    guests: Guests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "STALLED_SECONDS", 0.1)
     begun, steps = time.perf_counter(), 400
     for number in range(steps):
@@ -171,7 +176,12 @@ def test_the_wait_between_lives_doubles_and_has_an_end() -> None:
 def test_places_are_those_of_all() -> None:
     counters = Counters.create(2)
     one, two = counters.pages
-    assert counters.try_hold(one, 3, 4) and not counters.try_hold(two, 2, 4) and counters.try_hold(two, 1, 4) and not counters.try_hold(one, 1, 4)
+    assert (
+        counters.try_hold(one, 3, 4)
+        and not counters.try_hold(two, 2, 4)
+        and counters.try_hold(two, 1, 4)
+        and not counters.try_hold(one, 1, 4)
+    )
     assert (one.live, two.live) == (3, 1)
 
 
@@ -201,7 +211,9 @@ def test_connections_are_dealt_out_evenly(late: float) -> None:
                     pages[place].connections += 1
 
             doors = [listener.dup(), listener.dup()]  # as two processes have them
-            acceptors = [Acceptor(doors[place], lambda place=place: Taken(place), pages[place], pages) for place in (0, 1)]  # type: ignore[misc]
+            acceptors = [
+                Acceptor(doors[place], lambda place=place: Taken(place), pages[place], pages) for place in (0, 1)
+            ]  # type: ignore[misc]
             pages[1].up = True
             acceptors[0].start()
             asyncio.get_running_loop().call_later(late, acceptors[1].start)

@@ -31,7 +31,9 @@ BLOCK = 4
 
 
 def request(number: int, length: int, prompt: Sequence[int] = (1, 2), **params: Any) -> Request:
-    asked = SamplingParams(**{"max_tokens": length, "ignore_eos": True, "temperature": 0.0, "detokenize": False, **params})
+    asked = SamplingParams(
+        **{"max_tokens": length, "ignore_eos": True, "temperature": 0.0, "detokenize": False, **params}
+    )
     return Request(request_id=number, prompt_token_ids=array("i", prompt), params=asked)
 
 
@@ -75,7 +77,9 @@ def test_where_not_all_fits_those_who_begin_alike_stay_together() -> None:
 
 
 def test_equal_prompts_and_prompts_within_prompts_come_to_an_end() -> None:
-    chain = [request(n, 1 + n % 5, [1] * (1 + n)) for n in range(60)] + [request(100 + n, n % 3 + 1, [1] * 30) for n in range(20)]
+    chain = [request(n, 1 + n % 5, [1] * (1 + n)) for n in range(60)] + [
+        request(100 + n, n % 3 + 1, [1] * 30) for n in range(20)
+    ]
     assert sorted(order(chain, capacity=0)) == [each.request_id for each in chain]
 
 
@@ -92,14 +96,22 @@ def test_nobody_is_lost_and_the_longest_of_all_goes_first(drawn: list[tuple[int,
 
 
 def create(**fields: Any) -> Scheduler:
-    executor = KeyedHashExecutor(keyed_hash_info(max_num_seqs=4, num_blocks=fields.pop("num_blocks", 4096), block_size=8))
-    return create_scheduler(executor, SchedulerConfig(max_num_batched_tokens=64, **fields), CacheConfig(), frozenset(), b"")
+    executor = KeyedHashExecutor(
+        keyed_hash_info(max_num_seqs=4, num_blocks=fields.pop("num_blocks", 4096), block_size=8)
+    )
+    return create_scheduler(
+        executor, SchedulerConfig(max_num_batched_tokens=64, **fields), CacheConfig(), frozenset(), b""
+    )
 
 
 def test_only_an_engine_that_serves_by_arrival_orders_a_batch() -> None:
     asked = [request(n, length) for n, length in enumerate((3, 9))]
     assert [each.request_id for each in create().batch_order(asked)] == [1, 0]
-    for fields in ({"longest_first": False}, {"scheduling_policy": "priority"}, {"scheduling_policy": "shortest-remaining"}):
+    for fields in (
+        {"longest_first": False},
+        {"scheduling_policy": "priority"},
+        {"scheduling_policy": "shortest-remaining"},
+    ):
         assert create(**fields).batch_order(asked) is asked
 
 
@@ -126,7 +138,9 @@ def test_prefixes_are_found_as_often_as_in_the_given_order(num_blocks: int) -> N
     hits, _ = run(ordered, ordered.batch_order(asked))
     assert hits == given_hits == 56 * 64
     if num_blocks == 40:  # what staying together is for
-        scattered, _ = run(create(num_blocks=num_blocks), sorted(asked, key=lambda each: -(each.params.max_tokens or 0)))
+        scattered, _ = run(
+            create(num_blocks=num_blocks), sorted(asked, key=lambda each: -(each.params.max_tokens or 0))
+        )
         assert scattered < hits
 
 
@@ -141,9 +155,18 @@ def simulated(asked: Sequence[LoadRequest], *, on: bool, blocks: int | None = No
         device=DeviceConfig(overlap=1),
     )
     given = [request(number, each.output) for number, each in enumerate(asked)]
-    numbers = [each.request_id for each in longest_first(given, block_tokens=128, capacity=math.inf)] if on else range(len(asked))
+    numbers = (
+        [each.request_id for each in longest_first(given, block_tokens=128, capacity=math.inf)]
+        if on
+        else range(len(asked))
+    )
     device = find_device("h200", threads=1, memory=None, free_memory=0)
-    return simulate(LLAMA_8B, config, device, Load([replace(asked[number], at=0.0) for number in numbers], max_queue=len(asked), front=False))
+    return simulate(
+        LLAMA_8B,
+        config,
+        device,
+        Load([replace(asked[number], at=0.0) for number in numbers], max_queue=len(asked), front=False),
+    )
 
 
 @pytest.mark.parametrize(("blocks", "share"), [(None, 0.99), (64, 0.93)])
@@ -153,7 +176,9 @@ def test_batches_take_less(blocks: int | None, share: float) -> None:
     for seed in range(2):
         rng = np.random.default_rng(seed)
         prompts, outputs = lognormal(rng, (160, 600), 96), np.minimum(lognormal(rng, (60, 200), 96), 1000)
-        asked = [LoadRequest(int(min(prompt, 2000)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
+        asked = [
+            LoadRequest(int(min(prompt, 2000)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)
+        ]
         given += simulated(asked, on=False, blocks=blocks).figures["duration"]
         ordered += simulated(asked, on=True, blocks=blocks).figures["duration"]
     assert ordered < share * given

@@ -1,4 +1,5 @@
-"""Masks hold up a step for so long and no longer: rows whose masks are late come the next, others do not wait, and no token changes."""
+"""Masks hold up a step for so long and no longer: rows whose masks are late come the next, others do not wait, and no
+token changes."""
 
 from __future__ import annotations
 
@@ -24,18 +25,22 @@ def _masks(seconds: float) -> GrammarMasks:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("requests", [1, 6])
 def test_masks_of_many_rows_leave_the_steps_of_others_alone(depth: int, requests: int) -> None:
-    """Six answers of one request, or one of each of six: either way two masks a step, in turn, while the others get a token a step."""
+    """Six answers of one request, or one of each of six: either way two masks a step, in turn, while the others get a
+    token a step."""
     core = engine(depth=depth, masks=_masks(MASK), max_num_seqs=16)
     journal = Journal.of(core.scheduler)
     plans = plans_of(core)
-    hogs = [request(number, [1, 2], n=6 // requests, max_tokens=9, structured_outputs=WANTED) for number in range(requests)]
+    hogs = [
+        request(number, [1, 2], n=6 // requests, max_tokens=9, structured_outputs=WANTED) for number in range(requests)
+    ]
     polite = request(9, [1, 2, 3], max_tokens=34)
     for each in (*hogs, polite):
         core.add(each)
     apart = [0]
 
     def look(_core: object, answers: Answers) -> None:
-        """However far the polite one is: nobody is more than two tokens ahead of another, its first and one of a turn."""
+        """However far the polite one is: nobody is more than two tokens ahead of another, its first and one of a
+        turn."""
         counts = [len(tokens) for (number, _), tokens in answers.tokens.items() if number != 9]
         if len(counts) == 6 and not answers.finished:
             apart.append(max(counts) - min(counts))

@@ -19,18 +19,24 @@ from tests.support.specs import TINY
 
 def plan(step_id: int, starts: list[int], counts: list[int]) -> StepPlan:
     rows = array("i", range(len(starts)))
-    return StepPlan(step_id, rows=rows, starts=array("i", starts), counts=array("i", counts), sample_work=rows, sample_rows=rows)
+    return StepPlan(
+        step_id, rows=rows, starts=array("i", starts), counts=array("i", counts), sample_work=rows, sample_rows=rows
+    )
 
 
 def times(submitted: float, collected: float, host_seconds: float = 0.1, *, continuous: bool = True) -> StepTimes:
-    return StepTimes(submitted - 0.01, submitted, submitted, submitted, collected, collected + 0.01, host_seconds, continuous)
+    return StepTimes(
+        submitted - 0.01, submitted, submitted, submitted, collected, collected + 0.01, host_seconds, continuous
+    )
 
 
 @pytest.fixture
 def cost_model() -> CostModel:
     spec = replace(TINY, layers=(LayerSpec(),))
     identity = DeviceIdentity(kind="cpu", name="test", threads=1)
-    profile = DeviceProfile(identity=identity, read_bandwidth=1e3, copy_bandwidth=1e3, gemm_rates={"bfloat16": 1e6}, efficiency=0.5)
+    profile = DeviceProfile(
+        identity=identity, read_bandwidth=1e3, copy_bandwidth=1e3, gemm_rates={"bfloat16": 1e6}, efficiency=0.5
+    )
     return CostModel(spec, kv_groups(spec, 16, 2), profile, weight_bytes=2, dtype="bfloat16")
 
 
@@ -41,7 +47,11 @@ def test_a_step_is_recorded_beside_its_prediction(cost_model: CostModel) -> None
     recorder.on_step(step, StepResult(7, ((5,), (6,)), device_seconds=2.0), times(10.0, 19.0, 0.25))
     (record,) = recorder.records
     assert (record.rows, record.tokens, record.sampled, record.failed) == (2, 5, 2, False)
-    assert (record.bytes, record.floor_seconds, record.predicted_seconds) == (cost.bytes, cost.floor_seconds, cost.floor_seconds / 0.5)
+    assert (record.bytes, record.floor_seconds, record.predicted_seconds) == (
+        cost.bytes,
+        cost.floor_seconds,
+        cost.floor_seconds / 0.5,
+    )
     assert record.measured_seconds == 2.0  # the device's own time, not the wait for it
     assert record.fraction == pytest.approx(cost.floor_seconds / 2.0)
 
@@ -55,8 +65,14 @@ def test_without_a_device_time_the_way_from_submit_to_collect_counts() -> None:
 
 def test_both_floors_are_kept(cost_model: CostModel) -> None:
     step = plan(0, [3, 0], [1, 4])
-    cost, record = cost_model.estimate(step), StepRecorder(cost_model).on_step(step, StepResult(0, ((1,), (2,)), device_seconds=2.0), times(0.0, 2.0))
-    assert (record.floor_seconds, record.overlapped_floor_seconds) == (cost.floor_seconds, cost.overlapped_floor_seconds)
+    cost, record = (
+        cost_model.estimate(step),
+        StepRecorder(cost_model).on_step(step, StepResult(0, ((1,), (2,)), device_seconds=2.0), times(0.0, 2.0)),
+    )
+    assert (record.floor_seconds, record.overlapped_floor_seconds) == (
+        cost.floor_seconds,
+        cost.overlapped_floor_seconds,
+    )
 
 
 def test_the_device_is_placed_in_time_by_its_own_clock() -> None:
@@ -91,7 +107,11 @@ def test_idle_and_host_time_are_summed(cost_model: CostModel) -> None:
     assert summary["idle_seconds"] == 1.0 and summary["idle_share"] == pytest.approx(1.0 / 5.5)
     assert summary["host_seconds"] == pytest.approx(0.3) and recorder.host_seconds.count == 3
     text = render_steps(summary)
-    for line in ("headrace_step_idle_seconds_total 1.0", "headrace_device_idle_share 0.18", "headrace_step_host_seconds_count 3"):
+    for line in (
+        "headrace_step_idle_seconds_total 1.0",
+        "headrace_device_idle_share 0.18",
+        "headrace_step_host_seconds_count 3",
+    ):
         assert line in text
 
 
@@ -106,7 +126,9 @@ def test_a_failed_step_counts_as_failed_and_says_nothing_about_the_limit(cost_mo
 def test_memory_is_bounded_while_sums_go_on(cost_model: CostModel) -> None:
     recorder = StepRecorder(cost_model, capacity=4)
     for step_id in range(10):
-        recorder.on_step(plan(step_id, [step_id], [1]), StepResult(step_id, ((1,),), device_seconds=1.0), times(0.0, 1.0))
+        recorder.on_step(
+            plan(step_id, [step_id], [1]), StepResult(step_id, ((1,),), device_seconds=1.0), times(0.0, 1.0)
+        )
     assert [record.step_id for record in recorder.records] == [6, 7, 8, 9]
     summary = recorder.summary()
     assert (summary["steps"], summary["tokens"], summary["generated_tokens"]) == (10, 10, 10)
@@ -125,7 +147,13 @@ def test_histogram_bounds_are_inclusive_and_the_last_bucket_open() -> None:
 def test_rendering_is_cumulative_text_of_constant_names() -> None:
     text = _Text({"": ""})
     text.add("x", "histogram", "help", _buckets({"bounds": [1.0, 2.0], "counts": [2, 1, 1], "sum": 12.0, "count": 4}))
-    assert str(text).splitlines()[2:] == ['x_bucket{le="1.0"} 2', 'x_bucket{le="2.0"} 3', 'x_bucket{le="+Inf"} 4', "x_sum 12.0", "x_count 4"]
+    assert str(text).splitlines()[2:] == [
+        'x_bucket{le="1.0"} 2',
+        'x_bucket{le="2.0"} 3',
+        'x_bucket{le="+Inf"} 4',
+        "x_sum 12.0",
+        "x_count 4",
+    ]
 
 
 def test_steps_render_before_and_after_the_first_one(cost_model: CostModel) -> None:
@@ -133,4 +161,8 @@ def test_steps_render_before_and_after_the_first_one(cost_model: CostModel) -> N
     assert "headrace_steps_total 0" in render_steps(recorder.summary())
     recorder.on_step(plan(0, [0], [3]), StepResult(0, ((1,),), device_seconds=1.0), times(0.0, 1.0))
     text = render_steps(recorder.summary())
-    assert "headrace_steps_total 1" in text and "headrace_step_roofline_fraction 0." in text and "headrace_step_predicted_seconds 0." in text
+    assert (
+        "headrace_steps_total 1" in text
+        and "headrace_step_roofline_fraction 0." in text
+        and "headrace_step_predicted_seconds 0." in text
+    )

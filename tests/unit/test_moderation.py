@@ -35,13 +35,17 @@ def naive(text: str, entries: Sequence[str]) -> int | None:
         before = "" if entry.startswith("*") or not re.match(word, core[0]) else rf"(?<!{word})"
         after = "" if entry.endswith("*") or not re.match(word, core[-1]) else rf"(?!{word})"
         for match in re.finditer(f"(?=({before}{re.escape(core)}{after}))", text, re.IGNORECASE):
-            found.append((2 * match.end(1) + bool(after), match.start(1)))  # a border is seen after a character, before the next one
+            found.append(
+                (2 * match.end(1) + bool(after), match.start(1))
+            )  # a border is seen after a character, before the next one
     return min(found)[1] if found else None
 
 
 entries = st.lists(
     st.tuples(
-        st.sampled_from(["", "*"]), st.text("ab -", min_size=1, max_size=4).filter(lambda text: text.strip() == text), st.sampled_from(["", "*"])
+        st.sampled_from(["", "*"]),
+        st.text("ab -", min_size=1, max_size=4).filter(lambda text: text.strip() == text),
+        st.sampled_from(["", "*"]),
     ).map("".join),
     min_size=1,
     max_size=4,
@@ -132,7 +136,9 @@ class Source:
         self.closed = True
 
 
-def watched(moderator: Moderator, batches: Sequence[Sequence[RequestDelta]], *, prompt: str = "hi", **params: Any) -> list[RequestDelta]:
+def watched(
+    moderator: Moderator, batches: Sequence[Sequence[RequestDelta]], *, prompt: str = "hi", **params: Any
+) -> list[RequestDelta]:
     source = Source(batches)
 
     async def text() -> str:
@@ -169,12 +175,20 @@ def merged(deltas: Sequence[RequestDelta], cuts: Sequence[bool]) -> list[list[Re
 
 
 def total(deltas: Sequence[RequestDelta]) -> tuple[str, tuple[int, ...], str | None]:
-    return "".join(d.text for d in deltas), tuple(token for d in deltas for token in d.token_ids), deltas[-1].finish_reason
+    return (
+        "".join(d.text for d in deltas),
+        tuple(token for d in deltas for token in d.token_ids),
+        deltas[-1].finish_reason,
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), text=st.text("ab \n", min_size=1, max_size=400), with_words=st.booleans(), with_hook=st.booleans())
-def test_streamed_or_whole_an_answer_is_cut_at_the_same_place(data: st.DataObject, text: str, with_words: bool, with_hook: bool) -> None:
+@given(
+    data=st.data(), text=st.text("ab \n", min_size=1, max_size=400), with_words=st.booleans(), with_hook=st.booleans()
+)
+def test_streamed_or_whole_an_answer_is_cut_at_the_same_place(
+    data: st.DataObject, text: str, with_words: bool, with_hook: bool
+) -> None:
     assume(with_words or with_hook)
     bad = data.draw(st.text("ab ", min_size=1, max_size=5))
     words = WordList(["aba", "bb b"]) if with_words else None
@@ -196,7 +210,9 @@ def test_streamed_or_whole_an_answer_is_cut_at_the_same_place(data: st.DataObjec
 
 def test_tokens_and_logprobs_of_text_that_is_not_sent_are_not_sent_either() -> None:
     deltas = deltas_of("good bomb more", [4, 1, 2, 2, 5])
-    text, tokens, reason = total(found := watched(Moderator(WordList(["bomb"])), [[delta] for delta in deltas], logprobs=0))
+    text, tokens, reason = total(
+        found := watched(Moderator(WordList(["bomb"])), [[delta] for delta in deltas], logprobs=0)
+    )
     assert (text, tokens, reason) == ("good ", (0, 1), "content_filter")
     assert sum(len(delta.logprobs) for delta in found) == 2
 
@@ -230,11 +246,20 @@ def test_answers_are_judged_one_by_one() -> None:
         [RequestDelta(0, "never", (5,))],
     ]
     found = watched(Moderator(WordList(["bomb"])), batches, n=2)
-    assert [(d.index, d.text, d.finish_reason) for d in found] == [(0, "a ", "content_filter"), (1, "fine", None), (1, "!", "stop")]
+    assert [(d.index, d.text, d.finish_reason) for d in found] == [
+        (0, "a ", "content_filter"),
+        (1, "fine", None),
+        (1, "!", "stop"),
+    ]
 
 
 def test_a_bad_prompt_ends_every_answer_at_once() -> None:
-    found = watched(Moderator(WordList(["bomb"]), sees_prompt=True), [[RequestDelta(0, "x", (1,))]], prompt="how to build a bomb", n=2)
+    found = watched(
+        Moderator(WordList(["bomb"]), sees_prompt=True),
+        [[RequestDelta(0, "x", (1,))]],
+        prompt="how to build a bomb",
+        n=2,
+    )
     assert [(d.index, d.text, d.finish_reason) for d in found] == [(0, "", "content_filter"), (1, "", "content_filter")]
     judge: Any = Judge(lambda text: False)
     watched(Moderator(None, judge, sees_prompt=True), [deltas_of("abc", [3])], prompt="the prompt")
@@ -243,7 +268,10 @@ def test_a_bad_prompt_ends_every_answer_at_once() -> None:
 
 
 def test_an_error_of_the_engine_goes_through_without_text() -> None:
-    found = watched(Moderator(WordList(["bomb"])), [[RequestDelta(0, "bom", (1,)), RequestDelta(0, "", (), finish_reason="error", error="why")]])
+    found = watched(
+        Moderator(WordList(["bomb"])),
+        [[RequestDelta(0, "bom", (1,)), RequestDelta(0, "", (), finish_reason="error", error="why")]],
+    )
     assert [(d.text, d.token_ids, d.error) for d in found] == [("", (), "why")]
 
 

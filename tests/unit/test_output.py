@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from headrace.engine import detokenizer, output
 from headrace.engine.detokenizer import StopMatcher
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
-from headrace.request import Finished, FinishReason, Request, RequestOutput, RequestTimes, SequenceOutput, TokenLogprobs, TokenOutputs
+from headrace.request import (
+    Finished,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestTimes,
+    SequenceOutput,
+    TokenLogprobs,
+    TokenOutputs,
+)
 from headrace.sampling_params import SamplingParams
 
 STOP_CALL = tuple[int, int, int]
@@ -38,7 +47,15 @@ class LetterDecoder:
 
     def push(self, ids: Sequence[int]) -> str:
         for i in ids:
-            self._bytes += b"" if i == 99 and self._skip else b"[eos]" if i == 99 else bytes([i - 100]) if i >= 100 else bytes([97 + i])
+            self._bytes += (
+                b""
+                if i == 99 and self._skip
+                else b"[eos]"
+                if i == 99
+                else bytes([i - 100])
+                if i >= 100
+                else bytes([97 + i])
+            )
         whole = self._bytes.decode("utf-8", "ignore")
         self._bytes = self._bytes[len(whole.encode()) :]
         return whole
@@ -49,7 +66,9 @@ class LetterDecoder:
 
 
 def request(**params: object) -> Request:
-    return Request(request_id=5, prompt_token_ids=array("i", [1, 2]), params=SamplingParams(**{"max_tokens": 100, **params}))  # type: ignore[arg-type]
+    return Request(
+        request_id=5, prompt_token_ids=array("i", [1, 2]), params=SamplingParams(**{"max_tokens": 100, **params})
+    )  # type: ignore[arg-type]
 
 
 def score(token: int) -> TokenLogprobs:
@@ -92,7 +111,9 @@ def first_complete(text: str, words: Sequence[str], armed_from: int) -> tuple[in
 
 
 def longest_beginning(text: str, words: Sequence[str]) -> int:
-    return max(k for k in range(len(text) + 1) if k == 0 or any(len(word) > k and word.startswith(text[-k:]) for word in words))
+    return max(
+        k for k in range(len(text) + 1) if k == 0 or any(len(word) > k and word.startswith(text[-k:]) for word in words)
+    )
 
 
 letters = st.text("ab", max_size=12)
@@ -133,7 +154,9 @@ def test_a_match_may_begin_inside_a_failed_one() -> None:
 
 def test_failure_links_are_the_longest_borders() -> None:
     for word in map("".join, itertools.product("ab", repeat=11)):
-        borders = [max(k for k in range(end) if word[:end].startswith(word[end - k : end])) for end in range(1, len(word) + 1)]
+        borders = [
+            max(k for k in range(end) if word[:end].startswith(word[end - k : end])) for end in range(1, len(word) + 1)
+        ]
         assert list(detokenizer._failure_links(word)) == borders, word
 
 
@@ -196,7 +219,12 @@ def strip(output: RequestOutput) -> tuple[object, ...]:
 def test_a_stop_string_ends_text_ids_and_logprobs_and_surplus_is_never_seen() -> None:
     output, _, calls = play(request(stop=("cd",), logprobs=1), [ids("ab"), ids("cdef"), ids("gh")])
     answer = output.outputs[0]
-    assert (answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason) == ("ab", ids("abcd"), "stop", "cd")
+    assert (answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason) == (
+        "ab",
+        ids("abcd"),
+        "stop",
+        "cd",
+    )
     assert len(answer.logprobs or []) == 4 and answer.cumulative_logprob == -4.0
     assert calls == [(5, 0, 4)]
 
@@ -214,9 +242,13 @@ def test_min_tokens_text_is_not_searched_but_may_begin_a_match() -> None:
 
 def test_the_token_that_stops_has_no_text_unless_asked_for() -> None:
     for include, text in ((False, "ab"), (True, "abc")):
-        answer = play(request(stop_token_ids=[2], include_stop_str_in_output=include), [ids("ab"), ids("c")], FinishReason.STOP)[0].outputs[0]
+        answer = play(
+            request(stop_token_ids=[2], include_stop_str_in_output=include), [ids("ab"), ids("c")], FinishReason.STOP
+        )[0].outputs[0]
         assert (answer.text, answer.token_ids) == (text, ids("abc"))
-    assert play(request(skip_special_tokens=False), [ids("ab"), [99]], FinishReason.LENGTH)[0].outputs[0].text == "ab[eos]"
+    assert (
+        play(request(skip_special_tokens=False), [ids("ab"), [99]], FinishReason.LENGTH)[0].outputs[0].text == "ab[eos]"
+    )
 
 
 def test_half_a_character_waits_and_is_flushed_at_the_end() -> None:
@@ -229,7 +261,10 @@ def test_half_a_character_waits_and_is_flushed_at_the_end() -> None:
 def test_logprobs_name_the_chosen_token_first_and_no_token_twice() -> None:
     entry = play(request(logprobs=2), [[3]])[0].outputs[0].logprobs
     assert entry is not None
-    assert [(token, e.logprob, e.rank, e.decoded_token) for token, e in entry[0].items()] == [(3, -1.0, 2, "<3>"), (50, -0.5, 1, "<50>")]
+    assert [(token, e.logprob, e.rank, e.decoded_token) for token, e in entry[0].items()] == [
+        (3, -1.0, 2, "<3>"),
+        (50, -0.5, 1, "<50>"),
+    ]
 
 
 def test_answers_end_one_by_one_and_the_request_with_the_last() -> None:
@@ -259,7 +294,10 @@ def test_a_failed_step_says_why_and_shows_what_was_held_back() -> None:
     processor.add(asked)
     collector = OutputCollector("r", None, asked, Letters())
     for _, delta in processor.process(
-        [SequenceOutput(5, 0, (0, 1)), SequenceOutput(5, 0, (), finished=Finished(FinishReason.ERROR, message="broken"))]
+        [
+            SequenceOutput(5, 0, (0, 1)),
+            SequenceOutput(5, 0, (), finished=Finished(FinishReason.ERROR, message="broken")),
+        ]
     ):
         collector.add(delta)
     answer = collector.output().outputs[0]
@@ -300,8 +338,12 @@ def test_absorbed_deltas_add_up_to_the_same_answer(cut: int) -> None:
 
 
 def test_an_answer_wanted_whole_comes_in_two_pieces_and_is_the_same() -> None:
-    """The first tokens (their time counts) and all the rest at the end; what could end the answer, or is scored, is never held back."""
-    outputs = [SequenceOutput(5, 0, (i,), finished=Finished(FinishReason.LENGTH, times=TIMES) if i == 5 else None) for i in range(6)]
+    """The first tokens (their time counts) and all the rest at the end; what could end the answer, or is scored, is
+    never held back."""
+    outputs = [
+        SequenceOutput(5, 0, (i,), finished=Finished(FinishReason.LENGTH, times=TIMES) if i == 5 else None)
+        for i in range(6)
+    ]
     for params, pieces in (({}, 2), ({"stop": ("zz",)}, 6), ({"logprobs": 1}, 6)):
         processor = OutputProcessor(Letters(), lambda *call: None)
         processor.add(request(**params), whole=True)

@@ -75,8 +75,13 @@ def test_single_weights_stand_beside_a_matrix() -> None:
     form = SparseOutliers(PackedIntegers(4, 32, zero=False), 0.01)
     tensors = form.prepare(sparse())
     whole = form.dense(tensors, slice(None), torch.float32)
-    assert torch.equal(whole + 8, torch.diag(torch.arange(32.0))) and torch.equal(form.dense(tensors, slice(16, 24), torch.float32), whole[16:24])
-    padded = sparse() | {"outlier_columns": torch.zeros(40, dtype=torch.int32), "outlier_values": torch.zeros(40)}  # as experts are
+    assert torch.equal(whole + 8, torch.diag(torch.arange(32.0))) and torch.equal(
+        form.dense(tensors, slice(16, 24), torch.float32), whole[16:24]
+    )
+    padded = sparse() | {
+        "outlier_columns": torch.zeros(40, dtype=torch.int32),
+        "outlier_values": torch.zeros(40),
+    }  # as experts are
     assert torch.equal(form.dense(form.prepare(padded), slice(None), torch.float32), torch.full((32, 32), -8.0))
 
 
@@ -104,7 +109,11 @@ def test_sparse_outliers_that_cannot_be_are_named(damage: Callable[[Tensors], No
 
 def test_columns_that_cannot_be_are_named() -> None:
     form = OutlierColumns(ScaledWeight("int8", (1, 0)), 0.02)
-    cases = ([3, 64], 0.0, "names inputs from 3 to 64, and there are 64"), ([3, 3], 0.0, "each once"), ([3, 4], float("inf"), "NaN or")
+    cases = (
+        ([3, 64], 0.0, "names inputs from 3 to 64, and there are 64"),
+        ([3, 3], 0.0, "each once"),
+        ([3, 4], float("inf"), "NaN or"),
+    )
     for index, value, said in cases:
         tensors = {
             "weight": torch.zeros(4, 64, dtype=torch.int8), "scale": torch.ones(4, 1),
@@ -131,7 +140,8 @@ def test_a_stream_that_cannot_be_is_named(damage: Callable[[Tensors], None], sai
 
 
 def test_three_values_come_back_from_the_book() -> None:
-    """Of every density of zeros, and less than a bit each where most are; a row of zeros takes as few words as there can be."""
+    """Of every density of zeros, and less than a bit each where most are; a row of zeros takes as few words as there
+    can be."""
     form = Ternary()
     for scale in (1, 9):
         weight = torch.randn(64, 140, generator=torch.Generator().manual_seed(scale)).pow(scale)
@@ -174,11 +184,23 @@ def test_configs_of_our_own() -> None:
 
 def test_rotations_of_inputs_are_read_and_others_refused() -> None:
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
-    scheme = {"type": "hadamard", "head_dim": 32, "apply": [{"targets": ["Linear"], "location": "input", "ignore": ["lm_head"]}]}
+    scheme = {
+        "type": "hadamard",
+        "head_dim": 32,
+        "apply": [{"targets": ["Linear"], "location": "input", "ignore": ["lm_head"]}],
+    }
     groups = {"a": {"targets": ["Linear"], "weights": weights}}
     config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
-    form = read_quantization(config | {"transform_config": {"config_groups": {"r": scheme}}})("model.layers.0.mlp.up_proj")
+    form = read_quantization(config | {"transform_config": {"config_groups": {"r": scheme}}})(
+        "model.layers.0.mlp.up_proj"
+    )
     assert isinstance(form, Rotated) and form.size == 32 and form.label == "MXFP4, inputs rotated by 32"
-    for other in ({"type": "random-matrix"}, {"head_dim": 24}, {"head_dim": None}, {"randomize": True}, {"apply": [{"location": "k_cache"}]}):
+    for other in (
+        {"type": "random-matrix"},
+        {"head_dim": 24},
+        {"head_dim": None},
+        {"randomize": True},
+        {"apply": [{"location": "k_cache"}]},
+    ):
         with pytest.raises(ModelError, match="supported are Hadamard rotations of inputs"):
             read_quantization(config | {"transform_config": {"config_groups": {"r": scheme | other}}})

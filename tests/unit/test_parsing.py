@@ -1,4 +1,5 @@
-"""The parser of answers: what each family's calls become, and that neither cuts nor damage in the text change or break it."""
+"""The parser of answers: what each family's calls become, and that neither cuts nor damage in the text change or break
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from headrace.errors import InvalidRequest
 from headrace.server.parsing import AnswerFormat, answer_format
 from headrace.server.parsing.choice import choose_dialect
 from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
-from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, REASONING_FORMATS, TOOL_FORMATS, Dialect, Style
+from headrace.server.parsing.formats import (
+    FORCED_ARGUMENTS,
+    FORCED_CALLS,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Dialect,
+    Style,
+)
 from headrace.server.parsing.parser import OutputParser, create_call_id
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from tests.support.outside import shared
@@ -31,9 +39,13 @@ ARGUMENTS = '{"city": "Besançon \\"x\\" \\u00e9😀", "days": [1, -2.5e3, {"a":
 # ARGUMENTS between tags, and as Python writes them.
 _DAYS, _CITY = '[1, -2.5e3, {"a": null}]', 'Besançon "x" é😀'
 TAGGED = f"<parameter=city>\n{_CITY}\n</parameter>\n<parameter=days>\n{_DAYS}\n</parameter>\n<parameter=b>\n{{}}\n</parameter>\n"
-KEYED = f"\n<arg_key>city</arg_key>\n<arg_value>{_CITY}</arg_value><arg_key>days</arg_key><arg_value>{_DAYS}</arg_value>"
+KEYED = (
+    f"\n<arg_key>city</arg_key>\n<arg_value>{_CITY}</arg_value><arg_key>days</arg_key><arg_value>{_DAYS}</arg_value>"
+)
 KEYED += "<arg_key>b</arg_key>\n<arg_value>{}</arg_value>"
-NAMED = "".join(f'<parameter name="{name}">{value}</parameter>\n' for name, value in (("city", _CITY), ("days", _DAYS), ("b", "{}")))
+NAMED = "".join(
+    f'<parameter name="{name}">{value}</parameter>\n' for name, value in (("city", _CITY), ("days", _DAYS), ("b", "{}"))
+)
 KEYWORDS = "city='Besançon \"x\" \\u00e9😀', days=[1, -2.5e3, {'a': None,}], b = {}"
 QUOTED = "{city:%" + _CITY + "%,days:[1,-2.5e3,{a:None}],b:{}}"
 LINED = TAGGED.replace(">\n", ">").replace("\n<", "<").replace("<parameter=", "\n<parameter=")
@@ -100,7 +112,9 @@ WRITTEN = {
     "gigachat31": '<|function_call|>{"name": "f", "arguments": {a}}<|function_call|>{"name": "get_weather", "arguments": {}}',
     "gigachat3": 'function call<|role_sep|>\n{"name": "f", "arguments": {a}}function call<|role_sep|>\n{"name": "get_weather", "arguments": {}}',
     "apertus": '<|tools_prefix|>[{"f": {a}}, {"get_weather": {}}]<|tools_suffix|>',
-    "gemma4": "<|tool_call>call:f" + QUOTED.replace("%", '<|"|>') + "<tool_call|><|tool_call>call:get_weather{}<tool_call|>",
+    "gemma4": "<|tool_call>call:f"
+    + QUOTED.replace("%", '<|"|>')
+    + "<tool_call|><|tool_call>call:get_weather{}<tool_call|>",
     "functiongemma": "<start_function_call>call:f" + QUOTED.replace("%", "<escape>") + "<end_function_call>"
     "<start_function_call>call:get_weather{}<end_function_call>",
     "olmo3": f"<function_calls>\nf({KEYWORDS})\nget_weather()\n</function_calls>",
@@ -168,7 +182,12 @@ def arguments(found: Iterable[Segment]) -> dict[int, str]:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_two_calls(name: str) -> None:
     read = READ.get(name, ARGUMENTS)
-    calls = [ToolCallStart(0, "", "f"), ToolCallArguments(0, read), ToolCallStart(1, "", "get_weather"), ToolCallArguments(1, "{}")]
+    calls = [
+        ToolCallStart(0, "", "f"),
+        ToolCallArguments(0, read),
+        ToolCallStart(1, "", "get_weather"),
+        ToolCallArguments(1, "{}"),
+    ]
     assert whole(written(name), name) == (calls, "tool_calls")
     assert set(WRITTEN) == set(TOOL_FORMATS)
     if not TOOL_FORMATS[name].bare:
@@ -178,7 +197,8 @@ def test_two_calls(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_arguments_come_as_they_are_written(name: str) -> None:
-    """After the name, what is pushed comes out: nothing waits for the end of a call, and names are sent before arguments."""
+    """After the name, what is pushed comes out: nothing waits for the end of a call, and names are sent before
+    arguments."""
     parser, seen = make(name), ""
     begin = written(name).index(ARGUMENTS)
     parser.push(written(name)[:begin])
@@ -197,7 +217,10 @@ def test_a_bare_call_is_one_only_at_the_start_and_of_a_known_function() -> None:
 
 
 def test_arguments_may_be_missing() -> None:
-    assert whole('<tool_call>{"name": "f"}</tool_call>', "hermes") == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, "{}")], "tool_calls")
+    assert whole('<tool_call>{"name": "f"}</tool_call>', "hermes") == (
+        [ToolCallStart(0, "", "f"), ToolCallArguments(0, "{}")],
+        "tool_calls",
+    )
 
 
 def test_single_ends_after_the_first_call() -> None:
@@ -213,7 +236,10 @@ def forced(name: str = "", *, single: bool = False) -> OutputParser:
 
 
 def test_calls_may_be_plain_json_and_nothing_else() -> None:
-    assert parse(forced("f"), ['{"a"', ": 1}"]) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1}')], "tool_calls")
+    assert parse(forced("f"), ['{"a"', ": 1}"]) == (
+        [ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1}')],
+        "tool_calls",
+    )
     assert parse(forced("f"), ['{"a": '])[1] == "length"
     calls = '[{"name": "f", "parameters": {}}, {"name": "get_weather", "parameters": {"a": "[1"}}]'
     found, reason = parse(forced(), calls)
@@ -278,17 +304,36 @@ def test_a_list_that_is_none_leaves_its_call_incomplete() -> None:
     [
         ("x=1, y=-2.5e3,", '{"x": 1, "y": -2.5e3}'),
         ("x='it\\'s \\\\ \\x41\\u00e9\\U0001f600\\q\\n'", '{"x": "it\'s \\\\ A\\u00e9😀\\\\q\\n"}'),
-        ("x=(1, [2,], {'a': (), \"b\": {}}), y=True, z=null", '{"x": [1, [2], {"a": [], "b": {}}], "y": true, "z": null}'),
+        (
+            "x=(1, [2,], {'a': (), \"b\": {}}), y=True, z=null",
+            '{"x": [1, [2], {"a": [], "b": {}}], "y": true, "z": null}',
+        ),
         ("", "{}"),
     ],
 )
 def test_python_literals_are_given_out_as_json(written: str, read: str) -> None:
     assert json.loads(read) is not None
     for pieces in ([f"[f({written})]"], f"[f({written})]"):
-        assert parse(make("pythonic"), pieces) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, read)], "tool_calls")
+        assert parse(make("pythonic"), pieces) == (
+            [ToolCallStart(0, "", "f"), ToolCallArguments(0, read)],
+            "tool_calls",
+        )
 
 
-NO_LITERALS = ("1", "x", "x=", "x=y", "x=1 y=2", "x={1: 2}", "x='\\U00110000'", "x='\\ud8'", "x=[1}", "x=" + "[" * 200, "x=1__", "x=f()")
+NO_LITERALS = (
+    "1",
+    "x",
+    "x=",
+    "x=y",
+    "x=1 y=2",
+    "x={1: 2}",
+    "x='\\U00110000'",
+    "x='\\ud8'",
+    "x=[1}",
+    "x=" + "[" * 200,
+    "x=1__",
+    "x=f()",
+)
 
 
 @pytest.mark.parametrize("written", NO_LITERALS)
@@ -305,12 +350,19 @@ def test_what_is_no_python_literal_is_no_whole_call(written: str) -> None:
 def test_reasoning_then_content_then_calls() -> None:
     text = "<think>\nhm <tool_call> or not\n</think>\n\nYes.\n" + written("hermes")
     found, reason = whole(text, "hermes", "qwen3")
-    assert found[:2] == [Reasoning("hm <tool_call> or not"), Content("Yes.")] and len(found) == 6 and reason == "tool_calls"
+    assert (
+        found[:2] == [Reasoning("hm <tool_call> or not"), Content("Yes.")]
+        and len(found) == 6
+        and reason == "tool_calls"
+    )
 
 
 def test_the_prompt_may_have_begun_or_ended_it() -> None:
     assert whole("hm\n</think>\n\nYes", None, "qwen3", prompt="…<think>\n")[0] == [Reasoning("hm"), Content("Yes")]
-    assert answer_format(Dialect(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n", {}).create_parser() is None
+    assert (
+        answer_format(Dialect(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n", {}).create_parser()
+        is None
+    )
     assert whole("a </think> b", None, "qwen3")[0] == [Content("a </think> b")]
     assert whole("a </think> b", None, "deepseek_r1")[0] == [Reasoning("a"), Content("b")]
     assert whole("Yes <think>no</think>", None, "qwen3")[0] == [Content("Yes <think>no</think>")]
@@ -374,7 +426,8 @@ def test_the_limit_of_what_is_held_back_is_a_place_in_the_text() -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_that_is_cut_anywhere_never_looks_whole(name: str) -> None:
-    """Up to the character that completes it, its arguments are no JSON and the reason is length; and the engine's own reasons stay."""
+    """Up to the character that completes it, its arguments are no JSON and the reason is length; and the engine's own
+    reasons stay."""
     text, format = written(name), TOOL_FORMATS[name]
     last = {Style.KEYWORDS: format.literals.close, Style.JSON: ARGUMENTS}.get(format.style, ARGUMENTS + "}")
     last = ARGUMENTS if name == "mistral" else format.tags.end if format.tags is not None else last
@@ -409,16 +462,115 @@ def test_a_call_that_breaks_off_stays_incomplete() -> None:
 
 SOUP = st.sampled_from(
     [
-        *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
-        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁sep｜>", "```json\n", "<｜tool▁call▁end｜>"),
-        *('{"name": "f", "arguments": {', '{"name": "f", "parameters": {"a": ', '"arguments": {}, "name": "f"}', '{"', '": ', '"', '"id": 5, '),
-        *("{", "}", "[", "]", ",", ";", ":", "\\", "\\u12", "\\ud83d", "\\n", "1", "-0.5e7", "tru", "true", "null", "\x00", "\n", "  ", "\n\n\n\n"),
-        *("<function=f>", "<parameter=city>", "\n</parameter>", "</function>", "<arg_key>days</arg_key>", "<arg_value>", "</arg_value>"),
-        *('<invoke name="f">', '<parameter name="b">', "</invoke>", "[f(", "city=", "'", "True", "None", "(", ")", "='\\x4", "<|tool_call_start|>"),
-        *("<|channel|>", "analysis", "commentary", "final", " to=functions.f", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>"),
-        *(" to=self", " to=f", "<|eom|>", "<atem:function_calls>", '<atem:invoke name="f">', ">>>", "all\n", "f\n", ">>>f\n{"),
-        *('<｜DSML｜parameter name="city" string="true">', "</｜DSML｜parameter>", "<|tool_call>call:f{", '<|"|>', "city:", "<tool_call|>"),
-        *("<|START_ACTION|>[", "<|START_RESPONSE|>", "<|END_RESPONSE|>", '{"tool_name": "f", "parameters": {', "<function_calls>", "f(city="),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<think>",
+            "</think>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "[CALL_ID]",
+            "<|python_tag|>",
+        ),
+        *(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "<｜tool▁sep｜>",
+            "```json\n",
+            "<｜tool▁call▁end｜>",
+        ),
+        *(
+            '{"name": "f", "arguments": {',
+            '{"name": "f", "parameters": {"a": ',
+            '"arguments": {}, "name": "f"}',
+            '{"',
+            '": ',
+            '"',
+            '"id": 5, ',
+        ),
+        *(
+            "{",
+            "}",
+            "[",
+            "]",
+            ",",
+            ";",
+            ":",
+            "\\",
+            "\\u12",
+            "\\ud83d",
+            "\\n",
+            "1",
+            "-0.5e7",
+            "tru",
+            "true",
+            "null",
+            "\x00",
+            "\n",
+            "  ",
+            "\n\n\n\n",
+        ),
+        *(
+            "<function=f>",
+            "<parameter=city>",
+            "\n</parameter>",
+            "</function>",
+            "<arg_key>days</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+        ),
+        *(
+            '<invoke name="f">',
+            '<parameter name="b">',
+            "</invoke>",
+            "[f(",
+            "city=",
+            "'",
+            "True",
+            "None",
+            "(",
+            ")",
+            "='\\x4",
+            "<|tool_call_start|>",
+        ),
+        *(
+            "<|channel|>",
+            "analysis",
+            "commentary",
+            "final",
+            " to=functions.f",
+            "<|message|>",
+            "<|end|>",
+            "<|start|>assistant",
+            "<|call|>",
+        ),
+        *(
+            " to=self",
+            " to=f",
+            "<|eom|>",
+            "<atem:function_calls>",
+            '<atem:invoke name="f">',
+            ">>>",
+            "all\n",
+            "f\n",
+            ">>>f\n{",
+        ),
+        *(
+            '<｜DSML｜parameter name="city" string="true">',
+            "</｜DSML｜parameter>",
+            "<|tool_call>call:f{",
+            '<|"|>',
+            "city:",
+            "<tool_call|>",
+        ),
+        *(
+            "<|START_ACTION|>[",
+            "<|START_RESPONSE|>",
+            "<|END_RESPONSE|>",
+            '{"tool_name": "f", "parameters": {',
+            "<function_calls>",
+            "f(city=",
+        ),
         *("f", "get_weather", "é", "😀", "｜", "<", "<t", " " * (MAX_SPACE + 1), "x" * 50, '{"a": 1}'),
     ]
 )
@@ -431,7 +583,9 @@ TEXTS = st.one_of(
 @st.composite
 def damaged(draw: Callable[..., Any]) -> str:
     """What a family writes, with a piece cut out, doubled or replaced."""
-    text = draw(st.sampled_from(("", "<think>\nhm\n</think>\n\n", "Hm. "))) + written(draw(st.sampled_from(sorted(WRITTEN))))
+    text = draw(st.sampled_from(("", "<think>\nhm\n</think>\n\n", "Hm. "))) + written(
+        draw(st.sampled_from(sorted(WRITTEN)))
+    )
     begin, end = sorted((draw(st.integers(0, len(text))), draw(st.integers(0, len(text)))))
     middle = draw(st.sampled_from(("", text[begin:end] * 2))) if draw(st.booleans()) else draw(SOUP)
     return text[:begin] + middle + text[end:]
@@ -451,7 +605,9 @@ def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
     prompt=st.sampled_from(("", "<think>\n")),
     single=st.booleans(),
 )
-def test_cuts_change_nothing(text: str, cuts: list[int], tools: str | None, reasoning: str | None, prompt: str, single: bool) -> None:
+def test_cuts_change_nothing(
+    text: str, cuts: list[int], tools: str | None, reasoning: str | None, prompt: str, single: bool
+) -> None:
     if tools is None and reasoning is None:
         return
     expected = parse(make(tools, reasoning, prompt=prompt, single=single), [text])
@@ -528,13 +684,17 @@ def test_time_is_linear(unit: str, name: str) -> None:
             if tries >= 2 and twice <= 2.3 * max(once, 2e-3):
                 break
         else:
-            pytest.fail(f"{size} characters in pieces of {step} take {1e3 * once:.1f} ms, twice as many {1e3 * twice:.1f}")
+            pytest.fail(
+                f"{size} characters in pieces of {step} take {1e3 * once:.1f} ms, twice as many {1e3 * twice:.1f}"
+            )
 
 
 def test_nothing_is_evaluated() -> None:
     seen: list[str] = []
     watching = True
-    sys.addaudithook(lambda event, _: seen.append(event) if watching and event in ("exec", "compile", "import") else None)
+    sys.addaudithook(
+        lambda event, _: seen.append(event) if watching and event in ("exec", "compile", "import") else None
+    )
     for name in WRITTEN:
         whole(written(name), name, "qwen3")
     watching = False
@@ -547,10 +707,15 @@ def test_nothing_is_evaluated() -> None:
 def test_a_description_is_chosen_from_the_template() -> None:
     dialect, decisions = choose_dialect('<tool_call> "arguments" {{ tools }} <think> </think>')
     assert dialect == Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
-    assert [(each.name, each.value) for each in decisions] == [("tool_call_parser", "hermes"), ("reasoning_parser", "qwen3")]
+    assert [(each.name, each.value) for each in decisions] == [
+        ("tool_call_parser", "hermes"),
+        ("reasoning_parser", "qwen3"),
+    ]
     assert choose_dialect("{{ messages }}") == (Dialect(), ())
     assert choose_dialect("<tool_call> arguments <think></think>", "none", "none") == (Dialect(), ())
-    assert choose_dialect("", "mistral", "deepseek_r1")[0] == Dialect(TOOL_FORMATS["mistral"], REASONING_FORMATS["deepseek_r1"])
+    assert choose_dialect("", "mistral", "deepseek_r1")[0] == Dialect(
+        TOOL_FORMATS["mistral"], REASONING_FORMATS["deepseek_r1"]
+    )
 
 
 def test_flags_know_every_description() -> None:
@@ -586,10 +751,18 @@ OF_TEMPLATES = {
 GIVEN = {"city": 'Ulm "x" é\n  ', "days": [1, -2.5, {"a": None}], "b": {"c": "d'e"}, "exact": True, "n": 3}
 TYPES = {"city": "string", "days": "array", "b": "object", "exact": "boolean", "n": "integer"}
 OFFERED = [
-    {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": properties}}}
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": properties}},
+    }
     for properties in ({name: {"type": kind, "description": "d"} for name, kind in TYPES.items()},)
 ]
-OFFERED.append({"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object", "properties": {}}}})
+OFFERED.append(
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+)
 
 
 def templated(name: str) -> Callable[..., str]:
@@ -607,18 +780,26 @@ def templated(name: str) -> Callable[..., str]:
 
 @pytest.mark.parametrize("name", OF_TEMPLATES)
 def test_what_real_templates_render_is_read_back(name: str) -> None:
-    """One call, two calls, after reasoning; streamed in any pieces as whole. What a template itself refuses or leaves out is passed over."""
+    """One call, two calls, after reasoning; streamed in any pieces as whole. What a template itself refuses or leaves
+    out is passed over."""
     render: Any = templated(name)
     try:
         dialect, decisions = choose_dialect(render.source, render=render)
-        assert (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name) == OF_TEMPLATES[name]
+        assert (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name) == OF_TEMPLATES[
+            name
+        ]
         if dialect.tools is None:
             return
-        assert "Kimi" in name or "reads back" in decisions[0].reason  # that template calls list.append, which no sandbox lets it
+        assert (
+            "Kimi" in name or "reads back" in decisions[0].reason
+        )  # that template calls list.append, which no sandbox lets it
         user = {"role": "user", "content": "Hi, you"}
         begun = render([user], OFFERED, True).rpartition("Hi, you")[2]
         for calls in ((("f", GIVEN),), (("f", GIVEN), ("get_weather", {}))):
-            made = [{"id": f"abcdefgh{i}", "type": "function", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)]
+            made = [
+                {"id": f"abcdefgh{i}", "type": "function", "function": {"name": n, "arguments": a}}
+                for i, (n, a) in enumerate(calls)
+            ]
             said = {"role": "assistant", "content": "", "reasoning_content": "I muse.", "tool_calls": made}
             try:
                 text = render([user, said], OFFERED, False).rpartition("Hi, you")[2]
@@ -630,7 +811,9 @@ def test_what_real_templates_render_is_read_back(name: str) -> None:
 
 
 def check_read_back(dialect: Dialect, begun: str, text: str, calls: list[tuple[str, Any]]) -> None:
-    answer = text[next((at for at, (one, other) in enumerate(zip(begun, text, strict=False)) if one != other), len(begun)) :]
+    answer = text[
+        next((at for at, (one, other) in enumerate(zip(begun, text, strict=False)) if one != other), len(begun)) :
+    ]
     reasoned = "I muse." in answer and dialect.reasoning is not None
     if reasoned:
         assert dialect.reasoning is not None
@@ -676,19 +859,28 @@ def test_the_format_is_the_one_that_reads_a_rendered_call_back(name: str) -> Non
     source = TEMPLATE.replace("%%", "%").replace("%s", RENDERED[name]) + misleading
     template = ChatTemplate({"default": source}, {})
     try:
-        dialect, decisions = choose_dialect(source, render=lambda messages, tools, begins: template.render(messages, tools, begins, {}))
-        named, told = choose_dialect(source, "hermes", render=lambda messages, tools, begins: template.render(messages, tools, begins, {}))
+        dialect, decisions = choose_dialect(
+            source, render=lambda messages, tools, begins: template.render(messages, tools, begins, {})
+        )
+        named, told = choose_dialect(
+            source, "hermes", render=lambda messages, tools, begins: template.render(messages, tools, begins, {})
+        )
     finally:
         template.close()
     assert (dialect.tools.name if dialect.tools is not None else "none") == name == decisions[0].value
     assert ("no known format reads" in decisions[0].reason) == (name == "none")
-    assert named.tools is TOOL_FORMATS["hermes"] and "does not read back" in told[0].reason, "who names one gets it, and is told"
+    assert named.tools is TOOL_FORMATS["hermes"] and "does not read back" in told[0].reason, (
+        "who names one gets it, and is told"
+    )
 
 
 def test_a_guess_that_does_not_read_back_is_kept_and_told() -> None:
     source = TEMPLATE.replace("%%", "%").replace("%s", RENDERED["none"]) + "{# <tool_call> arguments #}"
     dialect, decisions = choose_dialect(source, render=lambda *_: "What is 6 times 7? CALL multiply WITH {}")
-    assert dialect.tools is TOOL_FORMATS["hermes"] and "though a call that it renders does not read back" in decisions[0].reason
+    assert (
+        dialect.tools is TOOL_FORMATS["hermes"]
+        and "though a call that it renders does not read back" in decisions[0].reason
+    )
 
 
 def test_only_what_was_offered_is_called_where_nothing_else_is_allowed() -> None:
@@ -705,13 +897,18 @@ def test_ids_are_the_models_own_where_it_writes_them_but_no_two_are_the_same() -
     text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
     ids = [each.id for each in make("kimi_k2").push(text) if isinstance(each, ToolCallStart)]
     assert ids == ["functions.f:3", "functions.f:1"]
-    starts = [each for each in make("mistral_args").push("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}") if isinstance(each, ToolCallStart)]
+    starts = [
+        each
+        for each in make("mistral_args").push("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}")
+        if isinstance(each, ToolCallStart)
+    ]
     assert starts[0].id == "abcdefghi"
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_answer_that_is_cut_shows_no_half_markup(name: str) -> None:
-    """Wherever max_tokens may have ended it: what was no whole call is not content either. Bare calls are told from answers by their name."""
+    """Wherever max_tokens may have ended it: what was no whole call is not content either. Bare calls are told from
+    answers by their name."""
     said = SAID.get(name, "" if TOOL_FORMATS[name].bare else "Let me see.\n\n")
     text = said + written(name)
     for cut in range(len(said) + 2, len(text)):

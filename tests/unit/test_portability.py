@@ -1,4 +1,5 @@
-"""What stands in for Linux's own calls where they are missing. (Whole programs without them: tests/engine/test_elsewhere.py.)"""
+"""What stands in for Linux's own calls where they are missing. (Whole programs without them:
+tests/engine/test_elsewhere.py.)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def test_without_anonymous_memory_front_ends_share_a_file_without_a_name(monkeyp
     monkeypatch.delattr(os, "memfd_create", raising=False)
     counters = Counters.create(2)
     status = os.fstat(counters.fd)
-    assert status.st_nlink == 0 and status.st_blocks * 512 >= status.st_size > 0  # allocated: a full disk cannot kill whoever counts
+    assert (
+        status.st_nlink == 0 and status.st_blocks * 512 >= status.st_size > 0
+    )  # allocated: a full disk cannot kill whoever counts
     counters.pages[1].live = 3
     assert Counters.open(os.dup(counters.fd), 2).live == 3
 
@@ -35,7 +38,10 @@ def test_a_limit_is_never_raised_above_the_hard_one() -> None:
         "import resource; from headrace.portability import limit; resource.setrlimit(resource.RLIMIT_NOFILE, (50, 60));"
         "print(limit(resource.RLIMIT_NOFILE, 1000), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "True (60, 60)\n"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        == "True (60, 60)\n"
+    )
 
 
 def test_all_cpus_count_where_the_open_ones_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

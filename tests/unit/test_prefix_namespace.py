@@ -1,4 +1,5 @@
-"""Cached prefixes are named by all that their keys and values depend on: the model, its revision, precision and layout."""
+"""Cached prefixes are named by all that their keys and values depend on: the model, its revision, precision and
+layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a start says: a line that is drawn again on a terminal, a few plain ones elsewhere, nothing for what is quick."""
+"""What a start says: a line that is drawn again on a terminal, a few plain ones elsewhere, nothing for what is
+quick."""
 
 from __future__ import annotations
 
@@ -116,7 +117,9 @@ def test_waiting_for_what_is_slow_is_said_beforehand_elsewhere() -> None:
     assert said == ["Compiling, once …", "Compiling …"]  # what failed is not said to be done
 
 
-def test_who_hears_a_line(level: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_hears_a_line(
+    level: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     level.setLevel(logging.NOTSET)
     say("nobody: a program that uses the package")
     level.setLevel(logging.WARNING)
@@ -143,7 +146,8 @@ def test_requests_done(clock: Seconds) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 bytes"), (1500, "1.5 kB"), (250 * 10**6, "250 MB"), (1_234_567_890, "1.2 GB"), (2 * 10**12, "2.0 TB")]
+    ("size", "text"),
+    [(0, "0 bytes"), (1500, "1.5 kB"), (250 * 10**6, "250 MB"), (1_234_567_890, "1.2 GB"), (2 * 10**12, "2.0 TB")],
 )
 def test_sizes(size: int, text: str) -> None:
     assert said_bytes(size) == text

@@ -40,7 +40,9 @@ class Device:
         time.sleep(self.seconds)
 
 
-def limits(monkeypatch: pytest.MonkeyPatch, tokens: list[int], *, predicted: float, least: float = 0.0, seconds: float = 0.0) -> list[float]:
+def limits(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[int], *, predicted: float, least: float = 0.0, seconds: float = 0.0
+) -> list[float]:
     monkeypatch.setattr(loop, "_SLOW_SECONDS", 0.01)
     pulse = Pulse()
     device = Device(pulse, seconds)
@@ -78,7 +80,9 @@ def test_health_is_what_the_stamps_say() -> None:
     assert ailment(Beat(1, "idle", 9999.0, 0.0)) is None
     assert ailment(Beat(1, "host", 4.9, 5.0)) is None and "host" in str(ailment(Beat(1, "host", 5.1, 5.0)))
     assert ailment(Beat(1, "device", 59.0, 60.0)) is None and "device" in str(ailment(Beat(1, "device", 61.0, 60.0)))
-    assert ailment(Beat(1, "idle", 0.0, 0.0), silence=4.5) is None and "silent" in str(ailment(Beat(1, "idle", 0.0, 0.0), silence=5.5))
+    assert ailment(Beat(1, "idle", 0.0, 0.0), silence=4.5) is None and "silent" in str(
+        ailment(Beat(1, "idle", 0.0, 0.0), silence=5.5)
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])

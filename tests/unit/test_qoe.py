@@ -1,4 +1,5 @@
-"""Readers' experience: the paper's figure on drawn curves, who is pushed out for whom, the cap, turns, and expectations that make no sense."""
+"""Readers' experience: the paper's figure on drawn curves, who is pushed out for whom, the cap, turns, and expectations
+that make no sense."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def test_what_never_comes_is_nothing() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(gaps=st.lists(st.sampled_from([0.0, 0.05, 0.2, 0.5, 3.0]), min_size=2, max_size=12), first=st.sampled_from([0.1, 1.0, 2.5]))
+@given(
+    gaps=st.lists(st.sampled_from([0.0, 0.05, 0.2, 0.5, 3.0]), min_size=2, max_size=12),
+    first=st.sampled_from([0.1, 1.0, 2.5]),
+)
 def test_the_sum_is_the_area(gaps: list[float], first: float) -> None:
     arrivals = [first]
     for gap in gaps:
@@ -59,11 +63,14 @@ def test_the_sum_is_the_area(gaps: list[float], first: float) -> None:
 
 
 def test_a_later_beginning_is_never_better() -> None:
-    """All of it later, that is: of one late token the definition makes a longer text, in which what came before weighs less."""
+    """All of it later, that is: of one late token the definition makes a longer text, in which what came before weighs
+    less."""
     rng = random.Random(5)
     for _ in range(100):
         arrivals = sorted(rng.uniform(0.0, 8.0) for _ in range(rng.randint(1, 30)))
-        now, later = (experience(sample([at + delay for at in arrivals]), READER) for delay in (0.0, rng.uniform(0.1, 5.0)))
+        now, later = (
+            experience(sample([at + delay for at in arrivals]), READER) for delay in (0.0, rng.uniform(0.1, 5.0))
+        )
         assert 0.0 < later <= now + 1e-12 <= 1.0 + 1e-9
 
 
@@ -130,7 +137,8 @@ def run(core: EngineCore, seconds: float, tick: float = 0.1) -> list[tuple[float
 
 
 def test_whoever_has_text_in_stock_makes_room_for_whoever_has_none() -> None:
-    """One row, ten tokens a second, readers of two: the first answer is interrupted for the second, and neither reader notices."""
+    """One row, ten tokens a second, readers of two: the first answer is interrupted for the second, and neither reader
+    notices."""
     core = reading(max_num_seqs=1, qoe_preemptions=1.0)
     expects = Expectations(ttft=1.0, reading_speed=2.0)
     core.add(request(0, [1, 2, 3], max_tokens=60, expects=expects, arrival_time=0.0))
@@ -159,7 +167,9 @@ def test_without_preemptions_nobody_is_pushed_out() -> None:
 def test_preemptions_keep_to_their_number(cap: float) -> None:
     core, rng = reading(max_num_seqs=2, num_blocks=400, qoe_preemptions=cap), random.Random(3)
     for number in range(60):
-        core.add(request(number, range(number, number + 6), max_tokens=rng.randint(5, 60), arrival_time=core.clock.now()))
+        core.add(
+            request(number, range(number, number + 6), max_tokens=rng.randint(5, 60), arrival_time=core.clock.now())
+        )
         run(core, 1.0)
     while core.has_work:
         run(core, 10.0)
@@ -180,9 +190,12 @@ def test_who_gives_way_for_want_of_blocks_leaves_no_debt() -> None:
 
 
 def test_nobody_starves() -> None:
-    """The turns: with ever new requests that gain more, an old one is admitted within TURN admissions for each that came before it."""
+    """The turns: with ever new requests that gain more, an old one is admitted within TURN admissions for each that
+    came before it."""
     core = reading(max_num_seqs=1, qoe_preemptions=0.0)
-    core.add(request(0, [1, 2, 3], max_tokens=4, expects=Expectations(ttft=1e-3, reading_speed=0.01), arrival_time=-1e4))  # a lost cause
+    core.add(
+        request(0, [1, 2, 3], max_tokens=4, expects=Expectations(ttft=1e-3, reading_speed=0.01), arrival_time=-1e4)
+    )  # a lost cause
     admitted, number = 0, 1
     core.add(request(number, [9], max_tokens=1, arrival_time=0.0))
     while not any(who == 0 for _, who in run(core, 0.1)):
@@ -231,7 +244,13 @@ def test_expectations_that_make_no_sense_are_refused(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("expected_ttft", 0.0), ("expected_ttft", math.nan), ("reading_speed", -3.0), ("reading_speed", math.inf), ("qoe_preemptions", math.inf)],
+    [
+        ("expected_ttft", 0.0),
+        ("expected_ttft", math.nan),
+        ("reading_speed", -3.0),
+        ("reading_speed", math.inf),
+        ("qoe_preemptions", math.inf),
+    ],
 )
 def test_defaults_that_make_no_sense_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):

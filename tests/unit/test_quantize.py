@@ -11,7 +11,13 @@ from headrace.quantize.gptq import gptq, output_error  # noqa: E402
 from headrace.quantize.grid import Grid, fit  # noqa: E402
 from headrace.quantize.scaling import activation_aware, smooth  # noqa: E402
 
-GRIDS = [Grid(bits, group, symmetric) for bits in (1, 2, 3, 4, 8) for group in (0, 32) for symmetric in (True, False) if bits > 1 or not symmetric]
+GRIDS = [
+    Grid(bits, group, symmetric)
+    for bits in (1, 2, 3, 4, 8)
+    for group in (0, 32)
+    for symmetric in (True, False)
+    if bits > 1 or not symmetric
+]
 
 
 def inputs(count: int, ins: int, *, outliers: int = 0) -> torch.Tensor:
@@ -60,7 +66,11 @@ def test_scales_are_those_that_their_type_holds() -> None:
     most = weight.unflatten(1, (-1, 32)).abs().amax(-1) / exponents.exp2()
     assert bool(((most > 4) & (most <= 8)).all())
     blocks = fit(weight, Grid(8, 32, kind="fp8", rows=4, scales=torch.float32)).scale
-    assert torch.equal(blocks[0], blocks[3]) and torch.equal(blocks[4], blocks[5]) and not torch.equal(blocks[0], blocks[4])
+    assert (
+        torch.equal(blocks[0], blocks[3])
+        and torch.equal(blocks[4], blocks[5])
+        and not torch.equal(blocks[0], blocks[4])
+    )
     assert float(blocks[4, 1]) == pytest.approx(float(weight[4:, 32:].abs().max()) / 448)
     small = fit(weight, Grid(4, 16, kind="nvfp4", whole=0.25)).scale / 0.25
     assert torch.equal(small, small.to(torch.float8_e4m3fn).float())
@@ -71,7 +81,9 @@ def test_zeros_and_groups_of_zeros_stay_zero() -> None:
     weight[0, 40:] = 1.0
     for grid in GRIDS:
         if grid.bits > 1:
-            assert not fit(weight, grid).rounded(weight)[1].any() and not fit(weight, grid).rounded(weight)[0, :32].any()
+            assert (
+                not fit(weight, grid).rounded(weight)[1].any() and not fit(weight, grid).rounded(weight)[0, :32].any()
+            )
 
 
 @pytest.mark.parametrize("grid", [Grid(2, 32, False), Grid(3, 32), Grid(4, 0), Grid(4, 32)], ids=str)

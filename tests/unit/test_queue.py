@@ -1,4 +1,5 @@
-"""The waiting queue with lanes, beside a list that is searched: ranks rise at any time, sequences end while they wait, others come back."""
+"""The waiting queue with lanes, beside a list that is searched: ranks rise at any time, sequences end while they wait,
+others come back."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ class Model:
         return {
             each
             for each in self.waiting
-            if (each.order < sequence.order if each.request.tenant == own else self.ranks[each.request.tenant] < self.ranks[own])
+            if (
+                each.order < sequence.order
+                if each.request.tenant == own
+                else self.ranks[each.request.tenant] < self.ranks[own]
+            )
         }
 
 
@@ -53,7 +58,11 @@ def test_lanes_are_what_a_search_finds(seed: int) -> None:
     for number in range(300):
         what = rng.random()
         if what < 0.45 or (away and what < 0.5):
-            sequence = away.pop() if away and rng.random() < 0.3 else create(roster, number, rng.choice(LANES), rng.randint(0, 5))
+            sequence = (
+                away.pop()
+                if away and rng.random() < 0.3
+                else create(roster, number, rng.choice(LANES), rng.randint(0, 5))
+            )
             sequence.status, pushed = SequenceStatus.WAITING, pushed + 1
             queue.push(sequence)
             model.waiting[sequence] = pushed

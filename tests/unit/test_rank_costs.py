@@ -18,7 +18,8 @@ EXACT = Link(bandwidth=100.0, latency=2.0)
 
 
 def test_what_is_sent_is_what_is_counted_by_hand() -> None:
-    """3 layers of 4 values, 10 tokens: 7 sums of 8 bytes a token, of which 2 ranks send as many, and half of 20 bytes of logits a row."""
+    """3 layers of 4 values, 10 tokens: 7 sums of 8 bytes a token, of which 2 ranks send as many, and half of 20 bytes
+    of logits a row."""
     traffic = traffic_of(replace(TINY, ranks=2), 2.0)
     assert (traffic.meetings, traffic.token_bytes, traffic.row_bytes) == (8, 7 * 8, 10)
     assert traffic.seconds(EXACT, 3, 2) == (16.0 + 1.88, 1.88) and traffic.seconds(EXACT, 0, 0) == (0.0, 0.0)

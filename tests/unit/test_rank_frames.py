@@ -10,14 +10,20 @@ from headrace.request import NewRow, StepPlan
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 
 ROWS, ONES = array("i", range(200)), array("i", [1]) * 200
-PARAMS = SamplingParams(temperature=0.5, seed=3, stop=("x",), logit_bias={5: 1.0}, structured_outputs=StructuredOutputs(regex="a+"))
+PARAMS = SamplingParams(
+    temperature=0.5, seed=3, stop=("x",), logit_bias={5: 1.0}, structured_outputs=StructuredOutputs(regex="a+")
+)
 
 
 def test_plans_arrive_as_they_were() -> None:
-    added = NewRow(1, 2, array("i", [5, 6]), 2, PARAMS, 7, (257,), bad_word_ids=((1, 2),), pool=("a", "b"), adapter_slot=1)
+    added = NewRow(
+        1, 2, array("i", [5, 6]), 2, PARAMS, 7, (257,), bad_word_ids=((1, 2),), pool=("a", "b"), adapter_slot=1
+    )
     same = {"rows": ROWS, "counts": ONES, "sample_work": ROWS, "sample_rows": ROWS}
     plans = [
-        StepPlan(0, rows_added=(added,), **same, starts=ROWS, prompt_logprobs=(3,), masked=(0, 1), adapters=((0, "one"),)),
+        StepPlan(
+            0, rows_added=(added,), **same, starts=ROWS, prompt_logprobs=(3,), masked=(0, 1), adapters=((0, "one"),)
+        ),
         StepPlan(1, **same, starts=ONES, rows_dropped=array("i", [4]), shared_tokens=9),
         StepPlan(2, **{**same, "rows": array("i", range(200))}, starts=ROWS),
         StepPlan(3),

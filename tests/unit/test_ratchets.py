@@ -1,7 +1,8 @@
 """The shape of the package in figures that may only sink: code lines and tokens a room, files that name a technique, …
 
-``python -m tests.unit.test_ratchets`` prints the table and writes today's figures into ratchets.json beside this file. A figure that rises is
-written there by hand, with its reason in the commit. Code lines are those without blanks, comments and docstrings.
+``python -m tests.unit.test_ratchets`` prints the table and writes today's figures into ratchets.json beside this file.
+A figure that rises is written there by hand, with its reason in the commit. Code lines are those without blanks,
+comments and docstrings.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def _size(source: str) -> tuple[int, int]:
 
 def _docstring_lines(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             yield from range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
 
 
@@ -77,7 +81,11 @@ def figures() -> dict[str, float]:
     found |= {f"tokens of {room or 'the top level'}": count for room, count in sorted(tokens.items())}
     found |= {"lines": lines.total(), "tokens a line": round(tokens.total() / lines.total(), 2)}
     found |= {"small modules of one importer": len(small_modules_of_one_importer())}
-    found |= {"untyped callables in kernels": sum(text.count("Callable[..., Any]") for name, text in sources().items() if name.startswith("kernels"))}
+    found |= {
+        "untyped callables in kernels": sum(
+            text.count("Callable[..., Any]") for name, text in sources().items() if name.startswith("kernels")
+        )
+    }
     return found | {f"files that name {each.name}": _files_that_name(each.name) for each in TECHNIQUES}
 
 
@@ -90,13 +98,18 @@ def small_modules_of_one_importer() -> list[str]:
 
 def _files_that_name(technique: str) -> int:
     """Whose code or comments have its name or its stem, at the beginning of a word or of a part of one."""
-    word = re.compile(rf"(?<![a-zA-Z])(?:{technique}|{STEMS[technique]})" if technique in STEMS else rf"\b_?{technique}\b", re.IGNORECASE)
+    word = re.compile(
+        rf"(?<![a-zA-Z])(?:{technique}|{STEMS[technique]})" if technique in STEMS else rf"\b_?{technique}\b",
+        re.IGNORECASE,
+    )
     return sum(bool(word.search(text)) for text in sources().values())
 
 
 def table(found: dict[str, float], recorded: dict[str, float]) -> str:
     budget = {f"lines of {room or 'the top level'}": lines for room, lines in BUDGETS.items()} | {"lines": 28_000}
-    rows = [f"{name:<40}{value:>9,g}{recorded.get(name, 0):>10,g}{budget.get(name, ''):>8}" for name, value in found.items()]
+    rows = [
+        f"{name:<40}{value:>9,g}{recorded.get(name, 0):>10,g}{budget.get(name, ''):>8}" for name, value in found.items()
+    ]
     return "\n".join([f"{'':<40}{'now':>9}{'recorded':>10}{'budget':>8}", *rows])
 
 
@@ -105,7 +118,9 @@ def test_figures_of_shape_only_sink() -> None:
     found = figures()
     print(table(found, recorded))
     worse = {name: (value, recorded.get(name, 0)) for name, value in found.items() if value > recorded.get(name, 0)}
-    assert not worse, f"worse than recorded: {worse}; make it smaller, or record it with a reason (python -m tests.unit.test_ratchets)"
+    assert not worse, (
+        f"worse than recorded: {worse}; make it smaller, or record it with a reason (python -m tests.unit.test_ratchets)"
+    )
 
 
 def test_stems_are_of_techniques() -> None:
@@ -113,7 +128,9 @@ def test_stems_are_of_techniques() -> None:
 
 
 def test_lines_are_counted_without_prose() -> None:
-    assert _size('"""Of two lines,\nno code."""\n\nx = 1  # one\n\n\ndef f():\n    """No code."""\n    return (\n        x\n    )\n') == (5, 12)
+    assert _size(
+        '"""Of two lines,\nno code."""\n\nx = 1  # one\n\n\ndef f():\n    """No code."""\n    return (\n        x\n    )\n'
+    ) == (5, 12)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def naive(ids: Sequence[int], asked: RepetitionDetection) -> int | None:
     for end in range(1, len(ids) + 1):
         for period in range(1, min(asked.max_pattern_size, end - 1) + 1):
             runs[period] = runs[period] + 1 if ids[end - 1] == ids[end - 1 - period] else 0
-            if period >= asked.min_pattern_size and runs[period] + period >= max(asked.min_count * period, asked.min_tokens):
+            if period >= asked.min_pattern_size and runs[period] + period >= max(
+                asked.min_count * period, asked.min_tokens
+            ):
                 return end
     return None
 
@@ -50,12 +52,16 @@ detections = st.builds(
     lambda low, more, count, tokens: RepetitionDetection(min_pattern_size=low, max_pattern_size=low + more, min_count=count, min_tokens=tokens),
     st.integers(1, 12), st.integers(0, 60), st.integers(3, 6), st.integers(24, 90),
 )  # fmt: skip
-cycles = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 160)).map(lambda pair: (pair[0] * pair[1])[: pair[1]])
+cycles = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 160)).map(
+    lambda pair: (pair[0] * pair[1])[: pair[1]]
+)
 
 
 @settings(max_examples=500, deadline=None)
 @given(
-    pieces=st.lists(cycles | st.lists(st.integers(0, 2), max_size=30), max_size=7), asked=detections, prompt=st.lists(st.integers(0, 1), max_size=40)
+    pieces=st.lists(cycles | st.lists(st.integers(0, 2), max_size=30), max_size=7),
+    asked=detections,
+    prompt=st.lists(st.integers(0, 1), max_size=40),
 )
 def test_a_loop_is_found_exactly_where_a_search_of_everything_finds_it(
     pieces: list[list[int]], asked: RepetitionDetection, prompt: list[int]
@@ -86,7 +92,9 @@ def test_a_cycle_over_the_largest_size_and_one_of_too_few_turns_are_none() -> No
     assert search(cycle * 20, RepetitionDetection(max_pattern_size=64))[0] is None
     assert search(cycle * 3, RepetitionDetection(max_pattern_size=65, min_count=4, min_tokens=24))[0] is None
     assert search([1, 2] * 20, RepetitionDetection(min_pattern_size=3, min_count=5, min_tokens=24))[0] == 24
-    assert search([1, 2] * 20, RepetitionDetection(min_pattern_size=5, min_count=5, min_tokens=24))[0] == 30  # five times six
+    assert (
+        search([1, 2] * 20, RepetitionDetection(min_pattern_size=5, min_count=5, min_tokens=24))[0] == 30
+    )  # five times six
 
 
 def test_most_tokens_cost_nothing_but_the_comparison() -> None:
@@ -114,13 +122,17 @@ def test_candidates_stay_few_in_texts_full_of_repeats() -> None:
 # --- ordinary text
 
 CODE = "".join(f"    if value == {n}:\n        return table[{n}]\n    else:\n        pass\n" for n in range(60))
-TABLE = "| step | tokens | ms |\n|---|---|---|\n" + "".join(f"| {n} | {n * 37 % 1000} | {n * 0.37:.2f} |\n" for n in range(200))
+TABLE = "| step | tokens | ms |\n|---|---|---|\n" + "".join(
+    f"| {n} | {n * 37 % 1000} | {n * 0.37:.2f} |\n" for n in range(200)
+)
 NUMBERS = ", ".join(str(n) for n in range(600))
 RULERS = "\n".join(["=" * 80, "Title", "=" * 80, "", "-" * 80, "Text", "-" * 80] * 3)
 LIST = "".join(f"{n}. Item number {n} is here, and so is its line.\n" for n in range(1, 120))
 
 
-@pytest.mark.parametrize("text", [CODE, TABLE, NUMBERS, RULERS, LIST], ids=["code", "table", "numbers", "rulers", "list"])
+@pytest.mark.parametrize(
+    "text", [CODE, TABLE, NUMBERS, RULERS, LIST], ids=["code", "table", "numbers", "rulers", "list"]
+)
 def test_ordinary_text_is_no_loop(text: str) -> None:
     """A token a character is the worst case: everything repeats sooner than in any tokenizer's ids."""
     assert search([ord(c) for c in text], RepetitionDetection())[0] is None
@@ -180,10 +192,17 @@ ASKED = RepetitionDetection(min_count=3, min_tokens=24)
 
 def looping(**kwargs: object) -> Answers:
     settings = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8}
-    info = keyed_hash_info(vocab_size=512, max_model_len=200, **{**settings, **{k: v for k, v in kwargs.items() if k in settings}})  # type: ignore[arg-type]
+    info = keyed_hash_info(
+        vocab_size=512, max_model_len=200, **{**settings, **{k: v for k, v in kwargs.items() if k in settings}}
+    )  # type: ignore[arg-type]
     core = engine(executor=Looping(info, clock=None), info=info, depth=kwargs.get("depth", 0))  # type: ignore[arg-type]
     for number in range(6):
-        params = {"max_tokens": 100, "n": 2 if number == 5 else 1, "repetition_detection": ASKED, **kwargs.get("params", {})}  # type: ignore[dict-item]
+        params = {
+            "max_tokens": 100,
+            "n": 2 if number == 5 else 1,
+            "repetition_detection": ASKED,
+            **kwargs.get("params", {}),
+        }  # type: ignore[dict-item]
         core.add(hash_request(number, [number + 1, 2], **params))
     answers = run(core)
     assert_at_rest(core)
@@ -192,7 +211,10 @@ def looping(**kwargs: object) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"depth": 1}, {"depth": 2}, {"num_blocks": 20}, {"num_blocks": 20, "depth": 1}, {"params": {"logprobs": 2}}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"depth": 1}, {"depth": 2}, {"num_blocks": 20}, {"num_blocks": 20, "depth": 1}, {"params": {"logprobs": 2}}],
+)
 def test_the_engine_ends_a_looping_answer_at_the_same_token_in_every_mode(kwargs: dict[str, object]) -> None:
     answers = looping(**kwargs)
     assert len(answers.finished) == 7

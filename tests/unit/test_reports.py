@@ -1,4 +1,5 @@
-"""``simulate --advise`` and ``--four-costs``: against hand-made sums, against a simulated sweep, against published figures, and bad input."""
+"""``simulate --advise`` and ``--four-costs``: against hand-made sums, against a simulated sweep, against published
+figures, and bad input."""
 
 from __future__ import annotations
 
@@ -24,10 +25,29 @@ from headrace.planner.pricing import Priced, priced
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 
 
-def model(layers: int = 60, hidden: int = 7168, heads: int = 56, wide: int = 20480, vocab: int = 64000, positions: int = 200_000) -> DecoderSpec:
+def model(
+    layers: int = 60,
+    hidden: int = 7168,
+    heads: int = 56,
+    wide: int = 20480,
+    vocab: int = 64000,
+    positions: int = 200_000,
+) -> DecoderSpec:
     """By default the 34B model of the paper's example."""
     rope = RopeSpec(5e6, 128)
-    return DecoderSpec("llama", vocab, hidden, heads, 8, 128, wide, (LayerSpec(),) * layers, positions, rope, checkpoint_dtype="bfloat16")
+    return DecoderSpec(
+        "llama",
+        vocab,
+        hidden,
+        heads,
+        8,
+        128,
+        wide,
+        (LayerSpec(),) * layers,
+        positions,
+        rope,
+        checkpoint_dtype="bfloat16",
+    )
 
 
 def on(name: str, spec: DecoderSpec, **config: object) -> Priced:
@@ -45,7 +65,8 @@ def test_the_paper_s_example_comes_out_as_published() -> None:
     assert short.peak.prompt == pytest.approx(0.89, rel=0.05)
     assert short.peak.own * 250 == pytest.approx(8.5, rel=0.02) and long.peak.own * 250 == pytest.approx(9.8, rel=0.02)
     assert long.peak.switch == pytest.approx(1.1, rel=0.13) and short.peak.switch == pytest.approx(0.1, rel=0.05)
-    # The paper counts two FLOPs for a query, a key and a dimension, we four (a product for scores, one for values): 14.1 s there.
+    # The paper counts two FLOPs for a query, a key and a dimension, we four (a product for scores, one for values):
+    # 14.1 s there.
     assert long.peak.prompt == pytest.approx(14.1 + 60 * 7168 * 50_000**2 / 312e12, rel=0.05)
     # 80 GB and 68.8 of weights leave 11.2 for 12.3 of keys and values; the paper's round figures say one user.
     assert long.peak.users == 0 and short.peak.users == 11
@@ -59,7 +80,9 @@ def test_costs_by_hand_and_only_up_to_what_the_model_allows() -> None:
     for row in rows:
         assert row.engine is not None and row.peak.switch == pytest.approx(2 * row.kv_bytes / 63e9)
         assert row.kv_bytes == row.context * 16 * 2 * 8 * 128 * 2
-        assert row.engine.prompt > row.peak.prompt and row.engine.own > row.peak.own and row.engine.users <= row.peak.users
+        assert (
+            row.engine.prompt > row.peak.prompt and row.engine.own > row.peak.own and row.engine.users <= row.peak.users
+        )
     users = [row.peak.users for row in rows]
     assert all(earlier >= 2 * later for earlier, later in pairwise(users))
 
@@ -97,18 +120,26 @@ def test_it_is_what_a_simulated_sweep_shows() -> None:
     found = on("h200", SMALL)
     for batch in (1, 8, 40):
         simulated, preempted = _simulated(found, batch, 1024)
-        assert simulated is not None and not preempted and found.decode_seconds(batch, 1024) == pytest.approx(simulated, rel=0.02)
+        assert (
+            simulated is not None
+            and not preempted
+            and found.decode_seconds(batch, 1024) == pytest.approx(simulated, rel=0.02)
+        )
 
 
 def test_a_comparison_that_preempts_is_none_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """As many as memory holds at 1,024 tokens do not all fit while the first go on writing until the last one writes."""
+    """As many as memory holds at 1,024 tokens do not all fit while the first go on writing until the last one
+    writes."""
     config = EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=128))
     found = priced(SMALL, config, replace(known_devices()["h200"], memory=7 * 2**30))
     most = advise(found, 1024).most
     simulated, preempted = _simulated(found, most, 1024)
     assert simulated is None and preempted > 0
     points = _show_advice(found, 1024)["points"]
-    assert points[-1] | {"simulated ms": None, "error": None, "preempted": preempted} == points[-1] and points[0]["simulated ms"]
+    assert (
+        points[-1] | {"simulated ms": None, "error": None, "preempted": preempted} == points[-1]
+        and points[0]["simulated ms"]
+    )
     assert f"note: {most} sequences were simulated, too" in capsys.readouterr().out
 
 
@@ -123,9 +154,15 @@ def test_where_memory_ends_first_nothing_is_spare_and_a_second_engine_does_not_f
 def test_engines_on_a_cpu_have_no_slack_to_share() -> None:
     """Each computes with all cores. (On a card the same arithmetic gives more than one: the test of the knee.)"""
     card = on("h200", SMALL)
-    cpu = replace(card.device, profile=replace(card.device.profile, identity=DeviceIdentity(kind="cpu", name="Some CPU", threads=2)))
+    cpu = replace(
+        card.device,
+        profile=replace(card.device.profile, identity=DeviceIdentity(kind="cpu", name="Some CPU", threads=2)),
+    )
     advice = advise(replace(card, device=cpu), 2048)
-    assert advice.replica_ratio == pytest.approx(advice.tokens_a_second / advice.most_tokens_a_second) and not advice.replica_pays
+    assert (
+        advice.replica_ratio == pytest.approx(advice.tokens_a_second / advice.most_tokens_a_second)
+        and not advice.replica_pays
+    )
 
 
 def test_what_others_hold_of_a_card_is_no_part_of_a_second_engine() -> None:
@@ -137,7 +174,10 @@ def test_what_others_hold_of_a_card_is_no_part_of_a_second_engine() -> None:
 
 # --- as doctor says it
 
-CARD = replace(known_devices()["h200"].profile, identity=DeviceIdentity(kind="cuda", name="NVIDIA H200", threads=0, features=("sm_90",)))
+CARD = replace(
+    known_devices()["h200"].profile,
+    identity=DeviceIdentity(kind="cuda", name="NVIDIA H200", threads=0, features=("sm_90",)),
+)
 CONFIG = {
     "model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
     "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024,
@@ -187,16 +227,36 @@ def test_the_search_finds_the_first(first: int, beyond: int) -> None:
         (["--advise", "nan"], "nan"),
     ],
 )
-def test_bad_input_is_a_sentence_with_the_numbers(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_a_sentence_with_the_numbers(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _simulate(tmp_path, *flags) != 0
     assert said in capsys.readouterr().err
 
 
 def test_both_reports_print_and_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "report.json"
-    assert _simulate(tmp_path, "--advise", "128", "--four-costs", "4k", "64k", "--kv-cache-memory", "96MiB", "--output-json", str(written)) == 0
+    assert (
+        _simulate(
+            tmp_path,
+            "--advise",
+            "128",
+            "--four-costs",
+            "4k",
+            "64k",
+            "--kv-cache-memory",
+            "96MiB",
+            "--output-json",
+            str(written),
+        )
+        == 0
+    )
     shown, kept = capsys.readouterr().out, json.loads(written.read_text())
-    assert "prices: calibrated from" in shown and "extrapolated: sequences of 64,000 tokens" in shown and kept["prices"]["extrapolated"]
+    assert (
+        "prices: calibrated from" in shown
+        and "extrapolated: sequences of 64,000 tokens" in shown
+        and kept["prices"]["extrapolated"]
+    )
     assert "by this engine" in shown and "The knee is at" in shown and "second engine" in shown
     assert [row["context"] for row in kept["four_costs"]] == [4000, 64_000] and kept["advice"]["context"] == 128
 

@@ -14,11 +14,27 @@ NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs")
 LISTS = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids")
 BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
-NEVER = (float("nan"), float("inf"), -float("inf"), 10**400, -(10**5000), 1e308, True, "1", b"1", [], {}, [10**5000], "9" * 10**6)
+NEVER = (
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    10**400,
+    -(10**5000),
+    1e308,
+    True,
+    "1",
+    b"1",
+    [],
+    {},
+    [10**5000],
+    "9" * 10**6,
+)
 
 
 @pytest.mark.parametrize("name", (*NUMBERS, *INTEGERS))
-@pytest.mark.parametrize("value", NEVER, ids=lambda value: f"{type(value).__name__}{str(value)[:9] if isinstance(value, float) else ''}")
+@pytest.mark.parametrize(
+    "value", NEVER, ids=lambda value: f"{type(value).__name__}{str(value)[:9] if isinstance(value, float) else ''}"
+)
 def test_what_is_no_number_in_range_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**{name: value})
@@ -34,7 +50,23 @@ def test_only_true_and_false_are_flags(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize(
-    "value", (5, 1.0, {"a": 1}, [None], [[]], [True], [-1], [1.0], [""], [10**400], "x" * 5000, ["x" * 5000], ["a\ud800"], list("x" * 10**6))
+    "value",
+    (
+        5,
+        1.0,
+        {"a": 1},
+        [None],
+        [[]],
+        [True],
+        [-1],
+        [1.0],
+        [""],
+        [10**400],
+        "x" * 5000,
+        ["x" * 5000],
+        ["a\ud800"],
+        list("x" * 10**6),
+    ),
 )
 def test_what_is_no_list_of_the_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -43,7 +75,18 @@ def test_what_is_no_list_of_the_kind_is_refused_by_name(name: str, value: Any) -
 
 
 @pytest.mark.parametrize(
-    "bias", ([], {"5": 1.0}, {-1: 1.0}, {5: "1"}, {5: None}, {5: float("nan")}, {5: 101}, {True: 1.0}, dict.fromkeys(range(2000), 1.0))
+    "bias",
+    (
+        [],
+        {"5": 1.0},
+        {-1: 1.0},
+        {5: "1"},
+        {5: None},
+        {5: float("nan")},
+        {5: 101},
+        {True: 1.0},
+        dict.fromkeys(range(2000), 1.0),
+    ),
 )
 def test_a_logit_bias_maps_ids_to_numbers(bias: Any) -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
@@ -51,9 +94,33 @@ def test_a_logit_bias_maps_ids_to_numbers(bias: Any) -> None:
 
 
 def test_bounds_themselves_are_taken() -> None:
-    SamplingParams(n=128, temperature=0, top_p=1, top_k=-1, min_p=1, presence_penalty=-2, frequency_penalty=2, repetition_penalty=100)
-    SamplingParams(top_p=5e-324, repetition_penalty=5e-324, min_p=0, seed=-(2**63), logprobs=0, prompt_logprobs=20, max_tokens=1, min_tokens=1)
-    SamplingParams(seed=2**64 - 1, logit_bias={0: -100, 2**31 - 1: 100}, stop="x", stop_token_ids=[0], allowed_token_ids=[2**31 - 1])
+    SamplingParams(
+        n=128,
+        temperature=0,
+        top_p=1,
+        top_k=-1,
+        min_p=1,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        repetition_penalty=100,
+    )
+    SamplingParams(
+        top_p=5e-324,
+        repetition_penalty=5e-324,
+        min_p=0,
+        seed=-(2**63),
+        logprobs=0,
+        prompt_logprobs=20,
+        max_tokens=1,
+        min_tokens=1,
+    )
+    SamplingParams(
+        seed=2**64 - 1,
+        logit_bias={0: -100, 2**31 - 1: 100},
+        stop="x",
+        stop_token_ids=[0],
+        allowed_token_ids=[2**31 - 1],
+    )
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

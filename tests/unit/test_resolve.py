@@ -14,8 +14,14 @@ from headrace.engine.resolve import resolve_config
 def resolved(device: str, *, long_steps: bool = False, **asked: Any) -> tuple[int | None, int | None, dict[str, str]]:
     """(sequences at once, tokens a step, the reasons by name)."""
     config = EngineConfig()
-    config, decisions = resolve_config(replace(config, scheduler=replace(config.scheduler, **asked)), device, long_steps=long_steps)
-    return config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, {each.name: each.reason for each in decisions}
+    config, decisions = resolve_config(
+        replace(config, scheduler=replace(config.scheduler, **asked)), device, long_steps=long_steps
+    )
+    return (
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens,
+        {each.name: each.reason for each in decisions},
+    )
 
 
 def test_a_gpu_runs_more_at_once_than_a_cpu() -> None:

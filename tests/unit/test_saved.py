@@ -22,9 +22,19 @@ def test_samples_come_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"completed": 1, "requests": [asdict(sample) | {"later": 5} for sample in SAMPLES]}))
     assert read_samples(path) == SAMPLES
-    for text in ("{", "[]", "{}", '{"requests": 5}', '{"requests": [5]}', '{"requests": [{"sent": 1, "arrivals": ["x"]}]}', '{"requests": [{}]}'):
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        '{"requests": 5}',
+        '{"requests": [5]}',
+        '{"requests": [{"sent": 1, "arrivals": ["x"]}]}',
+        '{"requests": [{}]}',
+    ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"holds no requests .*give what headrace bench serve --output-json wrote"):
+        with pytest.raises(
+            ConfigError, match=r"holds no requests .*give what headrace bench serve --output-json wrote"
+        ):
             read_samples(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_samples(tmp_path / "absent.json")

@@ -59,7 +59,9 @@ def test_equal_prompts_are_computed_once() -> None:
         core.add(request(i, PROMPT, max_tokens=2))
     plans = plans_of(core)
     answers = run(core)
-    assert plans[0].num_tokens == 40 + 255 * 4, "one whole prompt; the others only their last block, whose logits they need"
+    assert plans[0].num_tokens == 40 + 255 * 4, (
+        "one whole prompt; the others only their last block, whose logits they need"
+    )
     want = expected(request(0, PROMPT, max_tokens=2))
     assert all(answers.tokens[i, 0] == want for i in range(256))
     assert answers.cached[0, 0] == 0 and answers.cached[255, 0] == 36
@@ -72,7 +74,9 @@ def test_a_plan_says_how_many_tokens_are_shared() -> None:
         core.add(request(i, PROMPT, max_tokens=30, ignore_eos=True))
     plans = plans_of(core)
     run(core)
-    assert len(plans) > 20 and {plan.shared_tokens for plan in plans[:-1]} == {2 * 36}, "two of three name the first nine blocks again"
+    assert len(plans) > 20 and {plan.shared_tokens for plan in plans[:-1]} == {2 * 36}, (
+        "two of three name the first nine blocks again"
+    )
     core.add(request(3, PROMPT, max_tokens=9))
     run(core)
     assert plans[-1].shared_tokens == 0
@@ -84,7 +88,9 @@ def test_generated_blocks_are_reused_by_the_next_turn_of_a_conversation() -> Non
     followup = PROMPT + first + [99, 98]
     core.add(request(1, followup))
     answers = run(core)
-    assert answers.cached[1, 0] == 48, "40 prompt tokens and 8 of the 12 generated: whole blocks whose last token was computed"
+    assert answers.cached[1, 0] == 48, (
+        "40 prompt tokens and 8 of the 12 generated: whole blocks whose last token was computed"
+    )
     assert answers.tokens[1, 0] == expected(request(1, followup))
 
 
@@ -130,14 +136,17 @@ def test_answers_of_one_request_share_the_prompt_and_copy_on_write(depth: int) -
     assert [answers.tokens[0, i] for i in range(4)] == [expected(asked, index=i) for i in range(4)]
     assert len({tuple(answers.tokens[0, i]) for i in range(4)}) > 1, "seeds differ"
     assert plans[0].num_tokens == 10 and list(plans[0].sample_work) == [0] * 4
-    assert sum(len(plan.copy_source) for plan in plans) == 3, "three of four copy the half-filled block; the last holder writes in place"
+    assert sum(len(plan.copy_source) for plan in plans) == 3, (
+        "three of four copy the half-filled block; the last holder writes in place"
+    )
     assert_at_rest(core)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_preemption_changes_no_answer_and_ends(depth: int, policy: str) -> None:
-    """A cache for a quarter of the demand: everybody ends, tokens are as without pressure, nobody is preempted for ever."""
+    """A cache for a quarter of the demand: everybody ends, tokens are as without pressure, nobody is preempted for
+    ever."""
     core = engine(depth=depth, num_blocks=24, max_num_seqs=8, scheduling_policy=policy)
     asked = [request(i, range(50 + 3 * i, 62 + 3 * i), max_tokens=40, priority=i % 3) for i in range(16)]
     for each in asked:
@@ -163,7 +172,8 @@ def test_a_better_class_pushes_out_a_worse_one() -> None:
 
 
 def test_as_many_are_pushed_out_as_want_in() -> None:
-    """Rows of steps in flight come back later: whoever waits for the second is not kept until the first has come. No more than want in."""
+    """Rows of steps in flight come back later: whoever waits for the second is not kept until the first has come. No
+    more than want in."""
     core = engine(depth=1, max_num_seqs=4, scheduling_policy="priority")
     answers = Answers()
     for index in range(4):
@@ -175,7 +185,10 @@ def test_as_many_are_pushed_out_as_want_in() -> None:
     answers.take(core.step())
     assert core.scheduler.counters.preemptions == 3
     run(core, answers=answers)
-    assert all(answers.tokens[index, 0] == expected(request(index, PROMPT[: 4 + index], max_tokens=30 if index < 4 else 8)) for index in range(7))
+    assert all(
+        answers.tokens[index, 0] == expected(request(index, PROMPT[: 4 + index], max_tokens=30 if index < 4 else 8))
+        for index in range(7)
+    )
     assert core.scheduler.counters.preemptions == 3
     assert_at_rest(core)
 
@@ -381,7 +394,7 @@ def test_padding_counts_towards_the_token_budget(chunked: bool) -> None:
     """A step of padded chunks computes as many tokens as its longest chunk has, for each of them."""
     core = engine(padded=True, budget=32, max_num_seqs=16, chunked_prefill=chunked)
     plans = plans_of(core)
-    asked = [request(i, PROMPT[: length], max_tokens=12) for i, length in enumerate((3, 30, 5, 8, 1, 31, 2, 17))]
+    asked = [request(i, PROMPT[:length], max_tokens=12) for i, length in enumerate((3, 30, 5, 8, 1, 31, 2, 17))]
     for each in asked[:5]:
         core.add(each)
     for _ in range(6):
@@ -409,7 +422,9 @@ def test_all_n_answers_end_with_the_prompt_they_would_have_had(failing_step: int
 def test_one_unusable_row_ends_one_request() -> None:
     core = engine()
     collect = core.executor.collect
-    core.executor.collect = lambda ticket: replace(collect(ticket), errors={1: "not a number"}) if ticket.step_id == 2 else collect(ticket)  # type: ignore[method-assign]
+    core.executor.collect = lambda ticket: (
+        replace(collect(ticket), errors={1: "not a number"}) if ticket.step_id == 2 else collect(ticket)
+    )  # type: ignore[method-assign]
     for i in range(3):
         core.add(request(i, PROMPT[: 8 + i]))
     answers = run(core)
@@ -459,18 +474,22 @@ def test_sliding_windows_give_blocks_back_and_reuse_the_window() -> None:
 
 
 def test_a_whole_prompt_leaves_those_who_run_a_block_also_behind_a_window() -> None:
-    """Else it is admitted, pushed out for want of that block, and admitted again, for ever (seed 7205 of the simulated lives)."""
+    """Else it is admitted, pushed out for want of that block, and admitted again, for ever (seed 7205 of the simulated
+    lives)."""
     core = engine(depth=1, window=6, block_size=8, num_blocks=4, max_model_len=64, chunked_prefill=False)
     asked = [request(0, PROMPT[:3], max_tokens=7), request(1, PROMPT[:19], max_tokens=8)]
     for each in asked:
         core.add(each)
     answers = run(core)
-    assert [answers.tokens[each.request_id, 0] for each in asked] == [expected(each, max_model_len=64) for each in asked]
+    assert [answers.tokens[each.request_id, 0] for each in asked] == [
+        expected(each, max_model_len=64) for each in asked
+    ]
     assert_at_rest(core)
 
 
 def test_a_prompt_under_way_does_not_wait_until_later_answers_end() -> None:
-    """They are planned before it in every step, so none of them could be pushed out within one (seed 34317 of the simulated lives)."""
+    """They are planned before it in every step, so none of them could be pushed out within one (seed 34317 of the
+    simulated lives)."""
     core = engine(block_size=8, num_blocks=6, max_logits_rows=2)
     first = request(0, PROMPT[:29], prompt_logprobs=0)
     for each in (first, request(1, PROMPT[:16], max_tokens=12), request(2, PROMPT[:12], max_tokens=16, n=3)):
@@ -486,7 +505,8 @@ def test_a_prompt_under_way_does_not_wait_until_later_answers_end() -> None:
 
 
 def test_a_prompt_under_way_does_not_wait_for_what_later_answers_take_again() -> None:
-    """Behind a window, with two steps in flight, blocks are always on their way, and single tokens go before prompts."""
+    """Behind a window, with two steps in flight, blocks are always on their way, and single tokens go before
+    prompts."""
     core = engine(depth=2, window=9, num_blocks=12, max_logits_rows=4)
     first = request(0, range(100, 129), prompt_logprobs=0)
     for each in (first, *(request(1 + i, PROMPT[i : 5 + 2 * i], max_tokens=60) for i in range(3))):
@@ -527,7 +547,9 @@ def test_a_journal_replays_exactly(depth: int) -> None:
         core.step()
     core.abort(3)
     run(core)
-    fresh = create_scheduler(core.executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), CacheConfig(), frozenset({7}), b"")
+    fresh = create_scheduler(
+        core.executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), CacheConfig(), frozenset({7}), b""
+    )
     assert [plan for plan in replay(journal, fresh) if plan is not None] == plans
 
 

@@ -24,7 +24,10 @@ time.sleep(60)
 def owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
     source = str(Path(scratch.__file__).parents[2])
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(parent)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": source}
+        [sys.executable, "-c", OWNER, str(parent)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": source},
     )
     assert process.stdout is not None
     with process.stdout:

@@ -61,7 +61,11 @@ def test_pieces_of_a_merged_weight_are_found_in_the_tensors_that_it_is_stored_as
         (SPEC, 3, "8 attention heads do not divide by 3"),
         (replace(SPEC, num_heads=12, num_kv_heads=3), 4, "3 KV heads neither divide by 4"),
         (replace(SPEC, intermediate_size=26), 4, "26 inner values do not divide by 4"),
-        (replace(SPARSE, layers=(LayerSpec(moe=MoESpec(4, 2, 18, renormalize=True)),)), 4, "an expert's 18 inner values"),
+        (
+            replace(SPARSE, layers=(LayerSpec(moe=MoESpec(4, 2, 18, renormalize=True)),)),
+            4,
+            "an expert's 18 inner values",
+        ),
         (replace(SPEC, vocab_size=7), 8, "no more than 7 tokens"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Shortest remaining first: its order, its bound on waiting, who is pushed out, what is predicted from what, and settings that make no sense."""
+"""Shortest remaining first: its order, its bound on waiting, who is pushed out, what is predicted from what, and
+settings that make no sense."""
 
 from __future__ import annotations
 
@@ -94,9 +95,15 @@ def policy_wake(core: EngineCore) -> float:
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32), ageing=st.sampled_from([0.5, 5.0, 100.0]), rows=st.sampled_from([1, 3]), depth=st.sampled_from([0, 1]))
+@given(
+    seed=st.integers(0, 2**32),
+    ageing=st.sampled_from([0.5, 5.0, 100.0]),
+    rows=st.sampled_from([1, 3]),
+    depth=st.sampled_from([0, 1]),
+)
 def test_nobody_is_passed_by_those_who_came_too_late(seed: int, ageing: float, rows: int, depth: int) -> None:
-    """The bound: who is admitted while an earlier one waits came less than (work of that one) / ageing seconds after it."""
+    """The bound: who is admitted while an earlier one waits came less than (work of that one) / ageing seconds after
+    it."""
     rng, core = random.Random(seed), shortest(max_num_seqs=rows, ageing=ageing, depth=depth)
     came: dict[int, float] = {}
     work: dict[int, float] = {}
@@ -126,14 +133,21 @@ def sequence_of(made: Request, outputs: int = 0) -> Sequence:
 
 def test_answers_to_prompts_that_begin_alike_are_taken_to_be_alike() -> None:
     history, instructions = History(), list(range(BEGINNING))
-    asked = {name: request(number, [*[number] * BEGINNING, 7, 8], tenant="a") for number, name in enumerate(("short", "long"))}
+    asked = {
+        name: request(number, [*[number] * BEGINNING, 7, 8], tenant="a")
+        for number, name in enumerate(("short", "long"))
+    }
     for _ in range(ENOUGH):
         history.ended(sequence_of(asked["short"], 5))
         history.ended(sequence_of(asked["long"], 80))
     assert history.remaining(sequence_of(asked["short"])) == 5.0
     assert history.remaining(sequence_of(asked["long"])) == 80.0
-    assert history.remaining(sequence_of(request(9, [*instructions, 1], tenant="a"))) == pytest.approx(42.5)  # its tenant's
-    assert history.remaining(sequence_of(request(9, [*instructions, 1], tenant="b"))) == pytest.approx(42.5)  # anybody's
+    assert history.remaining(sequence_of(request(9, [*instructions, 1], tenant="a"))) == pytest.approx(
+        42.5
+    )  # its tenant's
+    assert history.remaining(sequence_of(request(9, [*instructions, 1], tenant="b"))) == pytest.approx(
+        42.5
+    )  # anybody's
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -157,7 +171,9 @@ def test_what_is_left_is_the_mean_of_those_who_had_more(lengths: list[int], toke
         kind.add(length)
     last = lengths[-KEPT:]
     longer = [length - tokens for length in last if length > tokens]
-    assert kind.remaining(tokens) == pytest.approx(sum(longer) / len(longer) if longer else max(1.0, max(last) - sum(last) / len(last)))
+    assert kind.remaining(tokens) == pytest.approx(
+        sum(longer) / len(longer) if longer else max(1.0, max(last) - sum(last) / len(last))
+    )
 
 
 def test_kinds_are_forgotten_when_they_are_many() -> None:
@@ -182,7 +198,8 @@ def test_it_learns_while_it_serves() -> None:
 
 
 def test_those_who_wait_are_ordered_anew_when_their_kind_becomes_known() -> None:
-    """All came before anything had ended: once a few short answers have, the others of their kind go before the long ones."""
+    """All came before anything had ended: once a few short answers have, the others of their kind go before the long
+    ones."""
     core = shortest("history", max_num_seqs=1, ageing=0.1)
     for number in range(4 * ENOUGH):
         kind = number % 2

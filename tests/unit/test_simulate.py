@@ -1,4 +1,5 @@
-"""``headrace simulate``: the real core over a device that only takes time; hand-computed cases, equal schedules, loads, bad input."""
+"""``headrace simulate``: the real core over a device that only takes time; hand-computed cases, equal schedules, loads,
+bad input."""
 
 from __future__ import annotations
 
@@ -75,8 +76,13 @@ def driven(
         submit = runner.submit
         runner.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
     core = EngineCore(
-        runner, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(),
-        namespace=b"", clock=clock, depth=depth
+        runner,
+        scheduler=SchedulerConfig(max_num_batched_tokens=64),
+        cache=CacheConfig(),
+        eos_token_ids=frozenset(),
+        namespace=b"",
+        clock=clock,
+        depth=depth,
     )
     ids = partial(_ids, asked, facts.vocab_size)
     return Drive(core, asked, ids, room=room, max_queue=10_000).run(), core
@@ -108,7 +114,9 @@ def test_the_host_shows_at_depth_0_and_hides_behind_the_device_from_depth_1_on()
 def test_a_request_that_comes_within_a_step_waits_for_its_end_and_counts_from_when_it_was_sent() -> None:
     outcome, _ = driven([LoadRequest(30, 5, at=0.0), LoadRequest(9, 1, at=0.1)])
     assert outcome.samples[1].sent == 0.1
-    assert outcome.samples[1].ttft == pytest.approx(0.3 + 0.1 + 0.01 * (1 + 9))  # the rest of the first step, then one step with both
+    assert outcome.samples[1].ttft == pytest.approx(
+        0.3 + 0.1 + 0.01 * (1 + 9)
+    )  # the rest of the first step, then one step with both
 
 
 def test_a_client_that_is_held_back_sends_late() -> None:
@@ -122,14 +130,24 @@ def test_tokens_depend_on_neither_chunks_nor_preemption_nor_depth() -> None:
     asked = [LoadRequest(prompt, 30) for prompt in (20, 90, 40, 70)]
     plain = _answers(asked, depth=0, budget=512, num_blocks=64)
     assert len({tuple(each) for each in plain.values()}) == 4 and all(len(each) == 30 for each in plain.values())
-    assert plain == _answers(asked, depth=2, budget=7, num_blocks=64) == _answers(asked, depth=1, budget=64, num_blocks=14)
+    assert (
+        plain == _answers(asked, depth=2, budget=7, num_blocks=64) == _answers(asked, depth=1, budget=64, num_blocks=14)
+    )
 
 
 def _answers(asked: Sequence[LoadRequest], *, depth: int, budget: int, num_blocks: int) -> dict[int, list[int]]:
     clock, found = VirtualClock(), {index: list[int]() for index in range(len(asked))}
     executor = ModelledExecutor(keyed_hash_info(num_blocks=num_blocks, max_model_len=200), by_tokens, clock)
     config = SchedulerConfig(max_num_batched_tokens=budget)
-    core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=depth)
+    core = EngineCore(
+        executor,
+        scheduler=config,
+        cache=CacheConfig(),
+        eos_token_ids=frozenset(),
+        namespace=b"",
+        clock=clock,
+        depth=depth,
+    )
     for index, each in enumerate(asked):
         params = SamplingParams(temperature=0.0, max_tokens=each.output, ignore_eos=True, detokenize=False)
         core.add(Request(request_id=index, prompt_token_ids=_ids(asked, 512, index), params=params))
@@ -143,20 +161,25 @@ def _answers(asked: Sequence[LoadRequest], *, depth: int, budget: int, num_block
 def test_the_overlap_that_a_flag_asks_for_is_the_simulation_s() -> None:
     load = Load([LoadRequest(10, 20, at=0.0)])
     seconds = [
-        simulate(SPEC, replace(EngineConfig(), device=DeviceConfig(overlap=depth)), tiny_device(0.01), load).figures["duration"]
+        simulate(SPEC, replace(EngineConfig(), device=DeviceConfig(overlap=depth)), tiny_device(0.01), load).figures[
+            "duration"
+        ]
         for depth in (0, 1, None)
     ]
     assert seconds[0] == pytest.approx(seconds[1] + 0.01 * 19) and seconds[2] == seconds[1]
 
 
 def test_a_whole_simulation_by_hand() -> None:
-    """One layer's weights are (64·(64+64) + 64·64 + 64·256 + 128·64) of two bytes; every figure follows from bytes and FLOPs."""
+    """One layer's weights are (64·(64+64) + 64·64 + 64·256 + 128·64) of two bytes; every figure follows from bytes and
+    FLOPs."""
     per_layer = HIDDEN * 128 + HIDDEN * HIDDEN + HIDDEN * 2 * WIDE + WIDE * HIDDEN
     head, norms, kv_token = VOCAB * HIDDEN, 5 * HIDDEN, 2 * 2 * 16 * 2 * LAYERS
     decode_bytes = 2 * (LAYERS * per_layer + head + norms + HIDDEN) + kv_token * (11 + 1)
     report = simulate(SPEC, EngineConfig(), tiny_device(), Load([LoadRequest(10, 2, at=0.0)]))
     assert report.figures["mean_itl_ms"] == pytest.approx(decode_bytes / BANDWIDTH * 1e3)
-    assert report.figures["limit_share"] == pytest.approx(1.0) and report.figures["device_busy_share"] == pytest.approx(1.0)
+    assert report.figures["limit_share"] == pytest.approx(1.0) and report.figures["device_busy_share"] == pytest.approx(
+        1.0
+    )
     slower = simulate(SPEC, EngineConfig(), tiny_device(layer=0.25), Load([LoadRequest(10, 2, at=0.0)])).figures
     assert slower["mean_itl_ms"] == pytest.approx(report.figures["mean_itl_ms"] + LAYERS * 250)
     # A prompt of 1,000: its products are bound by FLOPs, the rest by bytes.
@@ -180,15 +203,29 @@ def test_the_schedule_is_that_of_the_core_over_another_executor(depth: int, num_
     mine: list[StepPlan] = []
     theirs: list[StepPlan] = []
     sizes = {"num_blocks": num_blocks, "max_num_seqs": 12, "max_model_len": 200}
-    a, core = driven(asked, depth=depth, plans=mine, executor=lambda info, clock: ModelledExecutor(info, lambda plan: steady, clock), **sizes)
-    b, _ = driven(asked, depth=depth, plans=theirs, executor=lambda info, clock: KeyedHashExecutor(info, device_time=0.13, clock=clock), **sizes)
+    a, core = driven(
+        asked,
+        depth=depth,
+        plans=mine,
+        executor=lambda info, clock: ModelledExecutor(info, lambda plan: steady, clock),
+        **sizes,
+    )
+    b, _ = driven(
+        asked,
+        depth=depth,
+        plans=theirs,
+        executor=lambda info, clock: KeyedHashExecutor(info, device_time=0.13, clock=clock),
+        **sizes,
+    )
     assert [_without_ids(plan) for plan in mine] == [_without_ids(plan) for plan in theirs] and len(mine) > 50
     assert a.samples == b.samples and len(a.samples) == len(asked)
     assert (core.stats().counters.preemptions > 0) == (num_blocks == 14)
 
 
 def _without_ids(plan: StepPlan) -> StepPlan:
-    return replace(plan, rows_added=tuple(replace(new, token_ids=array("i", [len(new.token_ids)])) for new in plan.rows_added))
+    return replace(
+        plan, rows_added=tuple(replace(new, token_ids=array("i", [len(new.token_ids)])) for new in plan.rows_added)
+    )
 
 
 # --- determinism, and what must hold for any load
@@ -205,17 +242,23 @@ def test_the_seed_decides_everything() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 30), st.floats(0, 3), st.integers(0, 2)), min_size=1, max_size=25),
+    st.lists(
+        st.tuples(st.integers(1, 90), st.integers(1, 30), st.floats(0, 3), st.integers(0, 2)), min_size=1, max_size=25
+    ),
     st.integers(0, 2),
     st.integers(9, 40),
     st.integers(1, 9),
 )
-def test_no_request_is_lost_whatever_comes(rows: list[tuple[int, int, float, int]], depth: int, num_blocks: int, seqs: int) -> None:
+def test_no_request_is_lost_whatever_comes(
+    rows: list[tuple[int, int, float, int]], depth: int, num_blocks: int, seqs: int
+) -> None:
     """Each ends once with all of its tokens, in order of time, and the engine is as it was before."""
     rows.sort(key=lambda row: row[2])
     asked = [LoadRequest(prompt, output, at, (name,), 32) for prompt, output, at, name in rows]
     outcome, core = driven(asked, depth=depth, host=0.01, num_blocks=num_blocks, max_num_seqs=seqs, max_model_len=128)
-    assert [(sample.output_tokens, sample.error) for sample in outcome.samples] == [(each.output, None) for each in asked]
+    assert [(sample.output_tokens, sample.error) for sample in outcome.samples] == [
+        (each.output, None) for each in asked
+    ]
     for sample in outcome.samples:
         assert sample.sent < sample.arrivals[0] and sample.arrivals == sorted(sample.arrivals)
     assert not core.has_work and core.stats().num_used_blocks == 0
@@ -238,7 +281,9 @@ def test_more_load_is_never_quicker() -> None:
 def test_shared_prefixes_are_hits_and_quicker() -> None:
     asked = drawn(20, Lengths(10, 4), prefix=480, num_prefixes=2)
     alone = [replace(each, pieces=(index,)) for index, each in enumerate(asked)]
-    both = [simulate(SPEC, EngineConfig(), tiny_device(), Load(each, max_concurrency=1)).figures for each in (asked, alone)]
+    both = [
+        simulate(SPEC, EngineConfig(), tiny_device(), Load(each, max_concurrency=1)).figures for each in (asked, alone)
+    ]
     assert both[0]["prefix_hit_share"] > 0.6 and both[1]["prefix_hit_share"] == 0
     assert both[0]["mean_ttft_ms"] < both[1]["mean_ttft_ms"] / 2
     assert both[0]["cached_input_tokens"] == 18 * 384  # of 480 tokens three whole blocks of 128
@@ -291,7 +336,13 @@ def test_published_limits_are_marked_and_lowered_and_measured_ones_are_as_measur
 def test_this_cpu_is_what_was_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"never measured with 3 threads.*doctor --profile"):
         find_device("cpu", threads=3, memory=None, free_memory=2**33, folder=tmp_path)
-    profile = DeviceProfile(identity=cpu_identity(3), read_bandwidth=7e10, copy_bandwidth=6e10, gemm_rates={"bfloat16": 1e12}, source="measured")
+    profile = DeviceProfile(
+        identity=cpu_identity(3),
+        read_bandwidth=7e10,
+        copy_bandwidth=6e10,
+        gemm_rates={"bfloat16": 1e12},
+        source="measured",
+    )
     path = save_profile(profile, tmp_path)
     found = find_device("cpu", threads=3, memory=None, free_memory=2**33, folder=tmp_path)
     assert found.profile == profile and found.memory == 2**33 and found.kind == "cpu"
@@ -317,12 +368,32 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 def test_the_command_writes_what_bench_serve_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    words = ("--device", "h200", "--num-prompts", "9", "--request-rate", "20", "--goodput", "ttft:500", "--output-json", str(path))
+    words = (
+        "--device",
+        "h200",
+        "--num-prompts",
+        "9",
+        "--request-rate",
+        "20",
+        "--goodput",
+        "ttft:500",
+        "--output-json",
+        str(path),
+    )
     status, out, _ = call(capsys, *words)
     assert status == 0 and "measured" in out and "calibrated from" in out and "extrapolated: another model" in out
     written = json.loads(path.read_text())
     assert written["completed"] == 9 and len(written["requests"]) == 9
-    for name in ("duration", "request_goodput", "p99_ttft_ms", "median_tpot_ms", "mean_itl_ms", "p99_e2el_ms", "preemptions", "prefix_hit_share"):
+    for name in (
+        "duration",
+        "request_goodput",
+        "p99_ttft_ms",
+        "median_tpot_ms",
+        "mean_itl_ms",
+        "p99_e2el_ms",
+        "preemptions",
+        "prefix_hit_share",
+    ):
         assert isinstance(written[name], (int, float))
     assert written["facts"]["server"].startswith("simulated")
 
@@ -351,21 +422,32 @@ TRACES = {
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.0319600,3,8\n2023-11-16 18:17:03.0319600,3,8\n",
         "Row 2 of the trace .* at -1.000 s after the first row",
     ),
-    "negative.jsonl": ('{"timestamp": -5, "input_length": 3, "output_length": 1, "hash_ids": []}\n', "Row 1 of the trace .* at -0.005 s; give"),
-    "length.jsonl": ('{"timestamp": 5, "input_length": -3, "output_length": 1, "hash_ids": []}\n', "Row 1 .* has -3 prompt"),
+    "negative.jsonl": (
+        '{"timestamp": -5, "input_length": 3, "output_length": 1, "hash_ids": []}\n',
+        "Row 1 of the trace .* at -0.005 s; give",
+    ),
+    "length.jsonl": (
+        '{"timestamp": 5, "input_length": -3, "output_length": 1, "hash_ids": []}\n',
+        "Row 1 .* has -3 prompt",
+    ),
     "long.jsonl": (
         '{"timestamp": 5, "input_length": 30, "output_length": 1, "hash_ids": [1]}\n'
         '{"timestamp": 6, "input_length": 90000, "output_length": 7, "hash_ids": [1]}\n',
         r"1 of 2 requests .*request 2 has 90000 \+ 7",
     ),
     "deep.jsonl": ("[" * 100_000 + "\n", "Row 1 .*cannot be read"),
-    "endless.jsonl": ('{"timestamp": Infinity, "input_length": 3, "output_length": 1, "hash_ids": []}\n', "Row 1 .* at inf s"),
+    "endless.jsonl": (
+        '{"timestamp": Infinity, "input_length": 3, "output_length": 1, "hash_ids": []}\n',
+        "Row 1 .* at inf s",
+    ),
     "empty.jsonl": ("", ".*no requests"),
 }
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_a_trace_that_cannot_be_run_as_it_stands_is_a_sentence(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_run_as_it_stands_is_a_sentence(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     text, said = TRACES[name]
     (tmp_path / name).write_text(text)
     status, out, err = call(capsys, "--device", "h200", "--workload", "trace", "--trace", str(tmp_path / name))
@@ -418,7 +500,12 @@ def test_what_cannot_be_simulated_is_a_sentence(words: str, capsys: pytest.Captu
 def test_a_file_nested_without_end_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     deep = tmp_path / "deep.json"
     deep.write_text("[" * 20_000)
-    for words in (("--device", "h200", "--calibration"), ("--device",), ("--device", "h200", "--config"), ("--device", "h200", "--against")):
+    for words in (
+        ("--device", "h200", "--calibration"),
+        ("--device",),
+        ("--device", "h200", "--config"),
+        ("--device", "h200", "--against"),
+    ):
         status, _, err = call(capsys, "--num-prompts", "1", *words, str(deep))
         assert status == 2 and "maximum recursion" in err and err.count("\n") == 1, words
 
@@ -440,7 +527,18 @@ def test_a_model_that_fits_nowhere_says_so_with_the_numbers(capsys: pytest.Captu
 def test_a_real_trace_runs_on_a_real_shape(capsys: pytest.CaptureFixture[str]) -> None:
     trace = shared("data", "traces", "mooncake_conversation.jsonl")
     model = shared("data", "model_configs", "Llama-3.1-8B")
-    words = ("--device", "h200", "--model", str(model), "--workload", "trace", "--trace", str(trace), "--num-prompts", "20")
+    words = (
+        "--device",
+        "h200",
+        "--model",
+        str(model),
+        "--workload",
+        "trace",
+        "--trace",
+        str(trace),
+        "--num-prompts",
+        "20",
+    )
     status, out, err = call(capsys, *words)
     assert status == 0, err
     assert "completed               20" in out

@@ -16,13 +16,17 @@ from tests.support.rooms import PACKAGE
 from tests.support.specs import TINY
 
 HIDDEN, HEADS, KV, DIM, INNER, VOCAB, LAYERS = 24, 6, 2, 8, 40, 50, 3
-DENSE = DecoderSpec("llama", VOCAB, HIDDEN, HEADS, KV, DIM, INNER, (LayerSpec(),) * LAYERS, 64, TINY.rope, attention_scale=1.0)
+DENSE = DecoderSpec(
+    "llama", VOCAB, HIDDEN, HEADS, KV, DIM, INNER, (LayerSpec(),) * LAYERS, 64, TINY.rope, attention_scale=1.0
+)
 MOE = MoESpec(num_experts=5, top_k=2, intermediate_size=12, renormalize=True)
 QKV, WIDE = (HEADS + 2 * KV) * DIM, HEADS * DIM
 SPECS = {
     "dense": DENSE,
     "tied": replace(DENSE, tied_head=True),
-    "biased": replace(DENSE, qkv_bias=True, output_bias=True, mlp_bias=True, norm=NormKind.LAYER, rope=None, gated_mlp=False),
+    "biased": replace(
+        DENSE, qkv_bias=True, output_bias=True, mlp_bias=True, norm=NormKind.LAYER, rope=None, gated_mlp=False
+    ),
     "normed heads": replace(DENSE, qk_norm=True, qkv_bias=True),
     "sliding": replace(DENSE, sandwich_norm=True, layers=(LayerSpec(window=8), LayerSpec(), LayerSpec(window=8))),
     "sparse": replace(DENSE, layers=(LayerSpec(moe=MOE),) * LAYERS),
@@ -85,10 +89,18 @@ def test_products_and_splits_follow_the_table(spec: DecoderSpec) -> None:
     wide = 2 * INNER if spec.gated_mlp else INNER
     up = ("gate and up" if spec.gated_mlp else "up", HIDDEN, wide, dense)
     expected = [("qkv", HIDDEN, QKV, LAYERS), ("output", WIDE, HIDDEN, LAYERS), up, ("down", INNER, HIDDEN, dense)]
-    assert [(each.name, each.ins, each.outs, each.layers) for each in products(spec)] == [each for each in expected if each[3]]
-    assert all((site.split is Split.ROW) == (site.outs == HIDDEN and site.role in (Role.OUTPUT, Role.DOWN)) for site in matrices(spec))
+    assert [(each.name, each.ins, each.outs, each.layers) for each in products(spec)] == [
+        each for each in expected if each[3]
+    ]
+    assert all(
+        (site.split is Split.ROW) == (site.outs == HIDDEN and site.role in (Role.OUTPUT, Role.DOWN))
+        for site in matrices(spec)
+    )
     sites = layer_matrices(spec, 0)
-    assert sites[Role.QKV].parts == (HEADS * DIM, KV * DIM, KV * DIM) and (head(spec).outs, head(spec).ins) == (VOCAB, HIDDEN)
+    assert sites[Role.QKV].parts == (HEADS * DIM, KV * DIM, KV * DIM) and (head(spec).outs, head(spec).ins) == (
+        VOCAB,
+        HIDDEN,
+    )
 
 
 def test_the_width_of_qkv_is_derived_in_one_place() -> None:

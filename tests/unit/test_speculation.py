@@ -1,4 +1,5 @@
-"""Speculation without a model: what may be asked, what is looked up, how many are drafted, and that answers stay what they are."""
+"""Speculation without a model: what may be asked, what is looked up, how many are drafted, and that answers stay what
+they are."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ from headrace.speculative.length import AGAIN, FIRST, LEARN, PROBE, REST, Specul
 from headrace.speculative.lookup import AnswerStore, Lookup, continued
 from headrace.speculative.settings import MOST_DRAFTS, read_settings
 from headrace.speculative.verify import accepted
-from tests.support.hash_engine import FIXED, Answers, assert_at_rest, check_books, engine, expected, plans_of, request, run
+from tests.support.hash_engine import (
+    FIXED,
+    Answers,
+    assert_at_rest,
+    check_books,
+    engine,
+    expected,
+    plans_of,
+    request,
+    run,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +105,21 @@ def test_nobody_is_drafted_from_anothers_answers() -> None:
 
 def _observed(speculation: Speculation, drafts: int, accept: int, seconds: float, rows: int = 1) -> None:
     tokens = [(1,) * (1 + accept)] * rows
-    plan = StepPlan(0, rows=array("i", range(rows)), starts=array("i", [9] * rows), counts=array("i", [1 + drafts] * rows),
-                    sample_work=array("i", range(rows)), sample_rows=array("i", range(rows)), drafts=array("i", [drafts] * rows if drafts else []))
+    plan = StepPlan(
+        0,
+        rows=array("i", range(rows)),
+        starts=array("i", [9] * rows),
+        counts=array("i", [1 + drafts] * rows),
+        sample_work=array("i", range(rows)),
+        sample_rows=array("i", range(rows)),
+        drafts=array("i", [drafts] * rows if drafts else []),
+    )
     speculation.observe(plan, StepResult(0, tokens, device_seconds=seconds, drafted=[drafts] * rows if drafts else ()))
 
 
 def _run(speculation: Speculation, steps: int, cost: float, chance: float, rows: int = 1) -> tuple[float, int]:
-    """(tokens a second, steps with drafts), where one draft costs ``cost`` steps and is accepted ``chance`` of the time."""
+    """(tokens a second, steps with drafts), where one draft costs ``cost`` steps and is accepted ``chance`` of the
+    time."""
     tokens, seconds, drafting, due = 0.0, 0.0, 0, 0.0
     for _ in range(steps):
         length, accept = speculation.length(rows), 0
@@ -192,9 +211,19 @@ def test_unused_blocks_come_back() -> None:
 def test_a_modelled_device_accepts_as_often_as_it_is_told() -> None:
     def speed(drafts: int) -> float:
         info, clock = keyed_hash_info(max_drafts=drafts), VirtualClock()
-        executor = ModelledExecutor(info, lambda plan: StepPrice(0.01, 0.0, 0.0, 0.0), clock, acceptance=0.8, draft_cost=0.1)
+        executor = ModelledExecutor(
+            info, lambda plan: StepPrice(0.01, 0.0, 0.0, 0.0), clock, acceptance=0.8, draft_cost=0.1
+        )
         config = SchedulerConfig(max_num_seqs=8, speculative_config=FIXED % drafts if drafts else None)
-        core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=1)
+        core = EngineCore(
+            executor,
+            scheduler=config,
+            cache=CacheConfig(),
+            eos_token_ids=frozenset(),
+            namespace=b"",
+            clock=clock,
+            depth=1,
+        )
         core.add(request(1, range(5), max_tokens=2000))
         answers = run(core)
         assert answers.tokens[1, 0] == list(executor.answer_ids(1, 5, 2000))
@@ -211,4 +240,7 @@ def test_a_request_is_told_why_nothing_of_it_is_drafted() -> None:
     for _ in range(4):
         core.step()
     states = [core.explain(number) for number in (1, 2)]
-    assert [state.drafts for state in states if state is not None] == ["4 tokens a step", "none: the request asks for none"]
+    assert [state.drafts for state in states if state is not None] == [
+        "4 tokens a step",
+        "none: the request asks for none",
+    ]

@@ -38,7 +38,11 @@ def test_children_find_no_compiled_kernel_but_their_models(monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/somebody/cache")
     monkeypatch.delenv("HF_HOME", raising=False)
     found = startup._caches_in(tmp_path)
-    own = {"TRITON_CACHE_DIR": f"{tmp_path}/triton", "XDG_CACHE_HOME": str(tmp_path), "CUDA_CACHE_PATH": f"{tmp_path}/cuda"}
+    own = {
+        "TRITON_CACHE_DIR": f"{tmp_path}/triton",
+        "XDG_CACHE_HOME": str(tmp_path),
+        "CUDA_CACHE_PATH": f"{tmp_path}/cuda",
+    }
     assert found == own | {"HF_HOME": "/home/somebody/cache/huggingface"}
 
 
@@ -56,5 +60,7 @@ def test_children_find_bytecode_where_this_process_may_not_write_it(monkeypatch:
     assert environments == [environment] and not Path(environment["PYTHONPYCACHEPREFIX"]).exists()
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     with startup.bytecode() as environment:
-        assert "PYTHONPYCACHEPREFIX" not in environment or environment["PYTHONPYCACHEPREFIX"] == os.environ.get("PYTHONPYCACHEPREFIX")
+        assert "PYTHONPYCACHEPREFIX" not in environment or environment["PYTHONPYCACHEPREFIX"] == os.environ.get(
+            "PYTHONPYCACHEPREFIX"
+        )
     assert len(environments) == 1

@@ -1,4 +1,5 @@
-"""A step budget in seconds: what fits beside single tokens, against the plain search; progress, promises, and what is said when they break."""
+"""A step budget in seconds: what fits beside single tokens, against the plain search; progress, promises, and what is
+said when they break."""
 
 from __future__ import annotations
 
@@ -41,10 +42,14 @@ class Floors:
 
     def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
         attention = sum(max(p * self.a_pair, k * self.a_key) for p, k in zip(pairs, keys, strict=True))
-        return max(self.weights, tokens * self.a_token) + attention + self.experts * (1.0 - 0.98**tokens) + sampled * 1e-7
+        return (
+            max(self.weights, tokens * self.a_token) + attention + self.experts * (1.0 - 0.98**tokens) + sampled * 1e-7
+        )
 
 
-def meter(seconds: float, starts: Sequence[int] = (100,), speed: StepSpeed | None = None, floors: Floors | None = None) -> StepMeter:
+def meter(
+    seconds: float, starts: Sequence[int] = (100,), speed: StepSpeed | None = None, floors: Floors | None = None
+) -> StepMeter:
     return StepMeter(floors or Floors(), speed or StepSpeed(), seconds, starts)
 
 
@@ -59,7 +64,15 @@ shapes = st.builds(
 )
 
 
-@given(shapes, positions, st.floats(1e-3, 2e-2), st.integers(0, 4000), st.integers(1, 3000), st.floats(0.5, 3.0), st.floats(0.0, 1e-3))
+@given(
+    shapes,
+    positions,
+    st.floats(1e-3, 2e-2),
+    st.integers(0, 4000),
+    st.integers(1, 3000),
+    st.floats(0.5, 3.0),
+    st.floats(0.0, 1e-3),
+)
 @settings(max_examples=80, deadline=None)
 def test_what_fits_is_what_the_plain_search_finds_or_a_little_less(
     floors: Floors, starts: list[int], seconds: float, start: int, most: int, slope: float, gap: float
@@ -84,12 +97,20 @@ def test_what_fits_is_what_the_plain_search_finds_or_a_little_less(
 
 
 @given(positions, st.integers(0, 300), st.integers(1, 300), st.sampled_from([None, 1, 7, 64, 1000]))
-def test_pairs_and_keys_of_a_chunk_are_those_of_the_cost_model(starts: list[int], start: int, count: int, window: int | None) -> None:
+def test_pairs_and_keys_of_a_chunk_are_those_of_the_cost_model(
+    starts: list[int], start: int, count: int, window: int | None
+) -> None:
     rows, counts = array("i", range(len(starts) + 1)), array("i", [1] * len(starts) + [count])
-    plan = StepPlan(0, rows=rows, starts=array("i", [*starts, start]), counts=counts, sample_work=rows, sample_rows=rows)
+    plan = StepPlan(
+        0, rows=rows, starts=array("i", [*starts, start]), counts=counts, sample_work=rows, sample_rows=rows
+    )
     load = load_of(plan, (window,))
-    assert load.pairs[0] == pytest.approx(sum(pairs_of(each, 1, window) for each in starts) + pairs_of(start, count, window))
-    assert load.keys[0] == pytest.approx(sum(keys_of(each, 1, window) for each in starts) + keys_of(start, count, window))
+    assert load.pairs[0] == pytest.approx(
+        sum(pairs_of(each, 1, window) for each in starts) + pairs_of(start, count, window)
+    )
+    assert load.keys[0] == pytest.approx(
+        sum(keys_of(each, 1, window) for each in starts) + keys_of(start, count, window)
+    )
 
 
 def test_a_step_that_nobody_s_answer_waits_for_has_no_bound() -> None:
@@ -171,11 +192,17 @@ def test_a_promise_leaves_room_for_the_tail_and_the_time_between_steps(
 
 
 def test_a_promise_is_kept_on_a_device_whose_speed_must_be_learned() -> None:
-    """The simulated device reaches other shares of its limits for each kind of operator; the engine knows the limits alone, and the steps before."""
+    """The simulated device reaches other shares of its limits for each kind of operator; the engine knows the limits
+    alone, and the steps before."""
     spec = DecoderSpec(
         "llama", 32_000, 2048, 16, 8, 128, 8192, (LayerSpec(),) * 16, 32_768, RopeSpec(5e5, 128), checkpoint_dtype="bfloat16"
     )  # fmt: skip
-    asked = arriving([LoadRequest(1500 + 97 * index % 3000, 50 + 13 * index % 40) for index in range(36)], 9.0, burstiness=1.0, seed=2)
+    asked = arriving(
+        [LoadRequest(1500 + 97 * index % 3000, 50 + 13 * index % 40) for index in range(36)],
+        9.0,
+        burstiness=1.0,
+        seed=2,
+    )
     found = {}
     for name, scheduler in (("tokens", SchedulerConfig()), ("time", SchedulerConfig(max_step_ms=12.0))):
         found[name] = simulate(spec, EngineConfig(scheduler=scheduler), known_devices()["a100"], Load(asked)).figures
@@ -185,10 +212,13 @@ def test_a_promise_is_kept_on_a_device_whose_speed_must_be_learned() -> None:
 
 
 def test_where_prices_are_wrong_promises_steer() -> None:
-    """Limits that are wrong tenfold let every token seem free; the share of what seems to fit comes down to what does."""
+    """Limits that are wrong tenfold let every token seem free; the share of what seems to fit comes down to what
+    does."""
     steering, promise, kept = Steering(), 0.03, []
     for step in range(600):
-        chunk = meter(promise, floors=Floors(weights=20e-3, a_token=1e-6), speed=StepSpeed(share=steering.share)).fits(0, 2000)
+        chunk = meter(promise, floors=Floors(weights=20e-3, a_token=1e-6), speed=StepSpeed(share=steering.share)).fits(
+            0, 2000
+        )
         seconds = 5e-3 + 1e-4 * chunk
         kept.append(seconds <= promise)
         steering.observe(chunk, kept=kept[-1], misjudged=seconds > MISJUDGED * max(20e-3, chunk * 1e-6))
@@ -211,8 +241,8 @@ def test_promises_that_other_programs_break_are_no_reason_for_small_chunks(witho
 
 @pytest.mark.slow
 def test_prompts_on_a_noisy_machine_do_not_wait_much_longer_for_a_bound() -> None:
-    """Some steps take over four times their price. Planned for a quarter of their time, and for four tenths of what fits in that, steps made the
-    median first token come after 7.4 times as long as without a bound."""
+    """Some steps take over four times their price. Planned for a quarter of their time, and for four tenths of what
+    fits in that, steps made the median first token come after 7.4 times as long as without a bound."""
     noise = tuple(math.exp(0.3 * (share - 0.5) + 10.0 * max(0.0, share - 0.85)) for share in SHARES)
 
     def median_ttft(**bound: float) -> tuple[float, StepRecorder]:
@@ -231,7 +261,9 @@ def test_prompts_on_a_noisy_machine_do_not_wait_much_longer_for_a_bound() -> Non
                 core.clock.sleep_until(coming[0][0])
                 continue
             times = [each.finished.times for each in core.step() if each.finished is not None]
-            first += [each.first_token - each.arrival for each in times if each is not None and each.first_token is not None]
+            first += [
+                each.first_token - each.arrival for each in times if each is not None and each.first_token is not None
+            ]
         return sorted(first)[len(first) // 2], recorder
 
     free, _ = median_ttft()

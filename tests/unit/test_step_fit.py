@@ -1,4 +1,5 @@
-"""Fitting prices of steps: known ones are found again, what cannot be told apart is said, disturbed steps do not count."""
+"""Fitting prices of steps: known ones are found again, what cannot be told apart is said, disturbed steps do not
+count."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ TRUE = StepPrices(
 def cost_model(moe: MoESpec | None = None) -> CostModel:
     spec = DecoderSpec("llama", 2000, 256, 4, 2, 64, 512, (LayerSpec(moe=moe),) * 4, 4096, RopeSpec(1e4, 64))
     identity = DeviceIdentity(kind="cuda", name="test", threads=0)
-    profile = DeviceProfile(identity=identity, read_bandwidth=BANDWIDTH, copy_bandwidth=BANDWIDTH, gemm_rates={"bfloat16": RATE})
+    profile = DeviceProfile(
+        identity=identity, read_bandwidth=BANDWIDTH, copy_bandwidth=BANDWIDTH, gemm_rates={"bfloat16": RATE}
+    )
     return CostModel(spec, kv_groups(spec, 16, 2), profile, weight_bytes=2, dtype="bfloat16")
 
 
@@ -52,7 +55,10 @@ def load(rows: int, context: int, prompt: int = 0, filled: int = 0, saved: float
 
 LOADS = [load(rows, context) for rows, context in product((1, 2, 4, 8, 12, 20, 40, 80), (20, 200, 900))]
 LOADS += [load(rows, 300, prompt) for rows, prompt in product((0, 3, 30), (20, 100, 300, 700))]
-LOADS += [load(rows, 300, prompt, size) for rows, (prompt, size) in product((0, 3, 30), ((20, 64), (100, 192), (300, 384), (700, 768), (700, 1024)))]
+LOADS += [
+    load(rows, 300, prompt, size)
+    for rows, (prompt, size) in product((0, 3, 30), ((20, 64), (100, 192), (300, 384), (700, 768), (700, 1024)))
+]
 LOADS += [load(rows, 900, saved=rows * 500.0) for rows in (2, 8, 20, 40, 80)]
 
 
@@ -61,7 +67,9 @@ def price(prices: StepPrices, model: CostModel, each: StepLoad) -> float:
     return float(prices.seconds(model.work(each), BANDWIDTH, RATE, each, alone=alone))
 
 
-def observed(model: CostModel, prices: StepPrices, loads: list[StepLoad], noise: float = 0.0, seed: int = 0) -> list[Observed]:
+def observed(
+    model: CostModel, prices: StepPrices, loads: list[StepLoad], noise: float = 0.0, seed: int = 0
+) -> list[Observed]:
     rng, found = np.random.default_rng(seed), []
     for each in loads:
         seconds = price(prices, model, each) * float(np.exp(noise * rng.standard_normal()))
@@ -79,7 +87,9 @@ def test_known_prices_are_found_again() -> None:
     assert found.median_error < 1e-3 and found.p90_error < 5e-3 and abs(found.bias) < 1e-3
     for steps in LOADS:
         assert price(found.prices, model, steps) == pytest.approx(price(TRUE, model, steps), rel=0.01)
-    assert found.prices.products[0].bytes == pytest.approx(1.3, rel=0.02) and found.prices.decode[0].bytes == pytest.approx(2.0, rel=0.05)
+    assert found.prices.products[0].bytes == pytest.approx(1.3, rel=0.02) and found.prices.decode[
+        0
+    ].bytes == pytest.approx(2.0, rel=0.05)
     assert found.prices.prompts.flops == pytest.approx(2.5, rel=0.05)
 
 
@@ -94,11 +104,15 @@ def test_loads_that_were_not_fitted_are_priced_as_well() -> None:
 
 
 def test_disturbed_steps_do_not_make_steps_seem_quicker() -> None:
-    """A third took five times as long: the others' price is found, and no lower one (a relative error alone would favour too little)."""
+    """A third took five times as long: the others' price is found, and no lower one (a relative error alone would
+    favour too little)."""
     model = cost_model()
     steps = observed(model, TRUE, LOADS * 4)
     hit = np.random.default_rng(5).random(len(steps)) < 1 / 3
-    steps = [replace(each, seconds=each.seconds * (5.0 if disturbed else 1.0)) for each, disturbed in zip(steps, hit, strict=True)]
+    steps = [
+        replace(each, seconds=each.seconds * (5.0 if disturbed else 1.0))
+        for each, disturbed in zip(steps, hit, strict=True)
+    ]
     assert fitted(steps).median_error < 0.1
 
 
@@ -115,8 +129,14 @@ def test_steps_of_one_load_tell_one_parameter_and_say_so_of_the_others() -> None
     found = fitted(observed(cost_model(), TRUE, [load(4, 100)] * 30))
     assert sum(not each.note for each in found.parameters) == 1 and found.p90_error < 1e-6
     notes = {each.name: each.note for each in found.parameters}
-    assert "cannot be told apart by these steps; kept as assumed" in notes["attention of single tokens of 1 to 8 tokens, no prompts, bytes"]
-    assert "taken to be that of products of 1 to 8 tokens, no prompts, bytes" in notes["products of more than 8 tokens, no prompts, bytes"]
+    assert (
+        "cannot be told apart by these steps; kept as assumed"
+        in notes["attention of single tokens of 1 to 8 tokens, no prompts, bytes"]
+    )
+    assert (
+        "taken to be that of products of 1 to 8 tokens, no prompts, bytes"
+        in notes["products of more than 8 tokens, no prompts, bytes"]
+    )
     assert found.prices.products[1].bytes == found.prices.products[0].bytes
 
 
@@ -130,7 +150,11 @@ def test_a_sparse_model_tells_its_experts() -> None:
 def test_nothing_is_quicker_than_the_least() -> None:
     quick = replace(TRUE, products=(Slowness(0.5, 1.0),) * 4)
     found = fitted(observed(cost_model(), quick, LOADS), least=1.0)
-    decided = [each for each in found.parameters if each.steps and not each.name.endswith("seconds") and "norms" not in each.name]
+    decided = [
+        each
+        for each in found.parameters
+        if each.steps and not each.name.endswith("seconds") and "norms" not in each.name
+    ]
     assert min(each.value for each in decided) >= 1.0
 
 
@@ -161,7 +185,9 @@ def test_nnls_takes_columns_that_are_alike_and_columns_of_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 64), st.data(), st.floats(0, 3), st.integers(0, 300))
-def test_skew_touches_no_more_experts_than_even_routing_and_top_k_a_token(experts: int, data: st.DataObject, skew: float, tokens: int) -> None:
+def test_skew_touches_no_more_experts_than_even_routing_and_top_k_a_token(
+    experts: int, data: st.DataObject, skew: float, tokens: int
+) -> None:
     top_k = data.draw(st.integers(1, experts))
     popular = zipf(experts, skew)
     assert sum(picked(popular, top_k)) == pytest.approx(top_k, rel=1e-6)
@@ -176,7 +202,9 @@ def test_skew_by_hand_and_even_popularity_is_even_routing() -> None:
     assert touched_experts(2, 1, 3, (3.0, 1.0)) == pytest.approx((1 - 0.25**3) + (1 - 0.75**3), rel=1e-6)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '["a"]', "[1, 2]", "[1, -2, 3]", "[1, NaN, 3]", "[1, 0, 0]", "[true, 1, 1]"])
+@pytest.mark.parametrize(
+    "text", ["{", "{}", '["a"]', "[1, 2]", "[1, -2, 3]", "[1, NaN, 3]", "[1, 0, 0]", "[true, 1, 1]"]
+)
 def test_counts_of_experts_that_are_none_are_refused(text: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "counts.json"
     path.write_text(text)

@@ -60,7 +60,10 @@ def test_others_are_told_why(change: dict[str, object], reason: str) -> None:
 
 def test_every_fact_shapes_the_code() -> None:
     """Two decoders that differ in what the source is compiled with never share machine code."""
-    base, sizes = StepShape(LLAMA_8B, 128, H200), ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    base, sizes = (
+        StepShape(LLAMA_8B, 128, H200),
+        ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
+    )
     changes = [
         replace(base, block_size=64),
         replace(base, programs=114),
@@ -70,11 +73,17 @@ def test_every_fact_shapes_the_code() -> None:
     assert len({each.options() for each in (base, *changes)}) == len(changes) + 1
 
 
-def test_a_step_that_cannot_be_built_takes_none_so_that_graphs_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_built_takes_none_so_that_graphs_are_captured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where nothing is there to build it with; and for blocks that it cannot read."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200))
-    monkeypatch.setattr(variants, "Module", lambda code, device: SimpleNamespace(number=len, function=lambda *_: SimpleNamespace(number=len)))
+    monkeypatch.setattr(
+        variants,
+        "Module",
+        lambda code, device: SimpleNamespace(number=len, function=lambda *_: SimpleNamespace(number=len)),
+    )
     monkeypatch.setattr(persistent, "_machine_code", lambda shape: b"")
     step = DecodeStep.__new__(DecodeStep)
     step._steps = DecodeSteps(LLAMA_1B, torch.device("cuda"))

@@ -21,7 +21,10 @@ DECODE, PROMPTS = ([40, 900, 7], [1, 1, 1]), ([0, 32], [64, 16])
 def test_a_mixed_step_costs_what_its_decode_rows_and_its_prompts_cost(rate: float) -> None:
     """Attention has no fixed part, so parts add up; one that is left out, or counted as the other kind, shows."""
     time = StepTime(model(TINY, profile(bandwidth=1e3, rate=rate)), ATTENTION)
-    mixed, decode, prompts = (time.of_plan(plan(*rows)).seconds for rows in ([a + b for a, b in zip(DECODE, PROMPTS, strict=True)], DECODE, PROMPTS))
+    mixed, decode, prompts = (
+        time.of_plan(plan(*rows)).seconds
+        for rows in ([a + b for a, b in zip(DECODE, PROMPTS, strict=True)], DECODE, PROMPTS)
+    )
     assert decode > 0 and prompts > 0 and mixed == pytest.approx(decode + prompts)
 
 

@@ -17,7 +17,22 @@ from lab import __main__ as lab
 from lab import simulated
 
 DEMO = str(Path(headrace.__file__).parent / "data" / "demo")
-SIZES = ("--model", DEMO, "--device", "h200", "--requests", "12", "--max-len", "60", "--input", "20", "40", "--output", "4", "8")
+SIZES = (
+    "--model",
+    DEMO,
+    "--device",
+    "h200",
+    "--requests",
+    "12",
+    "--max-len",
+    "60",
+    "--input",
+    "20",
+    "40",
+    "--output",
+    "4",
+    "8",
+)
 
 
 def points(*values: int) -> Iterator[int]:
@@ -57,11 +72,20 @@ def interrupt_at(call: int, work: Any) -> Any:
     ("words", "call", "kept"),
     [
         (("overload", "--loads", "0.5", "2"), 6, lambda found: len(found["points"]) == 4),
-        (("policies", "--only", "qoe", "fair", "--loads", "2"), 5, lambda found: "qoe" in found and "fair" not in found),
+        (
+            ("policies", "--only", "qoe", "fair", "--loads", "2"),
+            5,
+            lambda found: "qoe" in found and "fair" not in found,
+        ),
     ],
 )
 def test_a_simulated_sweep_tells_what_it_has(
-    words: tuple[str, ...], call: int, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    call: int,
+    kept: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(simulated.Bench, "run", interrupt_at(call, simulated.Bench.run))
     written = tmp_path / "found.json"
@@ -71,10 +95,25 @@ def test_a_simulated_sweep_tells_what_it_has(
     assert "prices: " in told.out and "interrupted" in told.err
 
 
-def test_a_load_curve_tells_the_points_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_curve_tells_the_points_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(curve, "run_trial", interrupt_at(3, curve.run_trial))
     written = tmp_path / "curve.json"
-    words = ("--device", "h200", "--num-prompts", "12", "--input-len", "300", "--processes", "1", "--sweep-rate", "5", "50", "500")
+    words = (
+        "--device",
+        "h200",
+        "--num-prompts",
+        "12",
+        "--input-len",
+        "300",
+        "--processes",
+        "1",
+        "--sweep-rate",
+        "5",
+        "50",
+        "500",
+    )
     assert cli.main(["simulate", *words, "--output-json", str(written)]) == 130
     assert [point["offered_rate"] for point in json.loads(written.read_text())["points"]] == [5.0, 50.0]
     assert "2 points" in capsys.readouterr().out

@@ -19,7 +19,12 @@ from headrace.flags import technique_values
 def test_every_switch_has_an_entry_and_every_entry_a_switch() -> None:
     registered = [item.switch for item in techniques.TECHNIQUES]
     assert len(set(registered)) == len(registered)
-    switches = {f"{name}.{item.name}" for name, part in ENGINE_PARTS.items() for item in fields(part) if item.metadata.get("technique")}
+    switches = {
+        f"{name}.{item.name}"
+        for name, part in ENGINE_PARTS.items()
+        for item in fields(part)
+        if item.metadata.get("technique")
+    }
     assert set(registered) == switches
 
 
@@ -52,7 +57,9 @@ def test_names_are_found_in_either_spelling_and_unknown_ones_refused() -> None:
 
 def test_the_command_prints_every_entry_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(Namespace(json=True)) == 0
-    assert [item["name"] for item in json.loads(capsys.readouterr().out)] == [item.name for item in techniques.TECHNIQUES]
+    assert [item["name"] for item in json.loads(capsys.readouterr().out)] == [
+        item.name for item in techniques.TECHNIQUES
+    ]
     assert command.run(Namespace(json=False)) == 0
     text = capsys.readouterr().out
     assert all(item.name in text and item.ablate in text for item in techniques.TECHNIQUES)

@@ -29,7 +29,9 @@ USER = [{"role": "user", "content": "hi"}]
 def render() -> Iterator[object]:
     made: dict[tuple[str, float], ChatTemplate] = {}
 
-    def call(text: str, messages: object = USER, *, seconds: float = 1.0, tools: object = None, **variables: object) -> str:
+    def call(
+        text: str, messages: object = USER, *, seconds: float = 1.0, tools: object = None, **variables: object
+    ) -> str:
         if (text, seconds) not in made:
             made[text, seconds] = ChatTemplate({"default": text}, {"bos_token": "<s>"}, seconds=seconds)
         return made[text, seconds].render(messages, tools, True, variables)  # type: ignore[arg-type]
@@ -49,31 +51,55 @@ def test_what_templates_may_use(render) -> None:
     assert render("{{ {'b': '<é>', 'a': [1, none]} | tojson }}") == '{"b": "<é>", "a": [1, null]}'
     assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
     assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
-    assert render("{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "02"
+    assert (
+        render(
+            "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        )
+        == "02"
+    )
     assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "ahib"
     assert render("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"  # blocks take their line with them
-    assert render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}") == "1"
+    assert (
+        render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}")
+        == "1"
+    )
 
 
 def test_empty_keys_are_left_out_and_reasoning_has_every_name(render) -> None:
     messages = [{"role": "assistant", "content": "", "name": None, "reasoning": "hm"}]
-    assert render("{{ 'name' in messages[0] }}|{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}", messages) == "False|hm|hm"
+    assert (
+        render("{{ 'name' in messages[0] }}|{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}", messages)
+        == "False|hm|hm"
+    )
 
 
-CALLED = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+CALLED = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+]
 EACH = "{% for m in messages %}"
 
 
 @pytest.mark.parametrize(
     ("template", "shown"),
     [
-        (EACH + "[{{ m.role }}{% if m.content is none %} calls{% else %} {{ m.content }}{% endif %}]{% endfor %}", "[user hi][assistant calls]"),
+        (
+            EACH + "[{{ m.role }}{% if m.content is none %} calls{% else %} {{ m.content }}{% endif %}]{% endfor %}",
+            "[user hi][assistant calls]",
+        ),
         (EACH + "[{{ m['content'] }}]{% endfor %}", "[hi][]"),  # would write None
         (EACH + "[{{ m.content | tojson }}]{% endfor %}", '["hi"][""]'),
         (EACH + "[{{ '' + m['content'] }}]{% endfor %}", "[hi][]"),  # fails at null
-        (EACH + "{{ raise_exception('short') if messages | length > 2 }}[{{ m.content is none }}]{% endfor %}", "[False][True]"),  # nothing known
+        (
+            EACH + "{{ raise_exception('short') if messages | length > 2 }}[{{ m.content is none }}]{% endfor %}",
+            "[False][True]",
+        ),  # nothing known
         (EACH + "{{ raise_exception('short') if messages | length > 2 }}[{{ '' + m.content }}]{% endfor %}", "[hi][]"),
-        (EACH + "[{{ '' + m.content }}{% for c in m.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}]{% endfor %}", "[hi][{}]"),  # both
+        (
+            EACH
+            + "[{{ '' + m.content }}{% for c in m.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}]{% endfor %}",
+            "[hi][{}]",
+        ),  # both
     ],
 )
 def test_no_content_is_null_where_a_template_takes_it(render, template: str, shown: str) -> None:
@@ -81,7 +107,10 @@ def test_no_content_is_null_where_a_template_takes_it(render, template: str, sho
 
 
 def test_null_is_one_thing_with_calls_and_another_without(render) -> None:
-    text = EACH + "[{% if m.tool_calls %}{{ 'nothing' if m.content is none }}{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+    text = (
+        EACH
+        + "[{% if m.tool_calls %}{{ 'nothing' if m.content is none }}{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+    )
     assert render(text, [*CALLED, {"role": "assistant", "content": None}]) == "[hi][nothing][]"
 
 
@@ -95,20 +124,32 @@ IF_TEXT = EACH + "[{% if m.content is string %}{{ m.content }}{% else %}"
     ("template", "shown"),
     [
         (EACH + "[{{ m.content }}]{% endfor %}", "[a\nb]"),
-        (IF_TEXT + "{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}]{% endfor %}", "[a\nb]"),  # one part is not its text
+        (
+            IF_TEXT + "{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}]{% endfor %}",
+            "[a\nb]",
+        ),  # one part is not its text
         (IF_TEXT + "{{ m.content | map(attribute='text') | join('+') }}{% endif %}]{% endfor %}", "[a+b]"),
-        (EACH + "[{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}]{% endfor %}", "[ab]"),  # knows lists alone
+        (
+            EACH + "[{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}]{% endfor %}",
+            "[ab]",
+        ),  # knows lists alone
         (EACH + "[{{ '' + m.content }}]{% endfor %}", "[a\nb]"),
     ],
 )
 def test_parts_are_a_list_where_a_template_takes_one(render, template: str, shown: str) -> None:
     assert render(template, [{"role": "user", "content": PARTS}]) == shown
     one = shown.replace("a\nb", "a").replace("a+b", "a").replace("ab", "a")
-    assert render(template, [{"role": "user", "content": PARTS[:1]}]) == render(template, [{"role": "user", "content": "a"}]) == one
+    assert (
+        render(template, [{"role": "user", "content": PARTS[:1]}])
+        == render(template, [{"role": "user", "content": "a"}])
+        == one
+    )
 
 
 def test_each_role_is_asked_about(render) -> None:
-    text = EACH + "[{% if m.role == 'user' and m.content is not string %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    text = (
+        EACH + "[{% if m.role == 'user' and m.content is not string %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    )
     text += "{% else %}{{ m.content }}{% endif %}]{% endfor %}"
     said = [{"role": role, "content": PARTS} for role in ("system", "user", "assistant", "tool")]
     assert render(text, said) == "[a\nb][ab][a\nb][a\nb]"
@@ -116,9 +157,13 @@ def test_each_role_is_asked_about(render) -> None:
 
 def test_arguments_are_a_text_where_the_template_wants_one(render) -> None:
     def said(arguments: object) -> list[dict[str, object]]:
-        return [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        ]
 
-    wants_text = "{% for call in messages[0].tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    wants_text = (
+        "{% for call in messages[0].tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    )
     assert render(wants_text, said({"a": "é"})) == render(wants_text, said('{"a": "é"}')) == 'f{"a": "é"}'
     assert render("{{ messages[0].tool_calls[0].function.arguments.a }}", said({"a": "é"})) == "é"
     with pytest.raises(InvalidRequest, match="can only concatenate"):
@@ -291,7 +336,9 @@ def test_named_templates() -> None:
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}})
+    )
     source = find_model(ModelConfig(model=str(tmp_path), load_format="dummy"))
 
     def found() -> dict[str, str]:
@@ -346,7 +393,10 @@ def test_the_bundled_template() -> None:
     ("template", "fault"),
     [
         ("{{ messages[0].content }}", None),
-        ("a\n{% if %}", "the model's chat template is not valid Jinja (line 2: Expected an expression, got 'end of statement block')."),
+        (
+            "a\n{% if %}",
+            "the model's chat template is not valid Jinja (line 2: Expected an expression, got 'end of statement block').",
+        ),
         ("{{ nosuch.field }}", "the chat template refuses even one short message: 'nosuch' is undefined."),
     ],
 )

@@ -1,4 +1,5 @@
-"""Tenants of a simulated load: who sends what, what each of them got by hand, what fair is worth, and flags that make no sense."""
+"""Tenants of a simulated load: who sends what, what each of them got by hand, what fair is worth, and flags that make
+no sense."""
 
 from __future__ import annotations
 
@@ -15,17 +16,33 @@ from headrace.planner.tenants import among, drift, tenant_figures, with_prioriti
 from headrace.planner.workload.load import Lengths, LoadRequest, conversing
 from headrace.planner.workload.statistics import Sample
 
-DEMO = ("simulate", "--device", "l40s", "--input-len", "40", "--output-len", "24", "--random-range-ratio", "0.5", "--max-num-seqs", "4")
+DEMO = (
+    "simulate",
+    "--device",
+    "l40s",
+    "--input-len",
+    "40",
+    "--output-len",
+    "24",
+    "--random-range-ratio",
+    "0.5",
+    "--max-num-seqs",
+    "4",
+)
 
 
 def sample(sent: float, *arrivals: float, prompt: int = 10) -> Sample:
-    return Sample(sent=sent, arrivals=list(arrivals), prompt_tokens=prompt, output_tokens=len(arrivals), ended=arrivals[-1])
+    return Sample(
+        sent=sent, arrivals=list(arrivals), prompt_tokens=prompt, output_tokens=len(arrivals), ended=arrivals[-1]
+    )
 
 
 def test_requests_are_shared_out_by_a_seed() -> None:
     asked = [LoadRequest(5, 6) for _ in range(4000)]
     alike, hogged = (Counter(each.tenant for each in among(asked, 4, hog, 1)) for hog in (None, 0.7))
-    assert sorted(alike) == ["key1", "key2", "key3", "key4"] and all(count == pytest.approx(1000, rel=0.1) for count in alike.values())
+    assert sorted(alike) == ["key1", "key2", "key3", "key4"] and all(
+        count == pytest.approx(1000, rel=0.1) for count in alike.values()
+    )
     assert hogged["key1"] == pytest.approx(2800, rel=0.05) and hogged["key4"] == pytest.approx(400, rel=0.2)
     assert among(asked, 4, 0.7, 1) == among(asked, 4, 0.7, 1) != among(asked, 4, 0.7, 2)
 
@@ -37,7 +54,8 @@ def test_turns_of_a_conversation_are_of_one_tenant() -> None:
 
 
 def test_drift_counts_while_both_wait() -> None:
-    """One tenant is served three times in a row while the other waits: three prompts of 10 and three tokens of 2; not what came after."""
+    """One tenant is served three times in a row while the other waits: three prompts of 10 and three tokens of 2; not
+    what came after."""
     light = [sample(0.0, 5.0), sample(0.0, 50.0)]
     heavy = [sample(0.0, float(at)) for at in (1, 2, 3, 60, 61)]
     assert drift(light, heavy) == drift(heavy, light) == 3 * (10 + 2)
@@ -75,7 +93,9 @@ def simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -
     return dict(json.loads(written.read_text()))
 
 
-def test_fair_keeps_services_together_where_first_come_first_served_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fair_keeps_services_together_where_first_come_first_served_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     load = ("--num-prompts", "90", "--request-rate", "inf", "--tenants", "2", "--hog", "0.8")
     fcfs, fair, weighted = (
         simulated(tmp_path, capsys, *load, *more)
@@ -83,21 +103,32 @@ def test_fair_keeps_services_together_where_first_come_first_served_does_not(tmp
     )
     assert fcfs["service_drift"] > 4 * fair["service_drift"] and fair["service_drift"] <= fair["service_drift_bound"]
     assert fair["key2_mean_ttft_ms"] < 0.6 * fcfs["key2_mean_ttft_ms"]
-    assert weighted["service_drift"] <= weighted["service_drift_bound"] and weighted["key2_mean_ttft_ms"] > 1.5 * fair["key2_mean_ttft_ms"]
+    assert (
+        weighted["service_drift"] <= weighted["service_drift_bound"]
+        and weighted["key2_mean_ttft_ms"] > 1.5 * fair["key2_mean_ttft_ms"]
+    )
     assert "of 2 tenants, 80% of them key1's" in fair["facts"]["shape"]
     alone = simulated(tmp_path, capsys, *load[:4])
     assert alone["duration"] == fcfs["duration"] and "service_drift" not in alone, "who sends what changes nothing else"
 
 
-def test_the_urgent_go_first_under_priority_and_not_under_fcfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_urgent_go_first_under_priority_and_not_under_fcfs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     load = ("--num-prompts", "90", "--request-rate", "inf", "--priorities", "0:.2", "7:0.8")
-    fcfs, urgent = (simulated(tmp_path, capsys, *load, "--scheduling-policy", policy) for policy in ("fcfs", "priority"))
+    fcfs, urgent = (
+        simulated(tmp_path, capsys, *load, "--scheduling-policy", policy) for policy in ("fcfs", "priority")
+    )
     assert urgent["priority0_mean_ttft_ms"] < 0.5 * fcfs["priority0_mean_ttft_ms"]
     assert urgent["priority7_mean_ttft_ms"] > fcfs["priority7_mean_ttft_ms"]
-    assert urgent["priority0_completed"] + urgent["priority7_completed"] == 90 and 8 < urgent["priority0_completed"] < 30
+    assert (
+        urgent["priority0_completed"] + urgent["priority7_completed"] == 90 and 8 < urgent["priority0_completed"] < 30
+    )
     assert "90 requests, priorities 0:.2 7:0.8" in urgent["facts"]["shape"]
     alike = simulated(tmp_path, capsys, *load[:4])
-    assert alike["duration"] == fcfs["duration"] and "priority0_completed" not in alike, "who is urgent changes nothing else"
+    assert alike["duration"] == fcfs["duration"] and "priority0_completed" not in alike, (
+        "who is urgent changes nothing else"
+    )
 
 
 def test_turns_of_a_conversation_have_one_priority() -> None:

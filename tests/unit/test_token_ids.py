@@ -44,7 +44,14 @@ def test_anything_else_is_not_packed_and_is_refused(odd: Any) -> None:
             parse_prompt(ids)
 
 
-@given(st.lists(st.one_of(st.integers(LEAST, MOST), st.sampled_from([each for each in ODD if not isinstance(each, np.ndarray)])), min_size=1))
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(LEAST, MOST), st.sampled_from([each for each in ODD if not isinstance(each, np.ndarray)])
+        ),
+        min_size=1,
+    )
+)
 def test_packing_is_the_slow_check(ids: list[Any]) -> None:
     plain = all(type(each) is int and LEAST <= each <= MOST for each in ids)
     assert try_pack(ids) == (array("i", ids) if plain else None)

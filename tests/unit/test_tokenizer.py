@@ -33,7 +33,11 @@ def demo() -> Tokenizer:
 
 def spm_pieces(words: list[str]) -> list[Piece]:
     """The usual head of a SentencePiece vocabulary, single characters, then ``words`` in order of merging."""
-    head = [Piece("<unk>", 0.0, PieceType.UNKNOWN), Piece("<s>", 0.0, PieceType.CONTROL), Piece("</s>", 0.0, PieceType.CONTROL)]
+    head = [
+        Piece("<unk>", 0.0, PieceType.UNKNOWN),
+        Piece("<s>", 0.0, PieceType.CONTROL),
+        Piece("</s>", 0.0, PieceType.CONTROL),
+    ]
     head += [Piece(f"<0x{byte:02X}>", 0.0, PieceType.BYTE) for byte in range(256)]
     letters = sorted(set("".join(words)) | set("▁abcdefé"))
     merged = [*words, *letters]
@@ -68,14 +72,22 @@ def undecoded() -> Tokenizer:
 
 # --- decoding in pieces -----------------------------------------------------------------------------------------------
 
-TOKENIZERS = {"bytes": demo(), "pieces": spm(), "pieces-no-prefix": spm(False), "metaspace": metaspace(), "window": wordpiece(), "none": undecoded()}
+TOKENIZERS = {
+    "bytes": demo(),
+    "pieces": spm(),
+    "pieces-no-prefix": spm(False),
+    "metaspace": metaspace(),
+    "window": wordpiece(),
+    "none": undecoded(),
+}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_pieces_of_text_add_up_to_the_whole(kind: str, data: st.DataObject) -> None:
-    """Ids with and without tokens, in any segmentation, special tokens skipped or not: also as the library decodes them."""
+    """Ids with and without tokens, in any segmentation, special tokens skipped or not: also as the library decodes
+    them."""
     tokenizer, skip = TOKENIZERS[kind], data.draw(st.booleans())
     ids = data.draw(st.lists(st.integers(0, min(tokenizer.vocab_size + 2, 8200)), max_size=MAX_BYTE_RUN))
     decoder, text, at = tokenizer.stream_decoder(skip), "", 0
@@ -172,7 +184,11 @@ def sentencepiece_bpe(pieces: list[Piece], text: str) -> list[int]:
         _, at = min(pairs)
         symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
     byte = {piece.text: index for index, piece in enumerate(pieces) if piece.type == PieceType.BYTE}
-    return [token for symbol in symbols for token in ([scores[symbol][1]] if symbol in scores else [byte[f"<0x{b:02X}>"] for b in symbol.encode()])]
+    return [
+        token
+        for symbol in symbols
+        for token in ([scores[symbol][1]] if symbol in scores else [byte[f"<0x{b:02X}>"] for b in symbol.encode()])
+    ]
 
 
 def test_merges_from_scores_encode_as_sentencepiece_does() -> None:
@@ -206,7 +222,9 @@ def test_bos_and_eos_are_added_as_the_config_says() -> None:
 def test_tokens_that_only_the_config_names_are_added() -> None:
     text = plain(None, {"?": 0, "a": 1})._backend.to_str()
     extra = {"content": "<|x|>", "special": True, "lstrip": False}
-    tokenizer = Tokenizer(TokenizerFiles("t", text, {"eos_token": "a", "added_tokens_decoder": {"2": extra, "3": {"content": "<y>"}}}))
+    tokenizer = Tokenizer(
+        TokenizerFiles("t", text, {"eos_token": "a", "added_tokens_decoder": {"2": extra, "3": {"content": "<y>"}}})
+    )
     assert tokenizer.vocab_size == 4
     assert tokenizer.special_token_ids == {1, 2}
     assert tokenizer.encode("<|x|><y>") == [2, 3]
@@ -240,7 +258,14 @@ def test_a_model_may_have_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[1]", '{"model": 1}', '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 1}, "merges": ["a b"]}}']
+    "content",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"model": 1}',
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 1}, "merges": ["a b"]}}',
+    ],
 )
 def test_a_damaged_tokenizer_is_one_sentence(content: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
@@ -259,23 +284,40 @@ def charsmap(longest: int) -> dict[str, Any]:
 DOUBLE = replace({"String": "a"}, "aa")
 GROWING = {
     "normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 40},
-    "normalizer nested": {"type": "Sequence", "normalizers": [DOUBLE, {"type": "Sequence", "normalizers": [DOUBLE] * 30}]},
+    "normalizer nested": {
+        "type": "Sequence",
+        "normalizers": [DOUBLE, {"type": "Sequence", "normalizers": [DOUBLE] * 30}],
+    },
     "normalizer long": replace({"String": "a"}, "a" * 100_000),
     "normalizer regex": replace({"Regex": ""}, "a" * 1000),
     "normalizer map": charsmap(100_000),
     "normalizer prepend": {"type": "Prepend", "prepend": "a" * 10_000_000},
     "decoder": {"type": "Sequence", "decoders": [DOUBLE] * 40},
-    "post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000, "pair": [], "special_tokens": {}},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000,
+        "pair": [],
+        "special_tokens": {},
+    },
 }
 
 
 @pytest.mark.parametrize("kind", GROWING)
 @pytest.mark.parametrize("escaped", [False, True])
 def test_parts_that_multiply_a_text_are_refused_before_they_see_one(kind: str, escaped: bool) -> None:
-    """Also where an added token would go through them while the file is read, and where their names are written in escapes."""
+    """Also where an added token would go through them while the file is read, and where their names are written in
+    escapes."""
     value = bpe_tokenizer(spm_pieces(WORDS), add_space_prefix=True)
     value[kind.partition(" ")[0]] = GROWING[kind]
-    token = {"id": 999, "content": "a" * 100, "normalized": True, "special": False, "single_word": False, "lstrip": False, "rstrip": False}
+    token = {
+        "id": 999,
+        "content": "a" * 100,
+        "normalized": True,
+        "special": False,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
     value["added_tokens"] = [*value["added_tokens"], token]
     text = json.dumps(value)
     for name in ("Replace", "Precompiled", "Prepend", "TemplateProcessing") if escaped else ():
@@ -285,7 +327,11 @@ def test_parts_that_multiply_a_text_are_refused_before_they_see_one(kind: str, e
 
 
 def test_parts_as_real_tokenizers_have_them_are_taken() -> None:
-    for part in (charsmap(33), {"type": "NFKC"}, {"type": "Sequence", "normalizers": [charsmap(33), replace({"Regex": " {2,}"}, "▁")]}):
+    for part in (
+        charsmap(33),
+        {"type": "NFKC"},
+        {"type": "Sequence", "normalizers": [charsmap(33), replace({"Regex": " {2,}"}, "▁")]},
+    ):
         check_normalizer(json.dumps({"normalizer": part}), "test")
 
 
@@ -322,13 +368,18 @@ def message(field: int, body: bytes) -> bytes:
 
 def sentencepiece_file(pieces: list[Piece], kind: int = 2) -> bytes:
     body = b"".join(
-        message(1, message(1, piece.text.encode()) + b"\x15" + struct.pack("<f", piece.score) + b"\x18" + varint(piece.type)) for piece in pieces
+        message(
+            1, message(1, piece.text.encode()) + b"\x15" + struct.pack("<f", piece.score) + b"\x18" + varint(piece.type)
+        )
+        for piece in pieces
     )
     return body + message(2, b"\x18" + varint(kind)) + message(3, message(1, b"identity"))
 
 
 def test_a_lone_sentencepiece_model_is_read(tmp_path: Path) -> None:
-    config = folder_of(tmp_path, vocab_size=1000, tokenizer_config={"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+    config = folder_of(
+        tmp_path, vocab_size=1000, tokenizer_config={"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    )
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file(spm_pieces(WORDS)))
     tokenizer = load_tokenizer(find_model(config))
     assert tokenizer is not None
@@ -345,7 +396,9 @@ def test_other_and_damaged_sentencepiece_models_are_one_sentence(tmp_path: Path)
     chance = random.Random(3)
     for _ in range(300):
         at = chance.randrange(len(whole))
-        (tmp_path / "tokenizer.model").write_bytes(whole[:at] + bytes([chance.randrange(256)]) + whole[at + 1 : chance.randrange(at, len(whole)) + 1])
+        (tmp_path / "tokenizer.model").write_bytes(
+            whole[:at] + bytes([chance.randrange(256)]) + whole[at + 1 : chance.randrange(at, len(whole)) + 1]
+        )
         try:
             load_tokenizer(find_model(config))
         except ModelError:

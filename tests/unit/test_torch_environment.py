@@ -1,4 +1,5 @@
-"""How compute threads wait and in which pages tensors lie is said before torch is loaded, and never against the user's word."""
+"""How compute threads wait and in which pages tensors lie is said before torch is loaded, and never against the user's
+word."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from headrace.torch_environment import HUGE_PAGES, SPIN_COUNT, prepare_for_torch
         ({HUGE_PAGES: "0"}, SPIN_COUNT, "0"),
     ],
 )
-def test_the_users_word_stands(said: dict[str, str], count: str | None, pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_word_stands(
+    said: dict[str, str], count: str | None, pages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", HUGE_PAGES):
         monkeypatch.delenv(name, raising=False)
     for name, value in said.items():

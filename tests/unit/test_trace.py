@@ -33,7 +33,9 @@ def traced_run(path: Path, depth: int, requests: int = 3, drafts: int = 0) -> tu
     clock, recorder = RealClock(), StepRecorder()
     core = EngineCore(
         KeyedHashExecutor(keyed_hash_info(max_drafts=drafts), device_time=0.0005, clock=clock, acceptance=0.7),
-        scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=2, speculative_config=FIXED % drafts if drafts else None),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=16, max_num_seqs=2, speculative_config=FIXED % drafts if drafts else None
+        ),
         cache=CacheConfig(),
         eos_token_ids=frozenset(),
         namespace=b"",
@@ -60,7 +62,11 @@ def test_a_step_tells_what_was_drafted_and_right(tmp_path: Path) -> None:
     trace, _ = traced_run(tmp_path / "t.json", 1, drafts=3)
     trace.close()
     told = [event["args"] for event in events_of(tmp_path / "t.json") if "drafted" in event.get("args", {})]
-    assert told and all(0 <= each["accepted"] <= each["drafted"] for each in told) and sum(each["accepted"] for each in told) > 0
+    assert (
+        told
+        and all(0 <= each["accepted"] <= each["drafted"] for each in told)
+        and sum(each["accepted"] for each in told) > 0
+    )
     plain, _ = traced_run(tmp_path / "plain.json", 1)
     plain.close()
     assert not any("drafted" in event.get("args", {}) for event in events_of(tmp_path / "plain.json"))
@@ -100,19 +106,26 @@ def test_sequences_begin_and_end_once(tmp_path: Path) -> None:
     trace, _ = traced_run(tmp_path / "t.json", 1)
     trace.close()
     slices = [(event["ph"], event["id"]) for event in events_of(tmp_path / "t.json") if event["ph"] in "be"]
-    assert sorted(slices) == sorted((phase, each) for phase in "be" for each in {each for _, each in slices}) and len(slices) == 6
+    assert (
+        sorted(slices) == sorted((phase, each) for phase in "be" for each in {each for _, each in slices})
+        and len(slices) == 6
+    )
 
 
 def test_an_unfinished_trace_is_complete_up_to_the_last_step(tmp_path: Path) -> None:
     trace, recorder = traced_run(tmp_path / "t.json", 1)
     assert not (tmp_path / "t.json").read_text().rstrip().endswith("]")
-    steps = [event["args"]["step"] for event in events_of(tmp_path / "t.json") if event["ph"] == "X" and event["tid"] == 2]
+    steps = [
+        event["args"]["step"] for event in events_of(tmp_path / "t.json") if event["ph"] == "X" and event["tid"] == 2
+    ]
     assert steps == [record.step_id for record in recorder.records]
     trace.close()
 
 
 def test_a_trace_without_steps_is_valid(tmp_path: Path) -> None:
-    StepTrace(TraceFile(str(tmp_path / "t.json")), StepRecorder(), lambda: pytest.fail("nothing ran"), name="idle").close()
+    StepTrace(
+        TraceFile(str(tmp_path / "t.json")), StepRecorder(), lambda: pytest.fail("nothing ran"), name="idle"
+    ).close()
     assert {event["ph"] for event in events_of(tmp_path / "t.json")} == {"M"}
     TraceFile(str(tmp_path / "empty.json")).close()
     assert events_of(tmp_path / "empty.json") == []

@@ -1,4 +1,5 @@
-"""``python -m lab truth`` on machines of known prices that drift and are disturbed: they are judged right, and a wrong price is found."""
+"""``python -m lab truth`` on machines of known prices that drift and are disturbed: they are judged right, and a wrong
+price is found."""
 
 from __future__ import annotations
 
@@ -37,14 +38,34 @@ from lab.truth_judge import Judged, judge
 from lab.truth_loads import Loads, Part, loads_for, repeated, sized, suited
 from lab.truth_run import Runner
 
-SPEC = DecoderSpec("llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16")
+SPEC = DecoderSpec(
+    "llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16"
+)
 PROFILE = DeviceProfile(
-    identity=DeviceIdentity(kind="cpu", name="a machine", threads=0), read_bandwidth=1e9, copy_bandwidth=1e9, gemm_rates={"bfloat16": 2e11}
+    identity=DeviceIdentity(kind="cpu", name="a machine", threads=0),
+    read_bandwidth=1e9,
+    copy_bandwidth=1e9,
+    gemm_rates={"bfloat16": 2e11},
 )
 ONE, TWO = Slowness(1.4, 1.3), Slowness(2.2, 1.0)
-PRICES = StepPrices((ONE, ONE), ONE, (TWO, TWO), Slowness(0.0, 1.8), 1.0, 1.0, classes_of("cpu"), (1e-3, 1e-3), 1e-5, woken=5e-4, rested=2e-3)
+PRICES = StepPrices(
+    (ONE, ONE),
+    ONE,
+    (TWO, TWO),
+    Slowness(0.0, 1.8),
+    1.0,
+    1.0,
+    classes_of("cpu"),
+    (1e-3, 1e-3),
+    1e-5,
+    woken=5e-4,
+    rested=2e-3,
+)
 CONFIG = replace(  # bfloat16 whatever this CPU computes in
-    EngineConfig(), model=ModelConfig(dtype="bfloat16"), cache=CacheConfig(block_size=16), scheduler=SchedulerConfig(max_num_batched_tokens=512)
+    EngineConfig(),
+    model=ModelConfig(dtype="bfloat16"),
+    cache=CacheConfig(block_size=16),
+    scheduler=SchedulerConfig(max_num_batched_tokens=512),
 )
 RATIOS = tuple(math.exp(0.1 * (share - 0.5) + 3.0 * max(0.0, share - 0.8)) for share in SHARES)
 HICCUPS = Steadiness(RATIOS, tuple(math.sqrt(each) for each in RATIOS), 0.6, 0.1)
@@ -70,12 +91,28 @@ LOADS = Loads(
 def machine(folder: Path, ratio: Callable[[int, float, bool], float]) -> Runner:
     """An engine of PRICES on virtual time whose steps take ``ratio`` times as long."""
     costs, clock = CostModel(SPEC, kv_groups(SPEC, 16, 2), PROFILE, weight_bytes=2, dtype="bfloat16"), VirtualClock()
-    info = keyed_hash_info(vocab_size=SPEC.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096)
+    info = keyed_hash_info(
+        vocab_size=SPEC.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096
+    )
     executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=ratio)
-    core = EngineCore(executor, scheduler=CONFIG.scheduler, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=0)
-    facts, path, salts = facts_of(costs, DeviceConfig(overlap=0), model="m", engine="test"), folder / "trace.json", itertools.count(7, 7919)
+    core = EngineCore(
+        executor,
+        scheduler=CONFIG.scheduler,
+        cache=CacheConfig(),
+        eos_token_ids=frozenset(),
+        namespace=b"",
+        clock=clock,
+        depth=0,
+    )
+    facts, path, salts = (
+        facts_of(costs, DeviceConfig(overlap=0), model="m", engine="test"),
+        folder / "trace.json",
+        itertools.count(7, 7919),
+    )
     trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
-    return Runner(folder, path, lambda part, path: truth_run._drive(core, trace, part, next(salts), SPEC.vocab_size, path))
+    return Runner(
+        folder, path, lambda part, path: truth_run._drive(core, trace, part, next(salts), SPEC.vocab_size, path)
+    )
 
 
 def drifting(step: int, now: float, alone: bool) -> float:
@@ -110,17 +147,26 @@ def drifted(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return measured(tmp_path_factory.mktemp("disturbed"), Disturbances(HICCUPS, 3).ratio, replace(LOADS, held=LOADS.held[:1]))
+    return measured(
+        tmp_path_factory.mktemp("disturbed"), Disturbances(HICCUPS, 3).ratio, replace(LOADS, held=LOADS.held[:1])
+    )
 
 
 def verdict(seen: Seen, found: CalibratedSteps, *names: str, lucks: int = 2) -> list[Judged]:
     """The more ``lucks`` the less chance: of what must hold, and not of what is far off anyway."""
     on, held = replace(seen.device, calibrated=(found,)), seen.measured
-    return [judge(SPEC, CONFIG, on, part, held.runs[part.name], lucks=lucks) for part in held.held if part.name in names]
+    return [
+        judge(SPEC, CONFIG, on, part, held.runs[part.name], lucks=lucks) for part in held.held if part.name in names
+    ]
 
 
 def missed(judged: list[Judged]) -> list[str]:
-    return [f"{each.part.name} {one.figure} {one.error:+.1%}" for each in judged for one in each.asked if one.verdict == "MISSED"]
+    return [
+        f"{each.part.name} {one.figure} {one.error:+.1%}"
+        for each in judged
+        for one in each.asked
+        if one.verdict == "MISSED"
+    ]
 
 
 def error(judged: list[Judged], figure: str) -> float:
@@ -131,8 +177,12 @@ def test_a_machine_that_drifts_is_judged_right(drifted: Seen) -> None:
     right = verdict(drifted, drifted.found, "closed", "open", lucks=4)
     assert not missed(right) and error(right, "mean_step_ms") < 0.08
     assert drifted.found.prices.rested > 2.0 * drifted.found.prices.woken
-    first, _ = _calibrated(drifted.bench, drifted.runner, replace(drifted.measured, parts=drifted.measured.parts[: len(LOADS.servings[0])]))
-    assert error(verdict(drifted, first, "closed"), "mean_step_ms") > 0.12, "what was fitted before the machine slowed down"
+    first, _ = _calibrated(
+        drifted.bench, drifted.runner, replace(drifted.measured, parts=drifted.measured.parts[: len(LOADS.servings[0])])
+    )
+    assert error(verdict(drifted, first, "closed"), "mean_step_ms") > 0.12, (
+        "what was fitted before the machine slowed down"
+    )
 
 
 def test_tails_of_a_machine_that_is_disturbed_are_simulated_and_a_wrong_price_is_found(disturbed: Seen) -> None:
@@ -144,21 +194,37 @@ def test_tails_of_a_machine_that_is_disturbed_are_simulated_and_a_wrong_price_is
     assert not [each for each in missed(with_tails) if "p99_ttft" not in each]  # the longest of 90 prompts is luck
     steady = verdict(disturbed, replace(found, steadiness=None), "closed")
     assert error(with_tails, "p99_itl_ms") < 0.7 * error(steady, "p99_itl_ms")
-    dear = replace(found.prices, products=tuple(Slowness(1.5 * each.bytes, each.flops) for each in found.prices.products))
+    dear = replace(
+        found.prices, products=tuple(Slowness(1.5 * each.bytes, each.flops) for each in found.prices.products)
+    )
     assert any("mean_step_ms" in each for each in missed(verdict(disturbed, replace(found, prices=dear), "closed")))
 
 
-def test_figures_of_a_machine_that_disagrees_with_itself_are_counted_apart(drifted: Seen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_of_a_machine_that_disagrees_with_itself_are_counted_apart(
+    drifted: Seen, capsys: pytest.CaptureFixture[str]
+) -> None:
     (judged,) = verdict(drifted, drifted.found, "closed")
 
     def shown(simulated: float, **spreads: float) -> tuple[int, str]:
-        compared = tuple(replace(each, simulated=simulated * each.measured, spread=spreads.get(each.figure, 0.01)) for each in judged.compared)
-        status = _show(argparse.Namespace(model=None, keep=None, output_json=None), drifted.found, [replace(judged, compared=compared)], ())
+        compared = tuple(
+            replace(each, simulated=simulated * each.measured, spread=spreads.get(each.figure, 0.01))
+            for each in judged.compared
+        )
+        status = _show(
+            argparse.Namespace(model=None, keep=None, output_json=None),
+            drifted.found,
+            [replace(judged, compared=compared)],
+            (),
+        )
         return status, capsys.readouterr().out
 
     assert shown(1.0)[0] == 0
     status, out = shown(1.0, median_ttft_ms=0.5)
-    assert status == 3 and f"{len(judged.asked) - 1} of {len(judged.asked)} figures hold, 1 void" in out and "more than 15% apart" in out
+    assert (
+        status == 3
+        and f"{len(judged.asked) - 1} of {len(judged.asked)} figures hold, 1 void" in out
+        and "more than 15% apart" in out
+    )
     status, out = shown(1.5, median_ttft_ms=0.5)
     assert status == 1 and f"0 of {len(judged.asked)} figures hold, {len(judged.asked) - 1} MISSED, 1 void" in out
 
@@ -167,9 +233,17 @@ def test_steps_of_b_are_none_that_prices_are_fitted_to(drifted: Seen) -> None:
     runner, seen = drifted.runner, drifted.measured
     mine = {step.step_id for step in runner.recorded(seen.parts).steps}
     others = {step for name, span in runner.spans.items() if name not in seen.parts for step in span}
-    assert {name[0] for name in seen.parts} == {"a"} and len(runner.spans["b0.closed"]) == seen.runs["closed"][0]["steps"]
-    assert len(runner.spans) == 1 + 3 * 4 + 2 * 2 and not mine & others and sorted(mine | others) == list(range(runner.until))
-    assert not any(request["cached_tokens"] for runs in seen.runs.values() for each in runs for request in each["requests"])
+    assert {name[0] for name in seen.parts} == {"a"} and len(runner.spans["b0.closed"]) == seen.runs["closed"][0][
+        "steps"
+    ]
+    assert (
+        len(runner.spans) == 1 + 3 * 4 + 2 * 2
+        and not mine & others
+        and sorted(mine | others) == list(range(runner.until))
+    )
+    assert not any(
+        request["cached_tokens"] for runs in seen.runs.values() for each in runs for request in each["requests"]
+    )
 
 
 # --- loads
@@ -178,7 +252,9 @@ def test_steps_of_b_are_none_that_prices_are_fitted_to(drifted: Seen) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_no_part_that_is_held_against_is_one_that_was_fitted(kind: str) -> None:
     loads = loads_for(kind, 1.0)
-    sizes = [{(part.count, part.prompt, part.output, part.seed) for part in parts} for parts in (*loads.servings, loads.held)]
+    sizes = [
+        {(part.count, part.prompt, part.output, part.seed) for part in parts} for parts in (*loads.servings, loads.held)
+    ]
     assert sum(map(len, sizes)) == len(set().union(*sizes))
     with pytest.raises(ConfigError, match="--scale is 0"):
         loads_for(kind, 0.0)
@@ -186,9 +262,17 @@ def test_no_part_that_is_held_against_is_one_that_was_fitted(kind: str) -> None:
 
 def test_b_repeated_is_the_same_load_of_other_ids() -> None:
     for part in loads_for("cpu", 1.0).held:
-        one, other = (replace(part, vocabulary=again.vocabulary).conversations(0, 32000) for again in (*repeated([part], 0), *repeated([part], 1)))
-        shapes = [[(len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in run] for run in (one, other)]
-        assert shapes[0] == shapes[1] and all(a.turns[0].new_ids[:16] != b.turns[0].new_ids[:16] for a, b in zip(one, other, strict=True))
+        one, other = (
+            replace(part, vocabulary=again.vocabulary).conversations(0, 32000)
+            for again in (*repeated([part], 0), *repeated([part], 1))
+        )
+        shapes = [
+            [(len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in run]
+            for run in (one, other)
+        ]
+        assert shapes[0] == shapes[1] and all(
+            a.turns[0].new_ids[:16] != b.turns[0].new_ids[:16] for a, b in zip(one, other, strict=True)
+        )
 
 
 def test_b_lasts_as_long_on_a_quick_machine_as_on_a_slow_one() -> None:
@@ -198,7 +282,12 @@ def test_b_lasts_as_long_on_a_quick_machine_as_on_a_slow_one() -> None:
     serving = {part.name: part for part in loads_for("cpu", 1.0).servings[0]}
     assert all(suited(part, 2.0) == part for part in serving.values() if not part.even)
     quick = {name: suited(part, 0.05) for name, part in serving.items()}
-    assert (quick["resting"].rate, quick["resting"].count, quick["decode-4"].output, quick["mixed"].count) == (8.0, 20, 128, 80)
+    assert (quick["resting"].rate, quick["resting"].count, quick["decode-4"].output, quick["mixed"].count) == (
+        8.0,
+        20,
+        128,
+        80,
+    )
 
 
 # --- disturbances
@@ -215,7 +304,11 @@ def test_what_disturbs_steps_is_found_again_and_drawn_as_it_was() -> None:
     assert found is not None and found.alone == pytest.approx(RATIOS, rel=0.2)
     assert found.lasting == pytest.approx(HICCUPS.lasting, abs=0.1) and found.seconds in (0.05, 0.1, 0.2)
     again = Disturbances(HICCUPS, 1)
-    assert [again.ratio(step, times[step]) for step in range(50)] == ratios[:50] != [Disturbances(HICCUPS, 2).ratio(step, 0.0) for step in range(50)]
+    assert (
+        [again.ratio(step, times[step]) for step in range(50)]
+        == ratios[:50]
+        != [Disturbances(HICCUPS, 2).ratio(step, 0.0) for step in range(50)]
+    )
     for count, each in ((90, np.full(90, 1.0)), (9, np.arange(1.0, 10.0))):
         assert fit_steadiness([np.arange(float(count))], [each], [np.full(count, True)]) is None
 

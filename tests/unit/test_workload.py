@@ -19,9 +19,14 @@ from tests.support.outside import shared
 
 
 def test_a_seed_gives_the_same_workload_and_another_seed_another() -> None:
-    first, again, other = (random_conversations(5, Lengths(20, 10, 0.5), vocab_size=100, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (
+        random_conversations(5, Lengths(20, 10, 0.5), vocab_size=100, seed=seed) for seed in (1, 1, 2)
+    )
     assert first == again != other
-    lengths = [(len(d.turns[0].new_ids), d.turns[0].max_tokens) for d in random_conversations(200, Lengths(20, 10, 0.5), vocab_size=100)]
+    lengths = [
+        (len(d.turns[0].new_ids), d.turns[0].max_tokens)
+        for d in random_conversations(200, Lengths(20, 10, 0.5), vocab_size=100)
+    ]
     assert {min(p for p, _ in lengths), max(p for p, _ in lengths)} == {10, 30}
     assert {min(o for _, o in lengths), max(o for _, o in lengths)} == {5, 15}
     assert all(0 <= token < 100 for conversation in first for token in conversation.turns[0].new_ids)
@@ -37,7 +42,9 @@ def test_prefixes_are_shared_in_turn_and_suffixes_are_not() -> None:
 def test_conversations_share_the_system_prompt_and_think_between_turns() -> None:
     conversations = conversations_of(conversing(50, 3, Lengths(8, 4), system=16, think=2.0), vocab_size=1000)
     assert len({d.turns[0].new_ids[:16] for d in conversations}) == 1
-    assert all(len(d.turns) == 3 and d.turns[0].think_seconds == 0 and len(d.turns[1].new_ids) == 8 for d in conversations)
+    assert all(
+        len(d.turns) == 3 and d.turns[0].think_seconds == 0 and len(d.turns[1].new_ids) == 8 for d in conversations
+    )
     assert np.mean([turn.think_seconds for d in conversations for turn in d.turns[1:]]) == pytest.approx(2.0, rel=0.3)
 
 
@@ -63,7 +70,9 @@ def traced_conversations(path: Path, *, vocab_size: int, **how: Any) -> list[Con
 
 def test_an_azure_trace_is_read_and_sped_up(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.4799600,30,80000\n")
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.4799600,30,80000\n"
+    )
     first, second = traced_conversations(path, count=None, speed=2.0, max_prompt=100, max_output=50, vocab_size=10)
     assert (first.arrival, len(first.turns[0].new_ids), first.turns[0].max_tokens) == (0.0, 100, 10)
     assert second.arrival == pytest.approx(0.25)
@@ -71,7 +80,10 @@ def test_an_azure_trace_is_read_and_sped_up(tmp_path: Path) -> None:
 
 
 def test_equal_hash_ids_of_a_mooncake_trace_are_equal_tokens(tmp_path: Path) -> None:
-    rows = [{"timestamp": 1000 * i, "input_length": 1200, "output_length": 5, "hash_ids": [0, 1 + i, 7 + i]} for i in range(2)]
+    rows = [
+        {"timestamp": 1000 * i, "input_length": 1200, "output_length": 5, "hash_ids": [0, 1 + i, 7 + i]}
+        for i in range(2)
+    ]
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second = traced_conversations(path, count=None, speed=1.0, max_prompt=10_000, max_output=50, vocab_size=1000)
@@ -81,19 +93,24 @@ def test_equal_hash_ids_of_a_mooncake_trace_are_equal_tokens(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("t.csv", "A,B\n1,2\n"), ("t.jsonl", '{"timestamp": 1}\n'), ("t.jsonl", "{"), ("t.txt", ""), ("t.csv", "")]
+    ("name", "text"),
+    [("t.csv", "A,B\n1,2\n"), ("t.jsonl", '{"timestamp": 1}\n'), ("t.jsonl", "{"), ("t.txt", ""), ("t.csv", "")],
 )
 def test_a_trace_that_cannot_be_read_is_refused_with_its_columns(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=r"columns must be|Row 1 |no requests"):
         traced_conversations(tmp_path / name, count=None, speed=1.0, max_prompt=10, max_output=10, vocab_size=10)
     with pytest.raises(ConfigError, match="existing file"):
-        traced_conversations(tmp_path / "absent.csv", count=None, speed=1.0, max_prompt=10, max_output=10, vocab_size=10)
+        traced_conversations(
+            tmp_path / "absent.csv", count=None, speed=1.0, max_prompt=10, max_output=10, vocab_size=10
+        )
 
 
 @pytest.mark.parametrize("name", ["azure_2023_code.csv", "mooncake_conversation.jsonl"])
 def test_published_traces_are_read(name: str) -> None:
-    conversations = traced_conversations(shared("data", "traces", name), count=20, speed=1.0, max_prompt=600, max_output=10, vocab_size=100)
+    conversations = traced_conversations(
+        shared("data", "traces", name), count=20, speed=1.0, max_prompt=600, max_output=10, vocab_size=100
+    )
     assert len(conversations) == 20
     assert all(a.arrival <= b.arrival for a, b in pairwise(conversations))  # type: ignore[operator]
 
@@ -105,7 +122,12 @@ def sample(sent: float, arrivals: list[float], **more: object) -> Sample:
 def test_figures_are_those_defined() -> None:
     samples = [sample(0.0, [0.1, 0.2, 0.5]), sample(1.0, [1.3]), sample(2.0, [], error="refused"), sample(3.0, [])]
     summary = summarise(samples, 4.0, {"ttft": 0.2, "tpot": 0.5})
-    assert (summary["completed"], summary["failed"], summary["total_input_tokens"], summary["total_output_tokens"]) == (2, 2, 20, 4)
+    assert (summary["completed"], summary["failed"], summary["total_input_tokens"], summary["total_output_tokens"]) == (
+        2,
+        2,
+        20,
+        4,
+    )
     assert (summary["request_throughput"], summary["output_throughput"], summary["request_goodput"]) == (0.5, 1.0, 0.25)
     assert summary["mean_ttft_ms"] == pytest.approx(200)
     assert summary["mean_tpot_ms"] == pytest.approx(200)  # (0.5 - 0.1) / 2, the one-token answer has none

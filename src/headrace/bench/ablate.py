@@ -40,10 +40,21 @@ BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help=f"a technique, or all: {', '.join(item.name for item in TECHNIQUES)}")
-    parser.add_argument("--quick", action="store_true", help="take seconds instead of minutes: shows that it runs, not how much it gains")
+    parser.add_argument(
+        "name", metavar="NAME", help=f"a technique, or all: {', '.join(item.name for item in TECHNIQUES)}"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="take seconds instead of minutes: shows that it runs, not how much it gains",
+    )
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write every curve as JSON")
-    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="plot every curve (with several techniques, one file per technique)")
+    parser.add_argument(
+        "--plot",
+        type=picture,
+        metavar="FILE.png",
+        help="plot every curve (with several techniques, one file per technique)",
+    )
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
@@ -89,10 +100,14 @@ def check_device(names: Sequence[str], device: str) -> None:
     for name in names:
         if needed := find_technique(name).lacks(device):
             remedy = "where torch finds a CUDA device, without --device cpu" if needed == "GPU" else "with --device cpu"
-            raise ConfigError(f"{name} needs a {needed}, and this engine would run on {device}, where its switch does nothing. Run it {remedy}.")
+            raise ConfigError(
+                f"{name} needs a {needed}, and this engine would run on {device}, where its switch does nothing. Run it {remedy}."
+            )
 
 
-def measure(name: str, config: EngineConfig, *, quick: bool, say: Callable[[str], None] = lambda line: None) -> list[Result]:
+def measure(
+    name: str, config: EngineConfig, *, quick: bool, say: Callable[[str], None] = lambda line: None
+) -> list[Result]:
     """The results of one technique, one for each load."""
     device = _device(config)
     check_device([name], device)
@@ -153,13 +168,19 @@ def _plot_path(path: Path, name: str, number: int, *, many: bool) -> Path:
 
 
 def _plot(result: Result, path: Path, facts: dict[str, Any]) -> None:
-    panels = [{"x": result.x, "y": figure.name, "log": result.log, "curves": _curves(result, figure.name)} for figure in result.figures]
+    panels = [
+        {"x": result.x, "y": figure.name, "log": result.log, "curves": _curves(result, figure.name)}
+        for figure in result.figures
+    ]
     note = "; ".join(facts[name] for name in ("machine", "versions", "limits", "date"))
     plot_curves(path, f"{result.technique}: {result.title}", panels, note=note)
 
 
 def _curves(result: Result, figure: str) -> dict[str, list[tuple[float, float]]]:
-    return {f"{result.technique} {curve.mode}": [(point[result.x], point[figure]) for point in curve.points] for curve in result.curves}
+    return {
+        f"{result.technique} {curve.mode}": [(point[result.x], point[figure]) for point in curve.points]
+        for curve in result.curves
+    }
 
 
 MODES = ("off", "on")

@@ -22,7 +22,9 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 def add_key_argument(parser: argparse._ActionsContainer) -> None:
     """``--api-key``, by default from where a server started here takes its key."""
     key = os.environ.get("HEADRACE_API_KEY") or None
-    parser.add_argument("--api-key", metavar="KEY", default=key, help="key to send as bearer token (also HEADRACE_API_KEY)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default=key, help="key to send as bearer token (also HEADRACE_API_KEY)"
+    )
 
 
 def _kind(read: Callable[[str], Number], allows: Callable[[Number], bool], said: str) -> Callable[[str], Number]:
@@ -95,9 +97,13 @@ def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops", nargs="+", metavar="OP", default=(), help="operations, such as linear and rms_norm (default: all)"
     )
-    parser.add_argument("--seconds", type=positive, default=0.3, help="seconds for each row of the table (default: 0.3)")
     parser.add_argument(
-        "--batch-invariant", action="store_true", help="time what --batch-invariant would choose, in addition to torch's own"
+        "--seconds", type=positive, default=0.3, help="seconds for each row of the table (default: 0.3)"
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="time what --batch-invariant would choose, in addition to torch's own",
     )
     parser.add_argument("--threads", type=count, help="default: torch's own choice")
     parser.add_argument(

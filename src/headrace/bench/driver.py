@@ -1,7 +1,7 @@
 """Runs conversations through an engine core in this process, without text and without transport.
 
-Open loop (conversations with arrivals) and closed loop (without), on the core's own clock: for benchmarks of a technique,
-which should measure the engine and nothing else.
+Open loop (conversations with arrivals) and closed loop (without), on the core's own clock: for benchmarks of a
+technique, which should measure the engine and nothing else.
 
 What lives here: the loop that adds what is due and steps. What may not: figures (planner/workload/), engines'
 configuration.
@@ -53,7 +53,9 @@ class _Live:
 class Driver:
     """One run of one workload. ``max_concurrency`` bounds how many conversations have a turn in progress at once."""
 
-    def __init__(self, core: EngineCore, conversations: Sequence[Conversation], *, max_concurrency: int | None = None) -> None:
+    def __init__(
+        self, core: EngineCore, conversations: Sequence[Conversation], *, max_concurrency: int | None = None
+    ) -> None:
         self._core = core
         self._clock = core.clock
         self._conversations = conversations
@@ -126,12 +128,20 @@ class Driver:
         turns = self._conversations[live.conversation].turns
         if live.turn + 1 < len(turns) and live.sample.error is None:
             history = live.prompt + array("i", live.token_ids)
-            heapq.heappush(self._due, (now + turns[live.turn + 1].think_seconds, live.conversation, live.turn + 1, history))
+            heapq.heappush(
+                self._due, (now + turns[live.turn + 1].think_seconds, live.conversation, live.turn + 1, history)
+            )
 
 
 def greedy(turn: Turn) -> SamplingParams:
     """Exactly ``max_tokens`` tokens, the most probable ones; with structured output, at most as many as it takes."""
-    return SamplingParams(temperature=0.0, max_tokens=turn.max_tokens, ignore_eos=True, detokenize=False, structured_outputs=turn.structured)
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=turn.max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        structured_outputs=turn.structured,
+    )
 
 
 def drive(core: EngineCore, conversations: Sequence[Conversation], *, max_concurrency: int | None = None) -> Run:

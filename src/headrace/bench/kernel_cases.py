@@ -19,7 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.kernels.candidate import DeltaFacts, ExpertFacts, Facts, HeadFacts, NormFacts, RopeFacts, StepFacts, WeightFacts
+from headrace.kernels.candidate import (
+    DeltaFacts,
+    ExpertFacts,
+    Facts,
+    HeadFacts,
+    NormFacts,
+    RopeFacts,
+    StepFacts,
+    WeightFacts,
+)
 from headrace.kernels.inputs import AttentionInputs, ForwardInputs
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.lora.inputs import adapter_rows
@@ -41,7 +50,9 @@ ROWS_OF = {  # the least and the most rows that an operation is called with
     **dict.fromkeys(("fused_linear", "packed_fused_linear"), (1, MOST_ROWS)),
     "gated_linear": (MOST_ROWS + 1, 2**31),
     "rope_attention": (1, MANY_ROWS),
-    **dict.fromkeys(("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)),  # of a step's last rows only
+    **dict.fromkeys(
+        ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)
+    ),  # of a step's last rows only
 }
 ADAPTERS, RANK = 8, 16  # as --max-loras and --max-lora-rank are by themselves
 SPARSE = MoESpec(num_experts=32, top_k=4, intermediate_size=768, renormalize=True)
@@ -79,7 +90,9 @@ class CaseMaker:
     """Makes the cases of one shape. Calls rotate through ``working_set`` bytes, so that no cache holds a weight from
     call to call."""
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, context: int, working_set: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, dtype: torch.dtype, context: int, working_set: int, device: torch.device
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.context = context
@@ -143,7 +156,12 @@ class CaseMaker:
         spec, hidden = self.spec, self.spec.hidden_size
         norm = Around(torch.full((64, rows), hidden / 64), spec.norm_eps)
         behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
-        cases = (("norm, qkv", norm), ("output, sum", behind), ("norm, gate+up, act", replace(norm, gate=spec.activation)), ("down, sum", behind))
+        cases = (
+            ("norm, qkv", norm),
+            ("output, sum", behind),
+            ("norm, gate+up, act", replace(norm, gate=spec.activation)),
+            ("down, sum", behind),
+        )
         for site, (name, around) in zip(self._sites.values(), cases, strict=True):
 
             def first(product: Callable[..., Any], x: Tensor, weight: Tensor, around: Around = around) -> Any:
@@ -155,7 +173,9 @@ class CaseMaker:
         """Each call gets its own residual, since a candidate may overwrite it: every time includes a copy."""
         outs, ins = self.spec.hidden_size, self.spec.intermediate_size
         residual = self._random(rows, outs)
-        added = self._product("added_linear", "down, sum", rows, outs, ins, lambda product, x, weight: product(x, residual.clone()))
+        added = self._product(
+            "added_linear", "down, sum", rows, outs, ins, lambda product, x, weight: product(x, residual.clone())
+        )
         return replace(added, bytes=added.bytes + self._bytes(rows * outs))
 
     def _gated(self, rows: int) -> KernelCase:
@@ -169,22 +189,40 @@ class CaseMaker:
         made = self._product("gated_linear", "gate+up, act", rows, outs, ins, gated)
         return replace(made, bytes=made.bytes - self._bytes(rows * outs // 2))
 
-    def _product(self, op: str, name: str, rows: int, outs: int, ins: int, run: Callable[..., Any], **more: Any) -> KernelCase:
+    def _product(
+        self, op: str, name: str, rows: int, outs: int, ins: int, run: Callable[..., Any], **more: Any
+    ) -> KernelCase:
         """``run``: from a packed weight, x and the original weight to what is compared."""
         facts = WeightFacts(self.dtype, ins, outs, **more)
         size, x, weight = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins)
 
         def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
-            weights = [weight.clone() if i else weight for i in range(self._copies(size) if size < self.working_set else 1)]
+            weights = [
+                weight.clone() if i else weight for i in range(self._copies(size) if size < self.working_set else 1)
+            ]
             return [partial(run, pack(each, None), x, each) for each in weights]
 
-        return KernelCase(op, f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
+        return KernelCase(
+            op,
+            f"{name} {rows}x{ins}x{outs}",
+            facts,
+            size + self._bytes(rows * (ins + outs)),
+            2 * rows * outs * ins,
+            calls,
+        )
 
     def _deltas(self, rows: int) -> KernelCase:
         """Adapters of rank RANK in ADAPTERS slots, in turn, for query, key and value."""
         site = next(iter(self._sites.values()))
-        held, slots = self._random(ADAPTERS, len(site.parts), RANK, site.ins, scale=site.ins**-0.5), np.arange(rows, dtype=np.int32) % ADAPTERS
-        beside, x, y = self._random(ADAPTERS, RANK, site.outs), self._random(rows, site.ins), self._random(rows, site.outs)
+        held, slots = (
+            self._random(ADAPTERS, len(site.parts), RANK, site.ins, scale=site.ins**-0.5),
+            np.arange(rows, dtype=np.int32) % ADAPTERS,
+        )
+        beside, x, y = (
+            self._random(ADAPTERS, RANK, site.outs),
+            self._random(rows, site.ins),
+            self._random(rows, site.outs),
+        )
         adapters = adapter_rows(slots, x.device)
         assert adapters is not None
         ranks = torch.full((ADAPTERS, len(site.parts)), RANK, dtype=torch.int32, device=x.device)
@@ -194,14 +232,26 @@ class CaseMaker:
             add(result, x, held, beside, ranks, site.parts, adapters)
             return result
 
-        factors, facts = RANK * (len(site.parts) * site.ins + site.outs), DeltaFacts(self.dtype, site.ins, site.parts, RANK)
-        size, label = min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs), f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}"
-        return KernelCase("add_deltas", label, facts, self._bytes(size), 2 * rows * factors, lambda add: [partial(added, add)])
+        factors, facts = (
+            RANK * (len(site.parts) * site.ins + site.outs),
+            DeltaFacts(self.dtype, site.ins, site.parts, RANK),
+        )
+        size, label = (
+            min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs),
+            f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}",
+        )
+        return KernelCase(
+            "add_deltas", label, facts, self._bytes(size), 2 * rows * factors, lambda add: [partial(added, add)]
+        )
 
     def _looked_up(self, rows: int) -> KernelCase:
         """The same beside the embedding; of its rows, 1,024."""
         hidden = self.spec.hidden_size
-        held, beside, y = self._random(ADAPTERS, 1024, RANK), self._random(ADAPTERS, RANK, hidden), self._random(rows, hidden)
+        held, beside, y = (
+            self._random(ADAPTERS, 1024, RANK),
+            self._random(ADAPTERS, RANK, hidden),
+            self._random(rows, hidden),
+        )
         ids, adapters = torch.arange(rows) % 1024, adapter_rows(np.arange(rows, dtype=np.int32) % ADAPTERS, y.device)
         ranks, facts = torch.full((ADAPTERS, 1), RANK, dtype=torch.int32), DeltaFacts(self.dtype, 1024, (hidden,), RANK)
 
@@ -211,7 +261,14 @@ class CaseMaker:
             return result
 
         size, flops = min(rows, ADAPTERS) * RANK * hidden + rows * (RANK + 2 * hidden), 2 * rows * RANK * hidden
-        return KernelCase("look_up_deltas", f"{rows}x{hidden}, rank {RANK}", facts, self._bytes(size), flops, lambda one: [partial(looked_up, one)])
+        return KernelCase(
+            "look_up_deltas",
+            f"{rows}x{hidden}, rank {RANK}",
+            facts,
+            self._bytes(size),
+            flops,
+            lambda one: [partial(looked_up, one)],
+        )
 
     def _packed_formats(self) -> Iterator[Format]:
         device = torch.get_default_device()
@@ -227,7 +284,13 @@ class CaseMaker:
         """One of each kind that kernels distinguish, if the model's widths are multiples of its groups and blocks."""
         if self.spec.intermediate_size % 128 == 0:
             yield from (PackedIntegers(bits, 128, zero=False) for bits in (2, 3, 4, 6, 8))
-            yield from (AWQ(4, 128), GPTQ(4, 128, act_order=True), MXFP4(), NVFP4(inverse=True), NormalFloat("nf4", nested=False))
+            yield from (
+                AWQ(4, 128),
+                GPTQ(4, 128, act_order=True),
+                MXFP4(),
+                NVFP4(inverse=True),
+                NormalFloat("nf4", nested=False),
+            )
         if self.spec.intermediate_size % 256 == 0:
             yield from (GGUFBlocks("Q4_K"), GGUFBlocks("Q6_K"))
 
@@ -238,12 +301,20 @@ class CaseMaker:
         norm = Around(torch.full((64, rows), hidden / 64), self.spec.norm_eps, self.spec.activation)
         behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
         places = (("norm, gate+up, act", 2 * inner, hidden, norm), ("down, sum", hidden, inner, behind))
-        for (name, outs, ins, around), form in product(places, (PackedIntegers(4, 128, zero=False), ScaledWeight("float8_e4m3fn", (1, WHOLE)))):
+        for (name, outs, ins, around), form in product(
+            places, (PackedIntegers(4, 128, zero=False), ScaledWeight("float8_e4m3fn", (1, WHOLE)))
+        ):
             if form.problem(outs, ins) is None:
                 yield self._packed(form, rows, f"{name} {rows}x{ins}x{outs}", outs, ins, around)
 
     def _packed(
-        self, form: Format, rows: int, name: str | None = None, outs: int | None = None, ins: int | None = None, around: Around | None = None
+        self,
+        form: Format,
+        rows: int,
+        name: str | None = None,
+        outs: int | None = None,
+        ins: int | None = None,
+        around: Around | None = None,
     ) -> KernelCase:
         """The GEMM alone, usually down; or with what is ``around`` it. Bytes are given as a fraction of bfloat16's."""
         outs, ins = outs or self.spec.hidden_size, ins or self.spec.intermediate_size
@@ -251,11 +322,15 @@ class CaseMaker:
 
         def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
             copies = self._copies(size) if size < self.working_set else 1
-            layers = [pack([self._piece(form, outs, ins)], None) for _ in range(copies)]  # pieces of their own: candidates lay them out
+            layers = [
+                pack([self._piece(form, outs, ins)], None) for _ in range(copies)
+            ]  # pieces of their own: candidates lay them out
             return [partial(each, x) if around is None else partial(_first, each, x, around) for each in layers]
 
         gated = around is not None and around.gate is not None
-        facts = WeightFacts(self.dtype, ins, outs, gated, formats=(form.label,), codings=(form.coding,), eights=(form.eight,))
+        facts = WeightFacts(
+            self.dtype, ins, outs, gated, formats=(form.label,), codings=(form.coding,), eights=(form.eight,)
+        )
         label = f"{name or f'down {rows}x{ins}x{outs}'}, {form.label} ({size / (2 * outs * ins):.0%} of bf16's bytes)"
         op = "packed_linear" if around is None else "packed_fused_linear"
         return KernelCase(op, label, facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
@@ -302,7 +377,14 @@ class CaseMaker:
         def calls(norm: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(norm, x, weight, *more, 1e-5, residual) for x, residual in pairs]
 
-        return KernelCase(op, f"{rows}x{width}, residual", NormFacts(self.dtype, self.dtype), self._bytes(4 * rows * width), 6 * rows * width, calls)
+        return KernelCase(
+            op,
+            f"{rows}x{width}, residual",
+            NormFacts(self.dtype, self.dtype),
+            self._bytes(4 * rows * width),
+            6 * rows * width,
+            calls,
+        )
 
     def _activation(self, op: str, halves: int, rows: int) -> KernelCase:
         width = self.spec.intermediate_size
@@ -346,16 +428,28 @@ class CaseMaker:
         slots = table[:, -1].long() * self.block_size + last % self.block_size
         every, context = torch.arange(rows + 1).int(), torch.full((rows,), self.context, dtype=torch.int32)
         inputs = AttentionInputs(table, every, context, slots, self.block_size, 1, self.context, shared_tokens=0)
-        qkv, cos_sin = self._random(rows, sum(spec.qkv_heads), spec.head_dim), torch.rand(self.context, spec.head_dim) * 0.7
+        qkv, cos_sin = (
+            self._random(rows, sum(spec.qkv_heads), spec.head_dim),
+            torch.rand(self.context, spec.head_dim) * 0.7,
+        )
         keys = 2 * rows * self.context * spec.num_kv_heads * spec.head_dim
         caches = [self._cache(rows * blocks * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
 
         def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches]  # q is turned in place
+            return [
+                partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches
+            ]  # q is turned in place
 
         facts = RopeFacts(*self._heads, spec.head_dim, normed=False, window=None, soft_cap=None)
         flops = 4 * rows * self.context * spec.num_heads * spec.head_dim
-        return KernelCase("rope_attention", f"{rows} rows, context {self.context}", facts, self._bytes(keys + 2 * qkv.numel()), flops, calls)
+        return KernelCase(
+            "rope_attention",
+            f"{rows} rows, context {self.context}",
+            facts,
+            self._bytes(keys + 2 * qkv.numel()),
+            flops,
+            calls,
+        )
 
     def _attention(self, rows: int) -> KernelCase:
         spec, prompt = self.spec, rows > MANY_ROWS
@@ -370,7 +464,10 @@ class CaseMaker:
             max_query_len=queries,
             max_context_len=context,
         )
-        q, keys = self._random(rows, spec.num_heads, spec.head_dim), 2 * sequences * context * spec.num_kv_heads * spec.head_dim
+        q, keys = (
+            self._random(rows, spec.num_heads, spec.head_dim),
+            2 * sequences * context * spec.num_kv_heads * spec.head_dim,
+        )
         caches = [self._cache(sequences * per_row * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
 
         def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
@@ -380,7 +477,9 @@ class CaseMaker:
         kind = "prefill" if prompt else "decode"
         flops = 4 * seen * spec.num_heads * spec.head_dim
         label = f"{kind} {sequences}x{queries}, context {context}"
-        return KernelCase("paged_attention", label, HeadFacts(*self._heads), self._bytes(keys + 2 * q.numel()), flops, calls)
+        return KernelCase(
+            "paged_attention", label, HeadFacts(*self._heads), self._bytes(keys + 2 * q.numel()), flops, calls
+        )
 
     def _step(self, rows: int) -> KernelCase:
         """One layer and the norm after it, with one sequence per row."""
@@ -397,10 +496,16 @@ class CaseMaker:
         size = self._bytes(sum(outs * ins for outs, ins in shapes))
 
         def weights() -> StepWeights:
-            layer = (*(self._weight(*shape) for shape in shapes), torch.ones(hidden, dtype=self.dtype), torch.ones(hidden, dtype=self.dtype))
+            layer = (
+                *(self._weight(*shape) for shape in shapes),
+                torch.ones(hidden, dtype=self.dtype),
+                torch.ones(hidden, dtype=self.dtype),
+            )
             angles = torch.arange(self.context).unsqueeze(1) * 500000.0 ** (-torch.arange(dim // 2) / (dim // 2))
             turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(64, hidden)
-            return StepWeights((layer,), table, layer[-1], table, turns, spec.qkv_heads, spec.norm_eps, spec.attention_scale)
+            return StepWeights(
+                (layer,), table, layer[-1], table, turns, spec.qkv_heads, spec.norm_eps, spec.attention_scale
+            )
 
         made = [weights() for _ in range(min(2, self._copies(size)))]
 
@@ -408,14 +513,32 @@ class CaseMaker:
             return [partial(make(each), inputs, (cache,)) for each in made]
 
         keys = 2 * rows * self.context * spec.num_kv_heads * dim
-        facts = StepFacts(self.dtype, replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim)))
+        facts = StepFacts(
+            self.dtype, replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim))
+        )
         flops = 2 * rows * size // self.dtype.itemsize + 4 * rows * self.context * spec.num_heads * dim
-        return KernelCase("decode_step", f"1 layer, {rows} rows, context {self.context}", facts, size + self._bytes(keys), flops, calls)
+        return KernelCase(
+            "decode_step",
+            f"1 layer, {rows} rows, context {self.context}",
+            facts,
+            size + self._bytes(keys),
+            flops,
+            calls,
+        )
 
     def _draft_tokens(self, rows: int) -> KernelCase:
-        """Four tokens behind sequences of which all but the last token is there, by a decoder of one layer and a few tokens."""
+        """Four tokens behind sequences of which all but the last token is there, by a decoder of one layer and a few
+        tokens."""
         width, dim, heads, inner, vocab, drafts = 128, 64, 2, 384, 512, 4
-        spec = replace(self.spec, layers=(LayerSpec(),), hidden_size=width, head_dim=dim, num_heads=heads, num_kv_heads=heads, vocab_size=vocab)
+        spec = replace(
+            self.spec,
+            layers=(LayerSpec(),),
+            hidden_size=width,
+            head_dim=dim,
+            num_heads=heads,
+            num_kv_heads=heads,
+            vocab_size=vocab,
+        )
         spec = replace(spec, rope=RopeSpec(theta=10000.0, rotary_dim=dim))
         blocks, ones = -(-(self.context + drafts) // self.block_size), torch.ones(width, dtype=self.dtype)
         shapes = ((3 * heads * dim, width), (width, heads * dim), (2 * inner, width), (width, inner))
@@ -434,21 +557,33 @@ class CaseMaker:
         products = sum(outs * ins for outs, ins in shapes) + vocab * width
         flops = 2 * rows * drafts * products
         label = f"1 layer of {width}, {rows} rows, {drafts} drafts, context {self.context}"
-        return KernelCase("draft_tokens", label, StepFacts(self.dtype, spec), drafts * self._bytes(products), flops, calls)
+        return KernelCase(
+            "draft_tokens", label, StepFacts(self.dtype, spec), drafts * self._bytes(products), flops, calls
+        )
 
     def _moe(self, rows: int) -> KernelCase:
         moe, width = SPARSE, self.spec.hidden_size
-        gate_up, down = self._weight(moe.num_experts, 2 * moe.intermediate_size, width), self._weight(moe.num_experts, width, moe.intermediate_size)
-        inputs = [(self._random(rows, width), self._random(rows, moe.num_experts)) for _ in range(16)]  # other experts each time
+        gate_up, down = (
+            self._weight(moe.num_experts, 2 * moe.intermediate_size, width),
+            self._weight(moe.num_experts, width, moe.intermediate_size),
+        )
+        inputs = [
+            (self._random(rows, width), self._random(rows, moe.num_experts)) for _ in range(16)
+        ]  # other experts each time
 
         def calls(sparse: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(sparse, x, router, gate_up, down, moe.top_k, moe.renormalize, Activation.SILU) for x, router in inputs]
+            return [
+                partial(sparse, x, router, gate_up, down, moe.top_k, moe.renormalize, Activation.SILU)
+                for x, router in inputs
+            ]
 
         pairs, expert = rows * moe.top_k, 3 * moe.intermediate_size * width
         touched = sum(len(torch.topk(router.float(), moe.top_k).indices.unique()) for _, router in inputs) / len(inputs)
         facts = ExpertFacts(self.dtype, moe.num_experts, moe.top_k)
         label = f"{rows} tokens, {moe.top_k} of {moe.num_experts}x{moe.intermediate_size}"
-        return KernelCase("moe", label, facts, self._bytes(int(touched * expert) + 2 * rows * width), 2 * pairs * expert, calls)
+        return KernelCase(
+            "moe", label, facts, self._bytes(int(touched * expert) + 2 * rows * width), 2 * pairs * expert, calls
+        )
 
     def _embedding(self, rows: int) -> KernelCase:
         table, width = self._weight(self.spec.vocab_size, self.spec.hidden_size), self.spec.hidden_size
@@ -462,7 +597,10 @@ class CaseMaker:
     def _write(self, rows: int) -> KernelCase:
         """The ids of new sequences of the same length, in any order of rows."""
         ids = torch.randint(self.spec.vocab_size, (rows * self.context,), dtype=torch.int32, generator=self._generator)
-        written, row = torch.zeros(rows, self.context, dtype=torch.int32), torch.randperm(rows, generator=self._generator)
+        written, row = (
+            torch.zeros(rows, self.context, dtype=torch.int32),
+            torch.randperm(rows, generator=self._generator),
+        )
         begin = (torch.arange(rows + 1) * self.context).int()
 
         def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
@@ -474,7 +612,10 @@ class CaseMaker:
     def _gather(self, rows: int) -> KernelCase:
         """A step of ``rows`` decoding sequences: their last token, its position, their block tables."""
         blocks = -(-self.context // self.block_size)
-        ids, every = torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator), torch.arange(rows).int()
+        ids, every = (
+            torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator),
+            torch.arange(rows).int(),
+        )
         table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
         context = torch.full((rows,), self.context, dtype=torch.int32)
 
@@ -485,7 +626,11 @@ class CaseMaker:
         return KernelCase("gather_inputs", f"{rows} rows, context {self.context}", Facts(torch.int32), size, 0, calls)
 
     def _store(self, rows: int) -> KernelCase:
-        ids, every, tokens = torch.zeros(rows, self.context, dtype=torch.int32), torch.arange(rows).int(), torch.arange(rows)
+        ids, every, tokens = (
+            torch.zeros(rows, self.context, dtype=torch.int32),
+            torch.arange(rows).int(),
+            torch.arange(rows),
+        )
 
         def calls(store: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(store, ids, every, torch.full_like(every, self.context - 1), tokens, tokens.float())]
@@ -496,7 +641,11 @@ class CaseMaker:
         """The position of each row, and no edits of the block table."""
         ring = torch.randint(self.context, (1, 7, rows), dtype=torch.int32, generator=self._generator)
         ring[:, 3:] = 0
-        turn, step, table = torch.zeros(1, dtype=torch.int32), torch.zeros(3, rows, dtype=torch.int32), torch.zeros(rows, 8, dtype=torch.int32)
+        turn, step, table = (
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(3, rows, dtype=torch.int32),
+            torch.zeros(rows, 8, dtype=torch.int32),
+        )
 
         def calls(fetch: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(_fetched, fetch, ring, turn, step, table)]
@@ -510,14 +659,22 @@ class CaseMaker:
         logits = [torch.randn(rows, vocab, generator=generator) * 4 for _ in range(4)]
         peaks = [x.amax(-1) for x in logits]
         filters = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.zeros(rows))
-        heat, seeds, positions, chosen = torch.full((rows,), 0.8), torch.arange(rows), torch.arange(rows), torch.arange(rows) % vocab
+        heat, seeds, positions, chosen = (
+            torch.full((rows,), 0.8),
+            torch.arange(rows),
+            torch.arange(rows),
+            torch.arange(rows) % vocab,
+        )
 
         def calls(function: Callable[..., Any]) -> list[Callable[[], Any]]:
             if op == "greedy_tokens":
                 return [partial(function, x) for x in logits]
             if op == "score_tokens":
                 return [partial(function, x, chosen, min(5, vocab)) for x in logits]
-            return [partial(function, x, peak, heat, filters, seeds, positions) for x, peak in zip(logits, peaks, strict=True)]
+            return [
+                partial(function, x, peak, heat, filters, seeds, positions)
+                for x, peak in zip(logits, peaks, strict=True)
+            ]
 
         return KernelCase(op, f"{rows}x{vocab}", Facts(torch.float32), 4 * rows * vocab, rows * vocab, calls)
 
@@ -539,12 +696,16 @@ def _first(product: Callable[..., Any], x: Tensor, around: Around) -> Any:
     return product(x, around)[0]
 
 
-def _written(write: Callable[..., None], token_ids: Tensor, ids: Tensor, row: Tensor, begin: Tensor, longest: int) -> Tensor:
+def _written(
+    write: Callable[..., None], token_ids: Tensor, ids: Tensor, row: Tensor, begin: Tensor, longest: int
+) -> Tensor:
     write(token_ids, ids, row, begin, longest)
     return token_ids
 
 
-def _drafted(draft: Callable[..., None], ids: Tensor, table: Tensor, row: Tensor, length: Tensor, drafts: int, cache: Tensor) -> Tensor:
+def _drafted(
+    draft: Callable[..., None], ids: Tensor, table: Tensor, row: Tensor, length: Tensor, drafts: int, cache: Tensor
+) -> Tensor:
     """The first one: those behind it hang on the last bits of its logits."""
     greedy, seed = torch.zeros(len(row)), torch.zeros(len(row), dtype=torch.int64)
     draft(ids, table, DraftRows(row, length - 1, length, torch.full_like(row, drafts), length - 1, greedy, seed), cache)

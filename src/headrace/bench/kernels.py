@@ -44,7 +44,8 @@ COLUMNS = ("op", "case", "kernel", "median µs", "spread %", "GB/s", "GFLOP/s", 
 
 @dataclass(frozen=True, slots=True)
 class KernelBench:
-    """What to time: ``spec`` gives the shapes, ``rows`` are token counts, ``seconds`` are spent on each row of the table."""
+    """What to time: ``spec`` gives the shapes, ``rows`` are token counts, ``seconds`` are spent on each row of the
+    table."""
 
     spec: DecoderSpec = DEFAULT_SPEC
     dtype: str = "bfloat16"
@@ -90,7 +91,11 @@ def measure(bench: KernelBench, limits: Limits, sweep: Sweep | None = None) -> l
 
 
 def cache_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else last_level_cache_bytes()
+    return (
+        int(torch.cuda.get_device_properties(device).L2_cache_size)
+        if device.type == "cuda"
+        else last_level_cache_bytes()
+    )
 
 
 def _check(bench: KernelBench) -> None:
@@ -110,7 +115,9 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
     rate = limits.gemm_rates.get(bench.dtype, limits.gemm_rates["float32"])
     floor = max(case.bytes / limits.read_bandwidth, case.flops / rate)
     for name in (*(candidate.name for candidate in OPERATIONS[case.op].candidates), TWIN):
-        kernel, reason = _forced(case, name, torch.device(bench.device), batch_invariant=bench.batch_invariant and name != TWIN)
+        kernel, reason = _forced(
+            case, name, torch.device(bench.device), batch_invariant=bench.batch_invariant and name != TWIN
+        )
         if kernel is None:
             yield KernelRow(case.op, case.label, name, note=reason)
             continue
@@ -122,13 +129,19 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
         rounds = time_calls(calls, bench.seconds, torch.device(bench.device))
         middle = median(rounds)
         note = "" if name == TWIN else f"error {error:.0e}"
-        yield KernelRow(case.op, case.label, name, middle, (max(rounds) - min(rounds)) / middle, case.bytes, case.flops, floor, note)
+        yield KernelRow(
+            case.op, case.label, name, middle, (max(rounds) - min(rounds)) / middle, case.bytes, case.flops, floor, note
+        )
 
 
-def _forced(case: KernelCase, name: str, device: torch.device, *, batch_invariant: bool) -> tuple[Callable[..., Any] | None, str]:
+def _forced(
+    case: KernelCase, name: str, device: torch.device, *, batch_invariant: bool
+) -> tuple[Callable[..., Any] | None, str]:
     """The candidate of that name for this call site, or None and its reason."""
     others = {candidate.name for op in OPERATIONS.values() for candidate in op.candidates} - {name}
-    kernels = Kernels(device, disabled=frozenset(others), batch_invariant=batch_invariant, cuda_prefill=True)  # as engines are by default
+    kernels = Kernels(
+        device, disabled=frozenset(others), batch_invariant=batch_invariant, cuda_prefill=True
+    )  # as engines are by default
     try:
         kernel = kernels.choose(OPERATIONS[case.op], case.facts)
     except ConfigError as error:  # neither it nor the twin is batch-invariant
@@ -198,7 +211,9 @@ def run(args: argparse.Namespace) -> int:
     if void := void_note({f"{row.kernel} of {row.op}, {row.case}": row.fraction for row in rows}):
         print(void)
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, "rows": [{**asdict(row), "fraction": row.fraction} for row in rows]})
+        write_json(
+            args.output_json, {"facts": facts, "rows": [{**asdict(row), "fraction": row.fraction} for row in rows]}
+        )
     return sweep.status(int(any(row.wrong for row in rows)))
 
 
@@ -217,7 +232,9 @@ def _read_spec(folder: Path) -> DecoderSpec:
     try:
         return spec_from_config(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a model's config.json ({error}); give the folder that holds it.") from error
+        raise ConfigError(
+            f"{path} cannot be read as a model's config.json ({error}); give the folder that holds it."
+        ) from error
 
 
 def _cells(row: KernelRow) -> tuple[Any, ...]:
@@ -225,4 +242,14 @@ def _cells(row: KernelRow) -> tuple[Any, ...]:
         return (row.op, row.case, row.kernel, *[None] * 6, row.note)
     rates = (row.bytes / row.seconds / 1e9, row.flops / row.seconds / 1e9)
     fraction = shown_fraction(row.fraction)
-    return (row.op, row.case, row.kernel, row.seconds * 1e6, row.spread * 100, *rates, row.floor * 1e6, fraction, row.note)
+    return (
+        row.op,
+        row.case,
+        row.kernel,
+        row.seconds * 1e6,
+        row.spread * 100,
+        *rates,
+        row.floor * 1e6,
+        fraction,
+        row.note,
+    )

@@ -42,7 +42,9 @@ async def first_model(client: HttpClient) -> str:
         return str(answer.json()["data"][0]["id"])
     except (OSError, TimeoutError, BrokenAnswer) as error:
         why = error or type(error).__name__
-        raise BenchFailed(f"No server answers at {client.host}:{client.port} ({why}); start one or give --base-url.") from error
+        raise BenchFailed(
+            f"No server answers at {client.host}:{client.port} ({why}); start one or give --base-url."
+        ) from error
     except (KeyError, IndexError, TypeError) as error:
         raise BenchFailed(f"{where} lists no model; give --model.") from error
 
@@ -85,7 +87,11 @@ class LoadGenerator:
         origin = time.perf_counter()
         if any(conversation.arrival is None for conversation in conversations):
             queue = iter(conversations)
-            workers = min(len(conversations), int(self._concurrency)) if math.isfinite(self._concurrency) else len(conversations)
+            workers = (
+                min(len(conversations), int(self._concurrency))
+                if math.isfinite(self._concurrency)
+                else len(conversations)
+            )
             await asyncio.gather(*(self._worker(queue, origin) for _ in range(workers)))
         else:
             await asyncio.gather(*(self._conversation(conversation, origin) for conversation in conversations))
@@ -111,14 +117,24 @@ class LoadGenerator:
             due = None
 
     def _body(self, turn: Turn, history: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self._model, "max_tokens": turn.max_tokens, "temperature": 0.0, "stream": True, "ignore_eos": True}
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": turn.max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "ignore_eos": True,
+        }
         body["stream_options"] = {"include_usage": True}
         if self._as_ids:
             return {**body, "prompt": list(turn.new_ids)}
         asked = as_text(turn.new_ids)
         if self._endpoint == "completions":
             return {**body, "prompt": "".join(f"{question}\n{answer}\n" for question, answer in history) + asked}
-        earlier = [message for question, answer in history for message in (_message("user", question), _message("assistant", answer))]
+        earlier = [
+            message
+            for question, answer in history
+            for message in (_message("user", question), _message("assistant", answer))
+        ]
         return {**body, "messages": [*earlier, _message("user", asked)]}
 
     async def _request(self, body: Mapping[str, Any], due: float | None) -> tuple[Sample, str]:
@@ -152,12 +168,16 @@ def read_stream(answer: Answer, sample: Sample) -> str:
         _take_usage(event.get("usage"), sample)
         for choice in event.get("choices", ()):
             piece = choice["text"] if "text" in choice else _delta_text(choice["delta"])
-            if piece or not (choice.get("finish_reason") or "delta" in choice):  # an event without text may be a token's first bytes
+            if piece or not (
+                choice.get("finish_reason") or "delta" in choice
+            ):  # an event without text may be a token's first bytes
                 sample.arrivals.append(when)
                 pieces.append(piece)
             elif choice.get("finish_reason"):
                 closed = when
-    if closed is not None and sample.output_tokens == len(sample.arrivals) + 1:  # every other token had an event of its own
+    if (
+        closed is not None and sample.output_tokens == len(sample.arrivals) + 1
+    ):  # every other token had an event of its own
         sample.arrivals.append(closed)
     sample.output_tokens = sample.output_tokens or len(sample.arrivals)
     return "".join(pieces)
@@ -219,7 +239,9 @@ class HttpClient:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._timeout = timeout
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\n" + (f"Authorization: Bearer {api_key}\r\n" if api_key else "")
+        self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\n" + (
+            f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
         """Raises OSError, TimeoutError or BrokenAnswer."""
@@ -229,7 +251,9 @@ class HttpClient:
 
     async def get(self, path: str) -> Answer:
         """Raises OSError, TimeoutError or BrokenAnswer."""
-        return await asyncio.wait_for(self._exchange(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()), self._timeout)
+        return await asyncio.wait_for(
+            self._exchange(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()), self._timeout
+        )
 
     async def close(self) -> None:
         for _, writer in self._idle:
@@ -244,7 +268,9 @@ class HttpClient:
             answer, keep = await _Reading().run(reader)
         except BaseException as error:
             writer.close()
-            if reused and isinstance(error, (ConnectionError, asyncio.IncompleteReadError)):  # closed by the server while it lay idle
+            if reused and isinstance(
+                error, (ConnectionError, asyncio.IncompleteReadError)
+            ):  # closed by the server while it lay idle
                 return await self._exchange(request)
             if isinstance(error, asyncio.IncompleteReadError):
                 raise BrokenAnswer("the server closed the connection before it answered") from error

@@ -12,7 +12,16 @@ from pathlib import Path
 from headrace.bench.arguments import amount, count, natural, share
 from headrace.errors import ConfigError
 from headrace.planner.workload.arrivals import DAY, GAPS, Swing
-from headrace.planner.workload.load import DrawsLengths, Lengths, LoadRequest, arriving, conversing, drawn, trace_lengths, traced
+from headrace.planner.workload.load import (
+    DrawsLengths,
+    Lengths,
+    LoadRequest,
+    arriving,
+    conversing,
+    drawn,
+    trace_lengths,
+    traced,
+)
 from headrace.planner.workload.traces import MOST_ROWS
 
 WORKLOADS = ("random", "shared-prefix", "conversation", "trace")
@@ -32,28 +41,66 @@ TEXTS = ("input_len", "output_len", "prefix_len", "num_prefixes")
 TRACE_HELP = "from Azure (2023, 2024), BurstGPT or Mooncake, recognized by its columns"
 
 
-def add_workload_flags(parser: argparse.ArgumentParser, *, trace: str, max_input: int | None, max_output: int | None) -> None:
+def add_workload_flags(
+    parser: argparse.ArgumentParser, *, trace: str, max_input: int | None, max_output: int | None
+) -> None:
     """``trace``: the destination of --trace. The maxima are defaults; None: nothing is cut."""
     what = parser.add_argument_group("workload")
     what.add_argument("--workload", choices=WORKLOADS, default="random", help="default: random")
     what.add_argument(
-        "--num-prompts", type=count, metavar="N", help="requests (with --workload conversation: conversations) (default: 64; of a trace, all)"
+        "--num-prompts",
+        type=count,
+        metavar="N",
+        help="requests (with --workload conversation: conversations) (default: 64; of a trace, all)",
     )
-    what.add_argument("--input-len", type=count, metavar="N", help="new prompt tokens per request or turn (default: 128)")
+    what.add_argument(
+        "--input-len", type=count, metavar="N", help="new prompt tokens per request or turn (default: 128)"
+    )
     what.add_argument("--output-len", type=count, metavar="N", help="output tokens (default: 64)")
-    what.add_argument("--random-range-ratio", type=share, metavar="RATIO", help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
-    what.add_argument("--lengths-from", type=Path, metavar="FILE", help="draw pairs of lengths from this trace's requests instead")
-    what.add_argument("--prefix-len", type=natural, metavar="N", help="tokens of the shared prefix or the system prompt (default: 256)")
-    what.add_argument("--num-prefixes", type=count, metavar="N", help="number of different shared prefixes (default: 1)")
-    what.add_argument("--turns", type=count, metavar="N", help="turns per conversation; each includes all previous turns (default: 4)")
-    what.add_argument("--think-time", type=amount, metavar="S", help="mean seconds between the end of an answer and the next turn (default: 1)")
-    what.add_argument("--trace", dest=trace, type=Path, metavar="FILE", help=f"a recorded trace {TRACE_HELP}")
-    what.add_argument("--trace-speed", type=float, metavar="X", help="speed of the trace relative to its recording (default: 1)")
     what.add_argument(
-        "--max-input-len", type=count, default=max_input, metavar="N", help=f"truncate a trace's longer prompts to this{_or_refused(max_input)}"
+        "--random-range-ratio",
+        type=share,
+        metavar="RATIO",
+        help="lengths are drawn from length * (1 ± RATIO) (default: 0)",
     )
     what.add_argument(
-        "--max-output-len", type=count, default=max_output, metavar="N", help=f"truncate a trace's longer answers to this{_or_refused(max_output)}"
+        "--lengths-from", type=Path, metavar="FILE", help="draw pairs of lengths from this trace's requests instead"
+    )
+    what.add_argument(
+        "--prefix-len",
+        type=natural,
+        metavar="N",
+        help="tokens of the shared prefix or the system prompt (default: 256)",
+    )
+    what.add_argument(
+        "--num-prefixes", type=count, metavar="N", help="number of different shared prefixes (default: 1)"
+    )
+    what.add_argument(
+        "--turns", type=count, metavar="N", help="turns per conversation; each includes all previous turns (default: 4)"
+    )
+    what.add_argument(
+        "--think-time",
+        type=amount,
+        metavar="S",
+        help="mean seconds between the end of an answer and the next turn (default: 1)",
+    )
+    what.add_argument("--trace", dest=trace, type=Path, metavar="FILE", help=f"a recorded trace {TRACE_HELP}")
+    what.add_argument(
+        "--trace-speed", type=float, metavar="X", help="speed of the trace relative to its recording (default: 1)"
+    )
+    what.add_argument(
+        "--max-input-len",
+        type=count,
+        default=max_input,
+        metavar="N",
+        help=f"truncate a trace's longer prompts to this{_or_refused(max_input)}",
+    )
+    what.add_argument(
+        "--max-output-len",
+        type=count,
+        default=max_output,
+        metavar="N",
+        help=f"truncate a trace's longer answers to this{_or_refused(max_output)}",
     )
     parser.set_defaults(**{name: DEFAULTS[name] for name in OF_WORKLOADS})
 
@@ -69,11 +116,26 @@ def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
         "--request-rate", type=float, metavar="R",
         help="open loop: requests (or conversations) per second (inf: all at once); a trace is scaled to it; default: a closed loop",
     )  # fmt: skip
-    load.add_argument("--burstiness", type=float, metavar="K", help="shape of the distribution of gaps; 1: Poisson, inf: all equal (default: 1)")
+    load.add_argument(
+        "--burstiness",
+        type=float,
+        metavar="K",
+        help="shape of the distribution of gaps; 1: Poisson, inf: all equal (default: 1)",
+    )
     load.add_argument("--gaps", choices=GAPS, help="distribution of the gaps (default: gamma)")
-    load.add_argument("--diurnal", type=float, metavar="SHARE", help="fraction by which the rate rises and falls, from 0 to below 1 (default: 0)")
+    load.add_argument(
+        "--diurnal",
+        type=float,
+        metavar="SHARE",
+        help="fraction by which the rate rises and falls, from 0 to below 1 (default: 0)",
+    )
     load.add_argument("--diurnal-period", type=float, metavar="SECONDS", help="period of that cycle (default: one day)")
-    load.add_argument("--max-concurrency", type=count, metavar="N", help=f"maximum number of concurrent requests (closed loop: default {clients})")
+    load.add_argument(
+        "--max-concurrency",
+        type=count,
+        metavar="N",
+        help=f"maximum number of concurrent requests (closed loop: default {clients})",
+    )
     parser.set_defaults(**{name: DEFAULTS[name] for name in ARRIVALS})
 
 
@@ -86,7 +148,9 @@ def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
     if args.workload == "trace":
         _check_trace(args, trace)
     elif trace is not None:
-        raise ConfigError(f"--trace is {trace}, but the workload is {args.workload}; give --workload trace, or --lengths-from for only its lengths.")
+        raise ConfigError(
+            f"--trace is {trace}, but the workload is {args.workload}; give --workload trace, or --lengths-from for only its lengths."
+        )
     else:
         _check_arrivals(args)
 
@@ -102,7 +166,9 @@ def _check_sizes(args: argparse.Namespace) -> None:
         )
     requests = (args.num_prompts or REQUESTS) * (args.turns if args.workload == "conversation" else 1)
     if requests > MOST_ROWS:
-        raise ConfigError(f"That is {requests:,} requests; give at most {MOST_ROWS:,} (--num-prompts, and --turns in conversations).")
+        raise ConfigError(
+            f"That is {requests:,} requests; give at most {MOST_ROWS:,} (--num-prompts, and --turns in conversations)."
+        )
 
 
 def _check_workload(args: argparse.Namespace) -> None:
@@ -110,26 +176,42 @@ def _check_workload(args: argparse.Namespace) -> None:
     for name, workloads in OF_WORKLOADS.items():
         if getattr(args, name) != DEFAULTS[name] and args.workload not in workloads:
             flag, meant = f"--{name.replace('_', '-')} {getattr(args, name):g}", " or ".join(workloads)
-            raise ConfigError(f"{flag} has no effect in the workload {args.workload}; give --workload {meant}, or leave it out.")
-    if args.lengths_from is not None and any(getattr(args, name) != DEFAULTS[name] for name in ("input_len", "output_len", "random_range_ratio")):
-        raise ConfigError("--lengths-from sets its own lengths; leave --input-len, --output-len and --random-range-ratio out.")
+            raise ConfigError(
+                f"{flag} has no effect in the workload {args.workload}; give --workload {meant}, or leave it out."
+            )
+    if args.lengths_from is not None and any(
+        getattr(args, name) != DEFAULTS[name] for name in ("input_len", "output_len", "random_range_ratio")
+    ):
+        raise ConfigError(
+            "--lengths-from sets its own lengths; leave --input-len, --output-len and --random-range-ratio out."
+        )
 
 
 def _check_arrivals(args: argparse.Namespace) -> None:
-    given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in ARRIVALS if getattr(args, name) != DEFAULTS[name]]
+    given = [
+        f"--{name.replace('_', '-')} {getattr(args, name)}"
+        for name in ARRIVALS
+        if getattr(args, name) != DEFAULTS[name]
+    ]
     if given and args.request_rate is None and not getattr(args, "sweep_rate", None):
         raise ConfigError(f"{given[0]} needs a rate; give --request-rate.")
     if args.diurnal_period != DEFAULTS["diurnal_period"] and not args.diurnal:
-        raise ConfigError(f"--diurnal-period is {args.diurnal_period:g}, but the rate does not vary; set by how much with --diurnal.")
+        raise ConfigError(
+            f"--diurnal-period is {args.diurnal_period:g}, but the rate does not vary; set by how much with --diurnal."
+        )
 
 
 def _check_trace(args: argparse.Namespace, trace: Path | None) -> None:
     if trace is None:
         raise ConfigError("--workload trace needs a file; name it with --trace FILE.")
     if args.request_rate is not None and args.trace_speed != 1.0:
-        raise ConfigError(f"--trace-speed is {args.trace_speed:g} and --request-rate {args.request_rate:g}; both scale the trace, give one.")
+        raise ConfigError(
+            f"--trace-speed is {args.trace_speed:g} and --request-rate {args.request_rate:g}; both scale the trace, give one."
+        )
     if args.lengths_from is not None or any(getattr(args, name) != DEFAULTS[name] for name in ARRIVALS):
-        raise ConfigError("A trace brings its own arrivals and lengths; leave --burstiness, --gaps, --diurnal, its period and --lengths-from out.")
+        raise ConfigError(
+            "A trace brings its own arrivals and lengths; leave --burstiness, --gaps, --diurnal, its period and --lengths-from out."
+        )
 
 
 def asked_of(args: argparse.Namespace, *, trace: Path | None, rate: float | None, seed: int) -> list[LoadRequest]:
@@ -176,7 +258,11 @@ def _behind(args: argparse.Namespace) -> str:
 def arrivals_in_words(args: argparse.Namespace, clients: float) -> str:
     """``clients``: at once, in a closed loop."""
     if args.workload == "trace":
-        return f"{args.request_rate:g} requests/s" if args.request_rate is not None else f"{args.trace_speed:g} times as fast"
+        return (
+            f"{args.request_rate:g} requests/s"
+            if args.request_rate is not None
+            else f"{args.trace_speed:g} times as fast"
+        )
     if args.request_rate is None:
         return f"closed loop, {clients:g} at once"
     shape = f", {args.gaps} gaps of shape {args.burstiness:g}" if args.burstiness != 1 else ""

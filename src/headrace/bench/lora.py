@@ -70,9 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=count, default=32, help="requests, all given at once (default: 32)")
     parser.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
     parser.add_argument("--output-len", type=count, default=64, help="output tokens (default: 64)")
-    parser.add_argument("--num-adapters", type=count, help="made from a seed, where --lora-modules names none (default: one a request)")
-    parser.add_argument("--ranks", type=count, nargs="+", default=[16], help="of the adapters made, in turn (default: 16)")
-    parser.add_argument("--targets", nargs="+", metavar="MODULE", help="modules that they change, like q_proj (default: all but embedding and head)")
+    parser.add_argument(
+        "--num-adapters", type=count, help="made from a seed, where --lora-modules names none (default: one a request)"
+    )
+    parser.add_argument(
+        "--ranks", type=count, nargs="+", default=[16], help="of the adapters made, in turn (default: 16)"
+    )
+    parser.add_argument(
+        "--targets",
+        nargs="+",
+        metavar="MODULE",
+        help="modules that they change, like q_proj (default: all but embedding and head)",
+    )
     parser.add_argument("--repeats", type=count, default=3, help="timed repeats of everything, in turn (default: 3)")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
@@ -89,26 +98,41 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
             llm.engine.await_kernels()
             facts |= _engine_facts(llm, found)
             _ask(llm, args, -1, [None, *found])  # everything has been used once
-            sides = {BASE: [None] * args.num_prompts} | {name: _chosen(name, found, args.num_prompts) for name in args.popularity}
+            sides = {BASE: [None] * args.num_prompts} | {
+                name: _chosen(name, found, args.num_prompts) for name in args.popularity
+            }
             timed = sweep.take(
-                (name, _ask(llm, args, repeat, adapters, apart=name == APART)) for repeat in range(args.repeats) for name, adapters in sides.items()
+                (name, _ask(llm, args, repeat, adapters, apart=name == APART))
+                for repeat in range(args.repeats)
+                for name, adapters in sides.items()
             )
-    figures = {name: _figures([speed for side, speed in timed if side == name], adapters) for name, adapters in sides.items()}
+    figures = {
+        name: _figures([speed for side, speed in timed if side == name], adapters) for name, adapters in sides.items()
+    }
     _show(args, facts, {name: each for name, each in figures.items() if each["tokens_per_second"]})
     return sweep.status()
 
 
 def _engine_facts(llm: Any, found: Adapters) -> dict[str, str]:
     info = llm.info
-    said = "; ".join(f"{each.name} {each.value}" for each in info.decisions if each.name in ("adapters", "kernel add_deltas", "graphs"))
-    return {"model": f"{info.model}, {info.dtype} on {info.device}", "adapters": f"{len(found)} registered", "choices": said}
+    said = "; ".join(
+        f"{each.name} {each.value}"
+        for each in info.decisions
+        if each.name in ("adapters", "kernel add_deltas", "graphs")
+    )
+    return {
+        "model": f"{info.model}, {info.dtype} on {info.device}",
+        "adapters": f"{len(found)} registered",
+        "choices": said,
+    }
 
 
 # --- which adapters
 
 
 def _adapters(args: argparse.Namespace, config: EngineConfig, folder: Path) -> tuple[list[LoRARequest], EngineConfig]:
-    """Those that the flags name, or as many as they ask for made from a seed; and the engine that serves them. Raises ConfigError."""
+    """Those that the flags name, or as many as they ask for made from a seed; and the engine that serves them. Raises
+    ConfigError."""
     from headrace.models.families import spec_from_config
     from headrace.models.source import find_model
 
@@ -143,20 +167,26 @@ class _Drawn:
 
 
 def write_adapter(folder: Path, spec: DecoderSpec, rank: int, targets: Sequence[str] | None = None) -> Path:
-    """As PEFT writes one. ``targets``: the last words of modules' names. Raises ConfigError for those that the model does not have."""
+    """As PEFT writes one. ``targets``: the last words of modules' names. Raises ConfigError for those that the model
+    does not have."""
     from headrace.models.safetensors_file import write_file
     from headrace.models.weight_rules import adapted_modules
 
     modules = [module for module in adapted_modules(spec) if module.weight.layer is not None]
     known = {module.name.rpartition(".")[2] for module in modules}
     if unknown := sorted(set(targets or ()) - known):
-        raise ConfigError(f"--targets names {', '.join(unknown)}, which the model does not have; it has {', '.join(sorted(known))}.")
+        raise ConfigError(
+            f"--targets names {', '.join(unknown)}, which the model does not have; it has {', '.join(sorted(known))}."
+        )
     tensors: dict[str, tuple[str, tuple[int, int], memoryview]] = {}
     draw = _Drawn(np.random.default_rng(0), rank)
     for module in modules:
         if targets is None or module.name.rpartition(".")[2] in targets:
             pair = draw.pair(module.weight.ins, module.outs)
-            tensors |= {f"base_model.model.{module.name}.lora_{letter}.weight": factor for letter, factor in zip("AB", pair, strict=True)}
+            tensors |= {
+                f"base_model.model.{module.name}.lora_{letter}.weight": factor
+                for letter, factor in zip("AB", pair, strict=True)
+            }
     folder.mkdir()
     write_file(folder / "adapter_model.safetensors", tensors)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(targets or known)}
@@ -176,7 +206,10 @@ def _chosen(popularity: str, found: Sequence[LoRARequest], requests: int) -> lis
 def _ask(llm: Any, args: argparse.Namespace, repeat: int, adapters: Adapters, *, apart: bool = False) -> float:
     """Output tokens a second. Other tokens in each repeat. ``apart``: one batch an adapter, one after another."""
     asked = drawn(len(adapters), Lengths(args.input_len, args.output_len), seed=repeat + 1)
-    prompts = [{"prompt_token_ids": list(each.turns[0].new_ids)} for each in conversations_of(asked, vocab_size=llm.info.vocab_size, seed=repeat + 1)]
+    prompts = [
+        {"prompt_token_ids": list(each.turns[0].new_ids)}
+        for each in conversations_of(asked, vocab_size=llm.info.vocab_size, seed=repeat + 1)
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
     jobs = list(zip(prompts, adapters, strict=True))
     batches = [list(batch) for _, batch in groupby(jobs, key=lambda job: job[1])] if apart else [jobs]
@@ -189,7 +222,11 @@ def _ask(llm: Any, args: argparse.Namespace, repeat: int, adapters: Adapters, *,
 
 
 def _figures(speeds: Sequence[float], adapters: Adapters) -> dict[str, Any]:
-    return {"adapters": len(set(adapters) - {None}), "tokens_per_second": median(speeds) if speeds else None, "runs": list(speeds)}
+    return {
+        "adapters": len(set(adapters) - {None}),
+        "tokens_per_second": median(speeds) if speeds else None,
+        "runs": list(speeds),
+    }
 
 
 def _show(args: argparse.Namespace, facts: Mapping[str, Any], figures: dict[str, dict[str, Any]]) -> None:

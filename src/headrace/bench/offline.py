@@ -34,11 +34,20 @@ from headrace.sampling_params import SamplingParams
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-prompts", type=count, default=32, help="number of requests, all submitted at once (default: 32)")
+    parser.add_argument(
+        "--num-prompts", type=count, default=32, help="number of requests, all submitted at once (default: 32)"
+    )
     parser.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
     parser.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
-    parser.add_argument("--random-range-ratio", type=share, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
-    parser.add_argument("--prefix-len", type=natural, default=0, help="tokens of a shared prefix, in addition to --input-len (default: 0)")
+    parser.add_argument(
+        "--random-range-ratio", type=share, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)"
+    )
+    parser.add_argument(
+        "--prefix-len",
+        type=natural,
+        default=0,
+        help="tokens of a shared prefix, in addition to --input-len (default: 0)",
+    )
     parser.add_argument("--repeats", type=count, default=3, help="timed repetitions (default: 3)")
     _add_output(parser)
 
@@ -68,7 +77,11 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
         facts |= _engine_facts(llm)
     middle = sorted(runs, key=lambda run: run["elapsed_time"])[len(runs) // 2]
     spread = [run["output_tokens_per_second"] for run in runs]
-    figures = {**middle, "output_tokens_per_second_lowest": min(spread), "output_tokens_per_second_highest": max(spread)}
+    figures = {
+        **middle,
+        "output_tokens_per_second_lowest": min(spread),
+        "output_tokens_per_second_highest": max(spread),
+    }
     _show(args, facts, figures, records)
     print(
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total tokens/s, "
@@ -134,7 +147,10 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
         records = llm.engine.recorder.records
         records = records[taken:] if len(records) > taken else records  # the ring may have turned over
         facts |= _engine_facts(llm)
-    figures = {"avg_latency": sum(latencies) / len(latencies), **spread_of(latencies, "latency", (10.0, 25.0, 50.0, 75.0, 90.0, 99.0))}
+    figures = {
+        "avg_latency": sum(latencies) / len(latencies),
+        **spread_of(latencies, "latency", (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)),
+    }
     figures["output_tokens_per_second"] = args.batch_size * args.output_len / (figures["median_latency_ms"] / 1e3)
     _show(args, facts, figures, records, latencies=latencies)
     return sweep.status()
@@ -157,7 +173,10 @@ def limits_here(device: str) -> Limits:
 def _engine_facts(llm: Any) -> dict[str, Any]:
     """The engine's own accounting, as it is included in every table."""
     info = llm.info
-    return {"model": f"{info.model}, {info.dtype} on {info.device}", "choices": "; ".join(f"{each.name} {each.value}" for each in info.decisions)}
+    return {
+        "model": f"{info.model}, {info.dtype} on {info.device}",
+        "choices": "; ".join(f"{each.name} {each.value}" for each in info.decisions),
+    }
 
 
 def _show(
@@ -176,4 +195,6 @@ def _show(
     print_figures(figures)
     if args.output_json:
         fitted = asdict(calibration) if calibration is not None else None
-        write_json(args.output_json, {"facts": facts, **figures, "steps": steps, "calibration": fitted, "void": void, **more})
+        write_json(
+            args.output_json, {"facts": facts, **figures, "steps": steps, "calibration": fitted, "void": void, **more}
+        )

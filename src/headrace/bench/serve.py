@@ -30,7 +30,15 @@ from headrace.bench.load_flags import (
 from headrace.bench.sweep import Sweep
 from headrace.observe.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
 from headrace.planner.workload.conversations import Conversation, conversations_of
-from headrace.planner.workload.statistics import Reader, Sample, experiences, failure_reasons, parse_goodput, spread_of, summarise
+from headrace.planner.workload.statistics import (
+    Reader,
+    Sample,
+    experiences,
+    failure_reasons,
+    parse_goodput,
+    spread_of,
+    summarise,
+)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLOSED_LOOP = 8  # clients
@@ -46,22 +54,48 @@ TICK = 0.01  # s between looks at how late the client's own loop is
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("server")
-    where.add_argument("--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
+    where.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
+    )
     add_key_argument(where)
     where.add_argument("--model", help="model name to request (default: the first one that the server lists)")
-    where.add_argument("--endpoint", choices=sorted(ROUTES), default="completions", help="completions sends ids, chat text (default: completions)")
-    where.add_argument("--timeout", type=positive, default=600.0, help="seconds before a request counts as failed (default: 600)")
+    where.add_argument(
+        "--endpoint",
+        choices=sorted(ROUTES),
+        default="completions",
+        help="completions sends ids, chat text (default: completions)",
+    )
+    where.add_argument(
+        "--timeout", type=positive, default=600.0, help="seconds before a request counts as failed (default: 600)"
+    )
     add_workload_flags(parser, trace="trace", max_input=8192, max_output=1024)
     add_arrival_flags(parser, clients=CLOSED_LOOP)
     sent = parser.add_argument_group("requests")
-    sent.add_argument("--vocab-size", type=count, default=1000, help="token ids are drawn below this number (default: 1000)")
+    sent.add_argument(
+        "--vocab-size", type=count, default=1000, help="token ids are drawn below this number (default: 1000)"
+    )
     sent.add_argument("--seed", type=natural, default=0)
     sent.add_argument("--num-warmups", type=natural, default=2, help="requests before timing (default: 2)")
     shown = parser.add_argument_group("figures")
-    shown.add_argument("--expected-ttft", type=positive, default=1.0, help="seconds to the first token that readers expect (default: 1)")
-    shown.add_argument("--reading-speed", type=positive, default=4.8, help="tokens per second that readers read (default: 4.8)")
-    shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits that a good request meets: ttft:500 tpot:50 e2el:5000")
-    shown.add_argument("--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99")
+    shown.add_argument(
+        "--expected-ttft",
+        type=positive,
+        default=1.0,
+        help="seconds to the first token that readers expect (default: 1)",
+    )
+    shown.add_argument(
+        "--reading-speed", type=positive, default=4.8, help="tokens per second that readers read (default: 4.8)"
+    )
+    shown.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="limits that a good request meets: ttft:500 tpot:50 e2el:5000",
+    )
+    shown.add_argument(
+        "--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99"
+    )
     shown.add_argument("--output-json", type=output, metavar="FILE", help="write the figures and every request")
     shown.add_argument("--plot", type=picture, metavar="FILE.png", help="plot the distributions")
 
@@ -80,17 +114,25 @@ def run(args: argparse.Namespace) -> int:
     figures |= outcome.step_figures
     if "device_joules" in figures and figures["total_output_tokens"]:
         figures["joules_per_output_token"] = figures["device_joules"] / figures["total_output_tokens"]
-    figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
-    facts = machine_facts(limits_here, shape=_shape(args, len(conversations)), server=f"{args.base_url}, model {outcome.model}")
+    figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {
+        "client_cpu_share": outcome.cpu_seconds / outcome.seconds
+    }
+    facts = machine_facts(
+        limits_here, shape=_shape(args, len(conversations)), server=f"{args.base_url}, model {outcome.model}"
+    )
     if outcome.stopped:
-        facts["stopped"] = f"by Ctrl-C when {len(outcome.samples)} of {sum(len(each.turns) for each in conversations)} requests had ended"
+        facts["stopped"] = (
+            f"by Ctrl-C when {len(outcome.samples)} of {sum(len(each.turns) for each in conversations)} requests had ended"
+        )
         sweep.stop(facts["stopped"].partition("when ")[2])
     print_facts(facts)
     print()
     print_figures(figures)
     _print_problems(outcome.samples, figures)
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, **figures, "requests": [asdict(sample) for sample in outcome.samples]})
+        write_json(
+            args.output_json, {"facts": facts, **figures, "requests": [asdict(sample) for sample in outcome.samples]}
+        )
     if args.plot:
         plot_distributions(args.plot, facts, {"measured": outcome.samples})
     return sweep.status(0 if figures["completed"] else 1)
@@ -173,7 +215,9 @@ def _print_problems(samples: Sequence[Sample], figures: Mapping[str, Any]) -> No
         print(f"failed: {times} x {reason}")
     if figures["client_cpu_share"] > 0.8:
         share = f"{figures['client_cpu_share']:.0%}"
-        print(f"note: this client used {share} of a core, so the figures may be its own limit; spread the load over several clients")
+        print(
+            f"note: this client used {share} of a core, so the figures may be its own limit; spread the load over several clients"
+        )
 
 
 def plot_distributions(path: Path, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Sample]]) -> None:
@@ -182,7 +226,14 @@ def plot_distributions(path: Path, facts: Mapping[str, Any], runs: Mapping[str, 
     for name, of in DISTRIBUTIONS.items():
         curves = {run: _cumulative([value for sample in samples if sample.error is None and sample.arrivals for value in of(sample)])
                   for run, samples in runs.items()}  # fmt: skip
-        panels.append({"x": f"{name} (ms)", "y": "share of requests" if name != "ITL" else "share of gaps", "curves": curves, "log": "x"})
+        panels.append(
+            {
+                "x": f"{name} (ms)",
+                "y": "share of requests" if name != "ITL" else "share of gaps",
+                "curves": curves,
+                "log": "x",
+            }
+        )
     plot_curves(path, facts["shape"], panels, note=f"{facts['server']}; client {facts['machine']}; {facts['date']}")
 
 
@@ -200,7 +251,10 @@ _SUMS = {
     "measured": "headrace_step_measured_seconds_total",
     "predicted": "headrace_step_predicted_seconds_total",
 }
-_ENERGY = {"joules": "headrace_energy_joules_total", "joules_seconds": "headrace_energy_seconds_total"}  # where the server's device counts them
+_ENERGY = {
+    "joules": "headrace_energy_joules_total",
+    "joules_seconds": "headrace_energy_seconds_total",
+}  # where the server's device counts them
 _LINE = re.compile(r"^(headrace_\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
 _CALIBRATED = ("headrace_step_prediction_error", '{prediction="calibrated"}')
 
@@ -234,7 +288,11 @@ def step_figures(before: Mapping[str, float] | None, after: Mapping[str, float] 
     if before is None or after is None or after["steps"] <= before["steps"]:
         return {}
     steps, measured = after["steps"] - before["steps"], after["measured"] - before["measured"]
-    figures = {"steps": steps, "mean_step_ms": measured / steps * 1e3, "computed_tokens": after["tokens"] - before["tokens"]}
+    figures = {
+        "steps": steps,
+        "mean_step_ms": measured / steps * 1e3,
+        "computed_tokens": after["tokens"] - before["tokens"],
+    }
     predicted = after["predicted"] - before["predicted"]
     if predicted > 0 and measured > 0:
         figures["step_prediction_error"] = predicted / measured - 1.0

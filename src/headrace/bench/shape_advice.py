@@ -66,7 +66,11 @@ class ShapeBench:
     @property
     def target(self) -> Target:
         kind = self.device.type
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count if kind == "cuda" else torch.get_num_threads()
+        processors = (
+            torch.cuda.get_device_properties(self.device).multi_processor_count
+            if kind == "cuda"
+            else torch.get_num_threads()
+        )
         return Target(kind, processors, FEW[kind], max(MANY_ROWS + 1, min(MANY[kind], self.tokens_a_step)))
 
 
@@ -86,7 +90,10 @@ def _one_measurement(bench: ShapeBench, work: Product | Heads, tokens: int, limi
         made, flops = work.ins * work.outs * bench.dtype.itemsize, 2.0 * tokens * work.ins * work.outs
     else:
         keys = CONTEXT[kind] * (tokens if tokens <= MANY_ROWS else 1)
-        made, flops = 2 * keys * work.kv_heads * work.dim * bench.dtype.itemsize, 4.0 * tokens * CONTEXT[kind] * work.heads * work.dim
+        made, flops = (
+            2 * keys * work.kv_heads * work.dim * bench.dtype.itemsize,
+            4.0 * tokens * CONTEXT[kind] * work.heads * work.dim,
+        )
     call = max(made / limits.read_bandwidth, flops / rate)
     return made / MAKING[kind] + max(SECONDS_EACH[kind], CALLS_EACH * call)
 
@@ -111,7 +118,13 @@ def _measured(bench: ShapeBench, suspect: Suspect) -> Iterator[Finding]:
         fair = other / suspect.ratio  # the better shape does more work, or less
         step = (seconds - fair) * suspect.work.layers
         yield replace(
-            plain, tokens=tokens, seconds=seconds, better=suspect.better.size, better_seconds=other, share=1.0 - fair / seconds, step=step
+            plain,
+            tokens=tokens,
+            seconds=seconds,
+            better=suspect.better.size,
+            better_seconds=other,
+            share=1.0 - fair / seconds,
+            step=step,
         )
 
 

@@ -36,11 +36,19 @@ from headrace.planner.workload.conversations import random_conversations
 from headrace.planner.workload.load import Lengths
 
 READY_TIMEOUT = 600.0  # s
-_IMPORTED = ("headrace.bench.startup_child", "headrace.engine.llm", "headrace.worker.worker", "headrace.worker.profile", "triton")
+_IMPORTED = (
+    "headrace.bench.startup_child",
+    "headrace.engine.llm",
+    "headrace.worker.worker",
+    "headrace.worker.profile",
+    "triton",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=count, default=3, help="number of starts of each kind; the median is shown (default: 3)")
+    parser.add_argument(
+        "--repeats", type=count, default=3, help="number of starts of each kind; the median is shown (default: 3)"
+    )
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="MODEL and flags of headrace serve, after --")
 
@@ -51,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
         facts["server"] = "not measured: httptools is not installed"
     print_facts(facts)
     print()
-    each = {"headrace --help": [help_seconds() for _ in range(max(5, args.repeats))], **_starts(args.flags, args.repeats)}
+    each = {
+        "headrace --help": [help_seconds() for _ in range(max(5, args.repeats))],
+        **_starts(args.flags, args.repeats),
+    }
     if _has_server():
         each |= _by_name([served_start(args.flags) for _ in range(args.repeats)])
     figures = medians(each)
@@ -86,7 +97,9 @@ def bytecode() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="headrace-bytecode-") as folder:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = folder
-        subprocess.run([sys.executable, "-c", f"import {', '.join(_IMPORTED)}"], env=environment, capture_output=True, check=False)
+        subprocess.run(
+            [sys.executable, "-c", f"import {', '.join(_IMPORTED)}"], env=environment, capture_output=True, check=False
+        )
         yield environment
 
 
@@ -139,7 +152,8 @@ def _figures(child: Mapping[str, Any]) -> dict[str, float]:
 
 
 def served_start(flags: Sequence[str]) -> dict[str, float]:
-    """Seconds from the command until /ready answers 200, and then until the first token of a first and of a later request."""
+    """Seconds from the command until /ready answers 200, and then until the first token of a first and of a later
+    request."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -182,7 +196,11 @@ async def _first_requests(url: str, server: subprocess.Popen[bytes], begin: floa
         if sample.error is not None:
             raise BenchFailed(f"a request after /ready failed: {sample.error}")
     first, *later = (sample.ttft for sample in generator.samples)
-    return {"serve: ready": ready, "serve: first token after ready": first, "serve: first token, later requests": median(later)}
+    return {
+        "serve: ready": ready,
+        "serve: first token after ready": first,
+        "serve: first token, later requests": median(later),
+    }
 
 
 def keyless() -> dict[str, str]:

@@ -156,7 +156,10 @@ def _batches(llm: LLM) -> list[float]:
     params = SamplingParams(temperature=0.0, max_tokens=min(16, longest), ignore_eos=True, detokenize=False)
     seconds = []
     for turn in range(3):
-        prompts = [{"prompt_token_ids": _ids(llm, 1 + (longest - 1) * index // BATCH, 1000 + turn * BATCH + index)} for index in range(BATCH)]
+        prompts = [
+            {"prompt_token_ids": _ids(llm, 1 + (longest - 1) * index // BATCH, 1000 + turn * BATCH + index)}
+            for index in range(BATCH)
+        ]
         begin = time.time()
         llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.time() - begin)

@@ -17,7 +17,18 @@ import numpy as np
 from headrace.observe.metrics import StepRecord
 from headrace.observe.report import MOST_FRACTION, void_note
 
-COLUMNS = ("steps", "count", "rows", "tokens", "floor ms", "overlapped ms", "predicted ms", "measured ms", "fraction", "host ms")
+COLUMNS = (
+    "steps",
+    "count",
+    "rows",
+    "tokens",
+    "floor ms",
+    "overlapped ms",
+    "predicted ms",
+    "measured ms",
+    "fraction",
+    "host ms",
+)
 
 
 STEADY_STEPS = 500
@@ -29,7 +40,9 @@ class SteadyDecode:
     busy."""
 
     steps: int
-    wall_seconds: float  # from the end of the first one's predecessor to the end of the last, gaps between runs left out
+    wall_seconds: (
+        float  # from the end of the first one's predecessor to the end of the last, gaps between runs left out
+    )
     busy_seconds: float
     host_seconds: float  # the median step's
     host_seconds_p99: float
@@ -101,7 +114,8 @@ def _medians(name: str, records: Sequence[StepRecord]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """measured ≈ floor / efficiency + overhead. ``error`` is the median of |predicted / measured - 1| with these two."""
+    """measured ≈ floor / efficiency + overhead. ``error`` is the median of |predicted / measured - 1| with these
+    two."""
 
     efficiency: float
     overhead: float  # s
@@ -130,7 +144,9 @@ def fit(floors: Sequence[float], measured: Sequence[float]) -> Calibration | Non
 def calibrate(records: Iterable[StepRecord]) -> Calibration | None:
     """The efficiency and the overhead that these steps show; None without a limit or without steps of different
     sizes."""
-    good = [record for record in records if not record.failed and record.floor_seconds > 0 and record.measured_seconds > 0]
+    good = [
+        record for record in records if not record.failed and record.floor_seconds > 0 and record.measured_seconds > 0
+    ]
     return fit([record.floor_seconds for record in good], [record.measured_seconds for record in good])
 
 

@@ -50,7 +50,8 @@ FLAT_ROWS = (1, 16, 32, MOST_ROWS)  # the most rows of each class
 MOST_FEW = 512  # rows of a decode step, as far as each number of rows is looked at
 LONG = ((4096, 8192), (12288, 16384))  # cuBLASLt: from so many rows on; measured with so many
 WIDEST = 65536  # columns: a wider weight is a head, of which long steps compute few rows
-# Rows of prompts: each stands for those above the one before. Tiles in turns are counted in pairs of 128 rows: the fewer, the more it matters.
+# Rows of prompts: each stands for those above the one before. Tiles in turns are counted in pairs of 128 rows: the
+# fewer, the more it matters.
 PROMPTS = (640, 768, 896, 1024, 1152, 1280, 1536, 2048, 3072, 4096, 8192, 16384)
 LEAST_TALL = 1152  # rows: with fewer, tall tiles do not fill the device
 SECONDS, TURNS = 0.01, 2  # of timing a form once; the lower of so many
@@ -87,10 +88,22 @@ class Tuned:
     least: int = 0
 
     def row(self, read_bandwidth: float) -> tuple[Any, ...]:
-        moved, flops = 2 * self.shape.outs * self.shape.ins * _halves(self.shape), 2 * self.rows * self.shape.outs * self.shape.ins
+        moved, flops = (
+            2 * self.shape.outs * self.shape.ins * _halves(self.shape),
+            2 * self.rows * self.shape.outs * self.shape.ins,
+        )
         rate = moved / self.seconds
         teraflops = flops * _halves(self.shape) / self.seconds / 1e12
-        return (self.shape.key, self.rows, _form(self.form), self.seconds * 1e6, rate / 1e9, rate / read_bandwidth, teraflops, self.without * 1e6)
+        return (
+            self.shape.key,
+            self.rows,
+            _form(self.form),
+            self.seconds * 1e6,
+            rate / 1e9,
+            rate / read_bandwidth,
+            teraflops,
+            self.without * 1e6,
+        )
 
 
 def fastest(trial: Trial) -> Tuned:
@@ -148,7 +161,9 @@ class Kind:
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
         """The table as it is saved."""
-        return {shape: tuple((each.rows, each.form) for each in tuned if each.shape == shape) for shape in _shapes(tuned)}
+        return {
+            shape: tuple((each.rows, each.form) for each in tuned if each.shape == shape) for shape in _shapes(tuned)
+        }
 
 
 class FlatProducts(Kind):
@@ -158,7 +173,15 @@ class FlatProducts(Kind):
 
     def build(self, shapes: Sequence[Shape]) -> None:
         """In one process per core: this process then finds the results in the compiler's cache."""
-        forms = sorted({(shape.gated, form) for shape in shapes for rows in FLAT_ROWS for form in flat_forms.candidate_forms(shape, rows)}, key=str)
+        forms = sorted(
+            {
+                (shape.gated, form)
+                for shape in shapes
+                for rows in FLAT_ROWS
+                for form in flat_forms.candidate_forms(shape, rows)
+            },
+            key=str,
+        )
         workers = max(1, min(len(forms), (os.cpu_count() or 2) - 1))
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             list(pool.map(partial(_build_flat, self.activation), [forms[index::workers] for index in range(workers)]))
@@ -166,9 +189,14 @@ class FlatProducts(Kind):
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
         for rows in FLAT_ROWS:
             x = random_inputs(rows, shape.ins)
-            forms = {form: partial(_flat_calls, shape, form, x, weights, self.activation) for form in flat_forms.candidate_forms(shape, rows)}
+            forms = {
+                form: partial(_flat_calls, shape, form, x, weights, self.activation)
+                for form in flat_forms.candidate_forms(shape, rows)
+            }
             vendor = partial(_over, weights, _vendor, x, self.activation if shape.gated else None)
-            yield Trial(shape, rows, {None: vendor, **forms}, gain=0.0 if shape.gated else 1.0)  # the vendor's takes no norm and no gate in
+            yield Trial(
+                shape, rows, {None: vendor, **forms}, gain=0.0 if shape.gated else 1.0
+            )  # the vendor's takes no norm and no gate in
 
 
 class RingProducts(Kind):
@@ -179,13 +207,20 @@ class RingProducts(Kind):
     def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
         """Those inside layers: the head's weight is large enough for any form."""
         return tuple(
-            shape for shape in shapes if shape.outs < flat_forms.LARGE and shape.ins % 64 == 0 and (shape.outs % 8 == 0 or not shape.gated)
+            shape
+            for shape in shapes
+            if shape.outs < flat_forms.LARGE and shape.ins % 64 == 0 and (shape.outs % 8 == 0 or not shape.gated)
         )
 
     def build(self, shapes: Sequence[Shape]) -> None:
         from headrace.kernels.linear.cuda_ring import machine_code
 
-        tried = ((shape, form) for shape in shapes for rows in ring_forms.ROWS for form in ring_forms.candidate_forms(shape, rows, _processors()))
+        tried = (
+            (shape, form)
+            for shape in shapes
+            for rows in ring_forms.ROWS
+            for form in ring_forms.candidate_forms(shape, rows, _processors())
+        )
         needed = {(replace(form, late=False), self.activation if shape.gated else None) for shape, form in tried}
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets threads work side by side
             list(pool.map(lambda each: machine_code(*each), sorted(needed, key=str)))
@@ -195,7 +230,9 @@ class RingProducts(Kind):
             x, around = random_inputs(rows, shape.ins), _around(shape, rows, self.activation)
             tried = ring_forms.candidate_forms(shape, rows, _processors())
             forms = {form: partial(_ring_calls, shape, form, x, around, weights) for form in tried}
-            yield Trial(shape, rows, {None: partial(_measured_flat_calls, shape, x, around, weights), **forms}, gain=1.02)
+            yield Trial(
+                shape, rows, {None: partial(_measured_flat_calls, shape, x, around, weights), **forms}, gain=1.02
+            )
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
         """A single row is left to the other forms, which multiply it without matrix instructions."""
@@ -219,7 +256,12 @@ class VendorProducts(Kind):
             x, used = random_inputs(rows, shape.ins), weights[:2] if held else weights
             yield Trial(shape, rows, _vendor_forms(shape, x, used), gain=1.01 if held else 1.03, held=held, least=least)
             if (least, rows, held) == few[-1]:
-                yield Trial(shape, rows + 1, {None: partial(_over, weights, _vendor, random_inputs(rows + 1, shape.ins), None)}, least=rows + 1)
+                yield Trial(
+                    shape,
+                    rows + 1,
+                    {None: partial(_over, weights, _vendor, random_inputs(rows + 1, shape.ins), None)},
+                    least=rows + 1,
+                )
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -249,7 +291,15 @@ class GatedProducts(Kind):
         for rows in (*_buckets(), *PROMPTS):
             long = rows > MOST_FEW
             tiles, used = (tiles_for(rows, shape.ins), layers[:2]) if long else (gated_tiles.TOGETHER, layers)
-            yield gate_trial(shape, random_inputs(rows, shape.ins), used, tiles, self.activation, gain=1.0 if long else 1.02, held=long)
+            yield gate_trial(
+                shape,
+                random_inputs(rows, shape.ins),
+                used,
+                tiles,
+                self.activation,
+                gain=1.0 if long else 1.02,
+                held=long,
+            )
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
         """Neighboring entries with the same tile are merged, and the best tile for the most rows is used beyond them,
@@ -258,7 +308,9 @@ class GatedProducts(Kind):
         for shape in _shapes(tuned):
             own = (each for each in tuned if each.shape == shape)
             last = [(list(group)[-1].rows, tile) for tile, group in groupby(own, key=lambda each: each.form)]
-            found[Shape(shape.outs, shape.ins)] = tuple((gated_tiles.BEYOND if rows == PROMPTS[-1] else rows, tile) for rows, tile in last)
+            found[Shape(shape.outs, shape.ins)] = tuple(
+                (gated_tiles.BEYOND if rows == PROMPTS[-1] else rows, tile) for rows, tile in last
+            )
         return found
 
 
@@ -268,7 +320,9 @@ KINDS = (FlatProducts, RingProducts, VendorProducts, GatedProducts)
 def shapes_of(spec: DecoderSpec) -> tuple[Shape, ...]:
     """The GEMM shapes of a decoder of this shape, without duplicates."""
     dense = [site for site in matrices(spec) if site.moe is None and site.role is not Role.ROUTER]
-    found = dict.fromkeys(Shape(site.parts[0] if site.gated else site.outs, site.ins, site.gated) for site in (*dense, head(spec)))
+    found = dict.fromkeys(
+        Shape(site.parts[0] if site.gated else site.outs, site.ins, site.gated) for site in (*dense, head(spec))
+    )
     return tuple(shape for shape in found if shape.outs * shape.ins >= SMALL_WEIGHT and shape.ins % 64 == 0)
 
 
@@ -290,7 +344,12 @@ def run_tune(args: argparse.Namespace, spec: DecoderSpec) -> int:
         raise ConfigError("--tune measures a GPU; add --device cuda.")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise ConfigError("--tune needs a GPU of compute capability 9, for which the forms are made; run it there.")
-    begun, found, device, limit = time.monotonic(), dict[str, list[Tuned]](), torch.cuda.get_device_name(), limits_now("cuda").read_bandwidth
+    begun, found, device, limit = (
+        time.monotonic(),
+        dict[str, list[Tuned]](),
+        torch.cuda.get_device_name(),
+        limits_now("cuda").read_bandwidth,
+    )
     working_set = 4 * torch.cuda.get_device_properties("cuda").L2_cache_size
     from headrace.bench.tune_coded import coded_kinds
 
@@ -401,7 +460,9 @@ def _vendor_forms(shape: Shape, x: Tensor, weights: Sequence[Tensor]) -> dict[An
         y = torch.full((len(x), shape.outs), float("nan"), device=x.device, dtype=x.dtype)
         return [partial(_multiplied, products, algorithm, operands, x, each, y) for each in weights]
 
-    offered = {settings: partial(calls, each) for settings, each in products.offers(len(x)) if products.takes(each, operands)}
+    offered = {
+        settings: partial(calls, each) for settings, each in products.offers(len(x)) if products.takes(each, operands)
+    }
     return {None: partial(_over, weights, _vendor, x, None), **offered}
 
 
@@ -411,7 +472,14 @@ def _multiplied(products: Products, algorithm: Any, operands: Operands, x: Tenso
 
 
 def gate_trial(
-    shape: Shape, x: Tensor, layers: Sequence[Any], tiles: Sequence[Tile], activation: Activation, *, gain: float, held: bool = False
+    shape: Shape,
+    x: Tensor,
+    layers: Sequence[Any],
+    tiles: Sequence[Tile],
+    activation: Activation,
+    *,
+    gain: float,
+    held: bool = False,
 ) -> Trial:
     def calls(tile: Tile) -> Calls:
         return [partial(each.compute, x, activation, tile) for each in layers]

@@ -38,7 +38,10 @@ class CodedProducts(Kind):
         outs = shape.outs * (1 + shape.gated)
         packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
         for rows in coded_forms.ROWS:
-            x, around = random_inputs(rows, shape.ins), Around(gate=self.activation if shape.gated and rows <= MOST_ROWS else None)
+            x, around = (
+                random_inputs(rows, shape.ins),
+                Around(gate=self.activation if shape.gated and rows <= MOST_ROWS else None),
+            )
             tried = coded_forms.candidate_forms(shape, outs, self.coding, rows)
             forms: dict[Any, Any] = {form: partial(_calls, form, x, around, packed) for form in tried}
             yield Trial(shape, rows, {None: partial(_widened, x, around, packed), **forms})
@@ -52,7 +55,9 @@ class _Rings(Kind):
 
     def _forms(self, shape: Shape, rows: int) -> tuple[ring_forms.RingForm, ...]:
         processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-        return ring_forms.candidate_forms(shape, rows, processors, self.coding, "" if self.eight is None else self.eight.kind_of)
+        return ring_forms.candidate_forms(
+            shape, rows, processors, self.coding, "" if self.eight is None else self.eight.kind_of
+        )
 
     def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
         """A gate as one matrix, too, which more rows are multiplied by."""
@@ -86,9 +91,13 @@ class CodedRings(_Rings):
         packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
         for rows in self.rows(shape):
             x, around = random_inputs(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
-            own: Any = coded_forms.forms_for(shape, outs, self.coding, 132, coded_forms.measured(self.coding).table(torch.cuda.get_device_name()))
+            own: Any = coded_forms.forms_for(
+                shape, outs, self.coding, 132, coded_forms.measured(self.coding).table(torch.cuda.get_device_name())
+            )
             plain = next(form for most, form in own if rows <= most)
-            forms: dict[Any, Any] = {form: partial(_ring_calls, form, shape, x, around, packed, None) for form in self._forms(shape, rows)}
+            forms: dict[Any, Any] = {
+                form: partial(_ring_calls, form, shape, x, around, packed, None) for form in self._forms(shape, rows)
+            }
             yield Trial(shape, rows, {None: partial(_calls, plain, x, around, packed), **forms})
 
 
@@ -117,8 +126,14 @@ class EightBitRings(_Rings):
             squares = torch.ones((rows, -(-shape.ins // 128)) if eight.group else (1, rows), device="cuda")
             beside = replace(around, squares=squares)
             pairs, laid = x.view(torch.bfloat16), [each.view(torch.bfloat16) for each in own]
-            forms: dict[Any, Any] = {form: partial(_ring_calls, form, shape, pairs, beside, laid, scale) for form in self._forms(shape, rows)}
-            yield Trial(shape, rows, {None: partial(_eight_calls, eight, shape, x, squares.view(rows, -1), around, own, scale), **forms})
+            forms: dict[Any, Any] = {
+                form: partial(_ring_calls, form, shape, pairs, beside, laid, scale) for form in self._forms(shape, rows)
+            }
+            yield Trial(
+                shape,
+                rows,
+                {None: partial(_eight_calls, eight, shape, x, squares.view(rows, -1), around, own, scale), **forms},
+            )
 
 
 def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
@@ -142,7 +157,9 @@ def random_packed(coding: Coding, outs: int, ins: int, *, gated: bool) -> Packed
         count = rows.stop - rows.start
         codes = torch.randint(0, 2**coding.bits, (count, ins), dtype=torch.uint8, device=device)
         codes = codes & 0xBF if coding.floats and coding.bits == 8 else codes  # never NaN
-        scale = torch.full((count, groups), 120 if coding.scales is Scales.POWER else 1, device=device).to(kinds.get(coding.scales, torch.float16))
+        scale = torch.full((count, groups), 120 if coding.scales is Scales.POWER else 1, device=device).to(
+            kinds.get(coding.scales, torch.float16)
+        )
         beside = torch.ones_like(scale) if coding.zeros or coding.shifts else None
         large = tuple(torch.full((count, -(-ins // 256)), 0.01, device=device) for _ in range(1 + coding.shifts))
         table = torch.linspace(-1, 1, 16, device=device) if coding.table else None
@@ -162,7 +179,9 @@ def _calls(form: Any, x: Tensor, around: Around, packed: Sequence[Packed]) -> Ca
     return [partial(_first, product, form, x, around) for product in products]
 
 
-def _ring_calls(form: Any, shape: Shape, x: Tensor, around: Around, weights: Sequence[Any], units: Tensor | None) -> Calls:
+def _ring_calls(
+    form: Any, shape: Shape, x: Tensor, around: Around, weights: Sequence[Any], units: Tensor | None
+) -> Calls:
     from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of
 
     none: Any = None  # what no form serves is not asked for here
@@ -176,7 +195,9 @@ def _computed(layer: Any, x: Tensor, around: Around, form: Any) -> Tensor:
     return result
 
 
-def _eight_calls(eight: EightBits, shape: Shape, x: Tensor, own: Tensor, around: Around, weights: Sequence[Tensor], scale: Tensor) -> Calls:
+def _eight_calls(
+    eight: EightBits, shape: Shape, x: Tensor, own: Tensor, around: Around, weights: Sequence[Tensor], scale: Tensor
+) -> Calls:
     from headrace.kernels.linear.eight_bits import TALL, EightBitLinear, forms_for
     from headrace.kernels.linear.flat_linear import make_scratch
 
@@ -202,7 +223,9 @@ def _widened(x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
     from headrace.kernels.linear.flat_linear import make_scratch
     from headrace.kernels.norm.triton_activation import gated_activation
 
-    products = [CodedProduct(each, None, (), make_scratch(Shape(1, 1), (), x.device), programmatic=False) for each in packed]
+    products = [
+        CodedProduct(each, None, (), make_scratch(Shape(1, 1), (), x.device), programmatic=False) for each in packed
+    ]
 
     def computed(product: CodedProduct) -> Tensor:
         y = product.widened(x)

@@ -83,15 +83,21 @@ class CacheManager:
     them, and the dummy tokens of padding look further back than the real ones.
     """
 
-    def __init__(self, groups: Seq[KVGroup], *, prefix_caching: bool = True, sliding: bool = True, namespace: bytes) -> None:
+    def __init__(
+        self, groups: Seq[KVGroup], *, prefix_caching: bool = True, sliding: bool = True, namespace: bytes
+    ) -> None:
         self.specs: tuple[KVSpec, ...] = tuple(group.spec for group in groups)
         self.prefix_caching = prefix_caching
         self.pools = [BlockPool(group.num_blocks, self._evict_from(index)) for index, group in enumerate(groups)]
         self.tree = PrefixTree(len(groups), namespace)
         self.block_tokens = math.lcm(*(spec.block_size for spec in self.specs))  # tokens of one prefix node
         self._node_of: list[dict[int, PrefixNode]] = [{} for _ in groups]
-        self._written: dict[int, list[tuple[SequenceKV, PrefixNode]]] = {}  # step in flight → nodes whose blocks it writes, and for whom
-        self._distrusted: list[set[int]] = [set() for _ in groups]  # blocks of unusable rows that somebody may still hold: never named again
+        self._written: dict[
+            int, list[tuple[SequenceKV, PrefixNode]]
+        ] = {}  # step in flight → nodes whose blocks it writes, and for whom
+        self._distrusted: list[set[int]] = [
+            set() for _ in groups
+        ]  # blocks of unusable rows that somebody may still hold: never named again
         self._leaving: list[tuple[int, int, int]] = []  # (last step that names it, group, block)
         self._slid: set[tuple[int, int, int]] = set()  # those of them that slid out of a window
         self._copies: list[tuple[int, int, int, int]] = []  # (step in flight, group, source, copy)
@@ -172,7 +178,10 @@ class CacheManager:
             fits = True
             for which, group in enumerate(self._sliding):
                 runs[which] = runs[which] + 1 if node.blocks[group] is not None else 0
-                fits = fits and runs[which] >= count - self._first_needed(group, count * self.block_tokens) // self.block_tokens
+                fits = (
+                    fits
+                    and runs[which] >= count - self._first_needed(group, count * self.block_tokens) // self.block_tokens
+                )
             best = count if fits else best
         return best
 
@@ -195,7 +204,9 @@ class CacheManager:
         attached."""
         idle = []
         for group, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
-            first, inside = divmod(self._first_needed(group, match.num_tokens) // spec.block_size, self.block_tokens // spec.block_size)
+            first, inside = divmod(
+                self._first_needed(group, match.num_tokens) // spec.block_size, self.block_tokens // spec.block_size
+            )
             reused = [block for node in match.nodes[first:] for block in node.blocks[group] or ()]
             idle.append(sum(1 for block in reused[inside:] if pool.is_cached(block)))
         return idle
@@ -219,7 +230,8 @@ class CacheManager:
             kv.capacity = match.num_tokens
 
     def link(self, kv: SequenceKV, token_ids: array[int], num_tokens: int, step_id: int | None) -> None:
-        """Names the blocks of the first ``num_tokens`` tokens (known and computed, or being computed by ``step_id``)."""
+        """Names the blocks of the first ``num_tokens`` tokens (known and computed, or being computed by
+        ``step_id``)."""
         if not self.prefix_caching or num_tokens // self.block_tokens <= kv.num_linked_blocks:
             return
         if kv.node is not None and kv.node.detached:
@@ -237,14 +249,17 @@ class CacheManager:
             kv.node = node = child
             kv.num_linked_blocks = depth + 1
 
-    def _name(self, parent: PrefixNode, key: bytes, kv: SequenceKV, depth: int, step_id: int | None) -> PrefixNode | None:
+    def _name(
+        self, parent: PrefixNode, key: bytes, kv: SequenceKV, depth: int, step_id: int | None
+    ) -> PrefixNode | None:
         blocks = [self._node_blocks(kv.tables[group], group, depth) for group in range(len(self.specs))]
         if not any(blocks):
             return None  # all behind the window: there is nothing to name
         if any(not bad.isdisjoint(held or ()) for bad, held in zip(self._distrusted, blocks, strict=True)):
             return None
         if any(block in self._node_of[group] for group, held in enumerate(blocks) for block in held or ()):
-            return None  # a sibling's node has begun with the same block, where a node is longer than a block of this group
+            # a sibling's node has begun with the same block, where a node is longer than a block of this group
+            return None
         node = self.tree.add_child(parent, key, [None] * len(blocks))
         for group, held in enumerate(blocks):
             self._hold(node, kv, group, held, step_id)
@@ -299,7 +314,9 @@ class CacheManager:
         others hold or copied."""
         for group, spec in enumerate(self.specs):
             own = kv.num_matched_blocks * (self.block_tokens // spec.block_size)
-            self._distrust(group, self._with_copies(group, {block for block in kv.tables[group][own:] if block is not None}))
+            self._distrust(
+                group, self._with_copies(group, {block for block in kv.tables[group][own:] if block is not None})
+            )
 
     def _with_copies(self, group: int, blocks: set[int]) -> set[int]:
         """Adds the blocks that steps in flight copy from or to these; several sequences may have copied a shared

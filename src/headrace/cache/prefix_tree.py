@@ -64,7 +64,9 @@ class PrefixTree:
         root = self._roots.get((salt, adapter))
         if root is None:
             seed = b"\0".join((self._namespace, salt.encode("utf-8", "surrogatepass"), (adapter or "").encode()))
-            root = PrefixNode(None, b"", [None] * self.num_groups, digest=hashlib.blake2b(seed, digest_size=16).digest())
+            root = PrefixNode(
+                None, b"", [None] * self.num_groups, digest=hashlib.blake2b(seed, digest_size=16).digest()
+            )
             self._roots[(salt, adapter)], self._name_of[root] = root, (salt, adapter)
         return root
 

@@ -44,18 +44,32 @@ class Benchmark:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "throughput": Benchmark(
-        "headrace.bench.offline", "many requests through the offline API", "add_throughput_arguments", "run_throughput", model=True, engine=True
+        "headrace.bench.offline",
+        "many requests through the offline API",
+        "add_throughput_arguments",
+        "run_throughput",
+        model=True,
+        engine=True,
     ),
     "latency": Benchmark(
-        "headrace.bench.offline", "one batch from start to finish, and its steps", "add_latency_arguments", "run_latency", model=True, engine=True
+        "headrace.bench.offline",
+        "one batch from start to finish, and its steps",
+        "add_latency_arguments",
+        "run_latency",
+        model=True,
+        engine=True,
     ),
     "serve": Benchmark("headrace.bench.serve", "load on any OpenAI-compatible server"),
     "startup": Benchmark("headrace.bench.startup", "the time from the command to readiness, by stage"),
     "kernels": Benchmark(
-        "headrace.bench.kernels", "every candidate of every operation, compared with its floor and its twin", "add_kernels_arguments",
+        "headrace.bench.kernels",
+        "every candidate of every operation, compared with its floor and its twin",
+        "add_kernels_arguments",
         flags="headrace.bench.arguments",
     ),
-    "lora": Benchmark("headrace.bench.lora", "tokens per second with adapters beside the base model's", model=True, engine=True),
+    "lora": Benchmark(
+        "headrace.bench.lora", "tokens per second with adapters beside the base model's", model=True, engine=True
+    ),
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a full load curve", engine=True),
 }
 
@@ -80,9 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def declare_all(parser: argparse.ArgumentParser, benchmarks: Mapping[str, Benchmark]) -> None:
-    commands = parser.add_subparsers(metavar="BENCHMARK", title="benchmarks", dest="benchmark", required=True, parser_class=_LateParser)
+    commands = parser.add_subparsers(
+        metavar="BENCHMARK", title="benchmarks", dest="benchmark", required=True, parser_class=_LateParser
+    )
     for name, benchmark in benchmarks.items():
-        command = commands.add_parser(name, help=benchmark.help, description=benchmark.help[0].upper() + benchmark.help[1:] + ".")
+        command = commands.add_parser(
+            name, help=benchmark.help, description=benchmark.help[0].upper() + benchmark.help[1:] + "."
+        )
         command.benchmark = benchmark
 
 

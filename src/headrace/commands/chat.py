@@ -45,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
         if message is not None:
             _show(conversation.answer(message))
             return 0
-        print(f"{llm.info.model}, {llm.info.dtype} on {llm.info.device}, context {llm.info.max_model_len} tokens. {_HELP}", file=sys.stderr)
+        print(
+            f"{llm.info.model}, {llm.info.dtype} on {llm.info.device}, context {llm.info.max_model_len} tokens. {_HELP}",
+            file=sys.stderr,
+        )
         _converse(conversation)
     return 0
 
@@ -63,7 +66,11 @@ class Conversation:
 
     def answer(self, message: str) -> Generator[str, None, None]:
         """Pieces of text. An interrupted answer stays in the conversation as far as it was shown."""
-        messages = [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns, {"role": "user", "content": message}]
+        messages = [
+            *([{"role": "system", "content": self.system}] if self.system else []),
+            *self.turns,
+            {"role": "user", "content": message},
+        ]
         shown: list[str] = []
         deltas = self._llm.stream(messages, self._params, clamp=self._clamp)
         try:
@@ -82,14 +89,18 @@ class Conversation:
 def _message(words: list[str]) -> str | None:
     """The words on the command line, or the piped input; None at a terminal."""
     if len(words) == 1 and (os.path.isdir(words[0]) or words[0].endswith(".gguf")):
-        raise ConfigError(f"{words[0]!r} reads as a model, but `headrace chat` takes a message; write --model {words[0]}.")
+        raise ConfigError(
+            f"{words[0]!r} reads as a model, but `headrace chat` takes a message; write --model {words[0]}."
+        )
     if words:
         return " ".join(words)
     if sys.stdin.isatty():
         return None
     piped = sys.stdin.read().strip()
     if not piped:
-        raise ConfigError("there is no message: standard input is empty; give one as an argument or run it in a terminal.")
+        raise ConfigError(
+            "there is no message: standard input is empty; give one as an argument or run it in a terminal."
+        )
     return piped
 
 

@@ -18,9 +18,7 @@ _ZSH = "#compdef headrace\nautoload -U +X compinit bashcompinit && compinit -u &
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help_text = (
-        'for the shell\'s start-up file: eval "$(headrace completion bash)", or for fish: headrace completion fish | source'
-    )
+    help_text = 'for the shell\'s start-up file: eval "$(headrace completion bash)", or for fish: headrace completion fish | source'
     parser.add_argument("dialect", metavar="{bash,zsh,fish}", choices=("bash", "zsh", "fish"), help=help_text)
 
 

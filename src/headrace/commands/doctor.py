@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.commands.simulate_reports import CONTEXT, of_prices, sentences
 from headrace.config import EngineConfig
-from headrace.cost.profile import DeviceIdentity, DeviceProfile, find_profile, profile_folder, said_bandwidth, said_rate, save_profile
+from headrace.cost.profile import (
+    DeviceIdentity,
+    DeviceProfile,
+    find_profile,
+    profile_folder,
+    said_bandwidth,
+    said_rate,
+    save_profile,
+)
 from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 from headrace.models import families
@@ -41,7 +49,11 @@ NO_MODEL = "No batch advice: this executor computes no model. Leave --executor o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", action="store_true", help="measure the device (under a minute) and store the result; measure all shape advice")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="measure the device (under a minute) and store the result; measure all shape advice",
+    )
     parser.add_argument("--no-load", action="store_true", help="only inspect the machine, do not load a model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_model_argument(parser)
@@ -84,7 +96,9 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
         "cores": f"{physical_cores()[1]}; {count} threads compute" + ("" if decision else ", as asked"),
         "memory": f"{available_memory() / 2**30:.1f} GiB available",
         "torch": f"{torch.__version__}, instructions {torch.backends.cpu.get_cpu_capability()}, {_onednn(torch.__config__.show())}",
-        "compiler": f"{compiler.reason}; until then torch twins run" if isinstance(compiler, Declined) else str(compiler),
+        "compiler": f"{compiler.reason}; until then torch twins run"
+        if isinstance(compiler, Declined)
+        else str(compiler),
         "limits now": limits,
         "cuda": _card(find_gpu()),
     }
@@ -110,11 +124,17 @@ def _card(gpu: GPU) -> str:
     if gpu.problem is not None:
         return gpu.problem
     driver = ask_driver()
-    said = f"driver {driver.version} for CUDA up to {'.'.join(map(str, driver.cuda))}" if driver is not None else "driver unknown"
+    said = (
+        f"driver {driver.version} for CUDA up to {'.'.join(map(str, driver.cuda))}"
+        if driver is not None
+        else "driver unknown"
+    )
     card = driver.card(str(torch.cuda.get_device_properties().uuid)) if driver is not None else None
     memory = f", {_free(card)}" if card is not None else ""
     others = [_other(driver, index) for index in range(1, torch.cuda.device_count())]
-    return "; ".join((f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}, {said}{memory}", *others))
+    return "; ".join(
+        (f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}, {said}{memory}", *others)
+    )
 
 
 def _other(driver: DriverFacts | None, index: int) -> str:
@@ -123,8 +143,16 @@ def _other(driver: DriverFacts | None, index: int) -> str:
 
     facts = torch.cuda.get_device_properties(index)
     card = driver.card(str(facts.uuid)) if driver is not None else None
-    peer = "reads the first one's memory" if torch.cuda.can_device_access_peer(index, 0) else "reaches the first one through the host"
-    return f"card {index}: {facts.name}, {_free(card)}, {peer}" if card is not None else f"card {index}: {facts.name}, {peer}"
+    peer = (
+        "reads the first one's memory"
+        if torch.cuda.can_device_access_peer(index, 0)
+        else "reaches the first one through the host"
+    )
+    return (
+        f"card {index}: {facts.name}, {_free(card)}, {peer}"
+        if card is not None
+        else f"card {index}: {facts.name}, {peer}"
+    )
 
 
 def _free(card: CardFacts) -> str:
@@ -156,10 +184,18 @@ def _stored(device: str) -> DeviceProfile | None:
 
 def _profile_facts(profile: DeviceProfile | None) -> dict[str, Any]:
     if profile is None:
-        return {"measured": f"never (nothing for this device in {profile_folder()}); headrace doctor --profile does it in under a minute"}
+        return {
+            "measured": f"never (nothing for this device in {profile_folder()}); headrace doctor --profile does it in under a minute"
+        }
     rates = {f"matrix product, {dtype}": said_rate(rate) for dtype, rate in profile.gemm_rates.items()}
-    rates |= {f"... {dtype}, held for a second": said_rate(rate) for dtype, rate in profile.sustained_gemm_rates.items()}
-    busy = f"; other processes used {profile.others_share:.0%} of the CPUs meanwhile" if profile.others_share > 0.01 else ""
+    rates |= {
+        f"... {dtype}, held for a second": said_rate(rate) for dtype, rate in profile.sustained_gemm_rates.items()
+    }
+    busy = (
+        f"; other processes used {profile.others_share:.0%} of the CPUs meanwhile"
+        if profile.others_share > 0.01
+        else ""
+    )
     return {
         "measured": f"{profile.date}, {_measured_on(profile.identity)}, torch {profile.versions.get('torch', '?')}{busy}",
         "read": f"{said_bandwidth(profile.read_bandwidth)} sustained, rounds within {profile.spread:.0%}, over {profile.working_set / 2**20:.0f} MiB",
@@ -170,7 +206,9 @@ def _profile_facts(profile: DeviceProfile | None) -> dict[str, Any]:
 
 
 def _measured_on(identity: DeviceIdentity) -> str:
-    return f"{identity.threads} threads" if identity.kind == "cpu" else f"{identity.name} ({', '.join(identity.features)})"
+    return (
+        f"{identity.threads} threads" if identity.kind == "cpu" else f"{identity.name} ({', '.join(identity.features)})"
+    )
 
 
 def _in_a_graph(profile: DeviceProfile) -> str:
@@ -195,7 +233,12 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
     try:
         info = engine.info
         report: dict[str, Any] = {
-            "engine": {"model": info.model, "device": info.device, "dtype": info.dtype, "longest sequence": f"{info.max_sequence_tokens} tokens"},
+            "engine": {
+                "model": info.model,
+                "device": info.device,
+                "dtype": info.dtype,
+                "longest sequence": f"{info.max_sequence_tokens} tokens",
+            },
             "decisions": [asdict(decision) for decision in info.decisions],
             "announced": dict(info.memory),
         }
@@ -203,13 +246,17 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
             report["memory"] = _account_gpu(engine)
         elif "process" in info.memory and process_status():
             report["memory"] = _account(engine, resident_memory()[0] - loaded)
-        report["batch"] = examine_batch(config, engine.source.config, engine.core.executor.info, profile)  # its modules are no part of that
+        report["batch"] = examine_batch(
+            config, engine.source.config, engine.core.executor.info, profile
+        )  # its modules are no part of that
         return report
     finally:
         engine.close()
 
 
-def examine_batch(config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile | None) -> dict[str, Any]:
+def examine_batch(
+    config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile | None
+) -> dict[str, Any]:
     """``config``: as requested; ``model``: its config.json; ``info``: of the engine built from both. If nothing can be
     said, the reason is a sentence, too."""
     if config.device.executor != "model":
@@ -222,7 +269,9 @@ def examine_batch(config: EngineConfig, model: Mapping[str, Any], info: Executor
         return {"said": [f"No batch advice: {error.message}"]}
 
 
-def _advice(config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile) -> dict[str, Any]:
+def _advice(
+    config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile
+) -> dict[str, Any]:
     device = with_calibrations(device_of(profile, sum(info.memory.values()), 0))
     found, context = priced(families.spec_from_config(model), config, device), min(CONTEXT, info.max_model_len)
     advice = advise(found, context, info)
@@ -257,7 +306,10 @@ def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[
     if config.device.executor != "model":
         return {"findings": [], "unmeasured": 0.0}
     spec = families.spec_from_config(find_source(config).config)
-    dtype, tokens = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device)[0], resolve_config(config, device)[0].scheduler
+    dtype, tokens = (
+        resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device)[0],
+        resolve_config(config, device)[0].scheduler,
+    )
     assert tokens.max_num_batched_tokens is not None, "resolved"
     bench = ShapeBench(spec, dtype, torch.device(device), tokens.max_num_batched_tokens)
     findings, unmeasured = advise(bench, limits_now(device), thorough=thorough)
@@ -274,7 +326,10 @@ def _account(engine: Engine, bookkeeping: int) -> dict[str, Any]:
     with peak_memory() as peak:
         step = _take_largest_step(engine)
     grown = resident_memory()[0] - before - (sum(touched_memory(info.memory).values()) - touched)
-    measured = {"scheduler, block pool and prefix tree": bookkeeping, f"kept by kernels and allocator after {step}": grown}
+    measured = {
+        "scheduler, block pool and prefix tree": bookkeeping,
+        f"kept by kernels and allocator after {step}": grown,
+    }
     return _memory_facts(create_ledger(info.memory, measured), step, peak.held)
 
 
@@ -289,7 +344,9 @@ def _account_gpu(engine: Engine) -> dict[str, Any]:
     with measured_peak(device, emptied=False) as grown:
         step = _take_largest_step(engine)
     pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-    return _memory_facts(Ledger(device_use(device).used, engine.info.memory), step, grown.live) | {"pinned host memory": pinned}
+    return _memory_facts(Ledger(device_use(device).used, engine.info.memory), step, grown.live) | {
+        "pinned host memory": pinned
+    }
 
 
 def _take_largest_step(engine: Engine) -> str:
@@ -333,7 +390,11 @@ def _section(title: str, facts: Mapping[str, Any]) -> str:
 
 def _render_memory(report: Mapping[str, Any]) -> str:
     """Announced sizes, then actual ones, by purpose, with the residual. On a GPU, purposes are as announced."""
-    announced = [[f"reserved for {name}", _mib(size)] for name, size in report["announced"].items() if name not in ("process", "kernels")]
+    announced = [
+        [f"reserved for {name}", _mib(size)]
+        for name, size in report["announced"].items()
+        if name not in ("process", "kernels")
+    ]
     text = table(("announced", "MiB"), announced)
     if "memory" not in report:
         return text
@@ -343,7 +404,9 @@ def _render_memory(report: Mapping[str, Any]) -> str:
     peaks = [f"{name}: {_mib(size)} MiB above that" for name, size in memory.items() if name.startswith("peak")]
     pinned = [f"{name}: {_mib(size)} MiB" for name, size in memory.items() if name.startswith("pinned")]
     above = [] if "context" in report["announced"] else [text, ""]
-    return "\n".join([*above, table(("in use", "MiB"), rows), f"accounted for: {memory['share explained']:.2%}", *peaks, *pinned])
+    return "\n".join(
+        [*above, table(("in use", "MiB"), rows), f"accounted for: {memory['share explained']:.2%}", *peaks, *pinned]
+    )
 
 
 def _render_shape(shape: Mapping[str, Any]) -> str:

@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from headrace.commands.sampling_flags import PARAM_NAMES, add_sampling_flags, over_defaults, sampling_values, with_values
+from headrace.commands.sampling_flags import (
+    PARAM_NAMES,
+    add_sampling_flags,
+    over_defaults,
+    sampling_values,
+    with_values,
+)
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, add_model_argument, engine_config
@@ -41,9 +47,23 @@ _PER_ROW = 4  # lines under way for each row of the engine: enough to keep it fu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("-i", "--input", metavar="FILE", help="JSONL file with one prompt per line; - for standard input")
-    parser.add_argument("-o", "--output", metavar="FILE", default="-", help="JSONL file for answers, one per line in order (default: stdout)")
-    parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="complete this text instead and print the result (may be repeated)")
+    parser.add_argument(
+        "-i", "--input", metavar="FILE", help="JSONL file with one prompt per line; - for standard input"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="-",
+        help="JSONL file for answers, one per line in order (default: stdout)",
+    )
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="complete this text instead and print the result (may be repeated)",
+    )
     add_sampling_flags(parser)
     add_config_flags(parser, EngineConfig)
 
@@ -66,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
         params = over_defaults(llm.get_default_sampling_params(), flags)
         plain = args.prompt is not None and args.output == "-"
         batch = _Batch(llm, params, total, clamp="max_tokens" not in vars(args))
-        failed = batch.run(lines, lambda done: out.write((_plain(done) if plain else json.dumps(done, ensure_ascii=False)) + "\n"))
+        failed = batch.run(
+            lines, lambda done: out.write((_plain(done) if plain else json.dumps(done, ensure_ascii=False)) + "\n")
+        )
     if failed:
         print(f"headrace: {failed} of the lines could not be served; their errors are in the output.", file=sys.stderr)
     return 1 if failed else 0
@@ -136,7 +158,10 @@ class _Batch:
     def _submit(self, fields: dict[str, Any]) -> OutputCollector:
         source = [name for name in _SOURCES if name in fields]
         if len(source) != 1:
-            raise InvalidRequest(f"a line needs exactly one of {', '.join(_SOURCES)}, but it has {' and '.join(source) or 'none'}.", param="prompt")
+            raise InvalidRequest(
+                f"a line needs exactly one of {', '.join(_SOURCES)}, but it has {' and '.join(source) or 'none'}.",
+                param="prompt",
+            )
         asked = {name: value for name, value in fields.items() if name not in _PROMPT_FIELDS}
         params = with_values(self._params, asked)
         clamp = self._clamp and "max_tokens" not in asked
@@ -162,7 +187,9 @@ def _fields(line: str) -> dict[str, Any]:
 
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value or any(not isinstance(each, dict) for each in value):
-        raise InvalidRequest('messages must be a list of objects with "role" and "content"; give at least one.', param="messages")
+        raise InvalidRequest(
+            'messages must be a list of objects with "role" and "content"; give at least one.', param="messages"
+        )
     return value
 
 
@@ -180,12 +207,25 @@ def _result(job: _Job) -> dict[str, Any]:
     output = job.collector.output()
     broken = next((each for each in output.outputs if each.finish_reason == "error"), None)
     if broken is not None:
-        return {**head, "error": {"message": str(broken.stop_reason), "type": HeadraceError.type, "param": None, "code": None}}
-    return {**head, "outputs": [_completion(each) for each in output.outputs], "usage": _usage(output), **_prompt_scores(output)}
+        return {
+            **head,
+            "error": {"message": str(broken.stop_reason), "type": HeadraceError.type, "param": None, "code": None},
+        }
+    return {
+        **head,
+        "outputs": [_completion(each) for each in output.outputs],
+        "usage": _usage(output),
+        **_prompt_scores(output),
+    }
 
 
 def _completion(each: CompletionOutput) -> dict[str, Any]:
-    found: dict[str, Any] = {"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason, "stop_reason": each.stop_reason}
+    found: dict[str, Any] = {
+        "text": each.text,
+        "token_ids": each.token_ids,
+        "finish_reason": each.finish_reason,
+        "stop_reason": each.stop_reason,
+    }
     if each.logprobs is not None:
         found["logprobs"] = [_scores(position) for position in each.logprobs]
         found["cumulative_logprob"] = _finite(each.cumulative_logprob)
@@ -199,7 +239,10 @@ def _prompt_scores(output: RequestOutput) -> dict[str, Any]:
 
 
 def _scores(position: Mapping[int, Logprob]) -> list[dict[str, Any]]:
-    return [{"token_id": token, "token": s.decoded_token, "logprob": _finite(s.logprob), "rank": s.rank} for token, s in position.items()]
+    return [
+        {"token_id": token, "token": s.decoded_token, "logprob": _finite(s.logprob), "rank": s.rank}
+        for token, s in position.items()
+    ]
 
 
 def _finite(value: float | None) -> float | None:
@@ -209,7 +252,11 @@ def _finite(value: float | None) -> float | None:
 
 def _usage(output: RequestOutput) -> dict[str, int]:
     completion = sum(len(each.token_ids) for each in output.outputs)
-    return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": completion, "cached_tokens": output.num_cached_tokens}
+    return {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": completion,
+        "cached_tokens": output.num_cached_tokens,
+    }
 
 
 def _error(error: InvalidRequest) -> dict[str, Any]:

@@ -22,11 +22,19 @@ from headrace.observe.report import table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", title="actions (without one: list)", dest="action")
-    listing = actions.add_parser("list", help="list the cache's contents and sizes", description="List the cache's contents and sizes.")
+    listing = actions.add_parser(
+        "list", help="list the cache's contents and sizes", description="List the cache's contents and sizes."
+    )
     listing.add_argument("--json", action="store_true", help="print it as JSON")
-    pull = actions.add_parser("pull", help="download a model from the hub to the cache", description="Download a model from the hub to the cache.")
+    pull = actions.add_parser(
+        "pull",
+        help="download a model from the hub to the cache",
+        description="Download a model from the hub to the cache.",
+    )
     pull.add_argument("model", metavar="MODEL", help="org/name[@revision]; append :Q4_K_M for that GGUF quantization")
-    remove = actions.add_parser("remove", help="remove models from the cache", description="Remove models from the cache, with all revisions.")
+    remove = actions.add_parser(
+        "remove", help="remove models from the cache", description="Remove models from the cache, with all revisions."
+    )
     remove.add_argument("models", metavar="MODEL", nargs="+", help="org/name")
     remove.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
 
@@ -45,11 +53,15 @@ def _list(*, as_json: bool) -> int:
         print(json.dumps([asdict(each) for each in found], indent=1, default=str))
         return 0
     if not found:
-        print(f"No model is in {hub_cache()}. Fetch one: headrace models pull org/name. The bundled demo model is part of the package.")
+        print(
+            f"No model is in {hub_cache()}. Fetch one: headrace models pull org/name. The bundled demo model is part of the package."
+        )
         return 0
     rows = [[each.name, each.format, ", ".join(each.revisions), said_bytes(each.bytes)] for each in found]
     print(table(("model", "format", "revision", "size"), rows))
-    print(f"\n{said_bytes(sum(each.bytes for each in found))} in {hub_cache()}; headrace models remove NAME frees the space of one.")
+    print(
+        f"\n{said_bytes(sum(each.bytes for each in found))} in {hub_cache()}; headrace models remove NAME frees the space of one."
+    )
     return 0
 
 
@@ -59,7 +71,9 @@ def _pull(text: str) -> int:
         raise ConfigError(f"{text!r} is not a hub id; write org/name, org/name@revision or org/name:Q4_K_M.")
     path = download_model(model, with_weights=True)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    print(f"{model}: {said_bytes(sum(file.stat().st_size for file in files))} in {path}. Try: headrace chat --model {model}")
+    print(
+        f"{model}: {said_bytes(sum(file.stat().st_size for file in files))} in {path}. Try: headrace chat --model {model}"
+    )
     return 0
 
 

@@ -30,25 +30,43 @@ if TYPE_CHECKING:
 
 Rows = list[list[int]]
 
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from headrace.quantize.names import FORMATS, METHODS
 
     parser.add_argument("model", metavar="MODEL", help="directory or hub id of a safetensors checkpoint")
     formats = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
     parser.add_argument("--format", required=True, metavar="FORMAT", help=formats)
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="output directory; an interrupted run is resumed")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="output directory; an interrupted run is resumed"
+    )
     methods = "; ".join(f"{name}: {text}" for name, text in METHODS.items())
     usual = "with --calibration gptq, or smooth for w8a8; else rtn"
     parser.add_argument("--method", choices=tuple(METHODS), help=f"how codes are chosen ({usual}). {methods}")
     text = "text, or JSON lines with text or messages; an eighth is held out for evaluation"
     parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--calibration-rows", type=int, default=128, metavar="N", help="number of rows to use (default: 128)")
-    parser.add_argument("--calibration-length", type=int, default=1024, metavar="N", help="tokens per row (default: 1024)")
-    parser.add_argument("--group-size", type=int, metavar="N", help="number of inputs that share a scale: 32, 64, 128, or 0 for all (wNa16, wNa8)")
-    parser.add_argument("--keep", type=float, metavar="X", help="fraction of the dimensions that slicegpt keeps (default: 0.9)")
+    parser.add_argument(
+        "--calibration-rows", type=int, default=128, metavar="N", help="number of rows to use (default: 128)"
+    )
+    parser.add_argument(
+        "--calibration-length", type=int, default=1024, metavar="N", help="tokens per row (default: 1024)"
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="number of inputs that share a scale: 32, 64, 128, or 0 for all (wNa16, wNa8)",
+    )
+    parser.add_argument(
+        "--keep", type=float, metavar="X", help="fraction of the dimensions that slicegpt keeps (default: 0.9)"
+    )
     parser.add_argument("--asymmetric", action="store_true", help="give each group its own zero point (wNa16, wNa8)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device to compute on (default: auto)")
-    parser.add_argument("--tokenizer", metavar="PATH", help="directory or file of a tokenizer to use instead of the model's own")
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="device to compute on (default: auto)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="directory or file of a tokenizer to use instead of the model's own"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,11 +93,18 @@ def run(args: argparse.Namespace) -> int:
         plan = _plan(args, choice, source, spec, checkpoint)
         rows, held = _rows(args, source, spec.max_positions)
         rows = rows if needs_text(choice) else []
-        how = {"recipe": plan.said, "calibration": str(args.calibration), "rows": len(rows), "length": args.calibration_length}
+        how = {
+            "recipe": plan.said,
+            "calibration": str(args.calibration),
+            "rows": len(rows),
+            "length": args.calibration_length,
+        }
         going_on = begin_folder(args.output, source, how)
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         shards = Shards(args.output, spec.num_layers + 1)
-        print(f"{source.name}: {spec.num_layers} layers to {args.format} by {choice.method} on {device.type}{', resuming' if going_on else ''}")
+        print(
+            f"{source.name}: {spec.num_layers} layers to {args.format} by {choice.method} on {device.type}{', resuming' if going_on else ''}"
+        )
         judged = plan.run(rows, held, device, shards, _teller(spec.num_layers))
     finally:
         checkpoint.close()
@@ -103,7 +128,9 @@ class _Plan:
     run: Callable[[Rows, Rows, torch.device, Shards, Callable[[int], None]], Judged | None]
 
 
-def _plan(args: argparse.Namespace, choice: Choice, source: ModelSource, spec: DecoderSpec, checkpoint: Checkpoint) -> _Plan:
+def _plan(
+    args: argparse.Namespace, choice: Choice, source: ModelSource, spec: DecoderSpec, checkpoint: Checkpoint
+) -> _Plan:
     """Reports whatever cannot be done before anything is read or written."""
     from headrace.models.source import read_json
 
@@ -118,7 +145,9 @@ def _plan(args: argparse.Namespace, choice: Choice, source: ModelSource, spec: D
     from headrace.quantize.makers import maker_for
     from headrace.quantize.run import ignored_modules, quantised_spec, quantize
 
-    scales = torch.float16 if source.config.get("torch_dtype", source.config.get("dtype")) == "float16" else torch.bfloat16
+    scales = (
+        torch.float16 if source.config.get("torch_dtype", source.config.get("dtype")) == "float16" else torch.bfloat16
+    )
     recipe = maker_for(choice, group_size=args.group_size, asymmetric=args.asymmetric, scales=scales)
     quantised_spec(spec, recipe)
 
@@ -134,7 +163,9 @@ def _slicing(args: argparse.Namespace, config: dict[str, Any], spec: DecoderSpec
     from headrace.quantize.slicing import Slicing, sliced_config
 
     if args.group_size is not None or args.asymmetric:
-        raise ConfigError("--group-size and --asymmetric are for integers of few bits, and slicegpt rounds nothing; leave them out.")
+        raise ConfigError(
+            "--group-size and --asymmetric are for integers of few bits, and slicegpt rounds nothing; leave them out."
+        )
     smaller = sliced_config(config, spec, 0.9 if args.keep is None else args.keep)
     target = spec_from_config(smaller)
 
@@ -177,6 +208,8 @@ def _rows(args: argparse.Namespace, source: ModelSource, longest: int) -> tuple[
     if tokenizer is None:
         raise ConfigError(f"{args.model} has no tokenizer, which --calibration needs; give one: --tokenizer PATH.")
     try:
-        return read_rows(args.calibration, tokenizer, length=min(args.calibration_length, longest), count=args.calibration_rows)
+        return read_rows(
+            args.calibration, tokenizer, length=min(args.calibration_length, longest), count=args.calibration_rows
+        )
     finally:
         tokenizer.close()

@@ -40,19 +40,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.conflict_handler = "resolve"  # --device and --trace mean a simulation's here
     where = parser.add_argument_group("device")
     where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=f"required: {DEVICES}")
-    where.add_argument("--device-memory", type=parse_size, metavar="SIZE", help="memory of the device in bytes, instead of its known size")
-    where.add_argument("--link-bandwidth", type=parse_size, metavar="SIZE", help="bytes/s between ranks, one way (default: the device's)")
-    where.add_argument("--link-latency", type=float, metavar="US", help="microseconds of one all-reduce without its bytes (default: the device's)")
+    where.add_argument(
+        "--device-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory of the device in bytes, instead of its known size",
+    )
+    where.add_argument(
+        "--link-bandwidth",
+        type=parse_size,
+        metavar="SIZE",
+        help="bytes/s between ranks, one way (default: the device's)",
+    )
+    where.add_argument(
+        "--link-latency",
+        type=float,
+        metavar="US",
+        help="microseconds of one all-reduce without its bytes (default: the device's)",
+    )
     simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")
-    shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits that a good request meets: ttft:500 tpot:50 e2el:5000")
-    shown.add_argument("--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99")
     shown.add_argument(
-        "--against", type=Path, nargs="+", metavar="RUN.json", help="runs of bench serve with this load: shows their errors; with several, a verdict"
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="limits that a good request meets: ttft:500 tpot:50 e2el:5000",
     )
-    shown.add_argument("--output-json", type=output, metavar="FILE", help="write the figures and every request, as bench serve does")
-    shown.add_argument("--plot", type=picture, metavar="FILE.png", help="plot the distributions, as bench serve does; with --against, of both runs")
+    shown.add_argument(
+        "--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99"
+    )
+    shown.add_argument(
+        "--against",
+        type=Path,
+        nargs="+",
+        metavar="RUN.json",
+        help="runs of bench serve with this load: shows their errors; with several, a verdict",
+    )
+    shown.add_argument(
+        "--output-json", type=output, metavar="FILE", help="write the figures and every request, as bench serve does"
+    )
+    shown.add_argument(
+        "--plot",
+        type=picture,
+        metavar="FILE.png",
+        help="plot the distributions, as bench serve does; with --against, of both runs",
+    )
     simulate_curve.add_arguments(parser)
     simulate_reports.add_arguments(parser)
 
@@ -92,7 +126,9 @@ def _trials(name: str, args: argparse.Namespace) -> list[Trial]:
     return [Trial(name, rate, spec, config, device, _load(args, config, server, spec, rate)) for rate in rates]
 
 
-def _load(args: argparse.Namespace, config: EngineConfig, server: ServerConfig, spec: DecoderSpec, rate: float | None) -> Load:
+def _load(
+    args: argparse.Namespace, config: EngineConfig, server: ServerConfig, spec: DecoderSpec, rate: float | None
+) -> Load:
     load = simulate_load.load_of(args, config, server, rate)
     return replace(load, popularity=simulate_calibrate.popularity(args, spec), front=not args.no_front_end)
 
@@ -113,7 +149,9 @@ def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, c
     if args.output_json:
         errors = {f"error_of_{each.figure}": each.error for each in compared}
         requests = [asdict(sample) for sample in report.samples]
-        write_json(args.output_json, {"facts": facts, "prices": report.facts, **report.figures, **errors, "requests": requests})
+        write_json(
+            args.output_json, {"facts": facts, "prices": report.facts, **report.figures, **errors, "requests": requests}
+        )
     if args.plot:
         measured = {f"measured ({path.stem})": read_samples(path) for path in args.against or ()}
         plot_distributions(args.plot, facts, {"simulated": report.samples, **measured})
@@ -137,17 +175,23 @@ def _linked(args: argparse.Namespace, config: EngineConfig, device: Device) -> D
     """With the link that ranks have. Raises ConfigError where nobody knows it, or there are no ranks."""
     ranks, asked = config.device.tensor_parallel_size, args.link_bandwidth is not None or args.link_latency is not None
     if asked and ranks == 1:
-        raise ConfigError("--link-bandwidth and --link-latency are of ranks; give --tensor-parallel-size, too, or leave them out.")
+        raise ConfigError(
+            "--link-bandwidth and --link-latency are of ranks; give --tensor-parallel-size, too, or leave them out."
+        )
     if ranks == 1:
         return device
     if device.link is None and args.link_bandwidth is None:
-        raise ConfigError(f"Nobody knows the link between {ranks} times {device.name}; give it with --link-bandwidth, like 300GB.")
+        raise ConfigError(
+            f"Nobody knows the link between {ranks} times {device.name}; give it with --link-bandwidth, like 300GB."
+        )
     known = device.link or Link(args.link_bandwidth, MEETING_SECONDS)
     latency = known.latency if args.link_latency is None else args.link_latency * 1e-6
     return replace(device, link=Link(args.link_bandwidth or known.bandwidth, latency))
 
 
-def _facts(args: argparse.Namespace, source: ModelSource, device: Device, report: Report, seconds: float) -> dict[str, Any]:
+def _facts(
+    args: argparse.Namespace, source: ModelSource, device: Device, report: Report, seconds: float
+) -> dict[str, Any]:
     blocks = " + ".join(f"{group.num_blocks} blocks of {group.spec.block_size}" for group in report.info.kv_groups)
     chosen = ", ".join(f"{each.name} {each.value}" for each in report.decisions)
     return machine_facts(
@@ -191,7 +235,9 @@ def check_modes(args: argparse.Namespace) -> None:
         raise ConfigError(f"{_flag(modes[0])} and {_flag(modes[1])} ask for different things; give one of them.")
     for name, wanted in NEEDS.items():
         if _given(args, name) and not any(_given(args, each) for each in wanted):
-            raise ConfigError(f"{_flag(name)} is only valid with {' or '.join(map(_flag, wanted))}; add that, or leave it out.")
+            raise ConfigError(
+                f"{_flag(name)} is only valid with {' or '.join(map(_flag, wanted))}; add that, or leave it out."
+            )
     for name, others in AGAINST.items():
         for other in others:
             if _given(args, name) and _given(args, other):
@@ -200,7 +246,9 @@ def check_modes(args: argparse.Namespace) -> None:
 
 def _given(args: argparse.Namespace, name: str) -> bool:
     value = getattr(args, name)
-    return value is not None and value is not False and (value != [] or name == "four_costs")  # which may stand without contexts
+    return (
+        value is not None and value is not False and (value != [] or name == "four_costs")
+    )  # which may stand without contexts
 
 
 def _flag(name: str) -> str:

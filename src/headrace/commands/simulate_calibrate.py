@@ -27,15 +27,38 @@ from headrace.spec import DecoderSpec
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     prices = parser.add_argument_group("prices of steps")
     prices.add_argument(
-        "--calibrate", type=Path, nargs="+", metavar="RUN", help="fit prices to the steps of a run (--trace FILE of any command), store them and exit"
+        "--calibrate",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="fit prices to the steps of a run (--trace FILE of any command), store them and exit",
     )
-    prices.add_argument("--front-of", type=Path, metavar="RUN.json", help="with --calibrate: bench serve's result of the same run, for the front end")
-    prices.add_argument("--output-calibration", type=output, metavar="FILE", help="store the calibration here instead of with the device's profile")
-    prices.add_argument("--calibration", type=Path, metavar="FILE", help="calibration to use instead of the one found for device and model")
-    prices.add_argument("--assumed-prices", action="store_true", help="simulate without a calibration")
-    prices.add_argument("--no-front-end", action="store_true", help="requests go straight to the engine, as in LLM.generate")
     prices.add_argument(
-        "--expert-skew", metavar="EXPONENT|FILE", help="how unevenly tokens pick experts: a Zipf exponent or a JSON list of counts (default: even)"
+        "--front-of",
+        type=Path,
+        metavar="RUN.json",
+        help="with --calibrate: bench serve's result of the same run, for the front end",
+    )
+    prices.add_argument(
+        "--output-calibration",
+        type=output,
+        metavar="FILE",
+        help="store the calibration here instead of with the device's profile",
+    )
+    prices.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="calibration to use instead of the one found for device and model",
+    )
+    prices.add_argument("--assumed-prices", action="store_true", help="simulate without a calibration")
+    prices.add_argument(
+        "--no-front-end", action="store_true", help="requests go straight to the engine, as in LLM.generate"
+    )
+    prices.add_argument(
+        "--expert-skew",
+        metavar="EXPONENT|FILE",
+        help="how unevenly tokens pick experts: a Zipf exponent or a JSON list of counts (default: even)",
     )
 
 
@@ -70,7 +93,9 @@ def run_calibration(args: argparse.Namespace, config: EngineConfig, device: Devi
     if len(set(args.calibrate)) < len(args.calibrate):
         raise ConfigError("--calibrate names a run twice; name each once.")
     runs = [read_run(path) for path in args.calibrate]
-    cost_model, _ = cost_model_of(spec, resolve_config(config, device.kind)[0], device, runs[0].facts.dtype, popularity(args, spec))
+    cost_model, _ = cost_model_of(
+        spec, resolve_config(config, device.kind)[0], device, runs[0].facts.dtype, popularity(args, spec)
+    )
     found = calibrate(runs, device, cost_model)
     if args.front_of is not None:
         found = fit_front([args.front_of], found, runs[0])

@@ -25,18 +25,40 @@ from headrace.planner.curve import Point, Trial, curve_columns, run_trials
 from headrace.worker.host import physical_cores
 
 AS_GIVEN = "as given"
-SHORT = {"request_throughput": "requests/s", "output_throughput": "tokens/s", "request_goodput": "good/s", "preemptions": "preempted"}
+SHORT = {
+    "request_throughput": "requests/s",
+    "output_throughput": "tokens/s",
+    "request_goodput": "good/s",
+    "preemptions": "preempted",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     curve = parser.add_argument_group("load curve")
-    curve.add_argument("--sweep-rate", type=float, nargs="+", metavar="R", help="run at each of these request rates (a trace is scaled to them)")
+    curve.add_argument(
+        "--sweep-rate",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="run at each of these request rates (a trace is scaled to them)",
+    )
     curve.add_argument(
         "--compare", action="append", default=[], metavar="NAME=A,B",
         help="run with each value of a flag, technique or device; if repeated, with every combination (scheduling_policy=fcfs,priority)",
     )  # fmt: skip
-    curve.add_argument("--columns", nargs="+", default=[], metavar="FIGURE", help="additional figures to show, by their names in the JSON")
-    curve.add_argument("--processes", type=count, metavar="N", help="number of points to run in parallel (default: one process per core)")
+    curve.add_argument(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="FIGURE",
+        help="additional figures to show, by their names in the JSON",
+    )
+    curve.add_argument(
+        "--processes",
+        type=count,
+        metavar="N",
+        help="number of points to run in parallel (default: one process per core)",
+    )
 
 
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
@@ -53,7 +75,9 @@ def _values(entry: str) -> list[tuple[str, str]]:
     name, equals, text = entry.partition("=")
     values = [value.strip() for value in text.split(",") if value.strip()]
     if not equals or not name.strip() or not values:
-        raise ConfigError(f"--compare has {entry!r}; write NAME=VALUE,VALUE with a flag or a technique, like scheduling_policy=fcfs,priority.")
+        raise ConfigError(
+            f"--compare has {entry!r}; write NAME=VALUE,VALUE with a flag or a technique, like scheduling_policy=fcfs,priority."
+        )
     return [(name.strip(), value) for value in dict.fromkeys(values)]
 
 
@@ -79,7 +103,9 @@ def _technique(entry: str) -> str:
     try:
         technique_values([entry])
     except ConfigError as error:
-        raise ConfigError(f"--compare {entry}: neither device, nor a flag of headrace serve, nor a technique: {error.message}") from error
+        raise ConfigError(
+            f"--compare {entry}: neither device, nor a flag of headrace serve, nor a technique: {error.message}"
+        ) from error
     return entry
 
 
@@ -96,13 +122,19 @@ def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespac
     if args.plot and not args.sweep_rate:
         raise ConfigError("A comparison can only be plotted over rates; give --sweep-rate, or leave --plot out.")
     if args.against:
-        raise ConfigError("--against compares one run with one that was measured; leave --sweep-rate and --compare out.")
+        raise ConfigError(
+            "--against compares one run with one that was measured; leave --sweep-rate and --compare out."
+        )
     if args.plot:
         load_pyplot()
     wanted = [trials(name, changed) for name, changed in variants(args)]
     ordered = [trial for same_rate in zip(*wanted, strict=True) for trial in same_rate]  # side by side
     processes = args.processes or physical_cores()[0]
-    facts = machine_facts("; ".join(dict.fromkeys(str(trial.device) for trial in ordered)), shape=_shape(args, ordered), server="simulated")
+    facts = machine_facts(
+        "; ".join(dict.fromkeys(str(trial.device) for trial in ordered)),
+        shape=_shape(args, ordered),
+        server="simulated",
+    )
     print_facts(facts)
     begin = time.perf_counter()
     sweep = Sweep()
@@ -122,7 +154,9 @@ def _shape(args: argparse.Namespace, trials: Sequence[Trial]) -> str:
     return f"{what_is_asked(args, len(trials[0].load.asked))}{each}{limits}"
 
 
-def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace, sweep: Sweep) -> tuple[list[Point], list[str]]:
+def _run(
+    trials: Sequence[Trial], processes: int, args: argparse.Namespace, sweep: Sweep
+) -> tuple[list[Point], list[str]]:
     """All points, and the columns to show. An unknown column is reported with the first point."""
     columns: list[str] = []
 
@@ -136,7 +170,10 @@ def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace, swee
 
 def _print(points: Sequence[Point], columns: Sequence[str]) -> None:
     swept = any(point.rate is not None for point in points)
-    rows = [[*([point.rate] if swept else []), point.name, *(point.figures.get(column) for column in columns)] for point in points]
+    rows = [
+        [*([point.rate] if swept else []), point.name, *(point.figures.get(column) for column in columns)]
+        for point in points
+    ]
     print(f"\n{table((*(['offered'] if swept else []), 'configuration', *map(_short, columns)), rows)}\n")
     for prices in dict.fromkeys(str(point.prices["prices"]) for point in points):
         print(f"prices: {prices}")
@@ -151,7 +188,9 @@ def _short(column: str) -> str:
 def _plot(path: Path, facts: dict[str, Any], points: Sequence[Point], columns: Sequence[str]) -> None:
     """A panel for the served rate, one for each tail, and one for each requested column."""
     served = "request_goodput" if "request_goodput" in columns else "request_throughput"
-    tails = [column for column in columns if column.startswith("p") and column.endswith(("ttft_ms", "tpot_ms", "itl_ms"))]
+    tails = [
+        column for column in columns if column.startswith("p") and column.endswith(("ttft_ms", "tpot_ms", "itl_ms"))
+    ]
     usual = columns.index("failed")
     panels = [_panel(points, column) for column in (served, *tails, *columns[usual + 1 :])]
     plot_curves(path, facts["shape"], panels, note=f"simulated: {facts['limits']}; {facts['date']}")
@@ -163,4 +202,9 @@ def _panel(points: Sequence[Point], column: str) -> dict[str, Any]:
         if (value := point.figures.get(column)) is not None and point.rate is not None:
             curves.setdefault(point.name, []).append((point.rate, value))
     log = "y" if column.endswith("_ms") and all(y > 0 for curve in curves.values() for _, y in curve) else ""
-    return {"x": "offered requests per second", "y": _short(column) + (" (ms)" if column.endswith("_ms") else ""), "curves": curves, "log": log}
+    return {
+        "x": "offered requests per second",
+        "y": _short(column) + (" (ms)" if column.endswith("_ms") else ""),
+        "curves": curves,
+        "log": log,
+    }

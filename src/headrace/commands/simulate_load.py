@@ -33,8 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_flags(parser, trace="trace_file", max_input=None, max_output=None)
     add_arrival_flags(parser, clients=CLOSED_LOOP)
     who = parser.add_argument_group("tenants and priorities")
-    who.add_argument("--tenants", type=int, metavar="N", help="distribute the requests over key1 … keyN, named like a server's keys (default: one)")
-    who.add_argument("--hog", type=float, metavar="SHARE", help="fraction of the requests that belong to key1 (default: an equal share)")
+    who.add_argument(
+        "--tenants",
+        type=int,
+        metavar="N",
+        help="distribute the requests over key1 … keyN, named like a server's keys (default: one)",
+    )
+    who.add_argument(
+        "--hog",
+        type=float,
+        metavar="SHARE",
+        help="fraction of the requests that belong to key1 (default: an equal share)",
+    )
     who.add_argument(
         "--priorities", nargs="+", default=[], metavar="PRIORITY:SHARE",
         help="shares of priorities, for --scheduling-policy priority: 0:0.1 1:0.9 makes every tenth request urgent (default: all 0)",

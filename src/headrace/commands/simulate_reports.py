@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--four-costs", type=parse_size, nargs="*", metavar="CONTEXT",
         help="cost of long contexts: prompt, concurrent users, time per token, switching between users (default: 4k to 1M)",
     )  # fmt: skip
-    reports.add_argument("--host-link", type=parse_size, metavar="SIZE", help="bytes per second between device and host, one way, for --four-costs")
+    reports.add_argument(
+        "--host-link",
+        type=parse_size,
+        metavar="SIZE",
+        help="bytes per second between device and host, one way, for --four-costs",
+    )
 
 
 def asked(args: argparse.Namespace) -> bool:
@@ -67,7 +72,10 @@ def run_reports(args: argparse.Namespace, config: EngineConfig, device: Device, 
 def _show_costs(found: Priced, contexts: list[int], host_link: float | None) -> list[dict[str, Any]]:
     rows, notes = four_costs(found, contexts or CONTEXTS, host_link=host_link)
     columns = ("context", "KV GiB", "prompt s", "users", "token ms", "token ms, all", "switch s")
-    for title, which in (("at the peak, all memory but the weights for keys and values", "peak"), ("by this engine", "engine")):
+    for title, which in (
+        ("at the peak, all memory but the weights for keys and values", "peak"),
+        ("by this engine", "engine"),
+    ):
         print(f"\n{title}:\n{table(columns, [_cells(row, getattr(row, which)) for row in rows])}")
     for note in (*(f"note: {note}" for note in notes), *of_prices(found, max(row.context for row in rows))):
         print(note)
@@ -87,10 +95,21 @@ def _cells(row: Row, costs: Costs | None) -> list[Any]:
 
 def _show_advice(found: Priced, context: int) -> dict[str, Any]:
     advice = advise(found, context)
-    batches = sorted({1, max(1, advice.knee // 4), max(1, advice.knee // 2), advice.knee, min(2 * advice.knee, advice.most), advice.most})
+    batches = sorted(
+        {
+            1,
+            max(1, advice.knee // 4),
+            max(1, advice.knee // 2),
+            advice.knee,
+            min(2 * advice.knee, advice.most),
+            advice.most,
+        }
+    )
     points = [_point(found, batch, context) for batch in batches]
     columns = ("sequences", "step ms", "tokens/s", "simulated ms", "error")
-    print(f"\nsteps that only decode, {context:,} tokens a sequence:\n{table(columns, [[point[column] for column in columns] for point in points])}")
+    print(
+        f"\nsteps that only decode, {context:,} tokens a sequence:\n{table(columns, [[point[column] for column in columns] for point in points])}"
+    )
     for line in (*_of_preemptions(points), *sentences(advice), *of_prices(found, context)):
         print(line)
     return {**asdict(advice), **found.pricing.facts(context), "points": points}
@@ -122,7 +141,10 @@ def sentences(advice: Advice) -> list[str]:
 
 def of_prices(found: Priced, context: int) -> list[str]:
     """Where the prices of the steps so far came from, and which of them were never measured."""
-    return [f"prices: {found.pricing.origin}", *(f"extrapolated: {each}" for each in found.pricing.extrapolated(context))]
+    return [
+        f"prices: {found.pricing.origin}",
+        *(f"extrapolated: {each}" for each in found.pricing.extrapolated(context)),
+    ]
 
 
 def _of_replica(advice: Advice) -> str:

@@ -27,7 +27,15 @@ def render(width: int = 110) -> str:
     for item in techniques.describe():
         values = "on|off" if isinstance(item["off"], bool) else "on|off|N"
         head = f"{item['name']}  (--technique {item['name']}={values}, default {item['default']})"
-        facts = (("improves", item["improves"]), ("off", item["off_means"]), ("source", item["source"]), ("measure", item["ablate"]))
-        lines = [textwrap.fill(text, width, initial_indent=f"  {label:9}", subsequent_indent=" " * 11) for label, text in facts]
+        facts = (
+            ("improves", item["improves"]),
+            ("off", item["off_means"]),
+            ("source", item["source"]),
+            ("measure", item["ablate"]),
+        )
+        lines = [
+            textwrap.fill(text, width, initial_indent=f"  {label:9}", subsequent_indent=" " * 11)
+            for label, text in facts
+        ]
         blocks.append("\n".join([head, *lines]))
     return "\n\n".join(blocks)

@@ -28,7 +28,24 @@ from headrace.spec import DecoderSpec
 VERSION = 2  # since graphs of steps with prompts have prices of their own
 SUFFIX = ".calibrated.json"
 SHIPPED = Path(__file__).parent / "shipped"  # fitted to our own runs
-SHARES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995, 0.999)  # of the steps, below each ratio
+SHARES = (
+    0.005,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+    0.95,
+    0.98,
+    0.995,
+    0.999,
+)  # of the steps, below each ratio
 LONG = 2.0  # times its price: a step that something came between
 _SCORES = tuple(NormalDist().inv_cdf(share) for share in SHARES)
 
@@ -60,7 +77,9 @@ class Steadiness:
     def __post_init__(self) -> None:
         for ratios in (self.alone, self.prompts):
             if len(ratios) != len(SHARES) or min(ratios) <= 0.0 or self.seconds <= 0.0 or self.lasting > 1.0:
-                raise ValueError(f"a steadiness of {len(ratios)} ratios from {min(ratios, default=0.0):g} on, lasting {self.lasting:g}")
+                raise ValueError(
+                    f"a steadiness of {len(ratios)} ratios from {min(ratios, default=0.0):g} on, lasting {self.lasting:g}"
+                )
 
     def ratio(self, score: float, *, alone: bool) -> float:
         """The ratio at a standard normal score; beyond the outermost quantiles, theirs."""
@@ -72,8 +91,15 @@ class Steadiness:
         return float(ratios[place - 1] ** (1.0 - share) * ratios[place] ** share)
 
     def __str__(self) -> str:
-        decode, prompts = (f"{ratios[SHARES.index(0.05)]:.2f} to {ratios[SHARES.index(0.95)]:.2f}" for ratios in (self.alone, self.prompts))
-        lasting = f"{self.lasting:.0%} of it lasts about {self.seconds:g} s" if self.lasting else "independently of each other"
+        decode, prompts = (
+            f"{ratios[SHARES.index(0.05)]:.2f} to {ratios[SHARES.index(0.95)]:.2f}"
+            for ratios in (self.alone, self.prompts)
+        )
+        lasting = (
+            f"{self.lasting:.0%} of it lasts about {self.seconds:g} s"
+            if self.lasting
+            else "independently of each other"
+        )
         return f"{decode} times their price (with prompts {prompts}), {lasting}; {self.long_share:.1%} took over {LONG:g} times"
 
 
@@ -132,14 +158,18 @@ def calibrated_path(found: CalibratedSteps, folder: Path | None = None) -> Path:
     """In the folder of the device's profile, one file per model and set of switches."""
     off = "-".join(sorted(f"{name}-{value}" for name, value in found.switches.items() if value not in (None, [], ())))
     name = f"{found.device.slug[:100]}--{found.shape.slug}-{found.dtype}"
-    return (folder or profile_folder()) / f"{name}{'--' + hashlib.sha256(off.encode()).hexdigest()[:8] if off else ''}{SUFFIX}"
+    return (
+        folder or profile_folder()
+    ) / f"{name}{'--' + hashlib.sha256(off.encode()).hexdigest()[:8] if off else ''}{SUFFIX}"
 
 
 def save_calibrated(found: CalibratedSteps, path: Path) -> None:
     try:
         save(found, path, version_of_file=VERSION)
     except OSError as error:
-        raise ConfigError(f"The calibration cannot be written to {path} ({error.strerror}); give another file with --output-calibration.") from error
+        raise ConfigError(
+            f"The calibration cannot be written to {path} ({error.strerror}); give another file with --output-calibration."
+        ) from error
 
 
 def load_calibrated(path: Path) -> CalibratedSteps:
@@ -189,7 +219,11 @@ def best_calibrated(
     """The calibration of this model, or that of the most similar one, and how it differs. None if no run had these
     switches, or none of a similar model had: dense models say nothing about experts."""
     shape = shape_of(spec)
-    fit = [each for each in found if dict(each.switches) == dict(switches) and bool(each.shape.experts) == bool(shape.experts)]
+    fit = [
+        each
+        for each in found
+        if dict(each.switches) == dict(switches) and bool(each.shape.experts) == bool(shape.experts)
+    ]
     if not fit:
         return None, ()
     best = min(fit, key=lambda each: (each.dtype != dtype, _far(each.shape, shape)))

@@ -48,8 +48,12 @@ class StepLoad:
     pairs: tuple[float, ...]  # per KV group: (query, key) pairs of one layer
     keys: tuple[float, ...]  # per KV group: keys (with values) read by one layer
     lone: tuple[float, ...] = ()  # per KV group: of the keys, those of sequences that compute a single token
-    saved: tuple[float, ...] = ()  # per KV group: of those, what need not be read because another sequence's reading serves
-    filled: int = 0  # tokens that a graph of a step with prompts was filled up to: its products compute so many; 0: it is launched as it is
+    saved: tuple[
+        float, ...
+    ] = ()  # per KV group: of those, what need not be read because another sequence's reading serves
+    # tokens that a graph of a step with prompts was filled up to: its products compute so many; 0: it is launched as it
+    # is
+    filled: int = 0
 
     @property
     def shares(self) -> bool:
@@ -125,8 +129,8 @@ class CostModel:
 
     ``groups`` are the KV groups as the cache has them; ``weight_bytes`` is the bytes per element of a plain weight (2
     for bf16; a format states its own); ``dtype`` selects the GEMM rate. ``popularity``: how often tokens pick each
-    expert (popularity.py); empty: evenly. ``link``: between ranks, of whose steps ``spec`` is one's share; None: what they send is not counted.
-    ``estimate`` is on the step's path: a few microseconds at any batch size.
+    expert (popularity.py); empty: evenly. ``link``: between ranks, of whose steps ``spec`` is one's share; None: what
+    they send is not counted. ``estimate`` is on the step's path: a few microseconds at any batch size.
     """
 
     def __init__(
@@ -152,13 +156,20 @@ class CostModel:
         self._kv_token_bytes = tuple(float(g.token_bytes) for g in groups)
         self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * len(g.layers) for g in groups)
         self._dense = _dense_operators(spec, weight_bytes)
-        self._dense_bytes, self._dense_flops = sum(held for _, held, _ in self._dense), sum(flops for _, _, flops in self._dense)
+        self._dense_bytes, self._dense_flops = (
+            sum(held for _, held, _ in self._dense),
+            sum(flops for _, _, flops in self._dense),
+        )
         self._experts = _expert_operators(spec, weight_bytes)
         site = head(spec)
         self._head = site.label, site.num_bytes(weight_bytes), _flops([site])
         self._norm_bytes = _norm_elements(spec) * weight_bytes
-        self._token_bytes = spec.hidden_size * weight_bytes * (1 if spec.rope else 2)  # embedding row, learned position row
-        self._activation_bytes = _activation_elements(spec) * 2.0 if dtype != "float32" else _activation_elements(spec) * 4.0
+        self._token_bytes = (
+            spec.hidden_size * weight_bytes * (1 if spec.rope else 2)
+        )  # embedding row, learned position row
+        self._activation_bytes = (
+            _activation_elements(spec) * 2.0 if dtype != "float32" else _activation_elements(spec) * 4.0
+        )
 
     def estimate(self, plan: StepPlan) -> StepCost:
         return self.estimate_load(load_of(plan, self.windows))
@@ -173,7 +184,9 @@ class CostModel:
             floor += max(moved / bandwidth, flops / rate)
         linked, sent = self.link_seconds(load)
         seconds = floor / self.profile.efficiency + self.profile.step_overhead + linked
-        return StepCost(total_bytes, total_flops, seconds, floor + sent, max(total_bytes / bandwidth, total_flops / rate, sent))
+        return StepCost(
+            total_bytes, total_flops, seconds, floor + sent, max(total_bytes / bandwidth, total_flops / rate, sent)
+        )
 
     def link_seconds(self, load: StepLoad) -> tuple[float, float]:
         """What ranks take to meet: (seconds, at the limit of their link)."""
@@ -219,7 +232,11 @@ class CostModel:
         return (decode, decode_flops), (prompts, prompt_flops)
 
     def _expert_bytes(self, op: _Experts, tokens: int) -> float:
-        return op.num_layers * op.expert_bytes * touched_experts(op.spec.num_experts, op.spec.top_k, tokens, self._popularity)
+        return (
+            op.num_layers
+            * op.expert_bytes
+            * touched_experts(op.spec.num_experts, op.spec.top_k, tokens, self._popularity)
+        )
 
     def costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
         """(name, bytes, FLOPs) of every operator in the floor."""
@@ -257,7 +274,12 @@ def _expert_operators(spec: DecoderSpec, weight_bytes: float) -> tuple[_Experts,
         if site.moe is not None:
             found.setdefault(site.moe, []).append(site)
     return tuple(
-        _Experts(moe, len(sites) // 2, sum(site.num_bytes(weight_bytes) for site in sites) / len(sites) * 2 / moe.num_experts, _flops(sites))
+        _Experts(
+            moe,
+            len(sites) // 2,
+            sum(site.num_bytes(weight_bytes) for site in sites) / len(sites) * 2 / moe.num_experts,
+            _flops(sites),
+        )
         for moe, sites in found.items()
     )
 

@@ -1,8 +1,10 @@
 """What ranks of one model send each other in a step, and how long that takes over their link.
 
-What lives here: that arithmetic. What may not: torch, who sends (parallel/), which devices have which link (planner/devices.py).
+What lives here: that arithmetic. What may not: torch, who sends (parallel/), which devices have which link
+(planner/devices.py).
 
-A sum over n ranks of S bytes takes each of them 2 (n - 1) / n · S bytes, one way (Patarasuk and Yuan 2009); side by side, (n - 1) / n · S.
+A sum over n ranks of S bytes takes each of them 2 (n - 1) / n · S bytes, one way (Patarasuk and Yuan 2009); side by
+side, (n - 1) / n · S.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from headrace.spec import DecoderSpec
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """``bandwidth``: bytes/s of one rank to the others, one way. ``latency``: seconds of one meeting, however little is sent."""
+    """``bandwidth``: bytes/s of one rank to the others, one way. ``latency``: seconds of one meeting, however little is
+    sent."""
 
     bandwidth: float
     latency: float
@@ -22,7 +25,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Of one rank in a step: how often it meets the others, and what it sends for each token, and for each row of logits."""
+    """Of one rank in a step: how often it meets the others, and what it sends for each token, and for each row of
+    logits."""
 
     meetings: int
     token_bytes: float
@@ -39,4 +43,6 @@ def traffic_of(spec: DecoderSpec, element_bytes: float) -> Traffic:
     if spec.ranks == 1:
         return Traffic(0, 0.0, 0.0)
     sums, share = 2 * spec.num_layers + 1, (spec.ranks - 1) / spec.ranks
-    return Traffic(sums + 1, 2 * share * sums * spec.hidden_size * element_bytes, share * spec.vocab_size * element_bytes)
+    return Traffic(
+        sums + 1, 2 * share * sums * spec.hidden_size * element_bytes, share * spec.vocab_size * element_bytes
+    )

@@ -58,7 +58,9 @@ class HostPrices:
 
     def seconds(self, rows: int, added: int = 0, tokens: int = 0, *, graphed: bool = False) -> float:
         """``added`` new sequences, with ``tokens`` tokens in all."""
-        return self.step + self.row * rows + self.added * added + self.token * tokens + (self.graphed if graphed else 0.0)
+        return (
+            self.step + self.row * rows + self.added * added + self.token * tokens + (self.graphed if graphed else 0.0)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +86,24 @@ class Classes:
 
     def place(self, tokens: int, *, alone: bool, graphed: bool = False) -> int:
         """``alone``: every sequence computes a single token. ``graphed``: one graph computes the prompts."""
-        return len(self.bounds) + (1 if graphed else 2) if self.apart and not alone else bisect_left(self.bounds, tokens)
+        return (
+            len(self.bounds) + (1 if graphed else 2) if self.apart and not alone else bisect_left(self.bounds, tokens)
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Suffixes of parameter names, one per class; empty if there is only one."""
         edges = (0, *self.bounds)
-        kinds = [f" of {low + 1} to {high} tokens" if low + 1 < high else f" of {high} token{'s' * (high > 1)}" for low, high in pairwise(edges)]
+        kinds = [
+            f" of {low + 1} to {high} tokens" if low + 1 < high else f" of {high} token{'s' * (high > 1)}"
+            for low, high in pairwise(edges)
+        ]
         kinds += [f" of more than {self.bounds[-1]} tokens"] if self.bounds else []
         kinds = [f"{each}, no prompts" for each in kinds] if self.apart else kinds
-        return (*(kinds or [" without prompts" if self.apart else ""]), *([" with prompts, as a graph", " with prompts"] if self.apart else []))
+        return (
+            *(kinds or [" without prompts" if self.apart else ""]),
+            *([" with prompts, as a graph", " with prompts"] if self.apart else []),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,18 @@ from headrace.errors import ConfigError
 
 PROFILE_VERSION = 1
 ACCEPTED_SHARE = 0.9  # of a plain read-bandwidth test of the same run: below, the machine was not quiet
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
+CPU_FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "i8mm",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,11 @@ def said_bandwidth(bytes_per_second: float) -> str:
 
 
 def said_rate(flops_per_second: float) -> str:
-    return f"{flops_per_second / 1e12:.1f} TFLOP/s" if flops_per_second >= 1e13 else f"{flops_per_second / 1e9:,.0f} GFLOP/s"
+    return (
+        f"{flops_per_second / 1e12:.1f} TFLOP/s"
+        if flops_per_second >= 1e13
+        else f"{flops_per_second / 1e9:,.0f} GFLOP/s"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +87,9 @@ class DeviceProfile:
     read_bandwidth: float  # bytes/s
     copy_bandwidth: float  # bytes/s, read + written
     gemm_rates: Mapping[str, float]  # FLOP/s by dtype name
-    sustained_gemm_rates: Mapping[str, float] = field(default_factory=dict)  # ... held for a second, where that differs; informative
+    sustained_gemm_rates: Mapping[str, float] = field(
+        default_factory=dict
+    )  # ... held for a second, where that differs; informative
     launch_overhead: float = 0.0  # s of one small operator call; informative, as are the next two
     graph_kernel: float = 0.0  # s of one small kernel in a chain of a CUDA graph
     graph_gap: float = 0.0  # s of that between two kernels
@@ -101,7 +118,9 @@ class DeviceProfile:
 
 def _positive(name: str, value: float) -> None:
     if not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"The device profile has {name} = {value!r}, not a number above 0; measure it again with: headrace doctor --profile")
+        raise ConfigError(
+            f"The device profile has {name} = {value!r}, not a number above 0; measure it again with: headrace doctor --profile"
+        )
 
 
 def check_quiet(sustained: float, plain: float) -> None:

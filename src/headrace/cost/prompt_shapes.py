@@ -24,7 +24,18 @@ MOST_TOKENS = 2048  # of more, the device is what a step waits for, from a billi
 MOST_GRAPHS = 96
 _TOKENS = (16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
 _DOUBLINGS = (32, 64, 128, 256, 512, 1024)
-_LADDER = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # beside decoding rows: a rung serves what is up to half as long
+_LADDER = (
+    64,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+)  # beside decoding rows: a rung serves what is up to half as long
 _BESIDE = 64  # sequences: of more, few shapes come again
 _SEQUENCES = (1, 4, 16, 64, 256)
 AGAIN = 2  # how often a shape comes until it is recorded, and where a larger graph serves it meanwhile
@@ -91,7 +102,12 @@ class PromptShapes:
         """Shapes that show how much memory graphs take, the largest first: its memory is shared by all."""
         few, middle, many = (self._tokens[at] for at in (0, len(self._tokens) // 2, -1))
         sequences = self._sequences
-        shapes = Shape(many, sequences[-1]), Shape(many, sequences[0]), Shape(middle, sequences[-1]), Shape(few, sequences[0])
+        shapes = (
+            Shape(many, sequences[-1]),
+            Shape(many, sequences[0]),
+            Shape(middle, sequences[-1]),
+            Shape(few, sequences[0]),
+        )
         return tuple(dict.fromkeys(shapes))
 
     @property
@@ -133,7 +149,11 @@ class PromptShapes:
     def _larger(self, shape: Shape) -> Shape | None:
         """The smallest captured shape that serves such a step in less time than launching its kernels takes."""
         sizes = range(shape.tokens, 2 * shape.tokens + 1)
-        serving = (each for each in self.captured if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens))
+        serving = (
+            each
+            for each in self.captured
+            if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens)
+        )
         return min(serving, default=None)
 
     def _is_host_bound(self, tokens: int) -> bool:

@@ -28,7 +28,9 @@ EVENT = "headrace_run"  # the trace's event
 # Switches of how steps are computed: only a run with the same ones says what steps take. Not among them: what
 # cascade_attention saves is counted, and overlap changes when a step begins, not what it takes.
 _NOT_MEASURED = ("device.cascade_attention", "device.overlap")
-_MEASURED = (each.switch for each in TECHNIQUES if each.switch.startswith("device.") and each.switch not in _NOT_MEASURED)
+_MEASURED = (
+    each.switch for each in TECHNIQUES if each.switch.startswith("device.") and each.switch not in _NOT_MEASURED
+)
 MEASURED_SWITCHES = (*(path.removeprefix("device.") for path in _MEASURED), "disabled_kernels")
 
 
@@ -51,7 +53,9 @@ class ModelShape:
     @property
     def slug(self) -> str:
         sparse = f"-{self.experts}x{self.top_k}x{self.expert_intermediate}" if self.experts else ""
-        return re.sub(r"[^a-z0-9x]+", "-", f"{self.family}-{self.layers}x{self.hidden}x{self.intermediate}{sparse}".lower())
+        return re.sub(
+            r"[^a-z0-9x]+", "-", f"{self.family}-{self.layers}x{self.hidden}x{self.intermediate}{sparse}".lower()
+        )
 
     def __str__(self) -> str:
         sparse = f", {self.top_k} of {self.experts} experts of {self.expert_intermediate}" if self.experts else ""
@@ -62,7 +66,15 @@ class ModelShape:
 def shape_of(spec: DecoderSpec) -> ModelShape:
     moe = next((layer.moe for layer in spec.layers if layer.moe), None)
     sparse = (moe.num_experts, moe.top_k, moe.intermediate_size) if moe else (0, 0, 0)
-    sizes = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.vocab_size)
+    sizes = (
+        spec.num_layers,
+        spec.hidden_size,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.intermediate_size,
+        spec.vocab_size,
+    )
     return ModelShape(spec.family, *sizes, *sparse)
 
 
@@ -106,7 +118,16 @@ def facts_of(cost_model: CostModel, config: DeviceConfig, *, model: str, engine:
     """``config`` must be resolved."""
     profile, dtype = cost_model.profile, cost_model.dtype
     limits = profile.read_bandwidth, profile.gemm_rate(dtype)
-    return RunFacts(model, shape_of(cost_model.spec), profile.identity, dtype, config.overlap or 0, engine, *limits, switches_of(config))
+    return RunFacts(
+        model,
+        shape_of(cost_model.spec),
+        profile.identity,
+        dtype,
+        config.overlap or 0,
+        engine,
+        *limits,
+        switches_of(config),
+    )
 
 
 def read_facts(stored: Mapping[str, Any]) -> RunFacts:

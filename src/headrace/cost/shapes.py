@@ -7,7 +7,8 @@ not fill the last wave of processors.
 What lives here: rules that suspect, each with a shape to compare. What may not: torch, measuring
 (bench/shape_advice.py), printing.
 
-    wave quantization: tiles of 128 × 256 are dealt to the processors;  | 132 | 132 | 60     | → 324 tiles take the time of 396
+    wave quantization: tiles of 128 × 256 are dealt to the processors;  | 132 | 132 | 60     | → 324 tiles take the time
+    of 396
 """
 
 from __future__ import annotations
@@ -88,7 +89,11 @@ class Target:
 
 def products(spec: DecoderSpec) -> tuple[Product, ...]:
     """The dense GEMMs of a step; sparse layers have none with a shape of their own."""
-    found = Counter((site.label, site.ins, site.outs) for site in matrices(spec) if site.moe is None and site.role is not Role.ROUTER)
+    found = Counter(
+        (site.label, site.ins, site.outs)
+        for site in matrices(spec)
+        if site.moe is None and site.role is not Role.ROUTER
+    )
     return tuple(Product(*each, layers) for each, layers in found.items())
 
 
@@ -128,7 +133,9 @@ def _unaligned(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
             wider = _widened(spec, name, _up(size))
             for work, wide in zip(products(spec), products(wider), strict=True):
                 if work != wide:
-                    yield _product(f"{name} {size}", why, f"train with {_up(size)}, or pad with zeros at load", work, wide, both)
+                    yield _product(
+                        f"{name} {size}", why, f"train with {_up(size)}, or pad with zeros at load", work, wide, both
+                    )
 
 
 def _widened(spec: DecoderSpec, name: str, size: int) -> DecoderSpec:
@@ -161,7 +168,11 @@ def _waves(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
 def _full_width(outs: int, target: Target) -> int | None:
     """The nearest width that fills its waves."""
     near = range(int(outs * (1 - NEAR)) // TILE_COLUMNS, int(outs * (1 + NEAR)) // TILE_COLUMNS + 1)
-    widths = [each * TILE_COLUMNS for each in near if each and wave_use(target.many, each * TILE_COLUMNS, target.processors)[1] >= 0.95]
+    widths = [
+        each * TILE_COLUMNS
+        for each in near
+        if each and wave_use(target.many, each * TILE_COLUMNS, target.processors)[1] >= 0.95
+    ]
     return min(widths, key=lambda width: abs(width - outs), default=None)
 
 
@@ -189,12 +200,21 @@ def _group(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
     if group == 1 and spec.num_heads % 4 == 0:
         why = "every query head has its own keys and values"
         better = replace(work, kv_heads=spec.num_heads // 4)
-        yield Suspect("GQA group 1", why, "fewer KV heads (a group of 4 to 8), with a quarter of the KV cache", (target.few,), work, better)
+        yield Suspect(
+            "GQA group 1",
+            why,
+            "fewer KV heads (a group of 4 to 8), with a quarter of the KV cache",
+            (target.few,),
+            work,
+            better,
+        )
     elif group & (group - 1):
         whole = 1 << group.bit_length()
         better = replace(work, heads=whole * spec.num_kv_heads)
         why = f"{group} query heads share a KV head: tiles hold {whole}"
-        yield Suspect(f"GQA group {group}", why, f"groups of {whole}", (target.few, target.many), work, better, whole / group)
+        yield Suspect(
+            f"GQA group {group}", why, f"groups of {whole}", (target.few, target.many), work, better, whole / group
+        )
 
 
 def _splits(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
@@ -204,7 +224,11 @@ def _splits(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
     uneven = [n for n in SPLITS if spec.num_heads % n or (spec.num_kv_heads % n and n % spec.num_kv_heads)]
     if uneven:
         remedy = f"heads that {uneven[0]} divides; this model cannot be split like that"
-        yield Suspect(f"{spec.num_heads} heads over {spec.num_kv_heads}", f"cannot be distributed over {_listed(uneven)} devices", remedy)
+        yield Suspect(
+            f"{spec.num_heads} heads over {spec.num_kv_heads}",
+            f"cannot be distributed over {_listed(uneven)} devices",
+            remedy,
+        )
     copied = [n for n in SPLITS if n > spec.num_kv_heads and n not in uneven]
     if copied:
         times = ", ".join(f"{n // spec.num_kv_heads}× on {n}" for n in copied)
@@ -218,7 +242,9 @@ def _splits(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
         better = replace(work, outs=gate.outs // spec.intermediate_size * _up(-(-spec.intermediate_size // parts)))
         why = f"split over {_listed(uneven)} devices, its parts are not multiples of {ALIGNED}"
         remedy = f"a multiple of {parts * ALIGNED}"
-        yield _product(f"feed-forward width {spec.intermediate_size}", why, remedy, work, better, (target.few, target.many))
+        yield _product(
+            f"feed-forward width {spec.intermediate_size}", why, remedy, work, better, (target.few, target.many)
+        )
 
 
 def _listed(numbers: list[int]) -> str:

@@ -51,7 +51,9 @@ class SharedBlocks:
             self._drop(row)
         for new in plan.rows_added:
             self._tables.setdefault(new.row, {})
-        for row, group, index, block in zip(plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True):
+        for row, group, index, block in zip(
+            plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True
+        ):
             self._set(row, group, index, block)
         return self._none if not any(self._shared) else self._look(plan)
 
@@ -86,7 +88,9 @@ class SharedBlocks:
         key = lone.tobytes()
         if key not in self._known:
             starts = dict(zip(plan.rows, plan.starts, strict=True))
-            self._known[key] = tuple(self._saved(group, lone, starts) if self._shared[group] else 0.0 for group in range(len(self._sizes)))
+            self._known[key] = tuple(
+                self._saved(group, lone, starts) if self._shared[group] else 0.0 for group in range(len(self._sizes))
+            )
         return self._known[key]
 
     def _saved(self, group: int, rows: Iterable[int], starts: dict[int, int]) -> float:

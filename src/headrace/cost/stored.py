@@ -36,7 +36,9 @@ def load(kind: type[T], path: Path, what: str, remedy: str, **version: int) -> T
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if (found := stored.pop(key)) != expected:
-            raise ConfigError(f"{what} {path} has version {found!r}, but this program reads version {expected}; {remedy}.")
+            raise ConfigError(
+                f"{what} {path} has version {found!r}, but this program reads version {expected}; {remedy}."
+            )
         return made_of(kind, stored)
     except KeyError as error:
         raise ConfigError(f"{what} {path} cannot be read ({error} is missing); {remedy}.") from error

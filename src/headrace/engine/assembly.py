@@ -1,6 +1,7 @@
 """One model's engine in this process, put together: found, loaded, its cache sized, the core on top.
 
-What lives here: ``create_engine`` and what it makes. What may not: asking it (llm.py, loop.py), scheduling, mathematics.
+What lives here: ``create_engine`` and what it makes. What may not: asking it (llm.py, loop.py), scheduling,
+mathematics.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Engine:
     trace: StepTrace | None = None
 
     def await_kernels(self, seconds: float = KERNEL_PATIENCE) -> bool:
-        """Whether every kernel is there, within that time, also those that the start did not wait for: for whoever measures or compares steps
-        from the first on. An executor whose start built them all has none of these."""
+        """Whether every kernel is there, within that time, also those that the start did not wait for: for whoever
+        measures or compares steps from the first on. An executor whose start built them all has none of these."""
         later = getattr(self.core.executor, "later", None)
         return later is None or bool(later.wait(seconds))
 
@@ -84,13 +85,15 @@ def create_engine(
 ) -> Engine:
     """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
 
-    ``watched``: somebody reads answers while they are written, so that the time between two tokens counts.
-    ``lost``: is told, from a thread, why the engine's ranks are gone, where it has several; every later step raises EngineDead.
+    ``watched``: somebody reads answers while they are written, so that the time between two tokens counts. ``lost``: is
+    told, from a thread, why the engine's ranks are gone, where it has several; every later step raises EngineDead.
     ``texts``: the caller has nothing else to ask; a model without a tokenizer is refused before its weights are read.
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
-    file = TraceFile(config.device.trace) if config.device.trace is not None else None  # what cannot be written is said at once
+    file = (
+        TraceFile(config.device.trace) if config.device.trace is not None else None
+    )  # what cannot be written is said at once
     source = find_source(config)
     tokenizer = None
     if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
@@ -103,7 +106,9 @@ def create_engine(
     check_draft_templates(config, source)
     defaults = default_params(source.generation_defaults)
     config, executor, decisions, recorder = _create_executor(config, source, watched, lost)
-    eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())
+    eos = source.eos_token_ids or (
+        (tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ()
+    )
     masks = GrammarMasks(partial(_vocabulary, config, source, tokenizer, executor.info.vocab_size, eos))
     executor = executor if wrap is None else wrap(executor, recorder)
     core = EngineCore(
@@ -134,7 +139,10 @@ def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) 
         return None
     spec = spec_from_config(source.config)
     desk = AdapterDesk(
-        lambda folder: read_adapter(Path(folder), spec, adapters.max_lora_rank), executor.control, adapters.most_held, adapters.lora_dir
+        lambda folder: read_adapter(Path(folder), spec, adapters.max_lora_rank),
+        executor.control,
+        adapters.most_held,
+        adapters.lora_dir,
     )
     for name, folder in adapters.modules.items():
         desk.register(name, folder)
@@ -142,7 +150,12 @@ def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) 
 
 
 def _create_trace(
-    file: TraceFile, config: DeviceConfig, source: ModelSource, core: EngineCore, recorder: StepRecorder, info: EngineInfo
+    file: TraceFile,
+    config: DeviceConfig,
+    source: ModelSource,
+    core: EngineCore,
+    recorder: StepRecorder,
+    info: EngineInfo,
 ) -> StepTrace:
     """Writes this engine's steps down. ``config`` is resolved; nothing is running."""
     name, floors = f"headrace: {info.model}, {info.device}", recorder.floors
@@ -152,18 +165,25 @@ def _create_trace(
     from headrace.cost.sharing import SharedBlocks
 
     facts = facts_of(floors, config, model=source.name, engine=__version__)
-    groups, heads = [group.spec for group in core.executor.info.kv_groups], floors.spec.num_heads // floors.spec.num_kv_heads
+    groups, heads = (
+        [group.spec for group in core.executor.info.kv_groups],
+        floors.spec.num_heads // floors.spec.num_kv_heads,
+    )
     sharing = SharedBlocks(groups, heads) if cascades(config, facts.device.kind, facts.dtype) else None
     return StepTrace(file, recorder, core.stats, name=name, facts=facts, sharing=sharing)
 
 
 def trace_into(path: str, engine: Engine, config: DeviceConfig) -> StepTrace:
-    """An observer that writes an idle engine's steps from now on into a file of its own. ``config`` is resolved. Raises ConfigError."""
+    """An observer that writes an idle engine's steps from now on into a file of its own. ``config`` is resolved. Raises
+    ConfigError."""
     return _create_trace(TraceFile(path), config, engine.source, engine.core, engine.recorder, engine.info)
 
 
-def prefix_namespace(config: EngineConfig, source: ModelSource, info: ExecutorInfo, decisions: Sequence[Decision]) -> bytes:
-    """Equal only where the same prefix has the same keys and values in the same layout: model, revision, precision, KV groups."""
+def prefix_namespace(
+    config: EngineConfig, source: ModelSource, info: ExecutorInfo, decisions: Sequence[Decision]
+) -> bytes:
+    """Equal only where the same prefix has the same keys and values in the same layout: model, revision, precision, KV
+    groups."""
     dtype = next((str(each.value) for each in decisions if each.name == "dtype"), config.model.dtype)
     groups = [group.spec for group in info.kv_groups]
     weights = f"random, seed {config.model.seed}" if source.weights is WeightFormat.DUMMY else source.revision
@@ -171,7 +191,9 @@ def prefix_namespace(config: EngineConfig, source: ModelSource, info: ExecutorIn
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
 
-def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, width: int, eos: Sequence[int]) -> Vocabulary:
+def _vocabulary(
+    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, width: int, eos: Sequence[int]
+) -> Vocabulary:
     """An engine that leaves texts to its front ends loads a tokenizer when the first grammar comes."""
     if tokenizer is None:
         tokenizer = load_tokenizer(source, config.model.tokenizer, **config.model.chat_options)
@@ -208,11 +230,15 @@ def _load(
 
     stages.done("imports")
     device, found = resolve_device(config.device.device)
-    config, decisions = resolve_config(config, device, long_steps=not watched and takes_long_steps(device, source.config))
+    config, decisions = resolve_config(
+        config, device, long_steps=not watched and takes_long_steps(device, source.config)
+    )
     limits = cache(partial(resolve_profile, device))  # once, when they are first asked for
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits, ranks=ranks)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
     told: dict[str, Any] = {"device": device, "dtype": dtype, "promise": promise, "switches": switches}
-    recorder, profile = create_recorder(source.config, executor.info, limits(), **told, ranks=config.device.tensor_parallel_size)
+    recorder, profile = create_recorder(
+        source.config, executor.info, limits(), **told, ranks=config.device.tensor_parallel_size
+    )
     return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, profile), recorder

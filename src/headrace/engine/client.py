@@ -1,10 +1,12 @@
 """The asyncio side of an engine in its own process: ``AsyncLLM``.
 
-What lives here: requests in, streams out. What may not: torch, HTTP, the process's start and its socket (connection.py).
+What lives here: requests in, streams out. What may not: torch, HTTP, the process's start and its socket
+(connection.py).
 
-Buffering is bounded by construction: a stream keeps at most MAX_PENDING deltas, then it merges new ones into the last of the
-same answer; over MAX_PENDING_COST units (about bytes), or LATE_STEPS steps of all its answers, its reader counts as gone: the request is
-aborted and the stream raises. Who wants the answer whole (``whole``) has no reader yet, and keeps all of it anyway.
+Buffering is bounded by construction: a stream keeps at most MAX_PENDING deltas, then it merges new ones into the last
+of the same answer; over MAX_PENDING_COST units (about bytes), or LATE_STEPS steps of all its answers, its reader counts
+as gone: the request is aborted and the stream raises. Who wants the answer whole (``whole``) has no reader yet, and
+keeps all of it anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from headrace.engine import frames
 from headrace.engine.connection import EngineConnection, EngineSocket, JoinedEngine
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo
-from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, RequestOptions, default_params, parse_prompt
+from headrace.engine.inputs import (
+    InputProcessor,
+    Message,
+    ParsedPrompt,
+    Prompt,
+    RequestOptions,
+    default_params,
+    parse_prompt,
+)
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.resolve import find_source
@@ -45,8 +55,8 @@ _LONG_TEXT = 1 << 14  # characters; longer prompts are tokenised in a thread
 class Stream:
     """One request's deltas: ``async for deltas in stream`` gives lists of what has arrived since, never empty.
 
-    Raises EngineDead when the engine is gone, Unavailable when the reader fell too far behind. ``aclose()`` (or dropping the
-    stream) before its end aborts the request.
+    Raises EngineDead when the engine is gone, Unavailable when the reader fell too far behind. ``aclose()`` (or
+    dropping the stream) before its end aborts the request.
     """
 
     __slots__ = ("__weakref__", "_cost", "_error", "_llm", "_most", "_pending", "_waiter", "done", "name", "request")
@@ -115,7 +125,9 @@ class Stream:
         self._wake()
         if self._cost > self._most and not self.done:
             self._llm.forget(self.request.request_id)
-            self.end(Unavailable("the stream was read too slowly and has been ended; read faster or ask for fewer tokens."))
+            self.end(
+                Unavailable("the stream was read too slowly and has been ended; read faster or ask for fewer tokens.")
+            )
 
     def end(self, error: HeadraceError | None) -> None:
         self._error = error
@@ -133,7 +145,8 @@ def _step_cost(params: SamplingParams) -> int:
 
 
 def _scores_cost(delta: RequestDelta) -> int:
-    """Of the answer's tokens alone: the prompt's are as many as the prompt is long, and one step may bring more than a reader may owe."""
+    """Of the answer's tokens alone: the prompt's are as many as the prompt is long, and one step may bring more than a
+    reader may owe."""
     return _LOGPROB_COST * sum(len(entry.token_ids) for entry in delta.logprobs) if delta.logprobs else 0
 
 
@@ -148,8 +161,8 @@ async def _load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenize
 class AsyncLLM:
     """An engine in a process of its own, for one event loop. ``await AsyncLLM.start(config)`` makes one.
 
-    ``info``: what the engine says about itself. ``tokenizer``: None when the model has none. ``generation_defaults``: the
-    model's own sampling defaults; ``default_params`` the same as SamplingParams.
+    ``info``: what the engine says about itself. ``tokenizer``: None when the model has none. ``generation_defaults``:
+    the model's own sampling defaults; ``default_params`` the same as SamplingParams.
     """
 
     def __init__(
@@ -170,18 +183,25 @@ class AsyncLLM:
         self.loop = asyncio.get_running_loop()
         self.info: EngineInfo = connection.info
         self.inputs = InputProcessor(
-            connection.info, tokenizer, config.model.seed, create_grammar_check(tokenizer), ids=itertools.count(serial << frames.SERIAL_SHIFT)
+            connection.info,
+            tokenizer,
+            config.model.seed,
+            create_grammar_check(tokenizer),
+            ids=itertools.count(serial << frames.SERIAL_SHIFT),
         )
         self._connection = connection
         self._outputs = OutputProcessor(tokenizer, self._finish)
-        self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()  # dropped streams abort themselves
+        self._streams: weakref.WeakValueDictionary[int, Stream] = (
+            weakref.WeakValueDictionary()
+        )  # dropped streams abort themselves
         self._closing = False
         self._adapters = frozenset(config.adapters.modules)
         connection.listen(self._on_step, self._on_death)
 
     @classmethod
     async def start(cls, config: EngineConfig | None = None, **keywords: Any) -> AsyncLLM:
-        """Returns when the engine can serve. Raises what the engine's start raised (ModelError, ConfigError, OutOfMemory …).
+        """Returns when the engine can serve. Raises what the engine's start raised (ModelError, ConfigError,
+        OutOfMemory …).
 
         Without a config the ``keywords`` are those of ``LLM(...)``.
 
@@ -204,7 +224,8 @@ class AsyncLLM:
 
     @classmethod
     async def join(cls, config: EngineConfig, connection: JoinedEngine, serial: int) -> AsyncLLM:
-        """One of several front ends of an engine that was launched with this config and told to come here. Returns when it can serve."""
+        """One of several front ends of an engine that was launched with this config and told to come here. Returns when
+        it can serve."""
         source = await asyncio.to_thread(find_source, config)
         tokenizer = await _load_tokenizer(config, source)
         await connection.started()
@@ -221,11 +242,14 @@ class AsyncLLM:
         param: str = "prompt",
         **options: Unpack[RequestOptions],
     ) -> Stream:
-        """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for ``abort``."""
+        """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for
+        ``abort``."""
         self._check_ready()
         parsed = prompt if isinstance(prompt, ParsedPrompt) else parse_prompt(prompt, param)
         chosen = self.default_params if params is None else params
-        return self.submit(self.inputs.request(parsed, chosen, param=param, clamp=params is None, **options), request_id)
+        return self.submit(
+            self.inputs.request(parsed, chosen, param=param, clamp=params is None, **options), request_id
+        )
 
     def submit(self, request: Request, name: str | None = None, *, whole: bool = False) -> Stream:
         """A request that ``inputs`` has made. ``whole``: its reader adds all of it up, and is never too slow."""
@@ -237,17 +261,24 @@ class AsyncLLM:
         return stream
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """The answer so far, again and again, until it is finished. Leaving the iterator aborts the request.
 
-        Raises InvalidRequest, Overloaded (turned away), StepFailed (this request's step), EngineDead. After ``abort(request_id)`` the last output is
-        finished with finish_reason "abort".
+        Raises InvalidRequest, Overloaded (turned away), StepFailed (this request's step), EngineDead. After
+        ``abort(request_id)`` the last output is finished with finish_reason "abort".
         """
         parsed = await self.tokenized(parse_prompt(prompt), options.get("truncate_prompt_tokens"))
         await self.inputs.check_grammar_soon(self.default_params if params is None else params)
         stream = self.stream(parsed, params, request_id=request_id, **options)
-        collector = OutputCollector(request_id or str(stream.request.request_id), parsed.text, stream.request, self.tokenizer)
+        collector = OutputCollector(
+            request_id or str(stream.request.request_id), parsed.text, stream.request, self.tokenizer
+        )
         try:
             async for deltas in stream:
                 for delta in deltas:
@@ -267,7 +298,8 @@ class AsyncLLM:
         return await asyncio.to_thread(self.inputs.tokenized, prompt, truncate_prompt_tokens)
 
     async def render_chat(self, messages: Sequence[Message], **options: Any) -> ParsedPrompt:
-        """A conversation through the chat template, beside the event loop: ``tools``, ``add_generation_prompt``, template variables."""
+        """A conversation through the chat template, beside the event loop: ``tools``, ``add_generation_prompt``,
+        template variables."""
         return await asyncio.to_thread(self.inputs.chat_prompt, messages, **options)
 
     async def abort(self, request_id: str) -> None:
@@ -284,7 +316,8 @@ class AsyncLLM:
 
     @property
     def ailment(self) -> str | None:
-        """Why the engine cannot be trusted to make progress, or None: dead, silent, or stuck in one turn of its loop."""
+        """Why the engine cannot be trusted to make progress, or None: dead, silent, or stuck in one turn of its
+        loop."""
         return self._connection.ailment
 
     @property
@@ -309,12 +342,14 @@ class AsyncLLM:
         return await self._connection.recent(step, decision)
 
     async def explain(self, streams: Sequence[Stream]) -> dict[str, Any]:
-        """Where these requests stand (``predicted_start`` of each, None once it has ended) and what their steps were, for those that asked."""
+        """Where these requests stand (``predicted_start`` of each, None once it has ended) and what their steps were,
+        for those that asked."""
         ids = [stream.request.request_id for stream in streams[: frames.MAX_ASKED]]
         return await self._connection.ask(lambda number: frames.AskRequests(number, ids))
 
     async def reset_prefix_cache(self) -> None:
-        """Requests that begin from now on reuse nothing computed before; those that run go on. Returns when it is so."""
+        """Requests that begin from now on reuse nothing computed before; those that run go on. Returns when it is
+        so."""
         await self._connection.ask(frames.ForgetPrefixes)
 
     # --- adapters
@@ -334,7 +369,8 @@ class AsyncLLM:
         return sorted(self._adapters.union(found))
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Returns once it is in host memory. Raises InvalidRequest for what is no adapter of this model, and for a name that is taken."""
+        """Returns once it is in host memory. Raises InvalidRequest for what is no adapter of this model, and for a name
+        that is taken."""
         await self._tell(lambda number: frames.LoadAdapter(number, name, folder))
 
     async def unload_adapter(self, name: str) -> None:

@@ -24,7 +24,9 @@ from headrace.processes.messages import Channel, Question
 _EXIT_SECONDS = 5.0  # between asking and killing
 HANG_SECONDS = 5.0  # without a beat
 LOAD_SILENCE = 60  # seconds without a beat; imports may hold the interpreter for some
-_START_ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (errors.ModelError, errors.ConfigError, errors.OutOfMemory)}
+_START_ERRORS: dict[str, type[HeadraceError]] = {
+    each.__name__: each for each in (errors.ModelError, errors.ConfigError, errors.OutOfMemory)
+}
 
 OnEvent = Callable[[frames.Step], None]
 OnDeath = Callable[[EngineDead], None]
@@ -51,7 +53,8 @@ class EngineSocket:
 
     @property
     def ailment(self) -> str | None:
-        """Why the engine cannot be trusted to make progress, or None: dead, silent, or stuck in one turn of its loop."""
+        """Why the engine cannot be trusted to make progress, or None: dead, silent, or stuck in one turn of its
+        loop."""
         if self.death is not None:
             return self.death.message
         silence = time.perf_counter() - self.last_heard
@@ -59,7 +62,11 @@ class EngineSocket:
 
     def _stuck(self) -> str | None:
         beat = self.last_beat
-        return f"the engine has been in one {beat.phase} phase for {beat.seconds:.0f} s" if beat.limit and beat.seconds > beat.limit else None
+        return (
+            f"the engine has been in one {beat.phase} phase for {beat.seconds:.0f} s"
+            if beat.limit and beat.seconds > beat.limit
+            else None
+        )
 
     def listen(self, on_event: OnEvent, on_death: OnDeath) -> None:
         """``on_event`` gets each Step frame."""
@@ -76,11 +83,13 @@ class EngineSocket:
         return self.death is not None
 
     async def stats(self) -> dict[str, Any]:
-        """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps" (``StepRecorder.summary()``)."""
+        """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps"
+        (``StepRecorder.summary()``)."""
         return await self.ask(frames.AskStats)
 
     async def recent(self, step: int, decision: int) -> dict[str, Any]:
-        """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the newest only."""
+        """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the
+        newest only."""
         return await self.ask(lambda number: frames.AskRecent(number, step, decision))
 
     async def ask(self, question: Callable[[int], Question]) -> dict[str, Any]:
@@ -173,14 +182,17 @@ class EngineConnection(EngineSocket):
             self._channel.send(frames.Attach(serial))
 
     async def started(self) -> EngineInfo:
-        """Waits until the engine can serve, however long it loads, as long as it is heard. Raises what kept it from that."""
+        """Waits until the engine can serve, however long it loads, as long as it is heard. Raises what kept it from
+        that."""
         silent, heard = 0, self.last_heard
         while silent < LOAD_SILENCE:  # looks, not seconds: a front end that was stopped itself has missed nothing
             with contextlib.suppress(TimeoutError):
                 return await asyncio.wait_for(asyncio.shield(self._info), 1.0)
             silent, heard = (silent + 1 if heard == self.last_heard else 0), self.last_heard
             if (stuck := self._stuck()) is not None:
-                raise EngineDead(f"{stuck}: its first step does not end. Restart the server, and see `headrace doctor`.")
+                raise EngineDead(
+                    f"{stuck}: its first step does not end. Restart the server, and see `headrace doctor`."
+                )
         raise EngineDead(f"the engine has been silent for {LOAD_SILENCE} s while it loads. Restart the server.")
 
     async def close(self, timeout: float = _EXIT_SECONDS) -> None:
@@ -206,7 +218,9 @@ class EngineConnection(EngineSocket):
         code = await self._process.wait()
         await asyncio.sleep(0)  # what it said last is read first
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._die(how + (" (often: the machine ran out of memory)" if code == -signal.SIGKILL and not self._closing else ""))
+        self._die(
+            how + (" (often: the machine ran out of memory)" if code == -signal.SIGKILL and not self._closing else "")
+        )
 
     def _kill_deaf(self) -> None:
         if self._process.returncode is None:

@@ -1,11 +1,11 @@
 """The engine core: schedule → execute → update, the only loop.
 
-It keeps a FIFO of at most ``depth`` + 1 submitted steps. Depth 0 is synchronous; at depth 1 step N+1 is scheduled and submitted
-before step N is collected, so the device never waits for the host.
+It keeps a FIFO of at most ``depth`` + 1 submitted steps. Depth 0 is synchronous; at depth 1 step N+1 is scheduled and
+submitted before step N is collected, so the device never waits for the host.
 
-A step with rows that follow a grammar is two submissions: it is computed at once, and samples when the step before is collected and
-its masks are made, while the device computes. Until then nothing else is submitted, so a step has only so much time for masks: rows whose
-masks do not fit in are left out of it (scheduler/step_planner.py), and come the next.
+A step with rows that follow a grammar is two submissions: it is computed at once, and samples when the step before is
+collected and its masks are made, while the device computes. Until then nothing else is submitted, so a step has only so
+much time for masks: rows whose masks do not fit in are left out of it (scheduler/step_planner.py), and come the next.
 
 What lives here: the loop and its bookkeeping. What may not: torch, policy, text, threads.
 """
@@ -122,7 +122,9 @@ class EngineCore:
         self._observer = observer
         self._masks = masks
         self.adapters = adapters
-        self._fast_forward = scheduler.fast_forward and not executor.info.padded  # a chunk would cost every row of its step as much
+        self._fast_forward = (
+            scheduler.fast_forward and not executor.info.padded
+        )  # a chunk would cost every row of its step as much
         self._events: list[Event] = []
         self.accounts = StepAccounts()
         self._failed = False
@@ -149,11 +151,13 @@ class EngineCore:
 
     @property
     def begins_in_order(self) -> bool:
-        """Those who came first may be given to ``step`` before the others have come: the step does not depend on these, and goes on meanwhile."""
+        """Those who came first may be given to ``step`` before the others have come: the step does not depend on these,
+        and goes on meanwhile."""
         return self.depth > 0 and self.scheduler.serves_by_arrival
 
     def batch_order(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """In which order requests that are all there at once are best added; for callers whose answers nobody reads before all have ended."""
+        """In which order requests that are all there at once are best added; for callers whose answers nobody reads
+        before all have ended."""
         return self.scheduler.batch_order(requests)
 
     @property
@@ -166,8 +170,8 @@ class EngineCore:
         self._observer = observer
 
     def add(self, request: Request) -> None:
-        """Takes effect at the next step, like every event; with a grammar, once that is compiled; with an adapter, once that is read. Raises
-        InvalidRequest where none can be."""
+        """Takes effect at the next step, like every event; with a grammar, once that is compiled; with an adapter, once
+        that is read. Raises InvalidRequest where none can be."""
         if request.params.structured_outputs is None:
             self._enter(request)
         elif self._masks is None:
@@ -208,8 +212,8 @@ class EngineCore:
         return not self._events
 
     def step(self) -> Sequence[SequenceOutput]:
-        """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted. Raises EngineDead
-        once the executor has: it will not come back."""
+        """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted.
+        Raises EngineDead once the executor has: it will not come back."""
         if self._dead is not None:
             raise self._dead
         try:
@@ -225,7 +229,9 @@ class EngineCore:
         if self.adapters is not None and self.adapters.busy:
             self._take_adapted(self.adapters)
         open_step = bool(self._fifo) and self._fifo[-1].waits
-        submitted = self._submit_next() if len(self._fifo) <= self.depth and not self._failed and not open_step else False
+        submitted = (
+            self._submit_next() if len(self._fifo) <= self.depth and not self._failed and not open_step else False
+        )
         self._complete_oldest()
         if self._fifo and (not submitted or len(self._fifo) > self.depth):
             outputs = self._collect_oldest()
@@ -234,7 +240,8 @@ class EngineCore:
         return self.scheduler.take_rejected()
 
     def _take_compiled(self, masks: GrammarMasks) -> None:
-        """Requests whose grammars are ready begin; only where there is nothing else to do that is waited for, a little."""
+        """Requests whose grammars are ready begin; only where there is nothing else to do that is waited for, a
+        little."""
         if masks.compiling:
             for event in masks.take_compiled(_COMPILE_WAIT if self._idle else 0.0):
                 if isinstance(event, AddRequest):
@@ -265,7 +272,11 @@ class EngineCore:
             return
         step, sampled = self._fifo[0], self.scheduler.in_flight[0].sampled
         assert self._masks is not None
-        wanted = [] if self._failed else [(j, sampled[j]) for j in step.plan.masked if sampled[j].status is not SequenceStatus.FINISHED]
+        wanted = (
+            []
+            if self._failed
+            else [(j, sampled[j]) for j in step.plan.masked if sampled[j].status is not SequenceStatus.FINISHED]
+        )
         self.executor.sample(step.ticket, self._masks.masks(wanted) if wanted else TokenMasks())
         step.waits = False
         if self._fast_forward and (runs := self._masks.forced(wanted)):
@@ -286,12 +297,15 @@ class EngineCore:
         submitted = self.clock.now()
         host, continuous = self._host_seconds(), self._had_work
         ticket = self.executor.submit(plan)
-        self._fifo.append(_Submitted(plan, ticket, begin, submitted, self.clock.now(), host, continuous, bool(plan.masked)))
+        self._fifo.append(
+            _Submitted(plan, ticket, begin, submitted, self.clock.now(), host, continuous, bool(plan.masked))
+        )
         self._had_work = True
         return True
 
     def _host_seconds(self) -> float:
-        """CPU time of this thread since the last submission (never negative: callers may take turns on several threads)."""
+        """CPU time of this thread since the last submission (never negative: callers may take turns on several
+        threads)."""
         now = self.clock.thread_seconds()
         used, self._host_mark = now - self._host_mark, now
         return max(0.0, used)
@@ -306,14 +320,18 @@ class EngineCore:
         if result is not None and result.errors and self._masks is not None:
             outputs = [_at_dead_end(output, self._masks) for output in outputs]
         self._settle(result is None)
-        if self._masks is not None and self._masks.seconds and not self._events:  # else some that have been taken are not in the roster yet
+        if (
+            self._masks is not None and self._masks.seconds and not self._events
+        ):  # else some that have been taken are not in the roster yet
             self._masks.keep(self.scheduler.requests)
         self._host_mark += result.lent_seconds if result is not None else 0.0
         self._had_work = self.has_work
         record = None
         if self._observer is not None:
             at = (step.scheduled, step.submitted, step.queued, awaited, collected, self.clock.now())
-            record = self._observer.on_step(step.plan, result, StepTimes(*at, step.host_seconds, step.continuous, len(self._fifo)))
+            record = self._observer.on_step(
+                step.plan, result, StepTimes(*at, step.host_seconds, step.continuous, len(self._fifo))
+            )
         if work:
             self.accounts.count(work, record.fraction if record is not None else None)
         return outputs
@@ -325,7 +343,8 @@ class EngineCore:
             return None, failure.message
 
     def _settle(self, failed: bool) -> None:
-        """After a failure nothing is submitted until all steps in flight are collected and the executor has recovered."""
+        """After a failure nothing is submitted until all steps in flight are collected and the executor has
+        recovered."""
         self._failed = self._failed or failed
         if self._failed and not self._fifo:
             self.executor.recover()
@@ -336,12 +355,16 @@ class EngineCore:
         return self.standing().explain(request_id)
 
     def standing(self) -> Standing:
-        """Where all of them stand. Until the next turn, and while nobody comes or goes, it is the same: many may ask about a long queue."""
+        """Where all of them stand. Until the next turn, and while nobody comes or goes, it is the same: many may ask
+        about a long queue."""
         unread = self._unread
         coming = len(self._events) + len(unread)
         if self._standing is None or self._standing[0] != coming:
             arriving = [event.request for event in self._events if isinstance(event, AddRequest)]
-            self._standing = coming, Standing(self.scheduler, [*arriving, *unread], {each.request_id for each in unread})
+            self._standing = (
+                coming,
+                Standing(self.scheduler, [*arriving, *unread], {each.request_id for each in unread}),
+            )
         return self._standing[1]
 
     def stats(self) -> EngineStats:
@@ -355,7 +378,9 @@ class EngineCore:
             counters=self.scheduler.counters,
             grammars=None if self._masks is None else self._masks.stats,
             drafts=self.scheduler.speculation.counts if self.scheduler.speculation is not None else None,
-            num_prefilling=sum(1 for sequence in roster.running if sequence.num_computed_tokens < sequence.num_prompt_tokens),
+            num_prefilling=sum(
+                1 for sequence in roster.running if sequence.num_computed_tokens < sequence.num_prompt_tokens
+            ),
             num_preempted=sum(1 for sequence in roster.waiting if sequence.num_preemptions),
             adapters=None if self.adapters is None else self._adapter_stats(self.adapters),
         )
@@ -365,18 +390,32 @@ class EngineCore:
         running = Counter(each.request.adapter for each in roster.running if each.request.adapter is not None)
         waits = chain((each.request for each in roster.waiting), desk.waiting)
         waiting = Counter(each.adapter for each in waits if each.adapter is not None)
-        resident, brought = (0, 0) if residency is None else (sum(each is not None for each in residency.slots), residency.num_brought)
+        resident, brought = (
+            (0, 0) if residency is None else (sum(each is not None for each in residency.slots), residency.num_brought)
+        )
         return AdapterStats(
-            self.scheduler.limits.adapter_slots, len(desk.names), desk.num_held, resident, desk.num_loads, brought, dict(running), dict(waiting)
+            self.scheduler.limits.adapter_slots,
+            len(desk.names),
+            desk.num_held,
+            resident,
+            desk.num_loads,
+            brought,
+            dict(running),
+            dict(waiting),
         )
 
 
 def _at_dead_end(output: SequenceOutput, masks: GrammarMasks) -> SequenceOutput:
-    """An answer that ended because its grammar allows nothing further says so: what was asked for is to blame, no step."""
+    """An answer that ended because its grammar allows nothing further says so: what was asked for is to blame, no
+    step."""
     if output.finished is None or output.finished.reason is not FinishReason.ERROR:
         return output
     reason = masks.dead_end(output.request_id, output.index)
-    return output if reason is None else output._replace(finished=replace(output.finished, message=reason, param="structured_outputs"))
+    return (
+        output
+        if reason is None
+        else output._replace(finished=replace(output.finished, message=reason, param="structured_outputs"))
+    )
 
 
 def create_scheduler(
@@ -409,5 +448,7 @@ def create_scheduler(
     settings = read_settings(config.speculative_config) if info.max_drafts else None
     speculation = None
     if settings is not None:
-        speculation = Speculation(info.max_drafts, settings.num_speculative_tokens, settings.disable_by_batch_size, forecast)
+        speculation = Speculation(
+            info.max_drafts, settings.num_speculative_tokens, settings.disable_by_batch_size, forecast
+        )
     return Scheduler(config, limits, manager, eos_token_ids, forecast, speculation)

@@ -1,11 +1,15 @@
-"""Token ids to text, a few at a time: text that was given out never changes, and no character is ever split; and stop strings in it.
+"""Token ids to text, a few at a time: text that was given out never changes, and no character is ever split; and stop
+strings in it.
 
-What lives here: the bytes or piece behind each id, one incremental decoder a kind of tokenizer, whose concatenated output is the
-definition of ``decode``, and the matcher of stop strings. What may not: requests, encoding, chat templates.
+What lives here: the bytes or piece behind each id, one incremental decoder a kind of tokenizer, whose concatenated
+output is the definition of ``decode``, and the matcher of stop strings. What may not: requests, encoding, chat
+templates.
 
 Three kinds, by the decoder in tokenizer.json:
-  bytes    ids are byte strings (GPT-2's byte-level BPE and its descendants): a table and UTF-8's own incremental decoder.
-  pieces   ids are texts with a mark for the space, or single bytes <0xNN> (SentencePiece): runs of bytes wait for their end.
+  bytes    ids are byte strings (GPT-2's byte-level BPE and its descendants): a table and UTF-8's own incremental
+  decoder.
+  pieces   ids are texts with a mark for the space, or single bytes <0xNN> (SentencePiece): runs of bytes wait for their
+  end.
   window   anything else: decode a short window twice and give out the difference.
 
 The stop string that is *complete first* wins (of those that complete at the same character the longest), so the answer
@@ -77,8 +81,8 @@ class ByteDecoder:
 class PieceDecoder:
     """SentencePiece. ``table[id]`` is a text, or an int for a single byte; None is skipped.
 
-    Bytes wait until their run ends, because the reference decoder replaces every byte of a run that is not valid as a whole.
-    A run longer than MAX_BYTE_RUN is given out by whole characters instead of being held for ever.
+    Bytes wait until their run ends, because the reference decoder replaces every byte of a run that is not valid as a
+    whole. A run longer than MAX_BYTE_RUN is given out by whole characters instead of being held for ever.
     """
 
     def __init__(self, table: Mapping[int, str | int | None], strip_left: int, drop_first_marks: bool) -> None:
@@ -161,9 +165,11 @@ def _incomplete_tail(run: bytes | bytearray) -> int:
 
 
 class WindowDecoder:
-    """Any decoder whose text at one place depends on a few ids before it: decodes a window with and without the new ids.
+    """Any decoder whose text at one place depends on a few ids before it: decodes a window with and without the new
+    ids.
 
-    ``table[id]`` is None for an id that says nothing (skipped, or without a token): a window of such ids would have no context.
+    ``table[id]`` is None for an id that says nothing (skipped, or without a token): a window of such ids would have no
+    context.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], table: Mapping[int, object], context: int = 6) -> None:
@@ -217,7 +223,8 @@ def piece_rules(decoder: dict[str, Any] | None) -> PieceRules | None:
 
 
 def _sequence_rules(steps: list[tuple[Any, dict[str, Any]]]) -> PieceRules | None:
-    """Replace(▁→space), ByteFallback, Fuse, then perhaps Strip: as converted Llama, Mistral, Gemma and Phi tokenizers have it."""
+    """Replace(▁→space), ByteFallback, Fuse, then perhaps Strip: as converted Llama, Mistral, Gemma and Phi tokenizers
+    have it."""
     if [kind for kind, _ in steps[:3]] != ["Replace", "ByteFallback", "Fuse"] or len(steps) > 4:
         return None
     replace = steps[0][1]
@@ -272,7 +279,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, armed: bool) -> tuple[str, str | None]:
-        """``(text to show, the stop string that is complete or None)``. Not ``armed``: matches that end in ``text`` do not count."""
+        """``(text to show, the stop string that is complete or None)``. Not ``armed``: matches that end in ``text`` do
+        not count."""
         if not self._held and self._firsts.isdisjoint(text):
             return text, None  # nothing has begun, and nothing begins here
         pending = self._held + text

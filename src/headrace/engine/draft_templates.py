@@ -1,6 +1,8 @@
-"""Whether a draft model was trained on conversations that look like the target's: what both templates make of some, not how they are written.
+"""Whether a draft model was trained on conversations that look like the target's: what both templates make of some, not
+how they are written.
 
-What lives here: that check, at start. What may not: rendering (template.py), other checks of drafts (worker/draft_setup.py).
+What lives here: that check, at start. What may not: rendering (template.py), other checks of drafts
+(worker/draft_setup.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.models.source import ModelSource, TokenizerFiles, find_model
 from headrace.speculative.settings import read_settings
 
-_TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _USER, _SYSTEM = {"role": "user", "content": "Where is it?"}, {"role": "system", "content": "You are brief."}
 _CONVERSATIONS: tuple[tuple[Sequence[Any], Sequence[Any] | None], ...] = (
@@ -28,8 +33,8 @@ _CONVERSATIONS: tuple[tuple[Sequence[Any], Sequence[Any] | None], ...] = (
 
 
 def check_draft_templates(config: EngineConfig, target: ModelSource) -> None:
-    """Raises ConfigError where the templates of a draft model and its target make different texts of a conversation; a model without one is
-    taken at its word, and one that is not found is for the worker to name."""
+    """Raises ConfigError where the templates of a draft model and its target make different texts of a conversation; a
+    model without one is taken at its word, and one that is not found is for the worker to name."""
     settings = read_settings(config.scheduler.speculative_config)
     if settings is None or settings.model is None:
         return

@@ -1,6 +1,7 @@
 """What runs a step. The core knows only this protocol: a worker, a simulation and a test double look the same to it.
 
-What lives here: the protocol. What may not: torch, scheduling, any executor (worker/, keyed_hash.py, planner/executor.py).
+What lives here: the protocol. What may not: torch, scheduling, any executor (worker/, keyed_hash.py,
+planner/executor.py).
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ class Ticket:
 class Executor(Protocol):
     """``submit`` returns at once or after the work (an inline executor); tickets are collected in order of submission.
 
-    A plan with ``masked`` samples is computed by ``submit`` and sampled by ``sample``, which must follow before anything else is
-    submitted, once every earlier step is collected; other plans are sampled at once.
-    ``collect`` raises StepFailed when the whole step failed. From then on every plan fails *without touching rows or blocks*
-    (its deltas build on what was lost), until the core, with nothing in flight, calls ``recover``: rows are forgotten, and
-    the plans that follow build them anew. Nothing between submit and collect may read results on the host.
-    ``prepare``, with nothing in flight and nothing to do: some milliseconds' worth of what later steps will want; whether there may be more.
-    ``control`` changes a worker between two steps, every rank at the same place of the queue, and returns at once; what comes
-    of it ``outcomes`` tells, each once (``wait``: seconds that may pass until there is one).
+    A plan with ``masked`` samples is computed by ``submit`` and sampled by ``sample``, which must follow before
+    anything else is submitted, once every earlier step is collected; other plans are sampled at once. ``collect``
+    raises StepFailed when the whole step failed. From then on every plan fails *without touching rows or blocks* (its
+    deltas build on what was lost), until the core, with nothing in flight, calls ``recover``: rows are forgotten, and
+    the plans that follow build them anew. Nothing between submit and collect may read results on the host. ``prepare``,
+    with nothing in flight and nothing to do: some milliseconds' worth of what later steps will want; whether there may
+    be more. ``control`` changes a worker between two steps, every rank at the same place of the queue, and returns at
+    once; what comes of it ``outcomes`` tells, each once (``wait``: seconds that may pass until there is one).
     """
 
     info: ExecutorInfo

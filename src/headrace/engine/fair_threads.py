@@ -1,7 +1,7 @@
 """A few threads whose work is taken from one tenant after the other, so that whoever asks for much waits for itself.
 
-What lives here: that order and its bound, for an event loop's callers (FairThreads) and for the engine's grammars, of which it
-is known how long each takes (CompileQueue). What may not: the work.
+What lives here: that order and its bound, for an event loop's callers (FairThreads) and for the engine's grammars, of
+which it is known how long each takes (CompileQueue). What may not: the work.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 What lives here: the schema of the messages, and how steps are packed into them.
 What may not: the process's loop (loop.py), the front end's side (client.py), text.
 
-Start: the process's standard input is a socket to its parent, whose first message is a Launch; it loads, and answers Started or
-StartFailed. From then on commands come one way, one Step a step goes the other. Further front ends join by an Attach of the parent,
-which hands over a socket to each; a step's outputs go to whoever asked for them, one Step each. A request's id says who that is.
-No socket has a name: nobody else can come in.
+Start: the process's standard input is a socket to its parent, whose first message is a Launch; it loads, and answers
+Started or StartFailed. From then on commands come one way, one Step a step goes the other. Further front ends join by
+an Attach of the parent, which hands over a socket to each; a step's outputs go to whoever asked for them, one Step
+each. A request's id says who that is. No socket has a name: nobody else can come in.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class StartFailed(Frame):
 
 
 class Beat(Frame):
-    """The loop's stamps: ``phase`` is "load", "idle", "host", "send" or "device"; how long it has lasted at turn ``turn``;
-    and how long is too long (0: no limit)."""
+    """The loop's stamps: ``phase`` is "load", "idle", "host", "send" or "device"; how long it has lasted at turn
+    ``turn``; and how long is too long (0: no limit)."""
 
     turn: int
     phase: str
@@ -59,7 +59,8 @@ class Died(Frame):
 
 
 class Step(Frame):
-    """What a step brought: one token for each of many sequences in columns (int64 request ids, the rest int32, as raw bytes), then ``rows``.
+    """What a step brought: one token for each of many sequences in columns (int64 request ids, the rest int32, as raw
+    bytes), then ``rows``.
 
     ``indexes`` is empty when all are 0: the usual step is two columns.
     """
@@ -119,7 +120,8 @@ class UnloadAdapter(Question):
 
 
 class Attach(Frame):
-    """From the parent: the next socket at the door is another front end's; ``serial``, which none has had before, begins its requests' ids."""
+    """From the parent: the next socket at the door is another front end's; ``serial``, which none has had before,
+    begins its requests' ids."""
 
     serial: Annotated[int, msgspec.Meta(gt=0, lt=1 << 22)]
 
@@ -129,14 +131,24 @@ class Shutdown(Frame):
 
 
 GuestCommand = (  # what any front end may say
-    Request | Abort | Finish | AskStats | AskRecent | AskRequests | ForgetPrefixes | AskAdapters | LoadAdapter | UnloadAdapter
+    Request
+    | Abort
+    | Finish
+    | AskStats
+    | AskRecent
+    | AskRequests
+    | ForgetPrefixes
+    | AskAdapters
+    | LoadAdapter
+    | UnloadAdapter
 )
 Command = GuestCommand | Attach | Shutdown  # ... and what the parent may
 Event = Started | StartFailed | Beat | Died | Reply | Step
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """A dataclass as a dict, all the way down. (``asdict`` leaves a tuple for the interpreter to keep each time, up to 2000 of each length.)"""
+    """A dataclass as a dict, all the way down. (``asdict`` leaves a tuple for the interpreter to keep each time, up to
+    2000 of each length.)"""
     found: dict[str, Any] = msgspec.to_builtins(record)
     return found
 
@@ -146,7 +158,9 @@ def pack_step(outputs: Sequence[SequenceOutput]) -> bytes:
     if not isinstance(outputs, TokenOutputs):
         return pack(Step(rows=tuple(outputs)))
     indexes = array("i", outputs.indices).tobytes() if any(outputs.indices) else b""
-    return pack(Step(array("q", outputs.request_ids).tobytes(), indexes, array("i", column_of(outputs.tokens)).tobytes()))
+    return pack(
+        Step(array("q", outputs.request_ids).tobytes(), indexes, array("i", column_of(outputs.tokens)).tobytes())
+    )
 
 
 def unpack_step(frame: Step) -> Sequence[SequenceOutput]:
@@ -154,7 +168,9 @@ def unpack_step(frame: Step) -> Sequence[SequenceOutput]:
     if not frame.request_ids:
         return frame.rows
     request_ids, tokens = _column("q", frame.request_ids), _column("i", frame.token_ids)
-    return TokenOutputs(request_ids, _column("i", frame.indexes) if frame.indexes else bytes(len(tokens)), Singles(tokens))
+    return TokenOutputs(
+        request_ids, _column("i", frame.indexes) if frame.indexes else bytes(len(tokens)), Singles(tokens)
+    )
 
 
 def _column(typecode: Literal["q", "i"], data: bytes) -> list[int]:

@@ -2,8 +2,8 @@
 
 It is imported with the first constraint: an engine that is asked for none runs on a machine that lacks it.
 
-What lives here: the bridge, alike in the process that tries a grammar out and in the engine that follows it. What may not: processes,
-threads, caches, tokens of a running answer.
+What lives here: the bridge, alike in the process that tries a grammar out and in the engine that follows it. What may
+not: processes, threads, caches, tokens of a running answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 _MAX_REASON = 300  # characters
 _NOTHING = "nothing satisfies it, or nothing that this model's tokens can write"
 _LONG, _MOST_LONG = 4096, 16  # bytes of a forced text whose encoding is kept, how many of these
-# A tokenizer may begin a text with a space of its own, or drop one: then it is asked for the text behind something that it keeps apart.
+# A tokenizer may begin a text with a space of its own, or drop one: then it is asked for the text behind something that
+# it keeps apart.
 _BEFORE = ("", "\x02", "\n", ".")
 _NAMEABLE = re.compile(r"<[^<>\s]+>")  # a special token's name in Lark
 _JSON_OBJECT = '{"type": "object"}'
@@ -42,7 +43,8 @@ class GrammarError(Exception):
 
 
 def create_limits() -> LLParserLimits:
-    """Work that one grammar may cause: about 20 ms to build its lexer, and about 15 ms for a mask, whatever the grammar.
+    """Work that one grammar may cause: about 20 ms to build its lexer, and about 15 ms for a mask, whatever the
+    grammar.
 
     A state of the lexer takes one to two kB.
     """
@@ -61,11 +63,12 @@ def create_limits() -> LLParserLimits:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """``tokens[id]``: the bytes of each column of the logits, empty where there is no token: such an id is never allowed.
+    """``tokens[id]``: the bytes of each column of the logits, empty where there is no token: such an id is never
+    allowed.
 
-    A special token has its name there, and is allowed only where a grammar names it. ``eos`` are ids that end an answer.
-    ``encode``: the model's own encoding of a text; without it the longest token that fits is taken. ``drops_first_space``:
-    a space at the very beginning of an answer's tokens is none of its text.
+    A special token has its name there, and is allowed only where a grammar names it. ``eos`` are ids that end an
+    answer. ``encode``: the model's own encoding of a text; without it the longest token that fits is taken.
+    ``drops_first_space``: a space at the very beginning of an answer's tokens is none of its text.
     """
 
     tokens: Sequence[bytes]
@@ -89,12 +92,14 @@ def vocabulary_of(tokenizer: Tokenizer | None, width: int, eos: Sequence[int]) -
 
 
 def special_name(text: str) -> str:
-    """What a grammar calls the special token that is written ``text``: only what stands in angle brackets has a name in Lark."""
+    """What a grammar calls the special token that is written ``text``: only what stands in angle brackets has a name in
+    Lark."""
     return text if _NAMEABLE.fullmatch(text) else f"<{text.encode().hex()}>"
 
 
 class ForcedText:
-    """Text that a grammar forces, in the tokens that the model itself would write: llguidance calls this with what stands before it, too."""
+    """Text that a grammar forces, in the tokens that the model itself would write: llguidance calls this with what
+    stands before it, too."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokens = vocabulary.tokens
@@ -103,9 +108,13 @@ class ForcedText:
         plain = [(token, id) for id, token in enumerate(vocabulary.tokens) if token and id not in self._special]
         self._ids = dict(plain)
         self._longest = max((len(token) for token, _ in plain), default=0)
-        names = sorted((re.escape(vocabulary.tokens[id].decode("utf-8", "replace")) for id in self._special), key=len, reverse=True)
+        names = sorted(
+            (re.escape(vocabulary.tokens[id].decode("utf-8", "replace")) for id in self._special), key=len, reverse=True
+        )
         self._names = re.compile("|".join(name for name in names if name) or "(?!)")
-        self._long: OrderedDict[bytes, list[int]] = OrderedDict()  # texts that would take long to encode at each of their tokens
+        self._long: OrderedDict[bytes, list[int]] = (
+            OrderedDict()
+        )  # texts that would take long to encode at each of their tokens
 
     def __call__(self, data: bytes) -> list[int]:
         """As far as it can be written."""
@@ -183,7 +192,8 @@ def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def grammar_of(wanted: StructuredOutputs) -> str:
-    """The constraint in llguidance's terms, behind what may stand before it. Raises GrammarError for a schema that is no JSON."""
+    """The constraint in llguidance's terms, behind what may stand before it. Raises GrammarError for a schema that is
+    no JSON."""
     answer = _answer_of(wanted)
     if not wanted.preface:
         return answer
@@ -224,22 +234,29 @@ def _lark(grammar: str) -> str:
         raise GrammarError(f"the BNF cannot be read: {_short(str(error) or 'it is too deep')}") from None
 
 
-def create_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LLParserLimits, *, lead: str = "") -> LLMatcher:
+def create_matcher(
+    tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LLParserLimits, *, lead: str = ""
+) -> LLMatcher:
     """A matcher at the start of an answer, or of what ``lead``, in Lark, says may stand there. Raises GrammarError."""
     from llguidance import LLMatcher
 
     grammar = grammar_of(wanted)
     if lead:
         parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-        grammar = json.dumps({"grammars": [{"lark_grammar": f"start: {lead} @begun"}, {**parts[0], "name": "begun"}, *parts[1:]]})
+        grammar = json.dumps(
+            {"grammars": [{"lark_grammar": f"start: {lead} @begun"}, {**parts[0], "name": "begun"}, *parts[1:]]}
+        )
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_short(matcher.get_error()))
     return matcher
 
 
-def create_spaced_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LLParserLimits, spaced: Sequence[int]) -> LLMatcher:
-    """``create_matcher`` where a space is dropped at the very beginning: one may stand there, and must if the text can begin with one.
+def create_spaced_matcher(
+    tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LLParserLimits, spaced: Sequence[int]
+) -> LLMatcher:
+    """``create_matcher`` where a space is dropped at the very beginning: one may stand there, and must if the text can
+    begin with one.
 
     ``spaced``: the tokens that begin with a space. Raises GrammarError.
     """
@@ -249,7 +266,8 @@ def create_spaced_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, lim
 
 
 def check_start(matcher: LLMatcher) -> bytes:
-    """The first token's mask. Raises GrammarError when no token may begin an answer, or finding out which takes too much."""
+    """The first token's mask. Raises GrammarError when no token may begin an answer, or finding out which takes too
+    much."""
     mask = matcher.compute_bitmask()
     reason = why_stuck(matcher)
     if reason is not None or not any(mask):
@@ -275,7 +293,8 @@ def forced_run(matcher: LLMatcher) -> tuple[int, ...]:
 
 
 def why_stuck(matcher: LLMatcher) -> str | None:
-    """Why nothing may follow, as a clause, of a matcher that has left its grammar or found no way on; None: it goes on."""
+    """Why nothing may follow, as a clause, of a matcher that has left its grammar or found no way on; None: it goes
+    on."""
     if not matcher.is_error():
         return None
     return _NOTHING if "NoExtension" in matcher.get_error() else _short(matcher.get_error())

@@ -1,8 +1,11 @@
-"""Whether a constraint can be followed: tried out in a process that can be killed (grammar_worker.py) before a request is submitted.
+"""Whether a constraint can be followed: tried out in a process that can be killed (grammar_worker.py) before a request
+is submitted.
 
-What lives here: asking, remembering verdicts, and sentences for what is wrong with grammars. What may not: llguidance, masks.
+What lives here: asking, remembering verdicts, and sentences for what is wrong with grammars. What may not: llguidance,
+masks.
 
-The engine compiles a grammar again, with the model's own vocabulary (grammar_masks.py); by then it is known to be harmless.
+The engine compiles a grammar again, with the model's own vocabulary (grammar_masks.py); by then it is known to be
+harmless.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ def create_grammar_check(tokenizer: Tokenizer | None) -> GrammarCheck | None:
 
 def _check_started(reply: Reply | None) -> None:
     if reply is None:
-        raise HeadraceError("the process that tries grammars out cannot start; see whether `python -c 'import llguidance'` works.")
+        raise HeadraceError(
+            "the process that tries grammars out cannot start; see whether `python -c 'import llguidance'` works."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +56,16 @@ class _Verdict:
 
 
 class GrammarCheck:
-    """Verdicts on constraints. Thread-safe; ``special`` are the names of the model's special tokens, which grammars may use."""
+    """Verdicts on constraints. Thread-safe; ``special`` are the names of the model's special tokens, which grammars may
+    use."""
 
     def __init__(self, special: Iterable[str], *, seconds: float = COMPILE_SECONDS) -> None:
         self._seconds = seconds
         opening = {"special": sorted(special)}
         # Long trials have a process of their own: a short one never has to start another.
-        self._pool, self._long_pool = (SandboxPool("headrace.engine.grammar_worker", opening, _check_started) for _ in range(2))
+        self._pool, self._long_pool = (
+            SandboxPool("headrace.engine.grammar_worker", opening, _check_started) for _ in range(2)
+        )
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()  # by digest
         self._lock = threading.Lock()
         self._quick = FairThreads(MAX_PROCESSES - 1, "headrace-grammar", most=_MOST_WAITING)
@@ -69,7 +77,9 @@ class GrammarCheck:
         verdict = self._verdict(wanted) or self._try_out(wanted, self._seconds)
         assert verdict is not None
         if verdict.reason:
-            raise InvalidRequest(f"the {_name(wanted)} cannot be followed: {verdict.reason}. Change or simplify it.", param=_PARAM)
+            raise InvalidRequest(
+                f"the {_name(wanted)} cannot be followed: {verdict.reason}. Change or simplify it.", param=_PARAM
+            )
         return verdict.seconds
 
     async def require_soon(self, wanted: StructuredOutputs, tenant: str = "") -> None:
@@ -91,7 +101,8 @@ class GrammarCheck:
             return self._verdicts.get(_digest(wanted))
 
     def _try_out(self, wanted: StructuredOutputs, seconds: float) -> _Verdict | None:
-        """The verdict, which is remembered; None where it would have taken longer than ``seconds``, but perhaps not than it may."""
+        """The verdict, which is remembered; None where it would have taken longer than ``seconds``, but perhaps not
+        than it may."""
         verdict = self._verdict(wanted)  # of the same one, which was tried out meanwhile
         if verdict is None:
             given = {each.name: getattr(wanted, each.name) for each in fields(wanted)}
@@ -125,7 +136,11 @@ class GrammarCheck:
 
 
 def _characters(wanted: StructuredOutputs) -> int:
-    return sum(len(text) for text in (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice) if text is not None)
+    return sum(
+        len(text)
+        for text in (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice)
+        if text is not None
+    )
 
 
 def _digest(wanted: StructuredOutputs) -> bytes:
@@ -133,5 +148,11 @@ def _digest(wanted: StructuredOutputs) -> bytes:
 
 
 def _name(wanted: StructuredOutputs) -> str:
-    names = {"json": "JSON schema", "json_object": "JSON object", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+    names = {
+        "json": "JSON schema",
+        "json_object": "JSON object",
+        "regex": "regular expression",
+        "choice": "choice",
+        "grammar": "grammar",
+    }
     return next(name for field, name in names.items() if getattr(wanted, field) not in (None, False, ()))

@@ -1,14 +1,18 @@
-"""Grammars followed token by token: compiled in threads beside the engine's loop, kept by size, asked for masks between two steps.
+"""Grammars followed token by token: compiled in threads beside the engine's loop, kept by size, asked for masks between
+two steps.
 
-A matcher is a cache of (grammar, tokens of one answer): it catches up with what is known when its mask is wanted, so preemption, failed
-steps and steps in flight are nothing to it. What a grammar may cost was tried out elsewhere (grammar_check.py).
+A matcher is a cache of (grammar, tokens of one answer): it catches up with what is known when its mask is wanted, so
+preemption, failed steps and steps in flight are nothing to it. What a grammar may cost was tried out elsewhere
+(grammar_check.py).
 
-Where a grammar leaves exactly one token at several places in a row (the keys of a JSON schema, the markup of a tool call), all of them are
-known before the first is sampled. Such a run is found when its first token gets its mask: the step that samples it is under way, it can
-sample nothing else, and no other is in flight (core.py). From then on the scheduler plans with the whole run (``Scheduler.foretell``), and one
-step computes it as a chunk, like a prompt's; what is told, where the answer ends and what is sampled next are what they are one token at a time.
+Where a grammar leaves exactly one token at several places in a row (the keys of a JSON schema, the markup of a tool
+call), all of them are known before the first is sampled. Such a run is found when its first token gets its mask: the
+step that samples it is under way, it can sample nothing else, and no other is in flight (core.py). From then on the
+scheduler plans with the whole run (``Scheduler.foretell``), and one step computes it as a chunk, like a prompt's; what
+is told, where the answer ends and what is sampled next are what they are one token at a time.
 
-What lives here: compiled grammars, matchers of live answers, masks. What may not: what a grammar is (grammar.py), scheduling, torch.
+What lives here: compiled grammars, matchers of live answers, masks. What may not: what a grammar is (grammar.py),
+scheduling, torch.
 """
 
 from __future__ import annotations
@@ -53,21 +57,25 @@ _REFUSAL = "the grammar cannot be followed with this model's tokens"
 _log = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 * 2**20
-_BYTES_EACH, _BYTES_A_CHARACTER = 2**18, 160  # of a compiled grammar, about: measured over 1,200 JSON schemas, on the high side
+_BYTES_EACH, _BYTES_A_CHARACTER = (
+    2**18,
+    160,
+)  # of a compiled grammar, about: measured over 1,200 JSON schemas, on the high side
 _MAX_THREADS = 8
-# So many masks one thread makes sooner than threads are woken for them. Besides, llguidance's executor lets go of the interpreter, which a
-# busy thread then keeps for milliseconds; a matcher's own calls do not.
+# So many masks one thread makes sooner than threads are woken for them. Besides, llguidance's executor lets go of the
+# interpreter, which a busy thread then keeps for milliseconds; a matcher's own calls do not.
 _ROWS_ALONE = 32
 _FADING = 0.25  # of what a mask took less than expected
-# So many tokens a grammar is followed before it is taken: what is too much for the lexer mostly shows within a few, and an answer that has
-# begun cannot be refused.
+# So many tokens a grammar is followed before it is taken: what is too much for the lexer mostly shows within a few, and
+# an answer that has begun cannot be refused.
 _PROBED = 12
 _CLOSING = (b'"', b",", b"]", b"}", b")")
 
 
 @dataclass(slots=True)
 class GrammarStats:
-    """Counters since the start (seconds are wall time: of compiling, beside the steps; of masks, in the loop), and the cache."""
+    """Counters since the start (seconds are wall time: of compiling, beside the steps; of masks, in the loop), and the
+    cache."""
 
     compiled: int = 0
     compile_seconds: float = 0.0
@@ -81,7 +89,8 @@ class GrammarStats:
 
 @dataclass(frozen=True, slots=True)
 class _Bridge:
-    """The model's vocabulary, as all its grammars use it. ``spaced``: tokens that begin with a space, where a text's first one is dropped."""
+    """The model's vocabulary, as all its grammars use it. ``spaced``: tokens that begin with a space, where a text's
+    first one is dropped."""
 
     tokenizer: LLTokenizer
     eos: tuple[int, ...]
@@ -127,8 +136,8 @@ class _Live:
 class GrammarMasks:
     """``begin`` a request, take it once compiled, ask for masks of its sequences, ``drop`` or stop to ``keep`` it.
 
-    ``vocabulary`` is asked once, in a thread, when the first grammar comes. ``compiling``: requests that have begun and are not taken yet;
-    ``seconds``: what one mask is likely to take, for each request that has been taken.
+    ``vocabulary`` is asked once, in a thread, when the first grammar comes. ``compiling``: requests that have begun and
+    are not taken yet; ``seconds``: what one mask is likely to take, for each request that has been taken.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], *, cache_bytes: int = CACHE_BYTES) -> None:
@@ -199,7 +208,10 @@ class GrammarMasks:
         except Exception as error:  # a tokenizer that is gone, no memory …: whatever it is, this request's alone
             _log.exception("the grammar of a request could not be compiled")
             name = type(error).__name__
-            return RefuseRequest(request, f"the grammar could not be compiled ({name}). The engine's log has the details; other requests go on.")
+            return RefuseRequest(
+                request,
+                f"the grammar could not be compiled ({name}). The engine's log has the details; other requests go on.",
+            )
         assert request.params.structured_outputs is not None
         self._remember(request.params.structured_outputs, compiled)
         self._live[request.request_id] = _Live(compiled)
@@ -235,7 +247,9 @@ class GrammarMasks:
         if not vocabulary.eos:
             raise GrammarError("the model names no end-of-sequence token, which would end it")
         tokens = vocabulary.tokens
-        spaced = [id for id, token in enumerate(tokens) if token.startswith(b" ")] if vocabulary.drops_first_space else []
+        spaced = (
+            [id for id, token in enumerate(tokens) if token.startswith(b" ")] if vocabulary.drops_first_space else []
+        )
         closing = [id for id, token in enumerate(tokens) if token.startswith(_CLOSING)]
         words = -(-len(tokens) // 32)
         return _Bridge(create_tokenizer(vocabulary), tuple(vocabulary.eos), words, tuple(spaced), tuple(closing))
@@ -267,8 +281,8 @@ class GrammarMasks:
         return TokenMasks(tuple(j for j, _ in wanted), bridge.words, words.tobytes())
 
     def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
-        """Of samples that were just given their masks: those that can be but one token, with the tokens that must follow it. Logprobs want
-        every token's distribution."""
+        """Of samples that were just given their masks: those that can be but one token, with the tokens that must
+        follow it. Logprobs want every token's distribution."""
         runs = {j: self._forced_of(sequence) for j, sequence in wanted if sequence.request.params.logprobs is None}
         runs = {j: run for j, run in runs.items() if run}
         self._stats.forced += sum(map(len, runs.values())) - len(runs)
@@ -295,7 +309,8 @@ class GrammarMasks:
         self.seconds[request_id] = seconds if seconds > known else known + _FADING * (seconds - known)
 
     def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> list[float]:
-        """Returns seconds of each. A matcher that finds no way on would have the answer end where it may not: its row is left empty instead."""
+        """Returns seconds of each. A matcher that finds no way on would have the answer end where it may not: its row
+        is left empty instead."""
         start, size = words.ctypes.data, words.shape[1] * 4
         times = [time.perf_counter()]
         if len(jobs) <= _ROWS_ALONE or self._threads == 1:
@@ -355,5 +370,9 @@ def _probe(bridge: _Bridge, matcher: LLMatcher) -> float:
 
 def _size(wanted: StructuredOutputs) -> int:
     """Bytes that a compiled grammar takes, about."""
-    characters = sum(len(text) for text in (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice) if text is not None)
+    characters = sum(
+        len(text)
+        for text in (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice)
+        if text is not None
+    )
     return _BYTES_EACH + _BYTES_A_CHARACTER * characters

@@ -1,7 +1,9 @@
-"""The process that tries grammars out before the engine follows them. A grammar is somebody else's program for a compiler: here it may
-use two seconds of CPU, 256 MiB and a small stack, and what it does beyond is the end of this process alone.
+"""The process that tries grammars out before the engine follows them. A grammar is somebody else's program for a
+compiler: here it may use two seconds of CPU, 256 MiB and a small stack, and what it does beyond is the end of this
+process alone.
 
-What lives here: constraint in, verdict out, and its limits. What may not: state between grammars, anything of the engine's.
+What lives here: constraint in, verdict out, and its limits. What may not: state between grammars, anything of the
+engine's.
 
 Started as ``python -S -P -m headrace.engine.grammar_worker``; ends with its stdin.
 """
@@ -15,7 +17,14 @@ import signal
 import time
 from typing import Any
 
-from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
+from headrace.engine.grammar import (
+    GrammarError,
+    Vocabulary,
+    check_start,
+    create_limits,
+    create_matcher,
+    create_tokenizer,
+)
 from headrace.portability import address_space, limit
 from headrace.processes.sandbox import answer_frames
 from headrace.sampling_params import StructuredOutputs
@@ -36,7 +45,8 @@ def limit_resources() -> None:
 class Trial:
     """Compiles under a timer of CPU time; the kernel ends this process when that is used up first.
 
-    The vocabulary is each byte alone and the model's special tokens: what a grammar costs to compile hardly depends on it.
+    The vocabulary is each byte alone and the model's special tokens: what a grammar costs to compile hardly depends on
+    it.
     """
 
     def __init__(self, special: list[str]) -> None:
@@ -56,8 +66,8 @@ class Trial:
 
 
 class Trials:
-    """Answers {"special": names}, the opening, and {"wanted": fields of StructuredOutputs, "seconds"} with {"fine": true}, {"seconds": of CPU time}
-    or {"error": reason}."""
+    """Answers {"special": names}, the opening, and {"wanted": fields of StructuredOutputs, "seconds"} with {"fine":
+    true}, {"seconds": of CPU time} or {"error": reason}."""
 
     def __call__(self, body: bytes) -> dict[str, Any]:
         frame = json.loads(body)

@@ -1,7 +1,7 @@
 """From what users write to a Request: tokenise, check, resolve. The one validator of every route.
 
-What lives here: prompts in every accepted form, and all checks that need the model's sizes. What may not: torch, wire formats, queues.
-Checks that need no model are SamplingParams' own.
+What lives here: prompts in every accepted form, and all checks that need the model's sizes. What may not: torch, wire
+formats, queues. Checks that need no model are SamplingParams' own.
 """
 
 from __future__ import annotations
@@ -54,16 +54,24 @@ _DEFAULT_FIELDS = {
 
 
 def default_params(generation_defaults: Mapping[str, Any]) -> SamplingParams:
-    """The model's own sampling defaults (its generation_config.json), where it has any. Raises ModelError for one out of range."""
-    found = {field: generation_defaults[name] for name, field in _DEFAULT_FIELDS.items() if generation_defaults.get(name) is not None}
+    """The model's own sampling defaults (its generation_config.json), where it has any. Raises ModelError for one out
+    of range."""
+    found = {
+        field: generation_defaults[name]
+        for name, field in _DEFAULT_FIELDS.items()
+        if generation_defaults.get(name) is not None
+    }
     try:
         return SamplingParams(**found)
     except InvalidRequest as error:
-        raise ModelError(f"generation_config.json: {error.message} Correct it or use --generation-config headrace.") from error
+        raise ModelError(
+            f"generation_config.json: {error.message} Correct it or use --generation-config headrace."
+        ) from error
 
 
 def derived_seed(seed: int, ordinal: int) -> int:
-    """64 bits for the ``ordinal``-th request of an engine seeded with ``seed`` (the splitmix64 finaliser, Steele et al. 2014)."""
+    """64 bits for the ``ordinal``-th request of an engine seeded with ``seed`` (the splitmix64 finaliser, Steele et al.
+    2014)."""
     mixed = (seed + (ordinal + 1) * 0x9E3779B97F4A7C15) & _MASK64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -72,7 +80,8 @@ def derived_seed(seed: int, ordinal: int) -> int:
 
 @dataclass(slots=True)
 class ParsedPrompt:
-    """One prompt as it was given: text or ids (or both: then the text is only shown). ``given``: the caller's own list of these ids."""
+    """One prompt as it was given: text or ids (or both: then the text is only shown). ``given``: the caller's own list
+    of these ids."""
 
     text: str | None
     token_ids: array[int] | None
@@ -96,13 +105,23 @@ def parse_prompt(prompt: Prompt, param: str = "prompt") -> ParsedPrompt:
 def _parse_mapping(prompt: Mapping[str, Any], param: str) -> ParsedPrompt:
     unknown = sorted(set(map(str, prompt)) - _PROMPT_FIELDS)
     if unknown:
-        raise InvalidRequest(f"{param} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_PROMPT_FIELDS))}.", param=param)
-    text, ids, salt, priority = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt"), prompt.get("priority")
+        raise InvalidRequest(
+            f"{param} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_PROMPT_FIELDS))}.",
+            param=param,
+        )
+    text, ids, salt, priority = (
+        prompt.get("prompt"),
+        prompt.get("prompt_token_ids"),
+        prompt.get("cache_salt"),
+        prompt.get("priority"),
+    )
     if text is None and ids is None:
         raise InvalidRequest(f'{param} has neither "prompt" nor "prompt_token_ids"; give one of them.', param=param)
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f"prompt is of type {type(text).__name__}; give a text.", param="prompt")
-    return ParsedPrompt(text, None if ids is None else _id_array(ids, "prompt_token_ids"), "" if salt is None else salt, priority, ids)
+    return ParsedPrompt(
+        text, None if ids is None else _id_array(ids, "prompt_token_ids"), "" if salt is None else salt, priority, ids
+    )
 
 
 def _id_array(ids: Any, param: str) -> array[int]:
@@ -110,13 +129,16 @@ def _id_array(ids: Any, param: str) -> array[int]:
         return ids
     packed = try_pack(ids) if isinstance(ids, (list, tuple)) else None
     if packed is None:
-        raise InvalidRequest(f"{param} must be a list of token ids, integers of 32 bits; give the model's own.", param=param)
+        raise InvalidRequest(
+            f"{param} must be a list of token ids, integers of 32 bits; give the model's own.", param=param
+        )
     return packed
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a caller says of a request beside its prompt and SamplingParams. ``priority``: lower goes first. ``explain``: the steps that
-    compute it are counted. ``tenant`` (who asks) and ``expects`` are for policies that heed them.
+    """What a caller says of a request beside its prompt and SamplingParams. ``priority``: lower goes first.
+    ``explain``: the steps that compute it are counted. ``tenant`` (who asks) and ``expects`` are for policies that heed
+    them.
     """
 
     priority: int
@@ -132,8 +154,9 @@ class RequestOptions(TypedDict, total=False):
 class InputProcessor:
     """``request()`` either returns a Request that the engine can serve or raises InvalidRequest naming the field.
 
-    ``seed``: requests without their own seed get one derived from it in order of arrival, so runs repeat. ``ids``: of requests, in that order.
-    ``all_below``: whether all of these ids are from 0 to that limit, it excluded; where somebody knows a quicker way than looking at each.
+    ``seed``: requests without their own seed get one derived from it in order of arrival, so runs repeat. ``ids``: of
+    requests, in that order. ``all_below``: whether all of these ids are from 0 to that limit, it excluded; where
+    somebody knows a quicker way than looking at each.
     """
 
     info: EngineInfo
@@ -159,9 +182,12 @@ class InputProcessor:
         tenant: str = "",
         expects: Expectations = NO_EXPECTATIONS,
     ) -> Request:
-        """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that nobody asked for, so it may shrink to what fits."""
+        """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that nobody asked for, so it may
+        shrink to what fits."""
         if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"sampling_params is of type {type(params).__name__}; give a SamplingParams.", param="sampling_params")
+            raise InvalidRequest(
+                f"sampling_params is of type {type(params).__name__}; give a SamplingParams.", param="sampling_params"
+            )
         ids = prompt.token_ids
         if ids is None:
             ids = array("i", self.encode(prompt.text or "", param=param, truncate=truncate_prompt_tokens))
@@ -186,13 +212,18 @@ class InputProcessor:
         ids = self.encode(prompt.text or "", truncate=truncate_prompt_tokens)
         return replace(prompt, token_ids=array("i", ids))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", truncate: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", truncate: int | None = None
+    ) -> list[int]:
         """Token ids of a text; one that is far too long is refused before it is tokenised whole.
 
-        ``truncate``: so many of the last tokens are wanted (-1: as many as fit); there may be more, and what is far before them is not looked at.
+        ``truncate``: so many of the last tokens are wanted (-1: as many as fit); there may be more, and what is far
+        before them is not looked at.
         """
         if self.tokenizer is None:
-            raise InvalidRequest(f"{param} is a text, but this model has no tokenizer; give prompt_token_ids.", param=param)
+            raise InvalidRequest(
+                f"{param} is a text, but this model has no tokenizer; give prompt_token_ids.", param=param
+            )
         if len(text) <= _EARLY_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
         if truncate is not None:
@@ -202,7 +233,8 @@ class InputProcessor:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _encode_end(self, text: str, keep: int, add_special_tokens: bool, param: str) -> list[int]:
-        """As much of the end as holds ``keep`` tokens that are those of the whole text (unless that is one word of so many characters)."""
+        """As much of the end as holds ``keep`` tokens that are those of the whole text (unless that is one word of so
+        many characters)."""
         assert self.tokenizer is not None
         size = _EARLY_CHARS + 4 * keep
         while size < len(text):
@@ -224,17 +256,27 @@ class InputProcessor:
             )  # fmt: skip
 
     def chat_prompt(
-        self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None, add_generation_prompt: bool | None = None, **kwargs: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool | None = None,
+        **kwargs: Any,
     ) -> ParsedPrompt:
         """A conversation through the model's template; its special tokens are the template's own."""
         if self.tokenizer is None:
-            raise InvalidRequest("messages need a chat template, but this model has no tokenizer; give prompt_token_ids.", param="messages")
+            raise InvalidRequest(
+                "messages need a chat template, but this model has no tokenizer; give prompt_token_ids.",
+                param="messages",
+            )
         _check_messages(messages)
         text = self.tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt, **kwargs)
         if len(text) > _EARLY_CHARS:
             self._check_characters(len(text), "messages")
             self._refuse_early(text, "messages")
-        return ParsedPrompt(text, array("i", self.tokenizer.encode_chat(text, list(messages), tools, add_generation_prompt, **kwargs)))
+        return ParsedPrompt(
+            text, array("i", self.tokenizer.encode_chat(text, list(messages), tools, add_generation_prompt, **kwargs))
+        )
 
     def _refuse_early(self, text: str, param: str) -> None:
         """Pieces tokenise to about as many tokens as the whole; twice the limit in pieces is beyond it in any case."""
@@ -267,10 +309,13 @@ class InputProcessor:
         params.check_token_ids(info.vocab_size)
         if params.n > info.max_num_seqs:
             raise InvalidRequest(
-                f"n is {params.n}, but at most {info.max_num_seqs} sequences run at once; ask for fewer or raise --max-num-seqs.", param="n"
+                f"n is {params.n}, but at most {info.max_num_seqs} sequences run at once; ask for fewer or raise --max-num-seqs.",
+                param="n",
             )
         if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop strings are found in text, but this model has no tokenizer; use stop_token_ids.", param="stop")
+            raise InvalidRequest(
+                "stop strings are found in text, but this model has no tokenizer; use stop_token_ids.", param="stop"
+            )
         return self._resolved_length(len(ids), limit, params, clamp)
 
     def close(self) -> None:
@@ -287,11 +332,13 @@ class InputProcessor:
         """Raises ContextLengthExceeded before anything is rendered: a message takes a token at least."""
         limit = self.info.max_sequence_tokens
         if len(messages) >= limit:
-            raise ContextLengthExceeded(len(messages), limit, param=param, what=f"its {len(messages)} messages take at least")
+            raise ContextLengthExceeded(
+                len(messages), limit, param=param, what=f"its {len(messages)} messages take at least"
+            )
 
     def check_grammar(self, wanted: StructuredOutputs) -> float:
-        """Seconds that compiling it takes. Raises InvalidRequest when it cannot be followed. Not for an event loop the first time: it may
-        take seconds."""
+        """Seconds that compiling it takes. Raises InvalidRequest when it cannot be followed. Not for an event loop the
+        first time: it may take seconds."""
         if self.grammars is None:
             needs = "structured_outputs needs a tokenizer whose tokens say what they write, and this model has none"
             raise InvalidRequest(f"{needs}; leave it out.", param="structured_outputs")
@@ -305,7 +352,10 @@ class InputProcessor:
             what = f"{num_prompt} in the prompt and {params.max_tokens} asked for (max_tokens) make"
             raise ContextLengthExceeded(num_prompt + params.max_tokens, limit, param="max_tokens", what=what)
         if params.min_tokens > room:
-            raise InvalidRequest(f"min_tokens is {params.min_tokens}, but the prompt leaves room for {room} tokens; lower it.", param="min_tokens")
+            raise InvalidRequest(
+                f"min_tokens is {params.min_tokens}, but the prompt leaves room for {room} tokens; lower it.",
+                param="min_tokens",
+            )
         return params if params.max_tokens is not None else replace(params, max_tokens=room)
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -315,9 +365,13 @@ class InputProcessor:
         return self._bad_words[1]
 
     def _find_bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is tokenised at the start of a text and after a space (where that is not just a space before the same tokens)."""
+        """Each word as it is tokenised at the start of a text and after a space (where that is not just a space before
+        the same tokens)."""
         if words and self.tokenizer is None:
-            raise InvalidRequest("bad_words are texts, but this model has no tokenizer; use logit_bias with token ids.", param="bad_words")
+            raise InvalidRequest(
+                "bad_words are texts, but this model has no tokenizer; use logit_bias with token ids.",
+                param="bad_words",
+            )
         found: list[tuple[int, ...]] = []
         for word in words:
             assert self.tokenizer is not None
@@ -339,11 +393,18 @@ def _check_messages(messages: Any) -> None:
         raise InvalidRequest("messages must be a list of at least one message; give one.", param="messages")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"messages[{index}] must be an object with a role and a content.", param=f"messages[{index}]")
+            raise InvalidRequest(
+                f"messages[{index}] must be an object with a role and a content.", param=f"messages[{index}]"
+            )
         content = message.get("content")
         parts = content if isinstance(content, (list, tuple)) else ()
-        if not (content is None or isinstance(content, (str, list, tuple))) or any(not _is_text_part(part) for part in parts):
-            raise InvalidRequest(f"messages[{index}].content must be a text or a list of text parts; give one.", param=f"messages[{index}].content")
+        if not (content is None or isinstance(content, (str, list, tuple))) or any(
+            not _is_text_part(part) for part in parts
+        ):
+            raise InvalidRequest(
+                f"messages[{index}].content must be a text or a list of text parts; give one.",
+                param=f"messages[{index}].content",
+            )
 
 
 def _is_text_part(part: Any) -> bool:
@@ -352,7 +413,9 @@ def _is_text_part(part: Any) -> bool:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or len(value) > _MAX_SALT or has_surrogate(value):
-        raise InvalidRequest(f"{name} must be a text of at most {_MAX_SALT} characters, without lone surrogates; change it.", param=name)
+        raise InvalidRequest(
+            f"{name} must be a text of at most {_MAX_SALT} characters, without lone surrogates; change it.", param=name
+        )
     return value
 
 
@@ -360,7 +423,8 @@ _HIGHEST = 3 if sys.byteorder == "little" else 0  # of the four bytes of an id
 
 
 def try_pack(ids: list[Any] | tuple[Any, ...]) -> array[int] | None:
-    """The ids, if each of them is an ``int`` of 32 bits and nothing that only behaves like one (a bool, another library's integer, a float)."""
+    """The ids, if each of them is an ``int`` of 32 bits and nothing that only behaves like one (a bool, another
+    library's integer, a float)."""
     if countOf(map(type, ids), int) != len(ids):
         return None
     with suppress(OverflowError):

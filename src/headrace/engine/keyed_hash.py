@@ -1,4 +1,5 @@
-"""``--executor keyed-hash``: a model without a model, so that control plane, server and clients can be run and judged with nothing computed.
+"""``--executor keyed-hash``: a model without a model, so that control plane, server and clients can be run and judged
+with nothing computed.
 
 What lives here: that executor and what it offers. What may not: torch, scheduling.
 """
@@ -44,14 +45,20 @@ class _HashTicket(Ticket):
 class KeyedHashExecutor:
     """A model without a model: the next token is a keyed hash of the context, *read through the block tables*.
 
-    Each KV slot holds the hash chain up to its token, computed from the slot before it; so a wrong table, a missing copy or a
-    block given away too early changes tokens, as it would with real keys and values.
-    ``device_time``: seconds a step takes on the (one) device, so that overlap shows. ``acceptance``: how likely a draft is right that it
+    Each KV slot holds the hash chain up to its token, computed from the slot before it; so a wrong table, a missing
+    copy or a block given away too early changes tokens, as it would with real keys and values. ``device_time``: seconds
+    a step takes on the (one) device, so that overlap shows. ``acceptance``: how likely a draft is right that it
     proposes, where a plan asks for some (by a hash of the context, too).
     """
 
     def __init__(
-        self, info: ExecutorInfo, *, key: int = 0, device_time: float = 0.0, clock: Clock | None = None, acceptance: float = 0.7
+        self,
+        info: ExecutorInfo,
+        *,
+        key: int = 0,
+        device_time: float = 0.0,
+        clock: Clock | None = None,
+        acceptance: float = 0.7,
     ) -> None:
         self.info = info
         self._acceptance = int(acceptance * _MASK)
@@ -60,7 +67,9 @@ class KeyedHashExecutor:
         self._clock = clock or RealClock()
         self._rows: dict[int, _HashRow] = {}
         self._specs = [group.spec for group in info.kv_groups]
-        self._kv = [[array("Q", bytes(8 * group.spec.block_size)) for _ in range(group.num_blocks)] for group in info.kv_groups]
+        self._kv = [
+            [array("Q", bytes(8 * group.spec.block_size)) for _ in range(group.num_blocks)] for group in info.kv_groups
+        ]
         self._busy_until = 0.0
         self._adapters: set[str] = set()  # in host memory
         self._slots: dict[int, str] = {}
@@ -81,15 +90,21 @@ class KeyedHashExecutor:
         if ticket.unsampled is not None:
             size = 4 * masks.words_each
             rows = (masks.words[size * place : size * (place + 1)] for place in range(len(masks.samples)))
-            allowed = {j: int.from_bytes(row, "little") & ((1 << self.info.vocab_size) - 1) for j, row in zip(masks.samples, rows, strict=True)}
+            allowed = {
+                j: int.from_bytes(row, "little") & ((1 << self.info.vocab_size) - 1)
+                for j, row in zip(masks.samples, rows, strict=True)
+            }
             ticket.result = self._sample(*ticket.unsampled, allowed)
         ticket.unsampled = None
 
     def _exact(self, plan: StepPlan) -> StepPlan:
-        """Chunks of rows that are shorter than planned begin where these really end; not every row has all the drafts it may have."""
+        """Chunks of rows that are shorter than planned begin where these really end; not every row has all the drafts
+        it may have."""
         if not plan.drafts:
             return plan
-        known = {number: row.token_ids for number, row in self._rows.items()} | {new.row: new.token_ids for new in plan.rows_added}
+        known = {number: row.token_ids for number, row in self._rows.items()} | {
+            new.row: new.token_ids for new in plan.rows_added
+        }
         starts, counts, drafts = plan.starts[:], plan.counts[:], plan.drafts[:]
         for work in set(plan.sample_work):
             ids = known.get(plan.rows[work], ())
@@ -108,7 +123,9 @@ class KeyedHashExecutor:
         links = [self._compute(row, start, count - drafts)]
         for position in range(start + count - drafts, start + count):
             right = self._draw(links[-1], row)
-            row.token_ids.append(right if _mix(links[-1], 0xACC) <= self._acceptance else (right + 1) % self.info.vocab_size)
+            row.token_ids.append(
+                right if _mix(links[-1], 0xACC) <= self._acceptance else (right + 1) % self.info.vocab_size
+            )
             links.append(self._compute(row, position, 1))
         return tuple(links)
 
@@ -159,7 +176,9 @@ class KeyedHashExecutor:
         for new in plan.rows_added:
             kept = self._rows.get(new.row)
             self._rows[new.row] = _HashRow(new, new.token_ids[:], kept.tables if kept else [{} for _ in self._specs])
-        for row, group, index, block in zip(plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True):
+        for row, group, index, block in zip(
+            plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True
+        ):
             if row in self._rows:  # a row dropped again within its own plan has no table to edit
                 self._rows[row].tables[group][index] = block
         for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
@@ -194,7 +213,9 @@ class KeyedHashExecutor:
                 logprobs[j] = tuple(self._logprobs(token, row.new.params.logprobs) for token in taken)
         scored = {index: self._scores(plan, index) for index in plan.prompt_logprobs}
         drafted = [plan.drafts[work] for work in plan.sample_work] if plan.drafts else ()
-        return StepResult(plan.step_id, tokens, logprobs, scored, errors, device_seconds=self._device_time, drafted=drafted)
+        return StepResult(
+            plan.step_id, tokens, logprobs, scored, errors, device_seconds=self._device_time, drafted=drafted
+        )
 
     def _logprobs(self, token: int, k: int) -> TokenLogprobs:
         """Made-up but well-formed: the chosen token first and most probable."""
@@ -205,7 +226,9 @@ class KeyedHashExecutor:
         row = self._rows[plan.rows[index]]
         start, end = plan.starts[index], plan.starts[index] + plan.counts[index]
         k = row.new.params.prompt_logprobs or 0
-        return tuple(self._logprobs(token, k) for token in row.token_ids[start + 1 : min(end + 1, row.new.num_prompt_tokens)])
+        return tuple(
+            self._logprobs(token, k) for token in row.token_ids[start + 1 : min(end + 1, row.new.num_prompt_tokens)]
+        )
 
 
 def _set_bit(bits: int, number: int, width: int) -> int:

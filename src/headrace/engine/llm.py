@@ -41,19 +41,28 @@ Given = tuple[ParsedPrompt, Request]
 class LLM:
     """A model and an engine in this process.
 
-    ``model``: folder, .gguf file or hub id; None is the bundled demo. Keywords are the fields of the config classes by name
-    (dtype, max_model_len, gpu_memory_utilization, max_num_seqs, enable_prefix_caching, seed, …); ``technique`` maps switches
-    to values: ``technique={"chunked_prefill": False}``. Raises ConfigError or ModelError. Calls from several threads take turns.
+    ``model``: folder, .gguf file or hub id; None is the bundled demo. Keywords are the fields of the config classes by
+    name (dtype, max_model_len, gpu_memory_utilization, max_num_seqs, enable_prefix_caching, seed, …); ``technique``
+    maps switches to values: ``technique={"chunked_prefill": False}``. Raises ConfigError or ModelError. Calls from
+    several threads take turns.
 
-    An answer whose step failed in the engine has finish_reason "error" and the cause as its stop_reason; others are not affected.
+    An answer whose step failed in the engine has finish_reason "error" and the cause as its stop_reason; others are not
+    affected.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, *, technique: Mapping[str, Any] | None = None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        technique: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> None:
         self._open(create_config(model, technique=technique, **keywords))
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, texts: bool = False) -> LLM:
-        """An LLM from a whole config, as commands have it. ``texts``: it is of no use to the caller without a tokenizer."""
+        """An LLM from a whole config, as commands have it. ``texts``: it is of no use to the caller without a
+        tokenizer."""
         llm = cls.__new__(cls)
         llm._open(config, texts=texts)
         return llm
@@ -62,7 +71,9 @@ class LLM:
         self._engine: Engine | None = None
         engine = create_engine(config, watched=False, texts=texts)
         self._engine = engine
-        self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer), _all_below)
+        self._inputs = InputProcessor(
+            engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer), _all_below
+        )
         self._outputs = OutputProcessor(engine.tokenizer, engine.core.finish)
         self._sinks: dict[int, Sink] = {}
         self._lock = threading.RLock()
@@ -95,12 +106,12 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
-        """Completes prompts, in the order asked: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or a list of those.
+        """Completes prompts, in the order asked: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or a list
+        of those.
 
-        Which of them begins first is the engine's choice (technique longest_first).
-        ``truncate_prompt_tokens`` keeps that many tokens at the end of each prompt (-1: as many as the context allows).
-        ``lora_request``: the adapter of all prompts, or of each. Raises InvalidRequest before anything runs when one cannot be served, naming
-        its index.
+        Which of them begins first is the engine's choice (technique longest_first). ``truncate_prompt_tokens`` keeps
+        that many tokens at the end of each prompt (-1: as many as the context allows). ``lora_request``: the adapter of
+        all prompts, or of each. Raises InvalidRequest before anything runs when one cannot be served, naming its index.
         """
 
         def read() -> list[Given]:
@@ -124,7 +135,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template.
 
-        ``continue_final_message``: the model goes on with the last message; otherwise it begins one (``add_generation_prompt``).
+        ``continue_final_message``: the model goes on with the last message; otherwise it begins one
+        (``add_generation_prompt``).
         """
         single = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Mapping))
         conversations = cast("list[Conversation]", [messages] if single else list(messages))
@@ -133,20 +145,39 @@ class LLM:
             ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
             return self._inputs.chat_prompt(conversation, tools=tools, **ending, **(chat_template_kwargs or {}))
 
-        return self._run(lambda: self._requests(_for_each(conversations, render), sampling_params, priority, lora=lora_request), use_tqdm)
+        return self._run(
+            lambda: self._requests(_for_each(conversations, render), sampling_params, priority, lora=lora_request),
+            use_tqdm,
+        )
 
     def stream(
-        self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None, *, clamp: bool = False, **chat_options: Any
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        clamp: bool = False,
+        **chat_options: Any,
     ) -> Generator[RequestDelta, None, None]:
         """One prompt (or one conversation), delta by delta. Closing the generator early aborts the request.
 
         ``clamp``: max_tokens may shrink to what the context leaves, instead of being refused.
         """
-        is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-        parsed = self._inputs.chat_prompt(cast(Conversation, prompt), **chat_options) if is_chat else parse_prompt(cast(Prompt, prompt))
+        is_chat = (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, str)
+            and bool(prompt)
+            and isinstance(prompt[0], Mapping)
+        )
+        parsed = (
+            self._inputs.chat_prompt(cast(Conversation, prompt), **chat_options)
+            if is_chat
+            else parse_prompt(cast(Prompt, prompt))
+        )
         return self._stream(self._request(parsed, sampling_params, clamp=clamp))
 
-    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, clamp: bool = False) -> OutputCollector:
+    def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, clamp: bool = False
+    ) -> OutputCollector:
         """Queues one prompt; ``turn()`` until its collector is ``finished``, then take its ``output()``."""
         return self._collected(parse_prompt(prompt), sampling_params, clamp=clamp)
 
@@ -183,7 +214,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.shutdown()
 
     def _run(self, read: Callable[[], list[Given]], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
@@ -204,7 +237,8 @@ class LLM:
             return [collectors[request.request_id].output() for _, request in given]
 
     def _enter(self, given: list[Given], bar: Progress | None) -> dict[int, OutputCollector]:
-        """All requests of a call. The first of them that fill a step begin, and the others come in while that is computed."""
+        """All requests of a call. The first of them that fill a step begin, and the others come in while that is
+        computed."""
         core = self.engine.core
         collectors = {request.request_id: self._collector(prompt, request) for prompt, request in given}
         order = core.batch_order([request for _, request in given])
@@ -230,7 +264,13 @@ class LLM:
             self._leave((request.request_id,))
 
     def _request(
-        self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool = False, priority: int = 0, truncate: int | None = None,
+        self,
+        prompt: ParsedPrompt,
+        params: SamplingParams | None,
+        *,
+        clamp: bool = False,
+        priority: int = 0,
+        truncate: int | None = None,
         lora: LoRARequest | None = None,
     ) -> Request:
         return self._inputs.request(
@@ -246,7 +286,9 @@ class LLM:
         """Its name, by which the engine knows it from now on."""
         desk = self.engine.core.adapters
         if desk is None:
-            raise InvalidRequest(f"lora_request names {lora.lora_name!r}, but this engine serves no adapters; set enable_lora (--enable-lora).")
+            raise InvalidRequest(
+                f"lora_request names {lora.lora_name!r}, but this engine serves no adapters; set enable_lora (--enable-lora)."
+            )
         try:
             desk.require(lora.lora_name, lora.lora_path)
         except (ModelError, ConfigError) as error:
@@ -278,10 +320,15 @@ class LLM:
             prompts,
             _one_each("sampling_params", params, count),
             _one_each("priority", [0] * count if priority is None else list(priority), count),
-            _one_each("lora_request", [lora] * count if lora is None or isinstance(lora, LoRARequest) else list(lora), count),
+            _one_each(
+                "lora_request", [lora] * count if lora is None or isinstance(lora, LoRARequest) else list(lora), count
+            ),
             strict=True,
         )
-        return _for_each(list(jobs), lambda job: (job[0], self._request(job[0], job[1], priority=job[2], truncate=truncate, lora=job[3])))
+        return _for_each(
+            list(jobs),
+            lambda job: (job[0], self._request(job[0], job[1], priority=job[2], truncate=truncate, lora=job[3])),
+        )
 
     def _submit(self, request: Request, sink: Sink) -> None:
         with self._lock, _deferred_interrupts():
@@ -293,8 +340,8 @@ class LLM:
         self.engine.core.add(request)
 
     def _leave(self, request_ids: Iterable[int]) -> None:
-        """Aborts those of these requests that have not ended. Once nobody waits any more the steps in flight may end, so that blocks and rows
-        are free again."""
+        """Aborts those of these requests that have not ended. Once nobody waits any more the steps in flight may end,
+        so that blocks and rows are free again."""
         with self._lock, _deferred_interrupts():
             for request_id in request_ids:
                 if self._sinks.pop(request_id, None) is not None:
@@ -327,7 +374,11 @@ def _counted(sink: Sink, bar: Progress | None) -> Sink:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is a list of one; a list of ids is one prompt."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence) or (prompts and isinstance(prompts[0], int)):
+    if (
+        isinstance(prompts, (str, Mapping))
+        or not isinstance(prompts, Sequence)
+        or (prompts and isinstance(prompts[0], int))
+    ):
         return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 
@@ -348,7 +399,9 @@ def _for_each(items: list[Any], work: Callable[[Any], Any]) -> list[Any]:
 
 def _one_each(name: str, values: list[Any], count: int) -> list[Any]:
     if len(values) != count:
-        raise InvalidRequest(f"{name} has {len(values)} entries for {count} prompts; give one for all or one for each.", param=name)
+        raise InvalidRequest(
+            f"{name} has {len(values)} entries for {count} prompts; give one for all or one for each.", param=name
+        )
     return values
 
 
@@ -358,13 +411,15 @@ def _progress(use_tqdm: bool | Callable[..., Progress], total: int) -> Progress 
     return ProgressLine(total, "Processed prompts") if use_tqdm else None
 
 
-SHARE = 4  # of which the first step is given one: simulated at an H200's prices, a sixth to a half of 256 requests that share a prefix do well
+# of which the first step is given one: simulated at an H200's prices, a sixth to a half of 256 requests that share a
+# prefix do well
+SHARE = 4
 
 
 def first_part(requests: Sequence[Request], *, tokens: int, rows: int) -> int:
-    """How many of them, in their order, the first step is made of: as many as fill so many rows, or so many tokens if nothing of their prompts
-    is cached. But a share of all at least, for prompts that begin alike are computed once; a step of little work would be done before the
-    others are planned."""
+    """How many of them, in their order, the first step is made of: as many as fill so many rows, or so many tokens if
+    nothing of their prompts is cached. But a share of all at least, for prompts that begin alike are computed once; a
+    step of little work would be done before the others are planned."""
     least = len(requests) / SHARE
     for count, request in enumerate(requests, start=1):
         tokens -= len(request.prompt_token_ids)
@@ -378,9 +433,13 @@ def first_part(requests: Sequence[Request], *, tokens: int, rows: int) -> int:
 def _deferred_interrupts() -> Iterator[None]:
     """A first Ctrl-C inside is raised as KeyboardInterrupt on leaving, so that state is whole; a second one at once.
 
-    Only where Python's own handler is in place, in the main thread: an application that handles SIGINT itself keeps doing so.
+    Only where Python's own handler is in place, in the main thread: an application that handles SIGINT itself keeps
+    doing so.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
         yield
         return
     seen: list[int] = []

@@ -1,14 +1,15 @@
 """The engine process at work: the loop between its sockets and the core.
 
-What lives here: the loop, what each command does, the pulse; the sockets (one to the process that started it, one to each further front
-end that process has named), whom a step's outputs go to, readers that fall behind, stop or leave. What may not: the messages' schema
-(frames.py), the process's start and end (process.py), text, HTTP.
+What lives here: the loop, what each command does, the pulse; the sockets (one to the process that started it, one to
+each further front end that process has named), whom a step's outputs go to, readers that fall behind, stop or leave.
+What may not: the messages' schema (frames.py), the process's start and end (process.py), text, HTTP.
 
-The loop blocks on its sockets when there is nothing to do and looks at them once a turn when there is, so an idle engine costs nothing
-and a command waits for at most one step.
+The loop blocks on its sockets when there is nothing to do and looks at them once a turn when there is, so an idle
+engine costs nothing and a command waits for at most one step.
 
-Readers that are behind are waited for, so an engine faster than its readers keeps their pace. One that takes nothing for
-STALLED_SECONDS is waited for only where there is no other: the others' streams go on, and what it misses is kept, up to MAX_OWED.
+Readers that are behind are waited for, so an engine faster than its readers keeps their pace. One that takes nothing
+for STALLED_SECONDS is waited for only where there is no other: the others' streams go on, and what it misses is kept,
+up to MAX_OWED.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Link:
         self._owed = bytearray()
         self._moved = 0.0  # when the reader last took something
         self._unpacker = Unpacker(kinds)
-        self._received = memoryview(bytearray(READ_BYTES))  # a fresh buffer a read would tear the heap: each is of another size
+        self._received = memoryview(
+            bytearray(READ_BYTES)
+        )  # a fresh buffer a read would tear the heap: each is of another size
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -176,7 +179,10 @@ class Links:
                 raise ConnectionResetError
             said = link.read()
             for frame in said:
-                if isinstance(frame, (Request, frames.Abort, frames.Finish)) and frame.request_id >> frames.SERIAL_SHIFT != link.serial:
+                if (
+                    isinstance(frame, (Request, frames.Abort, frames.Finish))
+                    and frame.request_id >> frames.SERIAL_SHIFT != link.serial
+                ):
                     raise BadFrame("a request of another's")
             return [(link, frame) for frame in said]
         except (OSError, BadFrame) as error:
@@ -365,7 +371,9 @@ class EngineLoop:
             Left: self._abort_all,
         }
         self._running = True
-        self._loading: list[tuple[Link, int, str, str]] = []  # who waits for an adapter, with the question's number, its name and key
+        self._loading: list[
+            tuple[Link, int, str, str]
+        ] = []  # who waits for an adapter, with the question's number, its name and key
         self._forgetting: list[tuple[Link, int]] = []  # who waits for that, with the question's number
 
     def run(self) -> None:
@@ -399,7 +407,9 @@ class EngineLoop:
         except InvalidRequest as error:  # the front's validator let it pass; its own request ends, nobody else's
             log.error("request refused by the core: %s", error)
             finished = Finished(FinishReason.ERROR, message=error.message)
-            refused = [SequenceOutput(request.request_id, index, (), finished=finished) for index in range(request.params.n)]
+            refused = [
+                SequenceOutput(request.request_id, index, (), finished=finished) for index in range(request.params.n)
+            ]
             link.send(frames.pack_step(refused))
 
     def _abort(self, request_id: int) -> None:
@@ -407,7 +417,8 @@ class EngineLoop:
         self._core.accounts.close(request_id)
 
     def _abort_all(self, link: Link, command: Left) -> None:
-        """What a front end leaves behind. A grammar that is being compiled for it is found out when its first token is nobody's."""
+        """What a front end leaves behind. A grammar that is being compiled for it is found out when its first token is
+        nobody's."""
         left = [each for each in self._core.request_ids if each >> frames.SERIAL_SHIFT == link.serial]
         log.debug("front end %d has left; %d of its requests end", link.serial, len(left))
         for request_id in left:
@@ -426,7 +437,11 @@ class EngineLoop:
     def _answer_recent(self, link: Link, command: frames.AskRecent) -> None:
         records = self._engine.recorder.after(command.step, at_most=RECENT_STEPS)
         decisions = [tuple(entry) for entry in self._core.scheduler.log.after(command.decision)]
-        _reply(link, command.number, {**self._stats(), "records": [frames.plain(each) for each in records], "decisions": decisions})
+        _reply(
+            link,
+            command.number,
+            {**self._stats(), "records": [frames.plain(each) for each in records], "decisions": decisions},
+        )
 
     def _answer_requests(self, link: Link, command: frames.AskRequests) -> None:
         core, pace = self._core, pace_of(self._engine.recorder.after(-1, at_most=RECENT), self._core.step_tokens)
@@ -434,7 +449,14 @@ class EngineLoop:
         states = [standing.explain(request_id) for request_id in command.request_ids]
         accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
         shown = [None if account is None else frames.plain(account) for account in accounts]
-        _reply(link, command.number, {"requests": [None if state is None else predicted_start(state, pace) for state in states], "accounts": shown})
+        _reply(
+            link,
+            command.number,
+            {
+                "requests": [None if state is None else predicted_start(state, pace) for state in states],
+                "accounts": shown,
+            },
+        )
 
     def _forget_prefixes(self, link: Link, command: frames.ForgetPrefixes) -> None:
         self._core.forget_prefixes()

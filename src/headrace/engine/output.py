@@ -3,8 +3,8 @@
 What lives here: ``OutputProcessor`` (token ids in, deltas out), ``OutputCollector`` (deltas in, a RequestOutput out).
 What may not: torch, loading tokenizers, sockets, queues.
 
-The plain path (no stop strings, no logprobs) runs once a token for every stream of a server: it does one look-up, one decode
-and makes one object.
+The plain path (no stop strings, no logprobs) runs once a token for every stream of a server: it does one look-up, one
+decode and makes one object.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ FinishCallback = Callable[[int, int, int], None]  # request_id, index, output to
 class RequestDelta:
     """What one step added to one of a request's n answers. ``last``: nothing more comes for the whole request.
 
-    ``finish_reason`` is "stop", "length" or "error" (then ``error`` says why); ``stop_reason`` the stop token id or the stop string.
-    ``text`` may be empty while a character is incomplete or could be the beginning of a stop string.
+    ``finish_reason`` is "stop", "length" or "error" (then ``error`` says why); ``stop_reason`` the stop token id or the
+    stop string. ``text`` may be empty while a character is incomplete or could be the beginning of a stop string.
     """
 
     index: int
@@ -94,7 +94,11 @@ class _SequenceText:
         if self.stops is not None:
             return self._push_searching(token_ids, num_textual)
         self.num_tokens += len(token_ids)
-        text = self.decoder.push(token_ids[:num_textual] if num_textless else token_ids) if self.decoder is not None else ""
+        text = (
+            self.decoder.push(token_ids[:num_textual] if num_textless else token_ids)
+            if self.decoder is not None
+            else ""
+        )
         return text, len(token_ids), None
 
     def flush(self) -> tuple[str, str | None]:
@@ -107,7 +111,9 @@ class _SequenceText:
 
     def _push_searching(self, token_ids: Sequence[int], num_textual: int) -> tuple[str, int, str | None]:
         """One token at a time: a stop string ends the answer at the token that completes it."""
-        assert self.decoder is not None and self.stops is not None  # stop strings without text are refused by SamplingParams
+        assert (
+            self.decoder is not None and self.stops is not None
+        )  # stop strings without text are refused by SamplingParams
         parts = []
         for position, token_id in enumerate(token_ids, 1):
             self.num_tokens += 1
@@ -132,22 +138,26 @@ class _LiveRequest:
 
 @dataclass(slots=True)
 class OutputProcessor:
-    """Text work for all live requests. ``finish`` is called when a stop string ends a sequence that the core still runs.
+    """Text work for all live requests. ``finish`` is called when a stop string ends a sequence that the core still
+    runs.
 
-    Outputs of requests that are unknown, dropped or ended at a stop string are ignored: they are surplus of steps in flight.
+    Outputs of requests that are unknown, dropped or ended at a stop string are ignored: they are surplus of steps in
+    flight.
     """
 
     tokenizer: Tokenizer | None
     finish: FinishCallback
     now: Callable[[], float] = time.perf_counter
     _live: dict[int, _LiveRequest] = field(default_factory=dict)
-    _held: dict[int, list[int] | None] = field(default_factory=dict)  # of requests wanted whole: the ids held back; None: none came yet
+    _held: dict[int, list[int] | None] = field(
+        default_factory=dict
+    )  # of requests wanted whole: the ids held back; None: none came yet
     _kept: list[list[int]] = field(default_factory=list)  # whole steps of such requests, not yet spread among them
     _kept_for: Sequence[int] = ()
 
     def add(self, request: Request, *, whole: bool = False) -> None:
-        """``whole``: nobody looks at the answer before it has ended, so that its tokens may come as one delta then, where nothing in
-        the text can end it."""
+        """``whole``: nobody looks at the answer before it has ended, so that its tokens may come as one delta then,
+        where nothing in the text can end it."""
         params = request.params
         if whole and params.n == 1 and not params.stop and params.logprobs is None and params.prompt_logprobs is None:
             self._held[request.request_id] = None
@@ -160,7 +170,9 @@ class OutputProcessor:
             )
             for _ in range(params.n)
         ]
-        self._live[request.request_id] = _LiveRequest(sequences, params.include_stop_str_in_output, request.arrival_time, params.n)
+        self._live[request.request_id] = _LiveRequest(
+            sequences, params.include_stop_str_in_output, request.arrival_time, params.n
+        )
 
     def drop(self, request_id: int) -> None:
         """Nothing more is wanted of this request."""
@@ -217,7 +229,8 @@ class OutputProcessor:
         return True
 
     def _spread(self) -> None:
-        """Gives everybody the tokens that were kept for them; those of requests that were dropped meanwhile are surplus."""
+        """Gives everybody the tokens that were kept for them; those of requests that were dropped meanwhile are
+        surplus."""
         for request_id, column in zip(self._kept_for, zip(*self._kept, strict=True), strict=False):
             held = self._held.get(request_id)
             if held is not None:
@@ -253,7 +266,9 @@ class OutputProcessor:
                 self.drop(request_id)
         return delta
 
-    def _take_end(self, delta: RequestDelta, finished: Finished, sequence: _SequenceText, stop: str | None) -> str | None:
+    def _take_end(
+        self, delta: RequestDelta, finished: Finished, sequence: _SequenceText, stop: str | None
+    ) -> str | None:
         """How the core has ended it; returns the stop string that it ends at nevertheless."""
         delta.times, delta.account = finished.times, finished.account
         if stop is not None:
@@ -290,7 +305,12 @@ class OutputCollector:
     """Adds up one request's deltas; ``output()`` is a RequestOutput that later deltas do not change."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, request: Request, tokenizer: Tokenizer | None, given: Sequence[int] | None = None
+        self,
+        request_id: str,
+        prompt: str | None,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        given: Sequence[int] | None = None,
     ) -> None:
         """``given``: a list that ends with the prompt's ids; taking them from there makes no objects."""
         params, ids = request.params, request.prompt_token_ids
@@ -300,7 +320,9 @@ class OutputCollector:
         if params.logprobs is not None:
             answers = [replace(each, logprobs=[], cumulative_logprob=0.0) for each in answers]
         scores: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
-        self._sum = RequestOutput(request_id, prompt, list(ids if given is None else given[-len(ids) :]), answers, prompt_logprobs=scores)
+        self._sum = RequestOutput(
+            request_id, prompt, list(ids if given is None else given[-len(ids) :]), answers, prompt_logprobs=scores
+        )
 
     @property
     def finished(self) -> bool:
@@ -319,14 +341,21 @@ class OutputCollector:
         if whole.prompt_logprobs is not None:
             whole.prompt_logprobs.extend(public_logprobs(entry, self._token_text) for entry in delta.prompt_logprobs)
         if delta.index == 0:
-            whole.num_cached_tokens = whole.num_cached_tokens if delta.num_cached_tokens is None else delta.num_cached_tokens
+            whole.num_cached_tokens = (
+                whole.num_cached_tokens if delta.num_cached_tokens is None else delta.num_cached_tokens
+            )
             whole.metrics = delta.times or whole.metrics
         whole.finished = delta.last
 
     def output(self) -> RequestOutput:
         self._texts = [["".join(parts)] for parts in self._texts]
         answers = [
-            replace(each, text=text, token_ids=each.token_ids[:], logprobs=None if each.logprobs is None else each.logprobs[:])
+            replace(
+                each,
+                text=text,
+                token_ids=each.token_ids[:],
+                logprobs=None if each.logprobs is None else each.logprobs[:],
+            )
             for each, (text,) in zip(self._sum.outputs, self._texts, strict=True)
         ]
         scores = self._sum.prompt_logprobs

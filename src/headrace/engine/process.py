@@ -1,8 +1,10 @@
 """The engine's process, ``python -m headrace.engine.process``: its start, its pulse and its end.
 
-What lives here: that order, and the first step. What may not: the loop and its sockets (loop.py), the messages (frames.py).
+What lives here: that order, and the first step. What may not: the loop and its sockets (loop.py), the messages
+(frames.py).
 
-A thread sends a Beat every second with the loop's stamps, also while a step runs; it ends the process when the parent is gone.
+A thread sends a Beat every second with the loop's stamps, also while a step runs; it ends the process when the parent
+is gone.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def end_now(links: Links, why: str) -> None:
 def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
     """The engine, or None after the parent has been told why not."""
     try:
-        from headrace.engine.assembly import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
+        from headrace.engine.assembly import (
+            create_engine,
+        )  # torch and all: after the socket, so that the pulse is heard meanwhile
 
         least = launch.config.device.device_time
         engine = create_engine(
@@ -87,19 +91,26 @@ def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
 
 
 def take_first_step(engine: Engine) -> None:
-    """One token of one request, all the way: an engine that says it can serve has done so. Raises StepFailed. Not counted among the steps."""
+    """One token of one request, all the way: an engine that says it can serve has done so. Raises StepFailed. Not
+    counted among the steps."""
     core = engine.core
     core.observe(None)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     patient = Expectations(ttft=3600.0, tpot=3600.0)
     ids = array("i", (0,))
-    core.add(Request(request_id=FIRST_STEP, prompt_token_ids=ids, params=params, arrival_time=core.clock.now(), expects=patient))
+    core.add(
+        Request(
+            request_id=FIRST_STEP, prompt_token_ids=ids, params=params, arrival_time=core.clock.now(), expects=patient
+        )
+    )
     ends = []
     while core.has_work:
         ends += [out.finished for out in core.step() if out.finished is not None]
     core.observe(engine.recorder if engine.trace is None else engine.trace)
     if [end.reason for end in ends] != [FinishReason.LENGTH]:
-        raise StepFailed(f"the engine's first step failed: {ends[0].message if ends else 'it brought nothing'}. See `headrace doctor`.")
+        raise StepFailed(
+            f"the engine's first step failed: {ends[0].message if ends else 'it brought nothing'}. See `headrace doctor`."
+        )
 
 
 def _serve(engine: Engine, links: Links, pulse: Pulse) -> int:
@@ -119,7 +130,8 @@ def _serve(engine: Engine, links: Links, pulse: Pulse) -> int:
 
 
 def main() -> None:
-    """The process. Its parent decides when it ends: a Ctrl-C or SIGTERM meant for the group lets running requests drain."""
+    """The process. Its parent decides when it ends: a Ctrl-C or SIGTERM meant for the group lets running requests
+    drain."""
     ignore_terminal()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_child()

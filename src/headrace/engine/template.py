@@ -1,20 +1,20 @@
 """Chat templates: messages to prompt text, rendered in processes that can be killed (template_worker.py).
 
-What lives here: choosing a template, messages put into the form that it takes, asking a renderer, and sentences for what templates do wrong;
-special tokens that a client wrote, kept apart from the template's own (``Boundaries``). What may not: Jinja (it is imported in the renderers
-alone), other encoding (tokenizer.py).
+What lives here: choosing a template, messages put into the form that it takes, asking a renderer, and sentences for
+what templates do wrong; special tokens that a client wrote, kept apart from the template's own (``Boundaries``). What
+may not: Jinja (it is imported in the renderers alone), other encoding (tokenizer.py).
 
-A thread cannot be killed and ``'a' * 10**9`` cannot be interrupted, so limits that hold need a process. A renderer is started
-at the first render (or by ``warm_up``) and stays; a render then costs one round trip through a pipe. While one renderer is busy
-others serve, so a template that loops for its whole second holds up nobody else.
+A thread cannot be killed and ``'a' * 10**9`` cannot be interrupted, so limits that hold need a process. A renderer is
+started at the first render (or by ``warm_up``) and stays; a render then costs one round trip through a pipe. While one
+renderer is busy others serve, so a template that loops for its whole second holds up nobody else.
 
-A template that was written for null may test for it and mean something else by an empty text; one that was not writes "None". Some
-go through a list of parts themselves, some print it as Python does, and a few know nothing but lists and drop a text. What one does with
-each form of a content is found out by rendering short conversations (``Contents``).
+A template that was written for null may test for it and mean something else by an empty text; one that was not writes
+"None". Some go through a list of parts themselves, some print it as Python does, and a few know nothing but lists and
+drop a text. What one does with each form of a content is found out by rendering short conversations (``Contents``).
 
-In a message, a tool or a document a special token's text is plain text. A mark stands behind the first character of each such text, so the
-tokenizer, which looks for special tokens before its normaliser runs, finds only the template's. Then the marks are taken out, and the text is
-encoded as any other. What has no such text in it is not marked.
+In a message, a tool or a document a special token's text is plain text. A mark stands behind the first character of
+each such text, so the tokenizer, which looks for special tokens before its normaliser runs, finds only the template's.
+Then the marks are taken out, and the text is encoded as any other. What has no such text in it is not marked.
 """
 
 from __future__ import annotations
@@ -35,9 +35,20 @@ from headrace.processes.sandbox import Reply, SandboxPool
 RENDER_SECONDS = 1.0
 MAX_OUTPUT_BYTES = 16 * 2**20
 
-# What a template is given by its caller and not by a client; the first three would replace it, the others what it is made of.
+# What a template is given by its caller and not by a client; the first three would replace it, the others what it is
+# made of.
 RESERVED_VARIABLES = frozenset(
-    {"chat_template", "tokenize", "continue_final_message", "messages", "tools", "add_generation_prompt", "self", "return_dict", "return_tensors"}
+    {
+        "chat_template",
+        "tokenize",
+        "continue_final_message",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "self",
+        "return_dict",
+        "return_tensors",
+    }
 )
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -62,14 +73,19 @@ _AROUND: Mapping[str, tuple[Sequence[Message], Sequence[Message]]] = {
 
 def _check_compiled(reply: Reply | None) -> None:
     if reply is None or "text" not in reply:
-        reason = "takes too long to compile" if reply is None else f"is not valid Jinja ({reply['error'] or reply['kind']})"
+        reason = (
+            "takes too long to compile" if reply is None else f"is not valid Jinja ({reply['error'] or reply['kind']})"
+        )
         raise ModelError(f"the model's chat template {reason}; give another with --chat-template.")
 
 
 class ChatTemplate:
-    """A model's chat templates by name ("default", "tool_use", …). Thread-safe; renders run side by side up to sandbox.MAX_PROCESSES."""
+    """A model's chat templates by name ("default", "tool_use", …). Thread-safe; renders run side by side up to
+    sandbox.MAX_PROCESSES."""
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], *, seconds: float = RENDER_SECONDS) -> None:
+    def __init__(
+        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], *, seconds: float = RENDER_SECONDS
+    ) -> None:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._seconds = seconds
@@ -96,7 +112,9 @@ class ChatTemplate:
         except ModelError as error:
             return error.message.replace("; give another with --chat-template", "")
         except InvalidRequest as error:
-            return error.message.replace("these messages", "even one short message").replace(" Change them accordingly.", "")
+            return error.message.replace("these messages", "even one short message").replace(
+                " Change them accordingly.", ""
+            )
         return None
 
     def render(
@@ -134,7 +152,13 @@ class ChatTemplate:
 
     def _try(self, name: str, messages: Sequence[dict[str, Any]]) -> str | None:
         """A conversation of ours; None where the template refuses it."""
-        given = {**self._special_tokens, "documents": None, "messages": messages, "tools": None, "add_generation_prompt": False}
+        given = {
+            **self._special_tokens,
+            "documents": None,
+            "messages": messages,
+            "tools": None,
+            "add_generation_prompt": False,
+        }
         reply = self._ask_in_turn(name, given)
         return reply["text"] if reply is not None and "text" in reply else None
 
@@ -165,7 +189,8 @@ class ChatTemplate:
         if self._templates:
             names = ", ".join(sorted(self._templates))
             raise InvalidRequest(
-                f"the model has chat templates named {names} and none named default; choose one with --chat-template.", param="messages"
+                f"the model has chat templates named {names} and none named default; choose one with --chat-template.",
+                param="messages",
             )
         raise InvalidRequest(
             "the model has no chat template, so it does not say how a conversation is written; use completions, or give --chat-template.",
@@ -178,7 +203,8 @@ def _render_frame(name: str, variables: Mapping[str, Any], seconds: float) -> by
         return encode_frame({"render": name, "variables": variables, "seconds": seconds, "max_bytes": MAX_OUTPUT_BYTES})
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"messages, tools and template variables must be plain JSON values ({error}); convert them first.", param="messages"
+            f"messages, tools and template variables must be plain JSON values ({error}); convert them first.",
+            param="messages",
         ) from error
 
 
@@ -192,8 +218,8 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(messages: Sequence[Mapping[str, Any]]) -> list[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """What else a conversation may look like: most templates want a call's arguments as an object, a few as a text of JSON; not all
-    take null for content.
+    """What else a conversation may look like: most templates want a call's arguments as an object, a few as a text of
+    JSON; not all take null for content.
     """
     calls, nulls = any(each.get("tool_calls") for each in messages), any(each["content"] is None for each in messages)
     changes: list[Callable[[dict[str, Any]], dict[str, Any]]] = [_without_null] * nulls + [_with_argument_texts] * calls
@@ -206,7 +232,9 @@ def _without_null(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_argument_text(call) for call in calls]} if isinstance(calls, list) else message
+    return (
+        {**message, "tool_calls": [_with_argument_text(call) for call in calls]} if isinstance(calls, list) else message
+    )
 
 
 def _with_argument_text(call: Any) -> Any:
@@ -218,26 +246,38 @@ def _with_argument_text(call: Any) -> Any:
 
 def _text(reply: Reply | None, seconds: float) -> str:
     if reply is None:
-        raise InvalidRequest(f"the chat template did not finish these messages within {seconds:g} s and was stopped; shorten them.", param="messages")
+        raise InvalidRequest(
+            f"the chat template did not finish these messages within {seconds:g} s and was stopped; shorten them.",
+            param="messages",
+        )
     if "text" in reply:
         return str(reply["text"])
     if reply["kind"] in ("size", "memory"):
-        raise InvalidRequest(f"the chat template makes more than {MAX_OUTPUT_BYTES} bytes of these messages; shorten them.", param="messages")
-    raise InvalidRequest(f"the chat template refuses these messages: {reply['error'].rstrip('.')}. Change them accordingly.", param="messages")
+        raise InvalidRequest(
+            f"the chat template makes more than {MAX_OUTPUT_BYTES} bytes of these messages; shorten them.",
+            param="messages",
+        )
+    raise InvalidRequest(
+        f"the chat template refuses these messages: {reply['error'].rstrip('.')}. Change them accordingly.",
+        param="messages",
+    )
 
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:
     """Raises InvalidRequest for a variable that a client may not set (chat_template_kwargs)."""
     reserved = sorted(RESERVED_VARIABLES & set(variables))
     if reserved:
-        raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]!r}; leave it out.", param="chat_template_kwargs")
+        raise InvalidRequest(
+            f"chat_template_kwargs may not set {reserved[0]!r}; leave it out.", param="chat_template_kwargs"
+        )
 
 
 # --- contents
 
 
 class Contents:
-    """What one template takes. Each thing is found out when it is first asked, once, so that later turns of a conversation read alike."""
+    """What one template takes. Each thing is found out when it is first asked, once, so that later turns of a
+    conversation read alike."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -250,7 +290,9 @@ class Contents:
             keeps = role == "assistant" and self._ask("null", bool(message.get("tool_calls")), self._takes_null)
             return {**message, "content": None if keeps else ""}
         if isinstance(content, str):
-            return {**message, "content": _part(content)} if self._ask("drops", role, self._drops_text) else dict(message)
+            return (
+                {**message, "content": _part(content)} if self._ask("drops", role, self._drops_text) else dict(message)
+            )
         if not isinstance(content, (list, tuple)) or not all(isinstance(part, Mapping) for part in content):
             return dict(message)  # nothing that any template is written for
         if len(content) > 1 and self._ask("parts", role, self._takes_parts):
@@ -263,7 +305,8 @@ class Contents:
         return self._known[what, about]
 
     def _takes_null(self, calling: bool) -> bool:
-        """It does not write it out. Where the template refuses even an empty text nothing is known, and null is what was sent."""
+        """It does not write it out. Where the template refuses even an empty text nothing is known, and null is what
+        was sent."""
         said, after = (_CALLING, _RESULT) if calling else ({"role": "assistant"}, _HELLO)
         null, empty = (self._render([_HELLO, {**said, "content": content}, after]) for content in (None, ""))
         return empty is None or (null is not None and all(null.count(word) <= empty.count(word) for word in _NOTHING))
@@ -276,25 +319,31 @@ class Contents:
     def _takes_parts(self, role: str) -> bool:
         """A list of one reads like its text. (By length, not letter by letter: the time of day may be in it.)"""
         text, parts = self._render(_around(role, _MARK)), self._render(_around(role, _part(_MARK)))
-        return text is not None and parts is not None and _shows(parts) and (len(parts) == len(text) or not _shows(text))
+        return (
+            text is not None and parts is not None and _shows(parts) and (len(parts) == len(text) or not _shows(text))
+        )
 
 
 def _with_mark(message: Message) -> Message:
     """A message that shall be continued, with a mark at the end of its content. Raises InvalidRequest."""
     content = message["content"]
     if message.get("tool_calls") or content is None or content == []:
-        raise InvalidRequest("the last message has no text that could be continued; end with one that has.", param="messages")
+        raise InvalidRequest(
+            "the last message has no text that could be continued; end with one that has.", param="messages"
+        )
     if isinstance(content, str):
         return {**message, "content": content + _END}
     return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END}]}
 
 
 def _up_to_mark(text: str) -> str:
-    """What the template makes of the conversation up to there: a template that trims would have trimmed the content. Raises InvalidRequest."""
+    """What the template makes of the conversation up to there: a template that trims would have trimmed the content.
+    Raises InvalidRequest."""
     before, found, after = text.rpartition(_END.rstrip())
     if not found:
         raise InvalidRequest(
-            "the chat template does not show the last message to its end, so it cannot be continued; end with another.", param="messages"
+            "the chat template does not show the last message to its end, so it cannot be continued; end with another.",
+            param="messages",
         )
     return before if after.startswith(" ") else before.rstrip()
 
@@ -344,7 +393,9 @@ class Boundaries:
             return self._marked_text(value)
         if isinstance(value, Mapping):
             pairs = [(self.marked(key), self.marked(item)) for key, item in value.items()]
-            same = all(new is item and name is key for (name, new), (key, item) in zip(pairs, value.items(), strict=True))
+            same = all(
+                new is item and name is key for (name, new), (key, item) in zip(pairs, value.items(), strict=True)
+            )
             return value if same else dict(pairs)
         if isinstance(value, (list, tuple)):
             return self._marked_list(value)
@@ -382,7 +433,9 @@ class Boundaries:
             self._marking = _marking(self._backend)
         if self._marking.get_added_tokens_decoder().keys() != self._backend.get_added_tokens_decoder().keys():
             return None
-        ids: list[int] = self._marking.encode_batch_fast([marked], add_special_tokens=False)[0].ids  # others have the interpreter meanwhile
+        ids: list[int] = self._marking.encode_batch_fast([marked], add_special_tokens=False)[
+            0
+        ].ids  # others have the interpreter meanwhile
         return ids
 
 
@@ -409,7 +462,9 @@ def _marking(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     normal = [] if backend.normalizer is None else [backend.normalizer]
     before = [] if backend.pre_tokenizer is None else [backend.pre_tokenizer]
     if any(token.special and backend.model.token_to_id(token.content) is not None for token in added):
-        before.insert(0, pre_tokenizers.Split(MARK, "removed"))  # the model could find them by itself in a text without a gap
+        before.insert(
+            0, pre_tokenizers.Split(MARK, "removed")
+        )  # the model could find them by itself in a text without a gap
     else:
         normal.insert(0, normalizers.Replace(MARK, ""))
     if normal:

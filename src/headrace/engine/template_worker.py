@@ -1,5 +1,6 @@
-"""The process that renders chat templates. A template comes with a model, so it is somebody else's program: it runs here,
-in Jinja's sandbox, without the environment's secrets, with bounded memory, under a timer that the kernel enforces.
+"""The process that renders chat templates. A template comes with a model, so it is somebody else's program: it runs
+here, in Jinja's sandbox, without the environment's secrets, with bounded memory, under a timer that the kernel
+enforces.
 
 What lives here: rendering, its limits, and the functions templates may call.
 What may not: imports of anything heavy (it must start fast), state between renders other than compiled templates.
@@ -30,7 +31,8 @@ MEMORY_BYTES = 512 * 2**20  # of address space, far above what the interpreter a
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what the model said, for training; here it only renders its body."""
+    """``{% generation %}…{% endgeneration %}`` marks what the model said, for training; here it only renders its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class says a set
 
@@ -55,7 +57,9 @@ def strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     """Plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -86,7 +90,8 @@ def limit_memory() -> None:
 
 
 class Renderer:
-    """Compiles each template once and renders it under a timer; the kernel kills this process when the timer ends first."""
+    """Compiles each template once and renders it under a timer; the kernel kills this process when the timer ends
+    first."""
 
     def __init__(self) -> None:
         self._environment = create_environment()
@@ -107,7 +112,8 @@ class Renderer:
 
 
 def answer(renderer: Renderer, body: bytes) -> dict[str, Any]:
-    """{"compile": {name: text}} or {"render": name, "variables", "seconds", "max_bytes"} → {"text"} or {"kind", "error"}."""
+    """{"compile": {name: text}} or {"render": name, "variables", "seconds", "max_bytes"} → {"text"} or {"kind",
+    "error"}."""
     try:
         frame = json.loads(body)
         if "compile" in frame:

@@ -28,7 +28,14 @@ from headrace.engine.detokenizer import (
 from headrace.engine.template import MARK, Boundaries, ChatTemplate, check_template_variables
 from headrace.engine.text_growth import check_normalizer, check_other_parts
 from headrace.errors import InvalidRequest, ModelError
-from headrace.models.source import MAX_TEMPLATE_BYTES, ModelSource, TokenizerFiles, as_path, find_tokenizer_files, read_bounded
+from headrace.models.source import (
+    MAX_TEMPLATE_BYTES,
+    ModelSource,
+    TokenizerFiles,
+    as_path,
+    find_tokenizer_files,
+    read_bounded,
+)
 
 _SHORT = 4096  # characters
 CHANGES = "this model's chat template changes texts, or its tokenizer cannot tell them apart"
@@ -38,12 +45,16 @@ log = logging.getLogger("headrace.tokenizer")
 
 
 def load_tokenizer(
-    source: ModelSource, override: str | None = None, *, chat_template: str | None = None, special_tokens_in_messages: bool = False
+    source: ModelSource,
+    override: str | None = None,
+    *,
+    chat_template: str | None = None,
+    special_tokens_in_messages: bool = False,
 ) -> Tokenizer | None:
     """The model's tokenizer, or that of ``override``; None when the model has none (prompts must then be token ids).
 
-    ``chat_template``: a file or a template's text, instead of the model's own. Raises ModelError for a damaged tokenizer
-    and for one with more ids than the model's logits have columns.
+    ``chat_template``: a file or a template's text, instead of the model's own. Raises ModelError for a damaged
+    tokenizer and for one with more ids than the model's logits have columns.
     """
     files = source.tokenizer_files() if override is None else find_tokenizer_files(override)
     if files is None:
@@ -81,7 +92,9 @@ def check_chat_template(value: str) -> None:
 class Tokenizer:
     """Thread-safe. ``vocab_size`` is the highest id + 1, added tokens included."""
 
-    def __init__(self, files: TokenizerFiles, *, chat_template: str | None = None, special_tokens_in_messages: bool = False) -> None:
+    def __init__(
+        self, files: TokenizerFiles, *, chat_template: str | None = None, special_tokens_in_messages: bool = False
+    ) -> None:
         self._files = files
         self._named = named = _named_tokens(files)
         check_normalizer(files.tokenizer_json, files.origin)
@@ -98,7 +111,9 @@ class Tokenizer:
         self._pieces = _Pieces(self._backend, self._special_ids)
         templates = dict(files.templates) if chat_template is None else {"default": chat_template}
         self._template = ChatTemplate(templates, named)
-        specials = () if special_tokens_in_messages else (content.content for content in added.values() if content.special)
+        specials = (
+            () if special_tokens_in_messages else (content.content for content in added.values() if content.special)
+        )
         self._boundaries = Boundaries(self._backend, specials)
         self._told = False  # of a text that could not be kept apart
         self.chat_templates: Mapping[str, str] = templates
@@ -122,12 +137,18 @@ class Tokenizer:
         """Token ids. ``add_special_tokens`` adds what the model wants around a plain text (a BOS, mostly)."""
         try:
             with _damage_explained("the tokenizer fails on this text"):
-                if len(text) > _SHORT:  # of the library's calls only those for batches leave the interpreter to others meanwhile
-                    ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+                if (
+                    len(text) > _SHORT
+                ):  # of the library's calls only those for batches leave the interpreter to others meanwhile
+                    ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+                        0
+                    ].ids
                 else:
                     ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequest(f"the text cannot be encoded as UTF-8 ({_surrogate(text)}); send valid text.", param="prompt") from error
+            raise InvalidRequest(
+                f"the text cannot be encoded as UTF-8 ({_surrogate(text)}); send valid text.", param="prompt"
+            ) from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -143,7 +164,8 @@ class Tokenizer:
 
     @property
     def composes(self) -> bool:
-        """A text's bytes are those of its tokens, one after another (but for a space that may be left out before the first)."""
+        """A text's bytes are those of its tokens, one after another (but for a space that may be left out before the
+        first)."""
         return self._pieces.composes
 
     @property
@@ -165,23 +187,32 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The conversation as prompt text; encode it with ``add_special_tokens=False``. ``kwargs`` are the template's variables.
+        """The conversation as prompt text; encode it with ``add_special_tokens=False``. ``kwargs`` are the template's
+        variables.
 
         ``add_generation_prompt``: None is True, unless the last message is continued.
 
-        May take up to a second for a hostile template: do not call it where nothing else may wait. Raises InvalidRequest.
+        May take up to a second for a hostile template: do not call it where nothing else may wait. Raises
+        InvalidRequest.
         """
         check_template_variables(kwargs)
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         return self._template.render(messages, tools, opens, kwargs, continue_final_message=continue_final_message)
 
     def encode_chat(
-        self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, add_generation_prompt: bool | None, **kwargs: Any
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool | None,
+        **kwargs: Any,
     ) -> list[int]:
-        """Token ids of ``text``, which ``apply_chat_template`` made of these; special tokens are those of the template alone.
+        """Token ids of ``text``, which ``apply_chat_template`` made of these; special tokens are those of the template
+        alone.
 
-        Where a client's text holds one's text, the template is rendered once more with marks in it. One that changes texts, so that
-        the renderings differ by more, cannot be helped: there such a text is the token, and that is logged.
+        Where a client's text holds one's text, the template is rendered once more with marks in it. One that changes
+        texts, so that the renderings differ by more, cannot be helped: there such a text is the token, and that is
+        logged.
         """
         given = {"messages": messages, "tools": tools, "kwargs": kwargs}
         marked = self._boundaries.marked(given)
@@ -193,8 +224,12 @@ class Tokenizer:
             log.warning("A message holds the text of a special token; %s, so it is read as that token.", CHANGES)
         return self.encode(text, False) if ids is None else ids
 
-    def _encode_marked(self, text: str, marked: Mapping[str, Any], add_generation_prompt: bool | None) -> list[int] | None:
-        rendered = self.apply_chat_template(marked["messages"], marked["tools"], add_generation_prompt, **marked["kwargs"])
+    def _encode_marked(
+        self, text: str, marked: Mapping[str, Any], add_generation_prompt: bool | None
+    ) -> list[int] | None:
+        rendered = self.apply_chat_template(
+            marked["messages"], marked["tools"], add_generation_prompt, **marked["kwargs"]
+        )
         return self._boundaries.encode(rendered) if rendered.replace(MARK, "") == text else None
 
     def boundary_fault(self) -> str | None:
@@ -241,7 +276,9 @@ class _Pieces:
 
     @property
     def drops_first_space(self) -> bool:
-        return not self._bytes and self._rules is not None and bool(self._rules.strip_left or self._rules.drop_first_marks)
+        return (
+            not self._bytes and self._rules is not None and bool(self._rules.strip_left or self._rules.drop_first_marks)
+        )
 
     def create_decoder(self, skip_special_tokens: bool) -> IncrementalDecoder:
         table = self._tables[skip_special_tokens]
@@ -263,7 +300,9 @@ class _Pieces:
 class _Table(dict[int, Any]):
     """id → value, computed from the id's token at first use; ids that are skipped or have no token map to ``empty``."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, convert: Callable[[str], Any], empty: Any, skipped: Iterable[int]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, convert: Callable[[str], Any], empty: Any, skipped: Iterable[int]
+    ) -> None:
         super().__init__(dict.fromkeys(skipped, empty))
         self._backend = backend
         self._convert = convert
@@ -279,7 +318,8 @@ class _Table(dict[int, Any]):
 
 @contextmanager
 def _damage_explained(what: str) -> Iterator[None]:
-    """The library says what is wrong with a tokenizer by bare Exceptions and by panics, which are not Exceptions at all."""
+    """The library says what is wrong with a tokenizer by bare Exceptions and by panics, which are not Exceptions at
+    all."""
     try:
         yield
     except (TypeError, UnicodeEncodeError):
@@ -308,7 +348,9 @@ def _content(value: Any) -> str | None:
     """A token in tokenizer_config.json is a text or an object with ``content``."""
     if isinstance(value, Mapping):
         value = value.get("content")
-    return value if isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value) else None
+    return (
+        value if isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value) else None
+    )
 
 
 def _named_tokens(files: TokenizerFiles) -> dict[str, str]:
@@ -319,8 +361,12 @@ def _named_tokens(files: TokenizerFiles) -> dict[str, str]:
 def _add_special_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
     """Tokens that only tokenizer_config.json names, and named ones that tokenizer.json does not mark as special."""
     listed = files.config.get("added_tokens_decoder")
-    wanted = [_added_token(value) for _, value in sorted(listed.items(), key=_numeric)] if isinstance(listed, dict) else []
-    wanted += [tokenizers.AddedToken(content, special=True, normalized=False) for content in _named_tokens(files).values()]
+    wanted = (
+        [_added_token(value) for _, value in sorted(listed.items(), key=_numeric)] if isinstance(listed, dict) else []
+    )
+    wanted += [
+        tokenizers.AddedToken(content, special=True, normalized=False) for content in _named_tokens(files).values()
+    ]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in wanted:
         if token.content and token.content not in known:
@@ -334,12 +380,15 @@ def _numeric(item: tuple[str, Any]) -> int:
 
 def _added_token(value: Any) -> tokenizers.AddedToken:
     fields = value if isinstance(value, Mapping) else {}
-    flags = {name: bool(fields.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    flags = {
+        name: bool(fields.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+    }
     return tokenizers.AddedToken(_content(fields) or "", **flags)
 
 
 def _apply_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """``add_bos_token``/``add_eos_token``, where tokenizer_config.json says them, replace tokenizer.json's post-processor."""
+    """``add_bos_token``/``add_eos_token``, where tokenizer_config.json says them, replace tokenizer.json's
+    post-processor."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     before = named.get("bos_token") if config.get("add_bos_token") else None
@@ -350,7 +399,9 @@ def _apply_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], nam
         "type": "TemplateProcessing",
         "single": [item for item in single if item is not None],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {content: {"id": content, "ids": [token], "tokens": [content]} for content, token in around.items()},
+        "special_tokens": {
+            content: {"id": content, "ids": [token], "tokens": [content]} for content, token in around.items()
+        },
     }
     # A post-processor can only be read as part of a tokenizer; an empty one carries it.
     carrier = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "post_processor": processor}

@@ -123,7 +123,9 @@ class Kernels:
         self._lock = threading.RLock()  # kernels are built in several threads
         known = {candidate.name for op in OPERATIONS.values() for candidate in op.candidates}
         if unknown := disabled - known:
-            raise ConfigError(f"Unknown kernel candidates {sorted(unknown)} are disabled; the known ones are {sorted(known)}.")
+            raise ConfigError(
+                f"Unknown kernel candidates {sorted(unknown)} are disabled; the known ones are {sorted(known)}."
+            )
 
     @property
     def choices(self) -> tuple[KernelChoice, ...]:
@@ -168,7 +170,10 @@ class Kernels:
             if candidate is not None and candidate.rehearse is not None and chosen.site is not None:
                 give_way = partial(self._give_way, key, candidate)
                 site = f"{key[0]} {key[1].dtype}"
-                yield from (Rehearsal(f"{site}: {name}", call, give_way) for name, call in candidate.rehearse(chosen.site, chosen.made, sizes))
+                yield from (
+                    Rehearsal(f"{site}: {name}", call, give_way)
+                    for name, call in candidate.rehearse(chosen.site, chosen.made, sizes)
+                )
 
     def _call(self, key: Key) -> Any:
         with self._lock:
@@ -234,16 +239,22 @@ class Kernels:
                 self._chosen[key] = successor
             if first:
                 chosen = self._chosen[key].choice.chosen
-                _log.warning("kernel %s of %s does not compile here: %s; %s runs instead", candidate.name, key[0], said, chosen)
+                _log.warning(
+                    "kernel %s of %s does not compile here: %s; %s runs instead", candidate.name, key[0], said, chosen
+                )
             return self._chosen[key].call
 
     def _check_twin(self, op: str, declined: list[tuple[Candidate[Any], str]]) -> None:
         """The twin is the last resort: is it allowed here?"""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in _reasons(declined)) or "there is no other candidate"
         if self.batch_invariant and OPERATIONS[op].varies:
-            raise ConfigError(f"No batch-invariant kernel for {op} ({reasons}). Mend what it lacks or drop --batch-invariant.")
+            raise ConfigError(
+                f"No batch-invariant kernel for {op} ({reasons}). Mend what it lacks or drop --batch-invariant."
+            )
         if self._strict and not all(each.optional or self._is_off(each) for each, _ in declined):
-            raise StrictKernelError(f"{op} would fall back to its torch twin ({reasons}). Mend that or drop --strict-kernels.")
+            raise StrictKernelError(
+                f"{op} would fall back to its torch twin ({reasons}). Mend that or drop --strict-kernels."
+            )
 
 
 def _reasons(declined: Sequence[tuple[Candidate[Any], str]]) -> tuple[tuple[str, str], ...]:

@@ -15,7 +15,9 @@ from torch import Tensor
 from headrace.kernels.linear.packing import Coding
 from headrace.spec import DecoderSpec, KVFormat
 
-Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]  # memory for a result; its first dimension counts rows of the step
+Empty = Callable[
+    [tuple[int, ...], torch.dtype, torch.device], Tensor
+]  # memory for a result; its first dimension counts rows of the step
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32,)
 
@@ -59,8 +61,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class EightBits:
-    """Inputs and weights both in 8 bits: "fp8" or "int8". ``group``: inputs of one scale, 128, and then weights have one a
-    block of 128 by 128; 0: inputs have one a row, weights one an output. ``static``: inputs have a stored one."""
+    """Inputs and weights both in 8 bits: "fp8" or "int8". ``group``: inputs of one scale, 128, and then weights have
+    one a block of 128 by 128; 0: inputs have one a row, weights one an output. ``static``: inputs have a stored one."""
 
     kind: str
     group: int = 0

@@ -39,7 +39,8 @@ class Guarded:
 
 
 def guarded(run: Any, give_way: GiveWay, *, makes: bool) -> Any:
-    """``makes``: ``run`` makes the callable of a layer (from its weights), and what it makes is guarded; None stays None."""
+    """``makes``: ``run`` makes the callable of a layer (from its weights), and what it makes is guarded; None stays
+    None."""
     if not makes:
         return Guarded(run, give_way)
 

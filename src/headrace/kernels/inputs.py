@@ -32,7 +32,8 @@ class AttentionInputs:
     block_table: Tensor  # [sequences, max_blocks], int32; entries beyond a sequence's length are never read
     query_start: Tensor  # [sequences + 1], int32: first packed token of each sequence
     context_len: Tensor  # [sequences], int32: keys a sequence's last query may see (this step's own included)
-    slots: Tensor  # [tokens], int64: block_id * block_size + offset where each token's K and V go; -1 writes nothing (padding)
+    # [tokens], int64: block_id * block_size + offset where each token's K and V go; -1 writes nothing (padding)
+    slots: Tensor
     block_size: int
     max_query_len: int
     max_context_len: int
@@ -43,7 +44,8 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
-    """How one layer's keys and values are held in fewer bits. Scales are those that all tokens share, in FP8; None: 1."""
+    """How one layer's keys and values are held in fewer bits. Scales are those that all tokens share, in FP8; None:
+    1."""
 
     format: KVFormat
     k_scales: Tensor | None = None  # [kv_heads], float32
@@ -84,8 +86,8 @@ class ForwardInputs:
     """Inputs of one forward pass over packed tokens.
 
     ``wanted``: the packed tokens whose hidden states somebody reads, ascending; None: all of them. ``alone``: where it
-    is worth it, what the last block attends to: to no more than these, each by itself. ``adapters``: the tokens that adapters add
-    to; None: no token of this step has one.
+    is worth it, what the last block attends to: to no more than these, each by itself. ``adapters``: the tokens that
+    adapters add to; None: no token of this step has one.
     """
 
     token_ids: Tensor  # [tokens], int64

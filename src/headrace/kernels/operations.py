@@ -13,7 +13,18 @@ from typing import Any, Generic, TypeVar
 
 from headrace.kernels.attention import candidates as attention
 from headrace.kernels.attention.reference import paged_attention, rope_attention, rotary_write
-from headrace.kernels.candidate import Candidate, DeltaFacts, ExpertFacts, F, Facts, HeadFacts, NormFacts, RopeFacts, StepFacts, WeightFacts
+from headrace.kernels.candidate import (
+    Candidate,
+    DeltaFacts,
+    ExpertFacts,
+    F,
+    Facts,
+    HeadFacts,
+    NormFacts,
+    RopeFacts,
+    StepFacts,
+    WeightFacts,
+)
 from headrace.kernels.linear import candidates as linear
 from headrace.kernels.linear import reference as products
 from headrace.kernels.linear.packed import packed_fused_linear, packed_linear, packed_moe
@@ -54,11 +65,19 @@ class Operation(Generic[S, F]):
 
 # A candidate is removed with its room and its entry in its operation's list (candidates.py beside it).
 LINEAR = Operation("linear", products.linear, WeightFacts, linear.LINEAR, makes=True, varies=True)
-FUSED_LINEAR = Operation("fused_linear", products.fused_linear, WeightFacts, linear.FUSED_LINEAR, makes=True, varies=True)
-ADDED_LINEAR = Operation("added_linear", products.added_linear, WeightFacts, linear.ADDED_LINEAR, makes=True, varies=True)
-GATED_LINEAR = Operation("gated_linear", products.gated_linear, WeightFacts, linear.GATED_LINEAR, makes=True, varies=True)
+FUSED_LINEAR = Operation(
+    "fused_linear", products.fused_linear, WeightFacts, linear.FUSED_LINEAR, makes=True, varies=True
+)
+ADDED_LINEAR = Operation(
+    "added_linear", products.added_linear, WeightFacts, linear.ADDED_LINEAR, makes=True, varies=True
+)
+GATED_LINEAR = Operation(
+    "gated_linear", products.gated_linear, WeightFacts, linear.GATED_LINEAR, makes=True, varies=True
+)
 PACKED_LINEAR = Operation("packed_linear", packed_linear, WeightFacts, linear.PACKED_LINEAR, makes=True, varies=True)
-PACKED_FUSED = Operation("packed_fused_linear", packed_fused_linear, WeightFacts, linear.PACKED_FUSED, makes=True, varies=True)
+PACKED_FUSED = Operation(
+    "packed_fused_linear", packed_fused_linear, WeightFacts, linear.PACKED_FUSED, makes=True, varies=True
+)
 PACKED_MOE = Operation("packed_moe", packed_moe, ExpertFacts, moe.PACKED_MOE, varies=True, reads=True)
 ADD_DELTAS = Operation("add_deltas", add_deltas, DeltaFacts, lora.ADD_DELTAS, varies=True, reads=True)
 LOOK_UP_DELTAS = Operation("look_up_deltas", look_up_deltas, DeltaFacts, lora.LOOK_UP_DELTAS, varies=True, reads=True)
@@ -66,13 +85,19 @@ EMBEDDING = Operation("embedding", embedding, Facts, rows.EMBEDDING)
 RMS_NORM = Operation("rms_norm", rms_norm, NormFacts, norm.RMS_NORM, varies=True)
 LAYER_NORM = Operation("layer_norm", layer_norm, NormFacts, norm.LAYER_NORM)
 ROTARY_WRITE = Operation("rotary_write", rotary_write, HeadFacts, attention.ROTARY_WRITE, reads=True)
-PAGED_ATTENTION = Operation("paged_attention", paged_attention, HeadFacts, attention.PAGED_ATTENTION, varies=True, reads=True)
-ROPE_ATTENTION = Operation("rope_attention", rope_attention, RopeFacts, attention.ROPE_ATTENTION, varies=True, reads=True)
+PAGED_ATTENTION = Operation(
+    "paged_attention", paged_attention, HeadFacts, attention.PAGED_ATTENTION, varies=True, reads=True
+)
+ROPE_ATTENTION = Operation(
+    "rope_attention", rope_attention, RopeFacts, attention.ROPE_ATTENTION, varies=True, reads=True
+)
 ACTIVATION = Operation("activation", activation, Facts, norm.ACTIVATION, varies=True)
 GATED_ACTIVATION = Operation("gated_activation", gated_activation, Facts, norm.GATED_ACTIVATION, varies=True)
 MOE = Operation("moe", experts.moe, ExpertFacts, moe.MOE, varies=True, reads=True)
 GREEDY_TOKENS = Operation("greedy_tokens", greedy_tokens, Facts, sampling.GREEDY_TOKENS)
-PICK_TOKENS = Operation("pick_tokens", partial(pick_tokens, argmax=gumbel_argmax), Facts, sampling.PICK_TOKENS, reads=True)
+PICK_TOKENS = Operation(
+    "pick_tokens", partial(pick_tokens, argmax=gumbel_argmax), Facts, sampling.PICK_TOKENS, reads=True
+)
 GUMBEL_ARGMAX = Operation("gumbel_argmax", gumbel_argmax, Facts, sampling.GUMBEL_ARGMAX)
 SCORE_TOKENS = Operation("score_tokens", score_tokens, Facts, sampling.SCORE_TOKENS)
 WRITE_ROWS = Operation("write_rows", write_rows, Facts, rows.WRITE_ROWS)

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: projections, head norms, rotation, the cache write and the attention itself.
 
-What lives here: the layer, and what tokens that are read see of a step. What may not: block tables themselves (the cache), rotary tables
-(rotary.py), kernels.
+What lives here: the layer, and what tokens that are read see of a step. What may not: block tables themselves (the
+cache), rotary tables (rotary.py), kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from headrace.spec import DecoderSpec, KVFormat, LayerSpec
 class Attention(nn.Module):
     """One layer's attention: MHA, GQA or MQA, by the numbers of heads. q, k and v come from one merged matrix.
 
-    ``cos_sin`` is the rotary table shared by all layers (None: positions were embedded). ``quantized``: how the cache holds what it writes.
+    ``cos_sin`` is the rotary table shared by all layers (None: positions were embedded). ``quantized``: how the cache
+    holds what it writes.
     """
 
     def __init__(
@@ -58,11 +59,14 @@ class Attention(nn.Module):
         self._attend = context.kernels.choose(PAGED_ATTENTION, HeadFacts(*heads, kv=context.kv))
         self._rope_attend = None  # both at once, and the rotation; for steps in which every sequence has one query
         if cos_sin is not None:
-            facts = RopeFacts(*heads, cos_sin.shape[1], spec.qk_norm, layer.window, spec.attention_soft_cap, kv=context.kv)
+            facts = RopeFacts(
+                *heads, cos_sin.shape[1], spec.qk_norm, layer.window, spec.attention_soft_cap, kv=context.kv
+            )
             self._rope_attend = context.kernels.offer(ROPE_ATTENTION, facts)
 
     def forward(self, stream: Stream, norm: Norm, step: LayerStep, following: Norm) -> None:
-        """Norm, this, and onto the stream, which holds the wanted tokens alone from here on. ``following``: the norm behind it."""
+        """Norm, this, and onto the stream, which holds the wanted tokens alone from here on. ``following``: the norm
+        behind it."""
         attended = self._attended(self.qkv.normed(stream, norm), step)
         if step.wanted is not None:
             stream.sum = stream.sum[step.wanted.tokens]
@@ -70,7 +74,8 @@ class Attention(nn.Module):
         self.output.onto(stream, attended, following)
 
     def least_shared(self, rows: int) -> int | None:
-        """From how many shared tokens on decode steps of so many rows look for keys that sequences share; None: they never do."""
+        """From how many shared tokens on decode steps of so many rows look for keys that sequences share; None: they
+        never do."""
         asked = getattr(self._attend, "least_shared", None)
         least: int | None = None if asked is None or self._window is not None else asked(rows)
         return least
@@ -79,7 +84,9 @@ class Attention(nn.Module):
         whole = qkv.view(self._shape)
         positions, inputs, k_cache, v_cache, wanted = step
         if self._rope_attend is not None and self._cos_sin is not None:
-            attended: Tensor | None = self._rope_attend(whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale)
+            attended: Tensor | None = self._rope_attend(
+                whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale
+            )
             if attended is not None:
                 return _picked(attended.view(-1, self._width), wanted)
         q, k, v = whole.split_with_sizes(self._split, dim=1)
@@ -98,9 +105,12 @@ def _quantized(form: KVFormat, kv_heads: int, device: torch.device) -> Quantized
 
 
 def attention_alone(inputs: AttentionInputs, alone: Alone) -> AttentionInputs:
-    """What the wanted tokens attend to, for a step of ``inputs``, once all keys and values have been written. It reads nothing back."""
+    """What the wanted tokens attend to, for a step of ``inputs``, once all keys and values have been written. It reads
+    nothing back."""
     table = inputs.block_table.index_select(0, alone.chunk)
-    return replace(inputs, block_table=table, query_start=alone.query_start, context_len=alone.context, max_query_len=1, leading=0)
+    return replace(
+        inputs, block_table=table, query_start=alone.query_start, context_len=alone.context, max_query_len=1, leading=0
+    )
 
 
 def _picked(attended: Tensor, wanted: Wanted | None) -> Tensor:

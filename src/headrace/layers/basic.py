@@ -2,7 +2,8 @@
 
 What lives here: layers without a file of their own. What may not: attention, experts, kernels, families.
 
-Layers choose their kernels when they are made. They compute after ``finish_loading`` has been called on each that has it.
+Layers choose their kernels when they are made. They compute after ``finish_loading`` has been called on each that has
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def empty_parameter(context: LayerContext, *shape: int) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, after adding the residual. ``offset`` is added to the weight once it is loaded.
+    """Root-mean-square norm over the last dimension, after adding the residual. ``offset`` is added to the weight once
+    it is loaded.
 
     With an offset the sum is kept in float32: 1 + w in bfloat16 would round most of w away.
     """
@@ -41,7 +43,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._offset = offset
         self.scale: Tensor = self.weight.data  # [size]
-        self._norm = context.kernels.choose(RMS_NORM, NormFacts(context.dtype, torch.float32 if offset else context.dtype))
+        self._norm = context.kernels.choose(
+            RMS_NORM, NormFacts(context.dtype, torch.float32 if offset else context.dtype)
+        )
 
     def finish_loading(self) -> None:
         if self._offset:
@@ -74,8 +78,8 @@ class LayerNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A row of ``weight`` (or of ``pieces``) for each id, times ``scale`` (rounded to the weights' precision, as the models were
-    trained). ``delta``: what adapters add. Of ranks each has some rows, and all have all that are found."""
+    """A row of ``weight`` (or of ``pieces``) for each id, times ``scale`` (rounded to the weights' precision, as the
+    models were trained). ``delta``: what adapters add. Of ranks each has some rows, and all have all that are found."""
 
     weight: nn.Parameter | None
 
@@ -124,7 +128,8 @@ class Embedding(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(act(up(x))), or where up is gated down(act(gate(x)) · up(x)), gate and up merged into one matrix, gate first."""
+    """down(act(up(x))), or where up is gated down(act(gate(x)) · up(x)), gate and up merged into one matrix, gate
+    first."""
 
     def __init__(self, sites: Mapping[Role, Weight], activation: Activation, context: LayerContext) -> None:
         super().__init__()

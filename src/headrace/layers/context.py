@@ -16,8 +16,8 @@ from headrace.spec import KVFormat
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """``composes``: products may take in what stands around them. ``kv``: how the cache holds keys and values; None: in ``dtype``.
-    ``group``: the ranks that share the model; None: there is one."""
+    """``composes``: products may take in what stands around them. ``kv``: how the cache holds keys and values; None: in
+    ``dtype``. ``group``: the ranks that share the model; None: there is one."""
 
     dtype: torch.dtype
     device: torch.device

@@ -24,13 +24,21 @@ class Delta:
     weight. Where none does, the weight is computed as if there were no adapters.
     """
 
-    def __init__(self, ins: int, parts: Sequence[int], slots: int, rank: int, context: LayerContext, *, table: bool = False) -> None:
+    def __init__(
+        self, ins: int, parts: Sequence[int], slots: int, rank: int, context: LayerContext, *, table: bool = False
+    ) -> None:
         dtype, device = context.dtype, context.device
-        self.a = torch.zeros((slots, ins, rank) if table else (slots, len(parts), rank, ins), dtype=dtype, device=device)
+        self.a = torch.zeros(
+            (slots, ins, rank) if table else (slots, len(parts), rank, ins), dtype=dtype, device=device
+        )
         self.b = torch.zeros((slots, rank, sum(parts)), dtype=dtype, device=device)
         self.parts = tuple(parts)
-        self.ranks = torch.zeros((slots, len(parts)), dtype=torch.int32, device=device)  # 0: the adapter leaves this part alone
-        self.gains: Tensor | None = None  # [slots, 2, outs], float32: what results are multiplied by, and what is added (DoRA)
+        self.ranks = torch.zeros(
+            (slots, len(parts)), dtype=torch.int32, device=device
+        )  # 0: the adapter leaves this part alone
+        self.gains: Tensor | None = (
+            None  # [slots, 2, outs], float32: what results are multiplied by, and what is added (DoRA)
+        )
         self.touched = False
         facts = DeltaFacts(context.dtype, ins, self.parts, rank)
         if table:
@@ -49,7 +57,8 @@ class Delta:
         return self.gains is None
 
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows, squares: Tensor | None = None, eps: float = 0.0) -> None:
-        """Onto a product's result: ``y`` [T, outs], ``x`` [T, ins]. ``squares``, ``eps``: of a norm that x still lacks."""
+        """Onto a product's result: ``y`` [T, outs], ``x`` [T, ins]. ``squares``, ``eps``: of a norm that x still
+        lacks."""
         self._add(y, x, self.a, self.b, self.ranks, self.parts, rows, self.gains, squares, eps)
 
     def look_up(self, y: Tensor, ids: Tensor, rows: AdapterRows, scale: float | None) -> None:

@@ -1,6 +1,7 @@
 """The linear layer: a weight, and the operations that it is part of.
 
-What lives here: Linear, alone and with what stands around it. What may not: weight formats (quant/), kernels, reading checkpoints.
+What lives here: Linear, alone and with what stands around it. What may not: weight formats (quant/), kernels, reading
+checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from torch import Tensor, nn
 from headrace.kernels.candidate import Facts, WeightFacts
 from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
 from headrace.kernels.lora.inputs import AdapterRows
-from headrace.kernels.operations import ACTIVATION, ADDED_LINEAR, FUSED_LINEAR, GATED_ACTIVATION, GATED_LINEAR, LINEAR, PACKED_FUSED, PACKED_LINEAR
+from headrace.kernels.operations import (
+    ACTIVATION,
+    ADDED_LINEAR,
+    FUSED_LINEAR,
+    GATED_ACTIVATION,
+    GATED_LINEAR,
+    LINEAR,
+    PACKED_FUSED,
+    PACKED_LINEAR,
+)
 from headrace.layers.context import LayerContext
 from headrace.layers.delta import Delta
 from headrace.layers.packed import Piece, create_pieces
@@ -31,9 +41,10 @@ W = TypeVar("W")
 class Linear(nn.Module):
     """y = x · Wᵀ (+ bias). ``.weight`` [out, in] and ``.bias`` [out] are there to be filled until ``finish_loading``.
 
-    ``normed`` is a norm before it and an ``activation`` behind it, ``onto`` adds its result to the residual stream: each in one kernel where
-    there is one for it, else part by part. ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own.
-    A weight with formats is held in ``pieces`` instead of ``weight``. ``delta``: what adapters add, in steps that have some.
+    ``normed`` is a norm before it and an ``activation`` behind it, ``onto`` adds its result to the residual stream:
+    each in one kernel where there is one for it, else part by part. ``tie_weight`` makes the layer read another layer's
+    tensor (a tied head) and hold none of its own. A weight with formats is held in ``pieces`` instead of ``weight``.
+    ``delta``: what adapters add, in steps that have some.
     """
 
     weight: nn.Parameter | None
@@ -49,7 +60,9 @@ class Linear(nn.Module):
         self._context = context
         self._activation = activation
         self._composed = context.composes and context.group is None and site.layer is not None
-        self._gates = context.composes and site.gated  # of ranks, whose sums come too late for a product, gate and up take in what is theirs
+        self._gates = (
+            context.composes and site.gated
+        )  # of ranks, whose sums come too late for a product, gate and up take in what is theirs
         self._shared = False
         self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
         self._fused: Callable[[Tensor, Around], Fused] | None = None
@@ -103,10 +116,13 @@ class Linear(nn.Module):
         if self._composed:
             self._fused = _made(kernels.offer(PACKED_FUSED, facts), pieces, bias)
         self._apply_weight = kernels.choose(PACKED_LINEAR, facts)(pieces, bias)
-        self.weight_bytes = (0 if self._shared else sum(piece.num_bytes for piece in pieces)) + (0 if bias is None else bias.nbytes)
+        self.weight_bytes = (0 if self._shared else sum(piece.num_bytes for piece in pieces)) + (
+            0 if bias is None else bias.nbytes
+        )
 
     def watch(self, see: Callable[[Tensor], None]) -> None:
-        """From now on ``see`` is shown all inputs, [..., in], and the product is computed by itself. After ``finish_loading``."""
+        """From now on ``see`` is shown all inputs, [..., in], and the product is computed by itself. After
+        ``finish_loading``."""
         apply = self._apply_weight
 
         def watched(x: Tensor) -> Tensor:
@@ -174,7 +190,9 @@ class Linear(nn.Module):
                 return
             delta.add(stream.sum, x, stream.adapters)  # in place: nobody else has it by now
         if fuses and self._fused is not None:
-            stream.sum, stream.scaled, stream.squares = self._fused(x, Around(residual=stream.sum, scale=following.scale))
+            stream.sum, stream.scaled, stream.squares = self._fused(
+                x, Around(residual=stream.sum, scale=following.scale)
+            )
         elif self._added is not None:
             stream.sum = self._added(x, stream.sum)
 

@@ -24,7 +24,9 @@ from headrace.spec import Activation, MoESpec
 class SparseFeedForward(nn.Module):
     """The ``top_k`` experts the router prefers for each token, weighted by its softmax (Shazeer et al. 2017)."""
 
-    def __init__(self, sites: Mapping[Role, Weight], moe: MoESpec, activation: Activation, context: LayerContext) -> None:
+    def __init__(
+        self, sites: Mapping[Role, Weight], moe: MoESpec, activation: Activation, context: LayerContext
+    ) -> None:
         super().__init__()
         self.router = Linear(sites[Role.ROUTER], context)
         self.up, self.down = (_stacked(sites[role], context) for role in (Role.UP, Role.DOWN))
@@ -46,7 +48,8 @@ class SparseFeedForward(nn.Module):
                 piece.finish_loading()
 
     def watch(self, see: Callable[[Tensor, Tensor], None]) -> None:
-        """From now on ``see`` is shown all inputs, [tokens, hidden], and what the router says of them, [tokens, experts]."""
+        """From now on ``see`` is shown all inputs, [tokens, hidden], and what the router says of them, [tokens,
+        experts]."""
         apply = self._moe
 
         def watched(x: Tensor, router_logits: Tensor, *rest: Any) -> Tensor:
@@ -58,7 +61,9 @@ class SparseFeedForward(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Held beyond parameters, once loading has finished."""
-        return sum(piece.num_bytes for experts in (self.up, self.down) if isinstance(experts, Experts) for piece in experts)
+        return sum(
+            piece.num_bytes for experts in (self.up, self.down) if isinstance(experts, Experts) for piece in experts
+        )
 
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
         """Norm, this, and onto the stream. ``following``: the norm behind it."""

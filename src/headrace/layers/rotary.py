@@ -14,7 +14,8 @@ from headrace.spec import RopeSpec
 
 
 def rotary_table(rope: RopeSpec, max_model_len: int, device: torch.device) -> Tensor:
-    """[max_model_len, rotary_dim], float32: the cosines of the pairs, then their sines, both times ``attention_factor``."""
+    """[max_model_len, rotary_dim], float32: the cosines of the pairs, then their sines, both times
+    ``attention_factor``."""
     positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
     angles = positions.unsqueeze(1) * inverse_frequencies(rope, max_model_len).to(device)
     table = torch.empty(max_model_len, rope.rotary_dim, dtype=torch.float32, device=device)
@@ -44,7 +45,8 @@ def _wavelengths(theta: float, rotary_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec) -> Tensor:
-    """Long waves are stretched by ``factor``, short ones kept, those between blended by how often they fit the trained length."""
+    """Long waves are stretched by ``factor``, short ones kept, those between blended by how often they fit the trained
+    length."""
     plain = 1.0 / _wavelengths(rope.theta, rope.rotary_dim)
     turns = rope.original_max_positions / (2.0 * math.pi / plain)  # of each pair over the trained length
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
@@ -52,7 +54,8 @@ def _llama3(rope: RopeSpec) -> Tensor:
 
 
 def _yarn(rope: RopeSpec) -> Tensor:
-    """Pairs below the ramp keep their frequency, pairs above it are stretched by ``factor``, the ramp blends (Peng et al. 2023)."""
+    """Pairs below the ramp keep their frequency, pairs above it are stretched by ``factor``, the ramp blends (Peng et
+    al. 2023)."""
     waves = _wavelengths(rope.theta, rope.rotary_dim)
     low, high = _yarn_pair(rope, rope.beta_fast), _yarn_pair(rope, rope.beta_slow)
     if rope.truncate:
@@ -65,4 +68,6 @@ def _yarn(rope: RopeSpec) -> Tensor:
 
 def _yarn_pair(rope: RopeSpec, turns: float) -> float:
     """The (fractional) pair that makes ``turns`` turns over the trained length."""
-    return rope.rotary_dim * math.log(rope.original_max_positions / (turns * 2.0 * math.pi)) / (2.0 * math.log(rope.theta))
+    return (
+        rope.rotary_dim * math.log(rope.original_max_positions / (turns * 2.0 * math.pi)) / (2.0 * math.log(rope.theta))
+    )

@@ -17,16 +17,19 @@ class Norm(Protocol):
     eps: float
     scale: Tensor  # [hidden]: what normed values are multiplied by, for a kernel that does part of the norm
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]: ...  # norm(x + residual), x + residual
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...  # norm(x + residual), x + residual
 
 
 @dataclass(slots=True)
 class Stream:
-    """What one step has computed so far. Whoever adds a result may leave it ``pending`` for the norm that follows, which adds it at no cost; or
-    add it and leave that norm half done: ``scaled`` by its weight, to be divided by the root of the mean of ``squares``.
+    """What one step has computed so far. Whoever adds a result may leave it ``pending`` for the norm that follows,
+    which adds it at no cost; or add it and leave that norm half done: ``scaled`` by its weight, to be divided by the
+    root of the mean of ``squares``.
 
-    ``takes_norms``, ``takes_sums``: products of this step take in norms and sums, or sums alone, where they have a kernel for it.
-    ``adapters``: rows that adapters add to.
+    ``takes_norms``, ``takes_sums``: products of this step take in norms and sums, or sums alone, where they have a
+    kernel for it. ``adapters``: rows that adapters add to.
     """
 
     sum: Tensor  # [tokens, hidden]
@@ -46,7 +49,8 @@ class Stream:
         return x
 
     def add(self, y: Tensor, norm: Norm) -> None:
-        """A result onto the sum at once. Where products take in norms, that before the next one is left half done, as they leave it."""
+        """A result onto the sum at once. Where products take in norms, that before the next one is left half done, as
+        they leave it."""
         self.sum = self.sum + y
         if self.takes_norms:
             self.scaled = (self.sum * norm.scale).to(y.dtype)

@@ -1,7 +1,7 @@
 """The adapters of one worker: those in host memory, and the slots of its device.
 
-What lives here: loading ahead in a thread, what has come of it, bringing adapters into slots as plans say. What may not:
-when and which (residency.py, registry.py).
+What lives here: loading ahead in a thread, what has come of it, bringing adapters into slots as plans say. What may
+not: when and which (residency.py, registry.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How adapters are read: of which model, up to which rank, as what; of several ranks, what is one's of each weight."""
+    """How adapters are read: of which model, up to which rank, as what; of several ranks, what is one's of each
+    weight."""
 
     spec: DecoderSpec
     max_rank: int
@@ -37,11 +38,14 @@ class Reading:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     def read(self, folder: str) -> HostAdapter:
-        return read_factors(read_adapter(Path(folder), self.spec, self.max_rank), self.dtype, pinned=self.pinned, cuts=self.cuts)
+        return read_factors(
+            read_adapter(Path(folder), self.spec, self.max_rank), self.dtype, pinned=self.pinned, cuts=self.cuts
+        )
 
 
 class DeviceAdapters:
-    """``load`` and ``drop`` are told by the executor's control verb; ``bring`` by plans, which name none but the loaded."""
+    """``load`` and ``drop`` are told by the executor's control verb; ``bring`` by plans, which name none but the
+    loaded."""
 
     def __init__(self, slots: AdapterSlots, reading: Reading) -> None:
         self.slots = slots

@@ -41,8 +41,8 @@ _PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """W' = W + scale · b a of one module: ``a`` [rank, in], ``b`` [out, rank]. ``magnitude`` [out]: W' has rows of these
-    lengths instead (DoRA, Liu et al. 2024)."""
+    """W' = W + scale · b a of one module: ``a`` [rank, in], ``b`` [out, rank]. ``magnitude`` [out]: W' has rows of
+    these lengths instead (DoRA, Liu et al. 2024)."""
 
     module: Module
     rank: int
@@ -73,12 +73,16 @@ def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
     """Config and header of an adapter of this model. Raises ModelError for what is missing, damaged, of another model
     or not supported."""
     if not folder.is_dir():
-        raise ModelError(f"{folder} is no folder; an adapter is a folder with {_CONFIG} and {_TENSORS}. Check the path.")
+        raise ModelError(
+            f"{folder} is no folder; an adapter is a folder with {_CONFIG} and {_TENSORS}. Check the path."
+        )
     config = read_json(folder / _CONFIG)
     _check_config(folder, config)
     if not (folder / _TENSORS).is_file():
         if (folder / _PICKLE).exists():
-            raise ModelError(f"{folder} holds {_PICKLE}, a pickle, which may run code and is never read; save it as {_TENSORS}.")
+            raise ModelError(
+                f"{folder} holds {_PICKLE}, a pickle, which may run code and is never read; save it as {_TENSORS}."
+            )
         raise ModelError(f"{folder} has no {_TENSORS}. Download the adapter again.")
     found = tuple(_factors(folder, config, _by_module(folder, spec), max_rank))
     if not found:
@@ -89,15 +93,21 @@ def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"{folder / _CONFIG} has peft_type {str(kind)[:40]!r}; LORA is served here. Use a LoRA adapter.")
+        raise ModelError(
+            f"{folder / _CONFIG} has peft_type {str(kind)[:40]!r}; LORA is served here. Use a LoRA adapter."
+        )
     refused = [name for name in _REFUSED if config.get(name)]
     refused += ["bias"] if config.get("bias", "none") != "none" else []
     if refused:
-        raise ModelError(f"{folder / _CONFIG} sets {', '.join(refused)}, which is not supported. Merge the adapter into its model instead.")
+        raise ModelError(
+            f"{folder / _CONFIG} sets {', '.join(refused)}, which is not supported. Merge the adapter into its model instead."
+        )
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern in config.get(name) or {}:
             if not _PATTERN.fullmatch(str(pattern)):
-                raise ModelError(f"{folder / _CONFIG}: {name} has {str(pattern)[:60]!r}; only names of modules are read. Write them out.")
+                raise ModelError(
+                    f"{folder / _CONFIG}: {name} has {str(pattern)[:60]!r}; only names of modules are read. Write them out."
+                )
 
 
 def _by_module(folder: Path, spec: DecoderSpec) -> Mapping[str, tuple[Module, dict[str, TensorEntry]]]:
@@ -135,9 +145,13 @@ def _factors(
         magnitude = tensors.get("lora_magnitude_vector")
         a, b = tensors.get(first), tensors.get(second)
         if a is None or b is None or len(tensors) != 2 + (magnitude is not None):
-            raise ModelError(f"{file} has {', '.join(sorted(tensors))} of {module.name}, not {first} and {second}. Download it again.")
+            raise ModelError(
+                f"{file} has {', '.join(sorted(tensors))} of {module.name}, not {first} and {second}. Download it again."
+            )
         if bool(config.get("use_dora")) != (magnitude is not None) or (table and magnitude is not None):
-            raise ModelError(f"{file}: use_dora and the magnitudes of {module.name} do not belong together. Download it again.")
+            raise ModelError(
+                f"{file}: use_dora and the magnitudes of {module.name} do not belong together. Download it again."
+            )
         rank = a.shape[0] if len(a.shape) == 2 else 0
         _check_rank(file, module, rank, _of_module(config, "rank_pattern", module.name, config.get("r")), max_rank)
         ins, outs = (module.outs, module.weight.ins) if table else (module.weight.ins, module.outs)
@@ -153,7 +167,9 @@ def _factors(
 
 def _check_rank(file: Path, module: Module, rank: int, said: Any, max_rank: int) -> None:
     if rank != said:
-        raise ModelError(f"{file}: lora_A of {module.name} has rank {rank}, but the config says {said!r:.40}. Download it again.")
+        raise ModelError(
+            f"{file}: lora_A of {module.name} has rank {rank}, but the config says {said!r:.40}. Download it again."
+        )
     if not 1 <= rank <= max_rank:
         raise ModelError(
             f"{file}: {module.name} has rank {rank}; this engine takes ranks from 1 to {max_rank}. Raise --max-lora-rank (up to {MOST_RANK})."
@@ -163,7 +179,9 @@ def _check_rank(file: Path, module: Module, rank: int, said: Any, max_rank: int)
 def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha"))
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise ModelError(f"{folder / _CONFIG}: lora_alpha is {alpha!r:.40}; a finite number is wanted. Download it again.")
+        raise ModelError(
+            f"{folder / _CONFIG}: lora_alpha is {alpha!r:.40}; a finite number is wanted. Download it again."
+        )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -40,11 +40,15 @@ class HostFactors:
 HostAdapter = Mapping[str, tuple[HostFactors, ...]]  # by the weight's name in the decoder
 
 
-def read_factors(adapter: Adapter, dtype: torch.dtype, *, pinned: bool, cuts: Mapping[str, Cut] = MappingProxyType({})) -> HostAdapter:
-    """All of it, or what belongs to a rank's ``cuts`` of weights, by name. ``pinned``: where a device copies from it. Raises ModelError for
-    values that are no numbers."""
+def read_factors(
+    adapter: Adapter, dtype: torch.dtype, *, pinned: bool, cuts: Mapping[str, Cut] = MappingProxyType({})
+) -> HostAdapter:
+    """All of it, or what belongs to a rank's ``cuts`` of weights, by name. ``pinned``: where a device copies from it.
+    Raises ModelError for values that are no numbers."""
     files, found = MappedFiles(), dict[str, tuple[HostFactors, ...]]()
-    memory = _Memory(sum(math.prod(each.a.shape) + math.prod(each.b.shape) for each in adapter.factors), dtype, pinned=pinned)
+    memory = _Memory(
+        sum(math.prod(each.a.shape) + math.prod(each.b.shape) for each in adapter.factors), dtype, pinned=pinned
+    )
     try:
         with torch.inference_mode():
             for each in adapter.factors:
@@ -72,13 +76,17 @@ def _read(files: MappedFiles, factors: Factors, memory: _Memory, cut: Cut | None
     def tensor(entry: TensorEntry) -> Tensor:
         read = files.tensor(entry.file, DTYPES[entry.dtype], entry.start, entry.num_bytes).view(entry.shape)
         if not _is_finite(read):
-            raise ModelError(f"{entry.file}: a factor of {factors.module.name} holds NaN or infinite values. Use another version of it.")
+            raise ModelError(
+                f"{entry.file}: a factor of {factors.module.name} holds NaN or infinite values. Use another version of it."
+            )
         return read
 
     def held(value: Tensor) -> Tensor:
         kept = memory.held(value)
         if kept.dtype != value.dtype and not _is_finite(kept):
-            raise ModelError(f"{factors.a.file}: a factor of {factors.module.name} is too large for {kept.dtype}. Use --dtype float32.")
+            raise ModelError(
+                f"{factors.a.file}: a factor of {factors.module.name} is too large for {kept.dtype}. Use --dtype float32."
+            )
         return kept
 
     a, b = tensor(factors.a), tensor(factors.b).float() * factors.scale
@@ -90,7 +98,9 @@ def _read(files: MappedFiles, factors: Factors, memory: _Memory, cut: Cut | None
     return HostFactors(factors.module.part, held(a), held(b), magnitude)
 
 
-def _shared(a: Tensor, b: Tensor, magnitude: Tensor | None, cut: Cut, part: int | None, *, turned: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _shared(
+    a: Tensor, b: Tensor, magnitude: Tensor | None, cut: Cut, part: int | None, *, turned: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """A rank's rows of the embedding (``turned``), inputs, or outputs."""
     rows = torch.cat([torch.arange(each.start, each.stop) for each in cut.rows_of(part)])
     if turned:
@@ -98,7 +108,9 @@ def _shared(a: Tensor, b: Tensor, magnitude: Tensor | None, cut: Cut, part: int 
     if len(cut.columns) == cut.whole[1]:
         return a, b[:, rows], None if magnitude is None else magnitude[rows]
     if magnitude is not None:
-        raise ModelError("It has magnitudes (DoRA) of results that ranks add up, which is not supported; merge it, or use one rank.")
+        raise ModelError(
+            "It has magnitudes (DoRA) of results that ranks add up, which is not supported; merge it, or use one rank."
+        )
     return a[:, cut.columns.start : cut.columns.stop], b, None
 
 

@@ -31,11 +31,17 @@ class AdapterDesk:
     """``check`` raises HeadraceError for a folder that is no adapter of this model. ``control``: the executor's.
     ``most_held``: adapters in host memory at once. ``folder``: a name that is not registered is looked for there.
 
-    Who waits first gets room first: while a request finds none, the adapter that was used longest ago takes no new requests,
-    and gives its place once those it has are done.
+    Who waits first gets room first: while a request finds none, the adapter that was used longest ago takes no new
+    requests, and gives its place once those it has are done.
     """
 
-    def __init__(self, check: Callable[[str], object], control: Callable[[Control], None], most_held: int, folder: str | None = None) -> None:
+    def __init__(
+        self,
+        check: Callable[[str], object],
+        control: Callable[[Control], None],
+        most_held: int,
+        folder: str | None = None,
+    ) -> None:
         self._check = check
         self._control = control
         self._most_held = most_held
@@ -68,7 +74,9 @@ class AdapterDesk:
         if known is not None and known.folder == folder:
             return known.key
         if known is not None:
-            raise InvalidRequest(f"An adapter {name!r} is there already, from another folder; unload it first.", param="lora_name")
+            raise InvalidRequest(
+                f"An adapter {name!r} is there already, from another folder; unload it first.", param="lora_name"
+            )
         self._check(folder)
         self._known[name] = Registered(self._key(name), folder)
         return self._known[name].key
@@ -78,12 +86,16 @@ class AdapterDesk:
         if folder:
             self.register(check_adapter_name(name), folder)
         elif name not in self._known and self._found(name) is None:
-            raise InvalidRequest(f"There is no adapter {name[:100]!r}; see /v1/models.", param="model", code="model_not_found")
+            raise InvalidRequest(
+                f"There is no adapter {name[:100]!r}; see /v1/models.", param="model", code="model_not_found"
+            )
 
     def unregister(self, name: str) -> None:
         """Requests that have it go on; new ones are refused. Raises NotFound."""
         if self._known.pop(name, None) is None:
-            raise NotFound(f"There is no adapter {name[:100]!r}; see /v1/models.", param="lora_name", code="adapter_not_found")
+            raise NotFound(
+                f"There is no adapter {name[:100]!r}; see /v1/models.", param="lora_name", code="adapter_not_found"
+            )
 
     def forget(self, name: str, key: str) -> None:
         """One that could not be read, unless its name stands for another by now."""
@@ -134,7 +146,9 @@ class AdapterDesk:
     def drop(self, request_id: int) -> None:
         self._waiting.pop(request_id, None)
 
-    def take_ready(self, outcomes: Iterable[AdapterOutcome], in_use: Collection[str]) -> list[AddRequest | RefuseRequest]:
+    def take_ready(
+        self, outcomes: Iterable[AdapterOutcome], in_use: Collection[str]
+    ) -> list[AddRequest | RefuseRequest]:
         """Those whose adapter has come, or could not. ``in_use``: keys of requests that have not ended."""
         for outcome in outcomes:
             self._coming.discard(outcome.name)
@@ -165,7 +179,9 @@ class AdapterDesk:
                 self._wanted.discard(key)
                 continue
             if key not in folders:
-                self._failed[key] = f"The adapter {key.partition('#')[0]!r} was unloaded before its turn. Load it again."
+                self._failed[key] = (
+                    f"The adapter {key.partition('#')[0]!r} was unloaded before its turn. Load it again."
+                )
                 continue
             if len(self._held) >= self._most_held and not self._evict(in_use):
                 return

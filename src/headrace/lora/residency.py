@@ -1,11 +1,11 @@
 """Which adapter is in which slot of the device, and who may start with the slots as they are.
 
-What lives here: the slots' books. What may not: torch, requests' order (scheduler/step_planner.py goes through them in it), host
-memory (registry.py).
+What lives here: the slots' books. What may not: torch, requests' order (scheduler/step_planner.py goes through them in
+it), host memory (registry.py).
 
-A slot whose adapter no running sequence has may be given away, the one used longest ago first: steps in flight that still
-name it are ahead of the one that changes it. Where all are in use, the first in order that finds none claims the slot with
-the fewest sequences: its adapter admits nobody behind that one, so the slot comes free. The others go on.
+A slot whose adapter no running sequence has may be given away, the one used longest ago first: steps in flight that
+still name it are ahead of the one that changes it. Where all are in use, the first in order that finds none claims the
+slot with the fewest sequences: its adapter admits nobody behind that one, so the slot comes free. The others go on.
 """
 
 from __future__ import annotations
@@ -48,12 +48,18 @@ class Claims:
         if adapter in self._slots:
             slot = self._slots.index(adapter)
             return None if slot in self._claimed else slot
-        free = [slot for slot, held in enumerate(self._slots) if slot not in self._claimed and (held is None or not self._users[held])]
+        free = [
+            slot
+            for slot, held in enumerate(self._slots)
+            if slot not in self._claimed and (held is None or not self._users[held])
+        ]
         if free:
             return min(free, key=lambda slot: (self._slots[slot] is not None, self._used[slot], slot))
         taken = [slot for slot in range(len(self._slots)) if slot not in self._claimed]
         if taken:
-            self._claimed.add(min(taken, key=lambda slot: (self._users[self._slots[slot] or ""], self._used[slot], slot)))
+            self._claimed.add(
+                min(taken, key=lambda slot: (self._users[self._slots[slot] or ""], self._used[slot], slot))
+            )
         return None
 
     def take(self, adapter: str, slot: int) -> None:

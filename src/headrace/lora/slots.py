@@ -1,7 +1,7 @@
 """The adapters that a device holds: so many slots, each with room for one of the largest rank, at every weight.
 
-What lives here: the slots' memory, bringing an adapter in. What may not: who goes in and out (residency.py decides, a plan
-says so), reading files (reading.py).
+What lives here: the slots' memory, bringing an adapter in. What may not: who goes in and out (residency.py decides, a
+plan says so), reading files (reading.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class AdapterSlots:
             layer.delta = Delta(ins, parts, slots, rank, context, table=isinstance(layer, Embedding))
             self._deltas[weight.name] = layer.delta, layer
         deltas = [delta for delta, _ in self._deltas.values()]
-        self._ranks = torch.zeros((slots, sum(len(delta.parts) for delta in deltas)), dtype=torch.int32, device=context.device)
+        self._ranks = torch.zeros(
+            (slots, sum(len(delta.parts) for delta in deltas)), dtype=torch.int32, device=context.device
+        )
         for delta, ranks in zip(deltas, self._ranks.split([len(delta.parts) for delta in deltas], dim=1), strict=True):
             delta.ranks = ranks  # all of a slot's in one copy
 
@@ -61,8 +63,8 @@ class AdapterSlots:
         return sum(delta.num_bytes for delta, _ in self._deltas.values())
 
     def bring(self, slot: int, adapter: HostAdapter) -> bool:
-        """In place of what was there. Queued behind the steps that still compute with that. Whether graphs of steps with
-        adapters are not what they were: it changes a weight that none before it did, or in a way that none did."""
+        """In place of what was there. Queued behind the steps that still compute with that. Whether graphs of steps
+        with adapters are not what they were: it changes a weight that none before it did, or in a way that none did."""
         before = self.changed
         with torch.inference_mode():
             self._ranks[slot].copy_(self._ranks_of(adapter), non_blocking=True)
@@ -82,7 +84,8 @@ class AdapterSlots:
 
     @property
     def changed(self) -> int:
-        """How many ways to compute there were so far: it grows with each weight that an adapter is the first to change."""
+        """How many ways to compute there were so far: it grows with each weight that an adapter is the first to
+        change."""
         return sum(delta.touched + (not delta.adds_only) for delta, _ in self._deltas.values())
 
     def _ranks_of(self, adapter: HostAdapter) -> Tensor:

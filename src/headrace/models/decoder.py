@@ -106,9 +106,17 @@ class Decoder(nn.Module):
         self.head = _head(spec, context, self.embedding)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
-        self._make_step = kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv), reported=True) if is_plain(spec) and group is None else None
+        self._make_step = (
+            kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv), reported=True)
+            if is_plain(spec) and group is None
+            else None
+        )
         self._step: WholeStep | None = None
-        self._make_drafts = kernels.offer(DRAFT_TOKENS, StepFacts(dtype, spec, kv), reported=True) if drafts and is_plain(spec) else None
+        self._make_drafts = (
+            kernels.offer(DRAFT_TOKENS, StepFacts(dtype, spec, kv), reported=True)
+            if drafts and is_plain(spec)
+            else None
+        )
         self.draft_tokens: DraftTokens | None = None  # runs of greedy tokens in one call, once loading has finished
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
 
@@ -132,16 +140,24 @@ class Decoder(nn.Module):
         values, and without ``inputs.alone`` attention, too. ``kv_caches``: one tensor per KV group, [blocks, layers, 2,
         kv_heads, block_size, head_dim], or bytes in place of the last (KVSpec).
         """
-        if self._step is not None and inputs.adapters is None and inputs.wanted is None and (whole := self._step(inputs, kv_caches)) is not None:
+        if (
+            self._step is not None
+            and inputs.adapters is None
+            and inputs.wanted is None
+            and (whole := self._step(inputs, kv_caches)) is not None
+        ):
             return whole
         halves = [
-            cache.view(cache.shape[0], count, *cache.shape[3:]).unbind(1) for cache, count in zip(kv_caches, self._halves, strict=True)
+            cache.view(cache.shape[0], count, *cache.shape[3:]).unbind(1)
+            for cache, count in zip(kv_caches, self._halves, strict=True)
         ]
         stream = Stream(self.embedded(inputs), *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
         wanted = None if stream.takes_norms else inputs.wanted  # few rows are computed to the end
         for block, following, group, place in self._steps:
             picked = _wanted(inputs, group) if wanted is not None and following is self.norm else None
-            step = LayerStep(inputs.positions, inputs.attention[group], halves[group][place], halves[group][place + 1], picked)
+            step = LayerStep(
+                inputs.positions, inputs.attention[group], halves[group][place], halves[group][place + 1], picked
+            )
             block.forward(stream, step, following)
         if wanted is not inputs.wanted:
             stream.sum = stream.sum[inputs.wanted]
@@ -164,7 +180,10 @@ class Decoder(nn.Module):
     def least_shared(self, rows: int) -> int | None:
         """The number of shared tokens from which steps of this many rows read the keys that sequences share once for
         all; None: never."""
-        return min((least for block, *_ in self._steps if (least := block.attention.least_shared(rows)) is not None), default=None)
+        return min(
+            (least for block, *_ in self._steps if (least := block.attention.least_shared(rows)) is not None),
+            default=None,
+        )
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -173,11 +192,19 @@ class Decoder(nn.Module):
     def _step_weights(self) -> StepWeights:
         """The weights for computing all layers in one launch."""
         assert isinstance(self.cos_sin, Tensor) and self.embedding.weight is not None
-        layers, table, norm = tuple(block.tensors for block in self.blocks), self.embedding.weight.data, self.norm.weight.data
+        layers, table, norm = (
+            tuple(block.tensors for block in self.blocks),
+            self.embedding.weight.data,
+            self.norm.weight.data,
+        )
         head = table if self.head.weight is None else self.head.weight.data
-        return StepWeights(layers, table, norm, head, self.cos_sin, self.spec.qkv_heads, self.spec.norm_eps, self.spec.attention_scale)
+        return StepWeights(
+            layers, table, norm, head, self.cos_sin, self.spec.qkv_heads, self.spec.norm_eps, self.spec.attention_scale
+        )
 
-    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [n, hidden] → [n, vocab], float32, or as the head gives them
+    def logits(
+        self, hidden: Tensor, adapters: AdapterRows | None = None
+    ) -> Tensor:  # [n, hidden] → [n, vocab], float32, or as the head gives them
         """The LM head, for the rows whose logits are needed. Callers that only need the largest need no copy in
         float32."""
         logits = self.head.forward(hidden, adapters)
@@ -197,7 +224,9 @@ def _wanted(inputs: ForwardInputs, group: int) -> Wanted | None:
     """For the last block, whose keys and values are in this KV group."""
     if inputs.wanted is None:
         return None
-    return Wanted(inputs.wanted, None if inputs.alone is None else attention_alone(inputs.attention[group], inputs.alone))
+    return Wanted(
+        inputs.wanted, None if inputs.alone is None else attention_alone(inputs.attention[group], inputs.alone)
+    )
 
 
 def _norm(spec: DecoderSpec, context: LayerContext) -> RMSNorm | LayerNorm:
@@ -225,7 +254,9 @@ def _composes(spec: DecoderSpec) -> bool:
 def _steps(spec: DecoderSpec, layers: nn.ModuleList, last: Norm) -> tuple[tuple[Block, Norm, int, int], ...]:
     """(block, the norm after it, KV group, index of its keys among that group's halves) in the order of computation."""
     places = {
-        layer: (group, 2 * index) for group, (_, layers) in enumerate(attention_groups(spec)) for index, layer in enumerate(layers)
+        layer: (group, 2 * index)
+        for group, (_, layers) in enumerate(attention_groups(spec))
+        for index, layer in enumerate(layers)
     }
     blocks = [block for block in layers if isinstance(block, Block)]
     norms = [*(block.attention_norm for block in blocks[1:]), last][: len(blocks)]
@@ -234,7 +265,9 @@ def _steps(spec: DecoderSpec, layers: nn.ModuleList, last: Norm) -> tuple[tuple[
 
 def _check(spec: DecoderSpec, max_model_len: int) -> None:
     if spec.attention_scale <= 0.0:
-        raise ModelError(f"The description of family {spec.family!r} leaves attention_scale at {spec.attention_scale}; set it in its row.")
+        raise ModelError(
+            f"The description of family {spec.family!r} leaves attention_scale at {spec.attention_scale}; set it in its row."
+        )
     if not 1 <= max_model_len <= spec.max_positions:
         raise ConfigError(
             f"--max-model-len is {max_model_len}, but the model has {spec.max_positions} positions; give a length from 1 to {spec.max_positions}."

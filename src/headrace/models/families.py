@@ -74,7 +74,11 @@ def _by_type(fields: Fields, default: list[int | None], window: int | None) -> W
     if types is None:
         return default
     known = {"full_attention": None} if window is None else {"full_attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != len(default) or not all(isinstance(word, str) and word in known for word in types):
+    if (
+        not isinstance(types, list)
+        or len(types) != len(default)
+        or not all(isinstance(word, str) and word in known for word in types)
+    ):
         problem = f"must name {len(default)} layers as {' or '.join(known)}; other types (or sliding without a window) are not supported"
         raise fields.error("layer_types", problem)
     return [known[word] for word in types]
@@ -185,14 +189,19 @@ def _sizes(fields: Fields, layers: str, hidden: str, heads: str) -> tuple[int, i
 
 def _even_share(fields: Fields, hidden: int, heads: int) -> int:
     if hidden % heads:
-        raise fields.error("hidden_size", f"is {hidden}, which {heads} attention heads do not divide; the config is damaged or needs head_dim")
+        raise fields.error(
+            "hidden_size",
+            f"is {hidden}, which {heads} attention heads do not divide; the config is damaged or needs head_dim",
+        )
     return hidden // heads
 
 
 def _kv_heads(fields: Fields, heads: int) -> int:
     kv_heads = fields.optional_integer("num_key_value_heads", heads, high=heads) or heads
     if heads % kv_heads:
-        problem = f"is {kv_heads}, which does not divide num_attention_heads ({heads}); the config is damaged, fetch it again"
+        problem = (
+            f"is {kv_heads}, which does not divide num_attention_heads ({heads}); the config is damaged, fetch it again"
+        )
         raise fields.error("num_key_value_heads", problem)
     return kv_heads
 
@@ -278,12 +287,23 @@ def _family(config: Mapping[str, Any]) -> str:
     supported = f"Supported families are {', '.join(FAMILIES)}."
     family = config.get("model_type")
     if not isinstance(family, str):
-        raise ModelError(f"config.json names no model family (model_type is {family!r}). {supported}", param="model_type")
+        raise ModelError(
+            f"config.json names no model family (model_type is {family!r}). {supported}", param="model_type"
+        )
     if family not in FAMILIES:
-        needs = f"it needs {MISSING_FAMILIES[family]}" if family in MISSING_FAMILIES else "no row of models/families.py describes its block"
-        raise ModelError(f"config.json names the model family {family[:40]!r}, which is not supported yet: {needs}. {supported}", param="model_type")
+        needs = (
+            f"it needs {MISSING_FAMILIES[family]}"
+            if family in MISSING_FAMILIES
+            else "no row of models/families.py describes its block"
+        )
+        raise ModelError(
+            f"config.json names the model family {family[:40]!r}, which is not supported yet: {needs}. {supported}",
+            param="model_type",
+        )
     architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+    if not isinstance(architectures, list) or not all(
+        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures
+    ):
         raise ModelError(
             f"config.json ({family}): architectures is {str(architectures)[:80]}, but only causal language models (…ForCausalLM) are supported; "
             f"use a checkpoint with a language-model head.",

@@ -96,17 +96,27 @@ class GGUFCheckpoint:
                 )
             end = tensor.start + _num_bytes(tensor)
             if end > sizes[tensor.file]:
-                raise ModelError(f"{tensor.file} is truncated: {sizes[tensor.file]} bytes, but tensor {name[:80]} ends at {end}. Download it again.")
+                raise ModelError(
+                    f"{tensor.file} is truncated: {sizes[tensor.file]} bytes, but tensor {name[:80]} ends at {end}. Download it again."
+                )
         for path, size in sizes.items():
             self._check_gapless(path, size)
 
     def _check_gapless(self, path: Path, size: int) -> None:
         """Tensors do not overlap, and there is nothing but padding between and after them."""
-        placed = sorted((tensor.start, tensor.start + _num_bytes(tensor), name) for name, tensor in self._tensors.items() if tensor.file == path)
+        placed = sorted(
+            (tensor.start, tensor.start + _num_bytes(tensor), name)
+            for name, tensor in self._tensors.items()
+            if tensor.file == path
+        )
         at = placed[0][0]
         for start, end, name in [*placed, (size, size, "the end")]:
             if not 0 <= start - at < self._alignment:
-                what = f"overlaps the tensor before it by {at - start} bytes" if start < at else f"follows {start - at} stray bytes"
+                what = (
+                    f"overlaps the tensor before it by {at - start} bytes"
+                    if start < at
+                    else f"follows {start - at} stray bytes"
+                )
                 raise ModelError(f"{path} is damaged: {name[:80]} {what}. Download it again.")
             at = end
 
@@ -138,13 +148,16 @@ def _dequantised(data: Tensor, kind: int) -> Tensor:
         try:
             result[start : start + step] = dequantize(blocks[start : start + step], quant).reshape(-1, elements)
         except NotImplementedError as error:
-            raise ModelError(f"weights of GGUF type {quant.name} cannot be dequantized; use a file in F16, BF16, Q8_0 or a K-quant.") from error
+            raise ModelError(
+                f"weights of GGUF type {quant.name} cannot be dequantized; use a file in F16, BF16, Q8_0 or a K-quant."
+            ) from error
     return torch.from_numpy(result).flatten()
 
 
 def _restored(tensor: Tensor, origin: Origin) -> Tensor:
     if origin.change is Change.INTERLEAVED:
-        # [heads, head_dim / 2, 2, …] → [heads, 2, head_dim / 2, …]: neighbours (2i, 2i + 1) become halves (i, i + head_dim / 2)
+        # [heads, head_dim / 2, 2, …] → [heads, 2, head_dim / 2, …]: neighbours (2i, 2i + 1) become halves (i, i +
+        # head_dim / 2)
         split = tensor.reshape(origin.heads, -1, 2, *tensor.shape[1:])
         return split.transpose(1, 2).reshape(tensor.shape)
     if origin.change is Change.TRANSPOSED:

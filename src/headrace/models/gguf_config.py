@@ -27,11 +27,15 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     architecture = file.require("general.architecture", str)
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{path} has the GGUF architecture {architecture[:40]!r}, which is not supported; supported are {known}. Use one of those.")
+        raise ModelError(
+            f"{path} has the GGUF architecture {architecture[:40]!r}, which is not supported; supported are {known}. Use one of those."
+        )
     config = {**_common(file), **ARCHITECTURES[architecture](_Values(file, architecture))}
     if types := _packed_types(file, config):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
-    ids: dict[str, Any] = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
+    ids: dict[str, Any] = {
+        name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None
+    }
     return {name: value for name, value in config.items() if value is not None}, ids
 
 
@@ -46,14 +50,18 @@ class _Values:
         value: Any = self.file.get(self._prefix + key, (int, list))
         if isinstance(value, list):  # one entry a layer; only models whose layers are alike are supported
             if not value or len(set(value)) != 1 or not isinstance(value[0], int):
-                raise ModelError(f"{self.file.path}: {self._prefix}{key} differs from layer to layer, which is not supported; use another model.")
+                raise ModelError(
+                    f"{self.file.path}: {self._prefix}{key} differs from layer to layer, which is not supported; use another model."
+                )
             value = value[0]
         return None if value is None else int(value)
 
     def need(self, key: str) -> int:
         value = self.integer(key)
         if value is None:
-            raise ModelError(f"{self.file.path} has no {self._prefix}{key} in its metadata; it is not a complete model. Convert it again.")
+            raise ModelError(
+                f"{self.file.path} has no {self._prefix}{key} in its metadata; it is not a complete model. Convert it again."
+            )
         return value
 
     def number(self, key: str) -> float | None:
@@ -106,7 +114,11 @@ def _common(file: GGUFFile) -> dict[str, Any]:
 
 def _packed_types(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, str]:
     """The type of each quantized matrix, by its name in a checkpoint."""
-    packed = {name: tensor.type for name, tensor in file.tensors.items() if tensor.type not in _TYPE_NAMES and len(tensor.shape) >= 2}
+    packed = {
+        name: tensor.type
+        for name, tensor in file.tensors.items()
+        if tensor.type not in _TYPE_NAMES and len(tensor.shape) >= 2
+    }
     if not packed:
         return {}
     from gguf.constants import GGMLQuantizationType
@@ -118,7 +130,9 @@ def _packed_types(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _weight_type(file: GGUFFile) -> int:
     """The type of the first matrix of the first block: norms are in float32 whatever the rest is."""
-    matrices = (tensor.type for name, tensor in file.tensors.items() if name.startswith("blk.0.") and len(tensor.shape) >= 2)
+    matrices = (
+        tensor.type for name, tensor in file.tensors.items() if name.startswith("blk.0.") and len(tensor.shape) >= 2
+    )
     return next(matrices, F32)
 
 
@@ -138,9 +152,13 @@ def _rotary(values: _Values, model_type: str, architecture: str, *, partial: boo
     hidden = values.need("embedding_length")
     head_dim = values.integer("attention.key_length") or hidden // heads
     if values.integer("attention.value_length") not in (None, head_dim):
-        raise ModelError(f"{values.file.path}: attention.value_length differs from key_length, which is not supported; use another model.")
+        raise ModelError(
+            f"{values.file.path}: attention.value_length differs from key_length, which is not supported; use another model."
+        )
     if not partial and values.integer("rope.dimension_count") not in (None, head_dim):
-        raise ModelError(f"{values.file.path}: only part of each head is rotated, which {model_type} does not support here; use another model.")
+        raise ModelError(
+            f"{values.file.path}: only part of each head is rotated, which {model_type} does not support here; use another model."
+        )
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -168,8 +186,14 @@ def _rope_scaling(values: _Values, head_dim: int) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": values.need("rope.scaling.original_context_length")}
-    raise ModelError(f"{values.file.path}: rope.scaling.type is {kind!r}, which is not supported; linear, yarn and longrope are.")
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": values.need("rope.scaling.original_context_length"),
+        }
+    raise ModelError(
+        f"{values.file.path}: rope.scaling.type is {kind!r}, which is not supported; linear, yarn and longrope are."
+    )
 
 
 def _llama3_scaling(values: _Values, factors: list[float], head_dim: int) -> dict[str, Any]:
@@ -183,7 +207,9 @@ def _llama3_scaling(values: _Values, factors: list[float], head_dim: int) -> dic
             if len(made) == len(factors) and all(abs(a - b) <= 1e-3 * b for a, b in zip(made, factors, strict=True)):
                 names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
                 return {"rope_type": "llama3", **dict(zip(names, (factor, low, high, original), strict=True))}
-    raise ModelError(f"{values.file.path}: the factors in rope_freqs.weight follow no known scaling; use the safetensors checkpoint.")
+    raise ModelError(
+        f"{values.file.path}: the factors in rope_freqs.weight follow no known scaling; use the safetensors checkpoint."
+    )
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> list[float]:
@@ -216,7 +242,10 @@ def _llama(values: _Values) -> dict[str, Any]:
         }
     if window:
         return {**_rotary(values, "mistral", "MistralForCausalLM"), "sliding_window": window}
-    biased = {name: f"blk.0.{tensor}.bias" in values.file.tensors for name, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))}
+    biased = {
+        name: f"blk.0.{tensor}.bias" in values.file.tensors
+        for name, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))
+    }
     return {**_rotary(values, "llama", "LlamaForCausalLM"), **biased}
 
 
@@ -289,7 +318,9 @@ def _gpt2(values: _Values) -> dict[str, Any]:
 
 def _starcoder(values: _Values) -> dict[str, Any]:
     if values.integer("attention.head_count_kv") not in (None, 1):
-        raise ModelError(f"{values.file.path}: starcoder with more than one key head is not supported; use a multi-query model.")
+        raise ModelError(
+            f"{values.file.path}: starcoder with more than one key head is not supported; use a multi-query model."
+        )
     return {**_learned(values, "gpt_bigcode", "GPTBigCodeForCausalLM", "gelu_pytorch_tanh"), "multi_query": True}
 
 

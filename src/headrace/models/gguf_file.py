@@ -26,7 +26,19 @@ MAX_ITEMS = 1 << 23  # of all arrays together
 MAX_SHARDS = 999
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_SCALARS: Mapping[int, str] = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "B",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 F32, F16, BF16 = 0, 1, 30  # tensor types that need no dequantising
 
 T = TypeVar("T")
@@ -34,7 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """``shape`` in torch's order (rows first); ``start`` is the byte offset in ``file``, the model's own or one of its shards."""
+    """``shape`` in torch's order (rows first); ``start`` is the byte offset in ``file``, the model's own or one of its
+    shards."""
 
     type: int
     shape: tuple[int, ...]
@@ -73,7 +86,9 @@ def read_gguf(path: Path) -> GGUFFile:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}. Check the path and its permissions.") from error
+        raise ModelError(
+            f"cannot read {path}: {error.strerror or error}. Check the path and its permissions."
+        ) from error
     return _read_cached(path, stat.st_size, stat.st_mtime_ns)
 
 
@@ -89,17 +104,23 @@ def _with_shards(first: GGUFFile) -> GGUFFile:
         return first
     name = _SHARD.fullmatch(first.path.name)
     if name is None or int(name[3]) != count or not 1 < count <= MAX_SHARDS:
-        raise ModelError(f"{first.path} is one of {count} shards; give it the name it had, which ends in -00001-of-{count:05}.gguf.")
+        raise ModelError(
+            f"{first.path} is one of {count} shards; give it the name it had, which ends in -00001-of-{count:05}.gguf."
+        )
     paths = [first.path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, count + 1)]
     if int(name[2]) != 1:
         raise ModelError(f"{first.path} is shard {int(name[2])} of {count}; name the first, {paths[0]}.")
     if missing := [path.name for path in paths if not path.is_file()]:
-        raise ModelError(f"{first.path.parent} lacks {len(missing)} of {count} shards (first: {', '.join(missing[:3])}); download them.")
+        raise ModelError(
+            f"{first.path.parent} lacks {len(missing)} of {count} shards (first: {', '.join(missing[:3])}); download them."
+        )
     parts = [first.tensors, *(_read_head(path, path.stat().st_size).tensors for path in paths[1:])]
     held, said = sum(map(len, parts)), first.get("split.tensors.count", int)
     tensors = {name: tensor for part in parts for name, tensor in part.items()}
     if held != (said or held) or len(tensors) != held:
-        raise first.damaged(f"its {count} shards hold {held} tensors, {len(tensors)} of them different, but should hold {said}")
+        raise first.damaged(
+            f"its {count} shards hold {held} tensors, {len(tensors)} of them different, but should hold {said}"
+        )
     return replace(first, tensors=tensors)
 
 
@@ -112,7 +133,9 @@ def _read_head(path: Path, size: int) -> GGUFFile:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).file()
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}. Check the path and its permissions.") from error
+        raise ModelError(
+            f"cannot read {path}: {error.strerror or error}. Check the path and its permissions."
+        ) from error
 
 
 class _Reader:

@@ -48,7 +48,9 @@ _SPLITS: dict[str, _Split] = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), ((_LLAMA3,), False, False, False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), ((_QWEN2,), True, False, False)),
     "stablelm2": ((_QWEN2,), False, False, False),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), ((r"\p{N}", _GPT2), False, False, False)),
+    **dict.fromkeys(
+        ("starcoder", "refact", "command-r", "smollm", "codeshell"), ((r"\p{N}", _GPT2), False, False, False)
+    ),
     "tekken": ((_TEKKEN,), False, True, True),
     "gpt-4o": ((_GPT4O,), False, False, False),
     "deepseek-coder": (("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), False, False, False),
@@ -68,7 +70,9 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles | None:
         return None
     if kind not in _KINDS:
         known = ", ".join(_KINDS)
-        raise ModelError(f"{path} has a tokenizer of kind {kind[:40]!r}; supported are {known}. Give a tokenizer.json with --tokenizer.")
+        raise ModelError(
+            f"{path} has a tokenizer of kind {kind[:40]!r}; supported are {known}. Give a tokenizer.json with --tokenizer."
+        )
     tokenizer, bos = _KINDS[kind](file)
     return TokenizerFiles(str(path), json.dumps(tokenizer, ensure_ascii=False), _config(file, bos), {}, templates)
 
@@ -139,7 +143,10 @@ def _byte_level(file: GGUFFile) -> tuple[dict[str, Any], bool]:
 
 
 def _pre_tokenizer(patterns: tuple[str, ...]) -> dict[str, Any]:
-    splits = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 

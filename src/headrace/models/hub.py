@@ -95,7 +95,8 @@ def _fetch(hub: Any, model: HubId, wanted: Sequence[str]) -> Path:
     repository, revision = model.repository, model.revision
     try:
         fetch_large_files(hub, repository, revision, wanted)
-        # A name is its own pattern: none of the characters that patterns use is left in one (checked by needed_files' expressions).
+        # A name is its own pattern: none of the characters that patterns use is left in one (checked by needed_files'
+        # expressions).
         folder = hub.snapshot_download(
             repository,
             revision=revision,

@@ -1,6 +1,7 @@
 """The hub's shared cache, with one folder per repository in huggingface_hub's layout: reading, removing and filling it.
 
-    models--org--name/ blobs/ (files by their content)  snapshots/COMMIT/ (their names, links into blobs)  refs/ (revisions' commits)
+    models--org--name/ blobs/ (files by their content)  snapshots/COMMIT/ (their names, links into blobs)  refs/
+    (revisions' commits)
 
 huggingface_hub retries within one call, but starts a file again in the next. So files over LARGE_FILE are fetched into
 ``blobs/<etag>.part`` first and renamed when complete, and a killed download resumes at its last byte; the library then

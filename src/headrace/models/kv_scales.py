@@ -35,11 +35,16 @@ def load_kv_scales(decoder: Decoder, checkpoint: Checkpoint) -> int:
                 found[key] = target
     unused = sum(target is None for target in found.values())
     if unused:
-        _log.warning("%d scales for keys and values in FP8 are not used: give --kv-cache-dtype fp8 to store the cache in FP8", unused)
+        _log.warning(
+            "%d scales for keys and values in FP8 are not used: give --kv-cache-dtype fp8 to store the cache in FP8",
+            unused,
+        )
         return 0
     if found and len(found) < 2 * decoder.spec.num_layers:
         missing = 2 * decoder.spec.num_layers - len(found)
-        raise ModelError(f"the checkpoint has {len(found)} scales for keys and values and lacks {missing}. Download it again, or use another cache.")
+        raise ModelError(
+            f"the checkpoint has {len(found)} scales for keys and values and lacks {missing}. Download it again, or use another cache."
+        )
     for key, target in found.items():
         assert target is not None
         _fill(target, checkpoint.read(key), key)
@@ -50,8 +55,12 @@ def _fill(target: Tensor, scale: Tensor, key: str) -> None:
     """``target`` [kv_heads], float32; ``scale``: one element, or as many as ``target``."""
     wide = scale.float().flatten()
     if wide.numel() not in (1, target.numel()):
-        raise ModelError(f"{key} has {wide.numel()} elements; a scale has one, or one for each of {target.numel()} KV heads. Check config.json.")
+        raise ModelError(
+            f"{key} has {wide.numel()} elements; a scale has one, or one for each of {target.numel()} KV heads. Check config.json."
+        )
     if not bool((wide.isfinite() & (wide > 0)).all()):
         bad = next(value for value in wide.tolist() if not 0 < value < float("inf"))
-        raise ModelError(f"{key} is {bad}, which is not a valid scale. Download the checkpoint again, or give --kv-cache-dtype auto or int8.")
+        raise ModelError(
+            f"{key} is {bad}, which is not a valid scale. Download the checkpoint again, or give --kv-cache-dtype auto or int8."
+        )
     target.copy_(wide.expand(target.shape))

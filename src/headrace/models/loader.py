@@ -30,7 +30,9 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def load_weights(decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[WeightRule], ignored: Sequence[str], dtype: torch.dtype) -> None:
+def load_weights(
+    decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[WeightRule], ignored: Sequence[str], dtype: torch.dtype
+) -> None:
     """Fills every parameter and uses (or ignores) every key; otherwise a ModelError names the first few.
 
     ``dtype`` is the parameters' type, to which tensors are cast while they are copied. The caller must call the
@@ -57,10 +59,14 @@ def _as_stored(rule: WeightRule, names: KeyNames) -> WeightRule | None:
     if rule.stored is None:
         return rule
     usual, first = rule.stored.on_disk[0], next(_sources(rule))
-    found = next((each for each in rule.stored.on_disk if names.find(first.removesuffix(usual) + each) is not None), None)
+    found = next(
+        (each for each in rule.stored.on_disk if names.find(first.removesuffix(usual) + each) is not None), None
+    )
     if found is None:
         return None if rule.stored.optional else rule
-    return replace(rule, sources=tuple(tuple(each.removesuffix(usual) + found for each in group) for group in rule.sources))
+    return replace(
+        rule, sources=tuple(tuple(each.removesuffix(usual) + found for each in group) for group in rule.sources)
+    )
 
 
 def _layer_ends(rules: Iterable[WeightRule], parameters: Mapping[str, nn.Parameter]) -> list[int]:
@@ -92,7 +98,9 @@ def _source(copy: _Copy, checkpoint: SafetensorsCheckpoint) -> Source:
     pitch = math.prod(copy.whole[1:]) * dtype.itemsize
     shape = tuple(part.stop - part.start for part in copy.box)
     begin = entry.start + copy.box[0].start * pitch + (copy.box[1].start * dtype.itemsize if len(shape) > 1 else 0)
-    return Source(entry.file, begin, dtype, shape, copy.target, copy.transpose, 0 if shape[1:] == copy.whole[1:] else pitch)
+    return Source(
+        entry.file, begin, dtype, shape, copy.target, copy.transpose, 0 if shape[1:] == copy.whole[1:] else pitch
+    )
 
 
 def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int], None]) -> None:
@@ -100,12 +108,20 @@ def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int
     devices = {copy.target.device for copy in copies}
     if isinstance(checkpoint, SafetensorsCheckpoint) and all(device.type == "cuda" for device in devices):
         for device in devices:
-            stream([_source(copy, checkpoint) for copy in copies if copy.target.device == device], device, filled=filled)
+            stream(
+                [_source(copy, checkpoint) for copy in copies if copy.target.device == device], device, filled=filled
+            )
         return
     with torch.inference_mode():
         for copy in copies:
             tensor = checkpoint.read(copy.key)
-            tensor = tensor.view(copy.whole)[copy.box] if copy.box else tensor if copy.transpose else tensor.view(copy.target.shape)
+            tensor = (
+                tensor.view(copy.whole)[copy.box]
+                if copy.box
+                else tensor
+                if copy.transpose
+                else tensor.view(copy.target.shape)
+            )
             copy.target.copy_(tensor.t() if copy.transpose else tensor)
             filled(copy.target.nbytes)
 
@@ -152,11 +168,15 @@ def _check_complete(rules: list[WeightRule], names: KeyNames) -> None:
         )
 
 
-def _check_nothing_left(rules: list[WeightRule], names: KeyNames, ignored: Sequence[str], checkpoint: Checkpoint) -> None:
+def _check_nothing_left(
+    rules: list[WeightRule], names: KeyNames, ignored: Sequence[str], checkpoint: Checkpoint
+) -> None:
     used = {names[source] for rule in rules for source in _sources(rule)}
     patterns = [re.compile(pattern) for pattern in ignored]
     left = (key for key in names.keys - used if not _is_ignored(key, patterns))
-    unknown = sorted(key for key in left if not (key.endswith(".bias") and not checkpoint.read(key).any()))  # some tools write biases of zeros
+    unknown = sorted(
+        key for key in left if not (key.endswith(".bias") and not checkpoint.read(key).any())
+    )  # some tools write biases of zeros
     if unknown:
         raise ModelError(
             f"the checkpoint holds {len(unknown)} tensors that this model has no place for (first: {_few(unknown)}); "
@@ -172,9 +192,13 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(name[:100] for name in names[:3]) + (", …" if len(names) > 3 else "")
 
 
-def _copies(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, names: KeyNames, dtype: torch.dtype) -> Iterator[_Copy]:
+def _copies(
+    parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, names: KeyNames, dtype: torch.dtype
+) -> Iterator[_Copy]:
     if rule.stored is None and parameter.dtype != dtype and parameter.dtype != torch.float32:
-        raise ModelError(f"parameter {rule.target} is {parameter.dtype} but weights load as {dtype}; build the decoder with that dtype.")
+        raise ModelError(
+            f"parameter {rule.target} is {parameter.dtype} but weights load as {dtype}; build the decoder with that dtype."
+        )
     stored = checkpoint.dtype(names[next(_sources(rule))])
     if -1 in rule.shape:  # as long as the longest
         longest = max(math.prod(checkpoint.shape(names[source])) for source in _sources(rule))
@@ -185,7 +209,9 @@ def _copies(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, n
     if rule.cut is not None and (not rule.cut.bias or sum(map(len, rule.cut.rows)) < len(parameter)):
         parameter.data.zero_()  # what no tensor fills: a bias that is another rank's, tokens that are none
     if len(groups) != len(rule.sources):
-        raise ModelError(f"{rule.target} stacks {len(groups)} tensors but the checkpoint has {len(rule.sources)}; check num_experts in config.json.")
+        raise ModelError(
+            f"{rule.target} stacks {len(groups)} tensors but the checkpoint has {len(rule.sources)}; check num_experts in config.json."
+        )
     for target, sources in zip(groups, rule.sources, strict=True):
         target = target[: math.prod(checkpoint.shape(names[sources[0]]))] if -1 in rule.shape else target
         yield from _copies_of_group(target, rule, [names[source] for source in sources], checkpoint)
@@ -214,7 +240,9 @@ def _copies_of_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoi
         start += count
 
 
-def _cut_copies(key: str, target: Tensor, cut: Cut, first: int, shape: tuple[int, ...], *, transpose: bool) -> Iterator[_Copy]:
+def _cut_copies(
+    key: str, target: Tensor, cut: Cut, first: int, shape: tuple[int, ...], *, transpose: bool
+) -> Iterator[_Copy]:
     """Of a tensor [out, …] that holds rows ``first`` … of the whole: what belongs to the cut."""
     if target.dim() == 1 and not cut.bias:
         return
@@ -273,7 +301,12 @@ def fill_dummy(decoder: nn.Module, seed: int, apart: Collection[str] = (), rank:
     norms, close to 1.
     """
     with torch.inference_mode():
-        packed = {id(parameter) for module in decoder.modules() if isinstance(module, Piece) for parameter in module.make_up(seed)}
+        packed = {
+            id(parameter)
+            for module in decoder.modules()
+            if isinstance(module, Piece)
+            for parameter in module.make_up(seed)
+        }
         for name, parameter in decoder.named_parameters():
             if id(parameter) not in packed:
                 own = f" {rank}" if rank and (name in apart or name.rpartition(".")[0] in apart) else ""

@@ -15,7 +15,8 @@ from headrace.spec import RopeSpec
 
 
 def read_rope(fields: Fields, head_dim: int, positions: int, *, default_theta: float, partial: bool) -> RopeSpec:
-    """Reads a config's rotary fields; ``positions`` is its max_position_embeddings. ``partial``: the family may rotate part of a head."""
+    """Reads a config's rotary fields; ``positions`` is its max_position_embeddings. ``partial``: the family may rotate
+    part of a head."""
     theta = fields.number("rope_theta", default_theta)
     share = fields.number("partial_rotary_factor", 1.0, high=1.0) if partial else 1.0
     trained = fields.optional_integer("original_max_position_embeddings", 4096 if partial else None)
@@ -71,7 +72,10 @@ def _dynamic(scaling: Fields, rotary_dim: int, positions: int, trained: int | No
 def _llama3(scaling: Fields, rotary_dim: int, positions: int, trained: int | None) -> dict[str, Any]:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if low >= high:
-        raise scaling.error("low_freq_factor", f"is {low:g}, not below high_freq_factor ({high:g}); the config is damaged, fetch it again")
+        raise scaling.error(
+            "low_freq_factor",
+            f"is {low:g}, not below high_freq_factor ({high:g}); the config is damaged, fetch it again",
+        )
     return {
         "kind": "llama3",
         "factor": scaling.number("factor", high=1e4),
@@ -85,7 +89,11 @@ def _yarn(scaling: Fields, rotary_dim: int, positions: int, trained: int | None)
     original = _trained_length(scaling, trained, positions)
     factor = scaling.optional_number("factor") or positions / original
     mscale, mscale_all = scaling.optional_number("mscale"), scaling.optional_number("mscale_all_dim")
-    inferred = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all) if mscale and mscale_all else _yarn_mscale(factor, 1.0)
+    inferred = (
+        _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
+        if mscale and mscale_all
+        else _yarn_mscale(factor, 1.0)
+    )
     return {
         "kind": "yarn",
         "factor": factor,

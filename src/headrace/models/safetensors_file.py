@@ -18,7 +18,9 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.source import MAX_INDEX_BYTES, read_json, refuse_lfs_pointer
 
-MAX_HEADER_BYTES = 16 * 2**20  # the largest checkpoints' have a hundredth; the format's own limit would take memory and seconds
+MAX_HEADER_BYTES = (
+    16 * 2**20
+)  # the largest checkpoints' have a hundredth; the format's own limit would take memory and seconds
 MAX_TENSORS = 1 << 17
 
 DTYPE_BYTES: Mapping[str, int] = {
@@ -51,12 +53,18 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             raw = beginning[:8]
             length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
             if MAX_HEADER_BYTES < length <= size - 8:
-                raise ModelError(f"{file} has a header of {length} bytes, over the limit of {MAX_HEADER_BYTES}; split it into shards.")
+                raise ModelError(
+                    f"{file} has a header of {length} bytes, over the limit of {MAX_HEADER_BYTES}; split it into shards."
+                )
             if not 2 <= length <= size - 8:
-                raise ModelError(f"{file} is not a safetensors file or is truncated: {size} bytes, a header of {length}. {_AGAIN}")
+                raise ModelError(
+                    f"{file} is not a safetensors file or is truncated: {size} bytes, a header of {length}. {_AGAIN}"
+                )
             text = stream.read(length)
     except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the path and its permissions.") from error
+        raise ModelError(
+            f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
+        ) from error
     return _entries(file, _parse(file, text), length + 8, size)
 
 
@@ -113,10 +121,18 @@ def _check_gapless(file: Path, entries: Mapping[str, TensorEntry], base: int, si
 def _entry(file: Path, name: str, value: Any, base: int) -> TensorEntry:
     fields: dict[str, Any] = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key, ()) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if (
+        not isinstance(dtype, str)
+        or not _naturals(shape)
+        or not _naturals(offsets)
+        or len(offsets) != 2
+        or offsets[0] > offsets[1]
+    ):
         raise ModelError(f"{file}: the header's entry for {name[:80]!r} is damaged. {_AGAIN}")
     if dtype not in DTYPE_BYTES:
-        raise ModelError(f"{file}: tensor {name[:80]!r} has dtype {dtype[:20]!r}, which is not known; known are {', '.join(DTYPE_BYTES)}.")
+        raise ModelError(
+            f"{file}: tensor {name[:80]!r} has dtype {dtype[:20]!r}, which is not known; known are {', '.join(DTYPE_BYTES)}."
+        )
     wanted = math.prod(shape) * DTYPE_BYTES[dtype]
     if offsets[1] - offsets[0] != wanted:
         raise ModelError(
@@ -126,7 +142,9 @@ def _entry(file: Path, name: str, value: Any, base: int) -> TensorEntry:
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 16 and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return (
+        isinstance(value, list) and len(value) <= 16 and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    )
 
 
 def read_sharded(folder: Path) -> dict[str, TensorEntry]:
@@ -138,7 +156,9 @@ def read_sharded(folder: Path) -> dict[str, TensorEntry]:
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files[:4])
-        raise ModelError(f"{folder} holds {len(files)} safetensors files ({names}) but no model.safetensors.index.json; download the index too.")
+        raise ModelError(
+            f"{folder} holds {len(files)} safetensors files ({names}) but no model.safetensors.index.json; download the index too."
+        )
     return read_header(files[0])
 
 
@@ -164,7 +184,11 @@ def _check_shards(folder: Path, shards: list[str]) -> None:
     """A shard's name must be a plain file name: an index cannot reach outside its folder."""
     strange = [name for name in shards if Path(name).name != name or not name.endswith(".safetensors")]
     if strange:
-        raise ModelError(f"{folder}/model.safetensors.index.json names {strange[0][:80]!r}, which is not a plain .safetensors file name. {_AGAIN}")
+        raise ModelError(
+            f"{folder}/model.safetensors.index.json names {strange[0][:80]!r}, which is not a plain .safetensors file name. {_AGAIN}"
+        )
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} shards (first: {', '.join(missing[:3])}); download them.")
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(shards)} shards (first: {', '.join(missing[:3])}); download them."
+        )

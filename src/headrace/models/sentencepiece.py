@@ -25,17 +25,23 @@ def tokenizer_json_from_sentencepiece(file: Path, config: Mapping[str, Any], spe
     """Raises ModelError for a damaged file and for models that are not plain BPE."""
     try:
         if file.stat().st_size > MAX_MODEL_BYTES:
-            raise ModelError(f"{file} has {file.stat().st_size} bytes, over the limit of {MAX_MODEL_BYTES}; download it again.")
+            raise ModelError(
+                f"{file} has {file.stat().st_size} bytes, over the limit of {MAX_MODEL_BYTES}; download it again."
+            )
         data = file.read_bytes()
         refuse_lfs_pointer(file, data[:1024])
         model = _model(data)
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror or error}. Check its permissions.") from error
     except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
-        raise ModelError(f"{file} is not a SentencePiece model or is damaged ({error}); download it again, or give a tokenizer.json.") from error
+        raise ModelError(
+            f"{file} is not a SentencePiece model or is damaged ({error}); download it again, or give a tokenizer.json."
+        ) from error
     pieces, kind, charsmap, prefix = model
     if kind != _BPE or charsmap:
-        raise ModelError(f"{file} is a SentencePiece model of a kind that needs its tokenizer.json (only plain BPE is read); add tokenizer.json.")
+        raise ModelError(
+            f"{file} is a SentencePiece model of a kind that needs its tokenizer.json (only plain BPE is read); add tokenizer.json."
+        )
     return json.dumps(bpe_tokenizer(pieces, add_space_prefix=prefix))
 
 

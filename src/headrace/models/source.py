@@ -26,7 +26,13 @@ MAX_TOKENIZER_BYTES = 512 * 2**20
 MAX_TEMPLATE_BYTES = 4 * 2**20
 
 _DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.ckpt.index", "tf_model.h5")
+_PICKLES = (
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "consolidated.00.pth",
+    "model.ckpt.index",
+    "tf_model.h5",
+)
 
 
 class WeightFormat(str, Enum):
@@ -123,7 +129,9 @@ def _locate(model: str | None, *, with_weights: bool) -> tuple[Path, str]:
         return _folder(path), path.resolve().name
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelError(f"{model} is a file but not a .gguf; name the folder that holds config.json, or a .gguf file.")
+            raise ModelError(
+                f"{model} is a file but not a .gguf; name the folder that holds config.json, or a .gguf file."
+            )
         return path, path.stem
     folder, colon, quantisation = model.rpartition(":")
     if colon and as_path(folder).is_dir():
@@ -149,8 +157,12 @@ def only_gguf(folder: Path) -> Path:
         return folder / found[0][0]
     if found:
         names = ", ".join(files[0] for files in found[:4])
-        raise ModelError(f"{folder} holds {len(found)} .gguf files ({names}); name one of them, or a quantization after a colon, like :Q4_K_M.")
-    raise ModelError(f"{folder} holds neither config.json nor a .gguf file; name a model's folder, a .gguf file or a hub id.")
+        raise ModelError(
+            f"{folder} holds {len(found)} .gguf files ({names}); name one of them, or a quantization after a colon, like :Q4_K_M."
+        )
+    raise ModelError(
+        f"{folder} holds neither config.json nor a .gguf file; name a model's folder, a .gguf file or a hub id."
+    )
 
 
 def _hub_id(model: str, path: Path) -> HubId:
@@ -180,7 +192,9 @@ def _weight_format(path: Path, load_format: str) -> WeightFormat:
         raise ModelError(
             f"{path} holds {pickles[0]} but no safetensors; pickled weights can run code and are never loaded. Convert them to safetensors."
         )
-    raise ModelError(f"{path} holds no weights (*.safetensors); download them, or use --load-format dummy for random ones.")
+    raise ModelError(
+        f"{path} holds no weights (*.safetensors); download them, or use --load-format dummy for random ones."
+    )
 
 
 def _describe(path: Path, name: str, weights: WeightFormat, generation_config: str) -> ModelSource:
@@ -205,7 +219,9 @@ def _generation_defaults(generation: dict[str, Any], choice: str) -> dict[str, A
     folder = as_path(choice)
     file = folder / "generation_config.json" if folder.is_dir() else folder
     if not file.is_file():
-        raise ModelError(f"--generation-config is {choice!r}: there is no {file}. Give auto, headrace, or a folder with generation_config.json.")
+        raise ModelError(
+            f"--generation-config is {choice!r}: there is no {file}. Give auto, headrace, or a folder with generation_config.json."
+        )
     return read_json(file)
 
 
@@ -225,14 +241,20 @@ def read_bounded(file: Path, limit: int) -> str:
     try:
         size = file.stat().st_size
         if size > limit:
-            raise ModelError(f"{file} has {size} bytes, over the limit of {limit}; it is damaged or not what its name says. Download it again.")
+            raise ModelError(
+                f"{file} has {size} bytes, over the limit of {limit}; it is damaged or not what its name says. Download it again."
+            )
         content = file.read_bytes()
         refuse_lfs_pointer(file, content[:1024])
         return content.decode("utf-8")
     except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the path and its permissions.") from error
+        raise ModelError(
+            f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
+        ) from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again.") from error
+        raise ModelError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again."
+        ) from error
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -327,8 +349,11 @@ def _configured_templates(value: Any, origin: str) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     named = isinstance(value, list) and all(
-        isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str) for item in value
+        isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+        for item in value
     )
     if not named:
-        raise ModelError(f"{origin}: chat_template is neither a string nor a list of named templates; give --chat-template instead.")
+        raise ModelError(
+            f"{origin}: chat_template is neither a string nor a list of named templates; give --chat-template instead."
+        )
     return {item["name"]: item["template"] for item in value}

@@ -62,7 +62,10 @@ def bpe_tokenizer(pieces: Sequence[Piece], *, add_space_prefix: bool) -> dict[st
     return {
         "version": "1.0",
         "added_tokens": added_tokens(pieces, normalized=not add_space_prefix),
-        "normalizer": {"type": "Sequence", "normalizers": [*prepend, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]},
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*prepend, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
+        },
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": _decoder(strip_prefix=add_space_prefix),
@@ -91,7 +94,9 @@ def merges_by_score(pieces: Sequence[Piece], vocab: dict[str, int]) -> list[tupl
     difference (tests check this).
     """
     mergeable = (PieceType.NORMAL, PieceType.USER_DEFINED, PieceType.UNUSED)
-    ranked = sorted((piece for piece in pieces if piece.type in mergeable and len(piece.text) > 1), key=lambda piece: -piece.score)
+    ranked = sorted(
+        (piece for piece in pieces if piece.type in mergeable and len(piece.text) > 1), key=lambda piece: -piece.score
+    )
     merges: list[tuple[str, str]] = []
     for piece in ranked:
         text = piece.text

@@ -4,8 +4,10 @@ of its own.
 What lives here: reading, copying, casting on the device. What may not: file formats, names, which tensor belongs where
 (loader.py).
 
-    reader        | read span 0 | read span 2 | …           A reader fills one buffer while the copy from its other one is under way;
-    copy engine         | copy span 0 | copy span 2 | …     spans are taken as readers become free, largest files or not. Host memory in
+    reader        | read span 0 | read span 2 | …           A reader fills one buffer while the copy from its other one
+    is under way;
+    copy engine         | copy span 0 | copy span 2 | …     spans are taken as readers become free, largest files or
+    not. Host memory in
     reader        | read span 1       | read span 3 | …     use: readers × 2 × the size of a buffer.
 """
 
@@ -141,7 +143,9 @@ class _Lane:
         self._closing = ExitStack()
 
     def __enter__(self) -> _Lane:
-        current: AbstractContextManager[object] = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        current: AbstractContextManager[object] = (
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
         self._closing.enter_context(current)
         return self
 
@@ -182,7 +186,9 @@ class _Lane:
             try:
                 self._files[file] = os.open(file, os.O_RDONLY)
             except OSError as error:
-                raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the path and its permissions.") from error
+                raise ModelError(
+                    f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
+                ) from error
         return self._files[file]
 
 
@@ -193,7 +199,11 @@ def _read(file: Path, descriptor: int, view: memoryview, offset: int) -> None:
         try:
             count = os.preadv(descriptor, [view[done:]], offset + done)
         except OSError as error:
-            raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the disk, or download the file again.") from error
+            raise ModelError(
+                f"cannot read {file}: {error.strerror or error}. Check the disk, or download the file again."
+            ) from error
         if count == 0:
-            raise ModelError(f"{file} ends at byte {offset + done}, within a tensor; it was changed while it was read. Download the file again.")
+            raise ModelError(
+                f"{file} ends at byte {offset + done}, within a tensor; it was changed while it was read. Download the file again."
+            )
         done += count

@@ -76,8 +76,8 @@ def _names(spec: DecoderSpec) -> Names:
     return names_of(spec.family)
 
 
-# What a cache in FP8 takes its scales from (kv_scales.py), and scales of inputs in 4 bits, which stay in the type the model
-# computes in.
+# What a cache in FP8 takes its scales from (kv_scales.py), and scales of inputs in 4 bits, which stay in the type the
+# model computes in.
 _KV_SCALES = r".*\.[kv]_(proj\.([kv]_|output_)?)?(scale|zero_point)"
 _OF_WHOLE = r".*\.(g_idx|weight_shape)"  # what says nothing of a part: groups in order, a shape
 _UNUSED_SCALES = r".*\.(input_global_scale|weight_format)"
@@ -108,7 +108,8 @@ def kv_scale_names(spec: DecoderSpec, layer: int) -> tuple[tuple[str, ...], tupl
 
 
 def weight_rules(spec: DecoderSpec, cuts: Mapping[str, Cut] = MappingProxyType({})) -> Iterator[WeightRule]:
-    """One rule for every parameter of the decoder, in the order in which it computes. ``cuts``: of a rank's weights, by name."""
+    """One rule for every parameter of the decoder, in the order in which it computes. ``cuts``: of a rank's weights, by
+    name."""
     names = _names(spec)
     for weight in weights(spec):
         if not weight.tied:

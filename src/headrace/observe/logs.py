@@ -135,13 +135,22 @@ class JsonLines(_Lines):
 
     def format(self, record: logging.LogRecord) -> str:
         when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z"
-        head = {"time": when, "level": record.levelname.lower(), "logger": record.name, "message": printable(record.getMessage())}
+        head = {
+            "time": when,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": printable(record.getMessage()),
+        }
         return json.dumps({**head, **self.facts(record)}, default=str)
 
 
 def printable(text: str) -> str:
     """Escapes everything that is not a visible character: a line remains one line and cannot control a terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )
 
 
 def _word(value: Any) -> str:
@@ -153,7 +162,9 @@ def _word(value: Any) -> str:
 def _facts(record: logging.LogRecord) -> Mapping[str, Any]:
     facts: dict[str, Any] = dict(getattr(record, "facts", ()))
     if record.exc_info is not None and record.exc_info[1] is not None:
-        facts["exception"] = _exception(record.exc_info[1], with_text=logging.getLogger("headrace").isEnabledFor(logging.DEBUG))
+        facts["exception"] = _exception(
+            record.exc_info[1], with_text=logging.getLogger("headrace").isEnabledFor(logging.DEBUG)
+        )
     return facts
 
 
@@ -166,7 +177,9 @@ def _exception(error: BaseException, *, with_text: bool) -> str:
 def _places(trace: TracebackType | None) -> list[str]:
     """Our own files by their path in the package, others by name only."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(trace)]
-    return [f"{path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name}:{line}" for path, line in frames]
+    return [
+        f"{path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name}:{line}" for path, line in frames
+    ]
 
 
 def configure_child() -> None:

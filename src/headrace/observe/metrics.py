@@ -18,7 +18,11 @@ from headrace.cost.speed import CALIBRATED_EVERY, MISJUDGED, FadingError, Line, 
 from headrace.request import Request, SequenceOutput, StepAccount, StepPlan, StepResult, column_of
 
 if TYPE_CHECKING:
-    from headrace.cost.cost_model import CostModel, StepCost, StepLoad  # the web process counts without pricing: it need not load numpy
+    from headrace.cost.cost_model import (
+        CostModel,
+        StepCost,
+        StepLoad,
+    )  # the web process counts without pricing: it need not load numpy
     from headrace.sequence import Sequence as SequenceRecord
 
 # Upper bounds, in seconds where nothing else is said.
@@ -121,7 +125,7 @@ class StepRecord:
 
 
 def kind_of(rows: int, decodes: int, sampled: int) -> str:
-    """"decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did, or
+    """ "decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did, or
     the single token of some row was a part of a prompt, after which nothing is sampled."""
     if decodes == rows and sampled >= rows:
         return "decode"
@@ -202,7 +206,11 @@ class StepRecorder:
         did."""
         if self._speed is None:
             lines = {kind: each.line for kind, each in self._fits.items() if each.ready}
-            slowest = Line(max(each.slope for each in lines.values()), max(each.overhead for each in lines.values())) if lines else self._guess()
+            slowest = (
+                Line(max(each.slope for each in lines.values()), max(each.overhead for each in lines.values()))
+                if lines
+                else self._guess()
+            )
             decode, mixed, prefill = (lines.get(kind, slowest) for kind in ("decode", "mixed", "prefill"))
             self._speed = StepSpeed(decode, mixed, prefill, self._tail.ratio, self._gap, self._steering.share)
         return self._speed
@@ -226,7 +234,11 @@ class StepRecorder:
 
     def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> StepRecord:
         """Uses the device's own time if the executor reports one, otherwise the time from submission to collection."""
-        measured = result.device_seconds if result is not None and result.device_seconds > 0 else times.collected - times.submitted
+        measured = (
+            result.device_seconds
+            if result is not None and result.device_seconds > 0
+            else times.collected - times.submitted
+        )
         begin, end, idle = self._timeline.place(times, measured, result.idle_seconds if result is not None else None)
         record = self._record(plan, result, measured, times.host_seconds, (idle, begin, end))
         self._ring.append(record)
@@ -237,7 +249,9 @@ class StepRecorder:
         """Seconds this step should take, judging by earlier steps of its kind; 0.0 without a cost model."""
         if self._cost_model is None:
             return 0.0
-        return self._predicted(kind_of(len(plan.rows), plan.counts.count(1), len(plan.sample_work)), self._cost_model.estimate(plan))
+        return self._predicted(
+            kind_of(len(plan.rows), plan.counts.count(1), len(plan.sample_work)), self._cost_model.estimate(plan)
+        )
 
     def _predicted(self, kind: str, cost: StepCost) -> float:
         """From the profile alone until there were enough steps of this kind."""
@@ -245,18 +259,41 @@ class StepRecorder:
         return fitted.predict(cost.floor_seconds) if fitted.ready else cost.seconds
 
     def _record(
-        self, plan: StepPlan, result: StepResult | None, measured: float, host_seconds: float, placed: tuple[float, float, float]
+        self,
+        plan: StepPlan,
+        result: StepResult | None,
+        measured: float,
+        host_seconds: float,
+        placed: tuple[float, float, float],
     ) -> StepRecord:
         failed = result is None
         rows, decodes, sampled = len(plan.rows), plan.counts.count(1), len(plan.sample_work)
         if self._cost_model is None:
             tokens = plan.num_tokens
-            return StepRecord(plan.step_id, rows, decodes, tokens, sampled, 0.0, 0.0, 0.0, 0.0, measured, host_seconds, None, failed, 0.0, *placed)
+            return StepRecord(
+                plan.step_id,
+                rows,
+                decodes,
+                tokens,
+                sampled,
+                0.0,
+                0.0,
+                0.0,
+                0.0,
+                measured,
+                host_seconds,
+                None,
+                failed,
+                0.0,
+                *placed,
+            )
         load = self._cost_model.load_of(plan)
         cost = self._cost_model.estimate_load(load)
         fraction = cost.floor_seconds / measured if measured > 0 and not failed else None
         kind = kind_of(rows, decodes, sampled)
-        predicted = self._predicted(kind, cost)  # before this step teaches anything: its error is that of a true prediction
+        predicted = self._predicted(
+            kind, cost
+        )  # before this step teaches anything: its error is that of a true prediction
         if result is not None:
             self._learn(kind, cost.floor_seconds, predicted, measured, placed[0])
             self._errors["learned"].observe(predicted, measured)
@@ -264,8 +301,21 @@ class StepRecorder:
                 computed = replace(load, filled=result.graph_tokens)
                 self._errors["calibrated"].observe(self._calibrated(computed, decodes == rows), measured)
         return StepRecord(
-            plan.step_id, rows, decodes, load.tokens, sampled, cost.bytes, cost.flops,
-            cost.floor_seconds, predicted, measured, host_seconds, fraction, failed, cost.overlapped_floor_seconds, *placed,
+            plan.step_id,
+            rows,
+            decodes,
+            load.tokens,
+            sampled,
+            cost.bytes,
+            cost.flops,
+            cost.floor_seconds,
+            predicted,
+            measured,
+            host_seconds,
+            fraction,
+            failed,
+            cost.overlapped_floor_seconds,
+            *placed,
         )
 
     def _learn(self, kind: str, floor: float, predicted: float, measured: float, idle: float) -> None:
@@ -282,7 +332,9 @@ class StepRecorder:
         self._sums["promised_steps"] += 1
         self._sums["kept_steps"] += kept
         self._sums["overfull_steps"] += not kept and record.kind == "decode"
-        if record.kind == "decode" or self._fits["mixed"].ready:  # until then the price of a prompt is a guess, which steps will correct
+        if (
+            record.kind == "decode" or self._fits["mixed"].ready
+        ):  # until then the price of a prompt is a guess, which steps will correct
             misjudged = record.measured_seconds > MISJUDGED * record.predicted_seconds
             self._steering.observe(record.tokens - min(record.decodes, record.sampled), kept=kept, misjudged=misjudged)
             self._speed = None
@@ -302,7 +354,9 @@ class StepRecorder:
         self.step_tokens.observe(record.tokens)
         if record.fraction is not None:
             self.fraction.observe(record.fraction)
-            self.prediction_error.observe(record.measured_seconds / record.predicted_seconds if record.predicted_seconds else 0.0)
+            self.prediction_error.observe(
+                record.measured_seconds / record.predicted_seconds if record.predicted_seconds else 0.0
+            )
 
     def summary(self) -> dict[str, Any]:
         """A plain dict of constant size: sums, histograms and the last record; it is sent to the front end
@@ -349,7 +403,9 @@ class _Account:
             self.total_share += share
 
     def read(self) -> StepAccount:
-        return StepAccount(self.steps, self.total_share / self.shares if self.shares else None, sum(self.preemptions.values()))
+        return StepAccount(
+            self.steps, self.total_share / self.shares if self.shares else None, sum(self.preemptions.values())
+        )
 
 
 class StepAccounts:

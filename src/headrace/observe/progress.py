@@ -100,7 +100,9 @@ class ProgressLine:
     def _draw(self, *, force: bool = False) -> None:
         if self._line.visible:
             rate = self._tokens / max(1e-9, time.perf_counter() - self._start)
-            done = f"{_bar(self._done / self._total)} {self._done}/{self._total}" if self._total else f"{self._done} done"
+            done = (
+                f"{_bar(self._done / self._total)} {self._done}/{self._total}" if self._total else f"{self._done} done"
+            )
             self._line.draw(f"{self._desc} {done}, {rate:.0f} tokens/s", force=force)
 
 
@@ -112,7 +114,13 @@ class LoadingLine:
     LINE_SECONDS; longer loads are summed up at the end.
     """
 
-    def __init__(self, total: int, layer_ends: Sequence[int] = (), stream: TextIO | None = None, tell: Callable[[str], None] = say) -> None:
+    def __init__(
+        self,
+        total: int,
+        layer_ends: Sequence[int] = (),
+        stream: TextIO | None = None,
+        tell: Callable[[str], None] = say,
+    ) -> None:
         self._line, self._tell, self._lock = TerminalLine(stream), tell, threading.Lock()
         self._total, self._layer_ends, self._done = total, layer_ends, 0
         self._start = self._told = time.perf_counter()
@@ -134,12 +142,18 @@ class LoadingLine:
             self._tell(f"Loaded {said_bytes(self._done)} of weights in {seconds:.0f} s.")
 
     def _said(self, now: float) -> str:
-        layers = f", {bisect_right(self._layer_ends, self._done)} of {len(self._layer_ends)} layers" if self._layer_ends else ""
+        layers = (
+            f", {bisect_right(self._layer_ends, self._done)} of {len(self._layer_ends)} layers"
+            if self._layer_ends
+            else ""
+        )
         return f"{said_bytes(self._done)} of {said_bytes(self._total)}{layers}, {said_bytes(int(self._done / max(1e-9, now - self._start)))}/s"
 
 
 @contextmanager
-def waiting(doing: str, done: str, *, slow: bool = False, stream: TextIO | None = None, tell: Callable[[str], None] = say) -> Iterator[None]:
+def waiting(
+    doing: str, done: str, *, slow: bool = False, stream: TextIO | None = None, tell: Callable[[str], None] = say
+) -> Iterator[None]:
     """While the block runs, shows ``doing`` with the seconds so far, on a terminal. ``slow``: it is known to take long,
     so without a terminal a plain line is printed beforehand. Afterwards shows ``done`` with the seconds, if it took
     noticeably long."""

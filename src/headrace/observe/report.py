@@ -86,10 +86,15 @@ def print_facts(facts: Mapping[str, Any]) -> None:
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Aligned text, numbers to the right; a missing value is printed as ``missing``."""
     cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(columns)]
+    widths = [
+        max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(columns)
+    ]
     numeric = [all(isinstance(row[i], (int, float, type(None))) for row in rows) for i in range(len(columns))]
     lines = [[column.rjust(w) if n else column.ljust(w) for column, w, n in zip(columns, widths, numeric, strict=True)]]
-    lines += [[cell.rjust(w) if n else cell.ljust(w) for cell, w, n in zip(row, widths, numeric, strict=True)] for row in cells]
+    lines += [
+        [cell.rjust(w) if n else cell.ljust(w) for cell, w, n in zip(row, widths, numeric, strict=True)]
+        for row in cells
+    ]
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
@@ -145,7 +150,9 @@ def _draw_legend(figure: Any, axes: Sequence[Any], panels: Sequence[Mapping[str,
             axis.legend(fontsize=8)
         return 0.0
     columns = min(len(names[0]), 2 * len(panels))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.05), ncols=columns, fontsize=8)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.05), ncols=columns, fontsize=8
+    )
     return 0.05 * -(-len(names[0]) // columns)
 
 
@@ -170,7 +177,9 @@ def plot_curves(path: Path, title: str, panels: Sequence[Mapping[str, Any]], not
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.0), squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
-        for (name, points), dashes in zip(panel["curves"].items(), cycle(DASHES), strict=False):  # where curves coincide, both are seen
+        for (name, points), dashes in zip(
+            panel["curves"].items(), cycle(DASHES), strict=False
+        ):  # where curves coincide, both are seen
             axis.plot([x for x, _ in points], [y for _, y in points], dashes, marker="o", markersize=3, label=name)
         axis.set_xlabel(panel["x"])
         axis.set_ylabel(panel["y"])
@@ -186,6 +195,8 @@ def plot_curves(path: Path, title: str, panels: Sequence[Mapping[str, Any]], not
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written ({error}); give a file name ending in .png, .svg or .pdf.") from error
+        raise ConfigError(
+            f"{path} cannot be written ({error}); give a file name ending in .png, .svg or .pdf."
+        ) from error
     finally:
         pyplot.close(figure)

@@ -46,7 +46,9 @@ class TraceFile:
         try:
             self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115  closed by close()
         except OSError as error:
-            raise ConfigError(f"The trace file {path} cannot be written ({error.strerror}). Give --trace a file in a folder that exists.") from error
+            raise ConfigError(
+                f"The trace file {path} cannot be written ({error.strerror}). Give --trace a file in a folder that exists."
+            ) from error
         self._path = path
         self._lines: list[bytes] = []
         self._size = 0
@@ -110,7 +112,10 @@ class StepTrace:
         self._count = 0
         self._sequences: dict[int, int] = {}  # row → sequence
         self._sharing = sharing
-        for event in (*_names(name), *([{"ph": "M", "name": EVENT, "pid": _PROCESS, "args": facts.as_dict()}] if facts is not None else [])):
+        for event in (
+            *_names(name),
+            *([{"ph": "M", "name": EVENT, "pid": _PROCESS, "args": facts.as_dict()}] if facts is not None else []),
+        ):
             file.add(event)
 
     def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> StepRecord:
@@ -156,7 +161,10 @@ class StepTrace:
             if new.row in self._sequences:  # rebuilt
                 yield seconds, self._end_of(new.row)
             self._sequences[new.row] = new.sequence_id
-            tokens = {"prompt_tokens": new.num_prompt_tokens, "output_tokens": len(new.token_ids) - new.num_prompt_tokens}
+            tokens = {
+                "prompt_tokens": new.num_prompt_tokens,
+                "output_tokens": len(new.token_ids) - new.num_prompt_tokens,
+            }
             yield seconds, {"ph": "b", **_sequence(new.sequence_id), "args": {"row": new.row, **tokens}}
 
     def _end_of(self, row: int) -> dict[str, Any]:
@@ -216,12 +224,17 @@ def _drafts(result: StepResult | None) -> dict[str, Any]:
     """Tokens that were proposed in a step, and how many of these were right."""
     if result is None or not sum(result.drafted):
         return {}
-    right = sum(max(0, len(tokens) - 1) for drafted, tokens in zip(result.drafted, result.tokens, strict=True) if drafted)
+    right = sum(
+        max(0, len(tokens) - 1) for drafted, tokens in zip(result.drafted, result.tokens, strict=True) if drafted
+    )
     return {"drafted": sum(result.drafted), "accepted": right}
 
 
 def _of_gauges(gauges: EngineStats, times: StepTimes) -> Iterator[tuple[float, dict[str, Any]]]:
-    yield times.settled, {"ph": "C", "name": "requests", "args": {"running": gauges.num_running, "waiting": gauges.num_waiting}}
+    yield (
+        times.settled,
+        {"ph": "C", "name": "requests", "args": {"running": gauges.num_running, "waiting": gauges.num_waiting}},
+    )
     yield times.settled, {"ph": "C", "name": "KV blocks", "args": {"used": gauges.num_used_blocks}}
 
 

@@ -1,4 +1,5 @@
-"""The process of a rank that is not the first, ``python -m headrace.parallel.follower``: it does what the first one's executor is told.
+"""The process of a rank that is not the first, ``python -m headrace.parallel.follower``: it does what the first one's
+executor is told.
 
 What lives here: its start, its orders, its end. What may not: the messages (frames.py), what a step computes (worker/).
 """
@@ -89,7 +90,9 @@ class Follower:
         executor.on_failure = self._tell_failure
         self._does: dict[type, Callable[[Any], object]] = {
             frames.Submit: self._submit,
-            frames.Sample: lambda order: executor.sample(Ticket(order.step_id), TokenMasks(order.samples, order.words_each, order.words)),
+            frames.Sample: lambda order: executor.sample(
+                Ticket(order.step_id), TokenMasks(order.samples, order.words_each, order.words)
+            ),
             frames.Collect: self._collect,
             frames.Recover: self._recover,
             frames.Prepare: lambda _: executor.prepare(),
@@ -156,7 +159,9 @@ def _start(first: First, mark: str) -> Follower:
         config, device = launch.config, launch.config.device
         first.tell(frames.Here(device_here(device.device)))
         meet = first.hear(frames.Meet)
-        group = create_group(meet.folder, meet.id, launch.rank, device.tensor_parallel_size, one_shot=device.one_shot_sums)
+        group = create_group(
+            meet.folder, meet.id, launch.rank, device.tensor_parallel_size, one_shot=device.one_shot_sums
+        )
         executor, _ = create_executor(config, find_source(config), head_start, group=group)
         assert isinstance(executor, DeviceExecutor)
         return Follower(first, executor, group)

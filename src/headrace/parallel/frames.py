@@ -1,11 +1,12 @@
 """What the first rank and the others say to each other.
 
-What lives here: the schema of the messages, and how plans are packed. What may not: sockets, processes, what a message does.
+What lives here: the schema of the messages, and how plans are packed. What may not: sockets, processes, what a message
+does.
 
-Start: a rank's standard input is a socket to the first one's process, whose first message is a Begin: it imports what a rank needs, as the
-first one does meanwhile. With its Launch it says Here when it has a device, is told where to Meet, loads together with the others, and says
-Ready. From then on every call of the first rank's executor
-comes as a message, in order. Beats come all the while. No socket has a name: nobody else can come in.
+Start: a rank's standard input is a socket to the first one's process, whose first message is a Begin: it imports what a
+rank needs, as the first one does meanwhile. With its Launch it says Here when it has a device, is told where to Meet,
+loads together with the others, and says Ready. From then on every call of the first rank's executor comes as a message,
+in order. Beats come all the while. No socket has a name: nobody else can come in.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Meet(Frame):
 
 
 class Submit(Frame):
-    """``kept``: arrays of the plan that are those of the one before, and not sent again: a bit for each of ``_KEPT``."""
+    """``kept``: arrays of the plan that are those of the one before, and not sent again: a bit for each of
+    ``_KEPT``."""
 
     plan: StepPlan
     kept: int
@@ -137,6 +139,8 @@ class PlanUnpacker:
         self._last = StepPlan(-1)
 
     def unpack(self, message: Submit) -> StepPlan:
-        kept: dict[str, Any] = {name: getattr(self._last, name) for bit, name in enumerate(_KEPT) if message.kept >> bit & 1}
+        kept: dict[str, Any] = {
+            name: getattr(self._last, name) for bit, name in enumerate(_KEPT) if message.kept >> bit & 1
+        }
         self._last = replace(message.plan, **kept) if kept else message.plan
         return self._last

@@ -1,7 +1,7 @@
 """The ranks of one model as layers see them, and how they meet on CPUs.
 
-What lives here: the protocol, its implementation over torch's gloo. What may not: who holds what (shares.py), processes,
-a GPU's (nccl.py).
+What lives here: the protocol, its implementation over torch's gloo. What may not: who holds what (shares.py),
+processes, a GPU's (nccl.py).
 
 Every rank calls the same operations in the same order: they follow from the step's plan and the model alone.
 """

@@ -1,8 +1,10 @@
 """The first rank: it has the engine, and what its executor is told it tells all ranks.
 
-What lives here: the start of all, and the executor over them. What may not: processes (ranks.py), what a step computes (worker/).
+What lives here: the start of all, and the executor over them. What may not: processes (ranks.py), what a step computes
+(worker/).
 
-Scheduling happens here alone; a plan is the same for every rank, and so are the tokens that they sample: nothing is sent back.
+Scheduling happens here alone; a plan is the same for every rank, and so are the tokens that they sample: nothing is
+sent back.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ def create_executor(
     """As the worker's. ``ranks``: the others, begun and not launched; they are this executor's, and end with it."""
     if ranks is None:
         return create_alone(config, source, head_start, stages, meanwhile)
-    size, kind, stages = config.device.tensor_parallel_size, device_kind(config.device.device), stages or Stages(RealClock())
+    size, kind, stages = (
+        config.device.tensor_parallel_size,
+        device_kind(config.device.device),
+        stages or Stages(RealClock()),
+    )
     config = replace(config, device=replace(config.device, device=kind))
     if kind == "cuda":
         check_devices(size)
@@ -65,7 +71,9 @@ def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Group:
     size = config.device.tensor_parallel_size
     here, others = device_here(kind), ranks.hear(frames.Here)
     if mixed := [each.device for each in others if each.device != here]:
-        raise ConfigError(f"--tensor-parallel-size needs {size} equal devices, but the first is {here} and another {mixed[0]}. Use equal ones.")
+        raise ConfigError(
+            f"--tensor-parallel-size needs {size} equal devices, but the first is {here} and another {mixed[0]}. Use equal ones."
+        )
     with ExitStack() as stack:
         place = (str(stack.enter_context(Scratch())), b"") if kind == "cpu" else ("", create_id())
         ranks.tell(pack(frames.Meet(*place)))
@@ -73,7 +81,8 @@ def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Group:
 
 
 class RankedExecutor:
-    """``inner``: the first rank's. Calls go to all ranks in one order; what a rank fails in alone is the end of all (EngineDead)."""
+    """``inner``: the first rank's. Calls go to all ranks in one order; what a rank fails in alone is the end of all
+    (EngineDead)."""
 
     def __init__(self, inner: DeviceExecutor, ranks: Ranks, group: Group) -> None:
         self.info = replace(inner.info, device=f"{inner.info.device} × {group.size}")

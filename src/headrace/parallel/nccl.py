@@ -1,8 +1,10 @@
 """How ranks meet on GPUs: NCCL, called directly, on whatever stream is current, so that graphs hold it like any kernel.
 
-What lives here: the few functions of NCCL's C interface that are needed (its user guide, 2.x). What may not: processes, choosing devices.
+What lives here: the few functions of NCCL's C interface that are needed (its user guide, 2.x). What may not: processes,
+choosing devices.
 
-The ranks' bootstrap connects over loopback alone, to whom this group's id is known; the id travels over the ranks' own sockets.
+The ranks' bootstrap connects over loopback alone, to whom this group's id is known; the id travels over the ranks' own
+sockets.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def _library() -> Any:
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        raise ConfigError(f"--tensor-parallel-size needs NCCL, which cannot be loaded ({error}). Install a CUDA build of torch.") from error
+        raise ConfigError(
+            f"--tensor-parallel-size needs NCCL, which cannot be loaded ({error}). Install a CUDA build of torch."
+        ) from error
     library.ncclGetErrorString.restype = ctypes.c_char_p
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), ctypes.c_int, _Id, ctypes.c_int]
@@ -63,7 +67,8 @@ def _check(library: Any, status: int) -> None:
 
 
 class NCCLGroup:
-    """Of this process's current device. Made by all ranks at once. ``one_shot``: small sums go through a kernel of our own, where it can run."""
+    """Of this process's current device. Made by all ranks at once. ``one_shot``: small sums go through a kernel of our
+    own, where it can run."""
 
     def __init__(self, id: bytes, rank: int, size: int, *, one_shot: bool) -> None:
         self.rank, self.size, self.meetings = rank, size, 0
@@ -73,7 +78,9 @@ class NCCLGroup:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
         _check(library, library.ncclCommInitRank(ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), rank))
-        self.all_reduce(torch.zeros(2**20, device=self._device))  # connections are made, and their memory is taken, before anybody counts it
+        self.all_reduce(
+            torch.zeros(2**20, device=self._device)
+        )  # connections are made, and their memory is taken, before anybody counts it
         self.all_gather(torch.zeros(1, 2**10, device=self._device), 2**10)
         torch.cuda.synchronize()
         if one_shot:
@@ -96,16 +103,27 @@ class NCCLGroup:
             made = OneShot(self.rank, self.size, self.all_gather)
         except (DriverError, CompileError) as error:
             problem = str(error)
-        if self.least(int(made is not None)) and made is not None and self.least(int(made.agrees(self.all_reduce, self._stream))):
+        if (
+            self.least(int(made is not None))
+            and made is not None
+            and self.least(int(made.agrees(self.all_reduce, self._stream)))
+        ):
             self._one_shot, self.account = made, f"NCCL, and sums of up to {8 * made.lines / 2**20:g} MiB in one shot"
         else:
-            self.account = "NCCL; no sums in one shot: " + (problem if made is None else "another rank cannot, or they differ from NCCL's")
+            self.account = "NCCL; no sums in one shot: " + (
+                problem if made is None else "another rank cannot, or they differ from NCCL's"
+            )
             _log.warning("ranks sum through %s", self.account)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         self.meetings += 1
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
-        _check(self._library, self._library.ncclAllGather(x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype], self._comm, self._stream))
+        _check(
+            self._library,
+            self._library.ncclAllGather(
+                x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype], self._comm, self._stream
+            ),
+        )
         return side_by_side(parts, width)
 
     def least(self, value: int) -> int:
@@ -121,7 +139,12 @@ class NCCLGroup:
     def _reduce(self, x: Tensor, how: int) -> Tensor:
         assert x.is_contiguous()
         self.meetings += 1
-        _check(self._library, self._library.ncclAllReduce(x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], how, self._comm, self._stream))
+        _check(
+            self._library,
+            self._library.ncclAllReduce(
+                x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], how, self._comm, self._stream
+            ),
+        )
         return x
 
     @property

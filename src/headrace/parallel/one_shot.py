@@ -1,7 +1,7 @@
 """Sums of few bytes over GPUs that reach each other's memory, in one launch (kernels/sums/one_shot.cu).
 
-What lives here: the inboxes, their addresses at other ranks, launches, a trial at the start. What may not: the kernel, other ways to sum
-(nccl.py).
+What lives here: the inboxes, their addresses at other ranks, launches, a trial at the start. What may not: the kernel,
+other ways to sum (nccl.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _check(status: int, doing: str) -> None:
 
 
 class OneShot:
-    """Of the current device. Made by all ranks at once; ``gather``: of bytes, side by side. Raises DriverError or CompileError."""
+    """Of the current device. Made by all ranks at once; ``gather``: of bytes, side by side. Raises DriverError or
+    CompileError."""
 
     def __init__(self, rank: int, size: int, gather: Gather) -> None:
         self._rank = rank
@@ -95,7 +96,9 @@ class OneShot:
                 seeded = torch.Generator(device=self._state.device).manual_seed(self._rank * 100 + turn)
                 x = torch.randint(-8, 8, (count,), generator=seeded, device=self._state.device).to(dtype)
                 own = self.add(x.clone(), stream) if self.takes(x) else other(x.clone())
-                good = torch.equal(own, other(x)) and good  # all trials are taken, whatever comes of them: others take them, too
+                good = (
+                    torch.equal(own, other(x)) and good
+                )  # all trials are taken, whatever comes of them: others take them, too
         return good
 
     def stop(self) -> None:

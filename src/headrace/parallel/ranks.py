@@ -1,10 +1,10 @@
 """The other ranks' processes, as the first one has them: started, spoken to, watched, ended.
 
-What lives here: that, and what becomes of all when one is lost. What may not: what the messages mean to an executor (leader.py),
-devices (device.py).
+What lives here: that, and what becomes of all when one is lost. What may not: what the messages mean to an executor
+(leader.py), devices (device.py).
 
-A thread listens to all of them. A rank whose process ends, that fails by itself or falls silent is lost, and with it all: the others are
-killed, so that whoever waits for them in a step need not any more, and whoever asks is told why.
+A thread listens to all of them. A rank whose process ends, that fails by itself or falls silent is lost, and with it
+all: the others are killed, so that whoever waits for them in a step need not any more, and whoever asks is told why.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ class _Rank:
 
 
 def begin_ranks(config: EngineConfig, spec: DecoderSpec, mark: str, lost: Callable[[str], None] | None) -> Ranks:
-    """The processes of all ranks but this one, which import what they need while this one does. Raises ConfigError before anything is started
-    where the model cannot be shared out."""
+    """The processes of all ranks but this one, which import what they need while this one does. Raises ConfigError
+    before anything is started where the model cannot be shared out."""
     size = config.device.tensor_parallel_size
     share(spec, size)
     if config.device.batch_invariant and size > 2:
-        raise ConfigError(f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out.")
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out."
+        )
     return Ranks(size - 1, mark, lost)
 
 
@@ -71,7 +73,8 @@ def device_of(number: int) -> dict[str, str]:
 
 
 class Ranks:
-    """All but the first. ``lost`` is called, once, a moment after one has been: whoever waits in a step has been woken then.
+    """All but the first. ``lost`` is called, once, a moment after one has been: whoever waits in a step has been woken
+    then.
 
     Methods raise what was said of the lost one: while they load, the error that it met; later EngineDead.
     """
@@ -227,14 +230,20 @@ class Ranks:
             code = rank.process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        return (
+            f"was ended by signal {-code} ({signal.Signals(-code).name})"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
 
     def _lose(self, message: str, kind: str = "") -> None:
         with self._changed:
             if self._lost is not None:
                 return
             error = getattr(errors, kind, None) if kind else None
-            self._lost = (error or EngineDead)(message if error else f"{message}; all ranks end with it. Restart, and see `headrace doctor`.")
+            self._lost = (error or EngineDead)(
+                message if error else f"{message}; all ranks end with it. Restart, and see `headrace doctor`."
+            )
             for rank in self._ranks:
                 rank.process.kill()
             self._changed.notify_all()

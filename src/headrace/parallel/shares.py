@@ -3,10 +3,13 @@
 What lives here: that arithmetic, and what does not divide. What may not: torch, reading, processes.
 
     q        | heads of rank 0 | heads of rank 1 | …       a column split: rows of [outs, ins], of each merged part
-    k, v     | rank 0 | rank 1 | …                         where there are more ranks than KV heads, neighbours hold the same one
-    output,    rank 0 | rank 1 | …                         a row split: columns of [outs, ins]; a bias is the first rank's alone
+    k, v     | rank 0 | rank 1 | …                         where there are more ranks than KV heads, neighbours hold the
+    same one
+    output,    rank 0 | rank 1 | …                         a row split: columns of [outs, ins]; a bias is the first
+    rank's alone
     down
-    tokens   | rank 0 | rank 1 | 0                         rows of the embedding and the head; the last are filled up with zeros
+    tokens   | rank 0 | rank 1 | 0                         rows of the embedding and the head; the last are filled up
+    with zeros
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rank's part of a weight [outs, ins]: ``rows`` one behind the other, of these ``columns``. ``whole``: the weight's shape.
-    ``parts``: of the whole weight's rows. ``bias``: it holds a part of the bias, too, and not zeros."""
+    """A rank's part of a weight [outs, ins]: ``rows`` one behind the other, of these ``columns``. ``whole``: the
+    weight's shape. ``parts``: of the whole weight's rows. ``bias``: it holds a part of the bias, too, and not zeros."""
 
     rows: tuple[range, ...]
     columns: range
@@ -41,7 +44,8 @@ class Cut:
         return [range(each.start - first, each.stop - first) for each in held]
 
     def of_stored(self, form: Format, name: str, part: int | None) -> Cut | None:
-        """The same of one of the tensors that hold part ``part`` of the weight (None: all of it) in a format; None: every rank has it whole."""
+        """The same of one of the tensors that hold part ``part`` of the weight (None: all of it) in a format; None:
+        every rank has it whole."""
         outs, rows = self.whole[0] if part is None else self.parts[part], self.rows_of(part)
         sizes = sum(map(len, rows)), len(self.columns)
         whole, mine = (_shape(form, name, *each) for each in ((outs, self.whole[1]), sizes))
@@ -57,8 +61,8 @@ class Cut:
         return Cut(ranges[0], ranges[1][0] if len(ranges) > 1 else range(1), whole, (whole[0],), bias=True)
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, slice]]:
-        """Of rows ``first`` … ``first + count`` of the weight, which are stored as one tensor: (where they come to lie in the part, which
-        of the tensor's rows)."""
+        """Of rows ``first`` … ``first + count`` of the weight, which are stored as one tensor: (where they come to lie
+        in the part, which of the tensor's rows)."""
         place = 0
         for rows in self.rows:
             begin, end = max(rows.start, first), min(rows.stop, first + count)
@@ -74,14 +78,18 @@ def share(spec: DecoderSpec, ranks: int) -> DecoderSpec:
     if problem := next(_problems(spec, ranks), None):
         raise ConfigError(f"--tensor-parallel-size is {ranks}, but {problem}. Choose another number of ranks.")
     layers = tuple(
-        layer if layer.moe is None else replace(layer, moe=replace(layer.moe, intermediate_size=layer.moe.intermediate_size // ranks))
+        layer
+        if layer.moe is None
+        else replace(layer, moe=replace(layer.moe, intermediate_size=layer.moe.intermediate_size // ranks))
         for layer in spec.layers
     )
     heads, kv_heads = spec.num_heads // ranks, max(1, spec.num_kv_heads // ranks)
     inner = spec.intermediate_size // ranks
     mine = replace(spec, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner, layers=layers, ranks=ranks)
     if not is_plain(spec) and (refused := next(_unshared(spec, mine), None)):
-        raise ConfigError(f"--tensor-parallel-size is {ranks}, but {refused}. Use fewer ranks, another checkpoint, or --quantization none.")
+        raise ConfigError(
+            f"--tensor-parallel-size is {ranks}, but {refused}. Use fewer ranks, another checkpoint, or --quantization none."
+        )
     return mine
 
 
@@ -92,7 +100,11 @@ def _unshared(whole: DecoderSpec, mine: DecoderSpec) -> Iterator[str]:
             continue
         cut = _cut(weight, own, 0, mine.ranks)
         for index, (outs, form) in enumerate(own.pieces):
-            problem = form.problem(outs, own.ins) if form.shares(by_inputs=weight.split is Split.ROW) else "its parts are not stored apart"
+            problem = (
+                form.problem(outs, own.ins)
+                if form.shares(by_inputs=weight.split is Split.ROW)
+                else "its parts are not stored apart"
+            )
             if weight.split is Split.VOCABULARY and weight.outs % mine.ranks:
                 problem = f"{weight.outs} tokens do not divide"
             try:
@@ -130,7 +142,8 @@ def _problems(spec: DecoderSpec, ranks: int) -> Iterator[str]:
 
 
 def cuts(whole: DecoderSpec, mine: DecoderSpec, rank: int) -> dict[str, Cut]:
-    """What rank ``rank`` holds of every weight that is not everybody's, by the weight's name. ``mine``: of ``share``."""
+    """What rank ``rank`` holds of every weight that is not everybody's, by the weight's name. ``mine``: of
+    ``share``."""
     pairs = zip(weights(whole), weights(mine), strict=True)
     return {all.name: _cut(all, own, rank, mine.ranks) for all, own in pairs if all.split is not Split.NONE}
 
@@ -138,7 +151,9 @@ def cuts(whole: DecoderSpec, mine: DecoderSpec, rank: int) -> dict[str, Cut]:
 def _cut(whole: Weight, mine: Weight, rank: int, ranks: int) -> Cut:
     shape = whole.outs, whole.ins
     if whole.split is Split.ROW:
-        return Cut((range(whole.outs),), range(rank * mine.ins, (rank + 1) * mine.ins), shape, whole.parts, bias=rank == 0)
+        return Cut(
+            (range(whole.outs),), range(rank * mine.ins, (rank + 1) * mine.ins), shape, whole.parts, bias=rank == 0
+        )
     rows, first = [], 0
     for size, own in zip(whole.parts, mine.parts, strict=True):
         copies = max(1, own * ranks // size) if whole.split is Split.COLUMN else 1

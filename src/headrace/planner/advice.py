@@ -1,19 +1,21 @@
-"""How many sequences at once are worth their memory: the knee of throughput over batch size, what lies beyond it, and whether a second engine
-on the same device would use it.
+"""How many sequences at once are worth their memory: the knee of throughput over batch size, what lies beyond it, and
+whether a second engine on the same device would use it.
 
-After Mind the Memory Gap (Recasens et al. 2025): decoding stays bound by memory at any batch. A step reads the weights once and every sequence's
-keys and values, so with a for the weights (and what a step costs anyway) and b for one sequence at its context,
+After Mind the Memory Gap (Recasens et al. 2025): decoding stays bound by memory at any batch. A step reads the weights
+once and every sequence's keys and values, so with a for the weights (and what a step costs anyway) and b for one
+sequence at its context,
 
     seconds of a step   ≈ a + b · batch
     tokens a second     = batch / (a + b · batch)         → 1 / b, whatever the batch
     share q of the most ⇔ batch = (a / b) · q' / (1 - q'),  q' = q · (tokens/s at the most) · b
 
-The knee is the least batch that reaches KNEE of the throughput at the batch that memory holds. It is searched with the device's prices,
-which are not quite a line (products become bound by FLOPs, experts are touched one by one).
+The knee is the least batch that reaches KNEE of the throughput at the batch that memory holds. It is searched with the
+device's prices, which are not quite a line (products become bound by FLOPs, experts are touched one by one).
 
-Two engines share one device's bandwidth and rate, but not each other's pauses. With s a step at the knee, m and f the seconds that its bytes and
-its FLOPs take at the limits, both together give at most 2 · knee / max(s, 2m, 2f) tokens a second. A CPU has no pauses to fill: each engine
-computes with all cores, so both together give what one gives at the knee.
+Two engines share one device's bandwidth and rate, but not each other's pauses. With s a step at the knee, m and f the
+seconds that its bytes and its FLOPs take at the limits, both together give at most 2 · knee / max(s, 2m, 2f) tokens a
+second. A CPU has no pauses to fill: each engine computes with all cores, so both together give what one gives at the
+knee.
 
 What lives here: that arithmetic. What may not: printing, running (the check runs in commands/).
 """
@@ -34,10 +36,11 @@ NOT_OURS = "in use before"  # on a card, by others (worker/allocation.py)
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """At ``context`` tokens a sequence. ``most``: sequences that memory holds; ``step``: seconds of one with ``knee`` of them.
+    """At ``context`` tokens a sequence. ``most``: sequences that memory holds; ``step``: seconds of one with ``knee``
+    of them.
 
-    ``spare_blocks``, ``spare_bytes``: KV beyond the knee, of all groups. ``replica_fits``: two engines with a knee each fit into the memory;
-    ``replica_ratio``: their throughput together over that of one with all memory, at most.
+    ``spare_blocks``, ``spare_bytes``: KV beyond the knee, of all groups. ``replica_fits``: two engines with a knee each
+    fit into the memory; ``replica_ratio``: their throughput together over that of one with all memory, at most.
     """
 
     context: int
@@ -58,15 +61,20 @@ class Advice:
 
 
 def advise(priced: Priced, context: int, info: ExecutorInfo | None = None) -> Advice:
-    """``info``: of an engine that runs; None: as one would lie there. Raises ConfigError where not even one sequence of that context fits."""
+    """``info``: of an engine that runs; None: as one would lie there. Raises ConfigError where not even one sequence of
+    that context fits."""
     info = info or priced.placed()
     if not 1 <= context <= info.max_model_len:
         taken = f"this model on this device takes 1 to {info.max_model_len:,}"
-        raise ConfigError(f"The context is {context:,} tokens, and {taken}; give less (a smaller --max-num-batched-tokens leaves it more).")
+        raise ConfigError(
+            f"The context is {context:,} tokens, and {taken}; give less (a smaller --max-num-batched-tokens leaves it more)."
+        )
     groups, need = info.kv_groups, priced.blocks(context)
     most = min(group.num_blocks // each for group, each in zip(groups, need, strict=True))
     if most < 1:
-        raise ConfigError(f"Not one sequence of {context:,} tokens fits beside the model; take a shorter context or a larger device.")
+        raise ConfigError(
+            f"Not one sequence of {context:,} tokens fits beside the model; take a shorter context or a larger device."
+        )
 
     def rate(batch: int) -> float:
         return batch / priced.decode_seconds(batch, context)
@@ -94,7 +102,11 @@ def advise(priced: Priced, context: int, info: ExecutorInfo | None = None) -> Ad
 def _two(priced: Priced, batch: int, context: int) -> float:
     """Tokens a second of two engines with so many sequences each, at most."""
     step = priced.decode_seconds(batch, context)
-    busy = priced.cost_model.estimate_load(decode_load(priced.groups, batch, context)).overlapped_floor_seconds if priced.device.overlaps else step
+    busy = (
+        priced.cost_model.estimate_load(decode_load(priced.groups, batch, context)).overlapped_floor_seconds
+        if priced.device.overlaps
+        else step
+    )
     return 2 * batch / max(step, 2 * busy)
 
 

@@ -1,10 +1,12 @@
-"""A simulated run beside measured ones of the same workload: the error of each figure, and whether it is within what may be asked.
+"""A simulated run beside measured ones of the same workload: the error of each figure, and whether it is within what
+may be asked.
 
     bound of a p99    20 %
     of the others     10 %, or twice the spread of the measured runs where that is more
     void              measured runs that are more than 15 % apart: nothing holds against those, and nothing is missed
 
-What lives here: reading what ``headrace bench serve --output-json`` wrote, and comparing. What may not: running either, printing.
+What lives here: reading what ``headrace bench serve --output-json`` wrote, and comparing. What may not: running either,
+printing.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ Verdict = Literal["", "holds", "MISSED", "void"]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """``measured``: the mean of the runs. ``spread``: (highest − lowest) / mean of them; None of a single run, which gives no verdict."""
+    """``measured``: the mean of the runs. ``spread``: (highest − lowest) / mean of them; None of a single run, which
+    gives no verdict."""
 
     figure: str
     simulated: float
@@ -91,17 +94,26 @@ def compare_figures(simulated: Mapping[str, Any], measured: Sequence[Mapping[str
         values = [each[name] for each in measured if each.get(name)]
         if simulated.get(name) and len(values) == len(measured):
             mean = sum(values) / len(values)
-            found.append(Compared(name, simulated[name], mean, (max(values) - min(values)) / mean if len(values) > 1 else None))
+            found.append(
+                Compared(name, simulated[name], mean, (max(values) - min(values)) / mean if len(values) > 1 else None)
+            )
     return found
 
 
 def check_unseen(paths: Sequence[Path], calibrated: CalibratedSteps | None) -> None:
-    """A run that prices were fitted to says nothing about them. Raises ConfigError. (What cannot be read is said by ``compare``.)"""
+    """A run that prices were fitted to says nothing about them. Raises ConfigError. (What cannot be read is said by
+    ``compare``.)"""
     fitted = {run.sha256: run.name for run in calibrated.runs} if calibrated is not None else {}
     for path in paths:
-        name = fitted.get(hashlib.sha256(path.read_bytes()).hexdigest()) if path.is_file() and os.access(path, os.R_OK) else None
+        name = (
+            fitted.get(hashlib.sha256(path.read_bytes()).hexdigest())
+            if path.is_file() and os.access(path, os.R_OK)
+            else None
+        )
         if name is not None:
-            raise ConfigError(f"--against {path} is {name}, which the prices were fitted to; hold them against a run of another workload.")
+            raise ConfigError(
+                f"--against {path} is {name}, which the prices were fitted to; hold them against a run of another workload."
+            )
 
 
 def _check_same_load(simulated: Mapping[str, Any], path: Path, measured: Mapping[str, float]) -> None:
@@ -118,13 +130,19 @@ def _read(path: Path) -> dict[str, float]:
         written = json.loads(path.read_text(encoding="utf-8"))
         figures = {name: float(written[name]) for name in (*SAME_LOAD, *COMPARED) if name in written}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"--against {path} cannot be read ({error}); give what headrace bench serve --output-json wrote.") from error
+        raise ConfigError(
+            f"--against {path} cannot be read ({error}); give what headrace bench serve --output-json wrote."
+        ) from error
     missing = [name for name in SAME_LOAD if name not in figures]
     if missing:
-        raise ConfigError(f"--against {path} has no {', '.join(missing)}; give what headrace bench serve --output-json wrote.")
+        raise ConfigError(
+            f"--against {path} has no {', '.join(missing)}; give what headrace bench serve --output-json wrote."
+        )
     wrong = [name for name, value in figures.items() if not math.isfinite(value) or value < 0]
     if wrong:
-        raise ConfigError(f"--against {path} has {wrong[0]} = {figures[wrong[0]]}, which is no number of at least 0; measure it again.")
+        raise ConfigError(
+            f"--against {path} has {wrong[0]} = {figures[wrong[0]]}, which is no number of at least 0; measure it again."
+        )
     return figures
 
 
@@ -136,6 +154,10 @@ def read_samples(path: Path) -> list[Sample]:
         found: dict[str, Any] = json.loads(path.read_bytes())
         return msgspec.convert(found["requests"], list[Sample])
     except OSError as error:
-        raise ConfigError(f"The run {path} cannot be read ({error.strerror}); give what --output-json wrote.") from error
+        raise ConfigError(
+            f"The run {path} cannot be read ({error.strerror}); give what --output-json wrote."
+        ) from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"The run {path} holds no requests ({error}); give what headrace bench serve --output-json wrote.") from error
+        raise ConfigError(
+            f"The run {path} holds no requests ({error}); give what headrace bench serve --output-json wrote."
+        ) from error

@@ -3,14 +3,16 @@
     what                      from which steps
     slownesses, a step's      those whose time is the device's own: not those that waited for launches
     launches                  those that the device had ended as soon as the last kernel was launched
-    the host                  those that came right after another: the time between two, less what the device or launching took
+    the host                  those that came right after another: the time between two, less what the device or
+    launching took
 
-What a front end adds to a first token (parsing, sockets, streaming) is fitted to a run that is known from inside, by its trace, and from outside,
-by what ``headrace bench serve`` saw: of requests that came to an idle engine and whose prompt was one step, what the client waited beyond that step.
-Two numbers, a request's and a prompt token's, with least absolute errors. (Other requests wait for other steps, too, and say less.)
+What a front end adds to a first token (parsing, sockets, streaming) is fitted to a run that is known from inside, by
+its trace, and from outside, by what ``headrace bench serve`` saw: of requests that came to an idle engine and whose
+prompt was one step, what the client waited beyond that step. Two numbers, a request's and a prompt token's, with least
+absolute errors. (Other requests wait for other steps, too, and say less.)
 
-What lives here: from recorded runs to calibrated steps, and to what is said of them. What may not: reading traces (runs.py), the fit of steps
-(step_fit.py), simulating.
+What lives here: from recorded runs to calibrated steps, and to what is said of them. What may not: reading traces
+(runs.py), the fit of steps (step_fit.py), simulating.
 """
 
 from __future__ import annotations
@@ -45,13 +47,16 @@ _HOST_FLOOR = 2e-5  # s: differences below are all alike
 
 
 def calibrate(runs: Sequence[RecordedRun], device: Device, cost_model: CostModel) -> CalibratedSteps:
-    """``cost_model``: of the runs' model, at the device's limits. Raises ConfigError where the runs are not of it, or say too little."""
+    """``cost_model``: of the runs' model, at the device's limits. Raises ConfigError where the runs are not of it, or
+    say too little."""
     facts = runs[0].facts
     for run in runs:
         _check_same(run, facts, device, cost_model)
     steps = [step for run in runs for step in run.steps]
     if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"{_names(runs)} has {len(steps)} whole steps, and at least {LEAST_STEPS} are needed; let the engine run longer.")
+        raise ConfigError(
+            f"{_names(runs)} has {len(steps)} whole steps, and at least {LEAST_STEPS} are needed; let the engine run longer."
+        )
     own = [step for step in steps if not _waits_for_launches(step, facts)]
     if len(own) < LEAST_STEPS:
         raise ConfigError(
@@ -62,14 +67,20 @@ def calibrate(runs: Sequence[RecordedRun], device: Device, cost_model: CostModel
 
 
 def _fitted(
-    runs: Sequence[RecordedRun], steps: Sequence[RecordedStep], own: Sequence[RecordedStep], device: Device, cost_model: CostModel
+    runs: Sequence[RecordedRun],
+    steps: Sequence[RecordedStep],
+    own: Sequence[RecordedStep],
+    device: Device,
+    cost_model: CostModel,
 ) -> CalibratedSteps:
     facts, profile = runs[0].facts, device.profile
     bandwidth, rate = profile.read_bandwidth, profile.gemm_rate(facts.dtype)
     classes = classes_of(device.kind, eager=bool(facts.switches.get("enforce_eager")))
     assumed = device.efficiency.prices(0, classes=classes)
     observed = [_observed(step, cost_model) for step in own]
-    found = fit_steps(observed, assumed, bandwidth=bandwidth, rate=rate, least=0.0 if device.kind == "cpu" else LEAST_LIMIT)
+    found = fit_steps(
+        observed, assumed, bandwidth=bandwidth, rate=rate, least=0.0 if device.kind == "cpu" else LEAST_LIMIT
+    )
     host, host_parameters = fit_host(runs, steps)
     return CalibratedSteps(
         device=facts.device,
@@ -109,8 +120,13 @@ def _observed(step: RecordedStep, cost_model: CostModel) -> Observed:
 def _check_same(run: RecordedRun, first: RunFacts, device: Device, cost_model: CostModel) -> None:
     facts, shape = run.facts, shape_of(cost_model.spec)
     if not same_device(device.profile.identity, facts.device):
-        measured, asked = _described(facts), f"{device.profile.identity.name} with {device.profile.identity.threads} threads"
-        raise ConfigError(f"The run {run.name} is of {measured}, but --device is {asked}; name the device that the run was measured on.")
+        measured, asked = (
+            _described(facts),
+            f"{device.profile.identity.name} with {device.profile.identity.threads} threads",
+        )
+        raise ConfigError(
+            f"The run {run.name} is of {measured}, but --device is {asked}; name the device that the run was measured on."
+        )
     if facts.shape != shape or facts.dtype != cost_model.dtype:
         raise ConfigError(
             f"The run {run.name} is of another model: {facts.shape}, {facts.dtype}; --model is {shape}, {cost_model.dtype}. "
@@ -132,7 +148,9 @@ def _names(runs: Sequence[RecordedRun]) -> str:
 
 
 def _covered(steps: Sequence[RecordedStep]) -> Covered:
-    return Covered(max(step.load.tokens for step in steps), max(step.rows for step in steps), max(step.longest for step in steps))
+    return Covered(
+        max(step.load.tokens for step in steps), max(step.rows for step in steps), max(step.longest for step in steps)
+    )
 
 
 # --- launches and the host
@@ -140,7 +158,9 @@ def _covered(steps: Sequence[RecordedStep]) -> Covered:
 
 def _launched(step: RecordedStep, facts: RunFacts) -> bool:
     """Kernel by kernel, beside the device: neither replayed as a graph nor computed by the submitting thread."""
-    return facts.device.kind != "cpu" and (bool(facts.switches.get("enforce_eager")) or not (step.alone or step.load.filled))
+    return facts.device.kind != "cpu" and (
+        bool(facts.switches.get("enforce_eager")) or not (step.alone or step.load.filled)
+    )
 
 
 def _waits_for_launches(step: RecordedStep, facts: RunFacts) -> bool:
@@ -148,27 +168,44 @@ def _waits_for_launches(step: RecordedStep, facts: RunFacts) -> bool:
 
 
 def fit_host(runs: Sequence[RecordedRun], steps: Sequence[RecordedStep]) -> tuple[HostPrices, tuple[Parameter, ...]]:
-    """Seconds a step, a sequence, a new sequence and its tokens, by least absolute errors; and of launching a step kernel by kernel."""
+    """Seconds a step, a sequence, a new sequence and its tokens, by least absolute errors; and of launching a step
+    kernel by kernel."""
     rows = [[1.0, step.rows, step.added, step.added_tokens, seconds] for run in runs for step, seconds in _between(run)]
-    values, errors, count = _least_absolute(np.array(rows)) if len(rows) >= LEAST_STEPS else (np.zeros(4), np.zeros(4), 0)
-    launch, spread, launched = _launch_seconds([step for step in steps if _launched(step, runs[0].facts) and not step.recorded])
+    values, errors, count = (
+        _least_absolute(np.array(rows)) if len(rows) >= LEAST_STEPS else (np.zeros(4), np.zeros(4), 0)
+    )
+    launch, spread, launched = _launch_seconds(
+        [step for step in steps if _launched(step, runs[0].facts) and not step.recorded]
+    )
     note = "" if count else f"fewer than {LEAST_STEPS} steps came right after another; taken to be nothing"
     names = ("a step", "a sequence", "a new sequence", "a token of one")
     named = tuple(f"the host, {name}, seconds" for name in names)
-    parameters = [Parameter(name, float(value), float(error), count, note) for name, value, error in zip(named, values, errors, strict=True)]
+    parameters = [
+        Parameter(name, float(value), float(error), count, note)
+        for name, value, error in zip(named, values, errors, strict=True)
+    ]
     none = "" if launched else "no step was launched kernel by kernel beside the device; taken to be nothing"
     parameters.append(Parameter("launching a step, seconds", launch, spread, launched, none))
     record, times = _record_seconds(steps)
     graphed, replayed = _graphed_seconds(steps)
     none = "" if replayed else "no graph computed a step with prompts; taken to be nothing"
     parameters.append(Parameter("handing over a graph with prompts, seconds", graphed, 0.0, replayed, none))
-    parameters.append(Parameter("recording a graph, seconds", record, 0.0, times, "" if times else "no step was recorded; taken to be nothing"))
+    parameters.append(
+        Parameter(
+            "recording a graph, seconds",
+            record,
+            0.0,
+            times,
+            "" if times else "no step was recorded; taken to be nothing",
+        )
+    )
     step, row, added, token = (float(each) for each in values)
     return HostPrices(step, row, added, token, launch, record, graphed), tuple(parameters)
 
 
 def _between(run: RecordedRun) -> list[tuple[RecordedStep, float]]:
-    """Each step with the seconds that the host worked from its scheduling to that of the next, where there was work all the time."""
+    """Each step with the seconds that the host worked from its scheduling to that of the next, where there was work all
+    the time."""
     waits = [(step.step_id, step.waited) for step in run.steps]
     depth = run.facts.overlap
     collected = dict(waits)
@@ -192,22 +229,25 @@ def _least_absolute(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _record_seconds(steps: Sequence[RecordedStep]) -> tuple[float, int]:
-    """What handing over took longer where a graph was recorded behind a step that was launched; and how many such steps there were."""
+    """What handing over took longer where a graph was recorded behind a step that was launched; and how many such steps
+    there were."""
     recorded = [step.queued - step.submitted for step in steps if step.recorded]
     plain = [step.queued - step.submitted for step in steps if not (step.recorded or step.alone or step.load.filled)]
     return max(0.0, median(recorded) - (median(plain) if plain else 0.0)) if recorded else 0.0, len(recorded)
 
 
 def _graphed_seconds(steps: Sequence[RecordedStep]) -> tuple[float, int]:
-    """What handing over takes longer, in the middle, where a graph computes prompts than where it computes single tokens; how many do."""
+    """What handing over takes longer, in the middle, where a graph computes prompts than where it computes single
+    tokens; how many do."""
     graphed = [step.queued - step.submitted for step in steps if step.load.filled]
     plain = [step.queued - step.submitted for step in steps if step.alone]
     return max(0.0, median(graphed) - (median(plain) if plain else 0.0)) if graphed else 0.0, len(graphed)
 
 
 def _launch_seconds(steps: Sequence[RecordedStep]) -> tuple[float, float, int]:
-    """The lower quartile of what handing over takes, for half of what a load of all sizes launches is launched for the first time, which takes
-    twice as long and does not come again; how far half of them lie from that; and how many they are."""
+    """The lower quartile of what handing over takes, for half of what a load of all sizes launches is launched for the
+    first time, which takes twice as long and does not come again; how far half of them lie from that; and how many they
+    are."""
     if not steps:
         return 0.0, 0.0, 0
     taken = [step.queued - step.submitted for step in steps]
@@ -221,7 +261,8 @@ _FLOOR = 1e-4  # s: differences below are all alike
 
 
 def fit_front(paths: Sequence[Path], found: CalibratedSteps, run: RecordedRun) -> CalibratedSteps:
-    """``found`` with the front end's prices, the files among its runs. ``run``: the trace of the same run. Raises ConfigError."""
+    """``found`` with the front end's prices, the files among its runs. ``run``: the trace of the same run. Raises
+    ConfigError."""
     late, files = [], []
     for path in paths:
         sha256, seen = _late(path, run)
@@ -232,7 +273,8 @@ def fit_front(paths: Sequence[Path], found: CalibratedSteps, run: RecordedRun) -
 
 
 def _late(path: Path, run: RecordedRun) -> tuple[str, list[tuple[int, float]]]:
-    """The file's hash; of each request that came to an idle engine its prompt tokens, and the seconds that its client waited beyond the step."""
+    """The file's hash; of each request that came to an idle engine its prompt tokens, and the seconds that its client
+    waited beyond the step."""
     ordered = sorted(_requests(path), key=lambda each: each.sent)
     steps = _steps_of(path, run, [each.prompt_tokens for each in ordered])
     late = [
@@ -249,7 +291,8 @@ def _late(path: Path, run: RecordedRun) -> tuple[str, list[tuple[int, float]]]:
 
 
 def _steps_of(path: Path, run: RecordedRun, prompts: Sequence[int]) -> list[RecordedStep | None]:
-    """The step of each prompt, where nothing else was going on; prompts are found in the trace by their lengths, in order."""
+    """The step of each prompt, where nothing else was going on; prompts are found in the trace by their lengths, in
+    order."""
     lengths = [tokens for _, tokens in run.begun]
     places = range(len(lengths) - len(prompts), -1, -1)
     first = next((place for place in places if lengths[place : place + len(prompts)] == list(prompts)), None)
@@ -260,7 +303,9 @@ def _steps_of(path: Path, run: RecordedRun, prompts: Sequence[int]) -> list[Reco
         )
     steps = {round(step.scheduled, 6): step for step in run.steps}
     found = [steps.get(round(begin, 6)) for begin, _ in run.begun[first : first + len(prompts)]]
-    return [step if step is not None and _alone(step, prompt) else None for step, prompt in zip(found, prompts, strict=True)]
+    return [
+        step if step is not None and _alone(step, prompt) else None for step, prompt in zip(found, prompts, strict=True)
+    ]
 
 
 def _alone(step: RecordedStep, prompt: int) -> bool:
@@ -289,7 +334,9 @@ def _requests(path: Path) -> list[Sample]:
         )
     cached, total = sum(each.cached_tokens for each in good), sum(each.prompt_tokens for each in good)
     if cached > MOST_CACHED * total:
-        raise ConfigError(f"--front-of {path}: {cached / total:.0%} of its prompt tokens came from the cache; take a run of random prompts.")
+        raise ConfigError(
+            f"--front-of {path}: {cached / total:.0%} of its prompt tokens came from the cache; take a run of random prompts."
+        )
     return answered
 
 

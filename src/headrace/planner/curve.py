@@ -2,8 +2,8 @@
 
 Points are independent, so they are run side by side in processes; which of them runs where changes no figure.
 
-What lives here: trials, running them, the columns of a curve. What may not: flags and printing (commands/simulate_curve.py), one simulation
-(simulator.py).
+What lives here: trials, running them, the columns of a curve. What may not: flags and printing
+(commands/simulate_curve.py), one simulation (simulator.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from headrace.spec import DecoderSpec
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One point to run. ``name`` says which configuration, ``rate`` how many requests a second ``load`` offers (None: as many
-    as it says itself)."""
+    """One point to run. ``name`` says which configuration, ``rate`` how many requests a second ``load`` offers (None:
+    as many as it says itself)."""
 
     name: str
     rate: float | None
@@ -61,7 +61,9 @@ def run_trials(trials: Sequence[Trial], processes: int) -> Iterator[Point]:
         return
     fresh = multiprocessing.get_context("spawn")  # a fork would inherit the threads of whatever was loaded here
     quiet = signal.SIGINT, signal.SIG_DFL  # Ctrl-C ends them without a word; their parent tells what there is
-    with ProcessPoolExecutor(min(processes, len(trials)), mp_context=fresh, initializer=signal.signal, initargs=quiet) as pool:
+    with ProcessPoolExecutor(
+        min(processes, len(trials)), mp_context=fresh, initializer=signal.signal, initargs=quiet
+    ) as pool:
         yield from pool.map(run_trial, trials)
 
 
@@ -71,11 +73,14 @@ def check_rates(rates: Sequence[float]) -> None:
     if wrong:
         raise ConfigError(f"--sweep-rate has {wrong[0]:g}; give finite numbers of requests a second above 0.")
     if len(set(rates)) < len(rates):
-        raise ConfigError(f"--sweep-rate has {len(rates)} rates and only {len(set(rates))} different ones; give each once.")
+        raise ConfigError(
+            f"--sweep-rate has {len(rates)} rates and only {len(set(rates))} different ones; give each once."
+        )
 
 
 def curve_columns(figures: Mapping[str, Any], percentile: float, more: Sequence[str]) -> list[str]:
-    """Names of the figures that a curve is shown by, as far as the runs have them. Raises ConfigError for wanted ones that they have not."""
+    """Names of the figures that a curve is shown by, as far as the runs have them. Raises ConfigError for wanted ones
+    that they have not."""
     unknown = [name for name in more if name not in figures]
     if unknown:
         raise ConfigError(f"--columns has {unknown[0]!r}, which a run has not; its figures are: {', '.join(figures)}.")

@@ -1,7 +1,9 @@
-"""Devices that a simulation knows: limits with where each figure comes from, memory, and how much of the limits kernels reach.
+"""Devices that a simulation knows: limits with where each figure comes from, memory, and how much of the limits kernels
+reach.
 
-What lives here: the catalogue, and finding a device by name, by a profile's file, or as this CPU, with what was calibrated on it. What may
-not: prices of steps (step_time.py), what fits (pricing.py), measuring (``headrace doctor --profile``), fitting (calibrate.py).
+What lives here: the catalogue, and finding a device by name, by a profile's file, or as this CPU, with what was
+calibrated on it. What may not: prices of steps (step_time.py), what fits (pricing.py), measuring (``headrace doctor
+--profile``), fitting (calibrate.py).
 
     known as    limits                                              memory
     h200        measured on a card of this kind (read, bf16)        published
@@ -18,7 +20,14 @@ from pathlib import Path
 from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated, load_calibrated, same_device
 from headrace.cost.links import Link
 from headrace.cost.prices import Classes, HostPrices, Slowness, StepPrices
-from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, find_profile, load_profile, profile_folder
+from headrace.cost.profile import (
+    DeviceIdentity,
+    DeviceProfile,
+    cpu_identity,
+    find_profile,
+    load_profile,
+    profile_folder,
+)
 from headrace.errors import ConfigError
 
 GB, GIB, TERA = 10**9, 2**30, 1e12
@@ -32,7 +41,9 @@ ONE_SHOT_SECONDS = 4.1e-6  # the same by the kernel of kernels/sums
 NVLINK_4 = Link(450e9 * REACHED_LINK, ONE_SHOT_SECONDS)
 NVLINK_3, OVER_PCIE_4 = (Link(each * REACHED_LINK, MEETING_SECONDS) for each in (300e9, PCIE_4))
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
-GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)  # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
+GPU_CLASSES = Classes(
+    (1, 16, 32, 64), apart=True
+)  # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +56,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """By kind of operator, for a device that no run was fitted on. ``layer_seconds``: of each layer, whatever the load (launches, and tails of
-    kernels). ``origin`` says how the figures came about."""
+    """By kind of operator, for a device that no run was fitted on. ``layer_seconds``: of each layer, whatever the load
+    (launches, and tails of kernels). ``origin`` says how the figures came about."""
 
     products: Share
     experts: Share
@@ -55,7 +66,9 @@ class Efficiency:
     layer_seconds: float
     origin: str
 
-    def prices(self, layers: int, *, step_seconds: float = 0.0, host_seconds: float = 0.0, classes: Classes | None = None) -> StepPrices:
+    def prices(
+        self, layers: int, *, step_seconds: float = 0.0, host_seconds: float = 0.0, classes: Classes | None = None
+    ) -> StepPrices:
         """The same as prices, alike in all ``classes``; ``step_seconds`` beside the layers' own."""
         classes = classes or Classes()
         count = len(classes.names)
@@ -77,16 +90,20 @@ def _slowness(share: Share) -> Slowness:
 
 
 # Chosen by eye, so that steps of three models come near their rows of docs/performance/gpu.md.
-GPU_EFFICIENCY = Efficiency(Share(0.97, 0.77), Share(0.97, 0.40), Share(0.60, 0.75), Share(0.60, 0.60), 36e-6, "assumed, not calibrated")
-CPU_EFFICIENCY = Efficiency(Share(0.80, 0.80), Share(0.80, 0.50), Share(0.60, 0.50), Share(0.60, 0.60), 0.0, "assumed, not calibrated")
+GPU_EFFICIENCY = Efficiency(
+    Share(0.97, 0.77), Share(0.97, 0.40), Share(0.60, 0.75), Share(0.60, 0.60), 36e-6, "assumed, not calibrated"
+)
+CPU_EFFICIENCY = Efficiency(
+    Share(0.80, 0.80), Share(0.80, 0.50), Share(0.60, 0.50), Share(0.60, 0.60), 0.0, "assumed, not calibrated"
+)
 GPU_HOST_SECONDS = 3e-4  # of scheduling and handing over one step
 CPU_HOST_SECONDS = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device to simulate. ``profile.source``: "measured", "published" or "stated". ``host_seconds``: of the host, a step.
-    ``calibrated``: what was fitted to runs on it, one a model."""
+    """One device to simulate. ``profile.source``: "measured", "published" or "stated". ``host_seconds``: of the host, a
+    step. ``calibrated``: what was fitted to runs on it, one a model."""
 
     name: str
     profile: DeviceProfile
@@ -95,7 +112,9 @@ class Device:
     host_seconds: float
     calibrated: tuple[CalibratedSteps, ...] = ()
     link: Link | None = None  # to others of its kind; None: nobody knows
-    host_link: float | None = None  # bytes/s between its memory and the host's, one way, as published; None: they are one, or nobody knows
+    host_link: float | None = (
+        None  # bytes/s between its memory and the host's, one way, as published; None: they are one, or nobody knows
+    )
 
     @property
     def kind(self) -> str:
@@ -117,25 +136,54 @@ class Device:
 def known_devices() -> dict[str, Device]:
     """The catalogue. Rates are those of dense products with sums in float32."""
     return {
-        "h200": _card("NVIDIA H200", 4.47, {"bfloat16": 798, "float16": 798, "float32": 54}, 140 * GIB, "measured", PCIE_5, NVLINK_4),
-        "h100": _published("NVIDIA H100 SXM", 3.35, {"bfloat16": 989, "float16": 989, "float32": 67}, 80, PCIE_5, NVLINK_4),
-        "a100": _published("NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80, PCIE_4, NVLINK_3),
-        "l40s": _published("NVIDIA L40S", 0.864, {"bfloat16": 362, "float16": 362, "float32": 91.6}, 48, PCIE_4, OVER_PCIE_4),
-        "rtx4090": _published("NVIDIA GeForce RTX 4090", 1.008, {"bfloat16": 165, "float16": 165, "float32": 82.6}, 24, PCIE_4, OVER_PCIE_4),
+        "h200": _card(
+            "NVIDIA H200",
+            4.47,
+            {"bfloat16": 798, "float16": 798, "float32": 54},
+            140 * GIB,
+            "measured",
+            PCIE_5,
+            NVLINK_4,
+        ),
+        "h100": _published(
+            "NVIDIA H100 SXM", 3.35, {"bfloat16": 989, "float16": 989, "float32": 67}, 80, PCIE_5, NVLINK_4
+        ),
+        "a100": _published(
+            "NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80, PCIE_4, NVLINK_3
+        ),
+        "l40s": _published(
+            "NVIDIA L40S", 0.864, {"bfloat16": 362, "float16": 362, "float32": 91.6}, 48, PCIE_4, OVER_PCIE_4
+        ),
+        "rtx4090": _published(
+            "NVIDIA GeForce RTX 4090",
+            1.008,
+            {"bfloat16": 165, "float16": 165, "float32": 82.6},
+            24,
+            PCIE_4,
+            OVER_PCIE_4,
+        ),
     }
 
 
-def _published(name: str, bandwidth: float, rates: Mapping[str, float], memory_gb: int, host_link: float, link: Link) -> Device:
+def _published(
+    name: str, bandwidth: float, rates: Mapping[str, float], memory_gb: int, host_link: float, link: Link
+) -> Device:
     lowered = {dtype: rate * REACHED_RATE for dtype, rate in rates.items()}
     return _card(name, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published", host_link, link)
 
 
-def _card(name: str, bandwidth: float, rates: Mapping[str, float], memory: int, source: str, host_link: float, link: Link) -> Device:
+def _card(
+    name: str, bandwidth: float, rates: Mapping[str, float], memory: int, source: str, host_link: float, link: Link
+) -> Device:
     """``bandwidth`` in TB/s, ``rates`` in TFLOP/s."""
     read = bandwidth * TERA
     gemm = {dtype: rate * TERA for dtype, rate in rates.items()}
     profile = DeviceProfile(
-        identity=DeviceIdentity(kind="cuda", name=name, threads=0), read_bandwidth=read, copy_bandwidth=read, gemm_rates=gemm, source=source
+        identity=DeviceIdentity(kind="cuda", name=name, threads=0),
+        read_bandwidth=read,
+        copy_bandwidth=read,
+        gemm_rates=gemm,
+        source=source,
     )
     return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, link=link, host_link=host_link)
 
@@ -146,7 +194,8 @@ def classes_of(kind: str, *, eager: bool = False) -> Classes:
 
 
 def find_device(name: str, *, threads: int, memory: int | None, free_memory: int, folder: Path | None = None) -> Device:
-    """A device of the catalogue, ``cpu`` (this one, measured before, with ``threads``), or the file of a profile; with what was calibrated on it.
+    """A device of the catalogue, ``cpu`` (this one, measured before, with ``threads``), or the file of a profile; with
+    what was calibrated on it.
 
     ``memory``: bytes, instead of what is known. ``free_memory``: of this machine. Raises ConfigError.
     """
@@ -155,14 +204,18 @@ def find_device(name: str, *, threads: int, memory: int | None, free_memory: int
 
 def with_calibrations(device: Device, folder: Path | None = None) -> Device:
     """With all that was fitted to runs on it, kept here or shipped."""
-    return replace(device, calibrated=tuple(find_calibrated(device.profile.identity, (folder or profile_folder(), SHIPPED))))
+    return replace(
+        device, calibrated=tuple(find_calibrated(device.profile.identity, (folder or profile_folder(), SHIPPED)))
+    )
 
 
 def with_calibration(device: Device, path: Path) -> Device:
     """With that one alone. Raises ConfigError where it is of another device."""
     found, here = load_calibrated(path), device.profile.identity
     if not same_device(here, found.device):
-        raise ConfigError(f"--calibration {path} is of {_named(found.device)}, and this device is {_named(here)}; give one of this device.")
+        raise ConfigError(
+            f"--calibration {path} is of {_named(found.device)}, and this device is {_named(here)}; give one of this device."
+        )
     return replace(device, calibrated=(found,))
 
 
@@ -178,7 +231,9 @@ def _find(name: str, threads: int, memory: int | None, free_memory: int, folder:
     if key == HERE:
         return _this_cpu(threads, memory, free_memory, folder)
     if key not in known:
-        raise ConfigError(f"--device is {name!r}; give {', '.join(known)}, {HERE} (this one, measured) or the file of a profile (*.json).")
+        raise ConfigError(
+            f"--device is {name!r}; give {', '.join(known)}, {HERE} (this one, measured) or the file of a profile (*.json)."
+        )
     found = known[key]
     return found if memory is None else replace(found, memory=memory)
 

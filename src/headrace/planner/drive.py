@@ -1,6 +1,7 @@
 """Runs requests through a core on virtual time, as clients of a server would send them.
 
-A request is sent when it is due, also while a step runs; the core takes it before the next one, and its times count from when it was sent.
+A request is sent when it is due, also while a step runs; the core takes it before the next one, and its times count
+from when it was sent.
 
 What lives here: the loop that adds what is due and steps. What may not: figures and building a core (simulator.py).
 """
@@ -23,7 +24,8 @@ from headrace.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Outcome:
-    """One sample a request, in order of sending, whose it is and how urgent; ``seconds`` from the first request's zero to the last token."""
+    """One sample a request, in order of sending, whose it is and how urgent; ``seconds`` from the first request's zero
+    to the last token."""
 
     samples: list[Sample] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
@@ -34,9 +36,9 @@ class Outcome:
 
 
 class Drive:
-    """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says 429.
-    ``front``: seconds that a front end works for a prompt of so many tokens, there and back, before it is in the core; one request after
-    another. None: none."""
+    """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says
+    429. ``front``: seconds that a front end works for a prompt of so many tokens, there and back, before it is in the
+    core; one request after another. None: none."""
 
     def __init__(
         self,
@@ -59,7 +61,9 @@ class Drive:
         self._first = deque(index for index, each in enumerate(asked) if each.follows is None)
         self._turn_after = {each.follows: index for index, each in enumerate(asked) if each.follows is not None}
         self._later: list[tuple[float, int]] = []  # a heap: when a turn whose predecessor has ended is due
-        self._open = any(asked[index].at is not None for index in self._first)  # arrivals come by the clock, not when a client is free
+        self._open = any(
+            asked[index].at is not None for index in self._first
+        )  # arrivals come by the clock, not when a client is free
         self._clients = 0  # closed loop: conversations under way, those that think included
         self._full_until = 0.0  # as many as there is room for were under way
         self._live: dict[int, Sample] = {}
@@ -147,7 +151,9 @@ class Drive:
 
     def _greedy(self, max_tokens: int) -> SamplingParams:
         if max_tokens not in self._params:
-            self._params[max_tokens] = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+            self._params[max_tokens] = SamplingParams(
+                temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            )
         return self._params[max_tokens]
 
     def _take(self, outputs: Sequence[SequenceOutput], now: float) -> None:

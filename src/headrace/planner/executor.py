@@ -1,9 +1,11 @@
 """A device that only says how long it would take: the core, scheduler and cache over it are the real ones.
 
-Time is virtual. Handing over a step takes the host ``host_seconds``; the device begins a step when it has it and has ended the one before.
-So at depth 0 the device waits for the host, and from depth 1 on it does not, as far as its steps are longer.
+Time is virtual. Handing over a step takes the host ``host_seconds``; the device begins a step when it has it and has
+ended the one before. So at depth 0 the device waits for the host, and from depth 1 on it does not, as far as its steps
+are longer.
 
-Tokens are a function of (sequence, position), so answers depend on neither batches, preemption nor depth, and hardly any two begin alike.
+Tokens are a function of (sequence, position), so answers depend on neither batches, preemption nor depth, and hardly
+any two begin alike.
 
 What lives here: the modelled executor and its counts. What may not: prices (step_time.py), scheduling, torch.
 """
@@ -67,9 +69,10 @@ class _Timed(Ticket):
 
 
 class ModelledExecutor:
-    """Takes the virtual time that ``price`` says; ``ratio``: how many times as long a step takes, by its number, when it begins and whether it
-    is of single tokens alone. One device. Where plans draft, a draft is right as often as ``acceptance`` says (by a hash of its place), and
-    proposing one more for all rows takes ``draft_cost`` of the step."""
+    """Takes the virtual time that ``price`` says; ``ratio``: how many times as long a step takes, by its number, when
+    it begins and whether it is of single tokens alone. One device. Where plans draft, a draft is right as often as
+    ``acceptance`` says (by a hash of its place), and proposing one more for all rows takes ``draft_cost`` of the
+    step."""
 
     def __init__(
         self,
@@ -130,7 +133,9 @@ class ModelledExecutor:
         vocab, found = self.info.vocab_size, []
         for work, row in zip(plan.sample_work, plan.sample_rows, strict=True):
             first, length, drafts = self._sequences[row], self._lengths[row], plan.drafts[work] if plan.drafts else 0
-            right = next((at for at in range(drafts) if _share(first + (length + at) * _POSITION) >= self._acceptance), drafts)
+            right = next(
+                (at for at in range(drafts) if _share(first + (length + at) * _POSITION) >= self._acceptance), drafts
+            )
             found.append(tuple((first + (length + at) * _POSITION) % vocab for at in range(right + 1)))
             self._lengths[row] = length + right + 1
         return found
@@ -147,7 +152,9 @@ class ModelledExecutor:
         """The tokens that a request of one answer gets at positions from ``start`` on."""
         positions = np.arange(start, start + count, dtype=np.int64)
         found = array("i")
-        found.frombytes(((request_id * _SEQUENCE + positions * _POSITION) % self.info.vocab_size).astype(np.int32).tobytes())
+        found.frombytes(
+            ((request_id * _SEQUENCE + positions * _POSITION) % self.info.vocab_size).astype(np.int32).tobytes()
+        )
         return found
 
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:

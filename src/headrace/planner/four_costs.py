@@ -1,9 +1,9 @@
-"""The four costs of a long context: what a longer prompt costs to compute, how many users fit, how long their tokens take, and what it costs
-to put one user's keys and values aside and to bring them back.
+"""The four costs of a long context: what a longer prompt costs to compute, how many users fit, how long their tokens
+take, and what it costs to put one user's keys and values aside and to bring them back.
 
-After Challenges in Deploying Long-Context Transformers: A Theoretical Peak Performance Analysis (Fu 2024). Each cost is given twice: at the
-peak (the paper's way: published or measured limits, all memory but the weights for keys and values) and as this engine would do it on the
-device (its prices of steps, its chunks of prompts, its rules for memory).
+After Challenges in Deploying Long-Context Transformers: A Theoretical Peak Performance Analysis (Fu 2024). Each cost is
+given twice: at the peak (the paper's way: published or measured limits, all memory but the weights for keys and values)
+and as this engine would do it on the device (its prices of steps, its chunks of prompts, its rules for memory).
 
     cost              at the peak
     prompt            Σ operators max(bytes / bandwidth, FLOPs / rate), the whole prompt in one step
@@ -33,7 +33,8 @@ CONTEXTS = tuple(2**power for power in range(12, 21))  # 4,096 … 1,048,576
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds; ``users`` as they fit. ``own``: of one user alone, ``full``: with all that fit. None: it does not fit, or nobody knows."""
+    """Seconds; ``users`` as they fit. ``own``: of one user alone, ``full``: with all that fit. None: it does not fit,
+    or nobody knows."""
 
     prompt: float
     users: int
@@ -52,23 +53,40 @@ class Row:
     engine: Costs | None
 
 
-def four_costs(priced: Priced, contexts: Sequence[int], *, host_link: float | None = None) -> tuple[list[Row], list[str]]:
-    """A row for each context that the model allows, and what is to be said of those left out. ``host_link``: bytes/s, instead of what is known."""
+def four_costs(
+    priced: Priced, contexts: Sequence[int], *, host_link: float | None = None
+) -> tuple[list[Row], list[str]]:
+    """A row for each context that the model allows, and what is to be said of those left out. ``host_link``: bytes/s,
+    instead of what is known."""
     longest = priced.spec.max_positions
     wrong = [each for each in contexts if each < 1]
     if wrong or not contexts:
-        raise ConfigError(f"The contexts are {' '.join(map(str, contexts)) or 'none'}; give whole numbers of tokens, at least 1 each.")
+        raise ConfigError(
+            f"The contexts are {' '.join(map(str, contexts)) or 'none'}; give whole numbers of tokens, at least 1 each."
+        )
     allowed = [each for each in sorted(set(contexts)) if each <= longest]
-    notes = [f"the model has positions for {longest:,} tokens; longer contexts are left out"] if len(allowed) < len(set(contexts)) else []
+    notes = (
+        [f"the model has positions for {longest:,} tokens; longer contexts are left out"]
+        if len(allowed) < len(set(contexts))
+        else []
+    )
     if not allowed:
-        raise ConfigError(f"The model has positions for {longest:,} tokens, and the shortest context asked for is {min(contexts):,}; give less.")
+        raise ConfigError(
+            f"The model has positions for {longest:,} tokens, and the shortest context asked for is {min(contexts):,}; give less."
+        )
     link = host_link if host_link is not None else priced.device.host_link
     if link is None:
-        notes.append("nobody knows this device's link to the host: no cost of a switch; give --host-link, in bytes a second")
+        notes.append(
+            "nobody knows this device's link to the host: no cost of a switch; give --host-link, in bytes a second"
+        )
     capacity, note = _capacity(priced)
     notes += [note] if note else []
     peak = CostModel(
-        priced.spec, priced.groups, peak_profile(priced.device), weight_bytes=ELEMENT_BYTES[priced.dtype], dtype=priced.dtype
+        priced.spec,
+        priced.groups,
+        peak_profile(priced.device),
+        weight_bytes=ELEMENT_BYTES[priced.dtype],
+        dtype=priced.dtype,
     )
     return [_row(priced, peak, capacity, each, link) for each in allowed], notes
 
@@ -115,7 +133,9 @@ def _by_engine(priced: Priced, capacity: list[int] | None, context: int, switch:
     most = priced.config.scheduler.max_num_batched_tokens
     assert most is not None, "resolved"
     prompt = sum(_chunk_seconds(priced, start, min(most, context - start)) for start in range(0, context, most))
-    return Costs(prompt, rows, priced.decode_seconds(1, context), priced.decode_seconds(rows, context) if rows else None, switch)
+    return Costs(
+        prompt, rows, priced.decode_seconds(1, context), priced.decode_seconds(rows, context) if rows else None, switch
+    )
 
 
 def _chunk_seconds(priced: Priced, start: int, count: int) -> float:
@@ -124,4 +144,6 @@ def _chunk_seconds(priced: Priced, start: int, count: int) -> float:
 
 def _chunk(priced: Priced, start: int, count: int) -> StepLoad:
     pairs = tuple(pairs_of(start, count, group.window) for group in priced.groups)
-    return StepLoad(count, 1, pairs, tuple(keys_of(start, count, group.window) for group in priced.groups), (0.0,) * len(pairs))
+    return StepLoad(
+        count, 1, pairs, tuple(keys_of(start, count, group.window) for group in priced.groups), (0.0,) * len(pairs)
+    )

@@ -1,5 +1,5 @@
-"""Fits with no negative answer: least squares by the active-set method of Lawson and Hanson (1974), for a few columns, and least absolute errors
-by weighting it anew.
+"""Fits with no negative answer: least squares by the active-set method of Lawson and Hanson (1974), for a few columns,
+and least absolute errors by weighting it anew.
 
 What lives here: the solvers. What may not: what columns mean, models of anything.
 """
@@ -13,7 +13,8 @@ _ROUNDS_A_COLUMN, _ROUNDS = 10, 30
 
 
 def nnls(design: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The x ≥ 0 that brings |design · x − target| to its least. ``design``: [rows, columns], float64; ``target``: [rows].
+    """The x ≥ 0 that brings |design · x − target| to its least. ``design``: [rows, columns], float64; ``target``:
+    [rows].
 
     Columns are scaled to unit length first, so their units do not matter; a column of zeros gets 0.
     """

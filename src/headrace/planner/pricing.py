@@ -1,10 +1,11 @@
-"""What a model's steps cost on a device: by prices fitted to a run of this engine on it, or assumed ones; and what is extrapolated.
+"""What a model's steps cost on a device: by prices fitted to a run of this engine on it, or assumed ones; and what is
+extrapolated.
 
-How much of the model's keys and values the device would hold is divided by the engine's own rules (worker/memory.py); what the engine measures
-on a real card is a bound or an assumption here.
+How much of the model's keys and values the device would hold is divided by the engine's own rules (worker/memory.py);
+what the engine measures on a real card is a bound or an assumption here.
 
-What lives here: that choice, what is said of it, and the model as it would lie there. What may not: fitting (calibrate.py), prices themselves
-(cost/), running; torch at import.
+What lives here: that choice, what is said of it, and the model as it would lie there. What may not: fitting
+(calibrate.py), prices themselves (cost/), running; torch at import.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class Priced:
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of one sequence's keys and values, to the token."""
-        return sum(group.bytes_per_block // group.block_size * min(context, group.window or context) for group in self.groups)
+        return sum(
+            group.bytes_per_block // group.block_size * min(context, group.window or context) for group in self.groups
+        )
 
     def blocks(self, context: int) -> list[int]:
         """Blocks of one sequence, by KV group: a window needs one more, for it begins anywhere."""
@@ -103,12 +106,22 @@ class Priced:
 
 
 def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: Sequence[float] = ()) -> Priced:
-    """``popularity``: how often tokens pick each expert. Of ranks, one and its share. Raises ConfigError for switches whose worth nobody knows."""
+    """``popularity``: how often tokens pick each expert. Of ranks, one and its share. Raises ConfigError for switches
+    whose worth nobody knows."""
     config, decisions = resolve_config(config, device.kind)
     spec = share(spec, config.device.tensor_parallel_size)
     dtype = dtype_of(spec, config, device)
     cost_model, groups = cost_model_of(spec, config, device, dtype, popularity)
-    return Priced(spec, config, tuple(decisions), device, dtype, groups, cost_model, choose_prices(device, config, cost_model, groups))
+    return Priced(
+        spec,
+        config,
+        tuple(decisions),
+        device,
+        dtype,
+        groups,
+        cost_model,
+        choose_prices(device, config, cost_model, groups),
+    )
 
 
 def cost_model_of(
@@ -117,8 +130,12 @@ def cost_model_of(
     """With the KV groups that it counts. ``config`` is resolved."""
     assert config.cache.block_size is not None, "resolved"
     size = ELEMENT_BYTES[dtype]
-    groups = kv_groups(spec, config.cache.block_size, size, resolve_kv_format(config.cache.kv_cache_dtype, dtype, spec.head_dim))
-    return CostModel(spec, groups, device.profile, weight_bytes=size, dtype=dtype, popularity=popularity, link=device.link), groups
+    groups = kv_groups(
+        spec, config.cache.block_size, size, resolve_kv_format(config.cache.kv_cache_dtype, dtype, spec.head_dim)
+    )
+    return CostModel(
+        spec, groups, device.profile, weight_bytes=size, dtype=dtype, popularity=popularity, link=device.link
+    ), groups
 
 
 def decode_load(groups: tuple[KVSpec, ...], rows: int, context: int) -> StepLoad:
@@ -137,9 +154,15 @@ def choose_prices(device: Device, config: EngineConfig, cost_model: CostModel, g
     found, other = best_calibrated(device.calibrated, spec, cost_model.dtype, switches)
     if found is None and switches:
         raise ConfigError(_unknown(device, switches))
-    sharing = SharedBlocks(groups, spec.num_heads // spec.num_kv_heads) if cascades(config.device, device.kind, cost_model.dtype) else None
+    sharing = (
+        SharedBlocks(groups, spec.num_heads // spec.num_kv_heads)
+        if cascades(config.device, device.kind, cost_model.dtype)
+        else None
+    )
     if found is None:
-        prices = device.efficiency.prices(spec.num_layers, step_seconds=profile.step_overhead, host_seconds=device.host_seconds)
+        prices = device.efficiency.prices(
+            spec.num_layers, step_seconds=profile.step_overhead, host_seconds=device.host_seconds
+        )
         return Pricing(StepTime(cost_model, prices, sharing=sharing), None, None, (), device.efficiency.origin)
     prices = _for_layers(found.prices, spec.num_layers / found.shape.layers)
     rate = found.rate if found.dtype == cost_model.dtype else profile.gemm_rate(cost_model.dtype)
@@ -189,14 +212,21 @@ def _beyond(covered: Covered, most: Most, context: int) -> list[str]:
 CARD_BYTES = 3 * GIB // 2  # a context, kernels and graphs, as a start on an H200 takes them
 
 
-def place(spec: DecoderSpec, config: EngineConfig, device: Device, dtype: str, groups: tuple[KVSpec, ...]) -> ExecutorInfo:
-    """What an executor on that device would say of itself. ``config`` is resolved. Raises ConfigError or OutOfMemory with the numbers."""
+def place(
+    spec: DecoderSpec, config: EngineConfig, device: Device, dtype: str, groups: tuple[KVSpec, ...]
+) -> ExecutorInfo:
+    """What an executor on that device would say of itself. ``config`` is resolved. Raises ConfigError or OutOfMemory
+    with the numbers."""
     from headrace.worker.memory import Room, bounds, plan_kv
 
     available = int(device.memory * (config.cache.gpu_memory_utilization if device.overlaps else 1.0))
-    purposes = bounds(spec, config, ELEMENT_BYTES[dtype]) | ({"context, kernels and graphs": CARD_BYTES} if device.overlaps else {})
+    purposes = bounds(spec, config, ELEMENT_BYTES[dtype]) | (
+        {"context, kernels and graphs": CARD_BYTES} if device.overlaps else {}
+    )
     _check_fits(spec, device, available, purposes)
-    plan = plan_kv(groups, config, Room(available, purposes), max_positions=spec.max_positions, on_cpu=not device.overlaps)
+    plan = plan_kv(
+        groups, config, Room(available, purposes), max_positions=spec.max_positions, on_cpu=not device.overlaps
+    )
     memory = {**purposes, "kv_cache": plan.num_bytes}
     name = f"{device.kind} (modelled: {device.name})"
     return ExecutorInfo(spec.vocab_size, plan.max_model_len, config.scheduler.rows, plan.groups, name, memory)
@@ -219,7 +249,9 @@ def _check_fits(spec: DecoderSpec, device: Device, available: int, purposes: Map
     smaller = "take a smaller model or --dtype bfloat16"
     if purposes["activations"] > purposes["weights"]:
         smaller = "lower --max-num-batched-tokens or --max-num-seqs"
-    advice = f"It would fit on: {', '.join(larger)}." if larger else f"No device that is known here holds it; {smaller}."
+    advice = (
+        f"It would fit on: {', '.join(larger)}." if larger else f"No device that is known here holds it; {smaller}."
+    )
     raise ConfigError(
         f"This model does not fit on {device.name}: {needed / GIB:.1f} GiB are needed ({parts}) before any KV, "
         f"and {available / GIB:.1f} of its {device.memory / GIB:.1f} GiB may be used. {advice}"

@@ -1,6 +1,7 @@
 """Measured steps of a run of the engine, read from its trace (``--trace FILE`` of any command).
 
-What lives here: reading and judging such a file. What may not: fitting (calibrate.py), writing traces (observe/trace.py).
+What lives here: reading and judging such a file. What may not: fitting (calibrate.py), writing traces
+(observe/trace.py).
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _UNREADABLE = (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeE
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step that did not fail. Seconds; points in time count from the trace's beginning. ``alone``: every sequence computed one token.
-    ``continuous``: there was work all the time since the step before; ``pause``: how long there was none; ``since``: how long ago a rest ended.
-    ``waited``: of collecting, what the host did not work. ``recorded``: a graph was recorded behind it."""
+    """One step that did not fail. Seconds; points in time count from the trace's beginning. ``alone``: every sequence
+    computed one token. ``continuous``: there was work all the time since the step before; ``pause``: how long there was
+    none; ``since``: how long ago a rest ended. ``waited``: of collecting, what the host did not work. ``recorded``: a
+    graph was recorded behind it."""
 
     step_id: int
     load: StepLoad
@@ -53,8 +55,8 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """``sha256`` of the file's content; ``dropped``: steps that failed or whose record is not whole. ``begun``: prompts, in the order in which they
-    got a row: when (the scheduling of that step, s) and how many tokens."""
+    """``sha256`` of the file's content; ``dropped``: steps that failed or whose record is not whole. ``begun``:
+    prompts, in the order in which they got a row: when (the scheduling of that step, s) and how many tokens."""
 
     facts: RunFacts
     steps: tuple[RecordedStep, ...]
@@ -84,7 +86,9 @@ def read_run(path: Path) -> RecordedRun:
         )
     whole = _with_pauses([each for each in map(trace.step, trace.steps) if each is not None])
     dropped = len(trace.steps) - len(whole)
-    return RecordedRun(trace.facts, tuple(whole), hashlib.sha256(content).hexdigest(), path.name, dropped, tuple(trace.begun))
+    return RecordedRun(
+        trace.facts, tuple(whole), hashlib.sha256(content).hexdigest(), path.name, dropped, tuple(trace.begun)
+    )
 
 
 def _read(path: Path, content: bytes) -> _Trace:
@@ -202,12 +206,19 @@ class _Trace:
         """None where it failed or its record is not whole."""
         (event, found), load = recorded, recorded[1].load
         host = self.host.get(found.step, {})
-        if event.name == "failed" or not {"schedule", "submit", "collect"} <= host.keys() or not found.measured or not found.tokens:
+        if (
+            event.name == "failed"
+            or not {"schedule", "submit", "collect"} <= host.keys()
+            or not found.measured
+            or not found.tokens
+        ):
             return None
         (scheduled, _), (submitted, queued), (awaited, collected) = host["schedule"], host["submit"], host["collect"]
         return RecordedStep(
             step_id=found.step,
-            load=StepLoad(found.tokens, found.sampled, load.pairs, load.keys, load.lone, load.saved, filled=load.filled),
+            load=StepLoad(
+                found.tokens, found.sampled, load.pairs, load.keys, load.lone, load.saved, filled=load.filled
+            ),
             rows=found.rows,
             added=load.added,
             added_tokens=load.added_tokens,

@@ -2,8 +2,8 @@
 
 The core, scheduler and cache are those of every other run; only the executor and the clock are not.
 
-What lives here: putting the parts together, and the figures: those of ``headrace bench serve`` under the same names, and what only the inside
-can tell. What may not: flags and printing (commands/simulate.py), any part's own work.
+What lives here: putting the parts together, and the figures: those of ``headrace bench serve`` under the same names,
+and what only the inside can tell. What may not: flags and printing (commands/simulate.py), any part's own work.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from headrace.speculative.settings import read_settings
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``popularity``: how
-    often tokens pick each expert; empty: evenly. ``front``: requests pass a front end, where one was measured. ``luck``: the seed of what comes
-    between steps, where that was measured."""
+    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``popularity``: how often
+    tokens pick each expert; empty: evenly. ``front``: requests pass a front end, where one was measured. ``luck``: the
+    seed of what comes between steps, where that was measured."""
 
     asked: Sequence[LoadRequest]
     seed: int = 0
@@ -89,16 +89,23 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
 
 
 def create_core(
-    info: ExecutorInfo, config: EngineConfig, step_time: StepTime, recorder: StepRecorder, disturbances: Disturbances | None = None
+    info: ExecutorInfo,
+    config: EngineConfig,
+    step_time: StepTime,
+    recorder: StepRecorder,
+    disturbances: Disturbances | None = None,
 ) -> tuple[EngineCore, ModelledExecutor]:
-    """The engine's own core, over a device that only takes time. The recorder is told of steps where the scheduler heeds how fast they go:
-    it knows of the device what a real engine would, its limits and the steps before."""
+    """The engine's own core, over a device that only takes time. The recorder is told of steps where the scheduler
+    heeds how fast they go: it knows of the device what a real engine would, its limits and the steps before."""
     clock = VirtualClock()
     ratio = disturbances.ratio if disturbances is not None else None
     settings = read_settings(config.scheduler.speculative_config)
     drafting = {}
     if settings is not None:
-        info, drafting = replace(info, max_drafts=settings.most), {"acceptance": settings.acceptance, "draft_cost": settings.draft_cost}
+        info, drafting = (
+            replace(info, max_drafts=settings.most),
+            {"acceptance": settings.acceptance, "draft_cost": settings.draft_cost},
+        )
     executor = ModelledExecutor(info, step_time.of_plan, clock, ratio=ratio, **drafting)
     core = EngineCore(
         executor,
@@ -117,7 +124,13 @@ def create_core(
 
 
 def figures_of(
-    outcome: Outcome, core: EngineCore, counts: DeviceCounts, device: Device, dtype: str, limits: Mapping[str, float], percentiles: Sequence[float]
+    outcome: Outcome,
+    core: EngineCore,
+    counts: DeviceCounts,
+    device: Device,
+    dtype: str,
+    limits: Mapping[str, float],
+    percentiles: Sequence[float],
 ) -> dict[str, Any]:
     """Times as bench serve gives them; then the device, the scheduler and the cache."""
     seconds = outcome.seconds
@@ -158,7 +171,8 @@ def promise_figures(recorder: StepRecorder) -> dict[str, Any]:
 
 
 def check_limits(limits: Mapping[str, float], shortest_step: float) -> None:
-    """A limit that not even the least step meets is refused: every request would miss it, whatever the load. Raises ConfigError."""
+    """A limit that not even the least step meets is refused: every request would miss it, whatever the load. Raises
+    ConfigError."""
     for name, limit in limits.items():
         if limit < shortest_step:
             raise ConfigError(

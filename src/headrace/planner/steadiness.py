@@ -1,14 +1,17 @@
 """How steadily steps keep to their price: what disturbs a machine makes some of them longer, and lasts a while.
 
     seconds of a step = its price · ratio
-    ratio             = drawn from those that were measured, so that a long step is as likely as it was; of steps with parts of prompts from those
+    ratio             = drawn from those that were measured, so that a long step is as likely as it was; of steps with
+    parts of prompts from those
                         of such steps (they are long, so what comes between is a smaller part of them)
-    of its score      the share ``lasting`` moves from one value to the next within ``seconds``; the rest is each step's own
+    of its score      the share ``lasting`` moves from one value to the next within ``seconds``; the rest is each step's
+    own
 
-A price is what a step takes in the middle, not in the mean: without its ratio, every tail would be too short. The draws are a function of a
-seed, the step's number and the time, so that a run is the same however it is computed.
+A price is what a step takes in the middle, not in the mean: without its ratio, every tail would be too short. The draws
+are a function of a seed, the step's number and the time, so that a run is the same however it is computed.
 
-What lives here: fitting the ratios to measured steps, drawing them. What may not: what is kept of them (cost/calibrated.py), prices, clocks.
+What lives here: fitting the ratios to measured steps, drawing them. What may not: what is kept of them
+(cost/calibrated.py), prices, clocks.
 """
 
 from __future__ import annotations
@@ -70,9 +73,11 @@ def _normal(seed: int, index: int) -> float:
 # --- fitting
 
 
-def fit_steadiness(times: Sequence[np.ndarray], ratios: Sequence[np.ndarray], alone: Sequence[np.ndarray]) -> Steadiness | None:
-    """By run: when steps began, in seconds, measured over price of each, and whether it computed single tokens alone. None where steps are
-    steady, or too few."""
+def fit_steadiness(
+    times: Sequence[np.ndarray], ratios: Sequence[np.ndarray], alone: Sequence[np.ndarray]
+) -> Steadiness | None:
+    """By run: when steps began, in seconds, measured over price of each, and whether it computed single tokens alone.
+    None where steps are steady, or too few."""
     every, single = np.concatenate(ratios), np.concatenate(alone).astype(bool)
     if len(every) < LEAST_STEPS or np.quantile(every, 0.95) / np.quantile(every, 0.05) - 1.0 < STEADY:
         return None
@@ -82,7 +87,8 @@ def fit_steadiness(times: Sequence[np.ndarray], ratios: Sequence[np.ndarray], al
 
 
 def _lasting(times: Sequence[np.ndarray], ratios: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The share and the duration whose products of scores, over the seconds between two steps, come nearest to those that were measured."""
+    """The share and the duration whose products of scores, over the seconds between two steps, come nearest to those
+    that were measured."""
     between, products = _products(times, _scores(ratios))
     if not len(between):
         return 0.0, 1.0

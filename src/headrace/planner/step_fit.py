@@ -1,15 +1,17 @@
-"""Prices of steps from steps that were measured: the slownesses of cost/prices.py, none negative, by the least sum of |log(predicted / measured)|.
+"""Prices of steps from steps that were measured: the slownesses of cost/prices.py, none negative, by the least sum of
+|log(predicted / measured)|.
 
-A kind of work takes the larger of two times, so which of the two decides is guessed, the rest is linear, and the guess is made anew from what
-came out, until it stays (from several beginnings; the best end counts). Each round is a least-squares problem in which a step weighs one over
-what was predicted and over its own error. So disturbed steps weigh little, and a step that took twice as long as predicted is as wrong as one
-that took half.
+A kind of work takes the larger of two times, so which of the two decides is guessed, the rest is linear, and the guess
+is made anew from what came out, until it stays (from several beginnings; the best end counts). Each round is a
+least-squares problem in which a step weighs one over what was predicted and over its own error. So disturbed steps
+weigh little, and a step that took twice as long as predicted is as wrong as one that took half.
 
-Slownesses may be held to at least ``least``: on a device whose memory is far larger than its caches, nothing is quicker than the limit, and what
-takes longer than that is told apart from what a step costs beside.
+Slownesses may be held to at least ``least``: on a device whose memory is far larger than its caches, nothing is quicker
+than the limit, and what takes longer than that is told apart from what a step costs beside.
 
-A parameter is fitted only where the steps tell it apart: its column, less what the columns before it explain, must leave something. Otherwise
-it is taken to be that of a parameter beside it, or kept as it was assumed; ``Parameter.note`` says so.
+A parameter is fitted only where the steps tell it apart: its column, less what the columns before it explain, must
+leave something. Otherwise it is taken to be that of a parameter beside it, or kept as it was assumed;
+``Parameter.note`` says so.
 
 What lives here: the fit. What may not: files of runs (runs.py), the model's arithmetic (cost/prices.py), cost models.
 """
@@ -36,8 +38,8 @@ _ROUNDS, _FLOPS_BEGINNINGS = 40, (1.0, 0.4, 2.5)
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One step: its load, the bytes and FLOPs that this comes to, and the seconds it took. ``alone``: single tokens alone. ``pause``: so many
-    seconds there was no work before it; ``since``: so many seconds ago a rest ended."""
+    """One step: its load, the bytes and FLOPs that this comes to, and the seconds it took. ``alone``: single tokens
+    alone. ``pause``: so many seconds there was no work before it; ``since``: so many seconds ago a rest ended."""
 
     load: StepLoad
     work: Work
@@ -49,8 +51,8 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class FittedSteps:
-    """``median_error`` and ``p90_error``: of |predicted / measured − 1| over the fitted steps; ``bias``: Σ predicted / Σ measured − 1.
-    ``ratios``: measured / predicted of each step."""
+    """``median_error`` and ``p90_error``: of |predicted / measured − 1| over the fitted steps; ``bias``: Σ predicted /
+    Σ measured − 1. ``ratios``: measured / predicted of each step."""
 
     prices: StepPrices
     parameters: tuple[Parameter, ...]
@@ -62,8 +64,9 @@ class FittedSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """One unknown, at least ``least``. ``ideal``: [sources, steps], what one unit of it adds to each step for each of the kinds of
-    work. ``rival``: the column that a source must exceed to count. ``tied``: whose value it takes where it cannot be told apart."""
+    """One unknown, at least ``least``. ``ideal``: [sources, steps], what one unit of it adds to each step for each of
+    the kinds of work. ``rival``: the column that a source must exceed to count. ``tied``: whose value it takes where it
+    cannot be told apart."""
 
     name: str
     ideal: np.ndarray
@@ -73,8 +76,11 @@ class _Column:
     least: float = 0.0
 
 
-def fit_steps(observed: Sequence[Observed], assumed: StepPrices, *, bandwidth: float, rate: float, least: float = 0.0) -> FittedSteps:
-    """``assumed`` gives the classes, and what is kept where steps say nothing. The host's prices are left as they are."""
+def fit_steps(
+    observed: Sequence[Observed], assumed: StepPrices, *, bandwidth: float, rate: float, least: float = 0.0
+) -> FittedSteps:
+    """``assumed`` gives the classes, and what is kept where steps say nothing. The host's prices are left as they
+    are."""
     made = _Columns(observed, assumed, bandwidth, rate, least)
     columns, counts = made.all(), made.counts
     measured = np.array([each.seconds for each in observed])
@@ -91,14 +97,18 @@ def fit_steps(observed: Sequence[Observed], assumed: StepPrices, *, bandwidth: f
 
 
 class _Columns:
-    """The unknowns in the order in which ``_prices`` reads them: pairs of (bytes, FLOPs) first, then what is linear alone (attention of prompts
-    is: what it reads, it reads for many tokens)."""
+    """The unknowns in the order in which ``_prices`` reads them: pairs of (bytes, FLOPs) first, then what is linear
+    alone (attention of prompts is: what it reads, it reads for many tokens)."""
 
-    def __init__(self, observed: Sequence[Observed], assumed: StepPrices, bandwidth: float, rate: float, least: float) -> None:
+    def __init__(
+        self, observed: Sequence[Observed], assumed: StepPrices, bandwidth: float, rate: float, least: float
+    ) -> None:
         self._observed, self._assumed, self._least = observed, assumed, least
         self._bandwidth, self._rate = bandwidth, rate
         classes = assumed.classes
-        self._place = np.array([classes.place(each.load.tokens, alone=each.alone, graphed=each.load.filled > 0) for each in observed])
+        self._place = np.array(
+            [classes.place(each.load.tokens, alone=each.alone, graphed=each.load.filled > 0) for each in observed]
+        )
         self._head_place = np.array([classes.place(each.load.sampled, alone=True) for each in observed])
         self._columns: list[_Column] = []
 
@@ -113,13 +123,27 @@ class _Columns:
         assumed, names = self._assumed, self._assumed.classes.names
         products, head, decode = self._amounts("products"), self._amounts("head"), self._amounts("decode")
         for index, name in enumerate(names):
-            sources = np.stack([products * (self._place == index)[:, None], head * (self._head_place == index)[:, None]])
+            sources = np.stack(
+                [products * (self._place == index)[:, None], head * (self._head_place == index)[:, None]]
+            )
             self._pair(f"products{name}", sources, assumed.products[index], 2 * (index - 1) if index else None)
         for index, name in enumerate(names):
             before = len(self._columns) - 2 if index else None
-            self._pair(f"attention of single tokens{name}", (decode * (self._place == index)[:, None])[None], assumed.decode[index], before)
+            self._pair(
+                f"attention of single tokens{name}",
+                (decode * (self._place == index)[:, None])[None],
+                assumed.decode[index],
+                before,
+            )
         self._pair("experts", self._amounts("experts")[None], assumed.experts)
-        self._columns.append(_Column("attention of prompts, FLOPs", self._amounts("prompts")[None, :, 1], assumed.prompts.flops, least=self._least))
+        self._columns.append(
+            _Column(
+                "attention of prompts, FLOPs",
+                self._amounts("prompts")[None, :, 1],
+                assumed.prompts.flops,
+                least=self._least,
+            )
+        )
         for index, name in enumerate(names):
             self._add(f"a step{name}, seconds", self._place == index, assumed.fixed[index])
         traffic = [each.work.others + each.work.activations for each in self._observed]
@@ -129,7 +153,11 @@ class _Columns:
         self._add("a step after a short pause, seconds", (pauses > 0.0) & (pauses <= RESTED), assumed.woken)
         self._add(f"a step after a pause of more than {RESTED * 1e3:g} ms, seconds", pauses > RESTED, assumed.rested)
         since = np.array([each.since for each in self._observed])
-        self._add(f"one within {SETTLING * 1e3:g} ms after that, seconds", (pauses == 0.0) & (since <= SETTLING), assumed.settling)
+        self._add(
+            f"one within {SETTLING * 1e3:g} ms after that, seconds",
+            (pauses == 0.0) & (since <= SETTLING),
+            assumed.settling,
+        )
         shared = np.array([each.load.shares for each in self._observed])
         self._add("a step whose sequences share keys, seconds", shared, assumed.shared)
         return self._columns
@@ -144,7 +172,9 @@ class _Columns:
         """``sources``: [sources, steps, 2]."""
         at = len(self._columns)
         self._columns.append(_Column(f"{name}, bytes", sources[:, :, 0], was.bytes, at + 1, tied, self._least))
-        self._columns.append(_Column(f"{name}, FLOPs", sources[:, :, 1], was.flops, at, None if tied is None else tied + 1, self._least))
+        self._columns.append(
+            _Column(f"{name}, FLOPs", sources[:, :, 1], was.flops, at, None if tied is None else tied + 1, self._least)
+        )
 
     def _add(self, name: str, ideal: np.ndarray, was: float) -> None:
         self._columns.append(_Column(name, ideal.astype(np.float64)[None], was))
@@ -165,7 +195,9 @@ def _prices(values: np.ndarray, assumed: StepPrices) -> StepPrices:
 # --- the fit
 
 
-def _descend(columns: Sequence[_Column], measured: np.ndarray, counts: np.ndarray, beginning: float) -> tuple[np.ndarray, tuple[Parameter, ...]]:
+def _descend(
+    columns: Sequence[_Column], measured: np.ndarray, counts: np.ndarray, beginning: float
+) -> tuple[np.ndarray, tuple[Parameter, ...]]:
     """``beginning``: by what the assumed prices of FLOPs are multiplied at first."""
     values = np.array([each.assumed * (beginning if each.name.endswith("FLOPs") else 1.0) for each in columns])
     weights = np.sqrt(counts) / measured
@@ -197,7 +229,9 @@ def _deciding(columns: Sequence[_Column], values: np.ndarray) -> np.ndarray:
     return np.stack(decided, axis=1)
 
 
-def _solve(columns: Sequence[_Column], design: np.ndarray, measured: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, tuple[Parameter, ...]]:
+def _solve(
+    columns: Sequence[_Column], design: np.ndarray, measured: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, tuple[Parameter, ...]]:
     weighted = design * weights[:, None]
     fitted, notes = _told_apart(columns, weighted)
     target, joined = measured.copy(), weighted.copy()
@@ -242,7 +276,11 @@ def _told_apart(columns: Sequence[_Column], weighted: np.ndarray) -> tuple[list[
             notes[index] = "no step was decided by it" if not length else "cannot be told apart by these steps"
     for index, why in notes.items():
         tied = columns[index].tied
-        notes[index] = f"{why}; taken to be that of {columns[tied].name}" if tied is not None and tied in fitted else f"{why}; kept as assumed"
+        notes[index] = (
+            f"{why}; taken to be that of {columns[tied].name}"
+            if tied is not None and tied in fitted
+            else f"{why}; kept as assumed"
+        )
     return fitted, notes
 
 

@@ -1,7 +1,8 @@
-"""How long a device would take for a step: the cost model's bytes and FLOPs at the prices of that device (cost/prices.py).
+"""How long a device would take for a step: the cost model's bytes and FLOPs at the prices of that device
+(cost/prices.py).
 
-Prices are assumed (a device's shares of its limits) or calibrated (fitted to measured steps). What lies beyond the steps that prices were
-fitted to is counted, so that nobody takes it for measured.
+Prices are assumed (a device's shares of its limits) or calibrated (fitted to measured steps). What lies beyond the
+steps that prices were fitted to is counted, so that nobody takes it for measured.
 
 What lives here: a step's price. What may not: counting bytes, prices (cost/), devices (devices.py), clocks.
 """
@@ -20,9 +21,9 @@ from headrace.request import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """``floor_seconds``: at the limits themselves. ``host_seconds`` pass on the host before it hands a step over, ``launch_seconds`` while it
-    does: the device is at it meanwhile, and ends no sooner. ``record_seconds`` pass on the host behind it. ``after`` says what comes on top, so
-    many seconds after the last work and since a rest ended."""
+    """``floor_seconds``: at the limits themselves. ``host_seconds`` pass on the host before it hands a step over,
+    ``launch_seconds`` while it does: the device is at it meanwhile, and ends no sooner. ``record_seconds`` pass on the
+    host behind it. ``after`` says what comes on top, so many seconds after the last work and since a rest ended."""
 
     seconds: float
     floor_seconds: float
@@ -45,9 +46,9 @@ class Most:
 
 
 class StepTime:
-    """Prices steps of one model on one device. ``bandwidth`` and ``rate``: what the prices are multiples of; None: the profile's limits.
-    ``sharing``: who knows which keys a step reads once for several sequences; None: none. ``shapes``: which graph computes a step with prompts;
-    None: none does."""
+    """Prices steps of one model on one device. ``bandwidth`` and ``rate``: what the prices are multiples of; None: the
+    profile's limits. ``sharing``: who knows which keys a step reads once for several sequences; None: none. ``shapes``:
+    which graph computes a step with prompts; None: none does."""
 
     def __init__(
         self,
@@ -80,14 +81,16 @@ class StepTime:
         return self._price(load, rows, alone, host, self._prices.host.record if recorded else 0.0)
 
     def of_load(self, load: StepLoad, *, rows: int = 1, alone: bool = True) -> StepPrice:
-        """``rows`` sequences; ``alone``: each computes a single token. Of an engine that has recorded the graphs it needs."""
+        """``rows`` sequences; ``alone``: each computes a single token. Of an engine that has recorded the graphs it
+        needs."""
         if not alone and self._shapes is not None:
             shape = self._shapes.rounded(load.tokens, rows)
             load = load if shape is None else replace(load, filled=shape.tokens)
         return self._price(load, rows, alone)
 
     def _graphed(self, load: StepLoad, rows: int) -> tuple[StepLoad, bool]:
-        """The load as a graph computes it, and whether one is recorded behind the step; steps that share keys have none."""
+        """The load as a graph computes it, and whether one is recorded behind the step; steps that share keys have
+        none."""
         shape = None if self._shapes is None or load.shares else self._shapes.shape_of(load.tokens, rows)
         if self._shapes is None or shape is None:
             return load, False

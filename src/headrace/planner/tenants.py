@@ -1,7 +1,8 @@
-"""Several tenants and priorities in one simulated load: whose request is whose, how urgent it is, and what each of them got.
+"""Several tenants and priorities in one simulated load: whose request is whose, how urgent it is, and what each of them
+got.
 
-What lives here: sharing requests out, figures by tenant and by priority, how far services drift apart. What may not: what is promised
-(scheduler/policies/fair.py), running.
+What lives here: sharing requests out, figures by tenant and by priority, how far services drift apart. What may not:
+what is promised (scheduler/policies/fair.py), running.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ INPUT, OUTPUT = 1.0, 2.0  # prices of tokens, as the engine has them by default
 
 
 def among(asked: Sequence[LoadRequest], count: int, hog: float | None, seed: int) -> list[LoadRequest]:
-    """The same requests of ``count`` tenants, named as keys of a server are (key1, key2 …). The first sends the share ``hog`` of the requests,
-    the others the rest in equal shares; None: all are alike. Turns of a conversation are of one tenant."""
+    """The same requests of ``count`` tenants, named as keys of a server are (key1, key2 …). The first sends the share
+    ``hog`` of the requests, the others the rest in equal shares; None: all are alike. Turns of a conversation are of
+    one tenant."""
     first = 1.0 / count if hog is None else hog
     shares = [first, *[(1.0 - first) / (count - 1)] * (count - 1)]
     drawn = np.random.default_rng((seed, 9)).choice(count, len(asked), p=shares)
@@ -34,9 +36,12 @@ def among(asked: Sequence[LoadRequest], count: int, hog: float | None, seed: int
 
 
 def with_priorities(asked: Sequence[LoadRequest], shares: Mapping[int, float], seed: int) -> list[LoadRequest]:
-    """The same requests, each of one of these priorities, drawn by their shares. Turns of a conversation have one priority."""
+    """The same requests, each of one of these priorities, drawn by their shares. Turns of a conversation have one
+    priority."""
     total = sum(shares.values())
-    drawn = np.random.default_rng((seed, 10)).choice(list(shares), len(asked), p=[share / total for share in shares.values()])
+    drawn = np.random.default_rng((seed, 10)).choice(
+        list(shares), len(asked), p=[share / total for share in shares.values()]
+    )
     found: list[LoadRequest] = []
     for each, priority in zip(asked, drawn.tolist(), strict=True):
         found.append(replace(each, priority=priority if each.follows is None else found[each.follows].priority))
@@ -47,7 +52,13 @@ def priority_figures(samples: Sequence[Sample], priorities: Sequence[int], secon
     """{} where all are alike."""
     names = sorted(set(priorities))
     of = {name: [sample for sample, each in zip(samples, priorities, strict=True) if each == name] for name in names}
-    return {} if len(names) < 2 else {key: value for name in names for key, value in _group_figures(f"priority{name}", of[name], seconds).items()}
+    return (
+        {}
+        if len(names) < 2
+        else {
+            key: value for name in names for key, value in _group_figures(f"priority{name}", of[name], seconds).items()
+        }
+    )
 
 
 def _group_figures(name: str, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
@@ -59,9 +70,11 @@ def _group_figures(name: str, samples: Sequence[Sample], seconds: float) -> dict
     }
 
 
-def tenant_figures(samples: Sequence[Sample], tenants: Sequence[str], seconds: float, scheduler: SchedulerConfig) -> dict[str, Any]:
-    """{} where there are fewer than two. ``tenants``: of each sample; ``scheduler``: resolved. Services and their bound by weight, in prices of
-    the scheduler's."""
+def tenant_figures(
+    samples: Sequence[Sample], tenants: Sequence[str], seconds: float, scheduler: SchedulerConfig
+) -> dict[str, Any]:
+    """{} where there are fewer than two. ``tenants``: of each sample; ``scheduler``: resolved. Services and their bound
+    by weight, in prices of the scheduler's."""
     names = sorted(set(tenants), key=lambda name: (len(name), name))
     if len(names) < 2:
         return {}
@@ -85,10 +98,13 @@ def _bound(samples: Sequence[Sample], scheduler: SchedulerConfig, weight: float)
 
 
 def drift(
-    one: Sequence[Sample], other: Sequence[Sample], prices: tuple[float, float] = (INPUT, OUTPUT), weights: tuple[float, float] = (1.0, 1.0)
+    one: Sequence[Sample],
+    other: Sequence[Sample],
+    prices: tuple[float, float] = (INPUT, OUTPUT),
+    weights: tuple[float, float] = (1.0, 1.0),
 ) -> float:
-    """The most by which two tenants' services, by weight, differ between any two moments of a time in which both have requests without a token.
-    Whoever found no place in the queue never waited."""
+    """The most by which two tenants' services, by weight, differ between any two moments of a time in which both have
+    requests without a token. Whoever found no place in the queue never waited."""
     mine, theirs = _events(one, prices), _events(other, prices)
     times, more, service = (np.concatenate(pair) for pair in zip(mine, theirs, strict=True))
     whose = np.repeat([1, 0], [len(mine[0]), len(theirs[0])])

@@ -64,7 +64,9 @@ class _Standing(ModuleType):
 class _StandIn(MetaPathFinder, Loader):
     """Finds the module and everything below it."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == _ABSENT else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

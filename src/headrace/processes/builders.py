@@ -56,7 +56,13 @@ class Builders:
         command = [sys.executable, "-P", "-m", _PROGRAM, *map(str, numbers)]
         environment, nothing = child_environment() | {"CUDA_VISIBLE_DEVICES": ""}, subprocess.DEVNULL
         self._process = subprocess.Popen(
-            command, pass_fds=numbers, env=environment, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing
+            command,
+            pass_fds=numbers,
+            env=environment,
+            start_new_session=True,
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
         )
         for each in theirs:
             each.close()
@@ -92,7 +98,10 @@ class Builders:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._process.pid, signal.SIGTERM)  # it ends those that it has forked, and waits for them
             deadline = time.monotonic() + _ENDING
-            while not os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < deadline:
+            while (
+                not os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.001)
             os.killpg(self._process.pid, signal.SIGKILL)  # what is left of them, should it have died or hang
         for each in self._ours:
@@ -109,7 +118,10 @@ def mark_of(*facts: object) -> Path:
     A wrong mark only costs a start without help, or unneeded helpers: whether a kernel is built is decided by Triton
     alone.
     """
-    folder = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
+    folder = (
+        os.environ.get("TRITON_CACHE_DIR")
+        or Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
+    )
     sources = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(_KERNELS.glob("*/*.py"))]
     return Path(folder) / f"headrace-{sha256(repr((facts, sources)).encode()).hexdigest()[:24]}"
 

@@ -27,7 +27,11 @@ SHORT_LIFE = 60.0  # seconds
 def start(module: str, sock: socket, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """As ``spawn``, for who has no event loop. ``more``: for its environment."""
     return subprocess.Popen(
-        (sys.executable, "-P", "-m", module), stdin=sock.fileno(), stdout=2, env={**environment(), **more}, start_new_session=True
+        (sys.executable, "-P", "-m", module),
+        stdin=sock.fileno(),
+        stdout=2,
+        env={**environment(), **more},
+        start_new_session=True,
     )
 
 

@@ -50,7 +50,9 @@ class Sandbox:
         flags, stderr, env = ((), None, None) if trusted else (("-S", "-P"), subprocess.DEVNULL, _bare_environment())
         command = [sys.executable, *flags, "-m", module]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=stderr, env=env)
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=stderr, env=env
+            )
         self._finalizer = weakref.finalize(self, _end, self._process, self._socket, self._replies)
         self._opened = False
         self._send(opening)
@@ -116,7 +118,9 @@ def _end(process: subprocess.Popen[bytes], sock: socket.socket, replies: Any) ->
 class SandboxPool:
     """Up to ``most`` equal processes, started when needed and kept; while one is busy, others serve. Thread-safe."""
 
-    def __init__(self, module: str, opening: Any, check: Check, *, most: int = MAX_PROCESSES, trusted: bool = False) -> None:
+    def __init__(
+        self, module: str, opening: Any, check: Check, *, most: int = MAX_PROCESSES, trusted: bool = False
+    ) -> None:
         self._create = partial(Sandbox, module, encode_frame(opening), trusted=trusted)
         self._check = check
         self._idle: list[Sandbox] = []

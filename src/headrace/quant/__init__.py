@@ -73,7 +73,8 @@ class Format:
         return None
 
     def shares(self, *, by_inputs: bool) -> bool:
-        """Whether some outputs of a matrix, or (``by_inputs``) some of its inputs, are a matrix in it, cut out of the same tensors."""
+        """Whether some outputs of a matrix, or (``by_inputs``) some of its inputs, are a matrix in it, cut out of the
+        same tensors."""
         return True
 
     def num_bytes(self, outs: int, ins: int, element_bytes: float) -> float:
@@ -90,7 +91,8 @@ class Format:
         return tensors["weight"][rows].to(dtype)
 
     def meant(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
-        """The matrix that inputs as they come would be multiplied by, [outs, ins]; whatever ``activated`` rounds, not."""
+        """The matrix that inputs as they come would be multiplied by, [outs, ins]; whatever ``activated`` rounds,
+        not."""
         return self.dense(tensors, slice(None), dtype)
 
     @property
@@ -109,11 +111,13 @@ class Format:
         return None
 
     def has_codes(self, tensors: Tensors) -> bool:
-        """Whether there are ``codes``: not without a meaning of theirs, nor where groups are of several sizes, which only tensors tell."""
+        """Whether there are ``codes``: not without a meaning of theirs, nor where groups are of several sizes, which
+        only tensors tell."""
         return self.coding is not None or self.eight is not None
 
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        """These rows, as ``coding`` says; from multiples of 32 on. Raises FormatError where groups are of several sizes."""
+        """These rows, as ``coding`` says; from multiples of 32 on. Raises FormatError where groups are of several
+        sizes."""
         raise NotImplementedError(f"{self.label} has no codes in groups")
 
     @property

@@ -81,7 +81,9 @@ class Activations:
 
     @property
     def label(self) -> str:
-        return f"{self.kind} inputs" + (f" by {self.group}" if self.group else "") + (" (static)" if self.static else "")
+        return (
+            f"{self.kind} inputs" + (f" by {self.group}" if self.group else "") + (" (static)" if self.static else "")
+        )
 
     def rounded(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """``scale``: the stored one."""
@@ -95,5 +97,9 @@ class Activations:
             if self.powers:
                 scale = scale.log2().ceil().exp2()
         codes = wide / scale.float()
-        codes = codes.clamp(-most, most).to(torch.float8_e4m3fn).float() if self.kind == "fp8" else codes.round().clamp(-128, 127)
+        codes = (
+            codes.clamp(-most, most).to(torch.float8_e4m3fn).float()
+            if self.kind == "fp8"
+            else codes.round().clamp(-128, 127)
+        )
         return (codes * scale.float()).view(x.shape).to(x.dtype)

@@ -205,7 +205,11 @@ def _rotations(config: _Config, transforms: Any) -> list[tuple[list[str], list[s
                 or size & (size - 1)
             ):
                 said = f"{scheme.get('type')} at {part.get('location')} in blocks of {size}"
-                raise _refuse(config, f"transform_config {said}", "supported are Hadamard rotations of inputs in blocks of a power of two")
+                raise _refuse(
+                    config,
+                    f"transform_config {said}",
+                    "supported are Hadamard rotations of inputs in blocks of a power of two",
+                )
             found.append((_texts(part, "targets"), _texts(part, "ignore"), size))
     return found
 
@@ -381,7 +385,9 @@ def _own(config: _Config) -> Choose:
             form = SparseOutliers(PackedIntegers(bits, _size(config, "group_size", -1), zero=False), share)
     ignored = _texts(config, "ignore")
     experts = kind == "ternary"  # and nothing else
-    return lambda name: None if any(_is_target(name, each) for each in ignored) or (experts and ".experts." not in name) else form
+    return lambda name: (
+        None if any(_is_target(name, each) for each in ignored) or (experts and ".experts." not in name) else form
+    )
 
 
 def _gguf(config: _Config) -> Choose:

@@ -1,8 +1,9 @@
-"""bfloat16 without loss in about 11 bits: exponents in a Huffman code, sign and fraction as they are ("70% Size, 100% Accuracy: Lossless
-LLM Compression via Dynamic-Length Float", Zhang et al. 2025).
+"""bfloat16 without loss in about 11 bits: exponents in a Huffman code, sign and fraction as they are ("70% Size, 100%
+Accuracy: Lossless LLM Compression via Dynamic-Length Float", Zhang et al. 2025).
 
-What lives here: the code, the format and its twin. What may not: torch at import, kernels. Where DFloat11's own files have the codes of
-many matrices in one stream, laid out for one kernel, here each matrix has a code of its own and each row a beginning: single rows can be read.
+What lives here: the code, the format and its twin. What may not: torch at import, kernels. Where DFloat11's own files
+have the codes of many matrices in one stream, laid out for one kernel, here each matrix has a code of its own and each
+row a beginning: single rows can be read.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ _EXPONENT_BITS = 2.75  # on average, of usual weights
 
 
 def code_lengths(counts: Sequence[int]) -> list[int]:
-    """Huffman's, of each of 256 exponents; 0 where one does not occur. Rare ones count for more until none is longer than LONGEST."""
+    """Huffman's, of each of 256 exponents; 0 where one does not occur. Rare ones count for more until none is longer
+    than LONGEST."""
     floor = 1
     while True:
-        heap: list[tuple[int, int, tuple[int, ...]]] = [(max(count, floor), index, (index,)) for index, count in enumerate(counts) if count]
+        heap: list[tuple[int, int, tuple[int, ...]]] = [
+            (max(count, floor), index, (index,)) for index, count in enumerate(counts) if count
+        ]
         lengths = [0] * len(counts)
         if len(heap) == 1:
             lengths[heap[0][1]] = 1
@@ -76,7 +80,9 @@ class DFloat11(Format):
     def prepare(self, tensors: Tensors) -> Tensors:
         stream, starts = tensors["encoded_exponent"], tensors["row_starts"]
         if bool(((starts < 0) | (starts > 8 * len(stream))).any()):
-            raise FormatError(f"row_starts names bits from {int(starts.min())} to {int(starts.max())} of {8 * len(stream)}")
+            raise FormatError(
+                f"row_starts names bits from {int(starts.min())} to {int(starts.max())} of {8 * len(stream)}"
+            )
         lengths = tensors["code_lengths"].tolist()
         if max(lengths) > LONGEST or sum(2 ** (LONGEST - each) for each in lengths if each) > 2**LONGEST:
             raise FormatError("code_lengths are no Huffman code")

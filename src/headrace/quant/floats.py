@@ -217,7 +217,9 @@ class NormalFloat(Format):
         if not self.nested:
             return absmax
         large = tensors["nested_absmax"].repeat_interleave(self.nested_block)[: tensors["absmax"].numel()]
-        return looked_up(absmax, tensors["nested_table"]) * large.view(tensors["absmax"].shape)[rows] + tensors["offset"]
+        return (
+            looked_up(absmax, tensors["nested_table"]) * large.view(tensors["absmax"].shape)[rows] + tensors["offset"]
+        )
 
     def make_up(self, tensors: Tensors, seed: int) -> None:
         Format.make_up(self, tensors, seed)

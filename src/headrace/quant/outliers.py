@@ -1,5 +1,6 @@
-"""Few weights apart from a matrix of few bits: whole columns whose inputs are outliers (LLM.int8(), Dettmers et al. 2022), or single weights
-that rounding would hurt most, as a sparse matrix beside the dense one (SpQR, Dettmers et al. 2023).
+"""Few weights apart from a matrix of few bits: whole columns whose inputs are outliers (LLM.int8(), Dettmers et al.
+2022), or single weights that rounding would hurt most, as a sparse matrix beside the dense one (SpQR, Dettmers et al.
+2023).
 
 What lives here: those two. What may not: torch at import, choosing outliers.
 """
@@ -47,12 +48,16 @@ class OutlierColumns(Format):
     def prepare(self, tensors: Tensors) -> Tensors:
         index, ins = tensors["outlier_index"], tensors["weight"].shape[1]
         if bool(((index < 0) | (index >= ins)).any()) or len(index.unique()) < len(index):
-            raise FormatError(f"outlier_index names inputs from {int(index.min())} to {int(index.max())}, and there are {ins}, each once")
+            raise FormatError(
+                f"outlier_index names inputs from {int(index.min())} to {int(index.max())}, and there are {ins}, each once"
+            )
         _check_finite(tensors["outlier_weight"], "outlier_weight")
         return self.inner.prepare(tensors)
 
     def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
-        return self.inner.dense(tensors, rows, dtype).index_copy_(1, tensors["outlier_index"], tensors["outlier_weight"][rows].to(dtype))
+        return self.inner.dense(tensors, rows, dtype).index_copy_(
+            1, tensors["outlier_index"], tensors["outlier_weight"][rows].to(dtype)
+        )
 
     def activated(self, x: Tensor, tensors: Tensors) -> Tensor:
         index = tensors["outlier_index"]
@@ -67,7 +72,8 @@ class OutlierColumns(Format):
 
 @dataclass(frozen=True, slots=True)
 class SparseOutliers(Format):
-    """w = inner + a sparse matrix: values of row r at ``outlier_columns`` from ``outlier_rows[r]`` to ``outlier_rows[r + 1]``.
+    """w = inner + a sparse matrix: values of row r at ``outlier_columns`` from ``outlier_rows[r]`` to ``outlier_rows[r
+    + 1]``.
 
     ``share``: of all weights, about.
     """
@@ -108,10 +114,14 @@ class SparseOutliers(Format):
         values = ends.new_zeros(0).float() if values is None else values
         counts = ends.diff()
         if int(ends[0]) != 0 or bool((counts < 0).any()) or int(ends[-1]) > len(columns) or len(columns) != len(values):
-            raise FormatError(f"outlier_rows ends at {int(ends[-1])}, and there are {len(columns)} columns and {len(values)} values")
+            raise FormatError(
+                f"outlier_rows ends at {int(ends[-1])}, and there are {len(columns)} columns and {len(values)} values"
+            )
         ins = tensors["weight_packed"].shape[1] * 32 // self.inner.bits
         if bool(((columns < 0) | (columns >= ins)).any()):
-            raise FormatError(f"outlier_columns names inputs from {int(columns.min())} to {int(columns.max())}, and there are {ins}")
+            raise FormatError(
+                f"outlier_columns names inputs from {int(columns.min())} to {int(columns.max())}, and there are {ins}"
+            )
         _check_finite(values, "outlier_values")
         kept = int(ends[-1])  # what is behind pads experts to the longest
         rows = counts.new_ones(len(counts)).cumsum(0).sub(1).repeat_interleave(counts)

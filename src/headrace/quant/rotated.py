@@ -1,8 +1,8 @@
-"""Inputs that are rotated in small blocks before they are multiplied, by weights that have been rotated, too: what is large in one
-channel is shared by many (block-wise Hadamard rotations, as MR-GPTQ has them: Egiazarian et al. 2025).
+"""Inputs that are rotated in small blocks before they are multiplied, by weights that have been rotated, too: what is
+large in one channel is shared by many (block-wise Hadamard rotations, as MR-GPTQ has them: Egiazarian et al. 2025).
 
-What lives here: the rotation, and a format whose weights were rotated. What may not: torch at import, where rotations stand in a config
-(config.py), choosing codes.
+What lives here: the rotation, and a format whose weights were rotated. What may not: torch at import, where rotations
+stand in a config (config.py), choosing codes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def rotated(x: Tensor, size: int) -> Tensor:
-    """x · H / √size in blocks of ``size`` (a power of two) of the last dimension; H is Sylvester's Hadamard matrix, which is
-    symmetric, so this is its own inverse. float32.
+    """x · H / √size in blocks of ``size`` (a power of two) of the last dimension; H is Sylvester's Hadamard matrix,
+    which is symmetric, so this is its own inverse. float32.
     """
     y: Tensor = x.float().unflatten(-1, (-1, size))
     half = 1

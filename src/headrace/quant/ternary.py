@@ -1,5 +1,5 @@
-"""Experts of three values, most of them zero, in less than a bit each: words of 16 bits that stand for the likeliest sequences ("QMoE: Practical
-Sub-1-Bit Compression of Trillion-Parameter Models", Frantar & Alistarh 2023).
+"""Experts of three values, most of them zero, in less than a bit each: words of 16 bits that stand for the likeliest
+sequences ("QMoE: Practical Sub-1-Bit Compression of Trillion-Parameter Models", Frantar & Alistarh 2023).
 
 What lives here: the code book, the format and its twin. What may not: torch at import, choosing values, kernels.
 """
@@ -27,8 +27,8 @@ _BITS = 0.9  # a value, about
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """``values`` [words, 2 · LONGEST] of -1, 0, 1; ``pairs`` [words]: how many of them are one's; ``following`` [words + 1, 9]: the word with
-    one pair more, -1 where there is none; that of no pair is the last row.
+    """``values`` [words, 2 · LONGEST] of -1, 0, 1; ``pairs`` [words]: how many of them are one's; ``following`` [words
+    + 1, 9]: the word with one pair more, -1 where there is none; that of no pair is the last row.
     """
 
     values: Tensor
@@ -48,14 +48,17 @@ def _sequences(length: int, others: int) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def book() -> Book:
-    """The WORDS likeliest sequences, as if each value stood for itself; equally likely ones by their places, then signs.
+    """The WORDS likeliest sequences, as if each value stood for itself; equally likely ones by their places, then
+    signs.
 
     With each there is what it begins with, which is likelier.
     """
     import torch
 
     kinds = [(pairs, others) for pairs in range(1, LONGEST + 1) for others in range(2 * pairs + 1)]
-    kinds.sort(key=lambda kind: (-(2 * kind[0] - kind[1]) * math.log(ZEROS) - kind[1] * math.log((1 - ZEROS) / 2), kind))
+    kinds.sort(
+        key=lambda kind: (-(2 * kind[0] - kind[1]) * math.log(ZEROS) - kind[1] * math.log((1 - ZEROS) / 2), kind)
+    )
     every = (sequence for pairs, others in kinds for sequence in _sequences(2 * pairs, others))
     pairs_first = itertools.product((0, -1, 1), repeat=2)  # with all of them any row can be written
     words: dict[tuple[int, ...], int] = {each: number for number, each in enumerate(pairs_first)}
@@ -76,7 +79,8 @@ def book() -> Book:
 
 @dataclass(frozen=True, slots=True)
 class Ternary(Format):
-    """w = levels[row, 0] at -1, levels[row, 1] at 1. ``words``: of 16 bits, the lower byte first, row behind row; ``row_words``: before each."""
+    """w = levels[row, 0] at -1, levels[row, 1] at 1. ``words``: of 16 bits, the lower byte first, row behind row;
+    ``row_words``: before each."""
 
     @property
     def label(self) -> str:
@@ -106,7 +110,12 @@ class Ternary(Format):
     def prepare(self, tensors: Tensors) -> Tensors:
         check_scale(tensors, "levels", zeros=True)
         ends, (outs, ins) = tensors["row_words"], tensors["shape"].tolist()
-        if len(ends) != outs + 1 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()) or 2 * int(ends[-1]) > len(tensors["words"]):
+        if (
+            len(ends) != outs + 1
+            or int(ends[0]) != 0
+            or bool((ends.diff() < 0).any())
+            or 2 * int(ends[-1]) > len(tensors["words"])
+        ):
             raise FormatError(f"row_words ends at {int(ends[-1])}, and there are {len(tensors['words']) // 2} words")
         pairs = book().pairs[self._words(tensors, 0, int(ends[-1])).cpu()]
         held = pairs.new_zeros(len(pairs) + 1)

@@ -94,7 +94,13 @@ class BlockRunner:
 
     def ends(self, checkpoint: Checkpoint) -> Decoder:
         """The parts before the first block and after the last."""
-        bare = Decoder(replace(self._spec, layers=()), kernels=self._kernels, dtype=self.dtype, device=self.device, max_model_len=self._length)
+        bare = Decoder(
+            replace(self._spec, layers=()),
+            kernels=self._kernels,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self._length,
+        )
         load_weights(bare, checkpoint, weight_rules(bare.spec), _OTHERS, self.dtype)
         bare.finish_loading()
         return bare
@@ -120,7 +126,9 @@ class BlockRunner:
         with torch.inference_mode():
             return [self._run(block, row) for row in rows]
 
-    def watched(self, block: Block, rows: Sequence[Tensor], roles: Sequence[Role], weights: Callable[[Role], Tensor]) -> Seen:
+    def watched(
+        self, block: Block, rows: Sequence[Tensor], roles: Sequence[Role], weights: Callable[[Role], Tensor]
+    ) -> Seen:
         """The inputs of its matrices. ``weights``: of experts, [experts, outs, ins]."""
         seen: Seen = {}
         linears = {Role.QKV: block.attention.qkv, Role.OUTPUT: block.attention.output}

@@ -14,7 +14,15 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.models.source import ModelSource
 
-_LEFT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".md")  # weights in any form, and other people's cards
+_LEFT = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".index.json",
+    ".md",
+)  # weights in any form, and other people's cards
 _MADE = "headrace_quantize.json"  # how the folder's layers are made: one that is gone on with must be made alike
 
 
@@ -24,7 +32,9 @@ def begin_folder(output: Path, source: ModelSource, how: Mapping[str, Any]) -> b
     mark = output / _MADE
     if mark.exists():
         if mark.read_text() != said:
-            raise ConfigError(f"--output {output} holds layers that were made differently ({mark.name} says how); give another folder, or remove it.")
+            raise ConfigError(
+                f"--output {output} holds layers that were made differently ({mark.name} says how); give another folder, or remove it."
+            )
         return True
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output {output} is not empty; give a new folder.")
@@ -33,7 +43,9 @@ def begin_folder(output: Path, source: ModelSource, how: Mapping[str, Any]) -> b
     return False
 
 
-def finish_folder(output: Path, source: ModelSource, name: str, config: Mapping[str, Any], form: str, facts: Mapping[str, str]) -> None:
+def finish_folder(
+    output: Path, source: ModelSource, name: str, config: Mapping[str, Any], form: str, facts: Mapping[str, str]
+) -> None:
     """``config``: the contents of config.json; ``form``: the checkpoint convention."""
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in sorted(source.path.iterdir()):

@@ -147,10 +147,16 @@ class Layer:
     def _producers(self) -> Iterator[tuple[Role, Callable[[Tensor], None]]]:
         """Weights whose inputs can be scaled, and how."""
         spec = self._job.spec
-        norms = {each.name.rpartition(".")[2]: each for each in layer_weights(spec, self._index) if each.role is Role.NORM}
+        norms = {
+            each.name.rpartition(".")[2]: each for each in layer_weights(spec, self._index) if each.role is Role.NORM
+        }
         yield Role.QKV, partial(self._scale_norm, norms["attention_norm"])
         yield Role.UP, partial(self._scale_norm, norms["feed_forward_norm"])
-        gated = [each for each in self._matrices if each.weight.role is Role.UP and each.part == 1 and len(each.weight.pieces) == 2]
+        gated = [
+            each
+            for each in self._matrices
+            if each.weight.role is Role.UP and each.part == 1 and len(each.weight.pieces) == 2
+        ]
         if gated and spec.layers[self._index].moe is None:
             yield Role.DOWN, partial(self._multiply_rows, self._key(gated[0]))
         values = [each for each in self._matrices if each.weight.role is Role.QKV and each.part == 2]
@@ -183,5 +189,7 @@ class Layer:
 def finite(key: str, tensor: Tensor) -> Tensor:
     """Raises ConfigError for values that are not finite."""
     if bad := int((~tensor.isfinite()).sum()):
-        raise ConfigError(f"{key} holds {bad} values that are NaN or infinite, of {tensor.numel()}; fetch the checkpoint again, or another one.")
+        raise ConfigError(
+            f"{key} holds {bad} values that are NaN or infinite, of {tensor.numel()}; fetch the checkpoint again, or another one."
+        )
     return tensor

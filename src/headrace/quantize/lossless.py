@@ -33,7 +33,9 @@ class LosslessRecipe:
     def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
         narrow = weight.cpu().to(torch.bfloat16)
         if not torch.equal(narrow.float(), weight.cpu()):
-            raise ConfigError("--format dfloat11 is lossless for bfloat16 only, and this model has weights of more bits; give another.")
+            raise ConfigError(
+                "--format dfloat11 is lossless for bfloat16 only, and this model has weights of more bits; give another."
+            )
         return encoded(narrow)
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:

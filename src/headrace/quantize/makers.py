@@ -20,11 +20,15 @@ def maker_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scale
     """``scales``: the type in which the model is stored. Raises ConfigError."""
     if choice.form in ("dfloat11", "qmoe"):
         if group_size is not None or asymmetric:
-            raise ConfigError(f"--group-size and --asymmetric are for low-bit integers, and {choice.form} has its own format; leave them out.")
+            raise ConfigError(
+                f"--group-size and --asymmetric are for low-bit integers, and {choice.form} has its own format; leave them out."
+            )
         if choice.form == "qmoe":
             return TernaryRecipe(choice.method)
         if scales is not torch.bfloat16:
-            raise ConfigError(f"--format dfloat11 holds bfloat16, and this model is stored in {str(scales).removeprefix('torch.')}; give another.")
+            raise ConfigError(
+                f"--format dfloat11 holds bfloat16, and this model is stored in {str(scales).removeprefix('torch.')}; give another."
+            )
         return LosslessRecipe()
     recipe = recipe_for(choice, group_size=group_size, asymmetric=asymmetric, scales=scales)
     layout = {"int8-outliers": "outlier-columns", "spqr": "sparse-outliers"}.get(choice.form)

@@ -44,7 +44,9 @@ class OutlierRecipe:
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
         if seen is None or not seen.count:  # an expert that no row came to
-            seen = Inputs(1, torch.eye(weight.shape[1], device=weight.device), weight.abs().amax(0), weight.abs().amax(0))
+            seen = Inputs(
+                1, torch.eye(weight.shape[1], device=weight.device), weight.abs().amax(0), weight.abs().amax(0)
+            )
         return self._columns(weight, seen) if self.layout == "outlier-columns" else self._sparse(weight, seen)
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:

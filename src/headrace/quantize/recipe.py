@@ -85,12 +85,19 @@ class Recipe:
             if grid.kind == "mxfp4":
                 return {"weight_packed": packed, "weight_scale": (scale.log2() + 127).to(torch.uint8)}
             kept = (scale / grid.whole).to(torch.float8_e4m3fn)
-            return {"weight_packed": packed, "weight_scale": kept, "weight_global_scale": torch.tensor([1 / grid.whole])}
+            return {
+                "weight_packed": packed,
+                "weight_scale": kept,
+                "weight_global_scale": torch.tensor([1 / grid.whole]),
+            }
         middle = 0 if grid.symmetric else 2 ** (grid.bits - 1)
         tensors = {"weight_scale": scale[:: grid.rows].to(grid.scales)}
         if not self.packed:
             return {"weight": (codes - middle).to(torch.float8_e4m3fn if grid.kind == "fp8" else torch.int8), **tensors}
-        tensors |= {"weight_packed": pack(codes - middle, grid.bits), "weight_shape": torch.tensor(codes.shape, dtype=torch.int64)}
+        tensors |= {
+            "weight_packed": pack(codes - middle, grid.bits),
+            "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
+        }
         if found.zero is not None:
             tensors["weight_zero_point"] = pack((found.zero.cpu() - middle).T, grid.bits).T.contiguous()
         return tensors
@@ -106,7 +113,9 @@ class Recipe:
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
         """``quantization_config`` of config.json."""
         grid = self.grid
-        strategy: dict[str, Any] = {"strategy": "group", "group_size": grid.group} if grid.group else {"strategy": "channel"}
+        strategy: dict[str, Any] = (
+            {"strategy": "group", "group_size": grid.group} if grid.group else {"strategy": "channel"}
+        )
         if grid.rows > 1:
             strategy = {"strategy": "block", "block_structure": [grid.rows, grid.group]}
         elif grid.kind == "nvfp4":
@@ -117,7 +126,8 @@ class Recipe:
             weights["scale_dtype"] = "torch.uint8" if grid.kind == "mxfp4" else "torch.float8_e4m3fn"
         group = {
             "targets": ["Linear"], "weights": weights, "input_activations": self._input_entry(), "output_activations": None,
-            "format": self.layout,  # some readers guess it from the rest where it does not stand here, and guess wrong for wNa8
+            # some readers guess it from the rest where it does not stand here, and guess wrong for wNa8
+            "format": self.layout,
         }  # fmt: skip
         return {
             "quant_method": "compressed-tensors",
@@ -154,7 +164,9 @@ def recipe_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scal
     if choice.method == "mr-gptq":
         recipe = replace(recipe, rotation=ROTATION)
     if (group_size is not None or asymmetric) and not recipe.packed:
-        raise ConfigError(f"--group-size and --asymmetric are for low-bit integers, and {choice.form} has its own format; leave them out.")
+        raise ConfigError(
+            f"--group-size and --asymmetric are for low-bit integers, and {choice.form} has its own format; leave them out."
+        )
     grid = replace(recipe.grid, symmetric=not asymmetric, scales=scales)
     if group_size is not None:
         if group_size not in (0, 32, 64, 128):
@@ -177,7 +189,9 @@ def _recipe(choice: Choice) -> Recipe:
             return Recipe("", Grid(4, 32, kind="mxfp4"))
         case "nvfp4":
             return Recipe("", Grid(4, 16, kind="nvfp4"))
-    return Recipe("", Grid(choice.bits, 0 if choice.bits == 8 else 128), inputs="int" if choice.rounds_inputs else "", packed=True)
+    return Recipe(
+        "", Grid(choice.bits, 0 if choice.bits == 8 else 128), inputs="int" if choice.rounds_inputs else "", packed=True
+    )
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -194,5 +208,3 @@ def _nibbles(codes: Tensor) -> Tensor:
     """Codes of 4 bits, [n, m] → [n, m / 2] bytes, the first in the lower half."""
     pairs: Tensor = codes.to(torch.uint8).unflatten(1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4
-
-

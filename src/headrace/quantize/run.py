@@ -55,7 +55,9 @@ def quantised_spec(spec: DecoderSpec, recipe: Maker) -> DecoderSpec:
     found = with_formats(spec, read_quantization(recipe.entry(ignored_modules(spec))))
     for matrix in stored_matrices(found):
         if (problem := recipe.problem(matrix.outs, matrix.ins)) is not None:
-            raise ConfigError(f"{matrix.module} cannot be quantized as {recipe.name}: {problem}. Give another --format or --group-size.")
+            raise ConfigError(
+                f"{matrix.module} cannot be quantized as {recipe.name}: {problem}. Give another --format or --group-size."
+            )
     if is_plain(found):
         raise ConfigError(f"{recipe.name} is for experts, and this model has none; give another --format.")
     return found
@@ -86,7 +88,13 @@ def quantize(job: Job, runner: BlockRunner, shards: Shards, tell: Callable[[int]
 def _outside(job: Job) -> dict[str, Tensor]:
     """Tensors outside the layers, unchanged."""
     names = KeyNames(job.checkpoint.keys())
-    mine = {names[source] for rule in weight_rules(job.spec) if rule.target.startswith("layers.") for group in rule.sources for source in group}
+    mine = {
+        names[source]
+        for rule in weight_rules(job.spec)
+        if rule.target.startswith("layers.")
+        for group in rule.sources
+        for source in group
+    }
     return {key: job.checkpoint.read(key) for key in sorted(set(job.checkpoint.keys()) - mine)}
 
 
@@ -99,7 +107,9 @@ def _layer(job: Job, target: DecoderSpec, index: int, runner: BlockRunner, rows:
     return dict(layer.tensors())
 
 
-def judge(ends: Decoder, after_ends: Decoder, rows: Sequence[Sequence[int]], before: Sequence[Tensor], after: Sequence[Tensor]) -> Judged:
+def judge(
+    ends: Decoder, after_ends: Decoder, rows: Sequence[Sequence[int]], before: Sequence[Tensor], after: Sequence[Tensor]
+) -> Judged:
     """Compares the inputs of the heads of both models."""
     sums, tokens = torch.zeros(4, dtype=torch.float64), 0
     with torch.inference_mode():

@@ -1,7 +1,8 @@
 """Multiplies input channels by factors that their producer divides by: the result is unchanged, but rounding becomes
 easier.
 
-    AWQ          weights of inputs that are large on average grow, so that they are rounded more finely (Lin et al. 2023)
+    AWQ          weights of inputs that are large on average grow, so that they are rounded more finely (Lin et al.
+    2023)
     SmoothQuant  inputs with large maxima shrink, so that they can be rounded, too (Xiao et al. 2022)
 
 What lives here: the factors. What may not: who produces an input (run.py), grids.

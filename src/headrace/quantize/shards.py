@@ -45,7 +45,10 @@ class Shards:
         data = torch.frombuffer(bytearray(self.path(index).read_bytes()), dtype=torch.uint8)
         types = {name: dtype for dtype, name in _NAMES.items()}
         places = {name: data[each.start : each.start + each.num_bytes] for name, each in entries.items()}
-        return {name: place.clone().view(types[entries[name].dtype]).view(entries[name].shape) for name, place in places.items()}
+        return {
+            name: place.clone().view(types[entries[name].dtype]).view(entries[name].shape)
+            for name, place in places.items()
+        }
 
     def write_index(self) -> int:
         """Returns the total bytes of all tensors."""

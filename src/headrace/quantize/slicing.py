@@ -1,8 +1,10 @@
 """Creates a smaller dense model: the residual stream in fewer dimensions ("SliceGPT: Compress Large Language Models by
 Deleting Rows and Columns", Ashkboos et al. 2024).
 
-    the stream is rotated to the principal components of the norms' outputs, in all layers by one rotation, and the last are left out
-    norms' factors go into the matrices after them, so a norm commutes with the rotation; the head can then no longer be the embedding
+    the stream is rotated to the principal components of the norms' outputs, in all layers by one rotation, and the last
+    are left out
+    norms' factors go into the matrices after them, so a norm commutes with the rotation; the head can then no longer be
+    the embedding
     a norm over fewer dimensions divides by less: its factor compensates for that
 
 The result is a plain checkpoint of the same family. (The paper rotates each layer separately, which takes matrices
@@ -35,14 +37,30 @@ _READ = (Role.QKV, Role.UP, Role.ROUTER, Role.HEAD)  # from the stream; output a
 
 def sliced_config(config: Mapping[str, Any], spec: DecoderSpec, keep: float) -> dict[str, Any]:
     """The smaller model's config. Raises ConfigError."""
-    if spec.norm is not NormKind.RMS or spec.sandwich_norm or spec.norm_offset or spec.embedding_scale or "rms_norm_eps" not in config:
-        raise ConfigError(f"--format slicegpt is for models whose norms are plain RMS norms, and {spec.family} has others; give another --format.")
+    if (
+        spec.norm is not NormKind.RMS
+        or spec.sandwich_norm
+        or spec.norm_offset
+        or spec.embedding_scale
+        or "rms_norm_eps" not in config
+    ):
+        raise ConfigError(
+            f"--format slicegpt is for models whose norms are plain RMS norms, and {spec.family} has others; give another --format."
+        )
     width = round(spec.hidden_size * keep / _MULTIPLE) * _MULTIPLE
     if not 0.0 < keep <= 1.0 or width < _MULTIPLE:
         least = _MULTIPLE / spec.hidden_size
-        raise ConfigError(f"--keep {keep} leaves {width} of {spec.hidden_size} dimensions; give a fraction from {least:.2f} to 1.")
+        raise ConfigError(
+            f"--keep {keep} leaves {width} of {spec.hidden_size} dimensions; give a fraction from {least:.2f} to 1."
+        )
     eps = config["rms_norm_eps"] * spec.hidden_size / width
-    return {**config, "hidden_size": width, "head_dim": spec.head_dim, "rms_norm_eps": eps, "tie_word_embeddings": False}
+    return {
+        **config,
+        "hidden_size": width,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": False,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +108,14 @@ class Slicing:
                 yield from self._of_rule(rule, weight, names, basis)
         if layer is None and self.spec.tied_head:
             (head,) = (each for each in weights(self.spec) if each.role is Role.HEAD)
-            embedding = next(rule.sources[0][0] for rule in weight_rules(self.spec) if rule.target == "embedding.weight")
+            embedding = next(
+                rule.sources[0][0] for rule in weight_rules(self.spec) if rule.target == "embedding.weight"
+            )
             yield "lm_head.weight", self._changed(self.checkpoint.read(names[embedding]), head, False, names, basis)
 
-    def _of_rule(self, rule: WeightRule, weight: Weight, names: KeyNames, basis: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _of_rule(
+        self, rule: WeightRule, weight: Weight, names: KeyNames, basis: Tensor
+    ) -> Iterator[tuple[str, Tensor]]:
         for group in rule.sources:
             for source in group:
                 held = finite(names[source], self.checkpoint.read(names[source]))
@@ -114,7 +136,9 @@ class Slicing:
         return made.to(tensor.dtype)
 
     def _norm_before(self, weight: Weight, names: KeyNames) -> Tensor:
-        name = {Role.HEAD: "norm", Role.QKV: f"layers.{weight.layer}.attention_norm"}.get(weight.role, f"layers.{weight.layer}.feed_forward_norm")
+        name = {Role.HEAD: "norm", Role.QKV: f"layers.{weight.layer}.attention_norm"}.get(
+            weight.role, f"layers.{weight.layer}.feed_forward_norm"
+        )
         source = next(rule.sources[0][0] for rule in weight_rules(self.spec) if rule.target == f"{name}.weight")
         return self.checkpoint.read(names[source]).double()
 

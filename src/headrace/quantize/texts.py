@@ -42,7 +42,9 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--calibration {path} cannot be read ({error}); give a text file in UTF-8, or one of JSON lines.") from error
+        raise ConfigError(
+            f"--calibration {path} cannot be read ({error}); give a text file in UTF-8, or one of JSON lines."
+        ) from error
     if path.suffix not in (".json", ".jsonl"):
         yield tokenizer.encode(text)
         return
@@ -55,9 +57,13 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"line {number} of --calibration {path} is not JSON ({error}); give one object per line.") from error
+        raise ConfigError(
+            f"line {number} of --calibration {path} is not JSON ({error}); give one object per line."
+        ) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"line {number} of --calibration {path} is not an object; give one per line, with text or messages.")
+        raise ConfigError(
+            f"line {number} of --calibration {path} is not an object; give one per line, with text or messages."
+        )
     return value
 
 

@@ -36,7 +36,8 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True)
 class FinishSequence:
-    """A stop string was found in the text: the answer ends after ``num_tokens`` output tokens; later ones are surplus."""
+    """A stop string was found in the text: the answer ends after ``num_tokens`` output tokens; later ones are
+    surplus."""
 
     request_id: int
     index: int

@@ -1,14 +1,15 @@
-"""Why a request is where it is: its state, its place in the queue, what those who wait are short of, and how many steps that may last.
+"""Why a request is where it is: its state, its place in the queue, what those who wait are short of, and how many steps
+that may last.
 
-What lives here: pure functions over the scheduler's state, called when somebody asks, and seconds from their counts. What may not: changing
-anything, words, pricing steps (observe/metrics.py).
+What lives here: pure functions over the scheduler's state, called when somebody asks, and seconds from their counts.
+What may not: changing anything, words, pricing steps (observe/metrics.py).
 
-Who starts with the next step, and what the first that does not is short of, the planner itself says (``StepPlanner.find_start``), of a step that
-nobody computes. So the answer is the reason and not a guess.
+Who starts with the next step, and what the first that does not is short of, the planner itself says
+(``StepPlanner.find_start``), of a step that nobody computes. So the answer is the reason and not a guess.
 
-How long answers will be is not known, so when a request starts is predicted by two bounds: the earliest, when only what must be computed is, at
-the pace of quick steps; and the latest, when those before it use up all the tokens they may have, at that of slow ones. Either is None where
-nothing is known.
+How long answers will be is not known, so when a request starts is predicted by two bounds: the earliest, when only what
+must be computed is, at the pace of quick steps; and the latest, when those before it use up all the tokens they may
+have, at that of slow ones. Either is None where nothing is known.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ LOOKED_UP = 64  # of those that wait: how much of their prompts is cached; of th
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """``position`` counts from 1, None while running; ``later_first`` of those before it came later (priority, or preempted ones).
+    """``position`` counts from 1, None while running; ``later_first`` of those before it came later (priority, or
+    preempted ones).
 
-    ``wait``: of the first that does not start with the next step. ``tokens_ahead`` are computed before its own first token, if the cache saves
-    none; ``tokens_before`` of others at least before it starts. ``steps_at_least``, ``steps_at_most``: results to come until there is room for
-    it, besides steps that its prompts ahead fill; at most: if all before it use up their max_tokens; None where not even that tells.
-    ``drafts``: why tokens of it are verified several at a time, or not; empty where this engine drafts nothing.
-    ``num_computed``, ``num_cached``: of the prompt. ``budget``: tokens of a step; ``share`` of them are prompts' at least. ``timed``: steps are
-    bounded in time.
+    ``wait``: of the first that does not start with the next step. ``tokens_ahead`` are computed before its own first
+    token, if the cache saves none; ``tokens_before`` of others at least before it starts. ``steps_at_least``,
+    ``steps_at_most``: results to come until there is room for it, besides steps that its prompts ahead fill; at most:
+    if all before it use up their max_tokens; None where not even that tells. ``drafts``: why tokens of it are verified
+    several at a time, or not; empty where this engine drafts nothing. ``num_computed``, ``num_cached``: of the prompt.
+    ``budget``: tokens of a step; ``share`` of them are prompts' at least. ``timed``: steps are bounded in time.
     """
 
     request_id: int
@@ -76,8 +78,8 @@ class _Ahead:
 
 
 class Standing:
-    """All requests at one moment. ``arriving``: those that the scheduler hears of with its next step; ``unread``: those among
-    them whose adapters are still to come."""
+    """All requests at one moment. ``arriving``: those that the scheduler hears of with its next step; ``unread``: those
+    among them whose adapters are still to come."""
 
     def __init__(self, scheduler: Scheduler, arriving: Seq[Request] = (), unread: Collection[int] = ()) -> None:
         scheduler.settle()
@@ -135,7 +137,11 @@ def _drafts(scheduler: Scheduler, sequence: Sequence) -> str:
     if not sequence.drafts:
         return "none: it follows a grammar" if sequence.structured else "none: the request asks for none"
     length = scheduler.speculation.length(len(scheduler.roster.running))
-    return f"{length} tokens a step" if length else "none: at this load they cost more than they bring, or how steps go without is being timed"
+    return (
+        f"{length} tokens a step"
+        if length
+        else "none: at this load they cost more than they bring, or how steps go without is being timed"
+    )
 
 
 def _next_step(scheduler: Scheduler, queue: Seq[Sequence]) -> tuple[int, Wait]:
@@ -198,7 +204,9 @@ class _Rows:
         leaving = limits.max_num_seqs - len(roster.free_rows) - len(lefts)
         free = [(0, 0)] * len(roster.free_rows) + [(0, len(scheduler.in_flight) + 1)] * max(0, leaving)
         self._batch = scheduler.planner.batch_size
-        self._open = scheduler.planner.batch_quota if lefts else limits.max_num_seqs  # how many the current batch still takes
+        self._open = (
+            scheduler.planner.batch_quota if lefts else limits.max_num_seqs
+        )  # how many the current batch still takes
         self._least, self._most = (sorted(each[which] for each in [*free, *lefts]) for which in (0, 1))
 
     def take(self, sequence: Sequence) -> tuple[int, int]:
@@ -289,8 +297,9 @@ MARGIN = 1.5  # times what recent steps took for a prompt's token, where steps a
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of recent steps, in seconds. ``quick``, ``slow``: so many of them are below. ``full``: slow ones that computed prompts, had they
-    been full. ``full_quick``: quick ones of those that were at least half full. ``token``: of a prompt."""
+    """Of recent steps, in seconds. ``quick``, ``slow``: so many of them are below. ``full``: slow ones that computed
+    prompts, had they been full. ``full_quick``: quick ones of those that were at least half full. ``token``: of a
+    prompt."""
 
     quick: float
     slow: float

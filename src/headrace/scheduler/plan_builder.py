@@ -1,16 +1,18 @@
 """A StepPlan in the making: one step's work collected and frozen, or, where steps are alike, made from the plan before.
 
-While every running sequence computes one token a step and nothing is asked of it but that token, a step's plan is the plan before with
-each start one higher, and its result a list of tokens that somebody will want some day. So a cohort counts steps instead of writing into
-each sequence's record; what a record would say is made up for when somebody needs it:
+While every running sequence computes one token a step and nothing is asked of it but that token, a step's plan is the
+plan before with each start one higher, and its result a list of tokens that somebody will want some day. So a cohort
+counts steps instead of writing into each sequence's record; what a record would say is made up for when somebody needs
+it:
 
     a step                    costs a look at
     that is like any other    nothing but its tokens (does one end a sequence?)
-    at which some are due     those: their next token needs a block, is the last, fills a block that others may find, or a loop is looked for
+    at which some are due     those: their next token needs a block, is the last, fills a block that others may find, or
+    a loop is looked for
     at which one ends         all: the cohort is dissolved, and another may form some steps later
 
-What lives here: collecting and freezing, the count, who is due when, making up for records. What may not: deciding what goes in, what due
-ones need (step_planner.py, results.py).
+What lives here: collecting and freezing, the count, who is due when, making up for records. What may not: deciding what
+goes in, what due ones need (step_planner.py, results.py).
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from headrace.sequence import Sequence
 class PlanBuilder:
     """``work[i]`` computes ``counts[i]`` tokens from ``starts[i]``. ``logits_budget`` is what is left, in rows.
 
-    Where limits say padded, every piece of work takes as much of the token budget as the longest one. ``meter``: where the step is bounded in time.
-    ``shared_tokens``: as the plan says it. ``drafts``: by piece of work; None: nothing is drafted, in the steps in flight neither.
+    Where limits say padded, every piece of work takes as much of the token budget as the longest one. ``meter``: where
+    the step is bounded in time. ``shared_tokens``: as the plan says it. ``drafts``: by piece of work; None: nothing is
+    drafted, in the steps in flight neither.
     """
 
     __slots__ = (
@@ -86,7 +89,8 @@ class PlanBuilder:
         return len(self.work) - 1
 
     def complete_plain_work(self) -> None:
-        """Work appended directly (one token and one sample each, the planner's hot loop) gets its counts and samples."""
+        """Work appended directly (one token and one sample each, the planner's hot loop) gets its counts and
+        samples."""
         known, total = len(self.counts), len(self.work)
         if total > known:
             self.counts.extend([1] * (total - known))
@@ -95,14 +99,16 @@ class PlanBuilder:
             self._longest = max(self._longest, 1)
 
     def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
-        """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nobody knows better, all of them are right."""
+        """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nobody knows better, all
+        of them are right."""
         self.drafts = self.drafts or {}
         self.drafts[work_index] = drafts
         sequence.slack += drafts
         sequence.num_tokens += drafts
 
     def add_drafting(self, sequence: Sequence, start: int, drafts: int) -> None:
-        """The last token of a sequence that has the blocks it needs, drafts behind it, and what is sampled from them."""
+        """The last token of a sequence that has the blocks it needs, drafts behind it, and what is sampled from
+        them."""
         work_index = self.add_work(sequence, start, 1 + drafts)
         self.add_drafts(work_index, sequence, drafts)
         sequence.num_computed_tokens = start + 1 + drafts
@@ -147,7 +153,8 @@ class PlanBuilder:
         self._num_tokens += count
 
     def build(self, rows_dropped: list[int], columns: tuple[array[int], ...] | None = None) -> StepPlan:
-        """``columns``: rows, starts, counts, sample_work and sample_rows of other work than was collected here; the edits are those that were."""
+        """``columns``: rows, starts, counts, sample_work and sample_rows of other work than was collected here; the
+        edits are those that were."""
         if columns is None:
             lists = array("i", self.starts), array("i", self.counts), array("i", self.sample_work)
             columns = (rows_of(self.work), *lists, rows_of(self.sampled))
@@ -189,7 +196,8 @@ _BYTES = array("i").itemsize
 
 
 class Cohort:
-    """``members``: the running sequences in their order, each planned for one token a step. Their records are right when it is made."""
+    """``members``: the running sequences in their order, each planned for one token a step. Their records are right
+    when it is made."""
 
     def __init__(self, members: list[Sequence]) -> None:
         self.members = members
@@ -201,8 +209,11 @@ class Cohort:
         self._rows = rows_of(members)
         self._ones = array("i", [1]) * len(members)
         self._every = array("i", range(len(members)))
-        # Positions of the next step, all at once: lanes of one number, each one higher after every step. None comes near the top of its lane.
-        self._starts = int.from_bytes(array("i", [member.num_tokens - 1 for member in members]).tobytes(), sys.byteorder)
+        # Positions of the next step, all at once: lanes of one number, each one higher after every step. None comes
+        # near the top of its lane.
+        self._starts = int.from_bytes(
+            array("i", [member.num_tokens - 1 for member in members]).tobytes(), sys.byteorder
+        )
         self._one_each = int.from_bytes(self._ones.tobytes(), sys.byteorder)
         self._pending: list[list[int]] = []  # tokens of the last results
         self._planned_at = [0] * len(members)  # the counts up to which each record is right
@@ -217,10 +228,13 @@ class Cohort:
 
     def due_to_plan(self) -> list[int]:
         """Places of those whose next token cannot be planned without thought, in order."""
-        return sorted(place for place in self._plan_due.pop(self._planned, ()) if self._plan_due_at[place] == self._planned)
+        return sorted(
+            place for place in self._plan_due.pop(self._planned, ()) if self._plan_due_at[place] == self._planned
+        )
 
     def plan(self, due: list[int], built: PlanBuilder, rows_dropped: list[int]) -> StepPlan:
-        """The next step: one token for every member. ``built`` holds what those that were due need; their records have it already."""
+        """The next step: one token for every member. ``built`` holds what those that were due need; their records have
+        it already."""
         starts = array("i", self._starts.to_bytes(_BYTES * len(self.members), sys.byteorder))
         plan = built.build(rows_dropped, (self._rows, starts, self._ones, self._every, self._rows))
         self._planned += 1

@@ -1,18 +1,21 @@
-"""The waiting queue: a heap a lane (a tenant …) in the policy's order, and one of lanes; what left it meanwhile (aborts) is skipped, not searched
-for.
+"""The waiting queue: a heap a lane (a tenant …) in the policy's order, and one of lanes; what left it meanwhile
+(aborts) is skipped, not searched for.
 
 And the order of requests that are all there at once:
 
-Longest answers first: the order of requests that are all there at once and that nobody reads along, where all lengths are known.
+Longest answers first: the order of requests that are all there at once and that nobody reads along, where all lengths
+are known.
 
-A batch ends with its last answer. One that is long and begins late keeps a device waiting that computes nothing else; so those that take longest
-begin first, and the short ones fill what is left (list scheduling by longest processing time: Graham, Bounds on multiprocessing timing anomalies,
-SIAM J. Appl. Math. 17, 1969).
+A batch ends with its last answer. One that is long and begins late keeps a device waiting that computes nothing else;
+so those that take longest begin first, and the short ones fill what is left (list scheduling by longest processing
+time: Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17, 1969).
 
-Known means that nothing but ``max_tokens`` ends an answer. Where answers end by themselves, that says too little of their lengths: in simulations
-of answers that end anywhere before it, this order took 2 to 4 % longer than the given one, for it brings prompts one by one into many steps.
+Known means that nothing but ``max_tokens`` ends an answer. Where answers end by themselves, that says too little of
+their lengths: in simulations of answers that end anywhere before it, this order took 2 to 4 % longer than the given
+one, for it brings prompts one by one into many steps.
 
-Where not everything fits into the cache, requests that begin alike stay together: a prefix whose blocks have gone is computed again.
+Where not everything fits into the cache, requests that begin alike stay together: a prefix whose blocks have gone is
+computed again.
 
 What lives here: the heaps, that order. What may not: admission, what an order means (policies/).
 """
@@ -43,10 +46,12 @@ def _rank_of_all(lane: str) -> float:
 class WaitingQueue:
     """Sequences in ascending ``order``, lane by lane. ``len`` counts those still waiting.
 
-    ``lane_of`` never changes for a sequence. ``rank`` of a lane may rise at any time, and the lane of the least rank goes first; so its place
-    is looked up anew only when it comes up. By default there is one lane."""
+    ``lane_of`` never changes for a sequence. ``rank`` of a lane may rise at any time, and the lane of the least rank
+    goes first; so its place is looked up anew only when it comes up. By default there is one lane."""
 
-    def __init__(self, lane_of: Callable[[Sequence], str] = _lane_of_all, rank: Callable[[str], float] = _rank_of_all) -> None:
+    def __init__(
+        self, lane_of: Callable[[Sequence], str] = _lane_of_all, rank: Callable[[str], float] = _rank_of_all
+    ) -> None:
         self._lane_of, self._rank = lane_of, rank
         self._pushed = 0
         self._gone = 0
@@ -58,7 +63,9 @@ class WaitingQueue:
         return self._size - self._gone
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (entry[2] for heap in self._lanes.values() for entry in heap if entry[2].status is SequenceStatus.WAITING)
+        return (
+            entry[2] for heap in self._lanes.values() for entry in heap if entry[2].status is SequenceStatus.WAITING
+        )
 
     def push(self, sequence: Sequence) -> None:
         self._pushed += 1  # breaks ties between equals, so that sequences are never compared
@@ -105,14 +112,18 @@ class WaitingQueue:
         return sequence
 
     def discard(self) -> None:
-        """One waiting sequence has just been marked finished; its entry goes when it comes up, or when such are the majority."""
+        """One waiting sequence has just been marked finished; its entry goes when it comes up, or when such are the
+        majority."""
         self._gone += 1
         if self._gone > _COMPACT_ABOVE and self._gone * 2 > self._size:
             self.reorder()
 
     def reorder(self) -> None:
         """Their orders have changed. Equals stay in the order in which they came."""
-        lanes = {lane: [(sequence.order, pushed, sequence) for _, pushed, sequence in _waiting(heap)] for lane, heap in self._lanes.items()}
+        lanes = {
+            lane: [(sequence.order, pushed, sequence) for _, pushed, sequence in _waiting(heap)]
+            for lane, heap in self._lanes.items()
+        }
         self._lanes = {lane: heap for lane, heap in lanes.items() if heap}
         for heap in self._lanes.values():
             heapq.heapify(heap)
@@ -130,10 +141,15 @@ class WaitingQueue:
         return (self._rank(self._lane_of(sequence)), *sequence.order)
 
     def ahead_of(self, sequence: Sequence) -> list[Sequence]:
-        """Those who would be admitted before this one as things stand, in no order: whole lanes that go first, and those before it in its own."""
+        """Those who would be admitted before this one as things stand, in no order: whole lanes that go first, and
+        those before it in its own."""
         own = self._lane_of(sequence)
         first = {lane for lane in self._lanes if lane != own and self._rank(lane) < self._rank(own)}
-        return [each for each in self if (each.order < sequence.order if self._lane_of(each) == own else self._lane_of(each) in first)]
+        return [
+            each
+            for each in self
+            if (each.order < sequence.order if self._lane_of(each) == own else self._lane_of(each) in first)
+        ]
 
 
 def _waiting(heap: _Heap) -> _Heap:
@@ -144,8 +160,8 @@ def _waiting(heap: _Heap) -> _Heap:
 
 
 def longest_first(requests: Seq[Request], *, block_tokens: int, capacity: float) -> Seq[Request]:
-    """The same requests; those of equal length in the given order. ``capacity``: tokens that the cache holds; ``block_tokens``: of the shortest
-    prefix that it finds."""
+    """The same requests; those of equal length in the given order. ``capacity``: tokens that the cache holds;
+    ``block_tokens``: of the shortest prefix that it finds."""
     if len({_length(each) for each in requests}) < 2 or not all(_is_known(each.params) for each in requests):
         return requests
     if sum(len(each.prompt_token_ids) + each.params.n * _length(each) for each in requests) <= capacity:
@@ -165,8 +181,8 @@ def _is_known(params: SamplingParams) -> bool:
 
 
 def _families_first(requests: Seq[Request], tokens: int) -> list[Request]:
-    """Those that share their first ``tokens`` ids come one after another, and among them those that share twice as many, and so on. The family of
-    the longest answer goes first."""
+    """Those that share their first ``tokens`` ids come one after another, and among them those that share twice as
+    many, and so on. The family of the longest answer goes first."""
     families: dict[bytes, list[Request]] = {}
     for each in requests:
         families.setdefault(each.prompt_token_ids[:tokens].tobytes(), []).append(each)

@@ -1,11 +1,15 @@
 """Whether a text of token ids has ended in a loop: the same cycle again and again.
 
-A loop is a suffix of at least L(p) = max(min_count · p, min_tokens) tokens in which each token equals the one p before it. The first
-position at which some allowed p has one is found exactly, at O(log p) amortised cost a token, and without looking at every token:
+A loop is a suffix of at least L(p) = max(min_count · p, min_tokens) tokens in which each token equals the one p before
+it. The first position at which some allowed p has one is found exactly, at O(log p) amortised cost a token, and without
+looking at every token:
 
-    Periods are looked for by scale, those in [w, 2w) at every w-th token, where a period p shows as a square: the last 2p tokens are
-    twice the same. Since L(p) >= 3p, a loop has been a square at such a token before it is long enough. A found period is a candidate:
-    its run is extended by comparing slices, until it is long enough or breaks. A candidate that covers what a longer period would
+    Periods are looked for by scale, those in [w, 2w) at every w-th token, where a period p shows as a square: the last
+    2p tokens are
+    twice the same. Since L(p) >= 3p, a loop has been a square at such a token before it is long enough. A found period
+    is a candidate:
+    its run is extended by comparing slices, until it is long enough or breaks. A candidate that covers what a longer
+    period would
     (Fine and Wilf 1965) makes that one superfluous, so few are alive at a time.
 
 Between ``next_look``s nothing can become a loop, so a token costs the caller one comparison.
@@ -24,7 +28,8 @@ _ID_BYTES = array("i").itemsize
 
 
 class RepetitionDetector:
-    """Looks at ``ids`` from ``start`` on. ``next_look``: the length of ``ids`` at which ``look`` wants to be called next, at the latest."""
+    """Looks at ``ids`` from ``start`` on. ``next_look``: the length of ``ids`` at which ``look`` wants to be called
+    next, at the latest."""
 
     __slots__ = ("_max", "_min", "_min_count", "_min_tokens", "_runs", "_seen", "_start", "next_look")
 
@@ -58,7 +63,11 @@ class RepetitionDetector:
         seen, self._seen = self._seen, end
         if self._runs:
             new = ids[seen:end]
-            self._runs = {period: length + end - seen for period, length in self._runs.items() if ids[seen - period : end - period] == new}
+            self._runs = {
+                period: length + end - seen
+                for period, length in self._runs.items()
+                if ids[seen - period : end - period] == new
+            }
 
     def _search(self, ids: array[int], end: int, scale: int) -> None:
         """New candidates with periods in [scale, 2 · scale); at the first scale also below."""
@@ -79,8 +88,8 @@ class RepetitionDetector:
 
 
 def _square_periods(ids: array[int], end: int, low: int, high: int) -> list[int]:
-    """Every p in [low, high] with which the last 2p tokens are twice the same, ascending. Candidates are places where the last
-    ``low`` tokens stand p before the end."""
+    """Every p in [low, high] with which the last 2p tokens are twice the same, ascending. Candidates are places where
+    the last ``low`` tokens stand p before the end."""
     data = ids[end - 2 * high : end].tobytes()
     needle = data[-low * _ID_BYTES :]
     last = len(data) - len(needle)

@@ -36,7 +36,8 @@ class InFlight:
 
 
 def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) -> list[SequenceOutput]:
-    """Reads one step's result; returns what is new. The hot loop takes rows below their ``checkpoint`` without thought."""
+    """Reads one step's result; returns what is new. The hot loop takes rows below their ``checkpoint`` without
+    thought."""
     scores = _fresh_scores(step, result) if result.prompt_logprobs else {}
     for j in result.errors:
         step.sampled[j].attentive = True
@@ -48,7 +49,11 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
         if sequence.ignore_through >= step_id:
             continue
         ids = sequence.token_ids
-        if sequence.attentive or len(ids) + len(tokens) >= sequence.checkpoint or not sequence.stop_ids.isdisjoint(tokens):
+        if (
+            sequence.attentive
+            or len(ids) + len(tokens) >= sequence.checkpoint
+            or not sequence.stop_ids.isdisjoint(tokens)
+        ):
             outputs.append(_accept(roster, sequence, j, result, scores.pop(sequence, ()), now))
         else:
             ids.extend(tokens)
@@ -66,8 +71,11 @@ def _settle_drafts(roster: Roster, step: InFlight, result: StepResult) -> None:
             roster.settle_drafts(sequence, drafted, drafted + 1 - max(1, len(tokens)))
 
 
-def take_cohort_result(roster: Roster, cohort: Cohort, result: StepResult, tokens: list[int], now: float) -> Seq[SequenceOutput]:
-    """Reads the result of a step in which every member of a cohort got one token and nothing else; the same as ``take_result``."""
+def take_cohort_result(
+    roster: Roster, cohort: Cohort, result: StepResult, tokens: list[int], now: float
+) -> Seq[SequenceOutput]:
+    """Reads the result of a step in which every member of a cohort got one token and nothing else; the same as
+    ``take_result``."""
     heeded, members = cohort.due_to_take(), cohort.members
     if not cohort.stop_ids.isdisjoint(tokens):
         heeded = sorted({*heeded, *(place for place, token in enumerate(tokens) if token in members[place].stop_ids)})
@@ -87,7 +95,11 @@ def take_cohort_result(roster: Roster, cohort: Cohort, result: StepResult, token
 
 def _only_fills_a_block(sequence: Sequence, token: int) -> bool:
     """It ends neither by length, nor by this token, nor by a loop."""
-    return sequence.repetition is None and len(sequence.token_ids) + 1 < sequence.max_num_tokens and token not in sequence.stop_ids
+    return (
+        sequence.repetition is None
+        and len(sequence.token_ids) + 1 < sequence.max_num_tokens
+        and token not in sequence.stop_ids
+    )
 
 
 def _append_plain(roster: Roster, sequence: Sequence, token: int) -> None:
@@ -125,7 +137,9 @@ def _fail(roster: Roster, sequence: Sequence, message: str, now: float) -> Seque
     return SequenceOutput(sequence.request_id, sequence.index, (), finished=finished)
 
 
-def _accept(roster: Roster, sequence: Sequence, j: int, result: StepResult, scores: tuple[TokenLogprobs, ...], now: float) -> SequenceOutput:
+def _accept(
+    roster: Roster, sequence: Sequence, j: int, result: StepResult, scores: tuple[TokenLogprobs, ...], now: float
+) -> SequenceOutput:
     """The thorough way to take one row's tokens."""
     if j in result.errors:
         return _fail(roster, sequence, result.errors[j], now)
@@ -155,12 +169,16 @@ def _accept(roster: Roster, sequence: Sequence, j: int, result: StepResult, scor
     )
 
 
-def _append(sequence: Sequence, tokens: Seq[int], eos: frozenset[int], now: float) -> tuple[tuple[int, ...], Finished | None]:
+def _append(
+    sequence: Sequence, tokens: Seq[int], eos: frozenset[int], now: float
+) -> tuple[tuple[int, ...], Finished | None]:
     """Appends until something ends the sequence; returns what was kept, and the end if there is one."""
     params = sequence.request.params
     for count, token in enumerate(tokens, start=1):
         sequence.token_ids.append(token)
-        ended = sequence.num_output_tokens >= params.min_tokens or (sequence.structured and token in eos)  # nothing else was left
+        ended = sequence.num_output_tokens >= params.min_tokens or (
+            sequence.structured and token in eos
+        )  # nothing else was left
         if token in sequence.stop_ids and ended:
             reason = None if token in eos and (sequence.structured or not params.ignore_eos) else token
             return tuple(tokens[:count]), sequence.finish_record(FinishReason.STOP, now, stop_reason=reason)
@@ -174,7 +192,11 @@ def _append(sequence: Sequence, tokens: Seq[int], eos: frozenset[int], now: floa
 def _loops(sequence: Sequence, detector: RepetitionDetector) -> bool:
     """Whether the answer has come to its end by repeating itself."""
     ids = sequence.token_ids
-    return len(ids) >= detector.next_look and detector.look(ids) and sequence.num_output_tokens >= sequence.request.params.min_tokens
+    return (
+        len(ids) >= detector.next_look
+        and detector.look(ids)
+        and sequence.num_output_tokens >= sequence.request.params.min_tokens
+    )
 
 
 def _fresh_scores(step: InFlight, result: StepResult) -> dict[Sequence, tuple[TokenLogprobs, ...]]:

@@ -6,9 +6,9 @@
 
 Rows and blocks that a step in flight still names come back when that step is retired.
 
-What lives here: the states and the passages between them, and a bounded log of the last ones for people (who was admitted, who was pushed
-out, what the head of the queue waits for), in numbers. What may not: whose turn it is (step_planner.py), what results mean (results.py), words (the
-dashboard's).
+What lives here: the states and the passages between them, and a bounded log of the last ones for people (who was
+admitted, who was pushed out, what the head of the queue waits for), in numbers. What may not: whose turn it is
+(step_planner.py), what results mean (results.py), words (the dashboard's).
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ Kind = Literal[
 class Entry(NamedTuple):
     """``values`` by kind, in tokens unless said.
 
-    admitted: prompt, cached, microseconds waited; resumed: to compute, cached; preempted: to compute again, used blocks, blocks;
-    waits_rows: rows wanted, free; waits_budget: tokens a step; waits_blocks: tokens, used blocks, blocks; refused, turned_away: prompt;
-    failed: sequences of the step; waits_time: microseconds a step may take; overfull: single tokens that alone take longer, and that.
-    The request is -1 where it is about none. ``tenant``: whose request it is; "" where that is not known.
+    admitted: prompt, cached, microseconds waited; resumed: to compute, cached; preempted: to compute again, used
+    blocks, blocks; waits_rows: rows wanted, free; waits_budget: tokens a step; waits_blocks: tokens, used blocks,
+    blocks; refused, turned_away: prompt; failed: sequences of the step; waits_time: microseconds a step may take;
+    overfull: single tokens that alone take longer, and that. The request is -1 where it is about none. ``tenant``:
+    whose request it is; "" where that is not known.
     """
 
     number: int
@@ -102,9 +103,16 @@ def _outlives_eos(params: SamplingParams) -> bool:
 
 
 class Roster:
-    """See the module. ``running`` is in ascending order: its last is the first to be preempted. ``policy``: who is told, if anybody."""
+    """See the module. ``running`` is in ascending order: its last is the first to be preempted. ``policy``: who is
+    told, if anybody."""
 
-    def __init__(self, cache: CacheManager, limits: SchedulerLimits, eos_token_ids: frozenset[int], policy: DynamicPolicy | None = None) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        limits: SchedulerLimits,
+        eos_token_ids: frozenset[int],
+        policy: DynamicPolicy | None = None,
+    ) -> None:
         self.cache = cache
         self.limits = limits
         self.eos_token_ids = eos_token_ids
@@ -136,7 +144,9 @@ class Roster:
         """A waiting sequence, not yet entered."""
         params = request.params
         loops = params.repetition_detection
-        asked = self.max_sequence_tokens if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
+        asked = (
+            self.max_sequence_tokens if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
+        )
         return Sequence(
             request=request,
             index=index,
@@ -191,19 +201,27 @@ class Roster:
 
     def refresh(self, sequence: Sequence) -> None:
         """Recomputes how long planning and accepting this sequence's tokens need no thought."""
-        plain = self.limits.kv_caching and not (sequence.kv.tail_shared or sequence.sibling_rows or sequence.wants_scores or sequence.structured)
+        plain = self.limits.kv_caching and not (
+            sequence.kv.tail_shared or sequence.sibling_rows or sequence.wants_scores or sequence.structured
+        )
         sequence.plain_until = min(sequence.kv.capacity, sequence.max_num_tokens - 2) if plain else NEVER
-        next_link = (sequence.kv.num_linked_blocks + 1) * self.cache.block_tokens if self.cache.prefix_caching else ALWAYS
+        next_link = (
+            (sequence.kv.num_linked_blocks + 1) * self.cache.block_tokens if self.cache.prefix_caching else ALWAYS
+        )
         next_look = sequence.repetition.next_look if sequence.repetition is not None else ALWAYS
         sequence.checkpoint = min(sequence.max_num_tokens, next_link, next_look)
 
     def link(self, sequence: Sequence) -> None:
-        """Lets others find the full blocks of its known tokens; what a step in flight is still writing is lost if that step fails."""
+        """Lets others find the full blocks of its known tokens; what a step in flight is still writing is lost if that
+        step fails."""
         written_by = sequence.last_step if sequence.last_step > self.retired else None
-        self.cache.link(sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), written_by)
+        self.cache.link(
+            sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), written_by
+        )
 
     def foretell(self, sequence: Sequence, run: Seq[int]) -> None:
-        """Its sample in flight is bound to be the first token of ``run``, which the others follow. One that may end the answer is sampled."""
+        """Its sample in flight is bound to be the first token of ``run``, which the others follow. One that may end the
+        answer is sampled."""
         end = next((at for at, token in enumerate(run) if token in sequence.stop_ids), len(run))
         run = run[: min(end, sequence.max_num_tokens - len(sequence.token_ids))]
         if len(run) > 1:
@@ -233,7 +251,9 @@ class Roster:
         sequence = self.running.pop()
         self.num_preemptions += 1
         sequence.num_preemptions += 1
-        self.log.add("preempted", sequence.request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks)
+        self.log.add(
+            "preempted", sequence.request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks
+        )
         self.requeue(sequence)
         return sequence
 
@@ -249,7 +269,9 @@ class Roster:
     def end(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Nothing of it is planned or accepted any more. Untrusted: what it wrote is not to be reused."""
         if sequence.status is SequenceStatus.WAITING:
-            sequence.status = SequenceStatus.FINISHED  # first: the queue may look through all it holds for those that still wait
+            sequence.status = (
+                SequenceStatus.FINISHED
+            )  # first: the queue may look through all it holds for those that still wait
             self.waiting.discard()
         elif trusted:
             self.link(sequence)
@@ -268,7 +290,9 @@ class Roster:
 
     def drop_ended(self) -> None:
         if self.some_ended:
-            self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens]
+            self.running = [
+                s for s in self.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens
+            ]
             self.some_ended = False
 
     def roll_back_all(self, through: int) -> None:

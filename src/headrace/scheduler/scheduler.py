@@ -2,14 +2,18 @@
 
 A sequence has tokens, some of them computed; each step gives it some more to compute, within budgets:
 
-    schedule(now, events) → StepPlan      decides; advances ``num_computed_tokens``; a sampled token is a placeholder until
+    schedule(now, events) → StepPlan      decides; advances ``num_computed_tokens``; a sampled token is a placeholder
+    until
     update(result, now)   → outputs       the result is collected, up to D steps later
     fail(message, now)    → outputs       the oldest step failed: its requests end, all others start over
-    foretell(runs)                        tokens that a grammar forces: known before the step in flight samples the first of them
+    foretell(runs)                        tokens that a grammar forces: known before the step in flight samples the
+    first of them
 
-It reads no clock: ``now`` is an input, and so is how fast steps and masks have been going, so a journal of the calls replays exactly.
+It reads no clock: ``now`` is an input, and so is how fast steps and masks have been going, so a journal of the calls
+replays exactly.
 
-What lives here: the face of the control plane. What may not: its parts (step_planner.py, roster.py, results.py), blocks, torch, text.
+What lives here: the face of the control plane. What may not: its parts (step_planner.py, roster.py, results.py),
+blocks, torch, text.
 """
 
 from __future__ import annotations
@@ -32,7 +36,14 @@ from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
 from headrace.scheduler.policies.static import FirstComeFirstServed
 from headrace.scheduler.queue import longest_first
-from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_cohort_result, take_failure, take_result
+from headrace.scheduler.results import (
+    InFlight,
+    siblings_to_come,
+    single_tokens,
+    take_cohort_result,
+    take_failure,
+    take_result,
+)
 from headrace.scheduler.roster import DecisionLog, Kind, Roster
 from headrace.scheduler.step_planner import NO_MASKS, StepPlanner
 from headrace.sequence import NEVER, Sequence
@@ -62,7 +73,9 @@ class Scheduler:
                 f"device was never measured. Measure it with headrace doctor --profile, or bound steps with --max-num-batched-tokens."
             )
         if limits.max_step_seconds is not None and not limits.kv_caching:
-            raise ConfigError("--max-step-ms needs prompts that may be split, and without kv_caching they are computed whole; leave one of them out.")
+            raise ConfigError(
+                "--max-step-ms needs prompts that may be split, and without kv_caching they are computed whole; leave one of them out."
+            )
         self.policy = create_policy(config, forecast)
         self._dynamic = self.policy if isinstance(self.policy, DynamicPolicy) else None
         self.roster = Roster(cache, limits, eos_token_ids, self._dynamic)
@@ -115,23 +128,32 @@ class Scheduler:
 
     @property
     def counters(self) -> SchedulerCounters:
-        return SchedulerCounters(self._num_requests, self.roster.num_preemptions, self.planner.prefix_queries, self.planner.prefix_hits)
+        return SchedulerCounters(
+            self._num_requests, self.roster.num_preemptions, self.planner.prefix_queries, self.planner.prefix_hits
+        )
 
     @property
     def log(self) -> DecisionLog:
         return self.roster.log
 
     def batch_order(self, requests: Seq[Request]) -> Seq[Request]:
-        """How requests are best added that are all there at once, if nobody reads along; another policy than arrival orders them by itself."""
+        """How requests are best added that are all there at once, if nobody reads along; another policy than arrival
+        orders them by itself."""
         if not (self._longest_first and self.serves_by_arrival):
             return requests
-        capacity = self.cache.num_tokens if self.cache.prefix_caching else math.inf  # where no prefix is found, none is lost
+        capacity = (
+            self.cache.num_tokens if self.cache.prefix_caching else math.inf
+        )  # where no prefix is found, none is lost
         return longest_first(requests, block_tokens=self.cache.block_tokens, capacity=capacity)
 
     # --- planning
 
     def schedule(
-        self, now: float, events: Iterable[Event] = (), speed: StepSpeed | None = None, mask_seconds: Mapping[int, float] = NO_MASKS
+        self,
+        now: float,
+        events: Iterable[Event] = (),
+        speed: StepSpeed | None = None,
+        mask_seconds: Mapping[int, float] = NO_MASKS,
     ) -> StepPlan | None:
         """The next step, or None when nothing can be computed now (nothing to do, or it waits for a result).
 
@@ -200,13 +222,26 @@ class Scheduler:
     def _gather(self, plan: PlanBuilder) -> None:
         """Makes a cohort of those who run once their steps have been alike for a while, the ones in flight included."""
         running = self.roster.running
-        alike = bool(running) and plan.work == running and plan.sampled == running and self.limits.kv_caching and not self.limits.padded
+        alike = (
+            bool(running)
+            and plan.work == running
+            and plan.sampled == running
+            and self.limits.kv_caching
+            and not self.limits.padded
+        )
         alike = alike and plan.drafts is None
         self._alike = self._alike + 1 if alike else 0
-        if self._alike <= STEPS_ALIKE or any(step.sampled != running for step in self.in_flight) or not self.planner.can_repeat(len(running)):
+        if (
+            self._alike <= STEPS_ALIKE
+            or any(step.sampled != running for step in self.in_flight)
+            or not self.planner.can_repeat(len(running))
+        ):
             return
         oldest = self.in_flight[0].plan.step_id
-        if any(each.attentive or each.structured or each.ignore_through >= oldest or each.plain_until == NEVER for each in running):
+        if any(
+            each.attentive or each.structured or each.ignore_through >= oldest or each.plain_until == NEVER
+            for each in running
+        ):
             return
         members = running[:]
         self._cohort = Cohort(members)
@@ -297,7 +332,9 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.plan.step_id == result.step_id, "results must be collected in order"
         for j in result.errors:
-            self.cache.forget_written_since(step.sampled[j].kv, result.step_id)  # which may not hold it any more: aborted, preempted, slid
+            self.cache.forget_written_since(
+                step.sampled[j].kv, result.step_id
+            )  # which may not hold it any more: aborted, preempted, slid
         self.roster.retire(result.step_id)
         if self.speculation is not None:
             self.speculation.observe(step.plan, result)
@@ -313,13 +350,15 @@ class Scheduler:
         return [*self.take_rejected(), *outputs] if self._rejected else outputs
 
     def foretell(self, runs: Mapping[int, Seq[int]]) -> None:
-        """What samples of the one step in flight are bound to be, each with the tokens that must follow: all of them are known now."""
+        """What samples of the one step in flight are bound to be, each with the tokens that must follow: all of them
+        are known now."""
         (step,) = self.in_flight
         for j, run in runs.items():
             self.roster.foretell(step.sampled[j], run)
 
     def fail(self, message: str, now: float) -> list[SequenceOutput]:
-        """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed edits)."""
+        """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed
+        edits)."""
         self._dissolve()
         self.roster.now = now
         step = self.in_flight.popleft()

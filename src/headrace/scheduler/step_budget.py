@@ -1,15 +1,18 @@
 """How much of a prompt fits beside the tokens of a step that is to take no longer than so many seconds.
 
-Tokens of a step are cheap where it waits for memory anyway, and dear where it computes; a long context makes them dearer. So a bound in
-tokens is a poor bound on time (Sarathi-Serve, Agrawal et al. 2024, §4.3, profiles one for each model and device). Here the cost model prices
-the step that would be, and the largest chunk that keeps it within its seconds is searched: a few sums, tens of microseconds.
+Tokens of a step are cheap where it waits for memory anyway, and dear where it computes; a long context makes them
+dearer. So a bound in tokens is a poor bound on time (Sarathi-Serve, Agrawal et al. 2024, §4.3, profiles one for each
+model and device). Here the cost model prices the step that would be, and the largest chunk that keeps it within its
+seconds is searched: a few sums, tens of microseconds.
 
     what a step computes                     its prompts get
     no single tokens (nobody's answer waits) all that the token budget allows
     single tokens, below the budget          what fits beside them
-    single tokens, over the budget alone     what LEAST_SHARE of the budget allows, one token at least: prompts never stand still
+    single tokens, over the budget alone     what LEAST_SHARE of the budget allows, one token at least: prompts never
+    stand still
 
-What lives here: the meter of one step in the making. What may not: whose prompt it is (step_planner.py), how fast steps go (an input), numpy.
+What lives here: the meter of one step in the making. What may not: whose prompt it is (step_planner.py), how fast steps
+go (an input), numpy.
 """
 
 from __future__ import annotations
@@ -34,16 +37,19 @@ class Forecast(Protocol):
     def windows(self) -> tuple[int | None, ...]: ...
 
     def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
-        """The least a step takes on this device. ``pairs`` of query and key, and ``keys`` read, of one layer by KV group."""
+        """The least a step takes on this device. ``pairs`` of query and key, and ``keys`` read, of one layer by KV
+        group."""
         ...
 
     def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves included."""
+        """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves
+        included."""
         ...
 
 
 class StepMeter:
-    """One step. ``starts``: positions of the single tokens that it computes already. ``overfull``: they alone exceed ``seconds``."""
+    """One step. ``starts``: positions of the single tokens that it computes already. ``overfull``: they alone exceed
+    ``seconds``."""
 
     __slots__ = (
         "_answer", "_asked", "_chunks", "_floor", "_forecast", "_keys", "_least",
@@ -65,7 +71,8 @@ class StepMeter:
         self.overfull = self.bound and self._floor > self._target
 
     def fits(self, start: int, most: int) -> int:
-        """Tokens of a prompt from ``start``, at most ``most``, that the step has time for; of its first prompt one at least."""
+        """Tokens of a prompt from ``start``, at most ``most``, that the step has time for; of its first prompt one at
+        least."""
         if not self.bound or most <= 0:
             return most
         if self._asked != (start, most):
@@ -90,7 +97,8 @@ class StepMeter:
         return max(1, int(self._share * self._largest(start, most, max(self._target, self._floor + self._least))))
 
     def _largest(self, start: int, most: int, target: float) -> int:
-        """The most tokens whose step has a floor of at most ``target``, or a few less: chord and middle in turn, from below."""
+        """The most tokens whose step has a floor of at most ``target``, or a few less: chord and middle in turn, from
+        below."""
         low, high, at_low, at_high = 0, most, self._floor, self.floor_with(start, most)
         if at_high <= target or at_low > target:
             return most if at_high <= target else 0

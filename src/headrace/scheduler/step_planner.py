@@ -1,8 +1,9 @@
 """Planning one step: whose turn it is, with how many tokens, within tokens, logits rows and blocks.
 
-There are no phases. Sequences that need one token go first, then prompts under way, then the waiting queue, so that decoding
-is never stalled (Sarathi-Serve, Agrawal et al. 2024, §4). When blocks run out, sequences are preempted from the tail of the
-order; the first in order always goes on, and a sequence never outgrows the whole cache, so somebody always ends.
+There are no phases. Sequences that need one token go first, then prompts under way, then the waiting queue, so that
+decoding is never stalled (Sarathi-Serve, Agrawal et al. 2024, §4). When blocks run out, sequences are preempted from
+the tail of the order; the first in order always goes on, and a sequence never outgrows the whole cache, so somebody
+always ends.
 
 What lives here: order, budgets, admission, preemption. What may not: what results mean (results.py), blocks (cache/).
 """
@@ -28,7 +29,8 @@ from headrace.scheduler.step_budget import Forecast, StepMeter
 from headrace.sequence import Sequence
 from headrace.speculative.length import Speculation
 
-# Of a step, while no other is computed: rows of all requests wait for the masks of a few. About what a step takes on a fast device.
+# Of a step, while no other is computed: rows of all requests wait for the masks of a few. About what a step takes on a
+# fast device.
 MASK_SECONDS = 0.008
 NO_MASKS: Mapping[int, float] = MappingProxyType({})
 
@@ -39,11 +41,11 @@ LOOKED_PAST = 256  # of those that wait for their adapters, in one step
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What one that does not start with a step needs and how much of it there is: sequence rows, tokens of a step, KV blocks, or
-    milliseconds of a step.
+    """What one that does not start with a step needs and how much of it there is: sequence rows, tokens of a step, KV
+    blocks, or milliseconds of a step.
 
-    "next_step": nothing is missing. "batch": static batching, the batch before must end. "result": its last tokens are still computed.
-    "adapter": it comes into host memory, or all of so many slots are in use by others.
+    "next_step": nothing is missing. "batch": static batching, the batch before must end. "result": its last tokens are
+    still computed. "adapter": it comes into host memory, or all of so many slots are in use by others.
     """
 
     kind: WaitKind
@@ -53,8 +55,8 @@ class Wait:
 
 @dataclass(slots=True)
 class Starting:
-    """What those take who start before it, where no books show that yet: rows, blocks by group, slots of adapters; and how many
-    they are."""
+    """What those take who start before it, where no books show that yet: rows, blocks by group, slots of adapters; and
+    how many they are."""
 
     blocks: list[int]
     rows: int = 0
@@ -120,7 +122,8 @@ class StepPlanner:
     # --- those who run
 
     def can_repeat(self, num_running: int) -> bool:
-        """Whether a step of one token for each that runs is what ``fill`` would plan as far as those who wait are concerned."""
+        """Whether a step of one token for each that runs is what ``fill`` would plan as far as those who wait are
+        concerned."""
         head = self.roster.waiting.peek()
         if head is None:
             return True
@@ -129,7 +132,8 @@ class StepPlanner:
         return len(self.roster.free_rows) < rows_wanted(head) and num_running < self.limits.max_num_batched_tokens
 
     def repeat(self, cohort: Cohort, plan: PlanBuilder, now: float) -> list[int] | None:
-        """Plans what those of a cohort that are due need, and returns their places; None, and nothing is planned, where blocks are scarce."""
+        """Plans what those of a cohort that are due need, and returns their places; None, and nothing is planned, where
+        blocks are scarce."""
         due = cohort.due_to_plan()
         if due and not self.cache.has_room(2 * len(due)):  # a block to grow, a copy of a shared one
             return None
@@ -141,8 +145,8 @@ class StepPlanner:
         return due
 
     def _late(self, mask_seconds: Mapping[int, float]) -> Container[Sequence]:
-        """Those who are left out of this step because their masks would hold up all others: whoever was planned longest ago goes first, and
-        one always goes. A request that is alone holds up nobody."""
+        """Those who are left out of this step because their masks would hold up all others: whoever was planned longest
+        ago goes first, and one always goes. A request that is alone holds up nobody."""
         if len(self.roster.requests) == 1:
             return ()
         wanted = [each for each in self.roster.running if each.structured and each.num_tokens > each.num_prompt_tokens]
@@ -194,14 +198,16 @@ class StepPlanner:
         return forced + longer
 
     def _drafts_each(self) -> int:
-        """Drafts of each sequence in this step: as many as are worth it, and as the budget has beside one token of each."""
+        """Drafts of each sequence in this step: as many as are worth it, and as the budget has beside one token of
+        each."""
         running = len(self.roster.running)
         if self.speculation is None or not running or not self.limits.kv_caching or self.limits.padded:
             return 0
         return max(0, min(self.speculation.length(running), self.limits.max_num_batched_tokens // running - 1))
 
     def _plan_drafts(self, plan: PlanBuilder, late: Container[Sequence], most: int) -> list[Sequence]:
-        """The same where sequences get their last sampled token and up to ``most`` that the worker proposes behind it."""
+        """The same where sequences get their last sampled token and up to ``most`` that the worker proposes behind
+        it."""
         longer: list[Sequence] = []
         forced: list[Sequence] = []
         for sequence in self.roster.running:
@@ -218,15 +224,17 @@ class StepPlanner:
 
     def _try_drafts(self, sequence: Sequence, plan: PlanBuilder, most: int) -> bool:
         """Where it has an answer begun, needs a block or is near its end."""
-        most = min(most, sequence.max_num_tokens - sequence.num_tokens - 2)  # a draft is not its last token: who is fully planned has gone
+        most = min(
+            most, sequence.max_num_tokens - sequence.num_tokens - 2
+        )  # a draft is not its last token: who is fully planned has gone
         if not sequence.drafts or most <= 0 or sequence.num_tokens <= sequence.num_prompt_tokens:
             return False
         self._trim(sequence, sequence.num_computed_tokens)
         return self._try_plan(sequence, plan, 1 + most, most)
 
     def _plan_decode(self, sequence: Sequence, plan: PlanBuilder) -> None:
-        """One token that needs a block, a copy, or is the last: makes room by preempting from the tail. Whether it is the last is known once
-        drafts in flight are verified."""
+        """One token that needs a block, a copy, or is the last: makes room by preempting from the tail. Whether it is
+        the last is known once drafts in flight are verified."""
         if sequence.slack and sequence.num_tokens + 1 >= sequence.max_num_tokens:
             return
         self._trim(sequence, sequence.num_computed_tokens)
@@ -258,15 +266,18 @@ class StepPlanner:
             self._starved, self._starved_since = sequence, plan.step_id
 
     def _free_room(self, plan: PlanBuilder) -> None:
-        """Makes room for a prompt under way that has found none, because all who came later were planned before it, or because blocks were on
-        their way; but those may be others' by the time they come (behind windows some always are), so they are waited for once."""
+        """Makes room for a prompt under way that has found none, because all who came later were planned before it, or
+        because blocks were on their way; but those may be others' by the time they come (behind windows some always
+        are), so they are waited for once."""
         sequence = self._starved
         if sequence is None or sequence.status is not SequenceStatus.RUNNING or self.roster.running[-1] is sequence:
             self._starved = None
             return
         if self.cache.num_leaving and self.roster.retired < self._starved_since - 1:
             return
-        if self.cache.tokens_available(sequence.kv) <= sequence.num_computed_tokens or not self.cache.has_room(len(self.roster.running)):
+        if self.cache.tokens_available(sequence.kv) <= sequence.num_computed_tokens or not self.cache.has_room(
+            len(self.roster.running)
+        ):
             self.roster.preempt_last()
             self._starved_since = plan.step_id
 
@@ -310,8 +321,8 @@ class StepPlanner:
         return StepMeter(self._forecast, self.roster.speed, seconds, starts)
 
     def _try_plan(self, sequence: Sequence, plan: PlanBuilder, count: int, drafts: int = 0) -> bool:
-        """Plans ``count`` tokens if blocks suffice, the last ``drafts`` of them to be proposed; samples when the others are the last known
-        ones."""
+        """Plans ``count`` tokens if blocks suffice, the last ``drafts`` of them to be proposed; samples when the others
+        are the last known ones."""
         start, kv = sequence.num_computed_tokens, sequence.kv
         end = start + count
         assert sequence.row is not None
@@ -352,7 +363,8 @@ class StepPlanner:
         self.cache.describe(sequence.kv, sequence.row, plan.edits)
 
     def plan_running(self) -> PlanBuilder:
-        """The next step in numbers only, as far as those who wait get what others leave: whole prompts go before those who run."""
+        """The next step in numbers only, as far as those who wait get what others leave: whole prompts go before those
+        who run."""
         plan = PlanBuilder(self.roster.retired + 1, self.limits)
         if not self.config.chunked_prefill:
             return plan
@@ -390,11 +402,16 @@ class StepPlanner:
 
     def no_claims(self) -> Starting:
         """Before the first of those who wait."""
-        claims = None if self.residency is None else self.residency.claims(each.request.adapter for each in self.roster.running)
+        claims = (
+            None
+            if self.residency is None
+            else self.residency.claims(each.request.adapter for each in self.roster.running)
+        )
         return Starting([0] * len(self.cache.pools), adapters=claims)
 
     def find_start(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> PrefixMatch | Wait:
-        """How one that waits starts with this step: behind the prefix that is cached. Or what it is short of. Changes nothing."""
+        """How one that waits starts with this step: behind the prefix that is cached. Or what it is short of. Changes
+        nothing."""
         if plan.room <= 0:
             return Wait("token_budget", 1)
         if sequence.last_step > self.roster.retired:
@@ -416,16 +433,20 @@ class StepPlanner:
         headroom = len(self.roster.running) + before.running if self.limits.paged_allocation else 0
         spare, needed, have = min(
             (pool.num_available - taken - wanted - headroom, wanted + headroom, pool.num_available - taken)
-            for pool, taken, wanted in zip(self.cache.pools, before.blocks, self.blocks_to_take(sequence, match, headroom), strict=True)
+            for pool, taken, wanted in zip(
+                self.cache.pools, before.blocks, self.blocks_to_take(sequence, match, headroom), strict=True
+            )
         )
         return Wait("blocks", needed, have) if spare < 0 else None
 
     def blocks_to_take(self, sequence: Sequence, match: PrefixMatch, headroom: int) -> list[int]:
-        """By group, of those that nobody holds. Beside those who run, where prompts go whole, it wants its own all at once, those behind a
-        window too. (Alone it may go in parts.)"""
+        """By group, of those that nobody holds. Beside those who run, where prompts go whole, it wants its own all at
+        once, those behind a window too. (Alone it may go in parts.)"""
         if not self.limits.paged_allocation:
             return self.cache.blocks_to_take(match, sequence.max_num_tokens)
-        return self.cache.blocks_to_take(match, sequence.num_tokens, whole=headroom > 0 and not self.config.chunked_prefill)
+        return self.cache.blocks_to_take(
+            match, sequence.num_tokens, whole=headroom > 0 and not self.config.chunked_prefill
+        )
 
     def _log_wait(self, sequence: Sequence, wait: Wait) -> None:
         log, request_id = self.roster.log, sequence.request_id
@@ -441,7 +462,9 @@ class StepPlanner:
             case "time":
                 log.add_wait("waits_time", request_id, int((self.max_step_seconds or 0) * 1e6))
             case "blocks":
-                log.add_wait("waits_blocks", request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks)
+                log.add_wait(
+                    "waits_blocks", request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks
+                )
 
     @property
     def batch_size(self) -> int | None:
@@ -480,7 +503,9 @@ class StepPlanner:
         self.roster.tell_admitted(sequence)
         self._send_row(sequence, plan)
         if not self.limits.paged_allocation:
-            self.cache.try_prepare(sequence.kv, match.num_tokens, sequence.max_num_tokens, sequence.row, plan.edits, plan.step_id)
+            self.cache.try_prepare(
+                sequence.kv, match.num_tokens, sequence.max_num_tokens, sequence.row, plan.edits, plan.step_id
+            )
         self.roster.refresh(sequence)
 
     def _take_slot(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> None:
@@ -493,8 +518,8 @@ class StepPlanner:
             plan.adapters.append((slot, adapter))
 
     def _preempt_for_waiting(self, plan: PlanBuilder) -> None:
-        """Lets waiting sequences of a better class take the places of the last ones running, where the policy says so: as many of these go as
-        are needed for those who may begin when their room has come."""
+        """Lets waiting sequences of a better class take the places of the last ones running, where the policy says so:
+        as many of these go as are needed for those who may begin when their room has come."""
         roster, head = self.roster, self.roster.waiting.peek()
         if head is None or head.last_step > roster.retired or not (self.batch_is_open or not roster.running):
             return
@@ -502,24 +527,32 @@ class StepPlanner:
             return  # room would not help it
         budget = self.limits.max_num_batched_tokens * (plan.step_id - roster.retired)
         claims: dict[Sequence, _Claim] = {}
-        while roster.running and self.policy.preempts(head, roster.running[-1]) and self._lacks_room(head, budget, claims):
+        while (
+            roster.running and self.policy.preempts(head, roster.running[-1]) and self._lacks_room(head, budget, claims)
+        ):
             roster.preempt_last()
 
     def _lacks_room(self, head: Sequence, budget: int, claims: dict[Sequence, _Claim]) -> bool:
-        """Whether those who may push out the last one running want more rows or blocks than are free or on their way. Those whose prompts
-        ``budget`` tokens are enough for: the others could not begin by then. ``claims``: of those that were looked at."""
+        """Whether those who may push out the last one running want more rows or blocks than are free or on their way.
+        Those whose prompts ``budget`` tokens are enough for: the others could not begin by then. ``claims``: of those
+        that were looked at."""
         roster, last = self.roster, self.roster.running[-1]
         rows = len(roster.free_rows) + len(roster.leaving_rows)
         blocks, known_to_come = [pool.num_available for pool in self.cache.pools], False
         headroom = len(roster.running) if self.limits.paged_allocation else 0
-        for sequence in chain((head,), (each for each in roster.waiting if each is not head and self.policy.preempts(each, last))):
+        for sequence in chain(
+            (head,), (each for each in roster.waiting if each is not head and self.policy.preempts(each, last))
+        ):
             rows -= rows_wanted(sequence)
             if rows < 0:
                 return True
             claim = claims[sequence] = claims.get(sequence) or self._claim(sequence, exact=sequence is head)
             blocks = [have - wanted for have, wanted in zip(blocks, claim.blocks, strict=True)]
             if min(blocks) < headroom and not known_to_come:
-                blocks, known_to_come = [have + more for have, more in zip(blocks, self.cache.num_coming(), strict=True)], True
+                blocks, known_to_come = (
+                    [have + more for have, more in zip(blocks, self.cache.num_coming(), strict=True)],
+                    True,
+                )
             if min(blocks) < headroom:
                 return True
             headroom, budget = headroom + (headroom > 0), budget - claim.tokens
@@ -528,7 +561,8 @@ class StepPlanner:
         return False
 
     def _claim(self, sequence: Sequence, *, exact: bool) -> _Claim:
-        """Exact: with the blocks that its prefix takes from those that nobody holds. (Several may share them, so only one counts them.)"""
+        """Exact: with the blocks that its prefix takes from those that nobody holds. (Several may share them, so only
+        one counts them.)"""
         match, others = self.lookup(sequence), len(self.roster.running)
         blocks = self.blocks_to_take(sequence, match, others)
         if not exact:
@@ -537,7 +571,8 @@ class StepPlanner:
 
 
 def _is_answering(sequence: Sequence) -> bool:
-    """Where it has several tokens to compute they are forced ones: it goes before prompts, as those who need one token do."""
+    """Where it has several tokens to compute they are forced ones: it goes before prompts, as those who need one token
+    do."""
     return sequence.structured and sequence.num_computed_tokens >= sequence.num_prompt_tokens
 
 

@@ -118,7 +118,8 @@ class Call(Struct):
 
 
 class ChatMessage(Struct):
-    """``content`` is null where the model only thought or called. Reasoning stands under both names that clients look for."""
+    """``content`` is null where the model only thought or called. Reasoning stands under both names that clients look
+    for."""
 
     content: str | None
     reasoning_content: str | UnsetType = UNSET

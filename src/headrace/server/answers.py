@@ -1,8 +1,10 @@
 """An answer on the wire, whole or in chunks: what all formats have, what those with choices share, and completions.
 
-What lives here: formats and what they add up, log probabilities. What may not: the formats of one API (dialects/), sending, the engine.
+What lives here: formats and what they add up, log probabilities. What may not: the formats of one API (dialects/),
+sending, the engine.
 
-A stream's constant JSON is rendered once a choice; a plain token then costs one look-up, one string escape and two joins.
+A stream's constant JSON is rendered once a choice; a plain token then costs one look-up, one string escape and two
+joins.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ class ChoiceState:
 
 
 class Answer(ABC):
-    """A format bound to one request. ``choices[i]``: prompt-major, n to a prompt. ``explained`` is set before the end, where it is asked for."""
+    """A format bound to one request. ``choices[i]``: prompt-major, n to a prompt. ``explained`` is set before the end,
+    where it is asked for."""
 
     prefix: str  # of its id
     explained: Mapping[str, Any] | None = None
@@ -141,7 +144,8 @@ def with_usage(events: str, usage: Struct) -> str:
 
 
 class ChoicesAnswer(Answer):
-    """What chat completions and completions share: a list of choices, usage, and the constant beginning and end of every event."""
+    """What chat completions and completions share: a list of choices, usage, and the constant beginning and end of
+    every event."""
 
     kind: str
     chunk_kind: str
@@ -246,11 +250,16 @@ class LogprobFormat:
         """As ``chat``, encoded."""
         return encode_object({"content": encode_list(map(self._chat_entry, entries)), "refusal": None})
 
-    def completion(self, entries: Sequence[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()) -> dict[str, list[Any]]:
-        """``choices[].logprobs`` of completions. ``offset``: characters of text before. An entry of None is a prompt's first token."""
+    def completion(
+        self, entries: Sequence[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()
+    ) -> dict[str, list[Any]]:
+        """``choices[].logprobs`` of completions. ``offset``: characters of text before. An entry of None is a prompt's
+        first token."""
         return {name: list(column) for name, column in self.columns(entries, offset, prompt_ids).items()}
 
-    def columns(self, entries: Sequence[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()) -> dict[str, Iterable[Any]]:
+    def columns(
+        self, entries: Sequence[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()
+    ) -> dict[str, Iterable[Any]]:
         first = next(iter(prompt_ids), 0)
         texts = [self.text(first if entry is None else entry.token_ids[0]) for entry in entries]
         return {
@@ -263,7 +272,10 @@ class LogprobFormat:
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         """The k best and the chosen one; of tokens with equal text the more probable."""
         found: dict[str, float] = {}
-        for token_id, logprob in (*zip(entry.token_ids[1:], entry.logprobs[1:], strict=True), (entry.token_ids[0], entry.logprobs[0])):
+        for token_id, logprob in (
+            *zip(entry.token_ids[1:], entry.logprobs[1:], strict=True),
+            (entry.token_ids[0], entry.logprobs[0]),
+        ):
             found.setdefault(self.text(token_id), finite(logprob))
         return found
 
@@ -276,7 +288,9 @@ class LogprobFormat:
         found: dict[str, Any] = {}
         for place, (token_id, logprob) in enumerate(pairs):
             rank = place or entry.rank
-            found.setdefault(str(token_id), {"logprob": finite(logprob), "rank": rank, "decoded_token": self.text(token_id)})
+            found.setdefault(
+                str(token_id), {"logprob": finite(logprob), "rank": rank, "decoded_token": self.text(token_id)}
+            )
         return found
 
     def text(self, token_id: int) -> str:

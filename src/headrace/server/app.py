@@ -1,9 +1,10 @@
-"""The application: every request passes the same gates in the same order, ends in exactly one visible way, and leaves one line in the log:
-figures, never anything of its body; a flood of requests that cost their sender nothing becomes a count.
+"""The application: every request passes the same gates in the same order, ends in exactly one visible way, and leaves
+one line in the log: figures, never anything of its body; a flood of requests that cost their sender nothing becomes a
+count.
 
-What lives here: the routes as a table (which path takes which method, which is open, and what it is for: a schema can be generated from it),
-handlers that need no generation; gates, the outermost error handling, the access log. What may not: what other routes do, HTTP mechanics
-(exchange.py), generation (generate.py), forms of lines (observe/logs.py).
+What lives here: the routes as a table (which path takes which method, which is open, and what it is for: a schema can
+be generated from it), handlers that need no generation; gates, the outermost error handling, the access log. What may
+not: what other routes do, HTTP mechanics (exchange.py), generation (generate.py), forms of lines (observe/logs.py).
 
 Gates: Host and Origin (a browser's preflight ends here), the matched route, the key, the method. No layers of
 middleware: one coroutine, one exchange.
@@ -67,7 +68,9 @@ async def model(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
     await service.model.learn(name)
     if name not in service.model.any_engine().info.served_names and service.model.adapter_of(name) is None:
-        raise NotFound(f"The model {name[:100]!r} is not served here; see /v1/models.", param="model", code="model_not_found")
+        raise NotFound(
+            f"The model {name[:100]!r} is not served here; see /v1/models.", param="model", code="model_not_found"
+        )
     await exchange.reply_json(_model_card(service, name))
 
 
@@ -75,7 +78,9 @@ def _model_card(service: Service, name: str) -> answers.Model:
     info = service.model.any_engine().info
     base = info.served_names[0]
     parent = None if name in info.served_names else base
-    return answers.Model(id=name, created=service.created, root=base, parent=parent, max_model_len=info.max_sequence_tokens)
+    return answers.Model(
+        id=name, created=service.created, root=base, parent=parent, max_model_len=info.max_sequence_tokens
+    )
 
 
 async def openapi(service: Service, exchange: Exchange) -> None:
@@ -85,7 +90,10 @@ async def openapi(service: Service, exchange: Exchange) -> None:
 
 
 async def embeddings(service: Service, exchange: Exchange) -> None:
-    raise NotFound("This server has no embeddings: it serves models that generate text; use a server for embedding models.", code="route_not_found")
+    raise NotFound(
+        "This server has no embeddings: it serves models that generate text; use a server for embedding models.",
+        code="route_not_found",
+    )
 
 
 async def ping(service: Service, exchange: Exchange) -> None:
@@ -220,7 +228,8 @@ class AccessLog:
         self._others = Rate("requests without a generation", clock)
 
     def record(self, exchange: Exchange, status: int) -> None:
-        """Probes, whatever their answer, are for debugging only: they come by the second and their reason is told elsewhere."""
+        """Probes, whatever their answer, are for debugging only: they come by the second and their reason is told
+        elsewhere."""
         if exchange.route in PROBES:
             self._write(logging.DEBUG, exchange, status)
         elif exchange.prompt_tokens or self._others.allows():
@@ -233,17 +242,26 @@ class AccessLog:
 
 def _facts(exchange: Exchange, status: int) -> dict[str, Any]:
     """Figures, and names of ours. ``id`` is the client's own only where that is harmless to repeat."""
-    facts: dict[str, Any] = {"method": exchange.method if exchange.route != "-" else "-", "route": exchange.route, "status": status}
+    facts: dict[str, Any] = {
+        "method": exchange.method if exchange.route != "-" else "-",
+        "route": exchange.route,
+        "status": status,
+    }
     facts |= {"seconds": round(time.perf_counter() - exchange.arrival, 6), "id": exchange.request_id}
     facts |= _reason(exchange.error)
     if exchange.prompt_tokens:
-        facts |= {"tokens_in": exchange.prompt_tokens, "tokens_out": exchange.completion_tokens, "cached": exchange.cached_tokens}
+        facts |= {
+            "tokens_in": exchange.prompt_tokens,
+            "tokens_out": exchange.completion_tokens,
+            "cached": exchange.cached_tokens,
+        }
         facts |= {"finish_reason": exchange.finish_reason or "none", **_phases(exchange.times)}
     return facts
 
 
 def _reason(error: HeadraceError | None) -> dict[str, str]:
-    """Why a request was refused: a code of ours, and the field. Of what a client called a field only names that we know are repeated."""
+    """Why a request was refused: a code of ours, and the field. Of what a client called a field only names that we know
+    are repeated."""
     if error is None:
         return {}
     field = re.split(r"[.\[]", error.param or "")[0]
@@ -262,8 +280,6 @@ def _phases(times: RequestTimes | None) -> dict[str, float]:
     return {name: round(seconds, 6) for name, seconds in phases.items()}
 
 
-
-
 class RouteTable:
     """Exact paths first, then those with a ``{name}`` and something behind it, then those that end in one."""
 
@@ -272,7 +288,11 @@ class RouteTable:
         self._named: dict[tuple[str, str], dict[str, Route]] = {}
         for route in sorted(routes, key=lambda route: -len(route.path.partition("}")[2])):
             prefix, brace, rest = route.path.partition("{")
-            by_method = self._named.setdefault((prefix, rest.partition("}")[2]), {}) if brace else self._exact.setdefault(prefix, {})
+            by_method = (
+                self._named.setdefault((prefix, rest.partition("}")[2]), {})
+                if brace
+                else self._exact.setdefault(prefix, {})
+            )
             by_method[route.method] = route
 
     def match(self, path: str) -> dict[str, Route]:
@@ -286,7 +306,8 @@ class RouteTable:
         return {}
 
     def hint(self, path: str) -> str:
-        """What a client's base URL should be, where that is all that is wrong with a path; else where the routes are listed."""
+        """What a client's base URL should be, where that is all that is wrong with a path; else where the routes are
+        listed."""
         if path.startswith(_VERSION * 2) and self.match(path.removeprefix(_VERSION)):
             return f"the client adds {_VERSION} itself, so set its base URL without it."
         if self.match(_VERSION + path):
@@ -317,11 +338,16 @@ class App:
             await self._end(exchange, error)
         except MemoryError:  # this request's alone: what it held is free again once it has ended
             log.error("%s %s: out of memory", exchange.method, exchange.route)
-            await self._end(exchange, Unavailable("There is no memory for this request now; send less at once or try again.", retry_after=5))
+            await self._end(
+                exchange,
+                Unavailable("There is no memory for this request now; send less at once or try again.", retry_after=5),
+            )
         except Exception:
             if self._failures.allows():
                 log.exception("%s %s failed", exchange.method, exchange.route)
-            await self._end(exchange, HeadraceError("The server failed at this request; it is a defect of ours, please report it."))
+            await self._end(
+                exchange, HeadraceError("The server failed at this request; it is a defect of ours, please report it.")
+            )
         finally:
             exchange.close()
             self._service.limits.bodies.release(exchange)
@@ -346,7 +372,9 @@ class App:
             exchange.tenant = self._guard.check_key(exchange.headers)
             exchange.key_name = self._guard.key_names.get(exchange.tenant, "")
         if not by_method:
-            raise NotFound(f"There is no route {exchange.path[:100]!r}; {self._table.hint(exchange.path)}", code="route_not_found")
+            raise NotFound(
+                f"There is no route {exchange.path[:100]!r}; {self._table.hint(exchange.path)}", code="route_not_found"
+            )
         exchange.route = next(iter(by_method.values())).path
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in by_method:

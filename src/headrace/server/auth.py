@@ -54,12 +54,17 @@ class Guard:
             raise ConfigError("--api-key is empty or not ASCII; give a key of printable ASCII characters.")
         self._loopback = config.uds is None and is_loopback(config.host)
         if not self._loopback and config.uds is None and not config.api_key:
-            raise ConfigError(f"--host {config.host} can be reached from other machines, but no key is set; add --api-key or HEADRACE_API_KEY.")
+            raise ConfigError(
+                f"--host {config.host} can be reached from other machines, but no key is set; add --api-key or HEADRACE_API_KEY."
+            )
         self._host = config.host.lower()
         self._cors = Cors(config)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
         self.secret = secret or secrets.token_bytes(32)  # of this start: a tenant's name tells nothing of its key
-        self.key_names = {self._tenant(digest): key_name(number) for number, digest in reversed(list(enumerate(self._digests, start=1)))}
+        self.key_names = {
+            self._tenant(digest): key_name(number)
+            for number, digest in reversed(list(enumerate(self._digests, start=1)))
+        }
 
     def check_browser(self, headers: Headers) -> Answered:
         """DNS rebinding (a foreign Host on a loopback server) and sites that --allowed-origins does not name are
@@ -72,7 +77,10 @@ class Guard:
             raise HttpError("The request has several Host headers; send one.")
         host = hosts[0] if hosts else ""
         if self._loopback and host and not self._is_ours(_host_name(host)):
-            raise Forbidden("The Host header names another machine than this one; use the address the server listens on.", code="foreign_host")
+            raise Forbidden(
+                "The Host header names another machine than this one; use the address the server listens on.",
+                code="foreign_host",
+            )
         allowed = None
         for name, value in headers:
             if name != b"origin":
@@ -91,7 +99,9 @@ class Guard:
         """What a browser that ``check_browser`` has let in is told of the request it asks about; None: it asks
         nothing."""
         asked = dict(headers)
-        if not (self._cors.on and method == "OPTIONS" and b"origin" in asked and b"access-control-request-method" in asked):
+        if not (
+            self._cors.on and method == "OPTIONS" and b"origin" in asked and b"access-control-request-method" in asked
+        ):
             return None
         local = b"access-control-request-private-network" in asked
         return self._cors.preflight(asked.get(b"access-control-request-headers", b""), local)
@@ -108,7 +118,9 @@ class Guard:
         digest = hashlib.sha256(given[0] if len(given) == 1 else b"").digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if len(given) != 1 or not any(matches):
-            raise Unauthorized("The API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key")
+            raise Unauthorized(
+                "The API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key"
+            )
         return self._tenant(digest)
 
     def _tenant(self, digest: bytes) -> str:
@@ -157,7 +169,12 @@ class Cors:
             return vary if self.on else ()
         credentials = ((b"access-control-allow-credentials", b"true"),) if self._credentials else ()
         allowed = b"*" if self._any else origin
-        return ((b"access-control-allow-origin", allowed), *credentials, (b"access-control-expose-headers", _EXPOSED), *vary)
+        return (
+            (b"access-control-allow-origin", allowed),
+            *credentials,
+            (b"access-control-expose-headers", _EXPOSED),
+            *vary,
+        )
 
     def preflight(self, wanted_headers: bytes, private_network: bool) -> Answered:
         """Beside ``headers``: what the page may go on to send. Where all headers are allowed, those that it names."""
@@ -183,7 +200,10 @@ def _joined(words: Sequence[str]) -> bytes:
 
 def _check_origins(config: ServerConfig) -> None:
     if not config.allowed_origins:
-        asked = next((name for name in ("allowed_methods", "allowed_headers", "allow_credentials") if getattr(config, name)), None)
+        asked = next(
+            (name for name in ("allowed_methods", "allowed_headers", "allow_credentials") if getattr(config, name)),
+            None,
+        )
         if asked is not None:
             says = "says what pages of other sites may do, but none may do anything"
             raise ConfigError(f"{asked} {says}; add --allowed-origins.")
@@ -213,7 +233,8 @@ def are_keys(config: ServerConfig) -> bool:
 
 
 def tenant_of(config: ServerConfig, key: str, user: str, adapter: str | None = None) -> str:
-    """``key``: the name of the one that was sent. Users of several keys are told apart by key: nobody takes another key's share."""
+    """``key``: the name of the one that was sent. Users of several keys are told apart by key: nobody takes another
+    key's share."""
     if are_keys(config):
         return key
     user = (adapter or "") if config.tenant_by == "adapter" else user
@@ -221,8 +242,8 @@ def tenant_of(config: ServerConfig, key: str, user: str, adapter: str | None = N
 
 
 def cell_of(config: ServerConfig, key: str, user: str) -> int | None:
-    """Whose places of the queue a request takes; None where all clients are one. Anybody may call itself many users, so they are told apart
-    only where the operator says that users are the tenants, and never within a key among others."""
+    """Whose places of the queue a request takes; None where all clients are one. Anybody may call itself many users, so
+    they are told apart only where the operator says that users are the tenants, and never within a key among others."""
     if len(config.api_key) > 1:
         return int(key.removeprefix(_KEY)) % CELLS
     return zlib.crc32(user.encode("utf-8", "surrogatepass")) % CELLS if config.tenant_by == "user" else None
@@ -244,7 +265,9 @@ def check_operators(config: ServerConfig) -> None:
     unknown = next((name for name in config.operator_key if name not in keys), None)
     if unknown is not None:
         known = f"{keys[0]} to {keys[-1]} in the order of --api-key" if keys else "none is set"
-        raise ConfigError(f"operator_key names {unknown[:80]!r}, which is no key ({known}); name one, never the key itself.")
+        raise ConfigError(
+            f"operator_key names {unknown[:80]!r}, which is no key ({known}); name one, never the key itself."
+        )
 
 
 def _key_names(config: ServerConfig) -> list[str]:
@@ -262,4 +285,6 @@ def check_weights(scheduler: SchedulerConfig, config: ServerConfig) -> None:
     unknown = next((name for name in names if are_keys(config) and name not in keys), None)
     if unknown is not None:
         known = f"{keys[0]} to {keys[-1]} in the order of --api-key" if keys else "none is set"
-        raise ConfigError(f"tenant_weight names {unknown[:80]!r}, but tenants are API keys here ({known}); name one, or add --tenant-by user.")
+        raise ConfigError(
+            f"tenant_weight names {unknown[:80]!r}, but tenants are API keys here ({known}); name one, or add --tenant-by user."
+        )

@@ -1,8 +1,10 @@
 """What the dashboard shows: ten minutes of samples, the last steps, the scheduler's last decisions in words.
 
-The engine is asked once a second, however many look: what was heard is kept here, bounded, and every answer is cut from it.
+The engine is asked once a second, however many look: what was heard is kept here, bounded, and every answer is cut from
+it.
 
-What lives here: sampling, percentiles, words. What may not: HTTP pages (pages.py), drawing (data/web), Prometheus (exposition.py).
+What lives here: sampling, percentiles, words. What may not: HTTP pages (pages.py), drawing (data/web), Prometheus
+(exposition.py).
 """
 
 from __future__ import annotations
@@ -46,7 +48,18 @@ SAMPLE_COLUMNS = (
     "ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99",
     "measured_seconds", "floor_seconds", "idle_seconds", "energy_joules", "energy_seconds",
 )  # fmt: skip
-STEP_COLUMNS = ("step_id", "kind", "rows", "tokens", "begin", "measured_seconds", "predicted_seconds", "floor_seconds", "fraction", "failed")
+STEP_COLUMNS = (
+    "step_id",
+    "kind",
+    "rows",
+    "tokens",
+    "begin",
+    "measured_seconds",
+    "predicted_seconds",
+    "floor_seconds",
+    "fraction",
+    "failed",
+)
 _Cursor = Annotated[int, Meta(ge=0, le=2**53 - 1)]  # what JSON's readers keep exact
 ABOUT_ALL = ("failed", "overfull")  # decisions that are about no one request
 
@@ -64,7 +77,8 @@ class Cursors(Struct, forbid_unknown_fields=True):
 
 
 class Samples:
-    """The last SAMPLES rows, numbered from 1; as many are there from the start: ten minutes of growth would look like a leak."""
+    """The last SAMPLES rows, numbered from 1; as many are there from the start: ten minutes of growth would look like a
+    leak."""
 
     def __init__(self) -> None:
         self._rows = deque((array("d", bytes(8 * len(SAMPLE_COLUMNS))) for _ in range(SAMPLES)), maxlen=SAMPLES)
@@ -95,7 +109,9 @@ class History:
         self.steps: deque[Row] = deque(maxlen=STEPS)
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS)
         self.stats: Mapping[str, Any] = {}
-        self._marks: deque[list[tuple[int, ...]]] = deque(maxlen=WINDOW)  # the histograms' counts, of which differences are taken
+        self._marks: deque[list[tuple[int, ...]]] = deque(
+            maxlen=WINDOW
+        )  # the histograms' counts, of which differences are taken
 
     async def run(self, find_engine: FindEngine, metrics: Callable[[], ServerMetrics]) -> None:
         """Samples for ever. An engine in a long step is asked again a second later."""
@@ -131,7 +147,11 @@ class History:
         mark = [tuple(each.counts) for each in shown]
         before = self._marks[0] if self._marks else [(0,) * len(each) for each in mark]
         self._marks.append(mark)
-        latencies = (quantile(each.bounds, old, new, share) for each, old, new in zip(shown, before, mark, strict=True) for share in QUANTILES)
+        latencies = (
+            quantile(each.bounds, old, new, share)
+            for each, old, new in zip(shown, before, mark, strict=True)
+            for share in QUANTILES
+        )
         self.samples.add((round(now, 3), *_gauges(metrics, stats), *latencies, *_sums(stats)))
 
 
@@ -169,7 +189,8 @@ def _sums(stats: Mapping[str, Any]) -> Row:
 
 
 def quantile(bounds: Sequence[float], before: Sequence[int], after: Sequence[int], share: float) -> float | None:
-    """Of what was observed between two readings of a histogram's counts, straight lines inside its buckets; None if nothing was."""
+    """Of what was observed between two readings of a histogram's counts, straight lines inside its buckets; None if
+    nothing was."""
     counts = [late - early for early, late in zip(before, after, strict=True)]
     wanted, seen, low = share * sum(counts), 0, 0.0
     if wanted == 0:
@@ -206,7 +227,12 @@ async def data(service: Service, exchange: Exchange) -> None:
     """Everything after the cursors that the page has; what never changes only to a page that has nothing yet."""
     cursors = read_query(exchange.query, Cursors)
     news = await service.observed.shared.dashboard(*structs.astuple(cursors))
-    answer = _answer(service, news, None if sees_all(service.config, exchange.key_name) else exchange.key_name, first=cursors.sample < 0)
+    answer = _answer(
+        service,
+        news,
+        None if sees_all(service.config, exchange.key_name) else exchange.key_name,
+        first=cursors.sample < 0,
+    )
     await exchange.reply(200, encode(answer), headers=((b"cache-control", b"no-store"),))
 
 
@@ -253,5 +279,7 @@ def _engine(service: Service) -> dict[str, Any] | None:
         "model": info.served_names[0],
         **{name: getattr(info, name) for name in plain},
         "decisions": [{"name": each.name, "value": str(each.value), "reason": each.reason} for each in info.decisions],
-        "techniques": [{**{name: getattr(each, name) for name in told}, "state": info.techniques[each.name]} for each in known],
+        "techniques": [
+            {**{name: getattr(each, name) for name in told}, "state": info.techniques[each.name]} for each in known
+        ],
     }

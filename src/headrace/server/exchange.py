@@ -37,7 +37,13 @@ class Exchange:
     """``status`` is set once the answer has begun. ``cause`` says why the exchange was ended from outside."""
 
     def __init__(
-        self, connection: Connection, method: str, path: str, query: bytes, headers: Sequence[Header], http_version: str = "1.1"
+        self,
+        connection: Connection,
+        method: str,
+        path: str,
+        query: bytes,
+        headers: Sequence[Header],
+        http_version: str = "1.1",
     ) -> None:
         self._connection = connection
         self.method, self.path, self.query, self.headers, self.http_version = method, path, query, headers, http_version
@@ -236,11 +242,16 @@ LAGGARD_SECONDS = 60.0  # a client that takes nothing for so long is cut off
 PULSE_SECONDS = 1.0
 
 PING = b": ping\n\n"
-_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class EventStream:
-    """The status line leaves with the first event or the first ping, so that errors found before are plain HTTP errors."""
+    """The status line leaves with the first event or the first ping, so that errors found before are plain HTTP
+    errors."""
 
     __slots__ = ("_busy_since", "_exchange", "_last", "_ping")
 

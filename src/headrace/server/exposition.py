@@ -1,7 +1,7 @@
 """What /metrics says: counts kept by the server, numbers asked of the engine, in Prometheus' text format.
 
-What lives here: counting and rendering; metrics.toml has names, helps and buckets. What may not: measuring (generate.py observes, the engine
-counts its own). Every series is fixed at start: labels never hold what a client sends.
+What lives here: counting and rendering; metrics.toml has names, helps and buckets. What may not: measuring (generate.py
+observes, the engine counts its own). Every series is fixed at start: labels never hold what a client sends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class SharedHistogram(Histogram):
 
     __slots__ = ("_sum",)
 
-    def __init__(self, bounds: Sequence[float], page: Page) -> None:  # what is on the page stays: another may have counted before
+    def __init__(
+        self, bounds: Sequence[float], page: Page
+    ) -> None:  # what is on the page stays: another may have counted before
         self.bounds = tuple(bounds)
         self.counts = page.take_ints(len(self.bounds) + 1)  # type: ignore[assignment]
         self._sum = page.take_float()
@@ -171,19 +173,30 @@ class ServerMetrics:
 
     def _told(self, engine: Mapping[str, Any]) -> dict[str, Any]:
         """What the lines of [served] look in."""
-        total, grammars, waiting = engine.get("num_blocks", 0), engine.get("grammars") or {}, engine.get("num_waiting", 0)
+        total, grammars, waiting = (
+            engine.get("num_blocks", 0),
+            engine.get("grammars") or {},
+            engine.get("num_waiting", 0),
+        )
         drafts = engine.get("drafts") or {}
         return {
             "counters": {},
             **engine,
             "drafts": {
-                "runs": drafts["steps"], "drafted": sum(drafts["drafted"]), "accepted": sum(drafts["accepted"]),
+                "runs": drafts["steps"],
+                "drafted": sum(drafts["drafted"]),
+                "accepted": sum(drafts["accepted"]),
                 "by_position": dict(enumerate(drafts["accepted"])),
-            } if drafts else None,
+            }
+            if drafts
+            else None,
             "kv_usage": engine["num_used_blocks"] / total if total else 0.0,
             "grammars": grammars,
             "waiting": {"capacity": waiting, "deferred": grammars.get("compiling", 0)},
-            "sources": {"local_compute": self.totals["local_compute"], "local_cache_hit": self.totals["prompt_tokens_cached_total"]},
+            "sources": {
+                "local_compute": self.totals["local_compute"],
+                "local_cache_hit": self.totals["prompt_tokens_cached_total"],
+            },
             "finished": self.finished,
             **self.totals,
             **{name: histogram.as_dict() for name, histogram in self.histograms.items()},
@@ -194,7 +207,10 @@ class ServerMetrics:
         by_status, seconds = list[Sample](), list[Sample]()
         for route in self._routes:
             if route not in PROBES:
-                label, counts = f'handler="{route}"', {status: self.answers[route, status] for status in _STATUS_CLASSES}
+                label, counts = (
+                    f'handler="{route}"',
+                    {status: self.answers[route, status] for status in _STATUS_CLASSES},
+                )
                 by_status += [("", f'{label},status="{status}"', count) for status, count in counts.items()]
                 seconds += [("_sum", label, self._route_seconds[route][0]), ("_count", label, sum(counts.values()))]
         page.add("http_requests_total", "counter", "answers by route and status, without probes", by_status)
@@ -248,7 +264,13 @@ class _Text:
 def _samples(metric: Metric, value: Any) -> float | Iterable[Sample]:
     if metric.kind == "histogram":
         return _buckets(value)
-    return [("", f'{metric.label}="{key}"', each) for key, each in value.items()] if metric.label else 0 if value is None else value
+    return (
+        [("", f'{metric.label}="{key}"', each) for key, each in value.items()]
+        if metric.label
+        else 0
+        if value is None
+        else value
+    )
 
 
 def _buckets(histogram: Mapping[str, Any]) -> Iterator[Sample]:

@@ -1,10 +1,12 @@
-"""Grammars that make a model write what its parser reads back: reasoning first, where it reasons, then the form that was asked for.
+"""Grammars that make a model write what its parser reads back: reasoning first, where it reasons, then the form that
+was asked for.
 
-What lives here: tool calls in a family's own way, as Lark for llguidance, and what may stand before a structure. What may not: what
-counts as a call (parsing/), compiling (the engine).
+What lives here: tool calls in a family's own way, as Lark for llguidance, and what may stand before a structure. What
+may not: what counts as a call (parsing/), compiling (the engine).
 
-A call that cannot be written so (parameters that are more than a list of values) is plain JSON from its first character: a list of
-calls, or one function's arguments. Beside an answer, where no call need come, its values are then any text.
+A call that cannot be written so (parameters that are more than a list of values) is plain JSON from its first
+character: a list of calls, or one function's arguments. Beside an answer, where no call need come, its values are then
+any text.
 """
 
 from __future__ import annotations
@@ -33,8 +35,23 @@ from headrace.server.tools import (
 )
 
 _NAME = re.compile(r"[\w.:/-]{1,200}")
-_KEY = {Style.TAGS: re.compile(r"[^<>\"\n\s](?:[^<>\"\n]{0,198}[^<>\"\n\s])?"), Style.KEYWORDS: re.compile(r"\w{1,200}")}
-_ROOT = frozenset(("type", "properties", "required", "additionalProperties", "description", "title", "$schema", "$defs", "definitions"))
+_KEY = {
+    Style.TAGS: re.compile(r"[^<>\"\n\s](?:[^<>\"\n]{0,198}[^<>\"\n\s])?"),
+    Style.KEYWORDS: re.compile(r"\w{1,200}"),
+}
+_ROOT = frozenset(
+    (
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "description",
+        "title",
+        "$schema",
+        "$defs",
+        "definitions",
+    )
+)
 _TEXT = frozenset(("type", "description", "title", "default", "examples"))  # of a schema that any text satisfies
 _MOST_OPTIONAL = 48  # parameters, of Python's arguments: their rules grow with its square
 _SPACE = "ws: /[ \\n]{0,2}/\n"
@@ -45,16 +62,25 @@ class _Unwritable(Exception):
 
 
 def constrain(
-    form: AnswerFormat, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None, special: Collection[str]
+    form: AnswerFormat,
+    tools: Sequence[Tool] | None,
+    choice: ToolChoice,
+    wanted: StructuredOutputs | None,
+    special: Collection[str],
 ) -> tuple[AnswerFormat, StructuredOutputs | None]:
-    """The form in which what is asked for will come, and the grammar for it. ``special``: markers that are tokens of their own.
+    """The form in which what is asked for will come, and the grammar for it. ``special``: markers that are tokens of
+    their own.
 
     Where a call is asked for, no answer is, whatever form ``wanted`` gives it; else there may be calls instead of one.
     Raises InvalidRequest for tools that cannot be called so.
     """
     form = replace(form, customs=tuple(choice.customs)) if choice.customs else form
     if choice.forced and tools and (custom := grammar_of(tools, choice)) is not None:
-        form, tools, wanted = replace(form, tools=None, text_of=custom[0]), None, StructuredOutputs(grammar=custom[1].definition)
+        form, tools, wanted = (
+            replace(form, tools=None, text_of=custom[0]),
+            None,
+            StructuredOutputs(grammar=custom[1].definition),
+        )
     if choice.forced and tools:
         form, calls = _constrain_to_calls(form, tools, choice, special)
         return form, replace(calls, preface=_preface(form, special, "@answer")) if form.reasoning is not None else calls
@@ -114,7 +140,8 @@ def _preface(form: AnswerFormat, special: Collection[str], answer: str, calls: _
 
 
 def _text_until(end: str, special: Collection[str]) -> str:
-    """What follows a rule's name in Lark: any text, then ``end``. A special token is in no text, so that only it ends one."""
+    """What follows a rule's name in Lark: any text, then ``end``. A special token is in no text, so that only it ends
+    one."""
     pieces = _pieces(end, special)
     if not any(piece in special for piece in pieces):
         return f"[suffix={json.dumps(end)}]: /(.|\\n)*/"
@@ -151,7 +178,15 @@ class _Calls:
     Raises _Unwritable, and InvalidRequest for definitions that do not go together.
     """
 
-    def __init__(self, format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str], *, beside: bool = False) -> None:
+    def __init__(
+        self,
+        format: ToolFormat,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        special: Collection[str],
+        *,
+        beside: bool = False,
+    ) -> None:
         offered = [tool for tool in tools if not choice.name or tool["function"]["name"] == choice.name]
         self._format, self._special = format, special
         self.rules: list[str] = []
@@ -185,7 +220,9 @@ class _Calls:
 
     def _call(self, body: str) -> str:
         format = self._format
-        call = " ".join([*_marked(format.begin, self._special), body, *(f"ws {each}" for each in self._literals(format.end))])
+        call = " ".join(
+            [*_marked(format.begin, self._special), body, *(f"ws {each}" for each in self._literals(format.end))]
+        )
         if not format.section_each:
             return call
         return " ws ".join([*self._literals(format.section_begin), call, *self._literals(format.section_end)])
@@ -245,7 +282,12 @@ class _Function:
         """Parameters that are values by name and no more. Raises _Unwritable."""
         given = self._parameters
         properties, required = given.get("properties", {}), given.get("required", [])
-        fine = set(given) <= _ROOT and given.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list)
+        fine = (
+            set(given) <= _ROOT
+            and given.get("type", "object") == "object"
+            and isinstance(properties, dict)
+            and isinstance(required, list)
+        )
         if not fine or not all(isinstance(each, str) and each in properties for each in required):
             raise _Unwritable
         if not all(pattern.fullmatch(key) and isinstance(schema, dict) for key, schema in properties.items()):
@@ -314,7 +356,11 @@ class _Function:
 
 def _are_writable(texts: Any, end: str) -> bool:
     """Whether a list that a client gave is of texts which come back as they are."""
-    return isinstance(texts, list) and bool(texts) and all(isinstance(each, str) and each == each.strip() != "" and end not in each for each in texts)
+    return (
+        isinstance(texts, list)
+        and bool(texts)
+        and all(isinstance(each, str) and each == each.strip() != "" and end not in each for each in texts)
+    )
 
 
 def _after(comma: str, parts: Sequence[str]) -> list[str]:

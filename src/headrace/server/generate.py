@@ -1,7 +1,8 @@
-"""Generation: from a checked request to the engine's, and its answer's way back to the client, streamed or whole; the same for all APIs (dialects/).
+"""Generation: from a checked request to the engine's, and its answer's way back to the client, streamed or whole; the
+same for all APIs (dialects/).
 
-What lives here: preparing prompts, what answers are held to and may cost; driving engine streams into an Answer, its counts and times. What may
-not: wire formats (answers.py, dialects/), SSE framing (exchange.py).
+What lives here: preparing prompts, what answers are held to and may cost; driving engine streams into an Answer, its
+counts and times. What may not: wire formats (answers.py, dialects/), SSE framing (exchange.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams, Structured
 from headrace.server.answers import Answer, PromptState, Shape, with_usage
 from headrace.server.auth import tenant_of
 from headrace.server.dialects.conversation import text_of
-from headrace.server.dialects.sampling import EXPECTED_NAMES, ChatRequest, Conversation, GeneratingBody, GenerationRequest
+from headrace.server.dialects.sampling import (
+    EXPECTED_NAMES,
+    ChatRequest,
+    Conversation,
+    GeneratingBody,
+    GenerationRequest,
+)
 from headrace.server.exchange import EventStream, Exchange
 from headrace.server.exposition import FINE
 from headrace.server.inflight import Job, explained
@@ -55,8 +62,8 @@ async def converse(
 ) -> None:
     """Every route that answers a conversation. ``param`` is what the client calls the conversation.
 
-    ``create_answer`` gets what makes a parser for one choice's text, or None where all of it is content. ``complete`` adds to the
-    request what its body only refers to.
+    ``create_answer`` gets what makes a parser for one choice's text, or None where all of it is content. ``complete``
+    adds to the request what its body only refers to.
     """
     engine = service.model.engine
     request = await service.limits.bodies.read(exchange, lambda raw: parse(raw, service.model.defaults))
@@ -73,14 +80,18 @@ async def converse(
         prepared = await prepare(service, exchange, request, param, parsed, params, tools)
         echoed = text_of(conversation.messages[-1]["content"]) if request.echo else ""
         [prepared], cost = priced(service, [prepared], shape, request.body, [echoed])
-        answer = create_answer(request, shape, PromptState(prepared.prompt_token_ids), engine.tokenizer, format.create_parser)
+        answer = create_answer(
+            request, shape, PromptState(prepared.prompt_token_ids), engine.tokenizer, format.create_parser
+        )
         bound = await _bound(service, format, request, prepared.params)
         stream, grammar_name = request.body.stream, _grammar_name(request)
         del request, conversation, parsed  # their texts may be large, and the answer may take long
         await Delivery(service, exchange, answer, [prepared], grammar_name, stream=stream, bound=bound).run(cost)
 
 
-async def _bound(service: Service, format: AnswerFormat, request: ChatRequest[Any], params: SamplingParams) -> Bound | None:
+async def _bound(
+    service: Service, format: AnswerFormat, request: ChatRequest[Any], params: SamplingParams
+) -> Bound | None:
     """Of the answer's reasoning, if there is any."""
     reasoning, tokens = format.reasoning, request.thinking_budget
     if tokens is not None and request.needs_reasoning and not service.model.reasons:
@@ -93,24 +104,42 @@ async def _bound(service: Service, format: AnswerFormat, request: ChatRequest[An
     text = await service.model.closing(reasoning)
     closing = service.model.any_engine().inputs.encode(text, add_special_tokens=False)
     opened, most = format.opened or reasoning.implied, (params.max_tokens or 0) - len(closing) - 1
-    return Bound(tokens=tokens, most=most, begin=reasoning.begin, end=reasoning.end, opened=opened, closing_text=text, closing=closing)
+    return Bound(
+        tokens=tokens,
+        most=most,
+        begin=reasoning.begin,
+        end=reasoning.end,
+        opened=opened,
+        closing_text=text,
+        closing=closing,
+    )
 
 
-def _constrained(service: Service, request: ChatRequest[Any], prompt: str) -> tuple[AnswerFormat, SamplingParams, Schemas]:
-    """What the answers are made of; where they are held to something, the grammar for it, and the tools that it is made of."""
+def _constrained(
+    service: Service, request: ChatRequest[Any], prompt: str
+) -> tuple[AnswerFormat, SamplingParams, Schemas]:
+    """What the answers are made of; where they are held to something, the grammar for it, and the tools that it is made
+    of."""
     params, conversation = request.params, request.conversation
     wanted, choice, tools = params.structured_outputs, conversation.choice, conversation.tools
     offered = offered_schemas(tools, choice) if tools is not None and (choice.forced or wanted is not None) else ()
     continued = text_of(conversation.messages[-1]["content"]) if conversation.continue_final_message else None
     if continued is not None and choice.forced:
-        raise InvalidRequest("tool_choice asks for a call, but the last message is to be continued; give one of them.", param="tool_choice")
+        raise InvalidRequest(
+            "tool_choice asks for a call, but the last message is to be continued; give one of them.",
+            param="tool_choice",
+        )
     answer, grammar = service.model.answer_format(prompt[-_ENDING:], tools, choice, wanted, continued)
     return answer, params if grammar is wanted else replace(params, structured_outputs=grammar), offered
 
 
 def _grammar_name(request: GenerationRequest[Any]) -> str:
     """Of the field that the answer's grammar is made of."""
-    calls = isinstance(request, ChatRequest) and request.conversation.tools is not None and request.conversation.choice.forced
+    calls = (
+        isinstance(request, ChatRequest)
+        and request.conversation.tools is not None
+        and request.conversation.choice.forced
+    )
     return "tools" if calls else request.body.grammar_name
 
 
@@ -121,10 +150,16 @@ def weight(messages: Sequence[Message], tools: Sequence[Any] | None) -> int:
         content = message["content"]
         pieces += (len(content) if isinstance(content, list) else 0) + len(message.get("tool_calls") or ())
     objects = [tools, [message["tool_calls"] for message in messages if "tool_calls" in message]]
-    return sum(len(text_of(message["content"])) for message in messages) + _PIECE_BYTES * pieces + sum(len(encode(each)) for each in objects if each)
+    return (
+        sum(len(text_of(message["content"])) for message in messages)
+        + _PIECE_BYTES * pieces
+        + sum(len(encode(each)) for each in objects if each)
+    )
 
 
-async def render_chat(service: Service, exchange: Exchange, conversation: Conversation, param: str = "messages") -> ParsedPrompt:
+async def render_chat(
+    service: Service, exchange: Exchange, conversation: Conversation, param: str = "messages"
+) -> ParsedPrompt:
     """Templates are programs and may take their time: never on the event loop."""
     messages, tools = conversation.messages, conversation.tools
     render = partial(
@@ -140,31 +175,47 @@ async def render_chat(service: Service, exchange: Exchange, conversation: Conver
 
 
 async def encode_prompt(
-    service: Service, exchange: Exchange, prompt: str | array[int], add_special_tokens: bool, truncate: int | None = None
+    service: Service,
+    exchange: Exchange,
+    prompt: str | array[int],
+    add_special_tokens: bool,
+    truncate: int | None = None,
 ) -> ParsedPrompt:
-    """Text to ids, off the event loop if it is long; ids as they are. ``truncate`` None: a text that is far too long is refused early."""
+    """Text to ids, off the event loop if it is long; ids as they are. ``truncate`` None: a text that is far too long is
+    refused early."""
     if not isinstance(prompt, str):
         return ParsedPrompt(None, prompt)
-    encode = partial(service.model.any_engine().inputs.encode, prompt, add_special_tokens=add_special_tokens, truncate=truncate)
+    encode = partial(
+        service.model.any_engine().inputs.encode, prompt, add_special_tokens=add_special_tokens, truncate=truncate
+    )
     return ParsedPrompt(prompt, array("i", await service.limits.threads.run(len(prompt), encode, exchange.tenant)))
 
 
 def _check_policy(service: Service, request: GenerationRequest[Any]) -> None:
     """What would change nothing here is refused."""
     if request.body.priority and service.model.scheduling_policy != "priority":
-        raise InvalidRequest("priority needs a server started with --scheduling-policy priority; leave it out.", param="priority")
+        raise InvalidRequest(
+            "priority needs a server started with --scheduling-policy priority; leave it out.", param="priority"
+        )
     if request.expects != NO_EXPECTATIONS and service.model.scheduling_policy not in ("qoe", "deadline"):
         name = next(theirs for ours, theirs in EXPECTED_NAMES.items() if getattr(request.expects, ours) is not None)
-        raise InvalidRequest(f"{name} needs a server started with --scheduling-policy qoe or deadline; leave it out.", param=name)
+        raise InvalidRequest(
+            f"{name} needs a server started with --scheduling-policy qoe or deadline; leave it out.", param=name
+        )
 
 
 async def prepare(
     service: Service, exchange: Exchange, request: GenerationRequest[Any], param: str, parsed: ParsedPrompt, params: SamplingParams,
     tools: Schemas = (),
 ) -> Request:  # fmt: skip
-    """The engine's own validator: nothing is submitted before every prompt of the request has passed. ``tools``: that a grammar is made of."""
+    """The engine's own validator: nothing is submitted before every prompt of the request has passed. ``tools``: that a
+    grammar is made of."""
     _check_policy(service, request)
-    inputs, body, adapter = service.model.any_engine().inputs, request.body, service.model.adapter_of(request.body.model)
+    inputs, body, adapter = (
+        service.model.any_engine().inputs,
+        request.body,
+        service.model.adapter_of(request.body.model),
+    )
     try:
         await inputs.check_grammar_soon(params, exchange.tenant)
         return inputs.request(
@@ -175,7 +226,11 @@ async def prepare(
     except InvalidRequest as error:
         if error.param == "structured_outputs" and tools:
             await _blame_tool(service, tools, error, exchange.tenant)
-        names = {"prompt_token_ids": param, "max_tokens": body.limit_name or "max_tokens", "structured_outputs": _grammar_name(request)}
+        names = {
+            "prompt_token_ids": param,
+            "max_tokens": body.limit_name or "max_tokens",
+            "structured_outputs": _grammar_name(request),
+        }
         error.param = names.get(error.param or "", error.param)
         raise
 
@@ -185,7 +240,9 @@ async def _blame_tool(service: Service, tools: Schemas, error: InvalidRequest, t
     for place, schema in tools:
         wanted = StructuredOutputs(json=schema)
         try:
-            await service.model.any_engine().inputs.check_grammar_soon(SamplingParams(structured_outputs=wanted), tenant)
+            await service.model.any_engine().inputs.check_grammar_soon(
+                SamplingParams(structured_outputs=wanted), tenant
+            )
         except InvalidRequest as found:
             error.message, error.param = found.message.replace("the JSON schema", place, 1), place
             return
@@ -194,7 +251,8 @@ async def _blame_tool(service: Service, tools: Schemas, error: InvalidRequest, t
 def priced(
     service: Service, prepared: list[Request], shape: Shape, body: GeneratingBody, echoed: Sequence[str]
 ) -> tuple[list[Request], Price]:
-    """What the answer costs at most; shorter, where nobody has said how long it may be. Raises InvalidRequest where it is too much."""
+    """What the answer costs at most; shorter, where nobody has said how long it may be. Raises InvalidRequest where it
+    is too much."""
     echo = [len(text) if text.isascii() else 6 * len(text) for text in echoed]  # in JSON, at most about
     cost = price(prepared, shape, stream=body.stream, echo=echo)
     if body.limit_name is None:
@@ -207,7 +265,9 @@ def priced(
 async def shape_of(service: Service, request: GenerationRequest[Any]) -> Shape:
     """Raises NotFound for a model that is not served."""
     await service.model.learn(request.body.model)
-    return replace(request.shape, model=service.model.check_model(request.body.model), fingerprint=service.model.fingerprint)
+    return replace(
+        request.shape, model=service.model.check_model(request.body.model), fingerprint=service.model.fingerprint
+    )
 
 
 # --- answers
@@ -219,7 +279,8 @@ Merged = AsyncGenerator[tuple[int, Sequence[RequestDelta]], None]
 
 
 class Delivery:
-    """``requests``: one a prompt. ``grammar_name``: of the field that says what the answer must be. ``bound``: of its reasoning."""
+    """``requests``: one a prompt. ``grammar_name``: of the field that says what the answer must be. ``bound``: of its
+    reasoning."""
 
     def __init__(
         self, service: Service, exchange: Exchange, answer: Answer, requests: Sequence[Request], grammar_name: str, *, stream: bool,
@@ -251,7 +312,9 @@ class Delivery:
             self._exchange.prompt_tokens = self._job.prompt_tokens
             service.observed.metrics.totals.add("prompt_tokens_total", self._job.prompt_tokens)
             try:
-                judged = [service.judged(self._bounded(*each), each[1]) for each in zip(sources, self._requests, strict=True)]
+                judged = [
+                    service.judged(self._bounded(*each), each[1]) for each in zip(sources, self._requests, strict=True)
+                ]
                 async with contextlib.aclosing(merge(judged)) as merged:
                     await (self._stream(merged) if stream else self._collect(merged, reserved))
             except InvalidRequest as error:  # what only the engine could find out
@@ -262,7 +325,9 @@ class Delivery:
                 self._count()
         if not stream:
             tokens = sum(choice.num_tokens for choice in answer.choices)
-            pieces = await service.limits.threads.run(reserved.size + TOKEN_BYTES * tokens, lambda: list(answer.pieces()), self._exchange.tenant)
+            pieces = await service.limits.threads.run(
+                reserved.size + TOKEN_BYTES * tokens, lambda: list(answer.pieces()), self._exchange.tenant
+            )
             reserved.set(sum(map(len, pieces)))
             await self._exchange.reply_pieces(pieces)
 
@@ -353,13 +418,20 @@ class Delivery:
             self._exchange.times = delta.times
         metrics.count_phases(delta.times, self._answer.choices[choice].num_tokens)
         if reason == "error":
-            raise delta.refusal or StepFailed(delta.error or "The step that computed this request failed; send it again.")
+            raise delta.refusal or StepFailed(
+                delta.error or "The step that computed this request failed; send it again."
+            )
         if reason == "abort":
             raise EngineDead("The request was ended by the engine; send it again.")
 
     def _count(self) -> None:
         """What has become of it, however it ended."""
-        exchange, metrics, choices, prompts = self._exchange, self._service.observed.metrics, self._answer.choices, self._answer.prompts
+        exchange, metrics, choices, prompts = (
+            self._exchange,
+            self._service.observed.metrics,
+            self._answer.choices,
+            self._answer.prompts,
+        )
         exchange.completion_tokens = sum(choice.num_tokens for choice in choices)
         exchange.cached_tokens = sum(prompt.cached_tokens for prompt in prompts)
         exchange.finish_reason = choices[0].finish_reason
@@ -397,7 +469,9 @@ async def merge(sources: Sequence[DeltaStream]) -> Merged:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(index: int, source: DeltaStream, queue: asyncio.Queue[tuple[int, Sequence[RequestDelta] | Exception | None]]) -> None:
+async def _pump(
+    index: int, source: DeltaStream, queue: asyncio.Queue[tuple[int, Sequence[RequestDelta] | Exception | None]]
+) -> None:
     try:
         async with contextlib.aclosing(source):
             async for batch in source:

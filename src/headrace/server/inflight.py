@@ -30,7 +30,9 @@ MAX_ENDED = 256  # requests that have ended and can still be asked about
 ASK_SECONDS = 1.0  # that an answer waits for an engine in a long step
 MAX_ASKED = 64  # prompts of one request that the engine is asked about
 
-SENTENCES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("sentences.toml").read_text(encoding="utf-8"))
+SENTENCES: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_name("sentences.toml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(slots=True)
@@ -73,7 +75,10 @@ class Job:
         """Only numbers are kept."""
         self.ended = time.perf_counter()
         self.prompts = [PromptState((), cached_tokens=prompt.cached_tokens) for prompt in self.prompts]
-        self.choices = [ChoiceState(self.prompts[0], num_tokens=each.num_tokens, finish_reason=each.finish_reason) for each in self.choices]
+        self.choices = [
+            ChoiceState(self.prompts[0], num_tokens=each.num_tokens, finish_reason=each.finish_reason)
+            for each in self.choices
+        ]
         self.streams = [None] * len(self.streams)
 
     def explained(self) -> dict[str, Any]:
@@ -113,12 +118,24 @@ class Inflight:
         self._ended: list[Job] = []  # oldest first
 
     @contextlib.contextmanager
-    def follow(self, exchange: Exchange, answer: Answer, streams: Sequence[Any], requests: Sequence[Request]) -> Iterator[Job]:
+    def follow(
+        self, exchange: Exchange, answer: Answer, streams: Sequence[Any], requests: Sequence[Request]
+    ) -> Iterator[Job]:
         """Known from now on; ended when the block is left."""
         ids = (answer.id,) if exchange.client_named else (answer.id, exchange.request_id)
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         structured = requests[0].params.structured_outputs is not None
-        job = Job(ids, exchange.tenant, exchange.route, answer.prompts, answer.choices, streams, prompt_tokens, structured, requests[0].explain)
+        job = Job(
+            ids,
+            exchange.tenant,
+            exchange.route,
+            answer.prompts,
+            answer.choices,
+            streams,
+            prompt_tokens,
+            structured,
+            requests[0].explain,
+        )
         job.client_request_id = exchange.request_id if exchange.client_named else None
         self._jobs.update(dict.fromkeys(ids, job))
         try:
@@ -138,7 +155,9 @@ class Inflight:
 
     def running(self, tenant: str) -> list[Job]:
         """Those of one tenant that have not ended, oldest first."""
-        return [job for name, job in self._jobs.items() if name == job.ids[0] and job.tenant == tenant and job.ended is None]
+        return [
+            job for name, job in self._jobs.items() if name == job.ids[0] and job.tenant == tenant and job.ended is None
+        ]
 
 
 # --- the routes
@@ -160,7 +179,11 @@ async def show_request(service: Service, exchange: Exchange) -> None:
     shown = await standing(service, name, exchange.tenant)
     shown = shown or next(iter(await service.observed.shared.others("find_request", name, exchange.tenant)), None)
     if shown is None:
-        raise NotFound(f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests.", param="id", code="request_not_found")
+        raise NotFound(
+            f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests.",
+            param="id",
+            code="request_not_found",
+        )
     await exchange.reply_json(shown)
 
 
@@ -171,7 +194,11 @@ async def standing(service: Service, name: str, tenant: str) -> dict[str, Any] |
         return None
     if job.ended is not None:
         return {**_head(job), "explain": job.explained()}
-    left = [stream for index, stream in enumerate(job.streams) if any(c.finish_reason is None for c in job.choices[index * job.n :][: job.n])]
+    left = [
+        stream
+        for index, stream in enumerate(job.streams)
+        if any(c.finish_reason is None for c in job.choices[index * job.n :][: job.n])
+    ]
     states = await _ask(service, left[:MAX_ASKED], "requests")
     return {**_head(job), **_standing(job, [state for state in states if state is not None])}
 
@@ -183,7 +210,9 @@ async def explained(service: Service, job: Job) -> dict[str, Any] | None:
         return None
     missing = [index for index in range(len(job.streams)) if index not in job.accounts][:MAX_ASKED]
     accounts = await _ask(service, [job.streams[index] for index in missing], "accounts")
-    job.accounts.update({index: StepAccount(**each) for index, each in zip(missing, accounts, strict=False) if each is not None})
+    job.accounts.update(
+        {index: StepAccount(**each) for index, each in zip(missing, accounts, strict=False) if each is not None}
+    )
     return job.explained()
 
 
@@ -256,5 +285,7 @@ def _prediction(state: Mapping[str, Any]) -> dict[str, Any]:
     elif latest is None:
         text = f"Not before {earliest:.2f} s, from {basis}; no later bound: it depends on who comes and how long the answers before it become."
     else:
-        text = f"Between {earliest:.2f} s and {latest:.2f} s, from {basis}: the later if all before it use up max_tokens."
+        text = (
+            f"Between {earliest:.2f} s and {latest:.2f} s, from {basis}: the later if all before it use up max_tokens."
+        )
     return {"earliest_seconds": earliest, "latest_seconds": latest, "tokens_ahead": state["tokens_ahead"], "text": text}

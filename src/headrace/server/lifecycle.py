@@ -1,7 +1,8 @@
 """A server's life: bind, listen while the engine loads, serve, drain, end. Its exit status is the process's.
 
-What lives here: signals, the engine's birth and death, the order of shutting down; taking connections off the listening socket, which
-all front ends share (TLS, where it is spoken). What may not: routes, requests, HTTP (connection.py), how many connections there may be.
+What lives here: signals, the engine's birth and death, the order of shutting down; taking connections off the listening
+socket, which all front ends share (TLS, where it is spoken). What may not: routes, requests, HTTP (connection.py), how
+many connections there may be.
 
 Exit status: 0 after a SIGTERM, SIGHUP or Ctrl-C, 1 when the engine could not start or died, or a second signal cut
 the draining short.
@@ -63,7 +64,9 @@ def bind(config: ServerConfig) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"--host {config.host} --port {config.port}: {reason.lower()}; choose another with --port (0 takes a free one).") from None
+        raise ConfigError(
+            f"--host {config.host} --port {config.port}: {reason.lower()}; choose another with --port (0 takes a free one)."
+        ) from None
     sock.setblocking(False)
     return sock
 
@@ -83,7 +86,9 @@ def bind_unix(path: str, mode: int) -> socket.socket:
     except OSError as error:
         sock.close()
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"--uds {path}: {reason}; give a path of at most 107 bytes where no file is, in a folder that can be written.") from None
+        raise ConfigError(
+            f"--uds {path}: {reason}; give a path of at most 107 bytes where no file is, in a folder that can be written."
+        ) from None
     sock.setblocking(False)
     return sock
 
@@ -153,9 +158,13 @@ async def loaded(loading: asyncio.Future[Loaded], signals: Signals, *hopeless: a
                 await loading
 
 
-async def watch_engine(engine: AsyncLLM | EngineConnection, signals: Signals, look: Callable[[], None] = lambda: None) -> bool:
+async def watch_engine(
+    engine: AsyncLLM | EngineConnection, signals: Signals, look: Callable[[], None] = lambda: None
+) -> bool:
     """Until a signal comes, True, or the engine has died or hangs, False. ``look`` is called again and again."""
-    hung = 0.0  # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen nothing
+    # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen
+    # nothing
+    hung = 0.0
     while not engine.dead and hung < HANG_SECONDS:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signals.came.wait(), WATCH_SECONDS)
@@ -177,7 +186,13 @@ class Lifecycle:
     """One server. ``announce`` gets lines for people, ``ready`` is called once with the engine."""
 
     def __init__(
-        self, service: Service, guard: Guard, sock: socket.socket, create_engine: CreateEngine, announce: Announce, ready: Callable[[AsyncLLM], None]
+        self,
+        service: Service,
+        guard: Guard,
+        sock: socket.socket,
+        create_engine: CreateEngine,
+        announce: Announce,
+        ready: Callable[[AsyncLLM], None],
     ) -> None:
         self._service = service
         self._guard = guard
@@ -218,7 +233,9 @@ class Lifecycle:
                 await asyncio.to_thread(self._service.model.learn_dialect, engine.tokenizer)
             self._service.attach(engine)
             self._ready(engine)
-            return await (self._drain(engine) if await watch_engine(engine, self._signals) else self._end_without_engine(engine))
+            return await (
+                self._drain(engine) if await watch_engine(engine, self._signals) else self._end_without_engine(engine)
+            )
         finally:
             await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
 
@@ -234,7 +251,9 @@ class Lifecycle:
         if engine.dead:
             return await self._end_without_engine(engine)
         forced = self._signals.count >= 2
-        await self._cut(Unavailable("The server is shutting down and could not wait for this request; send it to another."))
+        await self._cut(
+            Unavailable("The server is shutting down and could not wait for this request; send it to another.")
+        )
         return 1 if forced else 0
 
     async def _end_without_engine(self, engine: AsyncLLM) -> int:
@@ -254,7 +273,9 @@ class Lifecycle:
 
 AT_ONCE = 64  # that one front end alone takes in one turn of its loop
 LEAVE_SECONDS = 0.001  # then it takes one;
-PATIENCE = 16  # after so many in a row it takes twice as many each time: another that waits for a core still gets its share
+PATIENCE = (
+    16  # after so many in a row it takes twice as many each time: another that waits for a core still gets its share
+)
 HANDSHAKE_SECONDS = 10.0  # that a client has for TLS
 MAX_HANDSHAKES = 256  # under way; the oldest gives way to the next, so that clients who never finish keep nobody out
 SHUTDOWN_SECONDS = 2.0  # for its last word in TLS
@@ -263,7 +284,8 @@ _FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class Acceptor:
-    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's; ``tls``: None is plain."""
+    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's; ``tls``: None is
+    plain."""
 
     def __init__(
         self,
@@ -319,7 +341,9 @@ class Acceptor:
 
     def _take(self, count: int) -> bool:
         """False where there is no room for a connection: it waits in the kernel."""
-        under_way = 0 if self._tls else len(self._tasks)  # those hold descriptors, too, and nobody has given way to them yet
+        under_way = (
+            0 if self._tls else len(self._tasks)
+        )  # those hold descriptors, too, and nobody has given way to them yet
         for _ in range(min(count, AT_ONCE - under_way)):
             try:
                 sock, _ = self._sock.accept()
@@ -349,7 +373,11 @@ class Acceptor:
                 await self._loop.connect_accepted_socket(self._create, sock)
             else:
                 await self._loop.connect_accepted_socket(
-                    self._create, sock, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_SECONDS, ssl_shutdown_timeout=SHUTDOWN_SECONDS
+                    self._create,
+                    sock,
+                    ssl=self._tls,
+                    ssl_handshake_timeout=HANDSHAKE_SECONDS,
+                    ssl_shutdown_timeout=SHUTDOWN_SECONDS,
                 )
         except OSError:  # it is gone again, speaks no TLS, shows no certificate, or takes too long
             sock.close()

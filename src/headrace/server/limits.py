@@ -1,13 +1,14 @@
 """What requests may take of the server's memory and threads: their bodies, and what their answers may cost.
 
-A body is received under limits of size, time and memory in all, then decoded and checked where nothing else waits for it. What an answer may cost
-at most is known before it is admitted; so is how much of that all answers may cost together. Bytes are those of the JSON; what is held to make
-it (scores above all) takes about as many. Text alone is priced for one answer and not held against the budget of all: how many tokens live at
-once is bounded by the KV cache.
+A body is received under limits of size, time and memory in all, then decoded and checked where nothing else waits for
+it. What an answer may cost at most is known before it is admitted; so is how much of that all answers may cost
+together. Bytes are those of the JSON; what is held to make it (scores above all) takes about as many. Text alone is
+priced for one answer and not held against the budget of all: how many tokens live at once is bounded by the KV cache.
 
-What lives here: prices in bytes and the budget they are counted against; the way from pieces of a body to a parsed request; threads for work that
-would keep the event loop from its streams, much work apart from little. What may not: JSON itself (wire.py), fields (dialects/), rendering
-(answers.py), whose turn it is (engine/fair_threads.py), the number of requests (service.limits.admit), the engine's own memory.
+What lives here: prices in bytes and the budget they are counted against; the way from pieces of a body to a parsed
+request; threads for work that would keep the event loop from its streams, much work apart from little. What may not:
+JSON itself (wire.py), fields (dialects/), rendering (answers.py), whose turn it is (engine/fair_threads.py), the number
+of requests (service.limits.admit), the engine's own memory.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def scores_at(k: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Bytes. ``fixed``: of the answer, whatever is generated. ``tokens``: of what is generated, at most, of which ``scores`` are logprobs.
-    ``fields``: of what is held of the request itself. ``why``: what makes most of it, the field first."""
+    """Bytes. ``fixed``: of the answer, whatever is generated. ``tokens``: of what is generated, at most, of which
+    ``scores`` are logprobs. ``fields``: of what is held of the request itself. ``why``: what makes most of it, the
+    field first."""
 
     fixed: int
     tokens: int
@@ -74,7 +76,8 @@ def fields_bytes(params: SamplingParams) -> int:
 
 
 def price(requests: Sequence[Request], shape: Shape, *, stream: bool, echo: Sequence[int]) -> Price:
-    """``echo``: bytes of each prompt's text where it is shown, else 0. Streams leave token by token, and cost what comes before that."""
+    """``echo``: bytes of each prompt's text where it is shown, else 0. Streams leave token by token, and cost what
+    comes before that."""
     params = requests[0].params
     lengths = [len(each.prompt_token_ids) for each in requests]
     scored = scores_at(params.prompt_logprobs) if shape.prompt_logprobs and not stream else 0
@@ -88,7 +91,9 @@ def price(requests: Sequence[Request], shape: Shape, *, stream: bool, echo: Sequ
     most = 0 if stream else len(requests) * params.n * (params.max_tokens or 0)
     scores = most * scores_at(params.logprobs)
     tokens = most * TOKEN_BYTES * (2 if shape.token_ids else 1) + scores
-    return Price(fixed, tokens, scores, len(requests) * fields_bytes(params), _why(parts, fixed, tokens, scores, requests))
+    return Price(
+        fixed, tokens, scores, len(requests) * fields_bytes(params), _why(parts, fixed, tokens, scores, requests)
+    )
 
 
 def _why(parts: dict[str, int], fixed: int, tokens: int, scores: int, requests: Sequence[Request]) -> tuple[str, str]:
@@ -108,13 +113,18 @@ def shortened(requests: Sequence[Request], cost: Price, limit: int) -> list[Requ
     """With as many tokens as an answer of ``limit`` bytes holds, where nobody asked for a number of them."""
     if cost.answer <= limit or cost.fixed >= limit:
         return list(requests)
-    most = max((requests[0].params.max_tokens or 1) * (limit - cost.fixed) // cost.tokens, 1, requests[0].params.min_tokens)
-    return [replace(each, params=replace(each.params, max_tokens=min(most, each.params.max_tokens or most))) for each in requests]
+    most = max(
+        (requests[0].params.max_tokens or 1) * (limit - cost.fixed) // cost.tokens, 1, requests[0].params.min_tokens
+    )
+    return [
+        replace(each, params=replace(each.params, max_tokens=min(most, each.params.max_tokens or most)))
+        for each in requests
+    ]
 
 
 class Budget:
-    """Of one front end. ``each``: bytes of an answer, at most. What an answer holds up to ``free`` bytes is counted and never refused, so
-    that large answers keep nobody from small ones."""
+    """Of one front end. ``each``: bytes of an answer, at most. What an answer holds up to ``free`` bytes is counted and
+    never refused, so that large answers keep nobody from small ones."""
 
     def __init__(self, each: int, total: int, queue: int) -> None:
         self.each = min(each, total)
@@ -191,11 +201,14 @@ class Threads:
 
     def __init__(self) -> None:
         cores = os.cpu_count() or 1
-        self._small = FairThreads(max(MAX_PROCESSES, cores // 4), "headrace-small")  # mostly they wait for a template's process
+        self._small = FairThreads(
+            max(MAX_PROCESSES, cores // 4), "headrace-small"
+        )  # mostly they wait for a template's process
         self._large = FairThreads(max(1, cores // 8), "headrace-large")
 
     async def run(self, size: int, work: Callable[[], Result], tenant: str = "") -> Result:
-        """``work()`` on about ``size`` bytes, at once or in the threads for its size; dropped if the caller is cancelled before it began."""
+        """``work()`` on about ``size`` bytes, at once or in the threads for its size; dropped if the caller is
+        cancelled before it began."""
         if size <= INLINE_BYTES:
             return work()
         return await (self._large if size > _LARGE_BYTES else self._small).run(work, tenant)
@@ -265,7 +278,9 @@ class Bodies:
         size = len(body) if len(body) > _DECODED_INLINE else 0
         if self._ignored is None:
             return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)), exchange.tenant)
-        parsed, unknown = await self._threads.run(size, lambda: _parse_known(body, exchange.body or Body, parse), exchange.tenant)
+        parsed, unknown = await self._threads.run(
+            size, lambda: _parse_known(body, exchange.body or Body, parse), exchange.tenant
+        )
         if unknown:
             self._ignored.note(exchange.route, unknown)
         return parsed
@@ -277,16 +292,20 @@ class Bodies:
         self._of_keys[exchange.tenant] -= size
 
     async def _receive(self, exchange: Exchange) -> bytearray:
-        too_large = PayloadTooLarge(f"The body is larger than {self.max_bytes} bytes; send less.", code="body_too_large")
+        too_large = PayloadTooLarge(
+            f"The body is larger than {self.max_bytes} bytes; send less.", code="body_too_large"
+        )
         announced = int(exchange.header(b"content-length") or b"0")
-        # A client that waits for 100 Continue has sent nothing yet; what is far too large is not even read to be thrown away.
+        # A client that waits for 100 Continue has sent nothing yet; what is far too large is not even read to be thrown
+        # away.
         if announced > self._most_dropped or (announced > self.max_bytes and exchange.header(b"expect") is not None):
             raise too_large
         body, received, more = bytearray(), 0, True
         deadline = time.perf_counter() + WHOLE_SECONDS
         while more:
             if received > _PATIENT_BYTES:
-                async with self._turn:  # one goes on in each turn of the event loop: a crowd of large bodies leaves most of it to the streams
+                # one goes on in each turn of the event loop: a crowd of large bodies leaves most of it to the streams
+                async with self._turn:
                     await asyncio.sleep(0)
             piece = await _receive_piece(exchange, deadline)
             received += len(piece)
@@ -296,7 +315,8 @@ class Bodies:
                 body += piece
             elif received > self._most_dropped:
                 raise too_large
-        # A client that is still sending would not read an answer, so a body that is too large is dropped piece by piece before.
+        # A client that is still sending would not read an answer, so a body that is too large is dropped piece by piece
+        # before.
         if received > self.max_bytes:
             raise too_large
         return body
@@ -307,7 +327,10 @@ class Bodies:
 
     def _hold(self, exchange: Exchange, size: int) -> None:
         held, total = self._held.get(exchange, 0) + size, self._total + size
-        of_key, limit = self._of_keys[exchange.tenant] + size, self._limit + (self.max_bytes if held <= _DECODED_INLINE else 0)
+        of_key, limit = (
+            self._of_keys[exchange.tenant] + size,
+            self._limit + (self.max_bytes if held <= _DECODED_INLINE else 0),
+        )
         told = ""
         if total > limit:
             told = f"Bodies fill the {limit} bytes that are kept for them"
@@ -318,10 +341,14 @@ class Bodies:
         self._held[exchange], self._total, self._of_keys[exchange.tenant] = held, total, of_key
 
 
-def _parse_known(body: bytearray, kind: type[Body], parse: Callable[[dict[str, Any]], Parsed]) -> tuple[Parsed, list[str]]:
+def _parse_known(
+    body: bytearray, kind: type[Body], parse: Callable[[dict[str, Any]], Parsed]
+) -> tuple[Parsed, list[str]]:
     """And the names of fields that were left out, for ``kind`` knows none of these."""
     raw, known = decode_object(body, pack=True), kind.names()
-    return parse({name: value for name, value in raw.items() if name in known}), [name for name in raw if name not in known]
+    return parse({name: value for name, value in raw.items() if name in known}), [
+        name for name in raw if name not in known
+    ]
 
 
 def _check_kind(exchange: Exchange) -> None:

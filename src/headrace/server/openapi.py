@@ -1,10 +1,11 @@
-"""The description of the server that /openapi.json gives: OpenAPI 3.1, written from the route table and the structs that bodies are read as.
+"""The description of the server that /openapi.json gives: OpenAPI 3.1, written from the route table and the structs
+that bodies are read as.
 
-What lives here: a row of that table, the document. What may not: the table itself (app.py), facts that are not in these or checked by the tests
-of what is described.
+What lives here: a row of that table, the document. What may not: the table itself (app.py), facts that are not in these
+or checked by the tests of what is described.
 
-A schema says what a field takes by itself. What depends on other fields, on the model or on the length of the prompt is not in it and
-answered with 400 as everything else.
+A schema says what a field takes by itself. What depends on other fields, on the model or on the length of the prompt is
+not in it and answered with 400 as everything else.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def body_schemas(bodies: Iterable[type[Body]]) -> tuple[dict[type[Body], Schema]
         if part.get("additionalProperties") is False:  # see OBJECTS
             part["additionalProperties"] = {"type": "null"}
     if "ChatCall" in parts:
-        parts["ChatCall"]["anyOf"] = [{"required": ["function"]}, {"required": ["type", "custom"], "properties": {"type": {"const": "custom"}}}]
+        parts["ChatCall"]["anyOf"] = [
+            {"required": ["function"]},
+            {"required": ["type", "custom"], "properties": {"type": {"const": "custom"}}},
+        ]
     if "MessageItem" in parts:  # which needs no type
         parts["MessageItem"]["required"].remove("type")
         parts["MessageItem"]["properties"]["type"]["enum"].append(None)
@@ -93,14 +97,22 @@ def body_schemas(bodies: Iterable[type[Body]]) -> tuple[dict[type[Body], Schema]
 def _body_schema(kind: type[Body], given: Schema) -> Schema:
     """One that is required cannot be null; of all others null says the same as leaving them out."""
     required = given["required"]
-    properties = {name: _described(kind, name, schema, name in required) for name, schema in given["properties"].items()}
+    properties = {
+        name: _described(kind, name, schema, name in required) for name, schema in given["properties"].items()
+    }
     for name, refused in kind.refused.items():
-        properties[name] = {"enum": [None, *refused.unless], "description": f"Not supported: {refused.instead}.", "deprecated": True}
+        properties[name] = {
+            "enum": [None, *refused.unless],
+            "description": f"Not supported: {refused.instead}.",
+            "deprecated": True,
+        }
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     if required:
         schema["required"] = required
     if kind.one_of:
-        schema["oneOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in kind.one_of]
+        schema["oneOf"] = [
+            {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in kind.one_of
+        ]
     return schema
 
 
@@ -131,7 +143,9 @@ def _operation(route: Route, schemas: Mapping[type, Schema], keys: bool, closed:
         "responses": {**_success(route, schemas), **_failures(route, keys)},
     }
     names = re.findall(r"{(\w+)}", route.path)
-    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
+    ]
     if route.query:
         ((_, described),) = schema_components([route.query])[1].items()
         for name, schema in described["properties"].items():
@@ -152,7 +166,9 @@ def _success(route: Route, schemas: Mapping[type, Schema]) -> dict[str, Any]:
         return {}
     content: dict[str, Any] = {kind: {"schema": schemas[route.answer]} for kind in route.content_types}
     if route.body and "stream" in route.body.__struct_fields__:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": "with stream: data: {JSON} one a line, blank lines between"}}
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": "with stream: data: {JSON} one a line, blank lines between"}
+        }
     return {"200": {"description": "as asked", "content": content}}
 
 
@@ -162,12 +178,17 @@ def _failures(route: Route, keys: bool) -> dict[str, Any]:
         statuses |= {*_WITH_BODY}
     if "{" in route.path or route.answer is None:
         statuses.add(404)
-    schema = {"$ref": f"#/components/schemas/{'AnthropicError' if isinstance(route.errors, AnthropicErrors) else 'Error'}"}
+    schema = {
+        "$ref": f"#/components/schemas/{'AnthropicError' if isinstance(route.errors, AnthropicErrors) else 'Error'}"
+    }
     return {str(status): _failure(status, schema) for status in sorted(statuses)}
 
 
 def _failure(status: int, schema: Schema) -> dict[str, Any]:
-    failure: dict[str, Any] = {"description": TOLD["statuses"][str(status)], "content": {"application/json": {"schema": schema}}}
+    failure: dict[str, Any] = {
+        "description": TOLD["statuses"][str(status)],
+        "content": {"application/json": {"schema": schema}},
+    }
     if status in (429, 503):
         failure["headers"] = {"Retry-After": {"schema": {"type": "string"}, "description": "seconds, 1 to 30"}}
     return failure

@@ -1,6 +1,7 @@
 """From configuration to a running server, and what it says at start.
 
-What lives here: wiring and the start-up lines. What may not: flags (commands/serve.py), the order of life (lifecycle.py).
+What lives here: wiring and the start-up lines. What may not: flags (commands/serve.py), the order of life
+(lifecycle.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from headrace.server.tls import create_context
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
 
-SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
+SWITCH_SECONDS = (
+    0.0005  # that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
+)
 
 log = logging.getLogger("headrace.server")
 
@@ -50,8 +53,16 @@ def tell(line: str) -> None:
     log.info(line.strip())
 
 
-def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, create_engine: CreateEngine, *, began: float | None = None) -> int:
-    """Serves until a signal or the engine's end; returns the exit status. ``began``: when the command started, on time.time().
+def run_server(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    version: str,
+    create_engine: CreateEngine,
+    *,
+    began: float | None = None,
+) -> int:
+    """Serves until a signal or the engine's end; returns the exit status. ``began``: when the command started, on
+    time.time().
 
     Raises ConfigError before anything has started, and what ``create_engine`` raises.
     """
@@ -139,10 +150,15 @@ class _Greeting:
     def __init__(self, life: _Life, began: float) -> None:
         self.say = tell if life.config.log_format == "json" else say
         self._began = began
-        self._address, self._unix = address_of(life.sock, "https" if life.config.ssl_certfile else "http"), life.config.uds is not None
+        self._address, self._unix = (
+            address_of(life.sock, "https" if life.config.ssl_certfile else "http"),
+            life.config.uds is not None,
+        )
         self._open = not life.config.api_key
         self._any_page = self._open and "*" in life.config.allowed_origins
-        self.say(f"Headrace {life.version} listens on {self._address} and loads {life.engine_config.model.model or 'the bundled demo model'}.")
+        self.say(
+            f"Headrace {life.version} listens on {self._address} and loads {life.engine_config.model.model or 'the bundled demo model'}."
+        )
         if gone := missing():
             self.say(f"This system lacks what Linux has: {'; '.join(gone)}.")
 
@@ -150,8 +166,12 @@ class _Greeting:
         for line in lines:
             self.say(line)
         if self._any_page:
-            self.say("Warning: --allowed-origins is '*' and there is no key: any page opened on this machine may use the server.")
-        key = f" (no key needed: {'the owner of the file' if self._unix else 'this machine'} only)" if self._open else ""
+            self.say(
+                "Warning: --allowed-origins is '*' and there is no key: any page opened on this machine may use the server."
+            )
+        key = (
+            f" (no key needed: {'the owner of the file' if self._unix else 'this machine'} only)" if self._open else ""
+        )
         self.say(f"Ready after {time.time() - self._began:.1f} s at {self._address}{'' if self._unix else '/v1'}{key}.")
         if not self._unix:
             self.say(f"In a browser: chat at {self._address}/, dashboard at {self._address}/dashboard.")
@@ -176,19 +196,32 @@ async def warn_of_template(engine: AsyncLLM, announce: Callable[[str], None]) ->
         announce(f"Warning: chats will be refused: {fault} Give another template with --chat-template.")
     mixed = None if engine.tokenizer is None else await asyncio.to_thread(engine.tokenizer.boundary_fault)
     if mixed is not None:
-        announce(f"Warning: {mixed}: special tokens that a client writes in messages are read as such. Give another template with --chat-template.")
+        announce(
+            f"Warning: {mixed}: special tokens that a client writes in messages are read as such. Give another template with --chat-template."
+        )
 
 
 def describe(engine: AsyncLLM, decisions: Sequence[Decision] = ()) -> list[str]:
-    """The model and every automatic choice (``decisions``: the server's own) with its reason; kernels, of which there are many, only by number."""
+    """The model and every automatic choice (``decisions``: the server's own) with its reason; kernels, of which there
+    are many, only by number."""
     info = engine.info
-    lines = [f"  {', '.join(info.served_names)}: {info.dtype} on {info.device}, up to {info.max_sequence_tokens:,} tokens a sequence"]
+    lines = [
+        f"  {', '.join(info.served_names)}: {info.dtype} on {info.device}, up to {info.max_sequence_tokens:,} tokens a sequence"
+    ]
     if engine.tokenizer is None:
-        lines.append("  No tokenizer is beside this model: prompts and answers are token ids only; --tokenizer takes another model's folder.")
+        lines.append(
+            "  No tokenizer is beside this model: prompts and answers are token ids only; --tokenizer takes another model's folder."
+        )
     kernels = Counter(str(decision.value) for decision in info.decisions if decision.name.startswith("kernel "))
     plain = (*(decision for decision in info.decisions if not decision.name.startswith("kernel ")), *decisions)
     shown = [(decision.name, f"{decision.value}: {decision.reason}") for decision in plain]
     if kernels:
-        shown.append(("kernels", ", ".join(f"{count} {name}" for name, count in kernels.items()) + ": headrace doctor says which and why"))
+        shown.append(
+            (
+                "kernels",
+                ", ".join(f"{count} {name}" for name, count in kernels.items())
+                + ": headrace doctor says which and why",
+            )
+        )
     width = max((len(name) for name, _ in shown), default=0)
     return lines + [f"  {name:<{width}}  {text}" for name, text in shown]

@@ -98,18 +98,29 @@ class Model:
 
     def learn_dialect(self, tokenizer: Tokenizer) -> None:
         """How the model writes calls and reasoning. Renders its template: not for an event loop."""
-        self._dialect, self.decisions = dialect_of(tokenizer, self._config.tool_call_parser, self._config.reasoning_parser)
+        self._dialect, self.decisions = dialect_of(
+            tokenizer, self._config.tool_call_parser, self._config.reasoning_parser
+        )
         self._special_markers = frozenset(filter(tokenizer.is_special, self._dialect.names))
 
     def answer_format(
-        self, prompt: str, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None, continued: str | None = None
+        self,
+        prompt: str,
+        tools: Sequence[Tool] | None,
+        choice: ToolChoice,
+        wanted: StructuredOutputs | None,
+        continued: str | None = None,
     ) -> tuple[AnswerFormat, StructuredOutputs | None]:
         """What answers to ``prompt`` are made of, and what they are held to. ``continued``: a text that they go on
         with. Raises InvalidRequest."""
         reasoning = self._dialect.reasoning
         if continued is not None and reasoning is not None:  # a text outside of reasoning is past it
-            prompt = reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
-        format = answer_format(self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only)
+            prompt = (
+                reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
+            )
+        format = answer_format(
+            self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only
+        )
         asked = wanted is not None or choice.forced or choice.customs
         return constrain(format, tools, choice, wanted, self._special_markers) if asked else (format, None)
 
@@ -121,7 +132,10 @@ class Model:
     async def closing(self, reasoning: ReasoningFormat) -> str:
         """What the family writes from the end of its reasoning to the answer: as its template shows it, or lines."""
         if self._closing is None:
-            said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _AFTER, "reasoning_content": _BEFORE}]
+            said = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": _AFTER, "reasoning_content": _BEFORE},
+            ]
             render = partial(self.any_engine().inputs.chat_prompt, said, add_generation_prompt=False)
             shown = ""
             with contextlib.suppress(InvalidRequest):
@@ -143,7 +157,9 @@ class Model:
     def engine(self) -> AsyncLLM:
         """Raises Unavailable while loading or draining, EngineDead after the engine's death."""
         if self.state is State.DRAINING:
-            raise Unavailable("The server is shutting down and takes no new requests; try another or wait.", retry_after=5)
+            raise Unavailable(
+                "The server is shutting down and takes no new requests; try another or wait.", retry_after=5
+            )
         return self.any_engine()
 
     def any_engine(self) -> AsyncLLM:
@@ -171,7 +187,11 @@ class Model:
         if name is None:
             return served[0]
         if name not in served and self.adapter_of(name) is None:
-            raise NotFound(f"The model {name[:100]!r} is not served here; use {' or '.join(served)}.", param="model", code="model_not_found")
+            raise NotFound(
+                f"The model {name[:100]!r} is not served here; use {' or '.join(served)}.",
+                param="model",
+                code="model_not_found",
+            )
         return name
 
     def adapter_of(self, name: str | None) -> str | None:
@@ -184,7 +204,12 @@ class Model:
     async def learn(self, name: str | None) -> None:
         """Where the name is not known here, another front end may have loaded it."""
         engine = self.any_engine()
-        if name is not None and name not in engine.info.served_names and self.engine_config.adapters.slots and not engine.has_adapter(name):
+        if (
+            name is not None
+            and name not in engine.info.served_names
+            and self.engine_config.adapters.slots
+            and not engine.has_adapter(name)
+        ):
             await engine.adapters()
 
 
@@ -238,7 +263,9 @@ class Limits:
 class Observed:
     """What is counted and told of requests. ``routes``: of the route table."""
 
-    def __init__(self, routes: Sequence[str], counters: Counters, page: Page, find_engine: Callable[[], AsyncLLM | None]) -> None:
+    def __init__(
+        self, routes: Sequence[str], counters: Counters, page: Page, find_engine: Callable[[], AsyncLLM | None]
+    ) -> None:
         self._pages = counters.pages
         self.metrics = ServerMetrics(routes, page)
         self.shared = Peers(find_engine, self.total)
@@ -294,7 +321,11 @@ class Service:
 
         async def prompt_text() -> str:
             tokenizer, ids = self.model.any_engine().tokenizer, request.prompt_token_ids
-            return "" if tokenizer is None else await self.limits.threads.run(len(ids), lambda: tokenizer.decode(ids, False))
+            return (
+                ""
+                if tokenizer is None
+                else await self.limits.threads.run(len(ids), lambda: tokenizer.decode(ids, False))
+            )
 
         return stream if self.moderator is None else self.moderator.watch(stream, request, prompt_text)
 

@@ -1,6 +1,8 @@
-"""Responses that were answered, for a while: what ``previous_response_id`` goes on from and ``GET /v1/responses/{id}`` shows again.
+"""Responses that were answered, for a while: what ``previous_response_id`` goes on from and ``GET /v1/responses/{id}``
+shows again.
 
-What lives here: a bounded register in memory. What may not: what a response is (responses.py), other front ends' (frontends/link.py).
+What lives here: a bounded register in memory. What may not: what a response is (responses.py), other front ends'
+(frontends/link.py).
 
 What one client stores may push out its own older responses, never another's that stores less.
 """
@@ -45,7 +47,11 @@ class StoredResponses:
     """``clock`` gives seconds."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._clock, self._max_responses, self._max_bytes = clock, max_responses, max_bytes
         self._shelves: dict[str, _Shelf] = {}

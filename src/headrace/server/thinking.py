@@ -1,10 +1,12 @@
-"""A bound on how much a model reasons: at so many tokens its reasoning is closed in the family's way, and the answer goes on.
+"""A bound on how much a model reasons: at so many tokens its reasoning is closed in the family's way, and the answer
+goes on.
 
-What lives here: a request's stream under such a bound. What may not: what reasoning looks like (parsing/formats.py), request fields.
+What lives here: a request's stream under such a bound. What may not: what reasoning looks like (parsing/formats.py),
+request fields.
 
-An engine's request cannot be told what to write. So the answer is ended where the bound is, and goes on as another request whose prompt is
-everything so far and the closing; what was computed for it is found in the prefix cache. Noise is keyed by seed and position in a
-request, hence the other request has a seed of its own, made from the first one's.
+An engine's request cannot be told what to write. So the answer is ended where the bound is, and goes on as another
+request whose prompt is everything so far and the closing; what was computed for it is found in the prefix cache. Noise
+is keyed by seed and position in a request, hence the other request has a seed of its own, made from the first one's.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ GoOn = Callable[["array[int]", SamplingParams], Awaitable[EngineStream]]  # a re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """At most ``tokens`` between ``begin`` and ``end``; then ``closing`` is written. ``opened``: reasoning begins with the answer.
+    """At most ``tokens`` between ``begin`` and ``end``; then ``closing`` is written. ``opened``: reasoning begins with
+    the answer.
 
-    ``most``: tokens of an answer behind which its own limit leaves no room for more; what has come so far is not cut any more.
+    ``most``: tokens of an answer behind which its own limit leaves no room for more; what has come so far is not cut
+    any more.
     """
 
     tokens: int
@@ -47,17 +51,23 @@ class Bound:
         return max(_CHARACTER_TOKENS, len(self.end))
 
     def is_cuttable(self, text: str) -> bool:
-        return not text.endswith(_INCOMPLETE) and not any(text.endswith(self.end[:size]) for size in range(1, len(self.end)))
+        return not text.endswith(_INCOMPLETE) and not any(
+            text.endswith(self.end[:size]) for size in range(1, len(self.end))
+        )
 
 
 class BoundedStream:
     """The deltas of a request of n answers, each of which reasons within the bound. ``decode`` is that of its text."""
 
-    def __init__(self, source: EngineStream, request: Request, bound: Bound, decode: Callable[[Sequence[int]], str], go_on: GoOn) -> None:
+    def __init__(
+        self, source: EngineStream, request: Request, bound: Bound, decode: Callable[[Sequence[int]], str], go_on: GoOn
+    ) -> None:
         self._request, self._bound, self._decode, self._go_on = request, bound, decode, go_on
         self._answers = [_BoundedAnswer(bound, decode) for _ in range(request.params.n)]
         self._source = source
-        self._streams: dict[EngineStream, int | None] = {source: None}  # with the answer it goes on with; None: it has all of them
+        self._streams: dict[EngineStream, int | None] = {
+            source: None
+        }  # with the answer it goes on with; None: it has all of them
         self._pending: dict[asyncio.Task[Sequence[RequestDelta] | None], EngineStream] = {}
         self._deltas = self._read()
 
@@ -97,7 +107,9 @@ class BoundedStream:
                     batch = task.result()
                     if batch is None:
                         self._streams.pop(stream, None)
-                    elif stream in self._streams and (seen := [each for delta in batch for each in await self._take(stream, delta)]):
+                    elif stream in self._streams and (
+                        seen := [each for delta in batch for each in await self._take(stream, delta)]
+                    ):
                         yield seen
                 if not self._streams:
                     return
@@ -131,7 +143,10 @@ class BoundedStream:
         written = [*answer.ids[:kept], *bound.closing]
         prompt = array("i", [*self._request.prompt_token_ids, *written])
         self._streams[await self._go_on(prompt, _rest(self._request, index, len(written)))] = index
-        return [*(answer.up_to(delta, kept) for delta in passed), RequestDelta(index, bound.closing_text, bound.closing)]
+        return [
+            *(answer.up_to(delta, kept) for delta in passed),
+            RequestDelta(index, bound.closing_text, bound.closing),
+        ]
 
 
 class _BoundedAnswer:
@@ -187,7 +202,15 @@ class _BoundedAnswer:
         """What of it is within the bound, with text that was held back."""
         ids = newest.token_ids[: len(newest.token_ids) - (len(self.ids) - kept)]
         text = self._decode(self.ids[:kept]).rstrip(_INCOMPLETE)[self._shown :]
-        return replace(newest, text=text, token_ids=ids, logprobs=newest.logprobs[: len(ids)], finish_reason=None, stop_reason=None, last=False)
+        return replace(
+            newest,
+            text=text,
+            token_ids=ids,
+            logprobs=newest.logprobs[: len(ids)],
+            finish_reason=None,
+            stop_reason=None,
+            last=False,
+        )
 
 
 def _rest(request: Request, index: int, written: int) -> SamplingParams:

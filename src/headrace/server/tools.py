@@ -1,7 +1,8 @@
-"""JSON schemas of functions and of calls: what parameters may be, and what forces a call that is written as plain JSON (a list of calls, or
-one function's arguments).
+"""JSON schemas of functions and of calls: what parameters may be, and what forces a call that is written as plain JSON
+(a list of calls, or one function's arguments).
 
-What lives here: schemas. What may not: tool_choice (dialects/), the families' own ways of calling (forced.py), parsing answers (parsing/).
+What lives here: schemas. What may not: tool_choice (dialects/), the families' own ways of calling (forced.py), parsing
+answers (parsing/).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def types_of(schema: Any) -> frozenset[str]:
     kind = schema.get("type")
     if isinstance(kind, str | list):
         return frozenset(each for each in ([kind] if isinstance(kind, str) else kind) if isinstance(each, str))
-    values = schema.get("enum") if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
+    values = (
+        schema.get("enum") if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
+    )
     if values and all(isinstance(value, str) for value in values):
         return frozenset(("string",))
     branches: list[Any] = next((schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), [])
@@ -48,8 +51,8 @@ def types_of(schema: Any) -> frozenset[str]:
 
 
 def guidance(tools: Sequence[Tool]) -> dict[str, Any]:
-    """How llguidance is to read schemas of calls: ``oneOf`` as ``anyOf``, and what it cannot hold a call to (``uniqueItems``, ``not``) as
-    advice to the model, unless a function is ``strict``.
+    """How llguidance is to read schemas of calls: ``oneOf`` as ``anyOf``, and what it cannot hold a call to
+    (``uniqueItems``, ``not``) as advice to the model, unless a function is ``strict``.
     """
     strict = any(tool["function"].get("strict") is True for tool in tools)
     return {"x-guidance": _SPACING if strict else {**_SPACING, "lenient": True}}
@@ -77,11 +80,18 @@ def parameters_of(tool: Tool) -> Mapping[str, Any]:
 
 
 def grammar_of(tools: Sequence[Tool], choice: ToolChoice) -> tuple[str, Grammar] | None:
-    """The one tool that must be called, and the grammar of its text, where JSON cannot hold it. Raises InvalidRequest where others may, too."""
+    """The one tool that must be called, and the grammar of its text, where JSON cannot hold it. Raises InvalidRequest
+    where others may, too."""
     offered = [name_of(tool) for tool in tools if not choice.name or name_of(tool) == choice.name]
-    held = [(name, grammar) for name in offered if (grammar := choice.customs.get(name)) is not None and grammar.syntax == "lark"]
+    held = [
+        (name, grammar)
+        for name in offered
+        if (grammar := choice.customs.get(name)) is not None and grammar.syntax == "lark"
+    ]
     if held and len(offered) > 1:
-        reason = f"no call can be held to the lark grammar of {held[0][0][:100]!r} where another tool may be called instead"
+        reason = (
+            f"no call can be held to the lark grammar of {held[0][0][:100]!r} where another tool may be called instead"
+        )
         raise InvalidRequest(f"{reason}; choose it by name.", param="tool_choice")
     return held[0] if held else None
 
@@ -122,7 +132,10 @@ def _definitions(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
                 raise InvalidRequest(f"{place} of {where} must be an object.", param=where, code="invalid_type")
             for name, value in given.items():
                 if found.setdefault(place, {}).setdefault(name, value) != value:
-                    raise InvalidRequest(f"{place} of {where} defines {name[:100]!r} otherwise than another tool; rename one.", param=where)
+                    raise InvalidRequest(
+                        f"{place} of {where} defines {name[:100]!r} otherwise than another tool; rename one.",
+                        param=where,
+                    )
     return found
 
 
@@ -135,4 +148,6 @@ def check_references(where: str, tool: Tool) -> None:
         target = node.get("$ref") if isinstance(node, dict) else None
         if isinstance(target, str) and not target.startswith(tuple(f"#/{place}/" for place in _PLACES)):
             remedy = "refer to #/$defs, or choose the function by name"
-            raise InvalidRequest(f"{where} refers to {target[:100]!r}, which a list of calls cannot hold; {remedy}.", param=where)
+            raise InvalidRequest(
+                f"{where} refers to {target[:100]!r}, which a list of calls cannot hold; {remedy}.", param=where
+            )

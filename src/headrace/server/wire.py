@@ -47,7 +47,9 @@ def decode_object(body: bytes | bytearray, *, pack: bool = False) -> dict[str, A
     except RecursionError:
         raise _too_deep() from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the text names bytes, never the content
-        raise InvalidRequest(f"The body is not valid JSON in UTF-8 ({_cause(error)}); send one JSON object.", code="invalid_json") from None
+        raise InvalidRequest(
+            f"The body is not valid JSON in UTF-8 ({_cause(error)}); send one JSON object.", code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
         raise InvalidRequest("The body is JSON but not an object; send one JSON object.", code="invalid_json")
     check_depth(value)
@@ -91,10 +93,17 @@ def _cause(error: Exception) -> str:
 
 
 def _check_size(body: bytes | bytearray) -> None:
-    """Counts before anything is built: a few bytes of JSON can become many objects, each of which takes memory and time."""
-    if _count(body, b"[") + _count(body, b"{") <= MAX_CONTAINERS and _count(body, b'"') <= 2 * MAX_STRINGS and _count(body, b",") < MAX_ITEMS:
+    """Counts before anything is built: a few bytes of JSON can become many objects, each of which takes memory and
+    time."""
+    if (
+        _count(body, b"[") + _count(body, b"{") <= MAX_CONTAINERS
+        and _count(body, b'"') <= 2 * MAX_STRINGS
+        and _count(body, b",") < MAX_ITEMS
+    ):
         return  # strings may hold such characters too, so this is the most there can be
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body  # every quote that is left begins or ends a string
+    plain = (
+        body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    )  # every quote that is left begins or ends a string
     if _count(plain, b'"') > 2 * MAX_STRINGS:
         raise _too_large(f"{MAX_STRINGS} strings")
     outside = b"".join(plain.split(b'"')[::2])
@@ -155,7 +164,8 @@ _HOLE_JSON = '"\\u0000"'  # in no other text, for its quotes would be escaped
 
 
 def around(value: Any) -> list[str]:
-    """JSON before, between and behind the HOLEs in a value: what is written once for many events. Quoted text joins it."""
+    """JSON before, between and behind the HOLEs in a value: what is written once for many events. Quoted text joins
+    it."""
     return encode(value).decode().split(_HOLE_JSON)
 
 

@@ -1,10 +1,12 @@
 """How many tokens are drafted: decided step by step from what was accepted, position by position, and what steps took.
 
-A step of rows that verify d drafts each takes about t0 + c · d seconds and gives 1 + Σ q_i tokens a row, where q_i is the share of rows whose
-i-th draft was accepted. The length with the most tokens a second is chosen, which may be none: then a short probe, ever more seldom, finds out
-when drafts pay again. Batches of different sizes cost differently, so t0 and c are kept by (powers of two of) rows.
+A step of rows that verify d drafts each takes about t0 + c · d seconds and gives 1 + Σ q_i tokens a row, where q_i is
+the share of rows whose i-th draft was accepted. The length with the most tokens a second is chosen, which may be none:
+then a short probe, ever more seldom, finds out when drafts pay again. Batches of different sizes cost differently, so
+t0 and c are kept by (powers of two of) rows.
 
-What lives here: that decision and the counts of drafts. What may not: clocks (results say what steps took), torch, numpy, proposing.
+What lives here: that decision and the counts of drafts. What may not: clocks (results say what steps took), torch,
+numpy, proposing.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Floors(Protocol):
 
 @dataclass(slots=True)
 class _Cost:
-    """Of batches of about one size. ``plain``: seconds of a step without drafts; ``each``: what one draft more of every row adds."""
+    """Of batches of about one size. ``plain``: seconds of a step without drafts; ``each``: what one draft more of every
+    row adds."""
 
     plain: float = 0.0
     each: float = 0.0
@@ -51,7 +54,8 @@ class _Cost:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Since the start. ``steps``: rows that verified something, step by step; by position: how often a draft stood there, and was right."""
+    """Since the start. ``steps``: rows that verified something, step by step; by position: how often a draft stood
+    there, and was right."""
 
     steps: int = 0
     drafted: list[int] = field(default_factory=list)
@@ -66,10 +70,12 @@ class DraftCounts:
 
 
 class Speculation:
-    """``most``: drafts of a row and step that the worker can propose; ``fixed``: as many always, instead of what seems best;
-    ``rows_below``: from so many rows on none."""
+    """``most``: drafts of a row and step that the worker can propose; ``fixed``: as many always, instead of what seems
+    best; ``rows_below``: from so many rows on none."""
 
-    def __init__(self, most: int, fixed: int | None = None, rows_below: int | None = None, floors: Floors | None = None) -> None:
+    def __init__(
+        self, most: int, fixed: int | None = None, rows_below: int | None = None, floors: Floors | None = None
+    ) -> None:
         self.most = most
         self.counts = DraftCounts()
         self._fixed = fixed
@@ -140,7 +146,11 @@ class Speculation:
 
     def _extend(self, known: int) -> None:
         """Beyond what was tried, drafts are taken to go on as the last ones have."""
-        chance = min(1.0, self._right[known - 1] / self._right[known - 2]) if known > 1 and self._right[known - 2] else self._right[0]
+        chance = (
+            min(1.0, self._right[known - 1] / self._right[known - 2])
+            if known > 1 and self._right[known - 2]
+            else self._right[0]
+        )
         for at in range(known, self.most):
             self._offered[at], self._right[at] = self._offered[known - 1], self._right[at - 1] * chance
 

@@ -1,7 +1,8 @@
 """Drafts that are looked up: what followed the last time that a text stood as it stands now.
 
-In the sequence itself (prompt lookup, Saxena 2023; n-gram speculation in vLLM), or in earlier answers of the same tenant (as REST, He et al.
-2023, does in a store of texts, and SuffixDecoding, Oliaro et al. 2024, in trees). No model is asked.
+In the sequence itself (prompt lookup, Saxena 2023; n-gram speculation in vLLM), or in earlier answers of the same
+tenant (as REST, He et al. 2023, does in a store of texts, and SuffixDecoding, Oliaro et al. 2024, in trees). No model
+is asked.
 
 What lives here: both. What may not: torch, rows.
 """
@@ -20,8 +21,8 @@ _BYTES = 4
 
 
 def continued(ids: Ids, most: int, shortest: int, longest: int) -> list[int]:
-    """What followed where the last ``shortest`` to ``longest`` ids of ``ids`` stood before: at most ``most`` ids. Of several places the one
-    with the longest match, of those the last with so much behind it."""
+    """What followed where the last ``shortest`` to ``longest`` ids of ``ids`` stood before: at most ``most`` ids. Of
+    several places the one with the longest match, of those the last with so much behind it."""
     length = len(ids)
     if length <= shortest or most <= 0:
         return []
@@ -44,7 +45,8 @@ def continued(ids: Ids, most: int, shortest: int, longest: int) -> list[int]:
 
 
 class AnswerStore:
-    """Answers of one tenant, found by their last ``span`` tokens; the oldest go when there are more than ``capacity`` tokens."""
+    """Answers of one tenant, found by their last ``span`` tokens; the oldest go when there are more than ``capacity``
+    tokens."""
 
     def __init__(self, capacity: int, spans: Sequence[int]) -> None:
         self._capacity = capacity
@@ -75,7 +77,8 @@ class AnswerStore:
 
 
 class Lookup:
-    """Proposes for rows, by their ids. ``capacity``: tokens of earlier answers that are kept for each tenant; 0: none are."""
+    """Proposes for rows, by their ids. ``capacity``: tokens of earlier answers that are kept for each tenant; 0: none
+    are."""
 
     def __init__(self, shortest: int, longest: int, capacity: int = 0, tenants: int = 256) -> None:
         self._shortest, self._longest = shortest, longest

@@ -19,11 +19,12 @@ _ELSEWHERE = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeSettings:
-    """``num_speculative_tokens`` None (``"auto"``): decided step by step. ``prompt_lookup_min`` to ``prompt_lookup_max``: how many tokens must
-    stand elsewhere as they stand at the end, so that what follows there is proposed here. ``suffix_tokens``: of earlier answers that are kept
-    for each tenant. ``disable_by_batch_size``: from so many running sequences on nothing is drafted.
-    In simulations alone: ``acceptance``, how likely a draft is right when those before it are; ``draft_cost``, what proposing one more for all
-    rows takes, as a share of the target's step."""
+    """``num_speculative_tokens`` None (``"auto"``): decided step by step. ``prompt_lookup_min`` to
+    ``prompt_lookup_max``: how many tokens must stand elsewhere as they stand at the end, so that what follows there is
+    proposed here. ``suffix_tokens``: of earlier answers that are kept for each tenant. ``disable_by_batch_size``: from
+    so many running sequences on nothing is drafted. In simulations alone: ``acceptance``, how likely a draft is right
+    when those before it are; ``draft_cost``, what proposing one more for all rows takes, as a share of the target's
+    step."""
 
     method: str
     model: str | None = None
@@ -57,26 +58,36 @@ def read_settings(text: str | None) -> SpeculativeSettings | None:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f'speculative_config is no JSON ({error}); give an object like {{"method": "ngram"}}.') from None
+        raise ConfigError(
+            f'speculative_config is no JSON ({error}); give an object like {{"method": "ngram"}}.'
+        ) from None
     if not isinstance(given, dict):
-        raise ConfigError(f'speculative_config is {text[:80]}; give an object like {{"method": "ngram"}} or {{"model": "a/draft"}}.')
+        raise ConfigError(
+            f'speculative_config is {text[:80]}; give an object like {{"method": "ngram"}} or {{"model": "a/draft"}}.'
+        )
     return _checked(given)
 
 
 def _checked(given: dict[str, Any]) -> SpeculativeSettings:
     known = [each.name for each in fields(SpeculativeSettings)]
     if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"speculative_config has {unknown[0][:80]!r}, which means nothing here; its fields are {', '.join(known)}.")
+        raise ConfigError(
+            f"speculative_config has {unknown[0][:80]!r}, which means nothing here; its fields are {', '.join(known)}."
+        )
     model = given.get("model")
     if model is not None and not (isinstance(model, str) and model):
-        raise ConfigError(f"speculative_config.model is {str(model)[:80]!r}; give the draft model's folder, .gguf file or hub id.")
+        raise ConfigError(
+            f"speculative_config.model is {str(model)[:80]!r}; give the draft model's folder, .gguf file or hub id."
+        )
     given["method"] = _method(given.get("method"), model)
     if given.get("num_speculative_tokens") == "auto":
         del given["num_speculative_tokens"]
     for name, (low, high) in _INTEGERS.items():
         value = given.get(name)
         if value is not None and (type(value) is not int or not low <= value <= high):
-            raise ConfigError(f"speculative_config.{name} is {str(value)[:80]}; give a whole number from {low} to {high}.")
+            raise ConfigError(
+                f"speculative_config.{name} is {str(value)[:80]}; give a whole number from {low} to {high}."
+            )
     for name in ("acceptance", "draft_cost"):
         value = given.get(name, 0)
         if type(value) not in (int, float) or not 0 <= value <= 1:
@@ -92,10 +103,14 @@ def _method(method: Any, model: str | None) -> str:
     if method is None and model is not None:
         return "draft_model"
     if method in _ELSEWHERE:
-        raise ConfigError(f"speculative_config.method is {method!r}, whose heads are not supported; give one of {', '.join(METHODS)}.")
+        raise ConfigError(
+            f"speculative_config.method is {method!r}, whose heads are not supported; give one of {', '.join(METHODS)}."
+        )
     if method not in METHODS:
         raise ConfigError(f"speculative_config.method is {str(method)[:80]!r}; give one of {', '.join(METHODS)}.")
     if (method == "draft_model") != (model is not None):
         missing = "needs the model that drafts" if model is None else f"asks no model, but model is {model!r}"
-        raise ConfigError(f"speculative_config.method {method!r} {missing}; give method draft_model with a model, or another method without.")
+        raise ConfigError(
+            f"speculative_config.method {method!r} {missing}; give method draft_model with a model, or another method without."
+        )
     return str(method)

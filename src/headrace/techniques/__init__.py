@@ -80,7 +80,9 @@ TECHNIQUES = _read()
 def switched_off(config: DeviceConfig) -> frozenset[str]:
     """Techniques of the device that are off: no kernel of theirs is chosen."""
     of_device = [each for each in TECHNIQUES if each.switch.startswith("device.")]
-    return frozenset(each.name for each in of_device if getattr(config, each.switch.removeprefix("device.")) == each.off)
+    return frozenset(
+        each.name for each in of_device if getattr(config, each.switch.removeprefix("device.")) == each.off
+    )
 
 
 def find_technique(name: str) -> Technique:

@@ -29,7 +29,18 @@ from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, 
 from headrace.worker.failure import out_of_memory
 from headrace.worker.head_start import HeadStart
 from headrace.worker.host import available_memory
-from headrace.worker.memory import GIB, KVPlan, Room, bounds, check_weights_fit, gpu_share, graph_bytes, plan_kv, row_bytes, weight_bytes
+from headrace.worker.memory import (
+    GIB,
+    KVPlan,
+    Room,
+    bounds,
+    check_weights_fit,
+    gpu_share,
+    graph_bytes,
+    plan_kv,
+    row_bytes,
+    weight_bytes,
+)
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup
@@ -58,7 +69,9 @@ class Captures(Protocol):
     def capture(self, samples: tuple[Any, ...]) -> None: ...
 
 
-CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Sequence[Captures]]  # of sequences so long; each kind finds the memory of those before
+CreateGraphs = Callable[
+    [int, Rows, Sequence[Tensor]], Sequence[Captures]
+]  # of sequences so long; each kind finds the memory of those before
 
 
 class Allocation:
@@ -85,7 +98,9 @@ class Allocation:
         setup = self._setup
         return plan_kv(setup.kv_specs, setup.config, room, max_positions=setup.spec.max_positions, on_cpu=setup.on_cpu)
 
-    def measure(self, decoder: nn.Module, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs) -> Room:
+    def measure(
+        self, decoder: nn.Module, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs
+    ) -> Room:
         """On a GPU, with everything loaded: the room that there is. ``longest``: of the draft. Raises OutOfMemory."""
         assert self._meter is not None, "a CPU's room is known"
         setup = self._setup
@@ -104,7 +119,9 @@ class Allocation:
         self.room = Room(self.room.available, purposes)
         check_weights_fit(self.room, setup.device)
         left = self.room.left
-        return self.room if self._group is None else Room(self.room.available - left + self._group.least(left), purposes)
+        return (
+            self.room if self._group is None else Room(self.room.available - left + self._group.least(left), purposes)
+        )
 
     def set_aside(self) -> None:
         """Once rows and KV are allocated: what the largest step needs becomes the allocator's own, so that no step asks
@@ -169,7 +186,9 @@ class Allocation:
             own = gpu_share(self._meter.total, self._meter.others, self._setup.config.cache.gpu_memory_utilization)
         return own if self._group is None else self._group.least(own)
 
-    def _take_largest_steps(self, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs) -> tuple[int, int]:
+    def _take_largest_steps(
+        self, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs
+    ) -> tuple[int, int]:
         """(bytes of graphs, bytes the allocator comes to hold by the largest steps)."""
         setup, scheduler = self._setup, self._setup.config.scheduler
         limits = Limits(scheduler.rows, setup.tokens_a_step, scheduler.logits_rows, longest)
@@ -219,7 +238,9 @@ class Allocation:
 
     def _too_large(self, limits: Limits) -> str:
         free, total = torch.cuda.mem_get_info(self._setup.device)
-        shape = f"{limits.tokens_a_step} tokens, {limits.max_num_seqs} sequences, {limits.max_logits_rows} rows of logits"
+        shape = (
+            f"{limits.tokens_a_step} tokens, {limits.max_num_seqs} sequences, {limits.max_logits_rows} rows of logits"
+        )
         weights = self.room.purposes["weights"]
         return (
             f"The largest step ({shape}) does not fit beside the weights ({weights / GIB:.2f} GiB): of the GPU's {total / GIB:.2f} GiB, "
@@ -228,8 +249,10 @@ class Allocation:
 
 
 def allocate_kv(group: KVGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[blocks, layers, 2, kv_heads, block_size, head_dim]; in a format of fewer bits uint8, with the bytes of a token in
-    place of the last. On a CPU pages are taken at first touch."""
+    """[blocks, layers, 2, kv_heads, block_size, head_dim]; in a format of fewer bits uint8, with the bytes of a token
+    in place of the last. On a CPU pages are taken at first touch."""
     spec = group.spec
     row, kind = (spec.head_dim, dtype) if spec.format is None else (spec.row_bytes, torch.uint8)
-    return torch.empty(group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, row, dtype=kind, device=device)
+    return torch.empty(
+        group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, row, dtype=kind, device=device
+    )

@@ -42,7 +42,8 @@ from headrace.kernels.candidate import plainly_empty
 ALIGNED = 512  # bytes: what torch's allocator rounds to, too
 _PLANNED_ROWS = 32  # of which any row of 16 bytes makes a whole place
 _MOST_SIZES = 64  # numbers of rows of one trace whose views are kept
-_MOST_LEARNT = 256  # steps of one kind that said something new: one that never settles stays with torch's allocator, or with what is known
+# steps of one kind that said something new: one that never settles stays with torch's allocator, or with what is known
+_MOST_LEARNT = 256
 
 Shape = tuple[int, ...]
 
@@ -123,7 +124,9 @@ class Trace:
         self.requests = requests
         self.ends = ends
         self.dtypes = [request.dtype for request in requests]
-        self.strides = [tuple(math.prod(request.row[place:]) for place in range(len(request.row) + 1)) for request in requests]
+        self.strides = [
+            tuple(math.prod(request.row[place:]) for place in range(len(request.row) + 1)) for request in requests
+        ]
         self.results = lru_cache(_MOST_SIZES)(partial(Results, self))  # by Rows
         self._place()
 
@@ -136,7 +139,12 @@ class Trace:
 
     def _place(self) -> None:
         each = enumerate(zip(self.requests, self.ends, strict=True))
-        self.plan = plan([Use(0, at, at + 1) if end is None else Use(_PLANNED_ROWS * request.bytes, at, end) for at, (request, end) in each])
+        self.plan = plan(
+            [
+                Use(0, at, at + 1) if end is None else Use(_PLANNED_ROWS * request.bytes, at, end)
+                for at, (request, end) in each
+            ]
+        )
         self.results.cache_clear()
 
 
@@ -145,7 +153,9 @@ class Results:
 
     def __init__(self, trace: Trace, rows: Rows) -> None:
         tokens, wanted = rows.tokens, rows.wanted or 0
-        self.shapes: list[Shape | None] = [(wanted if request.by_wanted else tokens, *request.row) for request in trace.requests]
+        self.shapes: list[Shape | None] = [
+            (wanted if request.by_wanted else tokens, *request.row) for request in trace.requests
+        ]
         self.views: list[Tensor | None] = [None] * len(self.shapes)
         self.shapes.append(None)  # no shape is the one behind the last
         times = -(-tokens // _PLANNED_ROWS)
@@ -344,7 +354,9 @@ class Arena:
             return plainly_empty(shape, dtype, device)
         return step.take(shape, dtype, device)
 
-    def run(self, compute: Callable[[], Tensor], tokens: int, wanted: int | None = None, kind: Hashable = None) -> Tensor:
+    def run(
+        self, compute: Callable[[], Tensor], tokens: int, wanted: int | None = None, kind: Hashable = None
+    ) -> Tensor:
         """The result of a step, which is the caller's. ``kind``: whatever else makes steps of so many tokens differ."""
         rows, kind = Rows(tokens, wanted), self._kinds.setdefault((kind, wanted is None), Kind())
         step = self._begin(rows, kind)

@@ -64,7 +64,11 @@ class Measurement:
 def card_identity() -> DeviceIdentity:
     """The current card: name, compute capability and size tell it from a part of it and from its siblings."""
     facts = torch.cuda.get_device_properties()
-    features = (f"sm_{facts.major}{facts.minor}", f"{facts.multi_processor_count} SMs", f"{facts.total_memory / 2**30:.0f} GiB")
+    features = (
+        f"sm_{facts.major}{facts.minor}",
+        f"{facts.multi_processor_count} SMs",
+        f"{facts.total_memory / 2**30:.0f} GiB",
+    )
     return DeviceIdentity(kind="cuda", name=facts.name, threads=0, features=features)
 
 
@@ -96,7 +100,9 @@ def card_limits() -> Limits:
     """The limits of this moment, in about three seconds: a benchmark prints them beside its figures."""
     with _emptied():
         reads, copies = _bandwidths(_working_set(READ_BYTES), 5, 0.02)
-        return Limits(median(reads), median(copies), {name: median(_gemm_rates(dtype, 5)) for name, dtype in DTYPES.items()})
+        return Limits(
+            median(reads), median(copies), {name: median(_gemm_rates(dtype, 5)) for name, dtype in DTYPES.items()}
+        )
 
 
 def glance_at_card() -> Limits:
@@ -113,8 +119,14 @@ def measure_launches() -> LaunchCosts:
     alone."""
     x = torch.zeros(16, device="cuda")
     spin = torch.cuda._sleep  # a kernel that counts clock cycles
-    short, long = (median(cuda_time([lambda c=cycles: spin(c)] * CHAIN, 0.1)) for cycles in (SPIN_CYCLES, 2 * SPIN_CYCLES))  # type: ignore[misc, no-untyped-call]
-    return LaunchCosts(_plain_launch(x), median(cuda_time([lambda: x.add_(0.0)] * CHAIN, 0.1)), max(0.0, 2 * short - long))
+
+    def spinning(cycles: int) -> float:
+        return median(cuda_time([lambda: spin(cycles)] * CHAIN, 0.1))  # type: ignore[no-untyped-call]
+
+    short, long = spinning(SPIN_CYCLES), spinning(2 * SPIN_CYCLES)
+    return LaunchCosts(
+        _plain_launch(x), median(cuda_time([lambda: x.add_(0.0)] * CHAIN, 0.1)), max(0.0, 2 * short - long)
+    )
 
 
 def cuda_time(calls: Sequence[Callable[[], Any]], seconds: float, rounds: int = 5) -> list[float]:
@@ -176,7 +188,9 @@ def _emptied() -> Iterator[None]:
     """What was allocated inside goes back to the device, and everything else that is free in this process's
     allocator."""
     with _refused_without_room():
-        _glance_rate(torch.bfloat16, 16)  # the library's own scratch memory stays: a piece of the working set would keep all of it
+        _glance_rate(
+            torch.bfloat16, 16
+        )  # the library's own scratch memory stays: a piece of the working set would keep all of it
         yield
     torch.cuda.empty_cache()
 
@@ -218,11 +232,15 @@ def _bandwidths(size: int, rounds: int, seconds: float) -> tuple[list[float], li
     data = torch.empty(size // 4, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(data)
     readers: tuple[Callable[[], Tensor], ...] = (data.sum, lambda: data.view(-1, READ_ROW).sum(1))
-    read = min(readers, key=lambda reader: cuda_time([reader], seconds, rounds=1)[0])  # the one that comes closer to the limit
+    read = min(
+        readers, key=lambda reader: cuda_time([reader], seconds, rounds=1)[0]
+    )  # the one that comes closer to the limit
     reads, copies = [], []
     for _ in range(rounds):
         reads += [size / taken for taken in cuda_time([read], seconds, rounds=1)]
-        copies += [2 * size / taken for taken in cuda_time([lambda: torch.add(data, 0.0, out=target)], seconds, rounds=1)]
+        copies += [
+            2 * size / taken for taken in cuda_time([lambda: torch.add(data, 0.0, out=target)], seconds, rounds=1)
+        ]
     return reads, copies
 
 

@@ -21,7 +21,9 @@ from headrace.worker.driver import ask_driver
 from headrace.worker.head_start import HeadStart
 
 _SMALL = 2**20  # the allocator keeps tensors up to this size apart from larger ones
-SMALL_BYTES = 32 * _SMALL  # a step's small tensors (indexes, parameters, scores) took less than 10 MiB, 8B model, 256 rows
+SMALL_BYTES = (
+    32 * _SMALL
+)  # a step's small tensors (indexes, parameters, scores) took less than 10 MiB, 8B model, 256 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,11 @@ def used_before_context(device: torch.device, head_start: HeadStart | None = Non
     does not say."""
     properties = torch.cuda.get_device_properties(device)
     free = head_start.free_before(str(properties.uuid)) if head_start is not None else None
-    if free is None and (driver := ask_driver()) is not None and (card := driver.card(str(properties.uuid))) is not None:
+    if (
+        free is None
+        and (driver := ask_driver()) is not None
+        and (card := driver.card(str(properties.uuid))) is not None
+    ):
         free = card.free
     return max(0, properties.total_memory - free) if free is not None else None
 
@@ -69,7 +75,9 @@ class DeviceMeter:
 
     def __init__(self, device: torch.device, head_start: HeadStart | None = None) -> None:
         self._device = device
-        if torch.cuda.is_initialized() and torch.cuda.memory_reserved(device):  # what was measured or closed before may wait to be collected
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved(
+            device
+        ):  # what was measured or closed before may wait to be collected
             gc.collect()
             torch.cuda.empty_cache()
         self.others = used_before_context(device, head_start) or 0

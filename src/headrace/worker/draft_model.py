@@ -1,9 +1,10 @@
 """A draft model: a small one with the target's vocabulary, which runs ahead of it on the same rows and block tables.
 
-Its keys and values lie in a cache of its own whose blocks have the numbers of the target's, so prefixes, forks and preemption need nothing
-more. Prompts it computes beside the target; of decoding rows that draft nothing for a while it catches up when they do. It draws with the
-target's noise, parameters and masks (bias, penalties), so that where both models agree, so do their samples. On a device with a queue nothing
-of it is waited for: drafts stand in their rows, and come to the host behind the step that verifies them.
+Its keys and values lie in a cache of its own whose blocks have the numbers of the target's, so prefixes, forks and
+preemption need nothing more. Prompts it computes beside the target; of decoding rows that draft nothing for a while it
+catches up when they do. It draws with the target's noise, parameters and masks (bias, penalties), so that where both
+models agree, so do their samples. On a device with a queue nothing of it is waited for: drafts stand in their rows, and
+come to the host behind the step that verifies them.
 
 What lives here: running it, and how far its keys reach. What may not: loading (worker.py), acceptance (speculator.py).
 """
@@ -34,8 +35,8 @@ _DRAWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
 
 
 class DraftModel:
-    """A Proposer. ``kv_caches``: one for each of the draft's KV groups; ``groups``: the target's group whose block table each uses. ``graphs``:
-    of its decode steps."""
+    """A Proposer. ``kv_caches``: one for each of the draft's KV groups; ``groups``: the target's group whose block
+    table each uses. ``graphs``: of its decode steps."""
 
     def __init__(
         self,
@@ -56,7 +57,8 @@ class DraftModel:
         self._computed = np.full(len(rows.traits), _UNKNOWN, dtype=np.int32)  # tokens of each row whose keys are there
 
     def begins(self, plan: StepPlan) -> None:
-        """Computes what is new of prompts. Of a new row its first chunk says what was found in the cache: whoever computed that, drafted."""
+        """Computes what is new of prompts. Of a new row its first chunk says what was found in the cache: whoever
+        computed that, drafted."""
         for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
             for cache in (cache for own, cache in zip(self._groups, self._kv_caches, strict=True) if own == group):
                 cache[target].copy_(cache[source], non_blocking=True)
@@ -76,7 +78,9 @@ class DraftModel:
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         """Its own next tokens, one after another; the first pass catches up."""
-        starts: Ints = np.minimum(self._computed[rows], lengths - 1)  # what was drafted beyond was refuted, or is sampled anew
+        starts: Ints = np.minimum(
+            self._computed[rows], lengths - 1
+        )  # what was drafted beyond was refuted, or is sampled anew
         at_once = np.zeros(len(rows), dtype=bool)
         if self._decoder.draft_tokens is not None:
             at_once = (self._rows.traits[rows] & ~_DRAWN) == 0
@@ -87,13 +91,16 @@ class DraftModel:
         return Proposal(most, self._drafted(rows, lengths, int(most.max())), stand=True)
 
     def _draw_all(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
-        """All passes in one call, of rows whose logits nothing edits. Filters are left out: what they would forbid is mostly not drawn."""
+        """All passes in one call, of rows whose logits nothing edits. Filters are left out: what they would forbid is
+        mostly not drawn."""
         assert self._decoder.draft_tokens is not None
         if len(rows):
             columns = (rows, starts, lengths, most, self._rows.num_prompt_tokens[rows])
             row, start, length, count, prompt = (torch.from_numpy(each.astype(np.int32)) for each in columns)
             given = DraftRows(row, start, length, count, prompt, *self._sampler.temperatures(row.long()))
-            self._decoder.draft_tokens(self._rows.token_ids, self._rows.tables[self._groups[0]], given, self._kv_caches[0])
+            self._decoder.draft_tokens(
+                self._rows.token_ids, self._rows.tables[self._groups[0]], given, self._kv_caches[0]
+            )
 
     def _draw_by_pass(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
         counts = lengths - starts
@@ -122,10 +129,13 @@ class DraftModel:
         plan = StepPlan(-1, rows=columns[0], starts=columns[1], counts=columns[2], sample_rows=columns[0],
                         sample_work=array("i", range(len(rows))))  # fmt: skip
         inputs = self._gather.inputs(plan, pack(plan, padded=False, prune=True))
-        return self._decoder.forward(replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches)
+        return self._decoder.forward(
+            replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches
+        )
 
     def _draw_next(self, rows: Ints, lengths: Ints, depth: int) -> None:
-        """The token behind the ``lengths`` that rows have, the last ``depth`` of them drafts, where keys of all but one are there."""
+        """The token behind the ``lengths`` that rows have, the last ``depth`` of them drafts, where keys of all but one
+        are there."""
         graphs, how = self._graphs, draw_of(self._rows.traits[rows] & ~Trait.SCORED)
         if graphs is None or how is None or not graphs.draws(len(rows)):
             return self._draw(self._hidden(rows, lengths - 1, np.ones_like(lengths)), rows, lengths, depth)

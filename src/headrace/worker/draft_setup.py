@@ -38,7 +38,10 @@ class DraftSetup:
     def beside(self, specs: tuple[KVSpec, ...], block_size: int, dtype_bytes: int) -> tuple[KVSpec, ...]:
         """The target's KV groups, each block with what the draft keeps under the same number."""
         own = self.kv_specs(block_size, dtype_bytes)
-        more = [sum(each.bytes_per_block for each, at in zip(own, self.groups, strict=True) if at == group) for group in range(len(specs))]
+        more = [
+            sum(each.bytes_per_block for each, at in zip(own, self.groups, strict=True) if at == group)
+            for group in range(len(specs))
+        ]
         return tuple(replace(spec, beside=size) for spec, size in zip(specs, more, strict=True))
 
     def check_length(self, longest: int) -> None:
@@ -71,7 +74,8 @@ def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) 
 
 
 def draft_memory(spec: DecoderSpec, dtype_bytes: int, caches: Sequence[Tensor], groups: Sequence[KVGroup]) -> Decision:
-    """All that a draft model holds, allocated at start: a bound that no load exceeds, and what it costs. ``groups``: the target's."""
+    """All that a draft model holds, allocated at start: a bound that no load exceeds, and what it costs. ``groups``:
+    the target's."""
     weights, keys = count_bytes(spec, dtype_bytes), sum(cache.nbytes for cache in caches)
     plain = sum((group.spec.bytes_per_block - group.spec.beside) * group.num_blocks for group in groups)
     tokens = max(group.num_blocks * group.spec.block_size for group in groups)
@@ -86,7 +90,9 @@ def _groups(draft: DecoderSpec, target: DecoderSpec, name: str) -> tuple[int, ..
     own = [window for window, _ in attention_groups(draft)]
     if missing := [window for window in own if window not in windows]:
         sees = "all tokens" if missing[0] is None else f"{missing[0]} tokens back"
-        raise ConfigError(f"{_FIELD} {name} has layers that see {sees}, but no layer of the target does, so its keys are not kept; give another.")
+        raise ConfigError(
+            f"{_FIELD} {name} has layers that see {sees}, but no layer of the target does, so its keys are not kept; give another."
+        )
     return tuple(windows.index(window) for window in own)
 
 
@@ -95,11 +101,17 @@ def _check_texts(draft: ModelSource, target: ModelSource) -> None:
     own, wanted = draft.tokenizer_files(), target.tokenizer_files()
     if own is None or wanted is None:
         return
-    if own.tokenizer_json != wanted.tokenizer_json and _vocabulary(own.tokenizer_json) != _vocabulary(wanted.tokenizer_json):
-        raise ConfigError(f"{_FIELD} {draft.name} has another vocabulary than {target.name}: equal ids are other texts; give a draft of its family.")
+    if own.tokenizer_json != wanted.tokenizer_json and _vocabulary(own.tokenizer_json) != _vocabulary(
+        wanted.tokenizer_json
+    ):
+        raise ConfigError(
+            f"{_FIELD} {draft.name} has another vocabulary than {target.name}: equal ids are other texts; give a draft of its family."
+        )
 
 
 def _vocabulary(text: str) -> Any:
     content = json.loads(text)
-    added = [(each.get("id"), each.get("content")) for each in content.get("added_tokens", ()) if isinstance(each, Mapping)]
+    added = [
+        (each.get("id"), each.get("content")) for each in content.get("added_tokens", ()) if isinstance(each, Mapping)
+    ]
     return content.get("model", {}).get("vocab"), added

@@ -116,7 +116,12 @@ def _cards(library: ctypes.CDLL) -> Iterator[CardFacts]:
     for handle in _handles(library):
         memory = _Memory()
         _check(library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)))
-        yield CardFacts(_text(library.nvmlDeviceGetName, handle), _text(library.nvmlDeviceGetUUID, handle), int(memory.free), int(memory.total))
+        yield CardFacts(
+            _text(library.nvmlDeviceGetName, handle),
+            _text(library.nvmlDeviceGetUUID, handle),
+            int(memory.free),
+            int(memory.total),
+        )
 
 
 def _text(function: ctypes._NamedFuncPointer, *handle: ctypes.c_void_p) -> str:

@@ -102,7 +102,9 @@ class PackageCounters:
 
     def __init__(self, folder: Path = _POWERCAP) -> None:
         """Raises OSError or ValueError where there is none, or none that may be read."""
-        packages = [each for each in sorted(folder.glob("intel-rapl:*")) if (each / "name").read_text().startswith("package")]
+        packages = [
+            each for each in sorted(folder.glob("intel-rapl:*")) if (each / "name").read_text().startswith("package")
+        ]
         if not packages:
             raise OSError(f"{folder} has no package")
         self._counters = [each / "energy_uj" for each in packages]

@@ -61,10 +61,14 @@ class DeviceExecutor:
         self._prepares = True
         self._outcomes: deque[tuple[StepPlan, Outcome]] = deque()
         self._begun: tuple[StepPlan, Outcome] | None = None  # the last one, while it waits for its masks
-        self.on_failure: Callable[[int, StepFailed], None] = lambda step_id, failure: None  # told at once, by the thread that computes
+        self.on_failure: Callable[[int, StepFailed], None] = lambda step_id, failure: (
+            None
+        )  # told at once, by the thread that computes
         self._lent = 0.0  # seconds of the submitting thread that steps took since the last collect
         # torch's thread count is set per calling thread, so the worker's own sets it again.
-        self._pool = None if threads is None else ThreadPoolExecutor(1, "headrace-worker", torch.set_num_threads, (threads,))
+        self._pool = (
+            None if threads is None else ThreadPoolExecutor(1, "headrace-worker", torch.set_num_threads, (threads,))
+        )
 
     def submit(self, plan: StepPlan) -> Ticket:
         assert self._runner is not None, "a closed executor runs nothing"
@@ -80,7 +84,9 @@ class DeviceExecutor:
         return Ticket(plan.step_id)
 
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
-        assert self._begun is not None and self._begun[0].step_id == ticket.step_id, f"step {ticket.step_id} waits for no masks"
+        assert self._begun is not None and self._begun[0].step_id == ticket.step_id, (
+            f"step {ticket.step_id} waits for no masks"
+        )
         assert self._runner is not None
         (plan, begun), self._begun, runner = self._begun, None, self._runner
 
@@ -171,7 +177,9 @@ class DeviceExecutor:
             return StepFailed("This step builds on one that failed. Try again.")
         try:
             return work()
-        except Exception as error:  # whatever went wrong, it is this step's failure; its requests end with it, others go on
+        except (
+            Exception
+        ) as error:  # whatever went wrong, it is this step's failure; its requests end with it, others go on
             return self._fail(error, plan)
 
     def _fail(self, error: Exception, plan: StepPlan) -> StepFailed:

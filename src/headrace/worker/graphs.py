@@ -65,7 +65,9 @@ class _Bucket:
     shared_tried: bool = False
     adapted: torch.cuda.CUDAGraph | None = None  # of steps with adapters, captured when the first such step comes
     adapted_tried: bool = False
-    chained: torch.cuda.CUDAGraph | None = None  # of rows that see each other's keys, captured behind the first such step
+    chained: torch.cuda.CUDAGraph | None = (
+        None  # of rows that see each other's keys, captured behind the first such step
+    )
     chained_tried: bool = False
 
 
@@ -137,8 +139,8 @@ class DecodeGraphs:
         return self._bucket(count) is not None
 
     def adapts(self, count: int) -> bool:
-        """Whether there is a graph for a step of so many rows with adapters. It is captured when it is first asked for: some
-        milliseconds, once a bucket."""
+        """Whether there is a graph for a step of so many rows with adapters. It is captured when it is first asked for:
+        some milliseconds, once a bucket."""
         bucket = self._bucket(count)
         if bucket is None:
             return False
@@ -185,7 +187,11 @@ class DecodeGraphs:
         found = self._captured[bucket]
         self._longest = int(contexts.max()) if found.long is not None else 0
         self._adapted, self._chained = adapted, chained
-        self._shares = not adapted and found.least_shared is not None and (shared_tokens is None or shared_tokens >= found.least_shared)
+        self._shares = (
+            not adapted
+            and found.least_shared is not None
+            and (shared_tokens is None or shared_tokens >= found.least_shared)
+        )
         host = self._mailbox.next()
         host[_ROW, :count] = rows
         np.subtract(contexts, 1, out=host[_POSITION, :count])
@@ -260,7 +266,9 @@ class DecodeGraphs:
         buckets."""
         return self._shipped[:, :bucket]
 
-    def _hidden(self, bucket: int, longest: int, shared_tokens: int | None = 0, *, adapted: bool = False, chained: bool = False) -> Tensor:
+    def _hidden(
+        self, bucket: int, longest: int, shared_tokens: int | None = 0, *, adapted: bool = False, chained: bool = False
+    ) -> Tensor:
         """Of contexts up to ``longest``."""
         columns, every = self._columns(bucket), self._every
         self._fetch(self._mailbox.inward, self._mailbox.turn, columns, self._rows.tables[0])
@@ -290,7 +298,9 @@ class DecodeGraphs:
         for how in self._draws_of(bucket):
             with self._recorder.recording() as found.draws[how]:
                 self._drawn(bucket, hidden, how)
-        if megakernel and found.draws:  # a few launches: it takes a start no time that could be noticed, as it would with layers of their own
+        if (
+            megakernel and found.draws
+        ):  # a few launches: it takes a start no time that could be noticed, as it would with layers of their own
             with self._recorder.recording() as found.greedy:
                 self._drawn(bucket, self._hidden(bucket, covered), Draw.GREEDY)
 
@@ -302,7 +312,9 @@ class DecodeGraphs:
             hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens, **kind))
         return graph
 
-    def _try_again(self, bucket: int, what: str, shared_tokens: int | None = 0, **kind: bool) -> torch.cuda.CUDAGraph | None:
+    def _try_again(
+        self, bucket: int, what: str, shared_tokens: int | None = 0, **kind: bool
+    ) -> torch.cuda.CUDAGraph | None:
         """Some milliseconds, once a bucket; where it fails, such steps go the longer way."""
         try:
             with self._recorder.captures():
@@ -320,7 +332,8 @@ class Mailbox:
     for each step in turn. A graph cannot be told which slot is a step's, so the device counts the steps, and the host
     counts beside it.
 
-        host        writes slot 0   writes slot 1   …            reads slot 0   …        Slots are used in turn: as many as steps can be in
+        host        writes slot 0   writes slot 1   …            reads slot 0   …        Slots are used in turn: as many
+        as steps can be in
         device                      reads, writes slot 0   …                             flight, and one more.
         turn        0               1               2
 
@@ -328,7 +341,12 @@ class Mailbox:
     device: the slot of the next step there; the kernel that fetches a step adds one."""
 
     def __init__(
-        self, inward: tuple[int, ...], outward: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream, slots: int = _SLOTS
+        self,
+        inward: tuple[int, ...],
+        outward: tuple[int, ...],
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        slots: int = _SLOTS,
     ) -> None:
         """``stream``: where steps are queued."""
         written, self.inward = shared_memory((slots, *inward), device)
@@ -372,4 +390,9 @@ class _Pinned:
 
     def __init__(self, host: Tensor) -> None:
         self._host = host  # lives as long as whoever looks at it
-        self.__cuda_array_interface__ = {"shape": tuple(host.shape), "typestr": "<i4", "data": (host.data_ptr(), False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": "<i4",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+        }

@@ -20,7 +20,9 @@ _FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86 with til
 def physical_cores() -> tuple[int, str]:
     """Cores this process may compute on, hyper-threads of one core counted once, and where the number comes from."""
     cpus = open_cpus()
-    siblings = {_read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu) for cpu in cpus}
+    siblings = {
+        _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu) for cpu in cpus
+    }
     quota = _cpu_quota()
     if quota is not None and quota < len(siblings):
         return max(1, int(quota)), f"the control group allows {quota:g} CPUs"

@@ -39,7 +39,9 @@ class Packing:
     context: Ints  # [w]: keys the chunk's last query sees
     chunk: Ints  # [t]: the chunk each packed token belongs to
     position: Ints  # [t]: its position in the sequence; -1 for dummies
-    wanted: Ints | None = None  # [n]: the packed tokens whose hidden states are computed to the end, ascending; None: all
+    wanted: Ints | None = (
+        None  # [n]: the packed tokens whose hidden states are computed to the end, ascending; None: all
+    )
 
     @property
     def last(self) -> Ints:  # [w]: the packed index of each chunk's last token
@@ -78,7 +80,9 @@ def pack(plan: StepPlan, *, padded: bool, prune: bool = False) -> Packing:
     if not prune or plan.prompt_logprobs or len(packing.chunk) == len(plan.rows):
         return packing
     wanted = np.unique(packing.sampled(plan))
-    return replace(packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32))  # kernels take no empty tensors
+    return replace(
+        packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32)
+    )  # kernels take no empty tensors
 
 
 def _pack(plan: StepPlan, padded: bool) -> Packing:
@@ -108,14 +112,32 @@ class Gather:
 
     def inputs(self, plan: StepPlan, packing: Packing, slots: Ints | None = None) -> ForwardInputs:
         """At least one chunk. ``slots``: of its adapter, or none, for each; None: no chunk has one."""
-        parts = [np.asarray(plan.rows, dtype=np.int32), packing.query_start, packing.context, packing.chunk, packing.position]
+        parts = [
+            np.asarray(plan.rows, dtype=np.int32),
+            packing.query_start,
+            packing.context,
+            packing.chunk,
+            packing.position,
+        ]
         if packing.wanted is not None:
             parts += [packing.wanted, *(packing.alone if len(packing.chunk) >= self._least_alone else ())]
         row, query_start, context, chunk, position, *rest = ship_all(self._rows.device, *parts)
         longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
-        gathered = self.gathered(row, query_start, context, chunk, position, longest_query, longest_context, plan.shared_tokens, packing.leading)
+        gathered = self.gathered(
+            row,
+            query_start,
+            context,
+            chunk,
+            position,
+            longest_query,
+            longest_context,
+            plan.shared_tokens,
+            packing.leading,
+        )
         adapters = None if slots is None else self._adapters(packing, slots)
-        return replace(gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None, adapters=adapters)
+        return replace(
+            gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None, adapters=adapters
+        )
 
     def _adapters(self, packing: Packing, slots: Ints) -> AdapterRows | None:
         found, device = adapter_rows(slots[packing.chunk], self._rows.device), self._rows.device
@@ -140,9 +162,15 @@ class Gather:
         rows, attention = self._rows, []
         for table, block_size in zip(rows.tables, rows.block_sizes, strict=True):
             width = -(-longest_context // block_size)
-            ids, positions, slots, block_table = self._gather(rows.token_ids, table, row, chunk, position, context, block_size, width)
+            ids, positions, slots, block_table = self._gather(
+                rows.token_ids, table, row, chunk, position, context, block_size, width
+            )
             longest = longest_query, longest_context
-            attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, *longest, shared_tokens, leading, chained))
+            attention.append(
+                AttentionInputs(
+                    block_table, query_start, context, slots, block_size, *longest, shared_tokens, leading, chained
+                )
+            )
         return ForwardInputs(ids, positions, tuple(attention))
 
     def wanting(self, inputs: ForwardInputs, wanted: Tensor, chunk: Tensor, position: Tensor) -> ForwardInputs:

@@ -122,7 +122,10 @@ def bounds(spec: DecoderSpec, config: EngineConfig, dtype_bytes: int) -> dict[st
     tokens = scheduler.max_num_batched_tokens or 1
     logits_rows = min(scheduler.logits_rows, max(scheduler.rows, tokens))
     adapters = slots_bytes(spec, config.adapters.slots, config.adapters.max_lora_rank, dtype_bytes)
-    return {"weights": count_bytes(spec, dtype_bytes) + adapters, "activations": activation_bytes(spec, tokens, logits_rows, dtype_bytes)}
+    return {
+        "weights": count_bytes(spec, dtype_bytes) + adapters,
+        "activations": activation_bytes(spec, tokens, logits_rows, dtype_bytes),
+    }
 
 
 def activation_bytes(spec: DecoderSpec, num_tokens: int, logits_rows: int, dtype_bytes: int) -> int:
@@ -140,7 +143,11 @@ def weight_bytes(decoder: nn.Module) -> int:
     tensors: dict[int, Tensor] = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
     deltas = (module.delta for module in decoder.modules() if isinstance(module, Linear | Embedding))
     packed = sum(delta.num_bytes for delta in deltas if delta is not None)
-    packed += sum(module.weight_bytes for module in decoder.modules() if isinstance(module, Linear | Embedding | SparseFeedForward))
+    packed += sum(
+        module.weight_bytes
+        for module in decoder.modules()
+        if isinstance(module, Linear | Embedding | SparseFeedForward)
+    )
     return packed + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
@@ -163,21 +170,29 @@ def plan_kv(specs: Sequence[KVSpec], config: EngineConfig, room: Room, *, max_po
         )
     if cache.num_blocks is not None:
         return _counted_plan(specs, cache.num_blocks, room, max_positions, requested_len)
-    budget, reason = _budget(cache, room, 0 if requested_len is None else _bytes_for(specs, requested_len), on_cpu=on_cpu)
+    budget, reason = _budget(
+        cache, room, 0 if requested_len is None else _bytes_for(specs, requested_len), on_cpu=on_cpu
+    )
     longest = _longest(specs, budget, max_positions)
     by_share = not on_cpu and cache.kv_cache_memory is None
-    max_model_len = _resolve_len(specs, budget, longest, requested_len, "--gpu-memory-utilization" if by_share else "--kv-cache-memory")
+    max_model_len = _resolve_len(
+        specs, budget, longest, requested_len, "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
+    )
     groups = _split(specs, budget, config.scheduler.rows, config.scheduler.max_num_batched_tokens or 1, max_model_len)
     decisions = _kv_decision(groups, reason), *_len_decision(max_model_len, max_positions, requested_len, budget)
     return KVPlan(groups, max_model_len, decisions)
 
 
-def _counted_plan(specs: Sequence[KVSpec], num_blocks: int, room: Room, max_positions: int, requested_len: int | None) -> KVPlan:
+def _counted_plan(
+    specs: Sequence[KVSpec], num_blocks: int, room: Room, max_positions: int, requested_len: int | None
+) -> KVPlan:
     """The user counted blocks: an experiment; a cache smaller than max_model_len is then allowed (long requests are
     refused)."""
     needed = sum(spec.bytes_per_block for spec in specs) * num_blocks
     if needed > room.left:
-        raise OutOfMemory(f"--num-blocks {num_blocks} is {needed / GIB:.2f} GiB of KV, but {_rest(room)}. Lower --num-blocks.")
+        raise OutOfMemory(
+            f"--num-blocks {num_blocks} is {needed / GIB:.2f} GiB of KV, but {_rest(room)}. Lower --num-blocks."
+        )
     full = [spec.block_size * num_blocks for spec in specs if spec.window is None]
     max_model_len = requested_len if requested_len is not None else min([max_positions, *full])
     groups = tuple(KVGroup(spec, num_blocks) for spec in specs)
@@ -192,10 +207,15 @@ def _budget(cache: CacheConfig, room: Room, needed: int, *, on_cpu: bool) -> tup
     """``needed``: by one sequence of the requested length, for which a CPU gives more than its default share."""
     if cache.kv_cache_memory is not None:
         if cache.kv_cache_memory > room.left:
-            raise OutOfMemory(f"--kv-cache-memory is {cache.kv_cache_memory / GIB:.2f} GiB, but {_rest(room)}. Lower --kv-cache-memory.")
+            raise OutOfMemory(
+                f"--kv-cache-memory is {cache.kv_cache_memory / GIB:.2f} GiB, but {_rest(room)}. Lower --kv-cache-memory."
+            )
         return cache.kv_cache_memory, "as --kv-cache-memory asks"
     if not on_cpu:
-        return room.left, f"what --gpu-memory-utilization {cache.gpu_memory_utilization:g} leaves beside {', '.join(room.purposes)}"
+        return (
+            room.left,
+            f"what --gpu-memory-utilization {cache.gpu_memory_utilization:g} leaves beside {', '.join(room.purposes)}",
+        )
     share = min(_CPU_KV_BYTES, int(room.left * _CPU_KV_SHARE))
     if share < needed <= room.left * _CPU_KV_SHARE_ON_REQUEST:
         return needed, "one sequence of the requested length needs it"
@@ -232,7 +252,9 @@ def _resolve_len(specs: Sequence[KVSpec], budget: int, longest: int, requested_l
     return wanted
 
 
-def _split(specs: Sequence[KVSpec], budget: int, max_num_seqs: int, tokens_a_step: int, max_model_len: int) -> tuple[KVGroup, ...]:
+def _split(
+    specs: Sequence[KVSpec], budget: int, max_num_seqs: int, tokens_a_step: int, max_model_len: int
+) -> tuple[KVGroup, ...]:
     """Equal numbers of blocks for every group (short sequences use all groups alike), but in each at least what one
     longest sequence needs and at most what all rows together can use; what one group cannot use goes to the others."""
     floors = [blocks_needed(spec, max_model_len) for spec in specs]
@@ -241,7 +263,9 @@ def _split(specs: Sequence[KVSpec], budget: int, max_num_seqs: int, tokens_a_ste
     def counts(level: int) -> list[int]:
         return [min(max(level, floor), cap) for floor, cap in zip(floors, caps, strict=True)]
 
-    level = _largest(1, max(caps), lambda n: sum(s.bytes_per_block * c for s, c in zip(specs, counts(n), strict=True)) <= budget)
+    level = _largest(
+        1, max(caps), lambda n: sum(s.bytes_per_block * c for s, c in zip(specs, counts(n), strict=True)) <= budget
+    )
     return tuple(KVGroup(spec, count) for spec, count in zip(specs, counts(max(1, level)), strict=True))
 
 
@@ -267,11 +291,15 @@ def memory_decision(plan: KVPlan, memory: Mapping[str, int], held: int | None) -
     if not held:
         return ()
     most = held + plan.num_bytes + memory["activations"]
-    reason = "this process now, and when every block was in use once: the cache's pages are taken with its blocks, and kept"
+    reason = (
+        "this process now, and when every block was in use once: the cache's pages are taken with its blocks, and kept"
+    )
     return (Decision("memory", f"{held / GIB:.2f} GiB, at most {most / GIB:.2f} GiB", reason),)
 
 
-def _len_decision(max_model_len: int, max_positions: int, requested_len: int | None, budget: int) -> tuple[Decision, ...]:
+def _len_decision(
+    max_model_len: int, max_positions: int, requested_len: int | None, budget: int
+) -> tuple[Decision, ...]:
     if requested_len is not None:
         return ()
     if max_model_len == max_positions:

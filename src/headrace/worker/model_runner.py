@@ -58,7 +58,12 @@ class Drawn:
 
     def is_of(self, plan: StepPlan) -> bool:
         """By identity: arrays of plans do not change."""
-        return plan.rows is self.rows and plan.counts is self.counts and plan.sample_work is self.sample_work and plan.sample_rows is self.sample_rows
+        return (
+            plan.rows is self.rows
+            and plan.counts is self.counts
+            and plan.sample_work is self.sample_work
+            and plan.sample_rows is self.sample_rows
+        )
 
 
 @dataclass(slots=True)
@@ -83,7 +88,9 @@ class Step:
     computed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its hidden states are there
     pause: Events | None = None  # around the time that it waited
     samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples, in order
-    prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()  # index into plan.rows, then ids, logprobs, ranks; in order of position
+    prompt: tuple[
+        tuple[int, Tensor, Tensor, Tensor], ...
+    ] = ()  # index into plan.rows, then ids, logprobs, ranks; in order of position
     drafts: Drafts | None = None
     result: StepResult | None = None  # of a device without a queue, at once
 
@@ -215,7 +222,9 @@ class ModelRunner:
             step.plan, step.drafts = self._speculator.begin(plan)
         if drawn is not None and self.graphs is not None:
             context = np.asarray(plan.starts, dtype=np.int32) + 1
-            step.bucket = self.graphs.write(drawn.on_host, context, edits, shared_tokens=plan.shared_tokens, adapted=drawn.adapted)
+            step.bucket = self.graphs.write(
+                drawn.on_host, context, edits, shared_tokens=plan.shared_tokens, adapted=drawn.adapted
+            )
             self._begin(step)
             self.graphs.compute(step.bucket, drawn.how)
             step.drawn = drawn
@@ -233,7 +242,8 @@ class ModelRunner:
                 self.prompt_graphs.forget_adapted()
 
     def _await_lengths(self) -> None:
-        """A step behind one that verifies drafts, on a device with a queue, waits until it is known how long its rows are."""
+        """A step behind one that verifies drafts, on a device with a queue, waits until it is known how long its rows
+        are."""
         while self._verifying:
             step = self._verifying.popleft()
             if step.result is None:
@@ -271,9 +281,15 @@ class ModelRunner:
         return True
 
     def _chains(self, plan: StepPlan, packing: Packing) -> bool:
-        """Whether a graph of decode steps computes this one, each of its tokens as a row: every one of them is sampled from, in order."""
+        """Whether a graph of decode steps computes this one, each of its tokens as a row: every one of them is sampled
+        from, in order."""
         tokens = len(packing.chunk)
-        if self.graphs is None or plan.prompt_logprobs or not self.graphs.serves(tokens) or self._slots(plan.rows) is not None:
+        if (
+            self.graphs is None
+            or plan.prompt_logprobs
+            or not self.graphs.serves(tokens)
+            or self._slots(plan.rows) is not None
+        ):
             return False
         return not self._padded and np.array_equal(packing.sampled(plan), np.arange(tokens))
 
@@ -281,7 +297,11 @@ class ModelRunner:
         """The step's inputs on their way to the device; what computes its hidden states from them, and the tokens of a
         prompt graph that does."""
         graphs, prompts, slots = self.graphs, self.prompt_graphs, self._slots(plan.rows)
-        if graphs is not None and len(packing.chunk) == len(plan.rows) and self._serves(graphs, len(plan.rows), adapted=slots is not None):
+        if (
+            graphs is not None
+            and len(packing.chunk) == len(plan.rows)
+            and self._serves(graphs, len(plan.rows), adapted=slots is not None)
+        ):
             rows, shared = np.asarray(plan.rows, dtype=np.int32), plan.shared_tokens
             bucket = graphs.write(rows, packing.context, shared_tokens=shared, adapted=slots is not None)
             return partial(graphs.hidden, bucket, len(plan.rows)), 0
@@ -353,7 +373,11 @@ class ModelRunner:
         plan = step.plan
         pieces = self._pieces(len(plan.sample_rows))
         step.samples = tuple(self._sample_piece(plan, packing, hidden, piece, masks) for piece in pieces)
-        scored = ((index, *score) for index in plan.prompt_logprobs for score in self._score_prompt(plan, packing, hidden, index))
+        scored = (
+            (index, *score)
+            for index in plan.prompt_logprobs
+            for score in self._score_prompt(plan, packing, hidden, index)
+        )
         step.prompt = tuple(scored)
 
     def _read(self, step: Step) -> StepResult:
@@ -371,7 +395,9 @@ class ModelRunner:
         if taken is None:  # a device without a clock of its own
             return StepResult(*found, device_seconds=self._clock.now() - step.started, drafted=drafted)
         clock = taken.device, taken.idle
-        return StepResult(*found, *clock, step.graph_tokens, step.recorded_graph, drafted=drafted, lent_seconds=taken.lent)
+        return StepResult(
+            *found, *clock, step.graph_tokens, step.recorded_graph, drafted=drafted, lent_seconds=taken.lent
+        )
 
     def prepare(self) -> bool:
         """With nothing in flight: see Executor."""
@@ -410,17 +436,28 @@ class ModelRunner:
         adapted = self._slots(plan.rows) is not None
         if adapted and (self._adapters is None or self._adapters.slots.head_touched or not graphs.adapts(count)):
             return None  # the head that graphs draw with is the model's own
-        if plan.drafts or plan.prompt_logprobs or plan.sample_rows != plan.rows or plan.sample_work != self._every[:count]:
+        if (
+            plan.drafts
+            or plan.prompt_logprobs
+            or plan.sample_rows != plan.rows
+            or plan.sample_work != self._every[:count]
+        ):
             return None
         rows = np.asarray(plan.rows, dtype=np.int32)
         how = draw_of(self._rows.traits[rows])
-        return None if how is None else Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how, adapted)
+        return (
+            None
+            if how is None
+            else Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how, adapted)
+        )
 
     def _pieces(self, count: int) -> Iterator[slice]:
         for first in range(0, count, self._max_logits_rows):
             yield slice(first, min(first + self._max_logits_rows, count))
 
-    def _sample_piece(self, plan: StepPlan, packing: Packing, hidden: Tensor, piece: slice, masks: TokenMasks) -> Samples:
+    def _sample_piece(
+        self, plan: StepPlan, packing: Packing, hidden: Tensor, piece: slice, masks: TokenMasks
+    ) -> Samples:
         places, source = np.unique(packing.sampled(plan)[piece], return_inverse=True)
         batch = SampleBatch(
             rows=np.asarray(plan.sample_rows, dtype=np.int32)[piece],
@@ -433,7 +470,9 @@ class ModelRunner:
         adapters = self._adapted(np.asarray(plan.rows, dtype=np.int32)[packing.chunk[places]])
         return self._sampler.sample(self._decoder.logits(picked, adapters).float(), batch)
 
-    def _score_prompt(self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _score_prompt(
+        self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Scores of the known next tokens of one chunk: position p scores token p + 1, as far as the prompt goes."""
         row, start = plan.rows[index], plan.starts[index]
         num_scored = min(plan.counts[index], int(self._rows.num_prompt_tokens[row]) - 1 - start)
@@ -448,7 +487,9 @@ class ModelRunner:
 
 def _pairs_of_events() -> Iterator[Events]:
     """A step's beginning and end, made once and used in turn: making one takes as long as recording it."""
-    yield from cycle([(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_MOST_IN_FLIGHT)])
+    yield from cycle(
+        [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_MOST_IN_FLIGHT)]
+    )
 
 
 def _recorded() -> torch.cuda.Event:
@@ -459,7 +500,10 @@ def _recorded() -> torch.cuda.Event:
 
 def _drafts_before(plan: StepPlan, piece: slice) -> Ints:
     """Drafts of the same chunk that stand before the place of each sample."""
-    work, back = np.asarray(plan.sample_work, dtype=np.int32)[piece], np.asarray(plan.sample_back, dtype=np.int32)[piece]
+    work, back = (
+        np.asarray(plan.sample_work, dtype=np.int32)[piece],
+        np.asarray(plan.sample_back, dtype=np.int32)[piece],
+    )
     return np.asarray(plan.drafts, dtype=np.int32)[work] - back
 
 
@@ -484,7 +528,9 @@ def _to_host(step: Step) -> None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def scores_home(scores: Scores | None) -> Scores | None:
-        return scores and replace(scores, ids=home(scores.ids), logprobs=home(scores.logprobs), ranks=home(scores.ranks))
+        return scores and replace(
+            scores, ids=home(scores.ids), logprobs=home(scores.logprobs), ranks=home(scores.ranks)
+        )
 
     step.samples = tuple(Samples(home(torch.as_tensor(each.picked)), scores_home(each.scores)) for each in step.samples)
     step.prompt = tuple((index, home(ids), home(logprobs), home(ranks)) for index, ids, logprobs, ranks in step.prompt)
@@ -494,7 +540,9 @@ def _table(samples: Samples) -> Ints:  # [samples, 2]
     return samples.picked.cpu().numpy() if isinstance(samples.picked, Tensor) else samples.picked
 
 
-def _read_samples(pieces: Sequence[Samples]) -> tuple[Sequence[tuple[int, ...]], dict[int, tuple[TokenLogprobs, ...]], dict[int, str]]:
+def _read_samples(
+    pieces: Sequence[Samples],
+) -> tuple[Sequence[tuple[int, ...]], dict[int, tuple[TokenLogprobs, ...]], dict[int, str]]:
     """Tokens, logprobs and what was wrong with logits, by sample."""
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     errors: dict[int, str] = {}
@@ -516,7 +564,14 @@ def _read_samples(pieces: Sequence[Samples]) -> tuple[Sequence[tuple[int, ...]],
 
 
 def _read_scores(scores: Scores) -> Iterator[tuple[int, TokenLogprobs]]:
-    lists = zip(scores.which.tolist(), scores.num_best, scores.ids.tolist(), scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)
+    lists = zip(
+        scores.which.tolist(),
+        scores.num_best,
+        scores.ids.tolist(),
+        scores.logprobs.tolist(),
+        scores.ranks.tolist(),
+        strict=True,
+    )
     for j, num_best, ids, logprobs, rank in lists:
         yield j, TokenLogprobs(tuple(ids[: 1 + num_best]), tuple(logprobs[: 1 + num_best]), rank)
 

@@ -91,7 +91,9 @@ def measure_profile(say: Callable[[str], None] = lambda line: None, device: str 
     check_quiet(found.limits.read_bandwidth, best)
     for note in found.notes:
         say(note)
-    return _profile("measured", found.limits, device, found.working_set, spread=(best - min(found.reads)) / best, **found.more)
+    return _profile(
+        "measured", found.limits, device, found.working_set, spread=(best - min(found.reads)) / best, **found.more
+    )
 
 
 def _measure_cpu() -> Measurement:
@@ -251,8 +253,12 @@ def create_recorder(
     groups = [group.spec for group in info.kv_groups]
     spec = share(families.spec_from_config(model_config), ranks)
     cost_model = CostModel(spec, groups, profile, weight_bytes=_bytes_a_weight(spec, info, dtype), dtype=dtype)
-    plain = CostModel(spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)  # what prices were fitted with
-    return StepRecorder(cost_model, promise=promise, calibrated=find_price(plain, switches or {}), energy=energy), decision
+    plain = CostModel(
+        spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype
+    )  # what prices were fitted with
+    return StepRecorder(
+        cost_model, promise=promise, calibrated=find_price(plain, switches or {}), energy=energy
+    ), decision
 
 
 def _bytes_a_weight(spec: DecoderSpec, info: ExecutorInfo, dtype: str) -> float:
@@ -260,7 +266,9 @@ def _bytes_a_weight(spec: DecoderSpec, info: ExecutorInfo, dtype: str) -> float:
     return ELEMENT_BYTES[dtype] * min(info.memory["weights"] / count_bytes(spec, ELEMENT_BYTES[dtype]), 1.0)
 
 
-def find_price(cost_model: CostModel, switches: Mapping[str, Any], folders: Sequence[Path] = ()) -> Callable[[StepLoad, bool], float] | None:
+def find_price(
+    cost_model: CostModel, switches: Mapping[str, Any], folders: Sequence[Path] = ()
+) -> Callable[[StepLoad, bool], float] | None:
     """What was calibrated on this device for this very model, precision and these switches; files that cannot be read
     are passed over, with a word: an engine starts without them."""
     try:

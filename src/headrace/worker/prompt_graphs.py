@@ -6,7 +6,8 @@ model cost the device. Which sequences a step has, how their queries and keys li
 launch fixes are sizes. So a graph is recorded for a shape: so many tokens, so many sequences, both rounded up. What
 fills a step up is of no sequence:
 
-    tokens      | sequence 0 . . . | sequence 1 | sequence 2 . . . | - - - -    position -1: they see no keys and write none
+    tokens      | sequence 0 . . . | sequence 1 | sequence 2 . . . | - - - -    position -1: they see no keys and write
+    none
     sequences     0                  1            2                  3 4 5      no query, no key
     wanted        the last token of each, and that of the last one again for those that are none
 
@@ -69,7 +70,9 @@ class PromptGraphs:
         self._bounds = bounds
         self._shapes = PromptShapes(bounds)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._adapted: dict[Shape, torch.cuda.CUDAGraph] = {}  # of steps with adapters; whose a token is, they read on the device
+        self._adapted: dict[
+            Shape, torch.cuda.CUDAGraph
+        ] = {}  # of steps with adapters; whose a token is, they read on the device
         self._due: tuple[Shape, bool] | None = None  # computed eagerly just now; whether with adapters
         self._shipped = torch.zeros(_places(self._shapes.largest)[-1].stop, dtype=torch.int32, device=self._device)
         self._hidden = hidden
@@ -114,7 +117,14 @@ class PromptGraphs:
     def write(self, shape: Shape, plan: StepPlan, packing: Packing) -> None:
         """What the host has to say of the step; ``compute`` must follow."""
         wanted = packing.last if packing.wanted is None else packing.wanted
-        parts = np.asarray(plan.rows, dtype=np.int32), packing.query_start, packing.context, packing.chunk, packing.position, wanted
+        parts = (
+            np.asarray(plan.rows, dtype=np.int32),
+            packing.query_start,
+            packing.context,
+            packing.chunk,
+            packing.position,
+            wanted,
+        )
         self._ship(shape, parts)
 
     def compute(self, shape: Shape, count: int, *, adapted: bool = False) -> Tensor:
@@ -170,7 +180,12 @@ class PromptGraphs:
             self._capture(shape, adapted=adapted)
         except Exception as error:  # the step that brought it has been queued as it should
             self._shapes.refuse(shape)
-            _log.warning("no graph for steps of %d tokens in %d sequences (%s); they are launched one by one", shape.tokens, shape.sequences, error)
+            _log.warning(
+                "no graph for steps of %d tokens in %d sequences (%s); they are launched one by one",
+                shape.tokens,
+                shape.sequences,
+                error,
+            )
 
     def _shares(self, plan: StepPlan, sequences: int) -> bool:
         """Whether the step looks for keys that its sequences share: graphs here do not."""
@@ -188,7 +203,9 @@ class PromptGraphs:
     def _run(self, shape: Shape, *, adapted: bool = False) -> None:
         """The step whose inputs are there."""
         row, query_start, context, chunk, position, wanted = (self._shipped[place] for place in _places(shape))
-        longest = shape.tokens + 1  # more than any sequence has: who fills a step up must not be taken for a query of the only one
+        longest = (
+            shape.tokens + 1
+        )  # more than any sequence has: who fills a step up must not be taken for a query of the only one
         gather = self._recorder.gather
         inputs = gather.gathered(row, query_start, context, chunk, position, longest, self._bounds.max_model_len, 0)
         if self._bounds.prune:

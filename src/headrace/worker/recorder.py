@@ -26,7 +26,12 @@ class Recorder:
     one of them leaves behind for later, others must not be told is free."""
 
     def __init__(
-        self, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor], groups: Sequence[int] | None = None
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        rows: Rows,
+        kv_caches: Sequence[Tensor],
+        groups: Sequence[int] | None = None,
     ) -> None:
         """``groups``: which of the rows' block tables each cache is read by; None: its own."""
         self.decoder = decoder
@@ -39,7 +44,9 @@ class Recorder:
         self._stream = torch.cuda.Stream(rows.device)
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        return self.decoder.forward(replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches)
+        return self.decoder.forward(
+            replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches
+        )
 
     @contextmanager
     def captures(self) -> Iterator[None]:

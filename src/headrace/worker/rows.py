@@ -35,7 +35,9 @@ _NUM_FLOATS = len(FLOAT_COLUMNS)
 _SMALLEST_REPETITION = 1e-30  # a logit divided by less would be infinite in float32; to the choice it is the same
 
 
-_ALIGNED = 4  # int32 values: every part begins at 16 bytes, so that kernels are not compiled again for parts that do not
+_ALIGNED = (
+    4  # int32 values: every part begins at 16 bytes, so that kernels are not compiled again for parts that do not
+)
 
 
 class Staging:
@@ -137,12 +139,16 @@ def _host_rows(added: Sequence[NewRow], vocab_size: int) -> list[HostRow]:
 
 def _host_row(new: NewRow, vocab_size: int) -> HostRow:
     params, bias = new.params, new.params.logit_bias
-    stops = [token for token in new.stop_token_ids if token < vocab_size] if params.min_tokens else ()  # a checkpoint's EOS may have no logit
+    stops = (
+        [token for token in new.stop_token_ids if token < vocab_size] if params.min_tokens else ()
+    )  # a checkpoint's EOS may have no logit
     return HostRow(
         params=params,
         traits=_traits(params, bad_words=bool(new.bad_word_ids), open_end=bool(stops)),
         stop_ids=np.array(stops, dtype=np.int32) if stops else _NO_IDS,
-        allowed_ids=None if params.allowed_token_ids is None else np.frombuffer(params.allowed_token_ids.packed, dtype=np.int32),
+        allowed_ids=None
+        if params.allowed_token_ids is None
+        else np.frombuffer(params.allowed_token_ids.packed, dtype=np.int32),
         bias_ids=np.array(list(bias), dtype=np.int32) if bias else _NO_IDS,
         bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else _NO_VALUES,
         bad_words=_bad_words(new.bad_word_ids) if new.bad_word_ids else None,
@@ -185,13 +191,26 @@ def _bad_words(words: tuple[tuple[int, ...], ...]) -> BadWords | None:
 
 
 def _floats(p: SamplingParams) -> tuple[float, ...]:
-    return p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, _SMALLEST_REPETITION)
+    return (
+        p.temperature,
+        p.top_p,
+        p.min_p,
+        p.presence_penalty,
+        p.frequency_penalty,
+        max(p.repetition_penalty, _SMALLEST_REPETITION),
+    )
 
 
 def _param_bits(added: Sequence[NewRow]) -> Ints:  # [rows, columns]
     floats = {key: _floats(params) for key, params in {id(new.params): new.params for new in added}.items()}
     ints = [
-        (max(new.params.top_k, 0), new.seed & 0xFFFFFFFF, new.seed >> 32 & 0xFFFFFFFF, new.num_prompt_tokens, new.adapter_slot & 0xFFFFFFFF)
+        (
+            max(new.params.top_k, 0),
+            new.seed & 0xFFFFFFFF,
+            new.seed >> 32 & 0xFFFFFFFF,
+            new.num_prompt_tokens,
+            new.adapter_slot & 0xFFFFFFFF,
+        )
         for new in added
     ]
     columns = np.array([floats[id(new.params)] for new in added], dtype=np.float32), np.array(ints, dtype=np.uint32)
@@ -229,7 +248,8 @@ class Rows:
         firsts = [0, *accumulate(-(-max_rows * width // _ALIGNED) * _ALIGNED for width in widths)]
         self._places = lazy_zeros((firsts.pop(),), device)  # of all tables, so that one launch edits any of them
         self.tables = tuple(  # [rows, blocks] a group
-            self._places[first : first + max_rows * width].view(max_rows, width) for first, width in zip(firsts, widths, strict=True)
+            self._places[first : first + max_rows * width].view(max_rows, width)
+            for first, width in zip(firsts, widths, strict=True)
         )
         self._firsts, self._widths = np.array(firsts, dtype=np.int64), np.array(widths, dtype=np.int64)
         self._write = write
@@ -250,7 +270,9 @@ class Rows:
         self.drop(plan)
         if not plan.rows_added and not plan.table_row:
             return
-        added = tuple({new.row: new for new in plan.rows_added}.values())  # a row given away twice in a plan is the last one's
+        added = tuple(
+            {new.row: new for new in plan.rows_added}.values()
+        )  # a row given away twice in a plan is the last one's
         staging = Staging(self.device)
         if plan.table_row:
             places, blocks = self._table_edits(plan)
@@ -284,7 +306,9 @@ class Rows:
 
     def _note(self, added: Sequence[NewRow]) -> None:
         """What the host remembers of them."""
-        assert max(len(new.token_ids) for new in added) <= self.token_ids.shape[1], "a row holds no more than the longest sequence"
+        assert max(len(new.token_ids) for new in added) <= self.token_ids.shape[1], (
+            "a row holds no more than the longest sequence"
+        )
         rows, hosts = [new.row for new in added], _host_rows(added, self.counts.shape[1])
         self.traits[rows] = [host.traits for host in hosts]
         self.num_prompt_tokens[rows] = [new.num_prompt_tokens for new in added]
@@ -308,7 +332,9 @@ class Rows:
 
     def _count(self, added: Sequence[NewRow], counted: Ints, ids: Tensor) -> None:
         """Occurrences in the outputs of those that count them. Few have outputs already: those that begin again."""
-        self.counts.index_fill_(0, ship(np.array([new.row for new in compress(added, counted)], dtype=np.int32), self.device), 0)
+        self.counts.index_fill_(
+            0, ship(np.array([new.row for new in compress(added, counted)], dtype=np.int32), self.device), 0
+        )
         ends = accumulate((len(new.token_ids) for new in added), initial=0)
         for new, counts, (begin, end) in zip(added, counted, pairwise(ends), strict=True):
             if counts and begin + new.num_prompt_tokens < end:
@@ -329,7 +355,11 @@ class Rows:
     def _table_edits(self, plan: StepPlan) -> tuple[Wide, Ints]:
         """Where in all tables, and which blocks; of two edits of one place the later one holds."""
         group = np.asarray(plan.table_group) if len(self.tables) > 1 else 0
-        places = np.asarray(plan.table_row, dtype=np.int64) * self._widths[group] + np.asarray(plan.table_index) + self._firsts[group]
+        places = (
+            np.asarray(plan.table_row, dtype=np.int64) * self._widths[group]
+            + np.asarray(plan.table_index)
+            + self._firsts[group]
+        )
         assert (np.asarray(plan.table_index) < self._widths[group]).all(), "a block table has no such place"
         blocks, ordered = np.asarray(plan.table_block, dtype=np.int32), np.sort(places)
         if (ordered[1:] != ordered[:-1]).all():  # as ever; telling costs a tenth of finding the last ones

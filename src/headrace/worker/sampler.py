@@ -24,7 +24,9 @@ from headrace.kernels.operations import GREEDY_TOKENS, PICK_TOKENS, SCORE_TOKENS
 from headrace.kernels.sampling.reference import apply_penalties
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Trait, ship, ship_all
 
-_PENALISED_AT_ONCE = 2**21  # ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
+_PENALISED_AT_ONCE = (
+    2**21
+)  # ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
 _MASKED_AT_ONCE = 2**22  # logits of masked rows looked at together; each takes about 13 bytes
 _NEVER = np.float32(-np.inf)
 _FLOAT = {name: column for column, name in enumerate(FLOAT_COLUMNS)}
@@ -47,7 +49,9 @@ class SampleBatch:
     rows: Ints  # [samples]
     positions: Ints  # [samples]: where in the row the new token goes
     source: Ints  # [samples]
-    drafts: Ints | None = None  # [samples]: how many tokens before the new one are drafts that nobody has counted; None: none anywhere
+    drafts: Ints | None = (
+        None  # [samples]: how many tokens before the new one are drafts that nobody has counted; None: none anywhere
+    )
     masks: RowMasks | None = None
 
 
@@ -107,7 +111,9 @@ class Sampler:
         shared = not np.array_equal(batch.source, np.arange(len(logits)))
         scores = None
         if traits.any():
-            tokens, peak, scores = self._sample_as_asked(logits, source.long(), batch, rows.long(), positions.long(), traits, shared=shared)
+            tokens, peak, scores = self._sample_as_asked(
+                logits, source.long(), batch, rows.long(), positions.long(), traits, shared=shared
+            )
         else:
             peak, tokens = self._greedy(logits)
             if shared:
@@ -131,12 +137,15 @@ class Sampler:
         self._store(self._rows.token_ids, rows, positions, tokens, peak, ring, turn)
 
     def propose(self, logits: Tensor, batch: SampleBatch) -> Tensor:  # [n], int64
-        """What would be sampled from ``logits`` [n, vocab], float32, which are used up: one row for each sample. Nothing is stored."""
+        """What would be sampled from ``logits`` [n, vocab], float32, which are used up: one row for each sample.
+        Nothing is stored."""
         traits = self._rows.traits[batch.rows] & ~Trait.SCORED
         if not traits.any():
             tokens: Tensor = self._greedy(logits)[1]
             return tokens
-        rows, positions, source = (part.long() for part in ship_all(self._rows.device, batch.rows, batch.positions, batch.source))
+        rows, positions, source = (
+            part.long() for part in ship_all(self._rows.device, batch.rows, batch.positions, batch.source)
+        )
         return self._sample_as_asked(logits, source, batch, rows, positions, traits, shared=False)[0]
 
     def temperatures(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # [n], int64 → [n] float32, [n] int64
@@ -150,7 +159,15 @@ class Sampler:
         return scored
 
     def _sample_as_asked(
-        self, raw: Tensor, source: Tensor, batch: SampleBatch, rows: Tensor, positions: Tensor, traits: Ints, *, shared: bool
+        self,
+        raw: Tensor,
+        source: Tensor,
+        batch: SampleBatch,
+        rows: Tensor,
+        positions: Tensor,
+        traits: Ints,
+        *,
+        shared: bool,
     ) -> tuple[Tensor, Tensor, Scores | None]:
         """(tokens, peaks, scores); where a peak is not finite, the token is not usable. ``raw`` is kept whole only
         where somebody wants its logprobs, or several samples read one row of it.
@@ -161,11 +178,17 @@ class Sampler:
         self._process(logits, batch, traits)
         peak, tokens = self._greedy(logits)
         self._replace_random(tokens, logits, peak, traits, rows, positions)
-        return tokens, torch.where(whole.isfinite(), peak, whole), self._scores(raw, source, tokens, batch, traits) if scored else None
+        return (
+            tokens,
+            torch.where(whole.isfinite(), peak, whole),
+            self._scores(raw, source, tokens, batch, traits) if scored else None,
+        )
 
     # --- picking
 
-    def _replace_random(self, tokens: Tensor, logits: Tensor, peak: Tensor, traits: Ints, rows: Tensor, positions: Tensor) -> None:
+    def _replace_random(
+        self, tokens: Tensor, logits: Tensor, peak: Tensor, traits: Ints, rows: Tensor, positions: Tensor
+    ) -> None:
         """Replaces the greedy choice in ``tokens`` where a row has a temperature; rows without filters are spared their
         cost."""
         random, filtered = (traits & Trait.RANDOM) != 0, (traits & Trait.FILTERED) != 0
@@ -179,7 +202,9 @@ class Sampler:
 
     def _pick_group(self, logits: Tensor, peak: Tensor, rows: Tensor, positions: Tensor, has_filters: bool) -> Tensor:
         floats, ints = self._rows.float_params(rows), self._rows.int_params(rows)
-        filters = (ints[:, _INT["top_k"]], floats[:, _FLOAT["top_p"]], floats[:, _FLOAT["min_p"]]) if has_filters else None
+        filters = (
+            (ints[:, _INT["top_k"]], floats[:, _FLOAT["top_p"]], floats[:, _FLOAT["min_p"]]) if has_filters else None
+        )
         seeds = _seeds(ints)
         output_positions = positions - ints[:, _INT["num_prompt_tokens"]]
         tokens: Tensor = self._pick(logits, peak, floats[:, _FLOAT["temperature"]], filters, seeds, output_positions)
@@ -220,7 +245,10 @@ class Sampler:
         if not lists:
             return
         samples = np.array([j for j, _ in lists], dtype=np.int32)
-        repeated, allowed = np.repeat(samples, [len(ids) for _, ids in lists]), np.concatenate([ids for _, ids in lists])
+        repeated, allowed = (
+            np.repeat(samples, [len(ids) for _, ids in lists]),
+            np.concatenate([ids for _, ids in lists]),
+        )
         which, at, ids = (part.long() for part in ship_all(self._rows.device, samples, repeated, allowed))
         kept = logits[at, ids]
         logits.index_fill_(0, which, float("-inf"))
@@ -247,7 +275,9 @@ class Sampler:
             return
         firsts = np.cumsum([0, *(len(placed[0]) for placed in words[:-1])])
         parts = [np.concatenate(part).astype(np.int32) for part in zip(*words, strict=True)]
-        parts[3] = np.concatenate([placed[3] + first for placed, first in zip(words, firsts, strict=True)]).astype(np.int32)
+        parts[3] = np.concatenate([placed[3] + first for placed, first in zip(words, firsts, strict=True)]).astype(
+            np.int32
+        )
         which, banned, needed, entry, row, position, token = ship_all(self._rows.device, *parts)
         equal = (self._rows.token_ids[row.long(), position.long()] == token).int()
         matches = torch.zeros_like(needed).index_add_(0, entry.long(), equal)

@@ -83,7 +83,8 @@ class Setup:
 
     @property
     def most_verified(self) -> int:
-        """Tokens of a step that graphs of decode steps are captured for: those that verify drafts have several of a row."""
+        """Tokens of a step that graphs of decode steps are captured for: those that verify drafts have several of a
+        row."""
         drafts = self.speculative.most if self.speculative is not None else 0
         return min(self.tokens_a_step, max(self.most_rows, min(self.most_rows * (1 + drafts), _MOST_VERIFIED)))
 
@@ -104,7 +105,9 @@ class Setup:
 
 def _resolved(value: int | None) -> int:
     if value is None:
-        raise ConfigError("max_num_batched_tokens, overlap and block_size must be resolved before a worker is made; resolve the config first.")
+        raise ConfigError(
+            "max_num_batched_tokens, overlap and block_size must be resolved before a worker is made; resolve the config first."
+        )
     return value
 
 
@@ -117,7 +120,9 @@ def resolve_setup(config: EngineConfig, spec: DecoderSpec) -> Setup:
     torch.set_num_threads(threads)
     dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
     kv = resolve_kv_format(config.cache.kv_cache_dtype, str(dtype).removeprefix("torch."), spec.head_dim)
-    decisions = tuple(each for each in (dtype_decision, threads_decision, _kv_decision(kv, dtype, spec)) if each is not None)
+    decisions = tuple(
+        each for each in (dtype_decision, threads_decision, _kv_decision(kv, dtype, spec)) if each is not None
+    )
     return Setup(config, spec, device, dtype, threads, decisions, kv)
 
 
@@ -125,7 +130,9 @@ def _kv_decision(kv: KVFormat | None, dtype: torch.dtype, spec: DecoderSpec) -> 
     if kv is None:
         return None
     held, plain = kv.token_bytes(spec.head_dim), spec.head_dim * dtype.itemsize
-    reason = f"{held} bytes a token and head in place of {plain}: the same memory holds {plain / held:.2f} times the tokens"
+    reason = (
+        f"{held} bytes a token and head in place of {plain}: the same memory holds {plain / held:.2f} times the tokens"
+    )
     return Decision("kv_cache_dtype", kv.name, reason)
 
 
@@ -142,7 +149,9 @@ def resolve_device(requested: str) -> tuple[str, Decision | None]:
     if gpu is None or requested != "auto":
         return kind, None
     if gpu.problem is None:
-        return kind, Decision("device", kind, f"found {gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}")
+        return kind, Decision(
+            "device", kind, f"found {gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}"
+        )
     if gpu.name is None:
         return kind, Decision("device", kind, "there is no NVIDIA GPU here, so the CPU computes")
     reason = f"{gpu.problem}; --device cpu runs instead"
@@ -184,7 +193,9 @@ def resolve_dtype(requested: str, checkpoint_dtype: str, device: str) -> tuple[t
     name = checkpoint_dtype if requested == "auto" else requested
     origin = "as the checkpoint is stored" if requested == "auto" else "as asked for"
     if name not in DTYPES:
-        return torch.float32, Decision("dtype", "float32", f"the checkpoint is stored as {name}, which nothing computes in")
+        return torch.float32, Decision(
+            "dtype", "float32", f"the checkpoint is stored as {name}, which nothing computes in"
+        )
     if device != "cpu" or name == "float32" or (name == "bfloat16" and (requested != "auto" or has_fast_bf16())):
         return DTYPES[name], Decision("dtype", name, origin)
     # float16 has no fast arithmetic on CPUs; bfloat16 has, on some.
@@ -215,10 +226,15 @@ def find_gpu() -> GPU:
     try:
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     except RuntimeError as error:
-        return GPU("an NVIDIA GPU", f"found an NVIDIA GPU that does not start ({_first_line(str(error))}); needed is one that does")
+        return GPU(
+            "an NVIDIA GPU",
+            f"found an NVIDIA GPU that does not start ({_first_line(str(error))}); needed is one that does",
+        )
     if capability < MIN_CAPABILITY:
         found, needed = (".".join(map(str, each)) for each in (capability, MIN_CAPABILITY))
-        return GPU(name, f"found {name} of compute capability {found}; needed is {needed} (Ampere) or newer", capability)
+        return GPU(
+            name, f"found {name} of compute capability {found}; needed is {needed} (Ampere) or newer", capability
+        )
     return GPU(name, None, capability)
 
 
@@ -228,15 +244,24 @@ def _absent(driver: DriverFacts | None, said: str) -> GPU:
         return GPU(None, "found no NVIDIA GPU with a driver; needed is one of compute capability 8.0 or newer")
     name, built_for = driver.cards[0].name, torch.version.cuda
     if built_for is None:
-        return GPU(name, f"found {name}, but torch {torch.__version__} is built without CUDA; needed is a CUDA build of torch")
+        return GPU(
+            name, f"found {name}, but torch {torch.__version__} is built without CUDA; needed is a CUDA build of torch"
+        )
     if driver.cuda[0] < int(built_for.split(".")[0]):
         newest = ".".join(map(str, driver.cuda))
         found = f"found {name} with driver {driver.version}, which runs CUDA up to {newest}"
-        return GPU(name, f"{found}; needed is a driver for CUDA {built_for}, which torch {torch.__version__} is built for")
+        return GPU(
+            name, f"{found}; needed is a driver for CUDA {built_for}, which torch {torch.__version__} is built for"
+        )
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return GPU(name, f"found {name}, but CUDA_VISIBLE_DEVICES is {hidden!r} and hides it; needed is its number there")
-    return GPU(name, f"found {name} with driver {driver.version}, but torch cannot use it ({_first_line(said) or 'it does not say why'})")
+        return GPU(
+            name, f"found {name}, but CUDA_VISIBLE_DEVICES is {hidden!r} and hides it; needed is its number there"
+        )
+    return GPU(
+        name,
+        f"found {name} with driver {driver.version}, but torch cannot use it ({_first_line(said) or 'it does not say why'})",
+    )
 
 
 def _first_line(text: str) -> str:

@@ -1,11 +1,14 @@
-"""A step that verifies drafts, on the worker: how long its rows really are, what is proposed behind them, what of that was right.
+"""A step that verifies drafts, on the worker: how long its rows really are, what is proposed behind them, what of that
+was right.
 
-The scheduler plans upper bounds: it does not know how many drafts of the steps in flight are accepted. Here that is known when a step
-begins, so its chunks are shifted to where rows really end, and made shorter where a proposer has less to propose. All samples of a row
-are picked at once, each behind the drafts before it; up to the first that differs from its draft they are what would have been sampled
-one by one. A draft's key and value that were refuted are written over when the true token of that place is computed.
+The scheduler plans upper bounds: it does not know how many drafts of the steps in flight are accepted. Here that is
+known when a step begins, so its chunks are shifted to where rows really end, and made shorter where a proposer has less
+to propose. All samples of a row are picked at once, each behind the drafts before it; up to the first that differs from
+its draft they are what would have been sampled one by one. A draft's key and value that were refuted are written over
+when the true token of that place is computed.
 
-What lives here: lengths, the plan as it is computed, acceptance. What may not: proposing (speculative/), sampling, deciding how many.
+What lives here: lengths, the plan as it is computed, acceptance. What may not: proposing (speculative/), sampling,
+deciding how many.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """``counts``: of each row. ``tokens``: those; or, of a device that has a queue, where they will be on the host when the step that verifies
-    them has ended, [rows, at least the largest count] int32. ``stand``: they have been written into the rows."""
+    """``counts``: of each row. ``tokens``: those; or, of a device that has a queue, where they will be on the host when
+    the step that verifies them has ended, [rows, at least the largest count] int32. ``stand``: they have been written
+    into the rows."""
 
     counts: Ints
     tokens: list[list[int]] | Tensor
@@ -42,8 +46,9 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """Who drafts. ``begins``: a plan's rows are built, its chunks begin where it says, and nothing of it is computed. ``propose``: at most
-    ``most[i]`` tokens behind the ``lengths[i]`` that row ``rows[i]`` has. ``left``: a row's sequence has ended, or begins anew."""
+    """Who drafts. ``begins``: a plan's rows are built, its chunks begin where it says, and nothing of it is computed.
+    ``propose``: at most ``most[i]`` tokens behind the ``lengths[i]`` that row ``rows[i]`` has. ``left``: a row's
+    sequence has ended, or begins anew."""
 
     def begins(self, plan: StepPlan) -> None: ...
 
@@ -66,7 +71,10 @@ class LookupProposer:
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         ids = self._rows.token_ids
         parts = zip(rows.tolist(), lengths.tolist(), most.tolist(), strict=True)
-        tokens = [self._lookup.propose(ids[row, :length].cpu().numpy(), count, self._tenants[row].pool) for row, length, count in parts]
+        tokens = [
+            self._lookup.propose(ids[row, :length].cpu().numpy(), count, self._tenants[row].pool)
+            for row, length, count in parts
+        ]
         return Proposal(np.array([len(each) for each in tokens], dtype=np.int32), tokens)
 
     def left(self, row: int, length: int) -> None:
@@ -77,7 +85,8 @@ class LookupProposer:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Of a plan's samples, in their order: what was proposed behind each. ``which``: of the proposal's rows; -1: nothing was."""
+    """Of a plan's samples, in their order: what was proposed behind each. ``which``: of the proposal's rows; -1:
+    nothing was."""
 
     proposal: Proposal
     which: list[int]
@@ -133,7 +142,11 @@ class Speculator:
         self._proposer.begins(known)
         which = np.flatnonzero(most)
         lengths = self._lengths[rows[which]]
-        proposal = self._proposer.propose(rows[which], lengths, most[which]) if len(which) else Proposal(most[which], [], stand=True)
+        proposal = (
+            self._proposer.propose(rows[which], lengths, most[which])
+            if len(which)
+            else Proposal(most[which], [], stand=True)
+        )
         if not proposal.stand:
             self._write(rows[which], lengths, proposal)
         drafts = np.zeros_like(most)
@@ -147,15 +160,17 @@ class Speculator:
         tokens = np.array([token for each in proposal.lists() for token in each], dtype=np.int32)
         if not len(tokens):
             return
-        at = np.repeat(lengths, proposal.counts) + np.concatenate([np.arange(count, dtype=np.int32) for count in proposal.counts])
+        at = np.repeat(lengths, proposal.counts) + np.concatenate(
+            [np.arange(count, dtype=np.int32) for count in proposal.counts]
+        )
         row, position, ids = ship_all(self._rows.device, np.repeat(rows, proposal.counts), at, tokens)
         self._rows.token_ids[row.long(), position.long()] = ids
 
     def end(
         self, plan: StepPlan, drafts: Drafts, tokens: Tokens, logprobs: Logprobs, errors: Mapping[int, str]
     ) -> tuple[Tokens, Logprobs, Mapping[int, str]]:
-        """From samples at every place to the tokens that each row gets, with what goes with them. A sample behind a right draft that is not
-        usable is none: the next step finds that out again, as its first."""
+        """From samples at every place to the tokens that each row gets, with what goes with them. A sample behind a
+        right draft that is not usable is none: the next step finds that out again, as its first."""
         taken: list[tuple[int, ...]] = []
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         failed: dict[int, str] = {}
@@ -166,7 +181,11 @@ class Speculator:
             if not usable:
                 failed[j] = errors[first]
             row = plan.sample_rows[first]
-            mine = accepted(proposed[: usable - 1], [token for (token,) in tokens[first : first + usable]]) if usable else []
+            mine = (
+                accepted(proposed[: usable - 1], [token for (token,) in tokens[first : first + usable]])
+                if usable
+                else []
+            )
             taken.append(tuple(mine))
             if first in logprobs:
                 scores[j] = tuple(entry for at in range(first, first + len(mine)) for entry in logprobs[at])

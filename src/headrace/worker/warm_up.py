@@ -26,14 +26,26 @@ from headrace.worker.graphs import buckets_up_to
 from headrace.worker.model_runner import ModelRunner
 
 _TOKENS = 16
-DRAWN = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, detokenize=False)  # what graphs draw, at its most demanding
+DRAWN = SamplingParams(
+    temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, detokenize=False
+)  # what graphs draw, at its most demanding
 # Everything that makes a sampler keep something for a row.
 DEMANDING = replace(
-    DRAWN, min_p=0.0, presence_penalty=0.5, repetition_penalty=1.1, logprobs=20, structured_outputs=StructuredOutputs(json_object=True)
+    DRAWN,
+    min_p=0.0,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    logprobs=20,
+    structured_outputs=StructuredOutputs(json_object=True),
 )
 SCORED = replace(DEMANDING, prompt_logprobs=20)
 # One way through the sampler each.
-_ASKED = DRAWN, SamplingParams(temperature=1.0), SamplingParams(temperature=0.0, logprobs=5), SamplingParams(temperature=0.0)
+_ASKED = (
+    DRAWN,
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.0, logprobs=5),
+    SamplingParams(temperature=0.0),
+)
 
 
 def warm_up(runner: ModelRunner, groups: Sequence[KVGroup], max_model_len: int, *, thorough: bool) -> None:
@@ -44,7 +56,13 @@ def warm_up(runner: ModelRunner, groups: Sequence[KVGroup], max_model_len: int, 
     then).
     """
     outputs = 3 if thorough else 2  # a sequence holds the last one too
-    num_tokens = min([_TOKENS, max_model_len - outputs, *(group.num_blocks * group.spec.block_size - outputs + 1 for group in groups)])
+    num_tokens = min(
+        [
+            _TOKENS,
+            max_model_len - outputs,
+            *(group.num_blocks * group.spec.block_size - outputs + 1 for group in groups),
+        ]
+    )
     if num_tokens < 1:
         return
     for params in _ASKED if thorough else _ASKED[:1]:
@@ -109,7 +127,9 @@ def _row(row: int, num_tokens: int, params: SamplingParams) -> NewRow:
     return NewRow(row, row, array("i", [0]) * num_tokens, num_tokens, params, seed=row, stop_token_ids=())
 
 
-def _plan(chunks: Sequence[tuple[int, int, int]], added: Sequence[NewRow] = (), groups: Sequence[KVGroup] = ()) -> StepPlan:
+def _plan(
+    chunks: Sequence[tuple[int, int, int]], added: Sequence[NewRow] = (), groups: Sequence[KVGroup] = ()
+) -> StepPlan:
     """``chunks``: (row, start, count). ``groups``: rows that are added have the first blocks of each, shared by all
     rows."""
     rows, starts, counts = (array("i", column) for column in zip(*chunks, strict=True))
@@ -144,7 +164,11 @@ def product_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, 
     steps, of the largest."""
     many = [count for size in (512, 1024, 2048, 4096, 8192, 16384) for count in (size * 3 // 4, size)]
     few = buckets_up_to(max_num_seqs)
-    return tuple(dict.fromkeys([*few, *(count for count in many if few[-1] < count < max_num_batched_tokens), max_num_batched_tokens]))
+    return tuple(
+        dict.fromkeys(
+            [*few, *(count for count in many if few[-1] < count < max_num_batched_tokens), max_num_batched_tokens]
+        )
+    )
 
 
 def warm_linears(decoder: nn.Module, device: torch.device, sizes: Sequence[int], *, max_num_seqs: int) -> None:

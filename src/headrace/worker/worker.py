@@ -28,7 +28,16 @@ from headrace.kernels.build import gpu
 from headrace.kernels.build.ahead import Behind, CompileAhead
 from headrace.kernels.candidate import Facts, Sizes, plainly_empty
 from headrace.kernels.linear.around import MOST_ROWS
-from headrace.kernels.operations import FETCH_STEP, GATHER_INPUTS, GREEDY_TOKENS, PICK_TOKENS, SCORE_TOKENS, STORE_TOKENS, WRITE_ROWS, Operation
+from headrace.kernels.operations import (
+    FETCH_STEP,
+    GATHER_INPUTS,
+    GREEDY_TOKENS,
+    PICK_TOKENS,
+    SCORE_TOKENS,
+    STORE_TOKENS,
+    WRITE_ROWS,
+    Operation,
+)
 from headrace.layers.context import LayerContext
 from headrace.lora.device import DeviceAdapters, Reading
 from headrace.lora.slots import AdapterSlots
@@ -103,8 +112,8 @@ def create_executor(
     group: Group | None = None,
 ) -> tuple[Executor, tuple[Decision, ...]]:
     """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far. ``meanwhile`` is
-    called once on a GPU, where the start waits for the last of its kernels and the device has nothing to do. ``group``: of
-    ranks that do the same.
+    called once on a GPU, where the start waits for the last of its kernels and the device has nothing to do. ``group``:
+    of ranks that do the same.
 
     ``config`` is resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
@@ -121,13 +130,18 @@ class Worker:
     """One device's part of an engine: ``prepare``, ``allocate``, ``capture``, then the executor's ``submit`` and
     ``collect``.
 
-    Ranks allocate by the least room that one of them has, and meet wherever they compute. What changes a worker between two
-    steps (other weights, sleep) would be a verb of its executor, ``control``, that every rank is told at the same place of
-    the queue.
+    Ranks allocate by the least room that one of them has, and meet wherever they compute. What changes a worker between
+    two steps (other weights, sleep) would be a verb of its executor, ``control``, that every rank is told at the same
+    place of the queue.
     """
 
     def __init__(
-        self, config: EngineConfig, source: ModelSource, head_start: HeadStart | None, stages: Stages, group: Group | None = None
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        head_start: HeadStart | None,
+        stages: Stages,
+        group: Group | None = None,
     ) -> None:
         self._config = config
         self._source = source
@@ -161,7 +175,9 @@ class Worker:
             empty=plainly_empty if self._arena is None else self._arena.empty,
         )
         builders = None if head_start is None else head_start.builders
-        self._ahead = create_ahead(setup.device, strict=config.device.strict_kernels, builders=builders, later=group is None)
+        self._ahead = create_ahead(
+            setup.device, strict=config.device.strict_kernels, builders=builders, later=group is None
+        )
 
     def close(self) -> None:
         """The start is over."""
@@ -192,9 +208,13 @@ class Worker:
         """Rows and KV, and what runs steps over them."""
         setup, memory = self._setup, self._memory
         self._plan = plan = memory.plan(room)
-        with memory.explaining("rows", row_bytes(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes)):
+        with memory.explaining(
+            "rows", row_bytes(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes)
+        ):
             write = self._kernels.choose(WRITE_ROWS, Facts(torch.int32))
-            self._rows = Rows(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write)
+            self._rows = Rows(
+                setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write
+            )
         with memory.explaining("KV blocks", plan.num_bytes):
             kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
             self._draft_kv = own = self._draft_caches(kv_caches)
@@ -215,7 +235,11 @@ class Worker:
             self._stages.done("graphs")
         first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
         memory = self._memory.account(self._decoder, plan, self._rows, process=self._process, kernels=first_step)
-        said = (*self._setup.decisions, *plan.decisions, *memory_decision(plan, memory, None if self._cuda else process_memory()))
+        said = (
+            *self._setup.decisions,
+            *plan.decisions,
+            *memory_decision(plan, memory, None if self._cuda else process_memory()),
+        )
         return self._create_executor(memory), (*said, *self._decisions())
 
     # --- parts of prepare
@@ -223,7 +247,9 @@ class Worker:
     def _create_decoder(self, spec: DecoderSpec, longest: int, **more: Any) -> Decoder:
         """``more``: as Decoder has it."""
         setup = self._setup
-        return Decoder(spec, kernels=self._kernels, dtype=setup.dtype, device=setup.device, max_model_len=longest, **more)
+        return Decoder(
+            spec, kernels=self._kernels, dtype=setup.dtype, device=setup.device, max_model_len=longest, **more
+        )
 
     def _create_draft(self, longest: int) -> Decoder | None:
         draft = self._setup.draft
@@ -237,7 +263,11 @@ class Worker:
             self._fill(self._decoder, self._source, self._setup.spec)
             if self._draft is not None and self._setup.draft is not None:
                 self._fill(self._draft, self._setup.draft.source, self._setup.draft.spec)
-        with torch.inference_mode(), self._memory.explaining("weights"), waiting("Packing weights for this device", "Packed weights"):
+        with (
+            torch.inference_mode(),
+            self._memory.explaining("weights"),
+            waiting("Packing weights for this device", "Packed weights"),
+        ):
             self._decoder.finish_loading()
             if self._draft is not None:
                 self._draft.finish_loading()
@@ -254,13 +284,17 @@ class Worker:
             return None
         context = LayerContext(setup.dtype, setup.device, self._kernels)
         slots = AdapterSlots(self._decoder, setup.spec, config.slots, config.max_lora_rank, context)
-        return DeviceAdapters(slots, Reading(self._whole, config.max_lora_rank, setup.dtype, pinned=self._cuda, cuts=self._cuts))
+        return DeviceAdapters(
+            slots, Reading(self._whole, config.max_lora_rank, setup.dtype, pinned=self._cuda, cuts=self._cuts)
+        )
 
     def _fill(self, decoder: Decoder, source: ModelSource, spec: DecoderSpec) -> None:
         shared = self._cuts if decoder is self._decoder else {}  # a draft model every rank has whole
         if source.weights is WeightFormat.DUMMY:
             with waiting("Making random weights", "Made random weights"):
-                loader.fill_dummy(decoder, self._config.model.seed, shared, self._group.rank if self._group is not None else 0)
+                loader.fill_dummy(
+                    decoder, self._config.model.seed, shared, self._group.rank if self._group is not None else 0
+                )
             return
         checkpoint = open_checkpoint(source)
         try:
@@ -285,7 +319,9 @@ class Worker:
 
     def _await_kernels(self, meanwhile: Callable[[], object]) -> None:
         sizes = product_sizes(self._setup.most_verified, self._setup.tokens_a_step)
-        ours = sizes[-1] if self._kernels.batch_invariant else MOST_ROWS  # up to so many, kernels of our own: the threads build them
+        ours = (
+            sizes[-1] if self._kernels.batch_invariant else MOST_ROWS
+        )  # up to so many, kernels of our own: the threads build them
         self._multiply([size for size in sizes if size > ours])
         if self._ahead is None:
             meanwhile()
@@ -306,17 +342,25 @@ class Worker:
 
     # --- what runs steps
 
-    def _kinds_of_graphs(self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]) -> Sequence[DecodeGraphs | PromptGraphs]:
+    def _kinds_of_graphs(
+        self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]
+    ) -> Sequence[DecodeGraphs | PromptGraphs]:
         return self._create_graphs(max_model_len, rows, kv_caches, self._draft_caches(kv_caches)).kinds
 
-    def _create_graphs(self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor]) -> Graphs:
+    def _create_graphs(
+        self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor]
+    ) -> Graphs:
         """``own``: the draft model's caches."""
         setup, config = self._setup, self._config
         if not setup.graphs or not self._kernels.graphable:
             return Graphs()
         recorder = Recorder(self._decoder, self._kernels, rows, kv_caches)
         lengths = {"max_num_seqs": setup.most_rows, "max_model_len": max_model_len}
-        most: dict[str, Any] = {"max_num_seqs": setup.most_verified, "max_model_len": max_model_len, "max_logits_rows": config.scheduler.logits_rows}
+        most: dict[str, Any] = {
+            "max_num_seqs": setup.most_verified,
+            "max_model_len": max_model_len,
+            "max_logits_rows": config.scheduler.logits_rows,
+        }
         decode, draft = DecodeGraphs(recorder, **most), None
         if self._draft is not None and setup.draft is not None:
             most |= {"max_num_seqs": min(setup.most_rows, MOST_DRAFTING), "built": False}
@@ -343,7 +387,9 @@ class Worker:
             graphs=graphs.decode,
             prompt_graphs=graphs.prompts,
             arena=self._arena,
-            speculator=self._create_speculator(rows, self._draft_caches(kv_caches) if own is None else own, graphs.draft),
+            speculator=self._create_speculator(
+                rows, self._draft_caches(kv_caches) if own is None else own, graphs.draft
+            ),
             adapters=self._adapters,
         )
 
@@ -362,7 +408,11 @@ class Worker:
             return None
         if self._draft is not None and draft is not None:
             return Speculator(rows, DraftModel(self._draft, own, draft.groups, rows, self._kernels, graphs))
-        lookup = Lookup(settings.prompt_lookup_min, settings.prompt_lookup_max, settings.suffix_tokens if settings.method == "suffix" else 0)
+        lookup = Lookup(
+            settings.prompt_lookup_min,
+            settings.prompt_lookup_max,
+            settings.suffix_tokens if settings.method == "suffix" else 0,
+        )
         return Speculator(rows, LookupProposer(rows, lookup))
 
     def _create_executor(self, memory: dict[str, int]) -> Executor:
@@ -380,7 +430,9 @@ class Worker:
             adapter_slots=self._config.adapters.slots,
         )
         if self._cuda:
-            return DeviceExecutor(self._runner, info, restore=self._memory.restore, later=self._later_kernels(), adapters=self._adapters)
+            return DeviceExecutor(
+                self._runner, info, restore=self._memory.restore, later=self._later_kernels(), adapters=self._adapters
+            )
         return DeviceExecutor(self._runner, info, threads=setup.worker_threads, adapters=self._adapters)
 
     def _later_kernels(self) -> Behind | None:
@@ -391,7 +443,11 @@ class Worker:
 
     def _decisions(self) -> Iterator[Decision]:
         if self._setup.graphs and not self._kernels.graphable:
-            yield Decision("graphs", False, "a torch twin that looks at the device stands in for a kernel, and no graph can hold that")
+            yield Decision(
+                "graphs",
+                False,
+                "a torch twin that looks at the device stands in for a kernel, and no graph can hold that",
+            )
         if self._ahead is not None:
             folder, problem = self._ahead.prepared
             yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
@@ -399,7 +455,9 @@ class Worker:
             yield draft_memory(self._setup.draft.spec, self._setup.dtype.itemsize, self._draft_kv, self._plan.groups)
         if self._adapters is not None:
             said = f"{self._adapters.slots.num_bytes / 2**20:.0f} MiB beside the weights, set aside for --max-loras and --max-lora-rank"
-            yield Decision("adapters", f"{self._config.adapters.slots} slots of rank {self._config.adapters.max_lora_rank}", said)
+            yield Decision(
+                "adapters", f"{self._config.adapters.slots} slots of rank {self._config.adapters.max_lora_rank}", said
+            )
         yield from self._formats
         yield from _kernel_decisions(self._kernels)
 
@@ -407,9 +465,24 @@ class Worker:
 def _weight_formats(spec: DecoderSpec, source: ModelSource) -> tuple[Decision, ...]:
     """How many matrices are held in which format."""
     if source.widened is not None:
-        return (Decision("weight formats", "none", f"widened from {source.widened.get('quant_method')}, as --quantization none asks"),)
-    counts = Counter(form.label for weight in weights(spec) if not weight.tied for form in weight.formats for _ in range(math.prod(weight.stacked)))
-    return tuple(Decision("weight format", label, f"{count} matrices, as the checkpoint stores them") for label, count in counts.items())
+        return (
+            Decision(
+                "weight formats",
+                "none",
+                f"widened from {source.widened.get('quant_method')}, as --quantization none asks",
+            ),
+        )
+    counts = Counter(
+        form.label
+        for weight in weights(spec)
+        if not weight.tied
+        for form in weight.formats
+        for _ in range(math.prod(weight.stacked))
+    )
+    return tuple(
+        Decision("weight format", label, f"{count} matrices, as the checkpoint stores them")
+        for label, count in counts.items()
+    )
 
 
 def _without_loss(setup: Setup) -> tuple[Setup, tuple[Decision, ...]]:
@@ -418,10 +491,14 @@ def _without_loss(setup: Setup) -> tuple[Setup, tuple[Decision, ...]]:
     if not is_plain(setup.spec):
         reason = "weights are in a format of their own already"
     try:
-        spec = setup.spec if reason else with_formats(setup.spec, lambda module: None if ".experts." in module else form)
+        spec = (
+            setup.spec if reason else with_formats(setup.spec, lambda module: None if ".experts." in module else form)
+        )
     except ModelError as error:
         spec, reason = setup.spec, error.message
-    said = Decision("weight format", form.label if reason is None else "unquantised", reason or "compressed_weights is on")
+    said = Decision(
+        "weight format", form.label if reason is None else "unquantised", reason or "compressed_weights is on"
+    )
     return replace(setup, spec=spec), (said,)
 
 
@@ -429,8 +506,8 @@ def create_ahead(
     device: torch.device, *, strict: bool, builders: Builders | None = None, later: bool = True
 ) -> CompileAhead[tuple[str, str | None]] | None:
     """Threads that build kernels; None where no kernel is built at run time. ``builders``: processes that compile for
-    them; without, nothing comes ``later``: steps and a compiler in one process take turns. Nor does it for ranks, which must
-    compute alike."""
+    them; without, nothing comes ``later``: steps and a compiler in one process take turns. Nor does it for ranks, which
+    must compute alike."""
     if device.type != "cuda" or gpu.missing(device) is not None:
         return None
 
@@ -440,7 +517,9 @@ def create_ahead(
             gpu.prepare_kernels(device)
         return prepared
 
-    return CompileAhead(prepare, strict=strict, within=partial(gpu.built_by, builders), later=later and builders is not None)
+    return CompileAhead(
+        prepare, strict=strict, within=partial(gpu.built_by, builders), later=later and builders is not None
+    )
 
 
 def _device_name(device: torch.device, threads: int) -> str:

@@ -1,5 +1,5 @@
-"""A system that is not Linux, as far as Python shows one. Every interpreter that starts with this folder on its path loses what macOS
-does not have: Linux's own functions, /proc and /sys, limits on address space, uvloop.
+"""A system that is not Linux, as far as Python shows one. Every interpreter that starts with this folder on its path
+loses what macOS does not have: Linux's own functions, /proc and /sys, limits on address space, uvloop.
 
 What lives here: taking away. What may not: judging what is left (tests/engine/test_elsewhere.py).
 """
@@ -14,7 +14,19 @@ import sys
 from typing import Any
 
 GONE = (
-    (os, ("sched_getaffinity", "sched_setaffinity", "memfd_create", "eventfd", "pidfd_open", "posix_fadvise", "posix_fallocate", "waitid")),
+    (
+        os,
+        (
+            "sched_getaffinity",
+            "sched_setaffinity",
+            "memfd_create",
+            "eventfd",
+            "pidfd_open",
+            "posix_fadvise",
+            "posix_fallocate",
+            "waitid",
+        ),
+    ),
     (signal, ("sigtimedwait", "sigwaitinfo")),
     (select, ("epoll",)),
     (resource, ("prlimit",)),
@@ -49,5 +61,7 @@ resource.setrlimit = set_limit  # type: ignore[assignment]
 os.stat = stat  # type: ignore[assignment]
 sys.modules["uvloop"] = None  # type: ignore[assignment]
 sys.addaudithook(refuse)
-if "ELSEWHERE_PYTHON" in os.environ:  # started by name, so that children without site-packages (-S) are taken there, too
+if (
+    "ELSEWHERE_PYTHON" in os.environ
+):  # started by name, so that children without site-packages (-S) are taken there, too
     sys.executable = os.environ["ELSEWHERE_PYTHON"]

@@ -1,6 +1,8 @@
-"""What was asked, and what has been told: every output is the next of an open answer, and an answer ends once, where and why it must.
+"""What was asked, and what has been told: every output is the next of an open answer, and an answer ends once, where
+and why it must.
 
-What lives here: requests as they stand from outside, and what each output is held against. What may not: events, the engine's inside.
+What lives here: requests as they stand from outside, and what each output is held against. What may not: events, the
+engine's inside.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Standing:
 
 
 class Answers:
-    """``limit``: tokens a sequence may have. ``there``: the requests that the scheduler must know. ``seen``: counts what happens."""
+    """``limit``: tokens a sequence may have. ``there``: the requests that the scheduler must know. ``seen``: counts
+    what happens."""
 
     def __init__(self, setting: Setting, device: Device, watch: OrderWatch, limit: int, seen: Counter[str]) -> None:
         self.standing: dict[int, Standing] = {}
@@ -81,7 +84,14 @@ class Answers:
     def try_cut(self, number: int, index: int, keep: int) -> int | None:
         """How many tokens stay, if this answer can be cut: it is told of, has not ended, and was not cut before."""
         standing, line = self.standing.get(number), self.lines.get((number, index))
-        if standing is None or line is None or standing.doomed or index not in standing.open or index in standing.cut or not line.tokens:
+        if (
+            standing is None
+            or line is None
+            or standing.doomed
+            or index not in standing.open
+            or index in standing.cut
+            or not line.tokens
+        ):
             return None
         standing.cut[index] = min(keep, len(line.tokens))
         self._wishes.append(standing)
@@ -125,7 +135,12 @@ class Answers:
 
     def _turned_away(self, key: tuple[int, int], output: SequenceOutput) -> bool:
         refuses = self._watch.bound.refuses or self.refusal(self.standing[key[0]].asked)
-        return bool(refuses) and output.finished is not None and output.finished.reason is FinishReason.ERROR and not self.lines[key].tokens
+        return (
+            bool(refuses)
+            and output.finished is not None
+            and output.finished.reason is FinishReason.ERROR
+            and not self.lines[key].tokens
+        )
 
     def _ended(self, index: int, standing: Standing) -> None:
         standing.open.discard(index)
@@ -143,17 +158,34 @@ class Answers:
         elif found != end:
             raise Broken("answer", f"{key} ended with {found}, not {end}")
         elif self.standing[key[0]].asked.scored and key[1] == 0:
-            hold(self._scored.get(key[0], 0) == len(self.standing[key[0]].asked.prompt) - 1, "scores", f"{key} ended, and not all of it was scored")
+            hold(
+                self._scored.get(key[0], 0) == len(self.standing[key[0]].asked.prompt) - 1,
+                "scores",
+                f"{key} ended, and not all of it was scored",
+            )
 
     def _check_error(self, key: tuple[int, int], finished: Finished) -> None:
-        """Only by a cause that is known: a step that failed and computed it, an unusable row, a grammar's dead end, a refusal."""
+        """Only by a cause that is known: a step that failed and computed it, an unusable row, a grammar's dead end, a
+        refusal."""
         asked, message = self.standing[key[0]].asked, finished.message or ""
         plan, result = self._device.collected, self._device.result
         if message in (UNUSABLE, oracle.NOTHING_ALLOWED):
-            hold(result is not None and message in result.errors.values(), "error", f"{key}: {message}, though the step has no such row")
-            hold(message == UNUSABLE or self.lines[key].expect()[1] == (FinishReason.ERROR, message), "error", f"{key}: {message}, wrongly")
+            hold(
+                result is not None and message in result.errors.values(),
+                "error",
+                f"{key}: {message}, though the step has no such row",
+            )
+            hold(
+                message == UNUSABLE or self.lines[key].expect()[1] == (FinishReason.ERROR, message),
+                "error",
+                f"{key}: {message}, wrongly",
+            )
         elif self.refusal(asked):
-            hold(self.refusal(asked) in message, "error", f"{key}: {message!r} instead of a refusal that says {self.refusal(asked)!r}")
+            hold(
+                self.refusal(asked) in message,
+                "error",
+                f"{key}: {message!r} instead of a refusal that says {self.refusal(asked)!r}",
+            )
         elif plan is not None and result is None and key[0] in self._device.fallen:
             self._seen["fell with a step"] += 1
         else:

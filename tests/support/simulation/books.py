@@ -2,12 +2,14 @@
 
     blocks    used + cached + free = all; references are owners: tables, and what waits for a step in flight
     in flight what a step in flight reads or writes is nobody's to hand out
-    names     a prefix names a block only if it holds the prefix, written by a step that was submitted; and no block twice
+    names     a prefix names a block only if it holds the prefix, written by a step that was submitted; and no block
+    twice
     rows      one owner each, or free, or waiting for a step in flight
     tokens    known = prompt + told; placeholders = samples in flight; computed <= known; who waits holds nothing
     requests  those that have come and not ended are there, and no others
 
-Everything is compared in whole lists and dictionaries, and what was right and is the same is right: looking costs no more than what happens.
+Everything is compared in whole lists and dictionaries, and what was right and is the same is right: looking costs no
+more than what happens.
 
 What lives here: looking. What may not: order and starvation (order.py), answers (life.py), changing anything.
 """
@@ -41,11 +43,17 @@ class Books:
         self._device = device
         self._settled = settled
         num_groups = len(scheduler.cache.pools)
-        self._holdings: list[tuple[list[BlockTable], Leaving, list[int]]] = [([], [], [])] * num_groups  # as they were when all was right
+        self._holdings: list[tuple[list[BlockTable], Leaving, list[int]]] = [
+            ([], [], [])
+        ] * num_groups  # as they were when all was right
         self._nothing: list[BlockTable] = [[] for _ in scheduler.cache.pools]
         self._owners: list[list[int]] = [[0] * pool.num_blocks for pool in scheduler.cache.pools]  # then
-        self._pools: list[tuple[list[int], list[int], list[int], list[int], list[bool]]] = [([], [], [], [], [])] * num_groups  # likewise
-        self._named: list[dict[int, PrefixNode]] = [{} for _ in scheduler.cache.pools]  # as found last time, contents right
+        self._pools: list[tuple[list[int], list[int], list[int], list[int], list[bool]]] = [
+            ([], [], [], [], [])
+        ] * num_groups  # likewise
+        self._named: list[dict[int, PrefixNode]] = [
+            {} for _ in scheduler.cache.pools
+        ]  # as found last time, contents right
         self._links: dict[PrefixNode, array[int]] = {}  # the hash after each token of a node
         self._told: dict[Sequence, array[int]] = {}  # what is known of each, as its line grows
         self._doubtful = False  # names of steps that have failed may still stand
@@ -104,13 +112,19 @@ class Books:
 
     def _check_pool(self, group: int) -> None:
         """Whoever nobody owns is free or cached, once; a cached one is named, a free one is not."""
-        pool, named, owners = self._scheduler.cache.pools[group], self._scheduler.cache._node_of[group], self._owners[group]
+        pool, named, owners = (
+            self._scheduler.cache.pools[group],
+            self._scheduler.cache._node_of[group],
+            self._owners[group],
+        )
         state = (owners, pool._free, [*pool._cached], [*named], pool._named)
         if state == self._pools[group]:
             return
         idle = [*pool._free, *pool._cached]
         if len(idle) != owners.count(0) or len(set(idle)) != len(idle) or any(map(owners.__getitem__, idle)):
-            counts = f"{len(pool._free)} free, {len(pool._cached)} cached, {owners.count(0)} of {len(owners)} without owner"
+            counts = (
+                f"{len(pool._free)} free, {len(pool._cached)} cached, {owners.count(0)} of {len(owners)} without owner"
+            )
             raise Broken("blocks", f"group {group}: {counts}")
         if sum(pool._named) != len(named) or not all(map(pool._named.__getitem__, named)):
             raise Broken("names", f"group {group}: the pool and the tree name different blocks")
@@ -173,8 +187,11 @@ class Books:
 
     # --- tokens
 
-    def _check_tokens(self, everybody: list[Sequence], running: list[Sequence], lines: Mapping[tuple[int, int], Line]) -> None:
-        """Known = prompt + told, less what a cohort has kept back; placeholders = samples in flight; computed <= known."""
+    def _check_tokens(
+        self, everybody: list[Sequence], running: list[Sequence], lines: Mapping[tuple[int, int], Line]
+    ) -> None:
+        """Known = prompt + told, less what a cohort has kept back; placeholders = samples in flight; computed <=
+        known."""
         samples, lag = self._samples(), {} if self._settled else _lags(self._scheduler)
         known = [sequence.token_ids for sequence in everybody]
         for sequence in everybody:
@@ -206,19 +223,27 @@ class Books:
             samples[sequence] += max(0, len(sequence.certain) - 1)  # these are on their way with a sample
         return samples
 
-    def _raise_tokens(self, everybody: list[Sequence], wanted: list[array[int]], samples: Mapping[Sequence, int]) -> None:
+    def _raise_tokens(
+        self, everybody: list[Sequence], wanted: list[array[int]], samples: Mapping[Sequence, int]
+    ) -> None:
         """Says whose are wrong."""
         for sequence, ids in zip(everybody, wanted, strict=True):
             prompt, coming = sequence.num_prompt_tokens, samples.get(sequence, 0)
             if sequence.token_ids != ids:
-                raise Broken("tokens", f"{_name(sequence)}: knows {list(sequence.token_ids[prompt:])}, told {list(ids[prompt:])}")
+                raise Broken(
+                    "tokens", f"{_name(sequence)}: knows {list(sequence.token_ids[prompt:])}, told {list(ids[prompt:])}"
+                )
             if sequence.num_tokens != len(ids) + coming:
-                raise Broken("tokens", f"{_name(sequence)}: {sequence.num_tokens} tokens, {len(ids)} known, {coming} in flight")
+                raise Broken(
+                    "tokens", f"{_name(sequence)}: {sequence.num_tokens} tokens, {len(ids)} known, {coming} in flight"
+                )
         raise Broken("tokens", "a cohort's records have been made up for wrongly")
 
     def _check_running(self, sequence: Sequence) -> None:
         computed, known = sequence.num_computed_tokens, sequence.num_tokens
-        covered = sequence.kv.capacity if self._scheduler.limits.kv_caching else known  # who recomputes all keeps no account
+        covered = (
+            sequence.kv.capacity if self._scheduler.limits.kv_caching else known
+        )  # who recomputes all keeps no account
         if sequence.row is None or computed > known or computed > covered:
             raise Broken("tokens", f"{_name(sequence)}: {computed} of {known} computed, {sequence.kv.capacity} covered")
 

@@ -19,7 +19,8 @@ from tests.support.simulation.schedule import Asked
 
 @dataclass(slots=True)
 class Came:
-    """A request as the scheduler met it: what it asked, and the time of the step before which it came (infinite until then)."""
+    """A request as the scheduler met it: what it asked, and the time of the step before which it came (infinite until
+    then)."""
 
     asked: Asked
     at: float
@@ -27,10 +28,11 @@ class Came:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """``may_pass(later, earlier)``: a request that came later may be admitted for the first time while the earlier one still waits for that.
-    False for any two of a class: first in, first out within the class.
-    ``may_outlast(later, earlier)``: it may go on running while the earlier one is pushed out; if not said, who may pass may.
-    ``most_passed(one, older)``: how many may pass it, when these older ones were there as it came. ``refuses``: it may turn requests away."""
+    """``may_pass(later, earlier)``: a request that came later may be admitted for the first time while the earlier one
+    still waits for that. False for any two of a class: first in, first out within the class. ``may_outlast(later,
+    earlier)``: it may go on running while the earlier one is pushed out; if not said, who may pass may.
+    ``most_passed(one, older)``: how many may pass it, when these older ones were there as it came. ``refuses``: it may
+    turn requests away."""
 
     may_pass: Callable[[Came, Came], bool]
     most_passed: Callable[[Came, Sequence[Came]], float] = lambda one, older: math.inf
@@ -43,7 +45,8 @@ AGEING = SchedulerConfig().ageing
 
 
 def _ages(later: Came, earlier: Came) -> bool:
-    """Not later than what is expected of the earlier one is worth in seconds: what one guesses before anything is known, or has seen."""
+    """Not later than what is expected of the earlier one is worth in seconds: what one guesses before anything is
+    known, or has seen."""
     left = FIRST_GUESS + PROMPT_SHARE * len(earlier.asked.prompt)
     return (later.at - earlier.at) * AGEING <= left + 1e-6
 

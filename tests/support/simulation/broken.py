@@ -7,7 +7,8 @@ from __future__ import annotations
 
 
 class Broken(AssertionError):
-    """``kind`` is one word for what is broken, the same however it comes about: a schedule is shrunk for as long as it stays."""
+    """``kind`` is one word for what is broken, the same however it comes about: a schedule is shrunk for as long as it
+    stays."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")

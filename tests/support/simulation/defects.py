@@ -40,7 +40,9 @@ Plant = Callable[[Patch], None]
 def a_reference_is_leaked(patch: Patch) -> None:
     """The block that was copied on write is not let go of."""
 
-    def copy_block(self: CacheManager, kv: SequenceKV, group: int, index: int, row: int, edits: TableEdits, step_id: int) -> None:
+    def copy_block(
+        self: CacheManager, kv: SequenceKV, group: int, index: int, row: int, edits: TableEdits, step_id: int
+    ) -> None:
         block, own = kv.tables[group][index], self.pools[group].allocate()
         assert block is not None
         edits.copy(group, block, own)
@@ -70,7 +72,9 @@ def a_row_edit_is_forgotten(patch: Patch) -> None:
     """The worker is not told of the block that a sequence got by copy on write."""
     copy_block = CacheManager._copy_block
 
-    def silent(self: CacheManager, kv: SequenceKV, group: int, index: int, row: int, edits: TableEdits, step_id: int) -> None:
+    def silent(
+        self: CacheManager, kv: SequenceKV, group: int, index: int, row: int, edits: TableEdits, step_id: int
+    ) -> None:
         copy_block(self, kv, group, index, row, edits, step_id)
         for column in (edits.row, edits.group, edits.index, edits.block):
             column.pop()
@@ -204,7 +208,9 @@ def an_unusable_row_is_not_noticed(patch: Patch) -> None:
     accept = results._accept
 
     def deaf(roster: Roster, sequence: Sequence, j: int, result: Any, scores: Any, now: float) -> Any:
-        return accept(roster, sequence, -1 if result.errors.get(j, "").startswith("the logits") else j, result, scores, now)
+        return accept(
+            roster, sequence, -1 if result.errors.get(j, "").startswith("the logits") else j, result, scores, now
+        )
 
     patch.setattr(results, "_accept", deaf)
 
@@ -212,6 +218,7 @@ def an_unusable_row_is_not_noticed(patch: Patch) -> None:
 def a_request_is_dropped_when_its_step_fails(patch: Patch) -> None:
     """The step fails, and its requests are told nothing."""
     take_failure = results.take_failure
+
     def mute(roster: Roster, step: Any, message: str, now: float) -> Any:
         take_failure(roster, step, message, now)
         return []
@@ -260,7 +267,8 @@ DEFECTS: tuple[Plant, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``seeds``: how many were lived through until one failed, None: none of them did. ``small``: it breaks the small world as well."""
+    """``seeds``: how many were lived through until one failed, None: none of them did. ``small``: it breaks the small
+    world as well."""
 
     name: str
     seeds: int | None
@@ -316,7 +324,11 @@ def _words(schedule: Schedule) -> str:
     """A shrunk schedule in a few words: its events, and what its engine has of its own."""
     runs = [(word, len(list(same))) for word, same in groupby(map(_word, schedule.events))]
     words = [f"{word} × {count}" if count > 1 else word for word, count in runs]
-    own = [f"{name} {value}" for name, value in _changed(schedule.setting).items() if name not in ("groups", "length", "settled", "journalled")]
+    own = [
+        f"{name} {value}"
+        for name, value in _changed(schedule.setting).items()
+        if name not in ("groups", "length", "settled", "journalled")
+    ]
     return f"{len(schedule.events)} events: {', '.join(words)}" + (f"; {', '.join(own)}" if own else "")
 
 

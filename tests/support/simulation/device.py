@@ -1,8 +1,9 @@
-"""A device without a model that fails, dawdles and spoils rows when told to, and judges every plan before it computes it.
+"""A device without a model that fails, dawdles and spoils rows when told to, and judges every plan before it computes
+it.
 
-Beside the hash of each context, which the executor it extends compares with the row's own ids, it holds plans against its own account of
-each row: tokens are computed once, one after the other, none beyond the last; what a step in flight reads or writes for one request is not
-written for another.
+Beside the hash of each context, which the executor it extends compares with the row's own ids, it holds plans against
+its own account of each row: tokens are computed once, one after the other, none beyond the last; what a step in flight
+reads or writes for one request is not written for another.
 
 What lives here: the executor. What may not: the scheduler's state (books.py).
 """
@@ -39,14 +40,26 @@ class JumpingClock(VirtualClock):
 
 def info_of(setting: Setting) -> ExecutorInfo:
     groups = tuple(
-        KVGroup(KVSpec((n,), KVKind.FULL if g.window is None else KVKind.SLIDING, g.block_size, 1, 1, 8, window=g.window), g.num_blocks)
+        KVGroup(
+            KVSpec((n,), KVKind.FULL if g.window is None else KVKind.SLIDING, g.block_size, 1, 1, 8, window=g.window),
+            g.num_blocks,
+        )
         for n, g in enumerate(setting.groups)
     )
-    return ExecutorInfo(VOCAB, setting.length, setting.rows, groups, "none (keyed hash)", padded=setting.padded, max_drafts=setting.drafts)
+    return ExecutorInfo(
+        VOCAB,
+        setting.length,
+        setting.rows,
+        groups,
+        "none (keyed hash)",
+        padded=setting.padded,
+        max_drafts=setting.drafts,
+    )
 
 
 class Forecast:
-    """What a cost model would say: half of a step is its constant, the rest is for eight tokens that see ten keys each."""
+    """What a cost model would say: half of a step is its constant, the rest is for eight tokens that see ten keys
+    each."""
 
     def __init__(self, setting: Setting) -> None:
         self.windows = tuple(group.window for group in setting.groups)
@@ -61,8 +74,9 @@ class Forecast:
 
 @dataclass(slots=True)
 class _Account:
-    """Of one row. ``links``: by group, the hash after each of its own ids, in blocks, as far as they were needed; ``linked``: so many;
-    ``head``: the last of them. ``computed``: tokens whose keys are there; None: its first chunk says."""
+    """Of one row. ``links``: by group, the hash after each of its own ids, in blocks, as far as they were needed;
+    ``linked``: so many; ``head``: the last of them. ``computed``: tokens whose keys are there; None: its first chunk
+    says."""
 
     links: list[list[array[int]]]
     head: int
@@ -81,8 +95,8 @@ class _Account:
 
 
 class Device(CheckedExecutor):
-    """``told_rows``: called with every plan's new rows, before anything is computed. ``fallen``: whose tokens the step was to
-    compute that was collected last, if it failed."""
+    """``told_rows``: called with every plan's new rows, before anything is computed. ``fallen``: whose tokens the step
+    was to compute that was collected last, if it failed."""
 
     def __init__(self, setting: Setting, clock: VirtualClock, told_rows: Callable[[StepPlan], None]) -> None:
         super().__init__(info_of(setting), clock=clock, acceptance=setting.acceptance)
@@ -146,7 +160,9 @@ class Device(CheckedExecutor):
     def _judge_sizes(self, plan: StepPlan) -> None:
         setting, counts = self._setting, plan.counts
         tokens = len(counts) * max(counts, default=0) if setting.padded else sum(counts)
-        splits = setting.chunked_prefill and setting.kv_caching  # else a whole may exceed what a step should have, alone
+        splits = (
+            setting.chunked_prefill and setting.kv_caching
+        )  # else a whole may exceed what a step should have, alone
         if tokens > setting.budget and (splits or len(counts) != 1):
             raise Broken("budget", f"{list(counts)} tokens in a step of {setting.budget}")
         if not len(set(plan.rows)) == len(plan.rows) <= setting.rows:
@@ -158,7 +174,9 @@ class Device(CheckedExecutor):
     def _apply(self, plan: StepPlan) -> None:
         for new in plan.rows_added:
             kept = self._accounts.get(new.row) if new.row in self._rows and new.row not in plan.rows_dropped else None
-            self._accounts[new.row] = _Account([[] for _ in self._specs], self._key, computed=kept.computed if kept else None)
+            self._accounts[new.row] = _Account(
+                [[] for _ in self._specs], self._key, computed=kept.computed if kept else None
+            )
             self._only.pop(new.row, None)
             if new.params.allowed_token_ids is not None:
                 self._only[new.row] = sum(1 << token for token in new.params.allowed_token_ids)
@@ -172,7 +190,9 @@ class Device(CheckedExecutor):
             return []
         self._apply(plan)
         heads, touched, takers = [], self.in_flight[-1][1], self._takers(plan)
-        for work, (number, start, count, drafts) in enumerate(zip(plan.rows, plan.starts, plan.counts, plan.drafts or repeat(0), strict=False)):
+        for work, (number, start, count, drafts) in enumerate(
+            zip(plan.rows, plan.starts, plan.counts, plan.drafts or repeat(0), strict=False)
+        ):
             row, account, end = self._rows[number], self._accounts[number], start + count
             self._judge_work(row, account, start, end - drafts, takers.get(work, ()))
             seen = self._touch(row, start, end, touched)
@@ -184,7 +204,11 @@ class Device(CheckedExecutor):
 
     def _own_blocks(self, row: _HashRow, start: int, end: int) -> set[tuple[int, int]]:
         tables = enumerate(zip(self._sizes, row.tables, strict=True))
-        return {(group, table[index]) for group, (size, table) in tables for index in range(start // size, (end - 1) // size + 1)}
+        return {
+            (group, table[index])
+            for group, (size, table) in tables
+            for index in range(start // size, (end - 1) // size + 1)
+        }
 
     def _takers(self, plan: StepPlan) -> dict[int, list[int]]:
         takers: dict[int, list[int]] = {}
@@ -208,7 +232,10 @@ class Device(CheckedExecutor):
         account.computed = end
         for taker in takers:
             if len(self._rows[taker].token_ids) != end:
-                raise Broken("chunk", f"request {who}: row {taker} has {len(self._rows[taker].token_ids)} tokens and gets one at {end}")
+                raise Broken(
+                    "chunk",
+                    f"request {who}: row {taker} has {len(self._rows[taker].token_ids)} tokens and gets one at {end}",
+                )
             self._accounts[taker].computed = end
 
     def _settle(self, plan: StepPlan, result: StepResult) -> None:
@@ -220,8 +247,8 @@ class Device(CheckedExecutor):
                 account.forget(account.computed, self._sizes)
 
     def _touch(self, row: _HashRow, start: int, end: int, touched: Touched) -> list[tuple[int, list[int]]]:
-        """Notes what the step reads and writes, and looks whether somebody else's step still does. Returns, by group, the first of the
-        table's blocks that it sees, and all of them."""
+        """Notes what the step reads and writes, and looks whether somebody else's step still does. Returns, by group,
+        the first of the table's blocks that it sees, and all of them."""
         who, seen = row.new.sequence_id, []
         for group, (spec, table) in enumerate(zip(self._specs, row.tables, strict=True)):
             size = spec.block_size
@@ -253,7 +280,11 @@ class Device(CheckedExecutor):
         if account.linked < end:
             self._link(account, row.token_ids[account.linked : end])
         for spec, kv, (first, blocks), right in zip(self._specs, self._kv, seen, account.links, strict=True):
-            held, wanted, over = [*map(kv.__getitem__, blocks)], right[first : first + len(blocks)], end % spec.block_size
+            held, wanted, over = (
+                [*map(kv.__getitem__, blocks)],
+                right[first : first + len(blocks)],
+                end % spec.block_size,
+            )
             if over:
                 held[-1], wanted[-1] = held[-1][:over], wanted[-1][:over]
             if held != wanted:

@@ -1,7 +1,7 @@
 """Schedules drawn from seeds: an engine's sizes and switches, and what happens to it.
 
-Load is drawn relative to what the engine can do, so that queues form and drain again; quiet stretches let steps become alike; bursts fill the
-cache; prompts share beginnings and go on from answers.
+Load is drawn relative to what the engine can do, so that queues form and drain again; quiet stretches let steps become
+alike; bursts fill the cache; prompts share beginnings and go on from answers.
 
 What lives here: the drawing. What may not: running anything.
 """
@@ -33,7 +33,9 @@ from tests.support.simulation.schedule import (
 )
 
 LENGTH = 48
-BY_LENGTH = 4  # of so many lives in one most answers end by length alone, so that sequences decode side by side for long
+BY_LENGTH = (
+    4  # of so many lives in one most answers end by length alone, so that sequences decode side by side for long
+)
 TRUNKS = ((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3), (2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5))
 MEAN_PROMPT, MEAN_ANSWER = 13, 8
 
@@ -46,7 +48,9 @@ def draw(seed: int, events: int = 500, policy: str | None = None) -> Schedule:
     if seed % BY_LENGTH:
         return schedule
     rng = random.Random(schedule.name)
-    return replace(schedule, events=tuple(_by_length(rng, event) if isinstance(event, Add) else event for event in schedule.events))
+    return replace(
+        schedule, events=tuple(_by_length(rng, event) if isinstance(event, Add) else event for event in schedule.events)
+    )
 
 
 def _by_length(rng: random.Random, event: Add) -> Add:
@@ -65,7 +69,9 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
     drawn, step_seconds, chunked = rng.choice(tuple(POLICIES)), rng.choice((0.0, 0.01, 0.15)), mostly(0.8)
     forecast, kv_caching = step_seconds > 0 and mostly(0.7), mostly(0.93)
     bounded = forecast and chunked and kv_caching and mostly(0.3)
-    own = random.Random(f"drafts of {drawn} {rng.getstate()[1][:4]}")  # what is drawn with ``rng`` stays what it was without drafts
+    own = random.Random(
+        f"drafts of {drawn} {rng.getstate()[1][:4]}"
+    )  # what is drawn with ``rng`` stays what it was without drafts
     return Setting(
         depth=rng.choice((0, 1, 2)),
         rows=rng.choice((2, 3, 4, 8)),
@@ -93,7 +99,8 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
 
 
 def _draw_groups(rng: random.Random) -> tuple[Group, ...]:
-    """Caches for less than one long request up to several; windows alone and beside full attention, in blocks of their own size."""
+    """Caches for less than one long request up to several; windows alone and beside full attention, in blocks of their
+    own size."""
     size, share = rng.choice((2, 4, 8)), rng.choice((0.6, 1.0, 1.0, 1.7, 3.0))
     blocks = max(4, int(LENGTH * share) // size)
     window = rng.choice((None, None, None, 6, 9))
@@ -119,7 +126,10 @@ class _Story:
 
     def write(self) -> tuple[Event, ...]:
         rng = self.rng
-        self.calm, self.trouble = _capacity(self.setting) * rng.choice((0.4, 0.8, 1.0, 1.3)), rng.choice((0.02, 0.08, 0.2))
+        self.calm, self.trouble = (
+            _capacity(self.setting) * rng.choice((0.4, 0.8, 1.0, 1.3)),
+            rng.choice((0.02, 0.08, 0.2)),
+        )
         events: list[Event] = []
         while len(events) < self.length:
             if self.left <= 0:
@@ -147,7 +157,11 @@ class _Story:
     def _answered(self) -> int:
         """A number that is likely to have got some tokens and to want more."""
         count = len(self.asked)
-        likely = [n for n in range(max(0, count - 16), count) if 2 <= self.turns - self.came[n] <= 2 * self.asked[n].max_tokens]
+        likely = [
+            n
+            for n in range(max(0, count - 16), count)
+            if 2 <= self.turns - self.came[n] <= 2 * self.asked[n].max_tokens
+        ]
         return self.rng.choice(likely) if likely else self._recent()
 
     def _trouble(self) -> Event:
@@ -244,5 +258,9 @@ def _capacity(setting: Setting) -> float:
     tokens, room = MEAN_PROMPT + MEAN_ANSWER, min(group.block_size * group.num_blocks for group in setting.groups)
     rows = min(setting.rows, max(1.0, room / tokens))
     rate = min(rows / (MEAN_ANSWER + 2), setting.budget / tokens)
-    slow = (1.0 if setting.continuous_batching else 0.6) * (1.0 if setting.kv_caching else 0.5) * (0.5 if setting.padded else 1.0)
+    slow = (
+        (1.0 if setting.continuous_batching else 0.6)
+        * (1.0 if setting.kv_caching else 0.5)
+        * (0.5 if setting.padded else 1.0)
+    )
     return rate * slow

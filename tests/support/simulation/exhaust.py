@@ -1,9 +1,10 @@
-"""A world so small that all that can happen in it does: three requests, four blocks, and every order of arrivals, submissions, results, aborts
-and a failing step.
+"""A world so small that all that can happen in it does: three requests, four blocks, and every order of arrivals,
+submissions, results, aborts and a failing step.
 
-Actions are finer than the loop's turns: a step may be submitted whenever there is room for one, and collected whenever one is in flight. From
-every state that is reached, every action is tried on a copy of it; states that differ in the names of blocks and rows alone are one. That all
-end is read off the graph: along submissions and results alone there is no way back, and where there is no way on, nobody is left.
+Actions are finer than the loop's turns: a step may be submitted whenever there is room for one, and collected whenever
+one is in flight. From every state that is reached, every action is tried on a copy of it; states that differ in the
+names of blocks and rows alone are one. That all end is read off the graph: along submissions and results alone there is
+no way back, and where there is no way on, nobody is left.
 
 What lives here: the world, its states, the search. What may not: what must hold in a state (books.py, life.py).
 """
@@ -66,7 +67,8 @@ class _Node:
 
 
 def explore(depth: int = 1, *, most_actions: int = 10**6, fails: int = 1) -> Explored:
-    """Every state, breadth first, so that what breaks is shown by the shortest way there. Raises Broken with that way."""
+    """Every state, breadth first, so that what breaks is shown by the shortest way there. Raises Broken with that
+    way."""
     first, freezer, done = Life(world(depth)), _Freezer(), Explored(depth)
     known = {_state(first): _Node(freezer.freeze(first), (), tuple(_actions(first, (), fails)))}
     queue = deque(known)
@@ -80,7 +82,9 @@ def explore(depth: int = 1, *, most_actions: int = 10**6, fails: int = 1) -> Exp
             life, path = freezer.thaw(node.life), (*node.path, action)
             reached = _act(life, path)
             done.edges += 1
-            if isinstance(action, str) and reached != state:  # there may be nothing to submit until something comes back
+            if (
+                isinstance(action, str) and reached != state
+            ):  # there may be nothing to submit until something comes back
                 node.onward.append(reached)
             if reached not in known:
                 known[reached] = _Node(freezer.freeze(life), path, tuple(_actions(life, path, fails)))
@@ -133,7 +137,11 @@ def _move(life: Life, action: str) -> None:
         core._submit_next()
         rejected = core.scheduler.take_rejected()
         life.take_turn(rejected)
-        hold(core._fifo or not idle or not core.has_work or rejected, "asleep", "nothing is in flight, there is work, and nothing is submitted")
+        hold(
+            core._fifo or not idle or not core.has_work or rejected,
+            "asleep",
+            "nothing is in flight, there is work, and nothing is submitted",
+        )
     life.check()
 
 
@@ -166,15 +174,18 @@ def _check_no_way_back(known: dict[State, _Node]) -> None:
 
 
 def _way(path: tuple[Action, ...]) -> str:
-    return " → ".join(each if isinstance(each, str) else f"{type(each).__name__.lower()} {getattr(each, 'number', '')}".strip() for each in path)
+    return " → ".join(
+        each if isinstance(each, str) else f"{type(each).__name__.lower()} {getattr(each, 'number', '')}".strip()
+        for each in path
+    )
 
 
 # --- states
 
 
 class _Freezer:
-    """Lives as bytes, to be taken up again as often as there are actions. What never changes is shared by all of them; a pool's callback is
-    a closure over its manager, and made anew."""
+    """Lives as bytes, to be taken up again as often as there are actions. What never changes is shared by all of them;
+    a pool's callback is a closure over its manager, and made anew."""
 
     def __init__(self) -> None:
         self._shared: dict[int, Any] = {}
@@ -216,7 +227,8 @@ class _Names(dict[int, int]):
 
 
 def _state(life: Life) -> State:
-    """All that decides what can follow. Steps count from the oldest in flight; blocks and rows are named in the order they are met."""
+    """All that decides what can follow. Steps count from the oldest in flight; blocks and rows are named in the order
+    they are met."""
     core, scheduler = life.core, life.core.scheduler
     cache, pool = scheduler.cache, scheduler.cache.pools[0]
     base = scheduler.in_flight[0].plan.step_id if scheduler.in_flight else scheduler._next_step
@@ -229,14 +241,25 @@ def _state(life: Life) -> State:
         )
         for s in scheduler.roster
     )  # fmt: skip
-    nodes = tuple(sorted((node.hash, tuple(blocks[block] for block in node.blocks[0] or ())) for node in cache.tree.nodes()))
+    nodes = tuple(
+        sorted((node.hash, tuple(blocks[block] for block in node.blocks[0] or ())) for node in cache.tree.nodes())
+    )
     leaving = tuple((step - base, blocks[block]) for step, _, block in cache._leaving)
-    written = tuple((step - base, tuple(node.hash for _, node in nodes)) for step, nodes in sorted(cache._written.items()))
-    steps = tuple((each.plan.rows_added == (), [s.request_id for s in each.work], each.plan.starts.tobytes()) for each in scheduler.in_flight)
+    written = tuple(
+        (step - base, tuple(node.hash for _, node in nodes)) for step, nodes in sorted(cache._written.items())
+    )
+    steps = tuple(
+        (each.plan.rows_added == (), [s.request_id for s in each.work], each.plan.starts.tobytes())
+        for each in scheduler.in_flight
+    )
     tickets = tuple(submitted.ticket.result is None for submitted in core._fifo)  # type: ignore[attr-defined]
     wishes = tuple((number, standing.doomed, bool(standing.open)) for number, standing in life.answers.standing.items())
     rows = (len(scheduler.roster.free_rows), tuple(step - base for step, _ in scheduler.roster.leaving_rows))
-    rest = (core._failed, life.device.broken, life.device.fail_next, tuple(sorted(map(repr, core._events))), tuple(blocks[b] for b in pool._cached))
+    rest = (
+        core._failed,
+        life.device.broken,
+        life.device.fail_next,
+        tuple(sorted(map(repr, core._events))),
+        tuple(blocks[b] for b in pool._cached),
+    )
     return sequences, nodes, leaving, written, repr(steps), tickets, wishes, rows, rest, len(pool._free)
-
-

@@ -1,4 +1,5 @@
-"""One engine's life: a schedule's events happen to it, everything is looked at after each, and in the end everybody has ended.
+"""One engine's life: a schedule's events happen to it, everything is looked at after each, and in the end everybody has
+ended.
 
 What lives here: the life, the trace that a replay must repeat byte by byte.
 What may not: drawing (drawing.py), what must hold (answers.py, books.py, order.py, device.py).
@@ -54,7 +55,8 @@ HERE = str(Path(__file__).parent)
 
 @dataclass(frozen=True, slots=True)
 class Lived:
-    """``seen``: how often things happened, so that a runner which tests nothing shows. ``trace``: a digest of all plans and outputs."""
+    """``seen``: how often things happened, so that a runner which tests nothing shows. ``trace``: a digest of all plans
+    and outputs."""
 
     turns: int
     seen: Counter[str]
@@ -63,7 +65,8 @@ class Lived:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What broke, at which event (the number of events: while everybody was to end). ``kind`` stays the same while a schedule is shrunk."""
+    """What broke, at which event (the number of events: while everybody was to end). ``kind`` stays the same while a
+    schedule is shrunk."""
 
     kind: str
     message: str
@@ -84,7 +87,9 @@ def live(schedule: Schedule, *, traced: bool = False) -> Lived | Failure:
             happened += 1
         life.end()
     except Exception as error:
-        return Failure(_kind(error), f"{type(error).__name__}: {error}", happened, life.trace if life is not None else "")
+        return Failure(
+            _kind(error), f"{type(error).__name__}: {error}", happened, life.trace if life is not None else ""
+        )
     return Lived(life.turns, life.seen, life.trace)
 
 
@@ -145,7 +150,9 @@ class Life:
             case Abort(number):
                 self._abort(number)
             case Disconnect(client):
-                for number in [number for number, standing in self.answers.standing.items() if standing.asked.client == client]:
+                for number in [
+                    number for number, standing in self.answers.standing.items() if standing.asked.client == client
+                ]:
                     self._abort(number)
             case Finish():
                 self._finish(event)
@@ -165,7 +172,11 @@ class Life:
 
     def end(self) -> None:
         """No more events but turns, and what was still to fail: everybody ends, and nothing is left."""
-        work = sum(len(each.asked.prompt) + each.asked.max_tokens * each.asked.n for each in self.answers.standing.values() if each.open)
+        work = sum(
+            len(each.asked.prompt) + each.asked.max_tokens * each.asked.n
+            for each in self.answers.standing.values()
+            if each.open
+        )
         for _ in range(400 + 20 * work):
             if not self.core.has_work:
                 break
@@ -208,8 +219,15 @@ class Life:
         state, standing = self.core.explain(number), self.answers.standing.get(number)
         self.core.stats()
         if state is not None and standing is not None and not (standing.doomed or standing.cut):
-            told = tuple(len(self.answers.lines[number, index].tokens) for index in sorted(standing.open)[: len(state.num_outputs)])
-            hold(state.num_outputs == told, "look", f"request {number}: {state.num_outputs} tokens are said, {told} were told")
+            told = tuple(
+                len(self.answers.lines[number, index].tokens)
+                for index in sorted(standing.open)[: len(state.num_outputs)]
+            )
+            hold(
+                state.num_outputs == told,
+                "look",
+                f"request {number}: {state.num_outputs} tokens are said, {told} were told",
+            )
             self.seen["looks"] += 1
 
     # --- turns
@@ -256,7 +274,16 @@ class Life:
         if self.journal is not None:
             self.plans.append(plan)
         if self._trace is not None:
-            for numbers in (plan.rows, plan.starts, plan.counts, plan.drafts, plan.sample_rows, plan.table_row, plan.table_block, plan.copy_target):
+            for numbers in (
+                plan.rows,
+                plan.starts,
+                plan.counts,
+                plan.drafts,
+                plan.sample_rows,
+                plan.table_row,
+                plan.table_block,
+                plan.copy_target,
+            ):
                 self._trace.update(numbers.tobytes())
 
     def _note(self, output: SequenceOutput) -> None:
@@ -269,8 +296,16 @@ class Life:
         hold(not core.has_work, "asleep", f"work is left and does not end: {stats}")
         left = (stats.num_running, stats.num_waiting, stats.num_used_blocks, core.scheduler.cache.num_leaving)
         hold(not any(left), "blocks", f"running, waiting, used blocks, leaving blocks are {left} at rest")
-        hold(len(core.scheduler.roster.free_rows) == self.setting.rows, "rows", f"{core.scheduler.roster.free_rows} at rest")
-        hold(not self.masks.followed or core.scheduler.requests.keys() >= self.masks.followed, "masks", f"{self.masks.followed} are still followed")
+        hold(
+            len(core.scheduler.roster.free_rows) == self.setting.rows,
+            "rows",
+            f"{core.scheduler.roster.free_rows} at rest",
+        )
+        hold(
+            not self.masks.followed or core.scheduler.requests.keys() >= self.masks.followed,
+            "masks",
+            f"{self.masks.followed} are still followed",
+        )
         lost = [number for number, standing in self.answers.standing.items() if standing.open]
         hold(not lost, "requests", f"{lost} never ended")
         if self.journal is not None:
@@ -282,7 +317,9 @@ class Life:
             configs = _scheduler_config(self.setting), _cache_config(self.setting)
             fresh = create_scheduler(self.device, *configs, frozenset({oracle.EOS}), b"", self.forecast)
             replayed = [plan for plan in replay(journal, fresh) if plan is not None]
-            hold(replayed == self.plans, "journal", f"{len(replayed)} plans are not the {len(self.plans)} that were made")
+            hold(
+                replayed == self.plans, "journal", f"{len(replayed)} plans are not the {len(self.plans)} that were made"
+            )
             self.seen["journals"] += 1
 
 
@@ -307,7 +344,11 @@ def _speculative_config(setting: Setting) -> str | None:
 
 
 def _cache_config(setting: Setting) -> CacheConfig:
-    return CacheConfig(enable_prefix_caching=setting.prefix_caching, paged_allocation=setting.paged_allocation, kv_caching=setting.kv_caching)
+    return CacheConfig(
+        enable_prefix_caching=setting.prefix_caching,
+        paged_allocation=setting.paged_allocation,
+        kv_caching=setting.kv_caching,
+    )
 
 
 def _request(number: int, asked: Asked, arrival: float) -> Request:

@@ -1,4 +1,5 @@
-"""Grammars for engines without a model: what may come next is a hash of all that is known, and a grammar is there after some turns.
+"""Grammars for engines without a model: what may come next is a hash of all that is known, and a grammar is there after
+some turns.
 
 What lives here: the double of engine/grammar_masks.py. What may not: llguidance, what is allowed (oracle.py).
 """
@@ -19,7 +20,8 @@ REFUSAL = "the grammar cannot be followed"
 
 
 class HashMasks:
-    """``arrived``: called with each request when it is handed over. ``turns_of(request_id)``: how long its grammar takes; refused or not."""
+    """``arrived``: called with each request when it is handed over. ``turns_of(request_id)``: how long its grammar
+    takes; refused or not."""
 
     def __init__(self, turns_of: Callable[[int], tuple[int, bool]], arrived: Callable[[Request], None]) -> None:
         self._turns_of = turns_of
@@ -51,7 +53,10 @@ class HashMasks:
             self._arrived(request)
         refused = {request.request_id for request in ready if self._turns_of(request.request_id)[1]}
         self._followed.update(request.request_id for request in ready if request.request_id not in refused)
-        return [RefuseRequest(request, REFUSAL) if request.request_id in refused else AddRequest(request) for request in ready]
+        return [
+            RefuseRequest(request, REFUSAL) if request.request_id in refused else AddRequest(request)
+            for request in ready
+        ]
 
     def drop(self, request_id: int) -> None:
         self._compiling.pop(request_id, None)
@@ -70,7 +75,11 @@ class HashMasks:
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         for _, sequence in wanted:
-            hold(sequence.request_id in self._followed, "masks", f"request {sequence.request_id} has been forgotten and asks for a mask")
+            hold(
+                sequence.request_id in self._followed,
+                "masks",
+                f"request {sequence.request_id} has been forgotten and asks for a mask",
+            )
         words = b"".join(mask_words(chain(sequence.token_ids)[-1]) for _, sequence in wanted)
         return TokenMasks(tuple(j for j, _ in wanted), WORDS, words)
 

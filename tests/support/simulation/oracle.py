@@ -1,9 +1,10 @@
 """What each request must be answered alone: the hash of its context, token by token, and where that ends.
 
-Nothing of the engine is used but the hash itself, so nothing that the engine does to tokens, blocks or steps can be in here too.
+Nothing of the engine is used but the hash itself, so nothing that the engine does to tokens, blocks or steps can be in
+here too.
 
-What lives here: the expected token and end, the masks of grammars (which are a hash too), and what may be found of a prefix.
-What may not: engines, events.
+What lives here: the expected token and end, the masks of grammars (which are a hash too), and what may be found of a
+prefix. What may not: engines, events.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def chain(tokens: Sequence[int], head: int = ROOT) -> array[int]:
 
 
 def allowed(head: int) -> list[int]:
-    """What a grammar allows after a context with this hash: an eighth of all tokens and the end, often one alone, and rarely nothing."""
+    """What a grammar allows after a context with this hash: an eighth of all tokens and the end, often one alone, and
+    rarely nothing."""
     if head % 61 == 0:
         return []
     if head >> 16 & 1:

@@ -71,7 +71,9 @@ class OrderWatch:
             raise Broken("order", f"request {number} begins before request {other}, which came earlier")
         self._passed[other] = self._passed.get(other, 0) + 1
         if self._passed[other] > self._most[other]:
-            raise Broken("starved", f"{self._passed[other]} requests have passed request {other}, {self._most[other]:.0f} may")
+            raise Broken(
+                "starved", f"{self._passed[other]} requests have passed request {other}, {self._most[other]:.0f} may"
+            )
 
     # --- progress
 
@@ -81,9 +83,13 @@ class OrderWatch:
         self._check_progress(scheduler, failed=failed)
 
     def _check_pushed_out(self, scheduler: Scheduler) -> None:
-        """Nobody gives way while somebody runs who came later and may not pass. Whoever is planned to the last token only waits for results;
-        whoever falls with a step falls with all."""
-        running = [s for s in scheduler.roster.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens]
+        """Nobody gives way while somebody runs who came later and may not pass. Whoever is planned to the last token
+        only waits for results; whoever falls with a step falls with all."""
+        running = [
+            s
+            for s in scheduler.roster.running
+            if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens
+        ]
         for out in self._running:
             if out.status is SequenceStatus.WAITING:
                 for other in running:
@@ -106,7 +112,9 @@ class OrderWatch:
         self._stalled, self._stood = (0, 0) if moved else (self._stalled + 1, self._stood + 1)
         self._mark = mark
         if self._stalled > self._patience or self._stood > self._longest:
-            raise Broken("starved", f"request {self._first}, whom nobody may pass, has not moved for {self._stood} turns")
+            raise Broken(
+                "starved", f"request {self._first}, whom nobody may pass, has not moved for {self._stood} turns"
+            )
 
     def _find_first(self) -> int | None:
         may_pass = self.bound.may_pass
@@ -114,12 +122,15 @@ class OrderWatch:
         for number, came in self.live.items():
             if first is not None and number != first and may_pass(came, self.live[first]):
                 first = number
-        if first is None or any(may_pass(came, self.live[first]) for number, came in self.live.items() if number != first):
+        if first is None or any(
+            may_pass(came, self.live[first]) for number, came in self.live.items() if number != first
+        ):
             return None
         return first
 
     def _mark_of(self, scheduler: Scheduler) -> tuple[int, ...]:
-        """Tokens known and computed of its answers. A cohort's records lag, but whoever is in one comes on: its count of steps is part of it."""
+        """Tokens known and computed of its answers. A cohort's records lag, but whoever is in one comes on: its count
+        of steps is part of it."""
         siblings = scheduler.requests.get(self._first, ()) if self._first is not None else ()
         marks = [count for each in siblings for count in (len(each.token_ids), each.num_computed_tokens)]
         cohort = scheduler._cohort
@@ -127,17 +138,20 @@ class OrderWatch:
 
 
 def patience(setting: Setting) -> int:
-    """Turns in which the first in order may stand still: what is in flight comes back, and, where others' single tokens or whole prompts may
-    fill a step before it, until those have ended."""
+    """Turns in which the first in order may stand still: what is in flight comes back, and, where others' single tokens
+    or whole prompts may fill a step before it, until those have ended."""
     pipeline = 4 * (setting.depth + 2)
     whole = setting.padded or not (setting.chunked_prefill and setting.kv_caching)
-    tight = setting.budget <= setting.rows or setting.max_step_ms is not None  # in tokens, or in time: a prompt under way gets one or two a step
+    tight = (
+        setting.budget <= setting.rows or setting.max_step_ms is not None
+    )  # in tokens, or in time: a prompt under way gets one or two a step
     crowded = whole or tight or not setting.continuous_batching
     return pipeline + (2 * setting.length if crowded else 0)
 
 
 def others_first(setting: Setting) -> int:
-    """Turns in which those who run already may have all of their tokens computed before those of who waits: prompts under way go first."""
+    """Turns in which those who run already may have all of their tokens computed before those of who waits: prompts
+    under way go first."""
     splits = setting.chunked_prefill and setting.kv_caching and setting.continuous_batching and not setting.padded
     share = max(1, setting.budget - setting.rows + 1) if splits and setting.max_step_ms is None else 1
     return -(-setting.rows * setting.length // share)

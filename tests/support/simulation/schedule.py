@@ -1,7 +1,9 @@
-"""What happens to an engine, as data: its sizes and switches, and one event after the other, each with every parameter it needs.
+"""What happens to an engine, as data: its sizes and switches, and one event after the other, each with every parameter
+it needs.
 
-A schedule is drawn from a seed (drawing.py), lived through (life.py), shrunk (shrinking.py), written to a file and read again. Nothing in
-it refers to a state: what an event is about may have ended or never begun, and then it does nothing. So any event can be left out.
+A schedule is drawn from a seed (drawing.py), lived through (life.py), shrunk (shrinking.py), written to a file and read
+again. Nothing in it refers to a state: what an event is about may have ended or never begun, and then it does nothing.
+So any event can be left out.
 
 What lives here: the records and their text. What may not: drawing, engines.
 """
@@ -26,10 +28,11 @@ class Group:
 class Setting:
     """An engine's sizes and switches.
 
-    ``step_seconds``: what a step takes on the device; ``forecast``: which the policy can foretell, more or less. ``weighted``: one tenant has
-    more weight than others. ``settled``: records are looked at as they should be after every event; else as they lie there, so that what is
-    made up for late (plan_builder.py) stays late. ``journalled``: in the end a fresh scheduler must plan the same. ``drafts``: that the device
-    proposes for a row, at most; ``acceptance``: how often one is right; ``automatic``: how many is the scheduler's choice.
+    ``step_seconds``: what a step takes on the device; ``forecast``: which the policy can foretell, more or less.
+    ``weighted``: one tenant has more weight than others. ``settled``: records are looked at as they should be after
+    every event; else as they lie there, so that what is made up for late (plan_builder.py) stays late. ``journalled``:
+    in the end a fresh scheduler must plan the same. ``drafts``: that the device proposes for a row, at most;
+    ``acceptance``: how often one is right; ``automatic``: how many is the scheduler's choice.
     """
 
     depth: int = 0
@@ -58,9 +61,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One request. ``compiles``: it follows a grammar, which is there after so many turns. ``client``: whose disconnect ends it.
-    ``stamp``: seconds between the loop's clock and the arrival that the front end noted. ``only``: the one token that may come, if not -1;
-    ``loops``: an answer that repeats itself is ended."""
+    """One request. ``compiles``: it follows a grammar, which is there after so many turns. ``client``: whose disconnect
+    ends it. ``stamp``: seconds between the loop's clock and the arrival that the front end noted. ``only``: the one
+    token that may come, if not -1; ``loops``: an answer that repeats itself is ended."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 1
@@ -199,7 +202,11 @@ def from_text(text: str) -> Schedule:
 
 def _changed(record: Any) -> dict[str, Any]:
     """The fields that differ from their defaults, as JSON knows them."""
-    return {each.name: _plain(getattr(record, each.name)) for each in fields(record) if getattr(record, each.name) != _default(each)}
+    return {
+        each.name: _plain(getattr(record, each.name))
+        for each in fields(record)
+        if getattr(record, each.name) != _default(each)
+    }
 
 
 def _default(of: Field[Any]) -> Any:
@@ -220,6 +227,8 @@ def _event_data(event: Event) -> list[Any]:
 def _event(data: list[Any]) -> Event:
     kind, *values = data
     if KINDS[kind] is Add:
-        fields_of: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values[1].items()}
+        fields_of: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values[1].items()
+        }
         values[1] = Asked(**fields_of)
     return KINDS[kind](*values)

@@ -1,5 +1,5 @@
-"""A schedule that breaks something, made small: events are left out, requests are made simple, the engine plain, for as long as the same kind
-of thing breaks (delta debugging, Zeller and Hildebrandt 2002).
+"""A schedule that breaks something, made small: events are left out, requests are made simple, the engine plain, for as
+long as the same kind of thing breaks (delta debugging, Zeller and Hildebrandt 2002).
 
 What lives here: the search. What may not: what breaks (life.py).
 """
@@ -80,7 +80,11 @@ class _Search:
 
     def _replace_request(self, at: int, event: Add, change: dict[str, Any]) -> None:
         """On top of what was already simplified."""
-        if at < len(self.best.events) and isinstance(current := self.best.events[at], Add) and current.number == event.number:
+        if (
+            at < len(self.best.events)
+            and isinstance(current := self.best.events[at], Add)
+            and current.number == event.number
+        ):
             self._replace(at, replace(current, asked=replace(current.asked, **change)))
 
     def _replace(self, at: int, simpler: Event) -> bool:
@@ -120,4 +124,8 @@ def _simpler_settings(setting: Setting) -> Iterator[dict[str, Any]]:
     if len(setting.groups) > 1:
         yield from ({"groups": (group,)} for group in setting.groups)
     for blocks in (4, 6, 8, 12):
-        yield {"groups": tuple(Group(group.block_size, min(blocks, group.num_blocks), group.window) for group in setting.groups)}
+        yield {
+            "groups": tuple(
+                Group(group.block_size, min(blocks, group.num_blocks), group.window) for group in setting.groups
+            )
+        }

@@ -1,6 +1,7 @@
 """Many lives, in several processes, and what came of them.
 
-What lives here: dealing out seeds and adding up. What may not: one life (life.py), printing (tests/reliability/simulate.py).
+What lives here: dealing out seeds and adding up. What may not: one life (life.py), printing
+(tests/reliability/simulate.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ class Sweep:
 
 
 def sweep(
-    seeds: Iterable[int], *, events: int = 500, policy: str | None = None, jobs: int = 1, tell: Callable[[Sweep], None] = lambda so_far: None
+    seeds: Iterable[int],
+    *,
+    events: int = 500,
+    policy: str | None = None,
+    jobs: int = 1,
+    tell: Callable[[Sweep], None] = lambda so_far: None,
 ) -> Sweep:
     """Lives through the schedules of these seeds; ``tell`` is called now and then."""
     begun, used, whole = time.monotonic(), _cpu_seconds(), Sweep()
@@ -63,7 +69,9 @@ def _spread(work: Callable[[Sequence[int]], Sweep], portions: Iterator[Sequence[
     if jobs == 1:
         yield from map(work, portions)
         return
-    with multiprocessing.get_context("fork").Pool(jobs, _collect_seldom) as pool:  # forked, so that a defect that was planted is there too
+    with multiprocessing.get_context("fork").Pool(
+        jobs, _collect_seldom
+    ) as pool:  # forked, so that a defect that was planted is there too
         yield from pool.imap_unordered(work, portions)
         pool.close()
         pool.join()  # so that the time they took is known

@@ -1,5 +1,5 @@
-"""Which modules of Headrace a process runs code of, between two signals. Python imports this file by its name, at the start of each process
-that has this folder in its PYTHONPATH.
+"""Which modules of Headrace a process runs code of, between two signals. Python imports this file by its name, at the
+start of each process that has this folder in its PYTHONPATH.
 
 What lives here: the profile hook. What may not: anything of Headrace.
 """
@@ -25,7 +25,11 @@ def _toggle(number, frame) -> None:
     """Begins; or ends, and writes down what it saw."""
     global _files
     seen, _files = _files, (set() if _files is None else None)
-    names = [] if seen is None else [file.rpartition(_MARK)[2].removesuffix(".py").replace(os.sep, ".") for file in seen if _MARK in file]
+    names = (
+        []
+        if seen is None
+        else [file.rpartition(_MARK)[2].removesuffix(".py").replace(os.sep, ".") for file in seen if _MARK in file]
+    )
     written = _folder / f"{os.getpid()}.part"
     written.write_text(json.dumps(sorted(names)))
     written.rename(written.with_suffix(".json"))

@@ -33,7 +33,11 @@ _ROPE_GROUP = 8  # heads of a KV head: the columns of one matrix instruction
 def _refuses(site: CallSite[HeadFacts]) -> str | None:
     if site.facts.head_dim > MAX_HEAD_DIM:
         return f"head_dim {site.facts.head_dim} is above {MAX_HEAD_DIM}"
-    if site.facts.kv is not None and site.facts.kv.codes == "float8_e4m3fn" and torch.cuda.get_device_capability(site.device) < _FP8_CAPABILITY:
+    if (
+        site.facts.kv is not None
+        and site.facts.kv.codes == "float8_e4m3fn"
+        and torch.cuda.get_device_capability(site.device) < _FP8_CAPABILITY
+    ):
         return "keys and values in FP8 (E4M3) need compute capability 8.9; --kv-cache-dtype int8 does not"
     return site.facts.ungrouped(64)
 
@@ -61,7 +65,9 @@ def rotary_writes(site: CallSite[HeadFacts], run: Any, sizes: Sizes) -> Calls:
 
 def _attentions(site: CallSite[HeadFacts], run: Any, sizes: Sizes) -> Calls:
     spec = sizes.spec
-    calls = run.rehearse(spec.num_heads, sizes.block_size, [layer.window for layer in spec.layers], spec.attention_soft_cap)
+    calls = run.rehearse(
+        spec.num_heads, sizes.block_size, [layer.window for layer in spec.layers], spec.attention_soft_cap
+    )
     yield from ((f"variant {index}", call) for index, call in enumerate(calls))
 
 
@@ -120,7 +126,10 @@ def _rope(name: str, *techniques: str) -> Candidate[RopeFacts]:
     )  # fmt: skip
 
 
-ROTARY_WRITE = (native(create_rotary_write), gpu.triton("attention.triton_rotary:rotary_write", rotary_writes, chained=MOST_ROWS))
+ROTARY_WRITE = (
+    native(create_rotary_write),
+    gpu.triton("attention.triton_rotary:rotary_write", rotary_writes, chained=MOST_ROWS),
+)
 PAGED_ATTENTION = (
     native(create_paged_attention),
     gpu.triton(

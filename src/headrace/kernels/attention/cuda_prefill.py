@@ -37,7 +37,9 @@ FORMS = {128: Form(2, 3), 64: Form(3, 3)}  # of head dimensions; by measurement 
 def instructions(dim: int, groups: int) -> str:
     """Both products of 64 rows: ``scores`` with 128 keys, and ``weighted`` sums of as many values."""
     rows, half, end = 64 * groups, _KEYS * 128, "\\n"
-    steps = [(i // 4, i % 4 * 2) for i in range(dim // 16)]  # a row is halves of 64 elements; 16 elements are 32 bytes, counted in 16s
+    steps = [
+        (i // 4, i % 4 * 2) for i in range(dim // 16)
+    ]  # a row is halves of 64 elements; 16 elements are 32 bytes, counted in 16s
     first = ["{", ".reg .pred no, yes;", ".reg .b64 a, b;", "setp.ne.b32 no, 0, 0;", "setp.eq.b32 yes, 0, 0;"]
     for i, (part, at) in enumerate(steps):
         first += [
@@ -74,7 +76,10 @@ def machine_code(dim: int, group: int) -> bytes:
     form = FORMS[dim]
     defined = {"DIM": dim, "GROUP": group, "WGS": form.groups, "STAGES": form.stages}
     options = ("-arch=sm_90a", "-default-device", *(f"-D{name}={value}" for name, value in defined.items()))
-    return nvrtc.build(nvrtc.source("build/matrix.cuh") + instructions(dim, form.groups) + nvrtc.source("attention/prefill.cu"), options)
+    return nvrtc.build(
+        nvrtc.source("build/matrix.cuh") + instructions(dim, form.groups) + nvrtc.source("attention/prefill.cu"),
+        options,
+    )
 
 
 def shared_bytes(dim: int) -> int:
@@ -94,11 +99,15 @@ class Prompts:
     def __init__(self, dim: int, group: int, device: torch.device) -> None:
         self._dim, self._group = dim, group
         self._rows = 64 * FORMS[dim].groups // group
-        self._variants: Variants[tuple[int, int]] = Variants(device, _NAME, lambda each: machine_code(*each), lambda each: shared_bytes(each[0]))
+        self._variants: Variants[tuple[int, int]] = Variants(
+            device, _NAME, lambda each: machine_code(*each), lambda each: shared_bytes(each[0])
+        )
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, ...], TensorMap] = {}
 
-    def attend(self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, few: int) -> bool:
+    def attend(
+        self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, few: int
+    ) -> bool:
         """Fills ``out`` [T, Hq, D] for the sequences with more than ``few`` queries, and with zeros for tokens of no
         sequence.
 
@@ -106,7 +115,12 @@ class Prompts:
         """
         if not _readable(q, k_cache, v_cache, inputs.block_size) or (function := self._kernel()) is None:
             return False
-        (tokens, _, dim), kv_heads, sequences, size = q.shape, k_cache.shape[1], inputs.context_len.shape[0], inputs.block_size
+        (tokens, _, dim), kv_heads, sequences, size = (
+            q.shape,
+            k_cache.shape[1],
+            inputs.context_len.shape[0],
+            inputs.block_size,
+        )
         strides = (stride // dim for cache in (k_cache, v_cache) for stride in cache.stride()[:2])
         items = (tokens // self._rows + sequences) * kv_heads
         numbers = (tokens, sequences, few, kv_heads, *strides, inputs.block_table.stride(0), size.bit_length() - 1)
@@ -119,7 +133,9 @@ class Prompts:
         return True
 
     def _kernel(self) -> Function | None:
-        return self._variants.find((self._dim, self._group), "attention of prompts in CUDA C++ cannot be built here; Triton's runs instead")
+        return self._variants.find(
+            (self._dim, self._group), "attention of prompts in CUDA C++ cannot be built here; Triton's runs instead"
+        )
 
     def _map(self, cache: Tensor) -> TensorMap:
         """All rows from the first of ``cache`` to its last; those of other layers and of the other half lie between."""
@@ -139,7 +155,14 @@ def rows_of(cache: Tensor) -> int:
 
 def _readable(q: Tensor, k_cache: Tensor, v_cache: Tensor, size: int) -> bool:
     """Whether the copy engine can: it wants rows side by side, at multiples of 16 bytes, and counts them in 32 bits."""
-    if size < _SHORTEST_BLOCK or size & (size - 1) or q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
+    if (
+        size < _SHORTEST_BLOCK
+        or size & (size - 1)
+        or q.stride(2) != 1
+        or q.stride(0) % 8
+        or q.stride(1) % 8
+        or q.data_ptr() % 16
+    ):
         return False
     dim = q.shape[2]
     return all(

@@ -40,7 +40,21 @@ _UNBUILT = {  # by Variant.fresh: what is said of it
     True: "attention with rotary embedding inside cannot be built here; both are kernels of their own",
     False: "attention of single queries before prompts cannot be built here in CUDA C++; Triton's kernel serves them",
 }
-_POINTERS = ("qkv", "out", "keys", "values", "plan", "context", "table", "positions", "slots", "cos_sin", "parts", "peaks", "tickets")
+_POINTERS = (
+    "qkv",
+    "out",
+    "keys",
+    "values",
+    "plan",
+    "context",
+    "table",
+    "positions",
+    "slots",
+    "cos_sin",
+    "parts",
+    "peaks",
+    "tickets",
+)
 
 
 class _Parameters(ctypes.Structure):
@@ -75,14 +89,24 @@ class Variant:
         return _RING_BYTES // (4 * self.keys * self.head_dim)
 
     def options(self, capability: tuple[int, int]) -> tuple[str, ...]:
-        named = {"D": self.head_dim, "G": self.group, "HK": self.kv_heads, "BLOCK": self.block_size, "KEYS": self.keys, "STAGES": self.stages}
+        named = {
+            "D": self.head_dim,
+            "G": self.group,
+            "HK": self.kv_heads,
+            "BLOCK": self.block_size,
+            "KEYS": self.keys,
+            "STAGES": self.stages,
+        }
         named["FRESH"] = int(self.fresh)
         return ("-arch=sm_{}{}".format(*capability), *(f"-D{name}={value}" for name, value in named.items()))
 
 
 def builds_of(device: torch.device) -> Variants[Variant]:
     """The kernel of one device."""
-    text, capability = nvrtc.source("build/early.cuh", f"attention/{_NAME}.cu"), torch.cuda.get_device_capability(device)
+    text, capability = (
+        nvrtc.source("build/early.cuh", f"attention/{_NAME}.cu"),
+        torch.cuda.get_device_capability(device),
+    )
     return Variants(device, _NAME, lambda variant: nvrtc.build(text, variant.options(capability)))
 
 
@@ -132,7 +156,9 @@ class _Kernel:
             self._scratch.parts, self._scratch.peaks, self._scratch.tickets,
         )  # fmt: skip
         strides = k_cache.stride(0), k_cache.stride(1), qkv.stride(0), inputs.block_table.stride(0)
-        parameters = _Parameters(*(each.data_ptr() for each in tensors), *strides, qkv.shape[0], scale * LOG2_E.value, early)
+        parameters = _Parameters(
+            *(each.data_ptr() for each in tensors), *strides, qkv.shape[0], scale * LOG2_E.value, early
+        )
         stream = torch.cuda.current_stream(qkv.device).cuda_stream
         function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, programmatic=early)
 
@@ -165,13 +191,17 @@ class Singles(_Kernel):
 
     FRESH: ClassVar[bool] = False
 
-    def attend(self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float) -> bool:
+    def attend(
+        self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float
+    ) -> bool:
         """Fills ``out`` [T, Hq, D] for the first ``inputs.leading`` sequences of a step. False: nothing was done. ``q``
         [T, Hq, D], turned."""
         first = inputs.leading
         if not _lies_well(q, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
             return False
-        self.launch(function, q[:first], out, k_cache, v_cache, inputs, scale, (inputs.slots,) * 3)  # which nobody reads
+        self.launch(
+            function, q[:first], out, k_cache, v_cache, inputs, scale, (inputs.slots,) * 3
+        )  # which nobody reads
         return True
 
     def rehearse(self, block_size: int) -> object:
@@ -207,16 +237,23 @@ class RopeAttention(_Kernel):
         scale: float,
     ) -> Tensor | None:
         rows = qkv.shape[0]
-        if inputs.max_query_len != 1 or inputs.context_len.shape[0] != rows or (self.cascade and may_share(inputs, self.group)):
+        if (
+            inputs.max_query_len != 1
+            or inputs.context_len.shape[0] != rows
+            or (self.cascade and may_share(inputs, self.group))
+        ):
             return None
         if inputs.chained:  # a program would read keys that another one is about to write
             return None
         if not _lies_well(qkv, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
             return None
-        # The first layer's launch waits for all there was before it: so plan, tables and lengths are there for the others, which do not.
+        # The first layer's launch waits for all there was before it: so plan, tables and lengths are there for the
+        # others, which do not.
         early = self.programmatic and rows <= MOST_ROWS and self._plan is not None and self._plan[0] is inputs
         out = self.empty((rows, self.group * self.kv_heads, self.head_dim), qkv.dtype, qkv.device)
-        self.launch(function, qkv, out, k_cache, v_cache, inputs, scale, (positions, inputs.slots, cos_sin), early=early)
+        self.launch(
+            function, qkv, out, k_cache, v_cache, inputs, scale, (positions, inputs.slots, cos_sin), early=early
+        )
         return out
 
     def rehearse(self, block_size: int) -> object:
@@ -227,8 +264,15 @@ class RopeAttention(_Kernel):
 def leading_of(inputs: AttentionInputs) -> AttentionInputs:
     """The step of the first sequences alone."""
     first = inputs.leading
-    table, starts, contexts, slots = inputs.block_table[:first], inputs.query_start[: first + 1], inputs.context_len[:first], inputs.slots[:first]
-    return replace(inputs, block_table=table, query_start=starts, context_len=contexts, slots=slots, max_query_len=1, leading=0)
+    table, starts, contexts, slots = (
+        inputs.block_table[:first],
+        inputs.query_start[: first + 1],
+        inputs.context_len[:first],
+        inputs.slots[:first],
+    )
+    return replace(
+        inputs, block_table=table, query_start=starts, context_len=contexts, slots=slots, max_query_len=1, leading=0
+    )
 
 
 def _rehearsed(kernel: _Kernel, block_size: int) -> tuple[AttentionInputs, Tensor, Tensor, Tensor]:
@@ -243,7 +287,11 @@ def _rehearsed(kernel: _Kernel, block_size: int) -> tuple[AttentionInputs, Tenso
 def _lies_well(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs) -> bool:
     """In memory as the kernel reads it: 16 bytes at once, and keys and values alike."""
     dim = qkv.shape[2]
-    dense = qkv.stride()[1:] == (dim, 1) == k_cache.stride()[2:] and k_cache.stride() == v_cache.stride() and inputs.block_table.stride(1) == 1
+    dense = (
+        qkv.stride()[1:] == (dim, 1) == k_cache.stride()[2:]
+        and k_cache.stride() == v_cache.stride()
+        and inputs.block_table.stride(1) == 1
+    )
     return dense and inputs.block_size % 8 == 0 and not any(each.data_ptr() % 16 for each in (qkv, k_cache, v_cache))
 
 
@@ -254,7 +302,9 @@ def _make_scratch(programs: int, group: int, head_dim: int, device: torch.device
 
 
 def create(site: CallSite[RopeFacts], *, cascade: bool) -> RopeAttention:
-    return RopeAttention(*_shape(site), builds_of(site.device), cascade=cascade, programmatic=can_chain(site), empty=site.empty)
+    return RopeAttention(
+        *_shape(site), builds_of(site.device), cascade=cascade, programmatic=can_chain(site), empty=site.empty
+    )
 
 
 def create_singles(site: CallSite[HeadFacts]) -> Singles:
@@ -263,4 +313,9 @@ def create_singles(site: CallSite[HeadFacts]) -> Singles:
 
 def _shape(site: CallSite[Any]) -> tuple[int, int, int, int]:
     facts, kv_heads = site.facts, site.facts.num_kv_heads
-    return facts.head_dim, facts.num_heads // kv_heads, kv_heads, torch.cuda.get_device_properties(site.device).multi_processor_count
+    return (
+        facts.head_dim,
+        facts.num_heads // kv_heads,
+        kv_heads,
+        torch.cuda.get_device_properties(site.device).multi_processor_count,
+    )

@@ -1,7 +1,7 @@
 """Keys and values in 8 and 4 bits, in plain torch: what codes and scales mean, and which of them a number becomes.
 
-What lives here: encoding and decoding, the oracle of every kernel that writes or reads such a cache. What may not: rotary
-embedding, attention, names on disk.
+What lives here: encoding and decoding, the oracle of every kernel that writes or reads such a cache. What may not:
+rotary embedding, attention, names on disk.
 
     a head's part of a block, uint8 | codes of token 0 | … of token 1 | … | scales of token 0 | … of token 1 | … |
 
@@ -70,7 +70,9 @@ def write(cache: Tensor, x: Tensor, slots: Tensor, form: KVFormat, static: Tenso
         parts[1][blocks, :, offsets] = scales.view(torch.uint8)
 
 
-def read(cache: Tensor, blocks: Tensor, offsets: Tensor, head_dim: int, form: KVFormat, static: Tensor | None) -> Tensor:
+def read(
+    cache: Tensor, blocks: Tensor, offsets: Tensor, head_dim: int, form: KVFormat, static: Tensor | None
+) -> Tensor:
     """Tokens at ``offsets`` [n] of ``blocks`` [n], as float32 [n, Hk, D]. ``cache``: as for ``write``."""
     parts = _parts(cache, head_dim * form.bits // 8)
     codes = parts[0][blocks, :, offsets]

@@ -37,12 +37,21 @@ def create_rotary_write(native: Native, site: CallSite[HeadFacts]) -> Any:
     function = function_of(native, "headrace_rotary_write", "si", c_int)
 
     def rotary_write(
-        q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
         quantized: Quantized | None = None,
     ) -> Tensor:
         """In place on q and k, where their last dimension is contiguous."""
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        rotary_dim, max_positions, angles = (0, 0, None) if cos_sin is None else (cos_sin.shape[1], cos_sin.shape[0], cos_sin.data_ptr())
+        rotary_dim, max_positions, angles = (
+            (0, 0, None) if cos_sin is None else (cos_sin.shape[1], cos_sin.shape[0], cos_sin.data_ptr())
+        )
         held, *scales = _held(k_cache, quantized)
         failed = function(
             _ROTARY.pack(
@@ -55,7 +64,9 @@ def create_rotary_write(native: Native, site: CallSite[HeadFacts]) -> Any:
             torch.get_num_threads(),
         )  # fmt: skip
         if failed:
-            raise IndexError(f"a position is not in 0 … {max_positions - 1} or a slot is beyond {k_cache.shape[0] * k_cache.shape[2]}")
+            raise IndexError(
+                f"a position is not in 0 … {max_positions - 1} or a slot is beyond {k_cache.shape[0] * k_cache.shape[2]}"
+            )
         return q
 
     return rotary_write
@@ -69,7 +80,13 @@ def create_paged_attention(native: Native, site: CallSite[HeadFacts]) -> Any:
     function, empty = function_of(native, "headrace_attention", "si", c_int), site.empty
 
     def paged_attention(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, window: int | None, soft_cap: float | None,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
         quantized: Quantized | None = None,
     ) -> Tensor:
         q = q if q.stride(2) == 1 else q.contiguous()

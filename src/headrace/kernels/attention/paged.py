@@ -3,7 +3,8 @@
 What lives here: which kernel computes which sequences, how large its tiles are, which variants of the kernels a model
 needs. What may not: the kernels (triton_prefill.py, triton_decode.py).
 
-    query length    1 … FEW              more                      FEW: as many as fit, with a KV head's group, into one 16-row
+    query length    1 … FEW              more                      FEW: as many as fit, with a KV head's group, into one
+    16-row
     kernel          decode, split KV     prefill, whole rows            matrix instruction
 
 On Hopper kernels in CUDA C++ may stand in for prefill (kernels/attention/cuda_prefill.py) and, where sequences of one
@@ -57,8 +58,11 @@ class Tiles:
     stages: int
     programs: int = 1  # of the decode kernel, a processor
     common: int = 64  # keys of many sequences, read at once by the decode kernel
-    part: int = 0  # keys that the prefill kernel absorbs by themselves, 0 for all: then results are the same whoever computed a part
-    uniform: bool = False  # the prefill kernel's addresses in uniform registers: slower by 8 % for 8 warps and long prompts
+    # keys that the prefill kernel absorbs by themselves, 0 for all: then results are the same whoever computed a part
+    part: int = 0
+    uniform: bool = (
+        False  # the prefill kernel's addresses in uniform registers: slower by 8 % for 8 warps and long prompts
+    )
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> Tiles:
@@ -128,14 +132,18 @@ class PagedAttention:
     singles: Singles | None = None
     kv: KVFormat | None = None
     empty: Empty = plainly_empty
-    _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(init=False, repr=False, compare=False)  # the last, by window
+    _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(
+        init=False, repr=False, compare=False
+    )  # the last, by window
     _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
     _ticket: Tensor | None = field(init=False, repr=False, compare=False)
     _common: Common | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         programs = _MOST_PROGRAMS * self.processors
-        object.__setattr__(self, "_scratch", decode.make_scratch(programs, _rows(self.group), self.head_dim, self.device))
+        object.__setattr__(
+            self, "_scratch", decode.make_scratch(programs, _rows(self.group), self.head_dim, self.device)
+        )
         object.__setattr__(self, "_plans", {})
         cascade = self.cascade and not self.batch_invariant and self.dtype is not torch.float32
         object.__setattr__(self, "_ticket", torch.zeros(1, dtype=torch.int32, device=self.device) if cascade else None)
@@ -173,15 +181,27 @@ class PagedAttention:
 
     def _for_singles(self, inputs: AttentionInputs, window: int | None, soft_cap: float | None) -> Singles | None:
         """Who attends to the first sequences of a step, if they are known to be single queries before prompts."""
-        if not inputs.leading or window is not None or soft_cap is not None or plan.cascades(inputs, window, self.group, self._ticket):
+        if (
+            not inputs.leading
+            or window is not None
+            or soft_cap is not None
+            or plan.cascades(inputs, window, self.group, self._ticket)
+        ):
             return None
         return self.singles
 
     def _attend_many(self, call: prefill.Attended, few: int) -> None:
-        if self.prompts is not None and call.window is None and call.soft_cap is None and self.prompts.attend(*call[:6], few):
+        if (
+            self.prompts is not None
+            and call.window is None
+            and call.soft_cap is None
+            and self.prompts.attend(*call[:6], few)
+        ):
             return
         room = prefill.bulk_keys(call.k_cache, call.v_cache) if self.bulk and call.quantized is None else 0
-        large = (invariant_tiles if self.batch_invariant else prefill_tiles)(call.q.dtype, self.head_dim, self.group, room)
+        large = (invariant_tiles if self.batch_invariant else prefill_tiles)(
+            call.q.dtype, self.head_dim, self.group, room
+        )
         bulk, tickets = room >= large.keys, self._scratch.tickets
         prefill.attend(call, few, large, bulk, self.processors, tickets)
 
@@ -190,7 +210,10 @@ class PagedAttention:
         known = self._plans.get(window)
         if known is None or known[0] is not inputs:
             programs = tiles.programs * self.processors
-            known = self._plans[window] = inputs, plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, self._ticket)
+            known = self._plans[window] = (
+                inputs,
+                plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, self._ticket),
+            )
         return known[1]
 
     def least_shared(self, rows: int) -> int | None:
@@ -198,7 +221,9 @@ class PagedAttention:
         never are."""
         return LEAST_SAVED if self._ticket is not None and plan.may_group(rows, self.group) else None
 
-    def rehearse(self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None) -> list[Callable[[], object]]:
+    def rehearse(
+        self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None
+    ) -> list[Callable[[], object]]:
         """One call for each variant of a kernel that a model with these layers can ever need; each launches it over a
         few tokens of its own.
 
@@ -207,7 +232,11 @@ class PagedAttention:
         sequences a step has makes no difference.
         """
         kinds = {window is not None: window for window in windows}.values()
-        singles = [] if self.singles is None or soft_cap is not None or all(windows) else [partial(self.singles.rehearse, block_size)]
+        singles = (
+            []
+            if self.singles is None or soft_cap is not None or all(windows)
+            else [partial(self.singles.rehearse, block_size)]
+        )
         return singles + [
             self._waits(call) if case.sharing else partial(call, self.device)
             for case in self._cases(block_size)
@@ -221,18 +250,32 @@ class PagedAttention:
         long = _Case(1, _rows(self.group) // self.group + 1)
         if self.batch_invariant:
             return [long]
-        few, many = (decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=each) for each in (False, True))
-        shared = [_Case(FEWEST, 1, sharing=True)] if self._ticket is not None and plan.may_group(FEWEST, self.group) else []
+        few, many = (
+            decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=each) for each in (False, True)
+        )
+        shared = (
+            [_Case(FEWEST, 1, sharing=True)] if self._ticket is not None and plan.may_group(FEWEST, self.group) else []
+        )
         attended = [*shared, *([] if few == many else [_Case(FEWEST, 1)]), _Case(1, 1), long]
         planned = [*shared, *([] if few.keys == many.keys else [_Case(FEWEST, 1)]), _Case(1, 1)]
         return [*attended, *(replace(each, planned=False) for each in planned)]
 
     def _waits(self, call: Callable[[torch.device | str], object]) -> Callable[[], object]:
         now = partial(call, self.device)
-        return Later(now, partial(_within, Aim.FIND, now), partial(_within, Aim.BUILD, partial(call, "cpu"))) if can_come_later() else now
+        return (
+            Later(now, partial(_within, Aim.FIND, now), partial(_within, Aim.BUILD, partial(call, "cpu")))
+            if can_come_later()
+            else now
+        )
 
     def _rehearsed(
-        self, q_heads: int, block_size: int, window: int | None, soft_cap: float | None, case: _Case, device: torch.device | str
+        self,
+        q_heads: int,
+        block_size: int,
+        window: int | None,
+        soft_cap: float | None,
+        case: _Case,
+        device: torch.device | str,
     ) -> object:
         """``device``: where its tensors are made."""
         alone = replace(self, device=device)  # with scratch memory of its own
@@ -248,7 +291,9 @@ class PagedAttention:
         contexts = torch.full((case.sequences,), length, dtype=torch.int32, device=device)
         table = torch.arange(blocks, dtype=torch.int32, device=device).repeat(case.sequences, 1)
         slots = torch.zeros(tokens, dtype=torch.int64, device=device)
-        inputs = AttentionInputs(table, starts, contexts, slots, block_size, length, length, LEAST_SAVED if case.sharing else 0)
+        inputs = AttentionInputs(
+            table, starts, contexts, slots, block_size, length, length, LEAST_SAVED if case.sharing else 0
+        )
         few, many = _rows(self.group) // self.group, case.sequences >= FEWEST
         tiles = decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=many)
         programs = tiles.programs * self.processors
@@ -280,11 +325,15 @@ def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
     capability = torch.cuda.get_device_capability(site.device)
     bulk, group = capability[0] == 9, site.facts.num_heads // site.facts.num_kv_heads
     kv = site.facts.kv  # the kernels in CUDA C++ read none but plain caches
-    wanted = kv is None and site.cuda_prefill and not site.batch_invariant and why_not(dtype, head_dim, capability) is None
+    wanted = (
+        kv is None and site.cuda_prefill and not site.batch_invariant and why_not(dtype, head_dim, capability) is None
+    )
     prompts = Prompts(head_dim, group, site.device) if wanted else None
     flags = site.batch_invariant, bulk, dtype, site.device
     singles = create_singles(site)
-    return PagedAttention(head_dim, group, processors, *flags, unified=unified, prompts=prompts, singles=singles, kv=kv, empty=site.empty)
+    return PagedAttention(
+        head_dim, group, processors, *flags, unified=unified, prompts=prompts, singles=singles, kv=kv, empty=site.empty
+    )
 
 
 def create_cascade_attention(site: CallSite[HeadFacts]) -> PagedAttention:

@@ -17,7 +17,8 @@ def rotary_write(
     k: Tensor,  # [T, Hk, D]
     v: Tensor,  # [T, Hk, D]
     positions: Tensor,  # [T], int64
-    cos_sin: Tensor | None,  # [max_positions, rotary_dim], float32: cosines of the pairs, then their sines; None: no rotation
+    cos_sin: Tensor
+    | None,  # [max_positions, rotary_dim], float32: cosines of the pairs, then their sines; None: no rotation
     k_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
     v_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
     slots: Tensor,  # [T], int64: block * block_size + offset; -1 writes nothing
@@ -112,7 +113,9 @@ def _gather(
     return k.transpose(0, 1), v.transpose(0, 1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, context: int, scale: float, window: int | None, soft_cap: float | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, first: int, context: int, scale: float, window: int | None, soft_cap: float | None
+) -> Tensor:
     """One sequence in float32: q [Lq, Hq, D]; k and v [Hk, L, D] at positions ``first`` … ``context`` - 1. Returns [Lq,
     Hq, D]."""
     num_queries, num_heads, head_dim = q.shape
@@ -123,5 +126,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, context: int, scale: fl
     at = torch.arange(context - num_queries, context, device=q.device).unsqueeze(1)
     keys = torch.arange(first, context, device=q.device)
     hidden = keys > at if window is None else (keys > at) | (keys <= at - window)
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).nan_to_num(0.0)  # NaN: a row that sees nothing
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).nan_to_num(
+        0.0
+    )  # NaN: a row that sees nothing
     return (weights.view(k.shape[0], -1, k.shape[1]) @ v).view(num_heads, num_queries, head_dim).transpose(0, 1)

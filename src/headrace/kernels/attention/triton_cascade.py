@@ -1,17 +1,22 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Cascade attention: keys that many sequences share are read once for as many as one matrix instruction takes.
 
-What lives here: the first half of the decode kernel, over shared keys, and the last, which adds both halves up. What may not: finding
-who shares (triton_sharing.py), keys of one sequence (triton_decode.py).
+What lives here: the first half of the decode kernel, over shared keys, and the last, which adds both halves up. What
+may not: finding who shares (triton_sharing.py), keys of one sequence (triton_decode.py).
 
-    line of tiles      | chunk 0                   | chunk 1 …     Rows of a tile are (sequence of the chunk, head of the group) pairs. The
-    KV head            | 0       | 1       | 2     | 0       | 1   line is cut into equal spans, one a program, as triton_decode.py cuts its own
-    tile               | . . . . | . . . . | . . . | . . . . | .   afterwards: every program does its share of both. What it found for one
-    program            | 0     | 1     | 2     | 3     | 4     |   pair of chunk and KV head is a part, in place pair + program: both grow
+    line of tiles      | chunk 0                   | chunk 1 …     Rows of a tile are (sequence of the chunk, head of
+    the group) pairs. The
+    KV head            | 0       | 1       | 2     | 0       | 1   line is cut into equal spans, one a program, as
+    triton_decode.py cuts its own
+    tile               | . . . . | . . . . | . . . | . . . . | .   afterwards: every program does its share of both.
+    What it found for one
+    program            | 0     | 1     | 2     | 3     | 4     |   pair of chunk and KV head is a part, in place pair +
+    program: both grow
                                                                    along the line, so no two parts have the same place.
 
-Each (sequence, KV head) that shares has a ticket: one arrival for each part of its chunk, one for its own keys; the last to arrive adds up.
-After Hydragen (Juravsky et al. 2024) and FlashInfer's cascade attention (Ye et al. 2024), in one launch whatever the groups are.
+Each (sequence, KV head) that shares has a ticket: one arrival for each part of its chunk, one for its own keys; the
+last to arrive adds up. After Hydragen (Juravsky et al. 2024) and FlashInfer's cascade attention (Ye et al. 2024), in
+one launch whatever the groups are.
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ def settle(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     MEMBERS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One more part is there of (chunk, slot, head) [L], where it ``arrives`` [L]; what is complete now is added up. So many PARTS
-    are asked for together: one behind the other, each waits for its own read of the second-level cache."""
+    """One more part is there of (chunk, slot, head) [L], where it ``arrives`` [L]; what is complete now is added up. So
+    many PARTS are asked for together: one behind the other, each waits for its own read of the second-level cache."""
     tokens = tl.load(shared_ptr + TOKENS * shared_row + chunk, mask=arrives, other=BLOCK_N)
     ahead = tl.load(shared_ptr + AHEAD * shared_row + chunk, mask=arrives, other=0)
     order = tl.load(shared_ptr + FIRST * shared_row + chunk, mask=arrives, other=0) + slot
@@ -55,7 +60,12 @@ def settle(
         inside = rows[:, :, None] & (element < DIM)[None, None, :]
         at = place[:, None] * GROUP + member[None, :]
         peak = tl.load(rest_peak_ptr + at, mask=rows, other=0.0, cache_modifier=".cg")
-        total = tl.load(rest_ptr + at.to(tl.int64)[:, :, None] * BLOCK_D + element[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        total = tl.load(
+            rest_ptr + at.to(tl.int64)[:, :, None] * BLOCK_D + element[None, None, :],
+            mask=inside,
+            other=0.0,
+            cache_modifier=".cg",
+        )
         mass = tl.where(rows, 1.0, 1.0)
         for some in range(0, tl.max(tl.where(complete, last - first + 1, 0), 0), PARTS):
             if PARTS == 1:
@@ -72,10 +82,17 @@ def settle(
             else:  # [L, PARTS, G, D]
                 program = first[:, None] + some + tl.arange(0, PARTS)[None, :]
                 there = (program <= last[:, None])[:, :, None] & rows[:, None, :]
-                from_ = (((chunk * KV_HEADS + head)[:, None] + program) * ROWS + (slot * GROUP)[:, None])[:, :, None] + member[None, None, :]
+                from_ = (((chunk * KV_HEADS + head)[:, None] + program) * ROWS + (slot * GROUP)[:, None])[
+                    :, :, None
+                ] + member[None, None, :]
                 here = tl.load(common_peak_ptr + from_, mask=there, other=float("-inf"), cache_modifier=".cg")
                 part_at = common_ptr + from_.to(tl.int64)[:, :, :, None] * BLOCK_D + element[None, None, None, :]
-                part = tl.load(part_at, mask=there[:, :, :, None] & (element < DIM)[None, None, None, :], other=0.0, cache_modifier=".cg")
+                part = tl.load(
+                    part_at,
+                    mask=there[:, :, :, None] & (element < DIM)[None, None, None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
                 higher = tl.maximum(peak, tl.max(here, 1))
                 weight, keep = tl.exp2(here - higher[:, None, :]), tl.exp2(peak - higher)
                 total = total * keep[:, :, None] + tl.sum(part * weight[:, :, :, None], 1)
@@ -83,7 +100,9 @@ def settle(
             peak = higher
         at_out = (token * out_token)[:, None] + (head[:, None] * GROUP + member[None, :]) * out_head
         result = total / mass[:, :, None]
-        tl.store(out_ptr + at_out[:, :, None] + element[None, None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            out_ptr + at_out[:, :, None] + element[None, None, :], result.to(out_ptr.dtype.element_ty), mask=inside
+        )
 
 
 @triton.jit
@@ -112,7 +131,11 @@ def attend_shared(
         live = (slot < count) & (lane < MEMBERS * GROUP)
         token = tl.load(shared_ptr + QUERY * shared_row + first + slot, mask=live, other=0).to(tl.int64)
         inside = live[:, None] & (element < DIM)[None, :]
-        q = tl.load(q_ptr + (token * q_token + (head * GROUP + lane % GROUP) * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
+        q = tl.load(
+            q_ptr + (token * q_token + (head * GROUP + lane % GROUP) * q_head)[:, None] + element[None, :],
+            mask=inside,
+            other=0.0,
+        )
         table = table_ptr + tl.load(shared_ptr + ORDER * shared_row + first).to(tl.int64) * table_row
         total = tl.zeros((ROWS, BLOCK_D), tl.float32)
         peak = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -123,7 +146,9 @@ def attend_shared(
             False, False, False, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
         place = (chunk * KV_HEADS + head + program) * ROWS + lane
-        tl.store(common_ptr + place.to(tl.int64)[:, None] * BLOCK_D + element[None, :], total / mass[:, None], mask=inside)
+        tl.store(
+            common_ptr + place.to(tl.int64)[:, None] * BLOCK_D + element[None, :], total / mass[:, None], mask=inside
+        )
         tl.store(common_peak_ptr + place, peak + tl.log2(mass), mask=live)
         member = tl.arange(0, MEMBERS)
         settle(

@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Keys and values in 8 and 4 bits (kv_codes.py) for the Triton kernels: a tile of codes with its scales, a head's codes.
+"""Keys and values in 8 and 4 bits (kv_codes.py) for the Triton kernels: a tile of codes with its scales, a head's
+codes.
 
 What lives here: both directions, to the bit as the twin has them. What may not: attention, rotary embedding.
 
@@ -119,9 +120,19 @@ def _float8(x, KV: tl.constexpr):
 
 @triton.jit
 def store_codes(
-    x, part, place, shared_ptr, head, there, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    part,
+    place,
+    shared_ptr,
+    head,
+    there,
+    KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Heads ``x`` [H, BLOCK], float32, whose parts of the block begin at ``part`` [H], as token ``place`` of the block."""
+    """Heads ``x`` [H, BLOCK], float32, whose parts of the block begin at ``part`` [H], as token ``place`` of the
+    block."""
     LINE: tl.constexpr = DIM // 2 if KV == UINT4 else DIM
     element = tl.arange(0, BLOCK)
     real = (element < DIM)[None, :]
@@ -154,6 +165,14 @@ def store_codes(
             tl.store(scales + 1, low.to(tl.bfloat16), mask=there)
             even, uneven = tl.split(tl.reshape(codes, (x.shape[0], BLOCK // 2, 2)))
             half = tl.arange(0, BLOCK // 2)
-            tl.store(line[:, None] + half[None, :], (even | (uneven << 4)).to(tl.uint8), mask=there[:, None] & (half < LINE)[None, :])
+            tl.store(
+                line[:, None] + half[None, :],
+                (even | (uneven << 4)).to(tl.uint8),
+                mask=there[:, None] & (half < LINE)[None, :],
+            )
         else:
-            tl.store(line[:, None] + element[None, :], codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=there[:, None] & real)
+            tl.store(
+                line[:, None] + element[None, :],
+                codes.to(tl.int8).to(tl.uint8, bitcast=True),
+                mask=there[:, None] & real,
+            )

@@ -1,13 +1,14 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Attention of sequences with few queries: the tiles of all sequences dealt out evenly, partial results merged by whoever comes last.
+"""Attention of sequences with few queries: the tiles of all sequences dealt out evenly, partial results merged by
+whoever comes last.
 
-What lives here: the kernel and its scratch memory. What may not: choosing tiles or kernels (paged.py), dealing out tiles (triton_plan.py),
-keys that sequences share (triton_cascade.py).
+What lives here: the kernel and its scratch memory. What may not: choosing tiles or kernels (paged.py), dealing out
+tiles (triton_plan.py), keys that sequences share (triton_cascade.py).
 
-A program's span of the line of tiles (triton_plan.py) meets at most two pairs of sequence and KV head that it does not hold whole: one it
-continues (part 0), one it begins (part 1). Each program of such a pair leaves its part and takes a ticket; the last one adds up the
-parts, in order of the line. A program goes through its span in one flat loop, so that the keys of the next pair are on their way while
-the last ones are used.
+A program's span of the line of tiles (triton_plan.py) meets at most two pairs of sequence and KV head that it does not
+hold whole: one it continues (part 0), one it begins (part 1). Each program of such a pair leaves its part and takes a
+ticket; the last one adds up the parts, in order of the line. A program goes through its span in one flat loop, so that
+the keys of the next pair are on their way while the last ones are used.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ def _own(context, queries, few):
 def _place(shared_ptr, shared_row, sequence, shares, kv_head, KV_HEADS: tl.constexpr, MEMBERS: tl.constexpr):
     """Where the pair's own part lies for those who add it to that of its chunk (triton_cascade.py)."""
     chunk = tl.load(shared_ptr + CHUNK * shared_row + sequence, mask=shares, other=0)
-    return (chunk * MEMBERS + tl.load(shared_ptr + SLOT * shared_row + sequence, mask=shares, other=0)) * KV_HEADS + kv_head
+    return (
+        chunk * MEMBERS + tl.load(shared_ptr + SLOT * shared_row + sequence, mask=shares, other=0)
+    ) * KV_HEADS + kv_head
 
 
 @triton.jit
 def _doubtful(mass):
-    """Whether float32 may not have held what makes up sums of powers of 2. One score too high lifts the sum: there is no more to look at."""
+    """Whether float32 may not have held what makes up sums of powers of 2. One score too high lifts the sum: there is
+    no more to look at."""
     return ~((mass >= LEAST_MASS) & (mass <= 1.0 / LEAST_MASS))  # NaN: yes
 
 
@@ -74,7 +78,8 @@ def _fold_parts(
     row, first, last, inside, live, part_ptr, part_peak_ptr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, UNIFIED: tl.constexpr,
 ):  # fmt: skip
-    """Sums of what programs first … last found for rows ``row`` of one pair: [G, D], their peak and mass. UNIFIED: as they are."""
+    """Sums of what programs first … last found for rows ``row`` of one pair: [G, D], their peak and mass. UNIFIED: as
+    they are."""
     element = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     peak = tl.zeros((BLOCK_G,), tl.float32) if UNIFIED else tl.full((BLOCK_G,), float("-inf"), tl.float32)
@@ -106,7 +111,8 @@ def _merge(
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
     UNIFIED: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of the mass.
+    """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of
+    the mass.
 
     ``rest``: where to leave it for those who read the keys before them, −1 if nobody does.
     """
@@ -128,7 +134,9 @@ def _merge(
             at_out = (start + query).to(tl.int64) * out_token + (head * GROUP + member) * out_head
             tl.store(out_ptr + at_out[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
         else:
-            tl.store(rest_ptr + (rest * GROUP + member).to(tl.int64)[:, None] * BLOCK_D + element[None, :], out, mask=inside)
+            tl.store(
+                rest_ptr + (rest * GROUP + member).to(tl.int64)[:, None] * BLOCK_D + element[None, :], out, mask=inside
+            )
             tl.store(rest_peak_ptr + rest * GROUP + member, peak + tl.log2(mass), mask=member < GROUP)
 
 
@@ -141,16 +149,18 @@ def _own_span(
     SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, PRECISION: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
-    """Attends to tiles begin … end - 1 of the line, the first of which is tile ``step`` of (sequence, kv_head). Returns the pair it ends
-    in or before, and which rows' sums are in doubt. UNIFIED: scores are powers of 2 as they are, not relative to the highest.
-    TIMES: that many tiles here are one of the plan's.
+    """Attends to tiles begin … end - 1 of the line, the first of which is tile ``step`` of (sequence, kv_head). Returns
+    the pair it ends in or before, and which rows' sums are in doubt. UNIFIED: scores are powers of 2 as they are, not
+    relative to the highest. TIMES: that many tiles here are one of the plan's.
     """
     program = tl.program_id(0)
     lane, element = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = lane // GROUP
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     peak = tl.zeros((BLOCK_M,), tl.float32) if UNIFIED else tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    masses = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # by key of a tile: their sum is wanted once a pair, not once a tile
+    masses = tl.zeros(
+        (BLOCK_M, BLOCK_N), tl.float32
+    )  # by key of a tile: their sum is wanted once a pair, not once a tile
     doubt = tl.zeros((BLOCK_M,), tl.int32)
     for unit in range(begin, end):
         start = tl.load(query_start_ptr + sequence)
@@ -166,7 +176,11 @@ def _own_span(
         inside = live[:, None] & (element < DIM)[None, :]
         token = (start + query).to(tl.int64)
         head = kv_head * GROUP + lane % GROUP
-        k_head_at, v_head_at, table = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head, table_ptr + sequence.to(tl.int64) * table_row
+        k_head_at, v_head_at, table = (
+            kv_head.to(tl.int64) * k_head,
+            kv_head.to(tl.int64) * v_head,
+            table_ptr + sequence.to(tl.int64) * table_row,
+        )
         q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
         k, k_scale, k_low = load_held(
             k_ptr, k_ptr, k_shared, table, tile, key, there, context, k_block, k_head_at, k_row, kv_head, q,
@@ -202,7 +216,11 @@ def _own_span(
                 doubt = doubt | (_doubtful(mass) & live & (context > 0)).to(tl.int32)
             result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
             if CASCADE & ends & begun & (own > 0):
-                rest = _place(shared_ptr, shared_row, sequence, sequence >= 0, kv_head, KV_HEADS, COMMON_M // BLOCK_G) * GROUP + lane
+                rest = (
+                    _place(shared_ptr, shared_row, sequence, sequence >= 0, kv_head, KV_HEADS, COMMON_M // BLOCK_G)
+                    * GROUP
+                    + lane
+                )
                 tl.store(rest_ptr + rest.to(tl.int64)[:, None] * BLOCK_D + element[None, :], result, mask=inside)
                 tl.store(rest_peak_ptr + rest, peak + tl.log2(mass), mask=live)
             elif ends & begun:
@@ -219,7 +237,9 @@ def _own_span(
     return sequence, kv_head, doubt
 
 
-@launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "few", "window", "table_row", "shared_row"])
+@launchable(
+    do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "few", "window", "table_row", "shared_row"]
+)
 def _decode_kernel(
     q_ptr, out_ptr, part_ptr, part_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
     common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, plan_ptr, shared_ptr,
@@ -273,11 +293,16 @@ def _decode_kernel(
             tl.store(ticket_ptr + firsts, 0, mask=complete > 0)  # as the next launch wants it
             for pair in range(2):
                 if tl.sum(tl.where(which == pair, complete, 0), 0) > 0:
-                    its_sequence, its_head = tl.where(pair == 0, first_sequence, sequence), tl.where(pair == 0, first_head, kv_head)
+                    its_sequence, its_head = (
+                        tl.where(pair == 0, first_sequence, sequence),
+                        tl.where(pair == 0, first_head, kv_head),
+                    )
                     rest = sequence * 0 - 1
                     if CASCADE:
                         shares = own_keys(shared_ptr, shared_row, its_sequence, its_sequence >= 0, CASCADE) > 0
-                        place = _place(shared_ptr, shared_row, its_sequence, shares, its_head, KV_HEADS, COMMON_M // BLOCK_G)
+                        place = _place(
+                            shared_ptr, shared_row, its_sequence, shares, its_head, KV_HEADS, COMMON_M // BLOCK_G
+                        )
                         rest = tl.where(shares, place, -1)
                     _merge(
                         its_sequence, its_head, tl.sum(tl.where(which == pair, firsts, 0), 0), tl.sum(tl.where(which == pair, lasts, 0), 0), rest,
@@ -287,12 +312,24 @@ def _decode_kernel(
         if CASCADE:  # noqa: SIM102  this one is compiled away
             if tl.load(record + SHARED_LINE) > 0:
                 common_span = tl.load(record + SHARED_SPAN)
-                merged_first, merged_last = tl.sum(tl.where(which == 0, complete, 0), 0), tl.sum(tl.where(which == 1, complete, 0), 0)
-                AT_ONCE: tl.constexpr = 4 if BLOCK_D == 128 else 1  # parts; smaller heads have more pairs a program and gain nothing by it
-                SETTLED: tl.constexpr = COMMON_M // BLOCK_G // (2 if AT_ONCE > 1 else 1)  # pairs: as many as registers hold
-                some, past = first_sequence * KV_HEADS + first_head, sequence * KV_HEADS + kv_head  # pairs before ``past`` are done with
+                merged_first, merged_last = (
+                    tl.sum(tl.where(which == 0, complete, 0), 0),
+                    tl.sum(tl.where(which == 1, complete, 0), 0),
+                )
+                AT_ONCE: tl.constexpr = (
+                    4 if BLOCK_D == 128 else 1
+                )  # parts; smaller heads have more pairs a program and gain nothing by it
+                SETTLED: tl.constexpr = (
+                    COMMON_M // BLOCK_G // (2 if AT_ONCE > 1 else 1)
+                )  # pairs: as many as registers hold
+                some, past = (
+                    first_sequence * KV_HEADS + first_head,
+                    sequence * KV_HEADS + kv_head,
+                )  # pairs before ``past`` are done with
                 continued = tl.where(first_step > 0, some, -1)
-                past += tl.where(past == some, tl.maximum(merged_first, merged_last), merged_last)  # a pair may begin before and end behind this span
+                past += tl.where(
+                    past == some, tl.maximum(merged_first, merged_last), merged_last
+                )  # a pair may begin before and end behind this span
                 while some < past:
                     each = some + tl.arange(0, SETTLED)
                     done = (each < past) & ((each != continued) | (merged_first > 0))
@@ -325,17 +362,23 @@ def make_scratch(programs: int, rows: int, head_dim: int, device: torch.device |
     return Scratch(parts, peaks, torch.zeros(programs, dtype=torch.int32, device=device))
 
 
-def attend(call: Attended, few: int, tiles: Tiles, plan: Plan, scratch: Scratch, common: Common | None, unified: bool) -> None:
-    """Fills ``out`` for the sequences with 1 to ``few`` queries. See PagedAttention; ``few`` × group heads fit into ``tiles.rows``.
+def attend(
+    call: Attended, few: int, tiles: Tiles, plan: Plan, scratch: Scratch, common: Common | None, unified: bool
+) -> None:
+    """Fills ``out`` for the sequences with 1 to ``few`` queries. See PagedAttention; ``few`` × group heads fit into
+    ``tiles.rows``.
 
-    ``plan`` is this step's, with this window. ``common``: scratch memory for what sequences share, needed if the plan says that some do.
-    ``unified``: not for float16, whose weights reach from 2⁻²⁴ to 2¹⁶.
+    ``plan`` is this step's, with this window. ``common``: scratch memory for what sequences share, needed if the plan
+    says that some do. ``unified``: not for float16, whose weights reach from 2⁻²⁴ to 2¹⁶.
     """
     q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized = call
     kind, scales = held(k_cache, v_cache, quantized)
     heads, dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[1]
     block_g = triton.next_power_of_2(heads // kv_heads)
-    shared, parts = plan.shared, (scratch.parts, scratch.peaks, scratch.parts, scratch.peaks, scratch.tickets)  # of no use
+    shared, parts = (
+        plan.shared,
+        (scratch.parts, scratch.peaks, scratch.parts, scratch.peaks, scratch.tickets),
+    )  # of no use
     if shared is not None:
         assert common is not None, "a plan in which sequences may share keys needs memory for that"
         parts = (common.parts, common.peaks, common.rest, common.rest_peaks, common.tickets)

@@ -1,15 +1,20 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Who computes what in the decode kernel: decided on the device, once for all layers of a step.
 
-What lives here: the launch that decides, and the layout of its decision. What may not: attention, which sequences share keys (triton_sharing.py).
+What lives here: the launch that decides, and the layout of its decision. What may not: attention, which sequences share
+keys (triton_sharing.py).
 
-    sequence           | 0                 | 1     | 2                     One line of tiles, sequence by sequence, KV head by KV head,
-    KV head            | 0       | 1       | 0 | 1 | 0         | 1         cut into equal spans, one a program (Stream-K, Osama et al.
-    tile               | . . . . | . . . . | . | . | . . . . . | . . . . . 2023; LeanAttention, Sanovar et al. 2024). Uneven lengths cost
-    program            | 0     | 1     | 2     | 3     | 4     | 5     |   nothing, and the launch is the same for any: graphs can hold it.
+    sequence           | 0                 | 1     | 2                     One line of tiles, sequence by sequence, KV
+    head by KV head,
+    KV head            | 0       | 1       | 0 | 1 | 0         | 1         cut into equal spans, one a program
+    (Stream-K, Osama et al.
+    tile               | . . . . | . . . . | . | . | . . . . . | . . . . . 2023; LeanAttention, Sanovar et al. 2024).
+    Uneven lengths cost
+    program            | 0     | 1     | 2     | 3     | 4     | 5     |   nothing, and the launch is the same for any:
+    graphs can hold it.
 
-Every sequence has at least one tile, if only to pass it by: one of no key, for one without context or for the other kernel. Keys that
-sequences share are cut likewise, in a line of their own, and left out of this one.
+Every sequence has at least one tile, if only to pass it by: one of no key, for one without context or for the other
+kernel. Keys that sequences share are cut likewise, in a line of their own, and left out of this one.
 """
 
 from __future__ import annotations
@@ -24,7 +29,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.attention.triton_prefill import MAX_WINDOW
-from headrace.kernels.attention.triton_sharing import AHEAD, FEWEST, LEAST_SAVED, LINES, OWN, PAIRS, TOKENS, UNIT, choose_depth, form_groups, members
+from headrace.kernels.attention.triton_sharing import (
+    AHEAD,
+    FEWEST,
+    LEAST_SAVED,
+    LINES,
+    OWN,
+    PAIRS,
+    TOKENS,
+    UNIT,
+    choose_depth,
+    form_groups,
+    members,
+)
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.inputs import AttentionInputs
 
@@ -33,12 +50,15 @@ if TYPE_CHECKING:
 
 MIN_SPAN = 4  # tiles a program is worth starting for, where contexts are long and sequences few
 AT_ONCE = 256  # sequences, or programs, looked at in one go
-_MOST_ALIKE = tl.constexpr(1024)  # keys of a sequence, up to which warps take pairs whole: longer ones fill spans evenly as they are
+_MOST_ALIKE = tl.constexpr(
+    1024
+)  # keys of a sequence, up to which warps take pairs whole: longer ones fill spans evenly as they are
 _LEAST_SHARED = 256  # keys a program is worth starting for, of those that sequences share
-# Of each program, [programs, FIELDS] int32: its span of the line; sequence, KV head and tile it begins with; first and last program of
-# the pair it continues, and of the one it leaves unfinished (first > last: there is none). Then its span of the line of shared keys, its
-# first chunk, the length of a span and of that line. Then the context of the sequence it begins with; then, where that was asked for,
-# whether sequences are so many and so alike that warps should take pairs whole, in place of all that is said here.
+# Of each program, [programs, FIELDS] int32: its span of the line; sequence, KV head and tile it begins with; first and
+# last program of the pair it continues, and of the one it leaves unfinished (first > last: there is none). Then its
+# span of the line of shared keys, its first chunk, the length of a span and of that line. Then the context of the
+# sequence it begins with; then, where that was asked for, whether sequences are so many and so alike that warps should
+# take pairs whole, in place of all that is said here.
 BEGIN, END, SEQUENCE, HEAD, STEP, FIRST_0, LAST_0, FIRST_1, LAST_1 = (tl.constexpr(field) for field in range(9))
 SHARED_BEGIN, SHARED_END, SHARED_CHUNK, SHARED_SPAN, SHARED_LINE = (tl.constexpr(field) for field in range(9, 14))
 CONTEXT, ALIKE = tl.constexpr(14), tl.constexpr(15)
@@ -72,7 +92,9 @@ def _measure(
     for some in range(0, sequences, BLOCK_S):
         each = some + tl.arange(0, BLOCK_S)
         inside = each < sequences
-        queries = tl.load(query_start_ptr + each + 1, mask=inside, other=0) - tl.load(query_start_ptr + each, mask=inside, other=0)
+        queries = tl.load(query_start_ptr + each + 1, mask=inside, other=0) - tl.load(
+            query_start_ptr + each, mask=inside, other=0
+        )
         context = tl.load(context_ptr + each, mask=inside, other=0)
         context, queries = tl.where(queries <= few, context, 0), tl.where(queries <= few, queries, 0)
         begin = own_keys(shared_ptr, shared_row, each, inside, CASCADE)
@@ -113,7 +135,9 @@ def _cut(
     KV_HEADS: tl.constexpr, WHOLE: tl.constexpr, FEWEST_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Every program's span."""
-    least = tl.maximum(tl.minimum(longest, WHOLE), tl.minimum(tl.cdiv(longest, 16), FEWEST_TILES))  # more parts cost more than they gain
+    least = tl.maximum(
+        tl.minimum(longest, WHOLE), tl.minimum(tl.cdiv(longest, 16), FEWEST_TILES)
+    )  # more parts cost more than they gain
     span = tl.maximum(tl.cdiv(line * KV_HEADS, programs), least)
     for some in range(0, programs, BLOCK_S):
         program = some + tl.arange(0, BLOCK_S)
@@ -141,8 +165,8 @@ def _mark_alike(
     plan_ptr, context_ptr, sequences, programs,
     KV_HEADS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Whether half of the warps or more would have a pair, and none a tile and a half more than the average: a warp that is left alone
-    reads 10 KB a µs, and what can be gained are some 3 µs. Sequences of no key are none.
+    """Whether half of the warps or more would have a pair, and none a tile and a half more than the average: a warp
+    that is left alone reads 10 KB a µs, and what can be gained are some 3 µs. Sequences of no key are none.
     """
     longest, there, total = sequences * 0, sequences * 0, (sequences * 0).to(tl.int64)
     for some in range(0, sequences, BLOCK_S):
@@ -151,7 +175,11 @@ def _mark_alike(
         longest = tl.maximum(longest, tl.max(context, 0))
         there += tl.sum((context > 0).to(tl.int32), 0)
         total += tl.sum(context.to(tl.int64), 0)
-    alike = (2 * there * KV_HEADS >= WARPS) & (longest <= _MOST_ALIKE) & ((longest - 3 * BLOCK_N // 2).to(tl.int64) * there <= total)
+    alike = (
+        (2 * there * KV_HEADS >= WARPS)
+        & (longest <= _MOST_ALIKE)
+        & ((longest - 3 * BLOCK_N // 2).to(tl.int64) * there <= total)
+    )
     for some in range(0, programs, BLOCK_S):
         program = some + tl.arange(0, BLOCK_S)
         tl.store(plan_ptr + program * FIELDS + ALIKE, (program * 0 + alike).to(tl.int32), mask=program < programs)
@@ -162,8 +190,11 @@ def _cut_shared(
     plan_ptr, shared_ptr, shared_row, sequences, programs, most,
     KV_HEADS: tl.constexpr, COMMON_N: tl.constexpr, LEAST_KEYS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Every program's span of the line of shared keys. ``most`` that a sequence shares: nothing was written if that is 0."""
-    line = tl.load(shared_ptr + AHEAD * shared_row + sequences - 1) // COMMON_N * KV_HEADS  # the last is no chunk: it has all before it
+    """Every program's span of the line of shared keys. ``most`` that a sequence shares: nothing was written if that is
+    0."""
+    line = (
+        tl.load(shared_ptr + AHEAD * shared_row + sequences - 1) // COMMON_N * KV_HEADS
+    )  # the last is no chunk: it has all before it
     line = tl.where(most > 0, line, 0)
     span = tl.maximum(tl.cdiv(line, programs), LEAST_KEYS // COMMON_N)
     for some in range(0, programs, BLOCK_I):
@@ -186,7 +217,18 @@ def _cut_shared(
         tl.store(at + SHARED_LINE, line, mask=inside)
 
 
-@launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "sequences", "programs", "few", "window", "table_row"])
+@launchable(
+    do_not_specialize=[
+        "table_ptr",
+        "query_start_ptr",
+        "context_ptr",
+        "sequences",
+        "programs",
+        "few",
+        "window",
+        "table_row",
+    ]
+)
 def _plan_kernel(
     table_ptr, query_start_ptr, context_ptr, plan_ptr, ahead_ptr, shared_ptr, ticket_ptr, sequences, programs, few, window, table_row,
     CASCADE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -207,13 +249,29 @@ def _plan_kernel(
     if last:
         if CASCADE:
             tl.store(ticket_ptr, 0)
-            most = form_groups(query_start_ptr, shared_ptr, sequences, sequences, MEMBERS, MOST_CHUNKS, LEAST, BLOCK_S, BLOCK_I)
-            _cut_shared(plan_ptr, shared_ptr, sequences, sequences, programs, most, KV_HEADS, COMMON_N, LEAST_KEYS, BLOCK_S, BLOCK_I)
+            most = form_groups(
+                query_start_ptr, shared_ptr, sequences, sequences, MEMBERS, MOST_CHUNKS, LEAST, BLOCK_S, BLOCK_I
+            )
+            _cut_shared(
+                plan_ptr,
+                shared_ptr,
+                sequences,
+                sequences,
+                programs,
+                most,
+                KV_HEADS,
+                COMMON_N,
+                LEAST_KEYS,
+                BLOCK_S,
+                BLOCK_I,
+            )
         line, longest = _measure(
             query_start_ptr, context_ptr, shared_ptr, ahead_ptr, sequences, sequences, few, window, CASCADE, WINDOW, BLOCK_N, BEGINNING, BLOCK_S
         )  # fmt: skip
         tl.debug_barrier()
-        _cut(plan_ptr, ahead_ptr, context_ptr, line, longest, sequences, programs, KV_HEADS, WHOLE, FEWEST_TILES, BLOCK_S)
+        _cut(
+            plan_ptr, ahead_ptr, context_ptr, line, longest, sequences, programs, KV_HEADS, WHOLE, FEWEST_TILES, BLOCK_S
+        )
         if WARPS:
             _mark_alike(plan_ptr, context_ptr, sequences, programs, KV_HEADS, WARPS, BLOCK_N, BLOCK_S)
     if PDL:
@@ -222,7 +280,8 @@ def _plan_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step's decision. ``shared`` [LINES, sequences], int32, as triton_sharing.py lays it out; None: every sequence reads all its keys."""
+    """One step's decision. ``shared`` [LINES, sequences], int32, as triton_sharing.py lays it out; None: every sequence
+    reads all its keys."""
 
     spans: Tensor  # [programs, FIELDS], int32
     shared: Tensor | None
@@ -265,7 +324,9 @@ def empty_plan(inputs: AttentionInputs, window: int | None, programs: int, group
     spans = torch.zeros((programs, FIELDS.value), dtype=torch.int32, device=device)
     spans[:, [FIRST_0.value, FIRST_1.value]] = 1  # behind the last ones: there are none
     cascade = cascades(inputs, window, group, ticket)
-    return Plan(spans, torch.zeros((LINES, inputs.context_len.shape[0]), dtype=torch.int32, device=device) if cascade else None)
+    return Plan(
+        spans, torch.zeros((LINES, inputs.context_len.shape[0]), dtype=torch.int32, device=device) if cascade else None
+    )
 
 
 def may_group(sequences: int, group: int) -> bool:

@@ -1,15 +1,19 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Attention of sequences with many queries: one program for a run of queries and one KV head.
 
-What lives here: the kernel, and what triton_decode.py and triton_cascade.py share: loading a tile of keys, steps of the online softmax.
-What may not: choosing tiles or kernels (paged.py).
+What lives here: the kernel, and what triton_decode.py and triton_cascade.py share: loading a tile of keys, steps of the
+online softmax. What may not: choosing tiles or kernels (paged.py).
 
-    sequence            | 0 (a long prompt)      | 1 (one token) | 2          Which sequence a run of queries belongs to is found on the
-    run of queries      | 0      1      2        | 3             | 4     5    device. The last queries of a sequence see most keys, so
-    program             | 5      4      3        | 2             | 1     0    the last run goes first; one of few queries ends at once.
+    sequence            | 0 (a long prompt)      | 1 (one token) | 2          Which sequence a run of queries belongs to
+    is found on the
+    run of queries      | 0      1      2        | 3             | 4     5    device. The last queries of a sequence see
+    most keys, so
+    program             | 5      4      3        | 2             | 1     0    the last run goes first; one of few
+    queries ends at once.
 
-Rows of a tile are (query, head of the group) pairs, so that all query heads of a KV head share each tile of keys. Tiles of keys lie at
-absolute multiples of BLOCK_N, whatever the chunk; a tile in which a row sees nothing leaves that row's sums untouched, to the bit.
+Rows of a tile are (query, head of the group) pairs, so that all query heads of a KV head share each tile of keys. Tiles
+of keys lie at absolute multiples of BLOCK_N, whatever the chunk; a tile in which a row sees nothing leaves that row's
+sums untouched, to the bit.
 """
 
 from __future__ import annotations
@@ -31,14 +35,17 @@ if TYPE_CHECKING:
     from headrace.kernels.attention.paged import Tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-_MOST_RUNS = 65535  # that the second dimension of a grid takes; heads of one run go side by side, for the sake of the cache
+_MOST_RUNS = (
+    65535  # that the second dimension of a grid takes; heads of one run go side by side, for the sake of the cache
+)
 _MOST_LEFT = 4096  # parts of tokens that programs leave for each other: 64 MB for 32 heads of 128
 MAX_WINDOW = 2**30  # in place of no window, for what is computed from it in vain
 
 
 @triton.jit
 def _sequence_of(run, query_start_ptr, sequences, QUERIES: tl.constexpr):
-    """Sequence s owns the runs start[s] // QUERIES + s …: enough for any lengths, and found by halving, without a sum over those before."""
+    """Sequence s owns the runs start[s] // QUERIES + s …: enough for any lengths, and found by halving, without a sum
+    over those before."""
     low, high = sequences * 0, sequences
     while high - low > 1:
         middle = (low + high) // 2
@@ -58,29 +65,39 @@ def load_tile(
     ptr, rows, table_ptr, tile, key, there, context, block_stride, head_at, row_stride,
     BULK: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Keys (or values) ``key`` of one head, [BLOCK_N, BLOCK_D]. MASKED: only those that are ``there``, zeros in place of others.
+    """Keys (or values) ``key`` of one head, [BLOCK_N, BLOCK_D]. MASKED: only those that are ``there``, zeros in place
+    of others.
 
-    ``head_at`` is the offset of the KV head. Nothing is looked up beyond ``context``. BULK: the copy engine brings the tile, by the
-    descriptor ``rows`` of rows [.., D]; strides then count rows, and it brings what lies beyond a sequence in its last block too.
+    ``head_at`` is the offset of the KV head. Nothing is looked up beyond ``context``. BULK: the copy engine brings the
+    tile, by the descriptor ``rows`` of rows [.., D]; strides then count rows, and it brings what lies beyond a sequence
+    in its last block too.
     """
     element = tl.arange(0, BLOCK_D)
     if BULK:
         if MASKED:
-            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < context, other=0).to(tl.int64)
+            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < context, other=0).to(
+                tl.int64
+            )
         else:
             block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
         return rows.load([(block * block_stride + head_at).to(tl.int32) + tile * BLOCK_N % BLOCK_SIZE, 0])
     if BLOCK_SIZE % BLOCK_N == 0:  # one block, wherever the tile lies
         first = tile * BLOCK_N
         block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
-        corner = ptr + block * block_stride + head_at + first % BLOCK_SIZE * row_stride  # so that what differs by thread stays the same
+        corner = (
+            ptr + block * block_stride + head_at + first % BLOCK_SIZE * row_stride
+        )  # so that what differs by thread stays the same
         at = corner + (tl.arange(0, BLOCK_N)[:, None] * row_stride + element[None, :])
     else:
         if MASKED:
             blocks = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         else:
             blocks = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-        at = ptr + (blocks * block_stride + head_at + (key % BLOCK_SIZE).to(tl.int64) * row_stride)[:, None] + element[None, :]
+        at = (
+            ptr
+            + (blocks * block_stride + head_at + (key % BLOCK_SIZE).to(tl.int64) * row_stride)[:, None]
+            + element[None, :]
+        )
     if MASKED:
         return tl.load(at, mask=there[:, None] & (element < DIM)[None, :], other=0.0)
     if DIM != BLOCK_D:
@@ -110,10 +127,20 @@ def load_held(
 
 @triton.jit
 def scores(
-    q, k, k_scale, k_low, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, PRECISION: tl.constexpr
+    q,
+    k,
+    k_scale,
+    k_low,
+    seen,
+    scale,
+    soft_cap,
+    MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    KV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Of ``q`` [M, D] with a tile's keys ``k`` [N, D]: [M, N], not scaled yet where nothing caps them. MASKED: −inf but where ``seen``.
-    KV: keys are codes, with ``k_scale`` and ``k_low`` [N] (triton_codes.py)."""
+    """Of ``q`` [M, D] with a tile's keys ``k`` [N, D]: [M, N], not scaled yet where nothing caps them. MASKED: −inf but
+    where ``seen``. KV: keys are codes, with ``k_scale`` and ``k_low`` [N] (triton_codes.py)."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if KV:
         score = scaled_scores(score, q, k_scale, k_low, KV)
@@ -124,17 +151,31 @@ def scores(
 
 @triton.jit
 def weigh(
-    peak, q, k, k_scale, k_low, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, PRECISION: tl.constexpr
+    peak,
+    q,
+    k,
+    k_scale,
+    k_low,
+    seen,
+    scale,
+    soft_cap,
+    MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    KV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """One step of the online softmax (Milakov and Gimelshein 2018): weights of a tile's keys [M, N], by how much to lower what was summed
-    up so far [M], the new peak [M].
+    """One step of the online softmax (Milakov and Gimelshein 2018): weights of a tile's keys [M, N], by how much to
+    lower what was summed up so far [M], the new peak [M].
 
-    ``peak`` [M] (float32, powers of 2), ``q`` [M, D], ``k`` [N, D]. MASKED: a row uses the keys that ``seen`` [M, N] says.
+    ``peak`` [M] (float32, powers of 2), ``q`` [M, D], ``k`` [N, D]. MASKED: a row uses the keys that ``seen`` [M, N]
+    says.
     """
     factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # above 0
     score = scores(q, k, k_scale, k_low, seen, scale, soft_cap, MASKED, SOFT_CAP, KV, PRECISION)
     higher = tl.maximum(peak, tl.max(score, 1) * factor)
-    shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # −inf: a row that has seen nothing yet
+    shift = (
+        tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    )  # −inf: a row that has seen nothing yet
     weight = tl.exp2(score * factor - shift[:, None])  # one instruction for the product and the difference
     return weight, tl.exp2(peak - shift), higher
 
@@ -175,7 +216,8 @@ def accumulate(
 
 @triton.jit
 def _fold(total, peak, mass, part, part_peak, part_mass):
-    """What was found so far with one more part, [M, D], [M], [M]. A part in which a row saw nothing leaves it untouched, to the bit."""
+    """What was found so far with one more part, [M, D], [M], [M]. A part in which a row saw nothing leaves it
+    untouched, to the bit."""
     higher = tl.maximum(peak, part_peak)
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     keep, weight = tl.exp2(peak - shift), tl.exp2(part_peak - shift)
@@ -191,7 +233,9 @@ def _fold_stored(
     element = tl.arange(0, BLOCK_D)
     for part in range(first_part, end_part):
         at = row + part
-        found = tl.load(parts_ptr + at[:, None] * BLOCK_D + element[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        found = tl.load(
+            parts_ptr + at[:, None] * BLOCK_D + element[None, :], mask=inside, other=0.0, cache_modifier=".cg"
+        )
         its_peak = tl.load(sums_ptr + 2 * at, mask=live, other=float("-inf"), cache_modifier=".cg")
         its_mass = tl.load(sums_ptr + 2 * at + 1, mask=live, other=0.0, cache_modifier=".cg")
         total, peak, mass = _fold(total, peak, mass, found, its_peak, its_mass)
@@ -199,7 +243,18 @@ def _fold_stored(
 
 
 @launchable(
-    do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "tokens", "sequences", "few", "window", "table_row", "shares", "most_parts"]
+    do_not_specialize=[
+        "table_ptr",
+        "query_start_ptr",
+        "context_ptr",
+        "tokens",
+        "sequences",
+        "few",
+        "window",
+        "table_row",
+        "shares",
+        "most_parts",
+    ]
 )
 def _prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr, parts_ptr, sums_ptr, ticket_ptr,
@@ -220,7 +275,9 @@ def _prefill_kernel(
         start = tl.load(query_start_ptr + sequence)
         queries = tl.load(query_start_ptr + sequence + 1) - start
     else:
-        bounds = tl.load(query_start_ptr + sequence + tl.arange(0, 2))  # by several threads, which the compiler then takes to diverge
+        bounds = tl.load(
+            query_start_ptr + sequence + tl.arange(0, 2)
+        )  # by several threads, which the compiler then takes to diverge
         start = tl.min(bounds, 0)
         queries = tl.max(bounds, 0) - start
     context = tl.load(context_ptr + sequence)
@@ -248,7 +305,9 @@ def _prefill_kernel(
         k_head_at, v_head_at = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head
         table = table_ptr + sequence.to(tl.int64) * table_row
         writes = True
-        if PART:  # keys in parts of a fixed size, each from nothing, folded in their order: by this program, or dealt out to several
+        # keys in parts of a fixed size, each from nothing, folded in their order: by this program, or dealt out to
+        # several
+        if PART:
             TILES: tl.constexpr = PART // BLOCK_N
             share, past = tl.program_id(2), tl.cdiv(end, BLOCK_N)
             first_part, end_part = first_key // PART, tl.cdiv(end, PART)
@@ -317,7 +376,8 @@ def padded(head_dim: int) -> int:
 
 
 def bulk_keys(k_cache: Tensor, v_cache: Tensor) -> int:
-    """The largest power of 2 of keys that the copy engine can bring at once: rows of one block, one after another; 0 if it cannot."""
+    """The largest power of 2 of keys that the copy engine can bring at once: rows of one block, one after another; 0 if
+    it cannot."""
     size, dim = k_cache.shape[2:]
     aligned = all(stride % dim == 0 for cache in (k_cache, v_cache) for stride in cache.stride()[:2])
     fits = aligned and k_cache.stride(2) == v_cache.stride(2) == dim and dim * k_cache.element_size() % 16 == 0
@@ -326,7 +386,8 @@ def bulk_keys(k_cache: Tensor, v_cache: Tensor) -> int:
 
 
 def cache_arguments(k_cache: Tensor, v_cache: Tensor, keys: int, *, bulk: bool) -> tuple[Any, ...]:
-    """Both caches as ``load_tile`` wants them, then six strides: of block, head and row, in elements, or with ``bulk`` in rows."""
+    """Both caches as ``load_tile`` wants them, then six strides: of block, head and row, in elements, or with ``bulk``
+    in rows."""
     if not bulk:
         return k_cache, v_cache, *k_cache.stride()[:3], *v_cache.stride()[:3]
     dim = k_cache.shape[3]
@@ -335,7 +396,8 @@ def cache_arguments(k_cache: Tensor, v_cache: Tensor, keys: int, *, bulk: bool) 
 
 
 def _rows_map(cache: Tensor, keys: int) -> TensorDescriptor:
-    """A descriptor of all rows from the first of ``cache`` to its last; those of other layers and of the other half lie between."""
+    """A descriptor of all rows from the first of ``cache`` to its last; those of other layers and of the other half lie
+    between."""
     dim = cache.shape[3]
     return TensorDescriptor(cache, [_num_rows(cache), dim], [dim, 1], [keys, padded(dim)])
 
@@ -360,10 +422,11 @@ class Attended(NamedTuple):
 
 
 def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, tickets: Tensor) -> None:
-    """Fills ``out`` for the sequences with more than ``few`` queries, and with zeros for tokens of no sequence. See PagedAttention.
+    """Fills ``out`` for the sequences with more than ``few`` queries, and with zeros for tokens of no sequence. See
+    PagedAttention.
 
-    With ``tiles.part`` keys are absorbed in parts of so many, dealt out to several programs where runs of queries are fewer than processors.
-    ``tickets`` [processors], int32, are zero between launches.
+    With ``tiles.part`` keys are absorbed in parts of so many, dealt out to several programs where runs of queries are
+    fewer than processors. ``tickets`` [processors], int32, are zero between launches.
     """
     q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized = call
     kind, shared = held(k_cache, v_cache, quantized)
@@ -373,7 +436,9 @@ def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, 
     keys, values, *strides = cache_arguments(k_cache, v_cache, tiles.keys, bulk=bulk)
     many, parts = runs > _MOST_RUNS, -(-inputs.max_context_len // tiles.part) if tiles.part else 1
     shares = max(1, min(parts, processors // (runs * kv_heads))) if tokens * parts <= _MOST_LEFT else 1
-    left = torch.empty((tokens, heads, parts, padded(dim)) if shares > 1 else (1,), dtype=torch.float32, device=q.device)
+    left = torch.empty(
+        (tokens, heads, parts, padded(dim)) if shares > 1 else (1,), dtype=torch.float32, device=q.device
+    )
     sums = torch.empty((tokens, heads, parts, 2) if shares > 1 else (1,), dtype=torch.float32, device=q.device)
     _prefill_kernel[(*((runs, kv_heads) if many else (kv_heads, runs)), shares)](
         q, out, k_cache, v_cache, keys, values, inputs.block_table, inputs.query_start, inputs.context_len,

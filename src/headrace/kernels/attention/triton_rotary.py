@@ -19,7 +19,9 @@ _ELEMENTS = 1024  # of q or k that a program turns
 
 
 @triton.jit
-def _turn(source_ptr, target_ptr, source_heads, target_heads, there, cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+def _turn(
+    source_ptr, target_ptr, source_heads, target_heads, there, cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+):
     """Rotates [heads, 2 · HALF] from source to target. Heads' offsets are [BLOCK_H], ``there`` their mask."""
     pair = tl.arange(0, BLOCK_HALF)
     mask = there[:, None] & (pair < HALF)[None, :]
@@ -27,11 +29,22 @@ def _turn(source_ptr, target_ptr, source_heads, target_heads, there, cos, sin, H
     second = tl.load(source_ptr + source_heads[:, None] + pair[None, :] + HALF, mask=mask, other=0.0).to(tl.float32)
     left, right = first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
     tl.store(target_ptr + target_heads[:, None] + pair[None, :], left.to(target_ptr.dtype.element_ty), mask=mask)
-    tl.store(target_ptr + target_heads[:, None] + pair[None, :] + HALF, right.to(target_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        target_ptr + target_heads[:, None] + pair[None, :] + HALF, right.to(target_ptr.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit
-def _copy(source_ptr, target_ptr, source_heads, target_heads, there, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(
+    source_ptr,
+    target_ptr,
+    source_heads,
+    target_heads,
+    there,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Copies elements FIRST … DIM - 1 of each head."""
     element = tl.arange(0, BLOCK)
     mask = there[:, None] & ((element >= FIRST) & (element < DIM))[None, :]
@@ -89,8 +102,13 @@ def _rotary_kernel(
         k_at = token * k_token + head.to(tl.int64) * k_head
         v_at = token * v_token + head.to(tl.int64) * v_head
         if KV:
-            k_part, v_part = block * k_cache_block + head.to(tl.int64) * k_cache_head, block * v_cache_block + head.to(tl.int64) * v_cache_head
-            x = _turned(k_ptr, k_at, there, cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF), HALF, DIM, BLOCK_DIM)
+            k_part, v_part = (
+                block * k_cache_block + head.to(tl.int64) * k_cache_head,
+                block * v_cache_block + head.to(tl.int64) * v_cache_head,
+            )
+            x = _turned(
+                k_ptr, k_at, there, cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF), HALF, DIM, BLOCK_DIM
+            )
             store_codes(x, k_cache_ptr + k_part, row, k_scales_ptr, head, there, KV, BLOCK_SIZE, DIM, BLOCK_DIM)
             x = _turned(v_ptr, v_at, there, cos_sin_ptr, 0, DIM, BLOCK_DIM)
             store_codes(x, v_cache_ptr + v_part, row, v_scales_ptr, head, there, KV, BLOCK_SIZE, DIM, BLOCK_DIM)
@@ -117,11 +135,12 @@ def rotary_write(
     *,
     programmatic: bool = False,
 ) -> Tensor:
-    """(a, b) → (a cos − b sin, b cos + a sin) over the halves of the first rotary_dim elements of q and k (RoFormer, Su et al. 2021).
+    """(a, b) → (a cos − b sin, b cos + a sin) over the halves of the first rotary_dim elements of q and k (RoFormer, Su
+    et al. 2021).
 
-    q is turned in place and returned; k' and v go to the cache at ``slots`` (block · block_size + offset; −1: nowhere), k itself
-    stays. float32, bfloat16 or float16, float32 inside; the cache may have another type, or ``quantized`` be uint8
-    (kv_codes.py). Positions are not checked on the device.
+    q is turned in place and returned; k' and v go to the cache at ``slots`` (block · block_size + offset; −1: nowhere),
+    k itself stays. float32, bfloat16 or float16, float32 inside; the cache may have another type, or ``quantized`` be
+    uint8 (kv_codes.py). Positions are not checked on the device.
     """
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tokens, heads, dim = q.shape

@@ -1,14 +1,19 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Which decoding sequences begin with the same blocks, found on the device once a step.
 
-What lives here: finding them, and the layout of what is found. What may not: the launch (triton_plan.py), attention over shared blocks.
+What lives here: finding them, and the layout of what is found. What may not: the launch (triton_plan.py), attention
+over shared blocks.
 
-    sequence        | 0        | 1        | 2    | 3        | 4        A block that two sequences have at the same place holds the same
-    block table     | 7 8 9 .. | 7 8 9 .. | 3 .. | 7 8 9 .. | 7 5 ..   keys, made of the same tokens: all before it is equal, too. So
-    shared blocks   | 3        | 3        | 0    | 3        | 0        columns are compared one by one, without looking back.
+    sequence        | 0        | 1        | 2    | 3        | 4        A block that two sequences have at the same place
+    holds the same
+    block table     | 7 8 9 .. | 7 8 9 .. | 3 .. | 7 8 9 .. | 7 5 ..   keys, made of the same tokens: all before it is
+    equal, too. So
+    shared blocks   | 3        | 3        | 0    | 3        | 0        columns are compared one by one, without looking
+    back.
 
-Each sequence chooses the depth at which most reading is saved, depth × (sequences that share it − 1); those that chose the same
-block are a group, cut into chunks of as many as one tile of queries holds. No grouping is wrong: one is only quicker than another.
+Each sequence chooses the depth at which most reading is saved, depth × (sequences that share it − 1); those that chose
+the same block are a group, cut into chunks of as many as one tile of queries holds. No grouping is wrong: one is only
+quicker than another.
 """
 
 from __future__ import annotations
@@ -23,10 +28,11 @@ FEWEST = 16  # sequences: below, looking costs more than sharing gains
 LEAST_SAVED = 1024  # tokens that need not be read again, or a group is not worth its merging
 # Rows of what is found, [LINES, sequences] int32. Of each sequence: tokens it shares, its chunk, its place in it.
 OWN, CHUNK, SLOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Of each chunk: where its members begin in ORDER (sequences, by chunk), how many, shared tokens, those of chunks before it.
-# QUERY: the packed token of each sequence in ORDER.
+# Of each chunk: where its members begin in ORDER (sequences, by chunk), how many, shared tokens, those of chunks before
+# it. QUERY: the packed token of each sequence in ORDER.
 ORDER, FIRST, COUNT, TOKENS, AHEAD = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-# For itself: the block chosen; rank in the group, its size, its first member; chunks, members, tokens of groups before (of first members)
+# For itself: the block chosen; rank in the group, its size, its first member; chunks, members, tokens of groups before
+# (of first members)
 _KEY, _RANK, _SIZE, _LEADER, _CHUNKS, _MEMBERS, _BEFORE = (tl.constexpr(row) for row in range(8, 15))
 QUERY = tl.constexpr(15)
 LINES = 16
@@ -40,7 +46,9 @@ def members(group: int) -> int:
 @triton.jit
 def _whole_blocks(query_start_ptr, context_ptr, each, inside, BLOCK_SIZE: tl.constexpr):
     """Blocks that every query of the sequence sees whole; 0 for sequences of more than one query."""
-    queries = tl.load(query_start_ptr + each + 1, mask=inside, other=0) - tl.load(query_start_ptr + each, mask=inside, other=0)
+    queries = tl.load(query_start_ptr + each + 1, mask=inside, other=0) - tl.load(
+        query_start_ptr + each, mask=inside, other=0
+    )
     context = tl.load(context_ptr + each, mask=inside, other=0)
     return tl.where(queries == 1, tl.maximum(context - 1, 0) // BLOCK_SIZE, 0)
 
@@ -79,7 +87,8 @@ def _line(out_ptr, out_row, LINE: tl.constexpr):
 
 @triton.jit
 def _rank(out_ptr, out_row, sequences, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Of each sequence that chose a depth: its rank among those that chose the same, how many they are, the first of them."""
+    """Of each sequence that chose a depth: its rank among those that chose the same, how many they are, the first of
+    them."""
     for begin in range(0, sequences, BLOCK_I):
         each = begin + tl.arange(0, BLOCK_I)
         tokens = tl.load(_line(out_ptr, out_row, OWN) + each, mask=each < sequences, other=0)
@@ -147,7 +156,9 @@ def _seat(query_start_ptr, out_ptr, out_row, sequences, MEMBERS: tl.constexpr, B
         tl.store(_line(out_ptr, out_row, CHUNK) + each, chunk, mask=seated)
         tl.store(_line(out_ptr, out_row, SLOT) + each, rank % MEMBERS, mask=seated)
         tl.store(_line(out_ptr, out_row, ORDER) + place, each, mask=seated)
-        tl.store(_line(out_ptr, out_row, QUERY) + place, tl.load(query_start_ptr + each, mask=seated, other=0), mask=seated)
+        tl.store(
+            _line(out_ptr, out_row, QUERY) + place, tl.load(query_start_ptr + each, mask=seated, other=0), mask=seated
+        )
         opens = seated & (rank % MEMBERS == 0)
         tl.store(_line(out_ptr, out_row, FIRST) + chunk, place, mask=opens)
         tl.store(_line(out_ptr, out_row, COUNT) + chunk, tl.minimum(size - rank, MEMBERS), mask=opens)
@@ -161,7 +172,9 @@ def choose_depth(
     BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, LEAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Writes what one sequence would share."""
-    depth, saved = _best_depth(sequence, table_ptr, query_start_ptr, context_ptr, sequences, table_row, BLOCK_SIZE, UNIT, BLOCK_S, BLOCK_K)
+    depth, saved = _best_depth(
+        sequence, table_ptr, query_start_ptr, context_ptr, sequences, table_row, BLOCK_SIZE, UNIT, BLOCK_S, BLOCK_K
+    )
     shares = (depth > 0) & (saved >= LEAST)
     block = tl.load(table_ptr + sequence.to(tl.int64) * table_row + depth - 1, mask=shares, other=-1)
     tl.store(_line(out_ptr, out_row, OWN) + sequence, tl.where(shares, depth * BLOCK_SIZE // UNIT * UNIT, 0))
@@ -173,7 +186,8 @@ def form_groups(
     query_start_ptr, out_ptr, out_row, sequences,
     MEMBERS: tl.constexpr, MOST_CHUNKS: tl.constexpr, LEAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """From what each would share, by one program: chunks, and what each sequence does share. Returns the most that one does."""
+    """From what each would share, by one program: chunks, and what each sequence does share. Returns the most that one
+    does."""
     most = sequences * 0
     for some in range(0, sequences, BLOCK_S):
         each = some + tl.arange(0, BLOCK_S)

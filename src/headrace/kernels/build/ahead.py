@@ -3,10 +3,10 @@
 What lives here: the threads. What may not: what a rehearsal calls (each kernel's own file), which kernels there are
 (the registry).
 
-Each thread waits for a process that compiles for it, where there are such (processes/builders.py), or compiles itself; weights
-load meanwhile. The longest rehearsals go first. Where there are such processes, kernels that steps can do without
-(later.py) are built when no other is waiting, and a start does not wait for them: it hands them over, with the threads,
-to whoever runs the steps.
+Each thread waits for a process that compiles for it, where there are such (processes/builders.py), or compiles itself;
+weights load meanwhile. The longest rehearsals go first. Where there are such processes, kernels that steps can do
+without (later.py) are built when no other is waiting, and a start does not wait for them: it hands them over, with the
+threads, to whoever runs the steps.
 """
 
 from __future__ import annotations
@@ -35,9 +35,23 @@ MAX_THREADS = 14
 _LEAVE = 2.0  # seconds for a thread whose compiler was ended
 _GLANCE = 0.02  # seconds after which one who waits for a thread looks whether he still should
 PATIENCE = 120.0  # seconds in which one kernel at least must get done; the slowest take a few
-# Operations whose kernels take longest to compile (as measured for an 8B model), longest first: 2.0 s, 1.1, 1.1, 1.1, 1.0, …, 0.3; others 0.1.
-_LONGEST = ("gated_linear", "pick_tokens", "paged_attention", "decode_step", "rope_attention", "moe", "fused_linear", "linear")
-_FIRST, _LAST, _NEVER = -1, len(_LONGEST) + 1, len(_LONGEST) + 2  # turns: what others wait for, what nobody waits for, a thread's end
+# Operations whose kernels take longest to compile (as measured for an 8B model), longest first: 2.0 s, 1.1, 1.1, 1.1,
+# 1.0, …, 0.3; others 0.1.
+_LONGEST = (
+    "gated_linear",
+    "pick_tokens",
+    "paged_attention",
+    "decode_step",
+    "rope_attention",
+    "moe",
+    "fused_linear",
+    "linear",
+)
+_FIRST, _LAST, _NEVER = (
+    -1,
+    len(_LONGEST) + 1,
+    len(_LONGEST) + 2,
+)  # turns: what others wait for, what nobody waits for, a thread's end
 
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
@@ -47,10 +61,15 @@ class _Threads:
     """Daemon threads over one queue: a compiler that hangs keeps neither a start nor the end of the process waiting."""
 
     def __init__(self, count: int) -> None:
-        self._queue: queue.PriorityQueue[tuple[int, int, tuple[Future[Any], Callable[[], Any]] | None]] = queue.PriorityQueue()
+        self._queue: queue.PriorityQueue[tuple[int, int, tuple[Future[Any], Callable[[], Any]] | None]] = (
+            queue.PriorityQueue()
+        )
         self._order = itertools.count()
         self._busy: dict[threading.Thread, Future[Any]] = {}
-        self._threads = [threading.Thread(target=self._serve, name=f"headrace-compile-{index}", daemon=True) for index in range(count)]
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"headrace-compile-{index}", daemon=True)
+            for index in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -228,7 +247,9 @@ class CompileAhead(Generic[Prepared]):
         except Exception:  # what a kernel cannot be built for is said by its rehearsal, which then gives way
             if self._strict:
                 raise
-            _log.exception("kernels could not be made ready to be built in several threads; they are built all the same")
+            _log.exception(
+                "kernels could not be made ready to be built in several threads; they are built all the same"
+            )
 
     def _find(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
         """A rehearsal with what a cache holds; where that lacks the kernel, it comes later."""
@@ -245,7 +266,11 @@ class CompileAhead(Generic[Prepared]):
             with torch.inference_mode(), self._within():
                 later.build()
         except Exception:
-            _log.exception("%s: the kernel cannot be built; steps go on without it%s", name, " (--strict-kernels)" if self._strict else "")
+            _log.exception(
+                "%s: the kernel cannot be built; steps go on without it%s",
+                name,
+                " (--strict-kernels)" if self._strict else "",
+            )
             raise
 
     def _rehearse(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:

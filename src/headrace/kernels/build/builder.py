@@ -1,9 +1,9 @@
-"""A program that compiles kernels into Triton's cache, for a start elsewhere (processes/builders.py). It needs no device and
-looks at none.
+"""A program that compiles kernels into Triton's cache, for a start elsewhere (processes/builders.py). It needs no
+device and looks at none.
 
-``python -m headrace.processes.builder_program SOCKET …``: the numbers of inherited sockets. One process is forked for each, once
-everything is imported; it reads orders as frames, answers each with DONE or anything else, and ends when the other side
-has closed its socket.
+``python -m headrace.processes.builder_program SOCKET …``: the numbers of inherited sockets. One process is forked for
+each, once everything is imported; it reads orders as frames, answers each with DONE or anything else, and ends when the
+other side has closed its socket.
 
 What lives here: orders, written and carried out. What may not: who needs a kernel, launching.
 """

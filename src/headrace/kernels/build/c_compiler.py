@@ -35,13 +35,31 @@ from headrace.processes.scratch import Scratch
 logger = logging.getLogger(__name__)
 
 _LINEAR = ("linear/linear.c", "linear/compressed.c", "linear/panels.c")
-SOURCES = ("norm/elementwise.c", *_LINEAR, "attention/attention.c", "moe/moe.c", "lora/lora.c", "sampling/sampling.c", "step/draft.c")
-HEADERS = ("build/common.h", "build/product.h", "attention/attention.h", "attention/kv_codes.h", "linear/panels.h", "norm/rotary.h")
+SOURCES = (
+    "norm/elementwise.c",
+    *_LINEAR,
+    "attention/attention.c",
+    "moe/moe.c",
+    "lora/lora.c",
+    "sampling/sampling.c",
+    "step/draft.c",
+)
+HEADERS = (
+    "build/common.h",
+    "build/product.h",
+    "attention/attention.h",
+    "attention/kv_codes.h",
+    "linear/panels.h",
+    "norm/rotary.h",
+)
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 TARGET_FLAGS = ("-march=native", "-mcpu=native")  # the second for compilers that do not know the first on their CPU
 COMPILERS = ("cc", "gcc", "clang")
 INSTALL = "install one, e.g. apt-get install gcc libc6-dev"
-OPENMP_FLAGS = (("-fopenmp",), ("-Xpreprocessor", "-fopenmp"))  # the second for Apple's clang, which has the pragmas but no runtime
+OPENMP_FLAGS = (
+    ("-fopenmp",),
+    ("-Xpreprocessor", "-fopenmp"),
+)  # the second for Apple's clang, which has the pragmas but no runtime
 COMPILE_SECONDS = 300
 VERSION_SECONDS = 10
 
@@ -81,7 +99,9 @@ def native_library() -> Native | Declined:
     """The library for this machine, from the user's cache or compiled now. The answer holds for the process."""
     compiler = find_compiler()
     if isinstance(compiler, Declined):
-        progress.say(f"Slower than it could be: {compiler.reason}. Until then torch's own operations run instead of our CPU kernels.")
+        progress.say(
+            f"Slower than it could be: {compiler.reason}. Until then torch's own operations run instead of our CPU kernels."
+        )
         return compiler
     try:
         return build(compiler, cache_folder())
@@ -118,7 +138,9 @@ def build(compiler: Compiler, folder: Path) -> Native:
         return _native(kept, target)
     try:
         _make_folder(folder)
-        with progress.waiting("Compiling the CPU kernels, once for this machine", "Compiled the CPU kernels", slow=True):
+        with progress.waiting(
+            "Compiling the CPU kernels, once for this machine", "Compiled the CPU kernels", slow=True
+        ):
             _compile(compiler.path, sources, runtime, target)
     except OSError as error:
         reason = error.strerror or error
@@ -133,7 +155,9 @@ def build(compiler: Compiler, folder: Path) -> Native:
 def _native(library: ctypes.CDLL, path: Path) -> Native:
     threads = hasattr(library, "headrace_openmp")
     if not threads:
-        logger.warning("The native CPU kernels are built without OpenMP, so each computes on one thread; install gcc to have it use them all.")
+        logger.warning(
+            "The native CPU kernels are built without OpenMP, so each computes on one thread; install gcc to have it use them all."
+        )
     return Native(library, path, threads)
 
 
@@ -185,7 +209,9 @@ def openmp_runtime() -> Path | None:
     except OSError:
         paths = _beside_torch()
     else:
-        paths = (Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6)
+        paths = (
+            Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6
+        )
     return next((path for path in paths if path.name.startswith(("libgomp", "libiomp5", "libomp."))), None)
 
 
@@ -194,7 +220,11 @@ def _beside_torch() -> Iterator[Path]:
     import torch
 
     package = Path(torch.__file__).parent
-    return (path for folder in (package / "lib", package / ".dylibs", package.with_name("torch.libs")) for path in sorted(folder.glob("lib*")))
+    return (
+        path
+        for folder in (package / "lib", package / ".dylibs", package.with_name("torch.libs"))
+        for path in sorted(folder.glob("lib*"))
+    )
 
 
 def _source(name: str) -> bytes:
@@ -251,7 +281,12 @@ def _first_working(choices: Sequence[Choice], attempt: Callable[[Choice], None])
 
 
 def _objects(compiler: str, flags: Sequence[str], work: Path) -> None:
-    _run(*([compiler, *FLAGS, *flags, "-c", str(work / Path(name).name), "-o", str(work / f"{Path(name).stem}.o")] for name in SOURCES))
+    _run(
+        *(
+            [compiler, *FLAGS, *flags, "-c", str(work / Path(name).name), "-o", str(work / f"{Path(name).stem}.o")]
+            for name in SOURCES
+        )
+    )
 
 
 def _run(*commands: Sequence[str], seconds: float = COMPILE_SECONDS) -> str:
@@ -267,7 +302,9 @@ def _run(*commands: Sequence[str], seconds: float = COMPILE_SECONDS) -> str:
         raise CompileError(f"{commands[0][0]} cannot be run: {error.strerror}") from error
     for process, (_, errors) in zip(running, said, strict=True):
         if process.returncode != 0:
-            raise CompileError(f"{commands[0][0]} ended with status {process.returncode}: {errors.strip()[-300:] or 'it says nothing'}")
+            raise CompileError(
+                f"{commands[0][0]} ended with status {process.returncode}: {errors.strip()[-300:] or 'it says nothing'}"
+            )
     return said[-1][0]
 
 

@@ -80,13 +80,19 @@ class Function:
         self.number = number  # a constant of its source
         self._handle = handle
         self._shared = shared_bytes
-        _check(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, c_int(shared_bytes)), f"shared memory of {name}", NotLoadable)
+        _check(
+            _driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, c_int(shared_bytes)),
+            f"shared memory of {name}",
+            NotLoadable,
+        )
 
     def launch_together(self, programs: int, threads: int, stream: int, parameters: ctypes.Structure) -> None:
         """All programs at once on the device, so that they may wait for each other. ``parameters`` are copied."""
         arguments = (c_void_p * 1)(ctypes.addressof(parameters))
         sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
-        _check(_driver().cuLaunchCooperativeKernel(self._handle, *sizes, c_void_p(stream), arguments), "launching together")
+        _check(
+            _driver().cuLaunchCooperativeKernel(self._handle, *sizes, c_void_p(stream), arguments), "launching together"
+        )
 
     def launch(
         self,
@@ -107,7 +113,9 @@ class Function:
             attributes = (_Attribute * len(asked))(*asked)
             grid, block = (c_uint * 3)(programs, 1, 1), (c_uint * 3)(threads, 1, 1)
             config = _Config(grid, block, self._shared, stream, ctypes.addressof(attributes), len(asked))
-            _check(_driver().cuLaunchKernelEx(byref(config), self._handle, arguments, None), "launching with attributes")
+            _check(
+                _driver().cuLaunchKernelEx(byref(config), self._handle, arguments, None), "launching with attributes"
+            )
             return
         sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
         _check(_driver().cuLaunchKernel(self._handle, *sizes, c_void_p(stream), arguments, None), "launching")
@@ -126,10 +134,24 @@ def tensor_map(tensor: Tensor, *box: int) -> TensorMap:
     held = (c_uint64 * 24)()  # the driver wants 64 bytes of alignment
     at = (ctypes.addressof(held) + 63) // 64 * 64
     rank = len(box)
-    sizes, strides = (c_uint64 * rank)(*tensor.shape[::-1]), (c_uint64 * (rank - 1))(*(stride * 2 for stride in tensor.stride()[-2::-1]))
+    sizes, strides = (
+        (c_uint64 * rank)(*tensor.shape[::-1]),
+        (c_uint64 * (rank - 1))(*(stride * 2 for stride in tensor.stride()[-2::-1])),
+    )
     boxes, steps = (c_uint * rank)(*box[::-1]), (c_uint * rank)(*(1 for _ in box))
     result = _driver().cuTensorMapEncodeTiled(
-        c_void_p(at), _BFLOAT16, rank, c_void_p(tensor.data_ptr()), sizes, strides, boxes, steps, 0, _SWIZZLE_128, _PROMOTE_256, 0
+        c_void_p(at),
+        _BFLOAT16,
+        rank,
+        c_void_p(tensor.data_ptr()),
+        sizes,
+        strides,
+        boxes,
+        steps,
+        0,
+        _SWIZZLE_128,
+        _PROMOTE_256,
+        0,
     )
     _check(result, f"describing a tensor of {tuple(tensor.shape)}")
     return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))
@@ -150,7 +172,11 @@ class Module:
         """``shared_bytes`` of dynamic shared memory a program gets."""
         if name not in self._functions:
             handle = c_void_p()
-            _check(_driver().cuModuleGetFunction(byref(handle), self._module, name.encode()), f"finding {name}", NotLoadable)
+            _check(
+                _driver().cuModuleGetFunction(byref(handle), self._module, name.encode()),
+                f"finding {name}",
+                NotLoadable,
+            )
             self._functions[name] = Function(handle, name, shared_bytes, self.number)
         return self._functions[name]
 
@@ -158,7 +184,11 @@ class Module:
         """A constant of the source, extern "C" int. Read from the device once."""
         if name not in self._numbers:
             at, size, value = c_void_p(), c_size_t(), c_int()
-            _check(_driver().cuModuleGetGlobal_v2(byref(at), byref(size), self._module, name.encode()), f"finding {name}", NotLoadable)
+            _check(
+                _driver().cuModuleGetGlobal_v2(byref(at), byref(size), self._module, name.encode()),
+                f"finding {name}",
+                NotLoadable,
+            )
             _check(_driver().cuMemcpyDtoH_v2(byref(value), at, c_size_t(4)), f"reading {name}")
             self._numbers[name] = value.value
         return self._numbers[name]

@@ -7,7 +7,8 @@ driver hears of it, and a step has up to ten launches a layer. What those 20 fin
 arguments ask for, and that is known from few facts:
 
     layout    kinds of the arguments (tensor, int, float, None, descriptor), names and kinds of constants and options
-    key       device; element types; pointers on 16 bytes or not; integers that are 1, multiples of 16 or neither; values of constants
+    key       device; element types; pointers on 16 bytes or not; integers that are 1, multiples of 16 or neither;
+    values of constants
 
 A layout knows where its pointers, integers, constants and descriptors are, and has a table from keys to compiled
 kernels. The key tells apart whatever Triton tells apart, so no kernel is launched for arguments it was not compiled
@@ -58,7 +59,9 @@ class Aim(Enum):
     BUILD = 2  # that it can be launched
 
 
-BUILDERS: ContextVar[Builders | None] = ContextVar("BUILDERS", default=None)  # who compiles what is launched here for the first time
+BUILDERS: ContextVar[Builders | None] = ContextVar(
+    "BUILDERS", default=None
+)  # who compiles what is launched here for the first time
 _AIM: ContextVar[Aim] = ContextVar("AIM", default=Aim.LAUNCH)
 Grid = tuple[int, ...]
 Arguments = tuple[Any, ...]
@@ -69,17 +72,25 @@ _TENSORS = (Tensor, nn.Parameter)
 _KINDS = (*_TENSORS, int, float, type(None), TensorDescriptor)
 _CONSTANTS = (int, bool, str, type(None))  # equal ones of one type are the same to the compiler (0.0 and -0.0 are not)
 # A signature's types as the launcher reads them.
-_BYTES = {"constexpr": "_", "fp32": "f", "f32": "f", "fp64": "d"} | {f"{sign}{bits}": str(bits // 8) for sign in "iu" for bits in (8, 16, 32, 64)}
+_BYTES = {"constexpr": "_", "fp32": "f", "f32": "f", "fp64": "d"} | {
+    f"{sign}{bits}": str(bits // 8) for sign in "iu" for bits in (8, 16, 32, 64)
+}
 _MOST_KEYS = 1024  # of one layout; then it begins anew
 _MOST_MAPS = 1024  # descriptors of one argument
 
 
-def launchable(*, do_not_specialize: Iterable[str] = (), do_not_specialize_on_alignment: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+def launchable(
+    *, do_not_specialize: Iterable[str] = (), do_not_specialize_on_alignment: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], Any]:
     """``triton.jit`` for a kernel that is launched from the host: ``kernel[grid](…)`` as ever."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         made = triton.jit if knobs.runtime.interpret else Kernel
-        return made(function, do_not_specialize=list(do_not_specialize), do_not_specialize_on_alignment=list(do_not_specialize_on_alignment))
+        return made(
+            function,
+            do_not_specialize=list(do_not_specialize),
+            do_not_specialize_on_alignment=list(do_not_specialize_on_alignment),
+        )
 
     return decorate
 
@@ -133,13 +144,20 @@ class Kernel(JITFunction):
             return launch.prepare(arguments, named) if isinstance(launch, Layout) else self.build(arguments, named)
         return launch(grid, arguments, named)
 
-    def _do_compile(self, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *rest: Any) -> Any:
+    def _do_compile(
+        self, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *rest: Any
+    ) -> Any:
         """In a process that compiles for this one, where there is one; then Triton finds it in its cache."""
         builders, target = BUILDERS.get(), self.device_caches[device][2]
         if _AIM.get() is Aim.FIND:
             _look_for(ASTSource(self, signature, constants, attributes), target, options)
         elif builders is not None and triton.__version__.startswith(_KNOWN_VERSION):
-            named = (knobs.cache.dir, (target.backend, target.arch, target.warp_size), self.fn.__module__, self.fn.__name__)
+            named = (
+                knobs.cache.dir,
+                (target.backend, target.arch, target.warp_size),
+                self.fn.__module__,
+                self.fn.__name__,
+            )
             order = write(Order(*named, signature, constants, attributes, options.__dict__))
             if order is not None and not builders.build(order) and builders.closed and _AIM.get() is Aim.BUILD:
                 raise Ended
@@ -169,7 +187,9 @@ def create_launch(kernel: Kernel, arguments: Arguments, named: Mapping[str, Any]
     given = kernel.params[: len(arguments)]
     if not triton.__version__.startswith(_KNOWN_VERSION) or len(arguments) > len(kernel.params):
         return None
-    if not all(param.is_constexpr for param in kernel.params[len(arguments) :]) or not all(map(_is_understood, given, arguments)):
+    if not all(param.is_constexpr for param in kernel.params[len(arguments) :]) or not all(
+        map(_is_understood, given, arguments)
+    ):
         return None
     return Layout(kernel, arguments) if all(type(value) in _CONSTANTS for value in named.values()) else None
 
@@ -206,11 +226,15 @@ class Layout:
         self._constants = _getter([at for at, param in enumerate(params) if param.is_constexpr])
         self._pointers = [at for at, _ in plain if type(arguments[at]) in _TENSORS]
         self._aligned = [
-            index for index, at in enumerate(self._pointers) if not (params[at].do_not_specialize or params[at].do_not_specialize_on_alignment)
+            index
+            for index, at in enumerate(self._pointers)
+            if not (params[at].do_not_specialize or params[at].do_not_specialize_on_alignment)
         ]  # of the pointers, those whose alignment counts
         self._integers = [at for at, _ in integers]
         self._ones = [at for at, param in integers if not param.do_not_specialize]  # being 1 counts
-        self._sixteenths = [at for at, param in integers if not (param.do_not_specialize or param.do_not_specialize_on_alignment)]
+        self._sixteenths = [
+            at for at, param in integers if not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+        ]
         self._maps = [at for at, _ in plain if type(arguments[at]) is TensorDescriptor]
         self._enter, self._leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
@@ -231,7 +255,12 @@ class Layout:
     def prepare(self, arguments: Arguments, named: Mapping[str, Any]) -> None:
         """What a launch of arguments like these would do first."""
         pointers = [arguments[at].data_ptr() for at in self._pointers]
-        key = (driver.active.get_current_device(), *named.values(), *self._constants(arguments), *self._facts(arguments, pointers))
+        key = (
+            driver.active.get_current_device(),
+            *named.values(),
+            *self._constants(arguments),
+            *self._facts(arguments, pointers),
+        )
         if key not in self._table:
             self._learn(key, arguments, named)
 

@@ -86,7 +86,9 @@ def _compile(nvrtc: ctypes.CDLL, text: str, options: Sequence[str]) -> bytes:
     if nvrtc.nvrtcCreateProgram(byref(program), text.encode(), b"kernel.cu", 0, None, None):
         raise CompileError("NVRTC could not take the source")
     try:
-        if nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*(option.encode() for option in options))):
+        if nvrtc.nvrtcCompileProgram(
+            program, len(options), (c_char_p * len(options))(*(option.encode() for option in options))
+        ):
             raise CompileError(_complaint(_text(nvrtc, program, "ProgramLog").decode(errors="replace")))
         return _text(nvrtc, program, "CUBIN")
     finally:
@@ -130,4 +132,6 @@ def _keep(target: Path, code: bytes) -> None:
             os.chmod(work / target.name, 0o600)
             os.replace(work / target.name, target)
     except OSError as error:
-        _log.warning("Compiled kernels cannot be kept in %s (%s); they are built anew at each start.", target.parent, error)
+        _log.warning(
+            "Compiled kernels cannot be kept in %s (%s); they are built anew at each start.", target.parent, error
+        )

@@ -34,7 +34,8 @@ _KERNELS = Path(__file__).parents[1]
 _TRITON = str(Path(triton.__file__).parent)
 # Functions of Triton that only translate: whatever goes wrong below them is about building.
 _TRANSLATING = (("compiler/compiler.py", "compile"), ("runtime/build.py", "compile_module_from_src"))
-# What the driver says of code that it cannot load or launch on this device. Other errors of the driver may come from work queued before.
+# What the driver says of code that it cannot load or launch on this device. Other errors of the driver may come from
+# work queued before.
 _REFUSED = (
     "device kernel image is invalid",
     "no kernel image is available",
@@ -60,7 +61,11 @@ def build_failure(error: Exception) -> str | None:
 def _translating(error: Exception) -> bool:
     frames = traceback.walk_tb(error.__traceback__)
     places = ((frame.f_code.co_filename, frame.f_code.co_name) for frame, _ in frames)
-    return any(path.startswith(_TRITON) and path.endswith(file) and function == name for path, function in places for file, name in _TRANSLATING)
+    return any(
+        path.startswith(_TRITON) and path.endswith(file) and function == name
+        for path, function in places
+        for file, name in _TRANSLATING
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -115,7 +120,10 @@ def prepare_identities() -> list[JITFunction]:
 
 def _kernels() -> list[JITFunction]:
     """Of every operation, whichever a model needs."""
-    modules = [import_module(f"headrace.kernels.{path.parent.name}.{path.stem}") for path in sorted(_KERNELS.glob("*/triton_*.py"))]
+    modules = [
+        import_module(f"headrace.kernels.{path.parent.name}.{path.stem}")
+        for path in sorted(_KERNELS.glob("*/triton_*.py"))
+    ]
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 
@@ -129,7 +137,10 @@ def cache_folder() -> tuple[str, str | None]:
     knobs.cache.dir = tempfile.mkdtemp(prefix="headrace-triton-")
     atexit.register(shutil.rmtree, knobs.cache.dir, ignore_errors=True)
     _log.warning("compiled kernels cannot be kept in %s (%s); they are built anew at each start", folder, reason)
-    return knobs.cache.dir, f"{folder} cannot be written ({reason}): kernels are built anew at each start; set TRITON_CACHE_DIR"
+    return (
+        knobs.cache.dir,
+        f"{folder} cannot be written ({reason}): kernels are built anew at each start; set TRITON_CACHE_DIR",
+    )
 
 
 def _unwritable(folder: str) -> str | None:

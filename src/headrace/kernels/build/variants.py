@@ -25,7 +25,13 @@ class Variants(Generic[V]):
     ``code``: its machine code, built or kept from before. ``shared_bytes`` of a program; None: the source says.
     """
 
-    def __init__(self, device: torch.device, name: str, code: Callable[[V], bytes], shared_bytes: Callable[[V], int] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        name: str,
+        code: Callable[[V], bytes],
+        shared_bytes: Callable[[V], int] | None = None,
+    ) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._name, self._code, self._shared_bytes = name, code, shared_bytes

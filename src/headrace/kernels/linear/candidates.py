@@ -70,7 +70,11 @@ def _fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
         gated = lambda outs: Around(None if spec.ranks > 1 else norm(), 1.0, spec.activation)  # noqa: E731
         yield from _form_calls(site, run, "gated", gated, biased=spec.mlp_bias)
         return
-    places = {(each.split, each.bias) for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)}
+    places = {
+        (each.split, each.bias)
+        for each in matrices(spec)
+        if (each.outs, each.ins) == (facts.out_features, facts.in_features)
+    }
     for split, biased in places:
         if split is Split.COLUMN:
             yield from _form_calls(site, run, "normed", lambda outs: Around(norm(), 1.0), biased=biased)
@@ -79,7 +83,9 @@ def _fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
             yield from _form_calls(site, run, "added", behind, biased=biased)
 
 
-def _form_calls(site: CallSite[WeightFacts], run: Any, place: str, around: Callable[[int], Around], *, biased: bool) -> Calls:
+def _form_calls(
+    site: CallSite[WeightFacts], run: Any, place: str, around: Callable[[int], Around], *, biased: bool
+) -> Calls:
     whole = site.facts.shape
     shape = Shape(corner(whole.outs, _LARGEST), corner(whole.ins, _LARGEST), whole.gated)
     rows = shape.outs * (2 if shape.gated else 1)
@@ -88,7 +94,9 @@ def _form_calls(site: CallSite[WeightFacts], run: Any, place: str, around: Calla
         product = run(site.zeros(rows, shape.ins), site.zeros(rows) if biased else None).product
         return replace(product, shape=shape).launch(form, site.zeros(1, shape.ins), around(shape.outs))
 
-    for form in dict.fromkeys(form for _, form in run(site.zeros(0, shape.ins), None).product.forms if form is not None):
+    for form in dict.fromkeys(
+        form for _, form in run(site.zeros(0, shape.ins), None).product.forms if form is not None
+    ):
         yield f"{place}{', bias' if biased else ''}, {shape.outs % 16}, {form}", partial(launch, form)
 
 
@@ -100,7 +108,9 @@ def _biased(sizes: Sizes) -> bool:
 
 
 def _varies(site: CallSite[WeightFacts]) -> str | None:
-    return None if site.batch_invariant else "torch's own product (cuBLAS) is quicker where bits may depend on the batch"
+    return (
+        None if site.batch_invariant else "torch's own product (cuBLAS) is quicker where bits may depend on the batch"
+    )
 
 
 def invariant_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
@@ -113,7 +123,9 @@ def invariant_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Call
         return layer.compute(site.zeros(TOKENS, ins), tile)
 
     tile_of = run(site.zeros(0, ins), None).tile
-    tiles = dict.fromkeys(tile_of(tokens, site.facts.out_features) for tokens in range(1, sizes.max_num_batched_tokens + 1, 16))
+    tiles = dict.fromkeys(
+        tile_of(tokens, site.facts.out_features) for tokens in range(1, sizes.max_num_batched_tokens + 1, 16)
+    )
     for bias in {False, _biased(sizes)}:
         for tile in tiles:
             yield f"{ins} to {outs}{' with bias' if bias else ''}, {tile}", partial(multiply, tile, bias=bias)
@@ -143,8 +155,13 @@ def create_gated(site: CallSite[WeightFacts]) -> Any:
 
 def _gated_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
     layer = make(torch.empty(0, 0), None)
-    for tile in dict.fromkeys(tile for _, tile in reversed(layer.tiles) if tile is not None):  # those for many rows compile longest
-        yield f"{tile}", partial(layer.kernels.function, (tile, sizes.spec.activation, tile.thin(site.facts.out_features // 2)))
+    for tile in dict.fromkeys(
+        tile for _, tile in reversed(layer.tiles) if tile is not None
+    ):  # those for many rows compile longest
+        yield (
+            f"{tile}",
+            partial(layer.kernels.function, (tile, sizes.spec.activation, tile.thin(site.facts.out_features // 2))),
+        )
 
 
 def create_ring(site: CallSite[WeightFacts]) -> Any:
@@ -180,7 +197,9 @@ def unserved(forms: RingForms, others: tuple[tuple[int, Any], ...]) -> tuple[tup
     """Of ``others``, up to so many rows this form, those that some number of rows is left to."""
     kept, before = [], 0
     for most, form in others:
-        if any(next((ring for up_to, ring in forms if rows <= up_to), None) is None for rows in range(before + 1, most + 1)):
+        if any(
+            next((ring for up_to, ring in forms if rows <= up_to), None) is None for rows in range(before + 1, most + 1)
+        ):
             kept.append((most, form))
         before = most
     return tuple(kept)
@@ -205,13 +224,17 @@ def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -
     """Every form of its own, those of the others that are left to them, and what rounds inputs."""
     maker = run.__self__
     gate = sizes.spec.activation if site.facts.gated else None
-    for form in dict.fromkeys(replace(form, late=False) for most, form in maker.forms if form is not None and most <= MOST_ROWS):
+    for form in dict.fromkeys(
+        replace(form, late=False) for most, form in maker.forms if form is not None and most <= MOST_ROWS
+    ):
         yield f"{form}, {gate}, {False}", partial(maker.kernels.function, (form, gate, False))
     if site.facts.eights[0] is not None:
         others = replace(maker.maker, forms=unserved(maker.forms, maker.maker.forms))
         yield from _eight_fused_calls(site, others.fused, sizes)
         return
-    ordered = any(each is not None and each.ordered for each in site.facts.codings)  # such weights may be left to them altogether
+    ordered = any(
+        each is not None and each.ordered for each in site.facts.codings
+    )  # such weights may be left to them altogether
     forms = {coding: forms if ordered else unserved(maker.forms, forms) for coding, forms in maker.coded.forms.items()}
     yield from coded_fused_calls(site, replace(maker.coded, forms=forms).fused, sizes)
 
@@ -237,7 +260,11 @@ def _not_eight(site: CallSite[WeightFacts]) -> str | None:
         return "computes with inputs and weights of one 8-bit type alone, with a scale a row or blocks of 128"
     if facts.in_features % 16 or facts.out_features % 16:
         return f"{facts.in_features} to {facts.out_features} is no weight that the vendor's product takes"
-    if facts.eights[0] is not None and facts.eights[0].kind == "fp8" and torch.cuda.get_device_capability(site.device) < (8, 9):
+    if (
+        facts.eights[0] is not None
+        and facts.eights[0].kind == "fp8"
+        and torch.cuda.get_device_capability(site.device) < (8, 9)
+    ):
         return "multiplies FP8 from compute capability 8.9 on"
     return None
 
@@ -250,9 +277,15 @@ def _eight_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> C
     spec, facts, norm = sizes.spec, site.facts, partial(site.zeros, 1, 1, dtype=torch.float32)
     weight = torch.float32 if spec.norm_offset else facts.dtype
     if facts.gated:
-        yield from _eight_form_calls(site, run, "gated", lambda outs: Around(norm(), 1.0, spec.activation), {spec.mlp_bias})
+        yield from _eight_form_calls(
+            site, run, "gated", lambda outs: Around(norm(), 1.0, spec.activation), {spec.mlp_bias}
+        )
         return
-    for split, biased in {(each.split, each.bias) for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)}:
+    for split, biased in {
+        (each.split, each.bias)
+        for each in matrices(spec)
+        if (each.outs, each.ins) == (facts.out_features, facts.in_features)
+    }:
         if split is Split.COLUMN:
             yield from _eight_form_calls(site, run, "normed", lambda outs: Around(norm(), 1.0), {biased})
         else:
@@ -260,7 +293,9 @@ def _eight_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> C
             yield from _eight_form_calls(site, run, "added", behind, {biased})
 
 
-def _eight_form_calls(site: CallSite[WeightFacts], run: Any, place: str, around: Callable[[int], Around], biases: set[bool]) -> Calls:
+def _eight_form_calls(
+    site: CallSite[WeightFacts], run: Any, place: str, around: Callable[[int], Around], biases: set[bool]
+) -> Calls:
     """Rounding a row of the layer's width, and the product in every form, of a corner of the weight."""
     facts, maker, device = site.facts, run.__self__, site.device
     outs, ins = (corner(size, 512) for size in (facts.out_features, facts.in_features))
@@ -268,12 +303,19 @@ def _eight_form_calls(site: CallSite[WeightFacts], run: Any, place: str, around:
 
     def product(ins: int, *, bias: bool) -> Any:
         weight = torch.zeros(outs, ins, dtype=torch.uint8, device=device).view(kind)
-        scale = torch.zeros(-(-outs // 128), -(-ins // 128), device=device) if maker.eight.group else torch.zeros(outs, device=device)
+        scale = (
+            torch.zeros(-(-outs // 128), -(-ins // 128), device=device)
+            if maker.eight.group
+            else torch.zeros(outs, device=device)
+        )
         static = torch.ones((), device=device) if maker.eight.static else None
         return maker.product(weight, scale, static, site.zeros(outs) if bias else None)
 
     given = around(outs)
-    yield f"{place}, rounded, {facts.in_features}", lambda: product(facts.in_features, bias=False).rounded(site.zeros(1, facts.in_features), given)
+    yield (
+        f"{place}, rounded, {facts.in_features}",
+        lambda: product(facts.in_features, bias=False).rounded(site.zeros(1, facts.in_features), given),
+    )
 
     def multiply(form: Any, *, bias: bool) -> object:
         layer, width = product(ins, bias=bias), outs // (1 + (place == "gated"))
@@ -304,7 +346,10 @@ def coded_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
     for biased in {False, _biased(sizes)}:
         for coding, product in _coded_corners(site, run, biased=biased):
             if not biased:
-                yield f"{coding}, widened{', gate' * product.packed.gated}", partial(product.widen, 0, 64, site.facts.dtype)
+                yield (
+                    f"{coding}, widened{', gate' * product.packed.gated}",
+                    partial(product.widen, 0, 64, site.facts.dtype),
+                )
             yield from _coded_form_calls(site, coding, product, "alone", lambda outs: Around())
 
 
@@ -313,11 +358,17 @@ def coded_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Ca
     spec, norm = sizes.spec, partial(site.zeros, 1, 1, dtype=torch.float32)
     weight = torch.float32 if spec.norm_offset else site.facts.dtype
     facts = site.facts
-    places = {(each.split, each.bias) for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)}
+    places = {
+        (each.split, each.bias)
+        for each in matrices(spec)
+        if (each.outs, each.ins) == (facts.out_features, facts.in_features)
+    }
     for split, biased in places:
         for coding, product in _coded_corners(site, run, biased=biased):
             if facts.gated:
-                yield from _coded_form_calls(site, coding, product, "gated", lambda outs: Around(norm(), 1.0, spec.activation))
+                yield from _coded_form_calls(
+                    site, coding, product, "gated", lambda outs: Around(norm(), 1.0, spec.activation)
+                )
             elif split is Split.COLUMN:
                 yield from _coded_form_calls(site, coding, product, "normed", lambda outs: Around(norm(), 1.0))
             else:
@@ -335,22 +386,39 @@ def _coded_corners(site: CallSite[WeightFacts], run: Any, *, biased: bool) -> It
             yield f"{coding}{', in order' * ordered}", maker.product(packed, site.zeros(outs) if biased else None)
 
 
-def _coded_form_calls(site: CallSite[WeightFacts], name: str, product: Any, place: str, around: Callable[[int], Around]) -> Calls:
+def _coded_form_calls(
+    site: CallSite[WeightFacts], name: str, product: Any, place: str, around: Callable[[int], Around]
+) -> Calls:
     packed, biased = product.packed, product.bias is not None
     for most, form in product.forms:
         if form is not None and (place == "alone" or most <= MOST_ROWS):
             behind = partial(around, packed.outs // (1 + (place == "gated")))
             call = lambda form=form, behind=behind: product.launch(form, site.zeros(1, packed.ins), behind())  # noqa: E731
-            yield f"{place}{', bias' * biased}, {name}, {packed.outs % 16}, {packed.ins % 16}, {packed.gated}, {form}", call
+            yield (
+                f"{place}{', bias' * biased}, {name}, {packed.outs % 16}, {packed.ins % 16}, {packed.gated}, {form}",
+                call,
+            )
 
 
 _HALVES = (torch.bfloat16, torch.float16)
 _BFLOAT16 = _HALVES[:1]  # what is not yet normed may overflow float16
 
 
-def _hopper(name: str, create: Any, *techniques: str, dtypes: tuple[torch.dtype, ...] = _BFLOAT16, rehearse: Any = None) -> Candidate[WeightFacts]:
+def _hopper(
+    name: str, create: Any, *techniques: str, dtypes: tuple[torch.dtype, ...] = _BFLOAT16, rehearse: Any = None
+) -> Candidate[WeightFacts]:
     failure = gpu.failure if rehearse is not None else None
-    return Candidate(name, create, gpu.DEVICES, dtypes, frozenset(techniques), False, optional=True, failure=failure, rehearse=rehearse)
+    return Candidate(
+        name,
+        create,
+        gpu.DEVICES,
+        dtypes,
+        frozenset(techniques),
+        False,
+        optional=True,
+        failure=failure,
+        rehearse=rehearse,
+    )
 
 
 def _tuned(create: str) -> Candidate[WeightFacts]:
@@ -390,17 +458,45 @@ FUSED_LINEAR = (
     ),
 )  # fmt: skip
 PACKED_LINEAR = (
-    _hopper(EIGHT_RING, partial(create_ring_of_eight, create="create_eight_linear"), "quantized_gemm", "early_weights", rehearse=_cut_ring_calls),
-    _hopper(CODED_RING, partial(create_ring_of_codes, create="create_codes_linear"), "quantized_gemm", "early_weights", rehearse=_cut_ring_calls),
+    _hopper(
+        EIGHT_RING,
+        partial(create_ring_of_eight, create="create_eight_linear"),
+        "quantized_gemm",
+        "early_weights",
+        rehearse=_cut_ring_calls,
+    ),
+    _hopper(
+        CODED_RING,
+        partial(create_ring_of_codes, create="create_codes_linear"),
+        "quantized_gemm",
+        "early_weights",
+        rehearse=_cut_ring_calls,
+    ),
     _eight("create_linear", _eight_calls, _HALVES),
     _coded("create_linear", coded_calls, _HALVES),
     native(compressed.create_linear, name="lossless", dtypes=_BFLOAT16, optional=True),
-    native(partial(panels.create_linear, rounds=True), name=INTEGER, dtypes=_HALVES, techniques=INTEGERS, optional=True),
+    native(
+        partial(panels.create_linear, rounds=True), name=INTEGER, dtypes=_HALVES, techniques=INTEGERS, optional=True
+    ),
     native(partial(panels.create_linear, rounds=False), optional=True),
 )
 PACKED_FUSED = (
-    _hopper(EIGHT_RING, create_ring_of_eight, "quantized_gemm", "deep_fusion", "early_weights", rehearse=_quantised_ring_calls),
-    _hopper(CODED_RING, create_ring_of_codes, "quantized_gemm", "deep_fusion", "early_weights", rehearse=_quantised_ring_calls),
+    _hopper(
+        EIGHT_RING,
+        create_ring_of_eight,
+        "quantized_gemm",
+        "deep_fusion",
+        "early_weights",
+        rehearse=_quantised_ring_calls,
+    ),
+    _hopper(
+        CODED_RING,
+        create_ring_of_codes,
+        "quantized_gemm",
+        "deep_fusion",
+        "early_weights",
+        rehearse=_quantised_ring_calls,
+    ),
     _eight("create_fused", _eight_fused_calls, _BFLOAT16, "deep_fusion"),
     _coded("create_fused", coded_fused_calls, _BFLOAT16, "deep_fusion"),
 )

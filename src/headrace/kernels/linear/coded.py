@@ -1,10 +1,12 @@
-"""Linear layers whose weights are codes in groups of inputs (packing.py), on a GPU: alone, and with what stands around them.
+"""Linear layers whose weights are codes in groups of inputs (packing.py), on a GPU: alone, and with what stands around
+them.
 
-What lives here: laying weights out at load, the callables, launches. What may not: kernels (triton_codes.py), which form is best
-(coded_forms.py), what formats mean (quant/).
+What lives here: laying weights out at load, the callables, launches. What may not: kernels (triton_codes.py), which
+form is best (coded_forms.py), what formats mean (quant/).
 
-A few rows, and tiles of some more, are multiplied by codes that are widened in registers. For many rows a part of the weight is widened, once
-for all of them, into memory that the second-level cache holds, and the vendor's product reads that.
+A few rows, and tiles of some more, are multiplied by codes that are widened in registers. For many rows a part of the
+weight is widened, once for all of them, into memory that the second-level cache holds, and the vendor's product reads
+that.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _ALONE = Around()
 
 
 def lay(pieces: Sequence[PackedMatrix], *, gated: bool) -> tuple[Packed, ...] | None:
-    """The weight, laid out for good: as few matrices as there can be, one below another. None: some cannot be, and all stay as they are."""
+    """The weight, laid out for good: as few matrices as there can be, one below another. None: some cannot be, and all
+    stay as they are."""
     if not all(piece.laid for piece in pieces):
         try:
             parts = _gate(pieces) if gated else _parts(pieces)
@@ -57,7 +60,12 @@ def _read(piece: PackedMatrix) -> Packed:
 def _gate(pieces: Sequence[PackedMatrix]) -> list[tuple[Packed, Sequence[PackedMatrix]]]:
     """Both halves in turns, where they are of one coding."""
     coding, outs = pieces[0].coding, sum(piece.outs for piece in pieces)
-    if coding is None or outs % 16 or len(pieces) > 2 or any((piece.coding, piece.outs) != (coding, pieces[0].outs) for piece in pieces):
+    if (
+        coding is None
+        or outs % 16
+        or len(pieces) > 2
+        or any((piece.coding, piece.outs) != (coding, pieces[0].outs) for piece in pieces)
+    ):
         return _parts(pieces)
     if len(pieces) == 2 and not _alike(*(piece.in_codes(slice(0, 32), 0) for piece in pieces)):
         return _parts(pieces)
@@ -71,7 +79,11 @@ def reader(pieces: Sequence[PackedMatrix], copy: int) -> Read:
     half = pieces[0].outs
 
     def read(rows: slice) -> Codes:
-        return pieces[0].in_codes(rows, copy) if rows.start < half else pieces[1].in_codes(slice(rows.start - half, rows.stop - half), copy)
+        return (
+            pieces[0].in_codes(rows, copy)
+            if rows.start < half
+            else pieces[1].in_codes(slice(rows.start - half, rows.stop - half), copy)
+        )
 
     return read
 
@@ -113,7 +125,8 @@ def views(packed: Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class CodedProduct:
-    """One weight and how it is multiplied. Calls of products that share scratch memory must follow each other on the device."""
+    """One weight and how it is multiplied. Calls of products that share scratch memory must follow each other on the
+    device."""
 
     packed: Packed
     bias: Tensor | None
@@ -137,7 +150,9 @@ class CodedProduct:
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty(y.shape, y.dtype, y.device)
-            sums = torch.empty((tiles, tokens), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
+            sums = torch.empty(
+                (tiles, tokens), dtype=torch.float32, device=x.device
+            )  # the form decides how many: not planned
         squares, pieces = (y, 0) if around.squares is None else (around.squares, around.squares.shape[0])
         given = (packed.table, packed.order, self.scratch.parts, self.scratch.tickets)
         behind = (squares, self.bias, around.residual, around.scale, y, scaled, sums)
@@ -166,19 +181,30 @@ class CodedProduct:
         return y if self.bias is None else y.add_(self.bias)
 
     def widen(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Rows of it as they lie (from a multiple of 64 on), but both halves of a gate one below the other; columns as they lie."""
+        """Rows of it as they lie (from a multiple of 64 on), but both halves of a gate one below the other; columns as
+        they lie."""
         packed, steps = self.packed, self.packed.blocks.shape[1]
         wide = torch.empty(last - first, packed.ins, dtype=dtype, device=packed.blocks.device)
         table = packed.factor if packed.table is None else packed.table
         _widen_kernel[(triton.cdiv(last - first, ROWS) * steps,)](
-            *views(packed), table, wide, first // ROWS, last - first, packed.ins, steps, **constants(packed.coding), TURNED=packed.gated, num_warps=4
+            *views(packed),
+            table,
+            wide,
+            first // ROWS,
+            last - first,
+            packed.ins,
+            steps,
+            **constants(packed.coding),
+            TURNED=packed.gated,
+            num_warps=4,
         )
         return wide
 
 
 @dataclass(frozen=True, slots=True)
 class CodedLinear:
-    """y = x · Wᵀ (+ bias). ``x`` [..., in], bfloat16 or float16; W the weights below one another; float32 sums, one rounding."""
+    """y = x · Wᵀ (+ bias). ``x`` [..., in], bfloat16 or float16; W the weights below one another; float32 sums, one
+    rounding."""
 
     products: tuple[CodedProduct, ...]
 
@@ -192,7 +218,8 @@ class CodedLinear:
 
 @dataclass(frozen=True, slots=True)
 class CodedFused:
-    """As the twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale (any float type). Up to MOST_ROWS rows."""
+    """As the twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale (any float
+    type). Up to MOST_ROWS rows."""
 
     product: CodedProduct
 
@@ -213,7 +240,10 @@ class Coded:
     @classmethod
     def at(cls, site: CallSite[WeightFacts]) -> Coded:
         facts, device = site.facts, site.device
-        processors, name = torch.cuda.get_device_properties(device).multi_processor_count, torch.cuda.get_device_name(device)
+        processors, name = (
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            torch.cuda.get_device_name(device),
+        )
         outs = facts.out_features
         codings = [each for each in facts.codings if each is not None]
         forms = {each: forms_for(facts.shape, outs, each, processors, measured(each).table(name)) for each in codings}
@@ -221,7 +251,9 @@ class Coded:
         return cls(site, forms, max(scratches, key=lambda each: each.parts.numel() + each.tickets.numel()))
 
     def product(self, packed: Packed, bias: Tensor | None) -> CodedProduct:
-        return CodedProduct(packed, bias, self.forms[packed.coding], self.scratch, self.site.programmatic, self.site.empty)
+        return CodedProduct(
+            packed, bias, self.forms[packed.coding], self.scratch, self.site.programmatic, self.site.empty
+        )
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         parts = lay(pieces, gated=self.site.facts.gated)
@@ -239,7 +271,9 @@ class Coded:
         return CodedFused(self.product(parts[0], bias))
 
 
-def create_linear(site: CallSite[WeightFacts]) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]:
+def create_linear(
+    site: CallSite[WeightFacts],
+) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]:
     return Coded.at(site).linear
 
 

@@ -1,9 +1,10 @@
-"""In which form products with codes of few bits are computed: by the coding, the shape of the weight and the number of rows.
+"""In which form products with codes of few bits are computed: by the coding, the shape of the weight and the number of
+rows.
 
 What lives here: the tables of those that were measured, and the rule for the others. What may not: kernels, measuring.
 
-Forms are those of flat_forms.py, ``columns`` rows of the weight as it lies (a gate's halves in turns), 128 of K a step; none (nothing behind
-the number of rows): the weight is widened first, as it is beyond the last one.
+Forms are those of flat_forms.py, ``columns`` rows of the weight as it lies (a gate's halves in turns), 128 of K a step;
+none (nothing behind the number of rows): the weight is widened first, as it is beyond the last one.
 """
 
 from __future__ import annotations
@@ -29,19 +30,27 @@ def measured(coding: Coding) -> Measured[tuple[int, Form | None]]:
 
 
 def forms_for(shape: Shape, outs: int, coding: Coding, processors: int, table: Mapping[Shape, Forms]) -> Forms:
-    """``outs``: rows of the weight. For any number of rows up to MOST_ROWS there is one: what stands around a product is part of it."""
+    """``outs``: rows of the weight. For any number of rows up to MOST_ROWS there is one: what stands around a product
+    is part of it."""
     if shape not in table:
         return tuple((most, _rule(outs, shape.ins, coding, most, processors)) for most in ROWS)
     found = table[shape]
     rest = ((MOST_ROWS, None),) if found[-1][0] < MOST_ROWS else ()
-    return tuple((most, form or (_rule(outs, shape.ins, coding, most, processors) if most <= MOST_ROWS else None)) for most, form in (*found, *rest))
+    return tuple(
+        (most, form or (_rule(outs, shape.ins, coding, most, processors) if most <= MOST_ROWS else None))
+        for most, form in (*found, *rest)
+    )
 
 
 def _rule(outs: int, ins: int, coding: Coding, most: int, processors: int) -> Form:
     rows = next(each for each in ROWS if most <= each)
     columns, warps = (64, 4) if rows <= 32 else (128, 8)  # four warps spill from 64 rows on, where a gate is behind
     tiles, steps = -(-outs // columns), -(-ins // DEPTH)
-    ways = next((ways for ways in (1, 2, 4, 8) if tiles * ways >= 3 * processors or steps < 8 * ways), 8) if rows <= MOST_ROWS else 1
+    ways = (
+        next((ways for ways in (1, 2, 4, 8) if tiles * ways >= 3 * processors or steps < 8 * ways), 8)
+        if rows <= MOST_ROWS
+        else 1
+    )
     return Form(FLAT, rows, columns, DEPTH, ways, warps, _stages(rows, columns, coding), late=True)
 
 
@@ -57,7 +66,15 @@ def candidate_forms(shape: Shape, outs: int, coding: Coding, most: int) -> tuple
     sizes = [(64, 4), (128, 4)] if most <= 32 else [(64, 4), (128, 4), (128, 8)]
     forms = []
     for columns, warps in sizes:
-        ways = [each for each in (1, 2, 4, 8) if each == 1 or (most <= MOST_ROWS and steps >= 4 * each and -(-outs // columns) * each <= 2000)]
+        ways = [
+            each
+            for each in (1, 2, 4, 8)
+            if each == 1 or (most <= MOST_ROWS and steps >= 4 * each and -(-outs // columns) * each <= 2000)
+        ]
         best = _stages(most, columns, coding)
-        forms += [Form(FLAT, most, columns, DEPTH, each, warps, stages, late=True) for each in ways for stages in sorted({max(2, best - 2), best})]
+        forms += [
+            Form(FLAT, most, columns, DEPTH, each, warps, stages, late=True)
+            for each in ways
+            for stages in sorted({max(2, best - 2), best})
+        ]
     return tuple(forms)

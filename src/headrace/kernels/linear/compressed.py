@@ -1,10 +1,12 @@
 """Linear layers over weights of 12 bits that are bfloat16 without loss.
 
-What lives here: such a weight, and the linear over it. What may not: its form and mathematics (compressed.c), compiling (c_compiler.py).
+What lives here: such a weight, and the linear over it. What may not: its form and mathematics (compressed.c), compiling
+(c_compiler.py).
 
-A decode step reads every weight once, so a quarter less to read is a quarter less time where memory is the limit. Products of up to
-``FEW_ROWS`` rows read the weight as it is held. For more it is unpacked part by part and torch's blocked product reads the parts, except in
-batch-invariant engines: our own product adds up a row in the same order however many there are.
+A decode step reads every weight once, so a quarter less to read is a quarter less time where memory is the limit.
+Products of up to ``FEW_ROWS`` rows read the weight as it is held. For more it is unpacked part by part and torch's
+blocked product reads the parts, except in batch-invariant engines: our own product adds up a row in the same order
+however many there are.
 """
 
 from __future__ import annotations
@@ -59,10 +61,14 @@ def compress(library: CDLL, weight: Tensor) -> CompressedWeight:
     packed, bases = torch.empty(panels, groups, _GROUP_BYTES, dtype=torch.uint8), torch.empty(panels, dtype=torch.uint8)
     is_wide = torch.empty(panels, groups, dtype=torch.uint8)
     source = (c_int64(rows), c_int64(depth), c_void_p(weight.data_ptr()), c_int64(weight.stride(0)))
-    library["headrace_compress"](*source, *(c_void_p(each.data_ptr()) for each in (packed, bases, is_wide)), c_int(threads))
+    library["headrace_compress"](
+        *source, *(c_void_p(each.data_ptr()) for each in (packed, bases, is_wide)), c_int(threads)
+    )
     found = is_wide.view(-1).nonzero().view(-1)
     wide = torch.empty(len(found), _WIDE_BYTES, dtype=torch.uint8)
-    library["headrace_compress_wide"](c_int64(len(found)), *source, c_void_p(found.data_ptr()), c_void_p(wide.data_ptr()))
+    library["headrace_compress_wide"](
+        c_int64(len(found)), *source, c_void_p(found.data_ptr()), c_void_p(wide.data_ptr())
+    )
     first = torch.zeros(panels + 1, dtype=torch.int32)
     first[1:] = is_wide.sum(1, dtype=torch.int32).cumsum(0)
     tensors = (packed, bases, first, (found % groups).to(torch.int32), wide)
@@ -81,7 +87,8 @@ def decompress(library: CDLL, weight: CompressedWeight, begin: int, end: int) ->
 
 @dataclass(frozen=True, slots=True)
 class CompressedLinear:
-    """y = x · weightᵀ (+ bias) over a compressed weight. Raises ValueError for an x of another width or type: C would not notice."""
+    """y = x · weightᵀ (+ bias) over a compressed weight. Raises ValueError for an x of another width or type: C would
+    not notice."""
 
     library: CDLL
     function: Any
@@ -92,7 +99,9 @@ class CompressedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is not torch.bfloat16 or x.shape[-1] != self.weight.in_features:
-            raise ValueError(f"x is {x.dtype} [..., {x.shape[-1]}]; this layer takes torch.bfloat16 [..., {self.weight.in_features}]")
+            raise ValueError(
+                f"x is {x.dtype} [..., {x.shape[-1]}]; this layer takes torch.bfloat16 [..., {self.weight.in_features}]"
+            )
         rows = x.reshape(-1, x.shape[-1])
         y = self.empty((*x.shape[:-1], self.weight.out_features), x.dtype, x.device)
         if len(rows) > FEW_ROWS and not self.invariant:
@@ -114,8 +123,8 @@ class CompressedLinear:
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, int]:
-    """x [rows, in] as the product wants it: pairs of elements as int32, [blocks, in / 2, rows of a block], with zeros for rows that fill one up;
-    and how many rows that makes."""
+    """x [rows, in] as the product wants it: pairs of elements as int32, [blocks, in / 2, rows of a block], with zeros
+    for rows that fill one up; and how many rows that makes."""
     rows, depth = x.shape
     width = next((width for width in _WIDTHS if width >= rows), -(-rows // _WIDTHS[-1]) * _WIDTHS[-1])
     flat = x.contiguous().view(-1)

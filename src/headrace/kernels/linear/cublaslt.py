@@ -28,7 +28,9 @@ TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _TRANSPOSE_A, _YES = 3, 1  # CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T
 _WORKSPACE = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
 _OFFERS = 16
-_COUNTERS = 1024  # bytes that an algorithm may have beside the operands: for counting tiles; splitting K would take megabytes
+_COUNTERS = (
+    1024  # bytes that an algorithm may have beside the operands: for counting tiles; splitting K would take megabytes
+)
 
 
 class LtError(RuntimeError):
@@ -44,7 +46,13 @@ class Algorithm(ctypes.Structure):
 class _Offer(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
-    _fields_ = (("algorithm", Algorithm), ("workspace", c_size_t), ("state", c_int), ("waves", c_float), ("reserved", c_int * 4))
+    _fields_ = (
+        ("algorithm", Algorithm),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
 
 
 @cache
@@ -122,7 +130,10 @@ class Products:
         _check(library.cublasLtMatmulPreferenceCreate(byref(preference)), "asking for algorithms")
         try:
             most = c_size_t(_COUNTERS)
-            _check(library.cublasLtMatmulPreferenceSetAttribute(preference, _WORKSPACE, byref(most), c_size_t(8)), "asking for algorithms")
+            _check(
+                library.cublasLtMatmulPreferenceSetAttribute(preference, _WORKSPACE, byref(most), c_size_t(8)),
+                "asking for algorithms",
+            )
             found, count = (_Offer * _OFFERS)(), c_int()
             layouts = (operands.weight, operands.x, operands.y, operands.y)
             status = library.cublasLtMatmulAlgoGetHeuristic(
@@ -136,10 +147,14 @@ class Products:
     def takes(self, algorithm: Algorithm, operands: Operands) -> bool:
         """Whether the algorithm computes a product of this size, too, without splitting K."""
         result, layouts = _Offer(), (operands.weight, operands.x, operands.y, operands.y)
-        refused = _library().cublasLtMatmulAlgoCheck(self._handle, self._description, *layouts, byref(algorithm), byref(result))
+        refused = _library().cublasLtMatmulAlgoCheck(
+            self._handle, self._description, *layouts, byref(algorithm), byref(result)
+        )
         return bool(refused == 0 and result.state == 0 and result.workspace <= _COUNTERS)
 
-    def multiply(self, algorithm: Algorithm, operands: Operands, x: Tensor, weight: Tensor, y: Tensor, *, add: bool) -> None:
+    def multiply(
+        self, algorithm: Algorithm, operands: Operands, x: Tensor, weight: Tensor, y: Tensor, *, add: bool
+    ) -> None:
         """y = x · Wᵀ, or y += x · Wᵀ. Queued on torch's stream; the counters are one stream's."""
         status = self._run(
             self._handle, self._description, byref(self._one), weight.data_ptr(), operands.weight, x.data_ptr(), operands.x,
@@ -152,7 +167,10 @@ class Products:
 def _description() -> c_void_p:
     library, description, transposed = _library(), c_void_p(), c_int(_YES)
     _check(library.cublasLtMatmulDescCreate(byref(description), _COMPUTE_FLOAT32, _FLOAT32), "describing a product")
-    _check(library.cublasLtMatmulDescSetAttribute(description, _TRANSPOSE_A, byref(transposed), c_size_t(4)), "describing a product")
+    _check(
+        library.cublasLtMatmulDescSetAttribute(description, _TRANSPOSE_A, byref(transposed), c_size_t(4)),
+        "describing a product",
+    )
     return description
 
 
@@ -160,6 +178,8 @@ def settings_of(algorithm: Algorithm) -> Settings:
     found = []
     for attribute, size in enumerate(_SETTING_BYTES):
         value, written = c_uint32(0), c_size_t()
-        status = _library().cublasLtMatmulAlgoConfigGetAttribute(byref(algorithm), attribute, byref(value), c_size_t(size), byref(written))
+        status = _library().cublasLtMatmulAlgoConfigGetAttribute(
+            byref(algorithm), attribute, byref(value), c_size_t(size), byref(written)
+        )
         found.append(-1 if status else value.value)
     return tuple(found)

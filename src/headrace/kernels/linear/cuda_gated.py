@@ -1,6 +1,7 @@
 """Gate and what it gates as one product, for 65 rows and more (gated*.cu): a layer's callable, machine code, launches.
 
-What lives here: what the kernel is given, which tile serves how many rows. What may not: measuring (bench/tune.py), compiling.
+What lives here: what the kernel is given, which tile serves how many rows. What may not: measuring (bench/tune.py),
+compiling.
 """
 
 from __future__ import annotations
@@ -47,14 +48,22 @@ def places(tile: Tile, rows: int, outs: int) -> int:
 
 
 def instruction(columns: int, *, registers: bool = False, eight: str = "") -> str:
-    """The matrix instruction for 64 rows and so many columns, as ``mma(sums, x, w, keep)``; without ``keep`` sums begin at zero.
+    """The matrix instruction for 64 rows and so many columns, as ``mma(sums, x, w, keep)``; without ``keep`` sums begin
+    at zero.
 
-    ``registers``: x is what a thread holds of the 64 rows, four pairs of bfloat16; else both are descriptors of shared memory. ``eight``: both
-    are "fp8" or "int8", whose sums are whole numbers; else bfloat16.
+    ``registers``: x is what a thread holds of the 64 rows, four pairs of bfloat16; else both are descriptors of shared
+    memory. ``eight``: both are "fp8" or "int8", whose sums are whole numbers; else bfloat16.
     """
     count, whole = columns // 2, eight == "int8"
-    sums, held = ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+{"r" if whole else "f"}"(c[{i}])' for i in range(count))
-    kinds, behind = {"": ("k16.f32.bf16.bf16", ", 1, 1, 0, 0"), "fp8": ("k32.f32.e4m3.e4m3", ", 1, 1"), "int8": ("k32.s32.s8.s8", "")}[eight]
+    sums, held = (
+        ", ".join(f"%{i}" for i in range(count)),
+        ", ".join(f'"+{"r" if whole else "f"}"(c[{i}])' for i in range(count)),
+    )
+    kinds, behind = {
+        "": ("k16.f32.bf16.bf16", ", 1, 1, 0, 0"),
+        "fp8": ("k32.f32.e4m3.e4m3", ", 1, 1"),
+        "int8": ("k32.s32.s8.s8", ""),
+    }[eight]
     x, taken, given = "unsigned long long x", 1, '"l"(x)'
     if registers:
         x, taken, given, behind = "const unsigned (&x)[4]", 4, ", ".join(f'"r"(x[{i}])' for i in range(4)), ", 1, 1, 0"
@@ -74,7 +83,11 @@ def machine_code(tile: Tile, activation: Activation, thin: int) -> bytes:
     if tile.form is Form.TALL:
         defined["THIN"] = thin
     instructions = "".join(map(instruction, (tile.columns, thin) if thin else (tile.columns,)))
-    text = nvrtc.source("build/matrix.cuh", "build/activation.cuh", "linear/gated_end.cuh") + instructions + nvrtc.source(_SOURCES[tile.form])
+    text = (
+        nvrtc.source("build/matrix.cuh", "build/activation.cuh", "linear/gated_end.cuh")
+        + instructions
+        + nvrtc.source(_SOURCES[tile.form])
+    )
     return nvrtc.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in defined.items())))
 
 
@@ -87,7 +100,8 @@ def kernels_of(device: torch.device) -> Kernels:
 
 @dataclass(frozen=True, slots=True)
 class GatedLinear:
-    """y = act(x · Wᵀ) ⊙ (x · Vᵀ): ``x`` [T, in] and the weight [2 out, in], W before V, in bfloat16; float32 sums, one rounding.
+    """y = act(x · Wᵀ) ⊙ (x · Vᵀ): ``x`` [T, in] and the weight [2 out, in], W before V, in bfloat16; float32 sums, one
+    rounding.
 
     ``tiles`` says for how many rows which tile is best; the others get None: product and activation apart are as quick.
     """

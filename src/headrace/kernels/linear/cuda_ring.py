@@ -1,6 +1,8 @@
-"""Products of 2 to 64 rows with what stands around them, whose weights are under way early (ring.cu): a layer's callable, its launches.
+"""Products of 2 to 64 rows with what stands around them, whose weights are under way early (ring.cu): a layer's
+callable, its launches.
 
-What lives here: what the kernel is given, its machine code. What may not: which form is best (ring_forms.py), the kernel.
+What lives here: what the kernel is given, its machine code. What may not: which form is best (ring_forms.py), the
+kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _MOST_MAPS = 1024  # of inputs that are described at once
 
 
 def machine_code(form: RingForm, gate: Activation | None, turned: bool = False) -> bytes:
-    """Built, or kept from before. ``turned``: codes lie as a gate's do, whose columns are wanted side by side. Raises CompileError."""
+    """Built, or kept from before. ``turned``: codes lie as a gate's do, whose columns are wanted side by side. Raises
+    CompileError."""
     kind, coding = -1 if gate is None else KINDS[gate], form.coding
     sizes = {"ROWS": form.rows, "GROUPS": form.columns // 64, "STAGES": form.stages, "WAYS": form.ways, "KIND": kind}
     if coding is not None:
@@ -69,9 +72,11 @@ def kernels_of(device: int) -> Kernels:
 
 @dataclass(frozen=True, slots=True)
 class RingLinear:
-    """As ``fused_linear``'s twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale (that or float32).
+    """As ``fused_linear``'s twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale
+    (that or float32).
 
-    ``others`` computes what no form of the table serves. The result is not rounded between the product and what follows it.
+    ``others`` computes what no form of the table serves. The result is not rounded between the product and what follows
+    it.
     """
 
     weight: Tensor | Packed  # [out, in]; gated: [2 out, in]; of 8 bits: pairs of them, and so are inputs
@@ -83,7 +88,9 @@ class RingLinear:
     others: Callable[[Tensor, Around], Fused]
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
     empty: Empty = plainly_empty
-    units: Tensor | None = None  # of 8 bits: scales of the weight's rows or blocks, float32; squares are those of inputs
+    units: Tensor | None = (
+        None  # of 8 bits: scales of the weight's rows or blocks, float32; squares are those of inputs
+    )
 
     def __call__(self, x: Tensor, around: Around) -> Fused:
         form = form_of(self.forms, x.shape[0])
@@ -96,7 +103,9 @@ class RingLinear:
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty((tokens, outs), x.dtype, x.device)
-            sums = torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
+            sums = torch.empty(
+                (form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device
+            )  # the form decides how many: not planned
         pieces = 0 if around.squares is None else around.squares.shape[0]
         units = self.units if isinstance(self.weight, Tensor) else self.weight.factor
         turned = not isinstance(self.weight, Tensor) and self.weight.gated and around.gate is None
@@ -113,7 +122,9 @@ class RingLinear:
         if not isinstance(self.weight, Tensor):
             return _at(self.weight.blocks)
         if columns not in self.maps:
-            self.maps[columns] = _gated_map(self.weight, columns) if self.shape.gated else tensor_map(self.weight, columns, DEPTH)
+            self.maps[columns] = (
+                _gated_map(self.weight, columns) if self.shape.gated else tensor_map(self.weight, columns, DEPTH)
+            )
         return self.maps[columns]
 
 

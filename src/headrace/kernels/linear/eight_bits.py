@@ -1,8 +1,10 @@
 """Linear layers with 8-bit inputs and 8-bit weights (W8A8) on a GPU: FP8 or int8, weights as they are stored.
 
-What lives here: the callables, their launches, which rows go which way. What may not: kernels (triton_eight.py, norm/triton_rounded.py).
+What lives here: the callables, their launches, which rows go which way. What may not: kernels (triton_eight.py,
+norm/triton_rounded.py).
 
-Up to 64 rows, and any number where both have scales of blocks, are multiplied by our own kernel; more by the vendor's, which takes a scale a row.
+Up to 64 rows, and any number where both have scales of blocks, are multiplied by our own kernel; more by the vendor's,
+which takes a scale a row.
 """
 
 from __future__ import annotations
@@ -53,15 +55,24 @@ class EightBitLinear:
         return self.vendors(codes, scale, x.dtype).view(*x.shape[:-1], -1)
 
     def rounded(self, x: Tensor, around: Around) -> tuple[Tensor, Tensor]:
-        more: dict[str, Any] = {"group": self.eight.group, "powers": self.eight.powers, "static": self.static, "empty": self.empty}
-        return rounded(x, self.weight.dtype, squares=around.squares, eps=around.eps, programmatic=self.programmatic, **more)
+        more: dict[str, Any] = {
+            "group": self.eight.group,
+            "powers": self.eight.powers,
+            "static": self.static,
+            "empty": self.empty,
+        }
+        return rounded(
+            x, self.weight.dtype, squares=around.squares, eps=around.eps, programmatic=self.programmatic, **more
+        )
 
     def vendors(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if self.weight.dtype is torch.int8:
             y = (torch._int_mm(codes, self.weight.t()).float() * scale * self.scale).to(dtype)
             return y if self.bias is None else y.add_(self.bias)
         # float16 and a bias are no results of it with a scale a row
-        y = torch._scaled_mm(codes, self.weight.t(), scale, self.scale.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True)
+        y = torch._scaled_mm(
+            codes, self.weight.t(), scale, self.scale.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
         return (y if self.bias is None else y.add_(self.bias)).to(dtype)
 
     def fused(self, x: Tensor, around: Around) -> Fused:
@@ -78,7 +89,9 @@ class EightBitLinear:
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty(y.shape, dtype, codes.device)
-            sums = torch.empty((tiles, tokens), dtype=torch.float32, device=codes.device)  # the form decides how many: not planned
+            sums = torch.empty(
+                (tiles, tokens), dtype=torch.float32, device=codes.device
+            )  # the form decides how many: not planned
         behind = (self.bias, around.residual, around.scale, y, scaled, sums)
         _eight_kernel[(tiles * ways, triton.cdiv(tokens, form.rows))](
             codes.view(torch.uint8), scale, self.weight.view(torch.uint8), self.scale, self.scratch.parts, self.scratch.tickets,
@@ -130,10 +143,13 @@ class Maker:
         return (*self.forms, (0, TALL)) if self.eight.group else self.forms
 
     def product(self, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> EightBitLinear:
-        return EightBitLinear(weight, scale, static, bias, self.eight, self.forms, self.scratch, self.site.programmatic, self.site.empty)
+        return EightBitLinear(
+            weight, scale, static, bias, self.eight, self.forms, self.scratch, self.site.programmatic, self.site.empty
+        )
 
     def made(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> EightBitLinear | None:
-        """All pieces as one matrix; their own tensors become parts of it. None where they round inputs by scales of their own."""
+        """All pieces as one matrix; their own tensors become parts of it. None where they round inputs by scales of
+        their own."""
         first = pieces[0].tensors[0].get("input_scale")
         if first is not None and any(not piece.tensors[0]["input_scale"].equal(first) for piece in pieces):
             return None
@@ -158,9 +174,13 @@ class Maker:
         return None if product is None else product.fused
 
 
-def create_linear(site: CallSite[WeightFacts]) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]:
+def create_linear(
+    site: CallSite[WeightFacts],
+) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]:
     return Maker.at(site).linear
 
 
-def create_fused(site: CallSite[WeightFacts]) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor, Around], Fused] | None]:
+def create_fused(
+    site: CallSite[WeightFacts],
+) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor, Around], Fused] | None]:
     return Maker.at(site).fused

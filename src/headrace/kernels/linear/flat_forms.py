@@ -67,7 +67,10 @@ def without_vendor(forms: Forms, shape: Shape, processors: int) -> Forms:
     """The same with a form for any number of rows up to MOST_ROWS: no product of the vendor's takes in what stands
     around it."""
     rest = ((MOST_ROWS, None),) if forms[-1][0] < MOST_ROWS else ()
-    return tuple((most, form or _rule(shape, min(each for each in _CLASSES if most <= each), processors)) for most, form in (*forms, *rest))
+    return tuple(
+        (most, form or _rule(shape, min(each for each in _CLASSES if most <= each), processors))
+        for most, form in (*forms, *rest)
+    )
 
 
 def _rule(shape: Shape, most: int, processors: int) -> Form:
@@ -88,7 +91,16 @@ def candidate_forms(shape: Shape, most: int) -> tuple[Form, ...]:
 
 
 def _vectors() -> list[Form]:
-    sizes = ((4, 1024, 0, 4), (2, 1024, 0, 4), (2, 1024, 1, 4), (4, 512, 0, 2), (4, 512, 2, 2), (2, 512, 2, 2), (8, 512, 1, 4), (2, 2048, 1, 4))
+    sizes = (
+        (4, 1024, 0, 4),
+        (2, 1024, 0, 4),
+        (2, 1024, 1, 4),
+        (4, 512, 0, 2),
+        (4, 512, 2, 2),
+        (2, 512, 2, 2),
+        (8, 512, 1, 4),
+        (2, 2048, 1, 4),
+    )
     return [vector(*size, late=late) for size in sizes for late in (False, True)]
 
 

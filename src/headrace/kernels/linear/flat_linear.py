@@ -38,8 +38,12 @@ class Scratch:
 def make_scratch(shape: Shape, forms: Forms, device: torch.device | str) -> Scratch:
     split = [form for _, form in forms if form is not None and form.kind == FLAT and form.ways > 1]
     tiles = max((triton.cdiv(shape.outs, form.columns) for form in split), default=1)
-    cells = max((triton.cdiv(shape.outs, form.columns) * form.ways * form.columns * form.rows for form in split), default=1)
-    return Scratch(torch.empty(cells, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device))
+    cells = max(
+        (triton.cdiv(shape.outs, form.columns) * form.ways * form.columns * form.rows for form in split), default=1
+    )
+    return Scratch(
+        torch.empty(cells, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,16 @@ class Product:
         if around.scale is not None:
             pieces = triton.cdiv(self.shape.outs, form.columns)
             scaled = self.empty(y.shape, y.dtype, y.device)
-            squares = torch.empty((pieces, x.shape[0]), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
+            squares = torch.empty(
+                (pieces, x.shape[0]), dtype=torch.float32, device=x.device
+            )  # the form decides how many: not planned
         _launch(form, x, self, around, y, scaled, squares)
         return y, scaled, squares
 
 
-def _launch(form: Form, x: Tensor, product: Product, around: Around, y: Tensor, scaled: Tensor | None, sums: Tensor | None) -> None:
+def _launch(
+    form: Form, x: Tensor, product: Product, around: Around, y: Tensor, scaled: Tensor | None, sums: Tensor | None
+) -> None:
     tokens, ins = x.shape
     weight, outs = product.weight, product.shape.outs
     squares, pieces = (y, 0) if around.squares is None else (around.squares, around.squares.shape[0])

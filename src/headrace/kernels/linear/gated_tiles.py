@@ -71,7 +71,10 @@ Tiles = tuple[tuple[int, Tile | None], ...]  # up to so many rows: this tile, or
 def measured_tiles(device: str) -> Table[tuple[int, Tile | None]]:
     """By shape of the gate."""
     found = MEASURED.table(device).items()
-    return {shape: tuple((most, tile if tile and tile.takes(shape.ins) else None) for most, tile in rows) for shape, rows in found}
+    return {
+        shape: tuple((most, tile if tile and tile.takes(shape.ins) else None) for most, tile in rows)
+        for shape, rows in found
+    }
 
 
 def _row(most: int, tile: Tile | None) -> list[int]:

@@ -23,7 +23,10 @@ from headrace.kernels.candidate import Shape
 
 _log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).with_name("measured.json")
-LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200", "NVIDIA H200": "NVIDIA H100 80GB HBM3"}  # one processor: the other's go before rules
+LIKE = {
+    "NVIDIA H100 80GB HBM3": "NVIDIA H200",
+    "NVIDIA H200": "NVIDIA H100 80GB HBM3",
+}  # one processor: the other's go before rules
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RecursionError)
 
 Row = TypeVar("Row")
@@ -44,7 +47,8 @@ class Measured(Generic[Row]):
     values_of: Callable[[Row], Sequence[Any]]
 
     def table(self, device: str) -> Table[Row]:
-        """By shape of the weight; what was measured on this machine goes before what is shipped, and that before what another card's is."""
+        """By shape of the weight; what was measured on this machine goes before what is shipped, and that before what
+        another card's is."""
         like = self.read(SHIPPED, LIKE[device]) if device in LIKE else {}
         return {**like, **self.read(SHIPPED, device), **self.read(kept_file(), device)}
 
@@ -52,7 +56,9 @@ class Measured(Generic[Row]):
         try:
             return self._understood(_load(path).get(device, {}))
         except _UNREADABLE as error:
-            _log.warning("%s cannot be read (%s): what was measured there is not used; measure again or remove it", path, error)
+            _log.warning(
+                "%s cannot be read (%s): what was measured there is not used; measure again or remove it", path, error
+            )
             return {}
 
     def keep(self, device: str, found: Table[Row], path: Path | None = None) -> Path:
@@ -100,6 +106,8 @@ def _text(held: Any, depth: int = 0) -> str:
     """A line for each row, so that changes can be read."""
     margin, outer = "  " * depth, "  " * (depth - 1)
     if isinstance(held, dict):
-        parts: Iterable[str] = (f"{margin}{json.dumps(key)}: {_text(value, depth + 1)}" for key, value in sorted(held.items()))
+        parts: Iterable[str] = (
+            f"{margin}{json.dumps(key)}: {_text(value, depth + 1)}" for key, value in sorted(held.items())
+        )
         return "{\n" + ",\n".join(parts) + f"\n{outer}}}"
     return "[\n" + ",\n".join(f"{margin}{json.dumps(row)}" for row in held) + f"\n{outer}]"

@@ -31,7 +31,8 @@ class Labelled(Protocol):
 
 
 class Relaid(Protocol):
-    """A matrix as a CPU's kernel has laid it out. ``pointers`` are for that kernel; ``whole``: codes are whole numbers."""
+    """A matrix as a CPU's kernel has laid it out. ``pointers`` are for that kernel; ``whole``: codes are whole
+    numbers."""
 
     @property
     def outs(self) -> int: ...
@@ -93,10 +94,14 @@ def packed_linear(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callab
     return lambda x: torch.cat(list(_products(x, pieces, bias)), -1)
 
 
-def packed_fused_linear(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor, Around], Fused] | None:
+def packed_fused_linear(
+    pieces: Sequence[PackedMatrix], bias: Tensor | None
+) -> Callable[[Tensor, Around], Fused] | None:
     """As ``fused_linear``, the weight being all ``pieces`` one below another. A candidate may give None: these it does
     not multiply by as one matrix."""
-    return lambda x, around: fused_linear(torch.cat([piece.dense(slice(0, piece.outs), x.dtype) for piece in pieces]), bias)(x, around)
+    return lambda x, around: fused_linear(
+        torch.cat([piece.dense(slice(0, piece.outs), x.dtype) for piece in pieces]), bias
+    )(x, around)
 
 
 def _products(x: Tensor, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Iterator[Tensor]:

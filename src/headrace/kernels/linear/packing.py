@@ -1,12 +1,16 @@
 """Weights of few bits, laid out as kernels multiply them (packed.cuh, triton_codes.py).
 
     block      64 rows by 128 of K, all blocks of 64 rows one behind the other: [tiles, steps, bytes]
-    codes      in planes of 8, 4, 2 or 1 bits (6 bits: the low 4, then the high 2). Of a thread of 128 16 bytes or fewer, then those of the
-               next thread; and again, until the block's are there. A thread's are in the order of the matrix instruction: of 16 of K its
+    codes      in planes of 8, 4, 2 or 1 bits (6 bits: the low 4, then the high 2). Of a thread of 128 16 bytes or
+    fewer, then those of the
+               next thread; and again, until the block's are there. A thread's are in the order of the matrix
+               instruction: of 16 of K its
                rows g and g + 8, and columns 2t, 2t + 1, 2t + 8, 2t + 9 (MARLIN, Frantar et al. 2024)
-    scales     of each group of K 64 of them, as ``Coding.scales`` says; then as many codes of zero, bfloat16, or shifts, where there are some
+    scales     of each group of K 64 of them, as ``Coding.scales`` says; then as many codes of zero, bfloat16, or
+    shifts, where there are some
 
-What lives here: the layout, into it and back, and what it takes of memory. What may not: kernels, what formats mean (quant/).
+What lives here: the layout, into it and back, and what it takes of memory. What may not: kernels, what formats mean
+(quant/).
 """
 
 from __future__ import annotations
@@ -36,11 +40,12 @@ class Scales(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """What codes of ``bits`` 1 to 8 mean: integers around their middle, or around ``zeros`` of their own, or from 0 with ``shifts`` that are
-    added to what the scale makes of them; or ``floats``: e2m1, e4m3; or entries of a ``table`` of 16.
+    """What codes of ``bits`` 1 to 8 mean: integers around their middle, or around ``zeros`` of their own, or from 0
+    with ``shifts`` that are added to what the scale makes of them; or ``floats``: e2m1, e4m3; or entries of a ``table``
+    of 16.
 
-    ``sets``: groups of K in a block, each with a scale (1, 2, 4 or 8): of 128 and more, of 64, of 32, of 16. ``ordered``: columns may be in
-    another order than inputs.
+    ``sets``: groups of K in a block, each with a scale (1, 2, 4 or 8): of 128 and more, of 64, of 32, of 16.
+    ``ordered``: columns may be in another order than inputs.
     """
 
     bits: int
@@ -77,7 +82,9 @@ class Coding:
     @property
     def ring(self) -> bool:
         """Whether packed.cuh multiplies it."""
-        return self.bits in (4, 8) and self.sets <= 4 and self.scales is Scales.HALF and not self.shifts and not self.table
+        return (
+            self.bits in (4, 8) and self.sets <= 4 and self.scales is Scales.HALF and not self.shifts and not self.table
+        )
 
     def blocks(self, outs: int, ins: int) -> tuple[int, int]:
         """One below another, one behind another."""
@@ -93,8 +100,9 @@ def sets_of(group: int) -> int | None:
 class Codes:
     """Some rows of a matrix in codes. ``group``: inputs of one scale, 0: all.
 
-    ``beside``: codes of zero, or shifts. ``large``: with scales of bytes, what those of ``size`` inputs are multiplied by; behind it the same
-    of shifts. ``order``: the input that each column belongs to, where they were brought together by group.
+    ``beside``: codes of zero, or shifts. ``large``: with scales of bytes, what those of ``size`` inputs are multiplied
+    by; behind it the same of shifts. ``order``: the input that each column belongs to, where they were brought together
+    by group.
     """
 
     codes: Tensor  # [rows, ins], uint8
@@ -130,13 +138,21 @@ class Packed:
         asked = torch.arange(self.outs, device=self.blocks.device)[rows]
         if not len(asked):
             return self.blocks.new_empty(0, self.ins, dtype=dtype)
-        laid = asked if not self.gated else asked % (self.outs // 2) // 8 * 16 + asked // (self.outs // 2) * 8 + asked % 8
+        laid = (
+            asked if not self.gated else asked % (self.outs // 2) // 8 * 16 + asked // (self.outs // 2) * 8 + asked % 8
+        )
         first, last = int(laid.min()) // ROWS, int(laid.max()) // ROWS + 1
         wide = _unpacked(self, first, last)[laid - first * ROWS, : self.ins]
-        return wide.to(dtype) if self.order is None else torch.empty_like(wide).index_copy_(1, self.order.long(), wide).to(dtype)
+        return (
+            wide.to(dtype)
+            if self.order is None
+            else torch.empty_like(wide).index_copy_(1, self.order.long(), wide).to(dtype)
+        )
 
 
-def empty(coding: Coding, outs: int, ins: int, device: torch.device, *, gated: bool, ordered: bool, copies: int = 1) -> Packed:
+def empty(
+    coding: Coding, outs: int, ins: int, device: torch.device, *, gated: bool, ordered: bool, copies: int = 1
+) -> Packed:
     """A weight of zeros, for rehearsals; ``copies``: so many have room there."""
     tiles, steps = coding.blocks(outs, ins)
     table = torch.zeros(16, device=device) if coding.table else None
@@ -149,7 +165,8 @@ Read = Callable[[slice], Codes]  # some rows of a matrix
 
 
 def pack(read: Read, outs: int, coding: Coding, *, gated: bool = False) -> Packed:
-    """``outs`` rows as ``read`` has them, a few at a time. ``gated``: the first half of them gates the second, each a multiple of eight."""
+    """``outs`` rows as ``read`` has them, a few at a time. ``gated``: the first half of them gates the second, each a
+    multiple of eight."""
     parts = list(_chunks(read, outs, gated=gated))
     ins = parts[0].codes.shape[1]
     tiles, _ = coding.blocks(outs, ins)
@@ -164,10 +181,14 @@ def stack(parts: list[Packed]) -> Packed:
     """One below another; all but the last have whole blocks of rows."""
     first, tiles = parts[0], [each.outs // ROWS for each in parts[:-1]]
     blocks = torch.cat([*(each.blocks[:count] for each, count in zip(parts, tiles, strict=False)), parts[-1].blocks])
-    factor = torch.cat([*(each.factor[: count * ROWS] for each, count in zip(parts, tiles, strict=False)), parts[-1].factor])
+    factor = torch.cat(
+        [*(each.factor[: count * ROWS] for each, count in zip(parts, tiles, strict=False)), parts[-1].factor]
+    )
     missing = -len(blocks) % _TILES
     blocks, factor = F.pad(blocks, (0, 0, 0, 0, 0, missing)), F.pad(factor, (0, missing * ROWS))
-    return Packed(blocks, factor, first.coding, sum(each.outs for each in parts), first.ins, table=first.table, order=first.order)
+    return Packed(
+        blocks, factor, first.coding, sum(each.outs for each in parts), first.ins, table=first.table, order=first.order
+    )
 
 
 def _chunks(read: Read, outs: int, *, gated: bool) -> Iterator[Codes]:

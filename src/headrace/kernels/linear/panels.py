@@ -45,7 +45,10 @@ class _Panels(Structure):
         *((name, c_int32) for name in ("bits", "kind", "most", "scale_type", "least_type", "by_scale")),
         *((name, c_int64) for name in ("outs", "ins", "group", "shared")),
         *((name, c_float) for name in ("zero", "factor")),
-        *((name, c_void_p) for name in ("codes", "table", "values", "scale", "least", "over", "least_over", "nested", "large")),
+        *(
+            (name, c_void_p)
+            for name in ("codes", "table", "values", "scale", "least", "over", "least_over", "nested", "large")
+        ),
         ("offset", c_float),
     ]
 
@@ -55,12 +58,18 @@ class _Output(Structure):
 
 
 class _Inputs(Structure):
-    _fields_ = [("type", c_int), ("by_row", c_int), *((name, c_int64) for name in ("rows", "row", "ins", "there")), ("x", c_void_p)]
+    _fields_ = [
+        ("type", c_int),
+        ("by_row", c_int),
+        *((name, c_int64) for name in ("rows", "row", "ins", "there")),
+        ("x", c_void_p),
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelWeight:
-    """A matrix [outs, ins] in panels. ``tensors`` hold what ``pointers`` point to; ``order``: where each input lies in x."""
+    """A matrix [outs, ins] in panels. ``tensors`` hold what ``pointers`` point to; ``order``: where each input lies in
+    x."""
 
     native: Native
     outs: int
@@ -143,7 +152,9 @@ def _meaning(piece: PackedMatrix, codes: Codes, copy: int) -> _Meaning | None:
         return None
     bits, factor = coding.bits, 1.0 if codes.factor is None else float(codes.factor[0])
     exponents = 6 if coding.scales is Scales.POWER else None
-    made = _Meaning(bits, codes.group, Kind.UNSIGNED, factor=factor, scale_type=exponents, by_scale=coding.zeros, order=codes.order)
+    made = _Meaning(
+        bits, codes.group, Kind.UNSIGNED, factor=factor, scale_type=exponents, by_scale=coding.zeros, order=codes.order
+    )
     if coding.floats and bits == 4:  # twice its values are whole numbers
         return replace(made, table=torch.tensor(E2M1) * 2, factor=factor / 2)
     if coding.floats or (coding.table and not _whole(codes.table)):
@@ -173,7 +184,8 @@ def _fits(meaning: _Meaning, codes: Codes, ins: int) -> bool:
 
 
 def _laid(native: Native, meaning: _Meaning, given: Codes, scale: Tensor) -> dict[str, Tensor]:
-    """The tensors of some rows, which panels split. Codes with a sign are bytes, those of 7 and 8 bits less the middle."""
+    """The tensors of some rows, which panels split. Codes with a sign are bytes, those of 7 and 8 bits less the
+    middle."""
     signed = meaning.kind is Kind.SIGNED and meaning.table is None
     codes = given.codes - meaning.middle if signed else given.codes
     codes = F.pad(codes, (0, -codes.shape[1] % BLOCK)).contiguous()
@@ -193,7 +205,11 @@ def _laid(native: Native, meaning: _Meaning, given: Codes, scale: Tensor) -> dic
 def _by_panel(values: Tensor) -> Tensor:
     """[rows, groups] → [panels, groups, 16]; what fills the last panel is a copy of its last row."""
     held = values.dtype
-    raw = values.view(torch.uint8) if held.itemsize == 1 else values.view(torch.int16 if held.itemsize == 2 else torch.int32)
+    raw = (
+        values.view(torch.uint8)
+        if held.itemsize == 1
+        else values.view(torch.int16 if held.itemsize == 2 else torch.int32)
+    )
     filled = torch.cat((raw, raw[-1:].expand(-len(raw) % COLUMNS, -1)))
     return filled.view(-1, COLUMNS, raw.shape[1]).transpose(1, 2).contiguous().view(held)
 
@@ -222,7 +238,9 @@ def _pointers(meaning: _Meaning, outs: int, ins: int, tensors: dict[str, Tensor]
         lowest = _lowest(meaning.table)
         tensors["table"] = (meaning.table - lowest).to(torch.int8)
         kind, zero, most = Kind.UNSIGNED if lowest else Kind.SIGNED, zero - lowest, int(tensors["table"].max())
-    scale_type = 7 if meaning.nested else _SCALES[tensors["scale"].dtype] if meaning.scale_type is None else meaning.scale_type
+    scale_type = (
+        7 if meaning.nested else _SCALES[tensors["scale"].dtype] if meaning.scale_type is None else meaning.scale_type
+    )
     names = ("codes", "table", "values", "scale", "least", "over", "least_over", "nested", "large")
     return _Panels(
         bits=meaning.bits, kind=int(kind), most=most, scale_type=scale_type, by_scale=meaning.by_scale,
@@ -258,8 +276,8 @@ class Way:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Pieces one below another that take the same inputs in one way; their outputs begin with column ``first`` of y. What a product is told of
-    them is made once: a step of one row has little time."""
+    """Pieces one below another that take the same inputs in one way; their outputs begin with column ``first`` of y.
+    What a product is told of them is made once: a step of one row has little time."""
 
     way: Way
     pieces: list[PackedMatrix]
@@ -334,7 +352,9 @@ class PanelProduct:
             inputs = inputs[:, order]
         rows, there = inputs.shape
         given = _Inputs(TYPES[x.dtype], by_row, rows, inputs.stride(0), weight.pointers.ins, there, inputs.data_ptr())
-        if self.function(len(outputs), outputs, byref(given), y.data_ptr(), y.stride(0), run.way.whole, torch.get_num_threads()):
+        if self.function(
+            len(outputs), outputs, byref(given), y.data_ptr(), y.stride(0), run.way.whole, torch.get_num_threads()
+        ):
             raise MemoryError(f"no memory for {rows} rows of {there} inputs")
 
 
@@ -351,7 +371,11 @@ def _outputs(weights: Sequence[Relaid], first: int, bias: Tensor | None) -> Arra
 def _product(native: Native, site: CallSite[Any], served: Sequence[object], *, rounds: bool) -> PanelProduct | Declined:
     """``served``: of each piece, what its codes are; None: it has none."""
     if not served or None in served:
-        others = (label for label, one in zip(site.facts.formats, served or (None,) * len(site.facts.formats), strict=True) if one is None)
+        others = (
+            label
+            for label, one in zip(site.facts.formats, served or (None,) * len(site.facts.formats), strict=True)
+            if one is None
+        )
         return Declined(f"computes with codes of few bits, not with {', '.join(dict.fromkeys(others))}")
     if not native.threads and torch.get_num_threads() > 1:
         return Declined("built without OpenMP (one thread only); torch's own product uses them all")
@@ -364,7 +388,9 @@ def _product(native: Native, site: CallSite[Any], served: Sequence[object], *, r
 def create_linear(native: Native, site: CallSite[WeightFacts], *, rounds: bool) -> Any:
     facts = site.facts
     eights = facts.eights or (None,) * len(facts.codings)
-    product = _product(native, site, [coding or eight for coding, eight in zip(facts.codings, eights, strict=True)], rounds=rounds)
+    product = _product(
+        native, site, [coding or eight for coding, eight in zip(facts.codings, eights, strict=True)], rounds=rounds
+    )
     if isinstance(product, Declined):
         return product
 
@@ -373,7 +399,11 @@ def create_linear(native: Native, site: CallSite[WeightFacts], *, rounds: bool) 
         outs = sum(run.outs for run in runs)
 
         def linear(x: Tensor) -> Tensor:
-            return product.multiply(x, runs) if x.dim() == 2 else product.multiply(x.reshape(-1, x.shape[-1]), runs).view(*x.shape[:-1], outs)
+            return (
+                product.multiply(x, runs)
+                if x.dim() == 2
+                else product.multiply(x.reshape(-1, x.shape[-1]), runs).view(*x.shape[:-1], outs)
+            )
 
         return linear
 

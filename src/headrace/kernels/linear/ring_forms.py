@@ -1,10 +1,12 @@
-"""Which tile, and how K is shared out, for products of 2 to 64 rows by the ring kernel (ring.cu): by the weight and the number of rows.
+"""Which tile, and how K is shared out, for products of 2 to 64 rows by the ring kernel (ring.cu): by the weight and the
+number of rows.
 
 What lives here: forms, the tables of those that were measured. What may not: the kernel, measuring (bench/tune.py).
 
-A row of a table is [most rows, rows, columns, ways, late], ascending; with nothing behind the number of rows where the forms of
-kernels/linear/triton_flat.py are as quick, as they are for every weight in bfloat16 that is not there. For weights in codes, and of 8 bits as
-their inputs, there are tables by kind, and a rule for the weights that these do not have.
+A row of a table is [most rows, rows, columns, ways, late], ascending; with nothing behind the number of rows where the
+forms of kernels/linear/triton_flat.py are as quick, as they are for every weight in bfloat16 that is not there. For
+weights in codes, and of 8 bits as their inputs, there are tables by kind, and a rule for the weights that these do not
+have.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ _BLOCK = 8  # rows of x that one program of a cluster finishes at once
 
 @dataclass(frozen=True, slots=True)
 class RingForm:
-    """``rows`` of x padded, ``columns`` of the weight a tile (64 or 128; with a gate, half of each), K shared by ``ways`` programs.
+    """``rows`` of x padded, ``columns`` of the weight a tile (64 or 128; with a gate, half of each), K shared by
+    ``ways`` programs.
 
-    ``late``: the next launch is let in when the last weights are being asked for; else at once. ``coding``: of weights of few bits;
-    ``eight``: "fp8" or "int8", weights and inputs, or "blocks" of FP8 with scales of their own.
+    ``late``: the next launch is let in when the last weights are being asked for; else at once. ``coding``: of weights
+    of few bits; ``eight``: "fp8" or "int8", weights and inputs, or "blocks" of FP8 with scales of their own.
     """
 
     rows: int
@@ -52,7 +55,8 @@ class RingForm:
         return tiles * self.ways if self.ways > 1 else -(-tiles // -(-tiles // processors))
 
     def fits(self, shape: Shape, processors: int) -> bool:
-        """A gate needs all of K in one program, and its rows in eights; those who share a tile are on the device together."""
+        """A gate needs all of K in one program, and its rows in eights; those who share a tile are on the device
+        together."""
         if shape.ins % (16 if self.eight else 8) or (shape.gated and (shape.outs % 8 or self.ways > 1)):
             return False
         return self.ways == 1 or (self.tiles(shape) * self.ways <= processors and shape.ins >= self.depth * self.ways)
@@ -69,7 +73,9 @@ class RingForm:
 
     @property
     def stage_bytes(self) -> int:
-        weights = 2 * DEPTH * self.columns if self.coding is None else self.columns // packing.ROWS * self.coding.block_bytes
+        weights = (
+            2 * DEPTH * self.columns if self.coding is None else self.columns // packing.ROWS * self.coding.block_bytes
+        )
         return -(-weights // 1024) * 1024 + (1 if self.eight else 2) * self.depth * self.rows
 
     @property
@@ -91,21 +97,35 @@ class RingForm:
 RingForms = tuple[tuple[int, RingForm | None], ...]  # up to so many rows: this form, or those of flat_linear.py
 
 
-def candidate_forms(shape: Shape, rows: int, processors: int, coding: Coding | None = None, eight: str = "") -> tuple[RingForm, ...]:
+def candidate_forms(
+    shape: Shape, rows: int, processors: int, coding: Coding | None = None, eight: str = ""
+) -> tuple[RingForm, ...]:
     """The forms worth trying for so many rows, one of ROWS."""
-    sizes = (64, 128, 256) if (coding is not None or eight) and rows < 64 else (64, 128)  # of 64 rows 256 columns leave no registers
-    tried = (RingForm(rows, *size, late, coding, eight) for size in product(sizes, range(1, _MOST_WAYS + 1)) for late in (False, True))
-    return tuple(form for form in tried if form.fits(shape, processors) and form.programs(shape, processors) >= _LEAST_PROGRAMS)
+    sizes = (
+        (64, 128, 256) if (coding is not None or eight) and rows < 64 else (64, 128)
+    )  # of 64 rows 256 columns leave no registers
+    tried = (
+        RingForm(rows, *size, late, coding, eight)
+        for size in product(sizes, range(1, _MOST_WAYS + 1))
+        for late in (False, True)
+    )
+    return tuple(
+        form for form in tried if form.fits(shape, processors) and form.programs(shape, processors) >= _LEAST_PROGRAMS
+    )
 
 
 def forms_at(shape: Shape, processors: int, device: str, coding: Coding | None, eight: str = "") -> RingForms:
-    """What was measured for the weight, as far as it can be computed there; of codes and 8 bits, else, what a rule says."""
+    """What was measured for the weight, as far as it can be computed there; of codes and 8 bits, else, what a rule
+    says."""
     coding = None if coding is None or eight else replace(coding, ordered=False)
     found = measured(coding, eight).table(device).get(shape, ())
     own = ((most, form and replace(form, coding=coding, eight=eight)) for most, form in found)
     known = tuple((most, form if form is not None and form.fits(shape, processors) else None) for most, form in own)
     wanted = row_classes(shape, coding, eight) if coding or eight else ()
-    return (*known, *((most, _rule(shape, most, processors, coding, eight)) for most in wanted if not known or most > known[-1][0]))
+    return (
+        *known,
+        *((most, _rule(shape, most, processors, coding, eight)) for most in wanted if not known or most > known[-1][0]),
+    )
 
 
 def row_classes(shape: Shape, coding: Coding | None, eight: str) -> tuple[int, ...]:
@@ -114,9 +134,9 @@ def row_classes(shape: Shape, coding: Coding | None, eight: str) -> tuple[int, .
 
 
 def _rule(shape: Shape, rows: int, processors: int, coding: Coding | None, eight: str) -> RingForm | None:
-    """The least that one processor has to read; of equals the widest tile that is not shared by many. Measured with weights of 16 to 59 million
-    codes on an H100: four warps alone widen them more slowly than they come, with 128 rows wider tiles spill, and clusters of four that fill the
-    card are slow."""
+    """The least that one processor has to read; of equals the widest tile that is not shared by many. Measured with
+    weights of 16 to 59 million codes on an H100: four warps alone widen them more slowly than they come, with 128 rows
+    wider tiles spill, and clusters of four that fill the card are slow."""
     narrow = 1.35 if coding is not None and rows <= 32 else 0.7 if coding is not None and rows > 64 else 1.0
 
     def load(form: RingForm) -> tuple[float, bool, int]:
@@ -124,7 +144,9 @@ def _rule(shape: Shape, rows: int, processors: int, coding: Coding | None, eight
         return share * (narrow if form.columns == 64 else 1.0), form.ways > 2, -form.columns
 
     small = RingForm(rows, 64, 1, True, coding, eight)
-    forms = candidate_forms(shape, rows, processors, coding, eight) or ((small,) if small.fits(shape, processors) else ())
+    forms = candidate_forms(shape, rows, processors, coding, eight) or (
+        (small,) if small.fits(shape, processors) else ()
+    )
     crowded = [form for form in forms if form.ways > 3 and form.programs(shape, processors) > 0.9 * processors]
     return min((form for form in forms if form.late and form not in crowded), key=load, default=None)
 
@@ -133,7 +155,11 @@ def measured(coding: Coding | None, eight: str = "") -> Measured[tuple[int, Ring
     """Codes of one width and as many scales take the same work."""
     if coding is None and not eight:
         return MEASURED
-    name = eight if coding is None or eight else f"{coding.bits} bits, {coding.sets} sets{', floats' if coding.floats else ''}"
+    name = (
+        eight
+        if coding is None or eight
+        else f"{coding.bits} bits, {coding.sets} sets{', floats' if coding.floats else ''}"
+    )
     return Measured(f"ring, {name}", _form, lambda row: _row(*row))
 
 
@@ -151,7 +177,13 @@ def _form(row: list[Any]) -> tuple[int, RingForm | None]:
         return whole_numbers(row)[0], None
     *numbers, late = row
     most, rows, columns, ways = whole_numbers(numbers)
-    if type(late) is not bool or rows not in (*FEWER_ROWS, *ROWS, MOST_ROWS) or columns not in (64, 128, 256) or not 1 <= ways <= 8 or most > rows:
+    if (
+        type(late) is not bool
+        or rows not in (*FEWER_ROWS, *ROWS, MOST_ROWS)
+        or columns not in (64, 128, 256)
+        or not 1 <= ways <= 8
+        or most > rows
+    ):
         raise ValueError(f"{row} is no form")
     return most, RingForm(rows, columns, ways, late)
 

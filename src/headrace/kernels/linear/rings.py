@@ -1,7 +1,8 @@
-"""Layers whose few rows the ring kernel multiplies (cuda_ring.py): with weights in bfloat16, in codes of few bits, or in 8 bits as their inputs.
+"""Layers whose few rows the ring kernel multiplies (cuda_ring.py): with weights in bfloat16, in codes of few bits, or
+in 8 bits as their inputs.
 
-What lives here: what becomes of a layer's weights, and who computes what no form serves. What may not: the kernel, which form is best
-(ring_forms.py).
+What lives here: what becomes of a layer's weights, and who computes what no form serves. What may not: the kernel,
+which form is best (ring_forms.py).
 """
 
 from __future__ import annotations
@@ -44,14 +45,17 @@ def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None]
 
     def make(weight: Tensor, bias: Tensor | None) -> RingLinear:
         weight = weight.contiguous()
-        return RingLinear(weight, bias, site.facts.shape, forms, kernels, site.programmatic, others(weight, bias), {}, site.empty)
+        return RingLinear(
+            weight, bias, site.facts.shape, forms, kernels, site.programmatic, others(weight, bias), {}, site.empty
+        )
 
     return make
 
 
 @dataclass(frozen=True, slots=True)
 class CodedRings:
-    """Makes layers whose weights are codes (packed.cuh); of those that are not one matrix, and in another order than inputs, as ``coded`` does."""
+    """Makes layers whose weights are codes (packed.cuh); of those that are not one matrix, and in another order than
+    inputs, as ``coded`` does."""
 
     coded: Coded
     forms: RingForms
@@ -62,15 +66,23 @@ class CodedRings:
         if others is None or others.product.packed.order is not None:
             return others
         site, product = self.coded.site, others.product
-        return RingLinear(product.packed, bias, site.facts.shape, self.forms, self.kernels, site.programmatic, others, {}, site.empty)
+        return RingLinear(
+            product.packed, bias, site.facts.shape, self.forms, self.kernels, site.programmatic, others, {}, site.empty
+        )
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """``forms``: of the weight as it is laid."""
         others, site, none = self.coded.linear(pieces, bias), self.coded.site, _nobody
-        if not isinstance(others, CodedLinear) or len(others.products) > 1 or others.products[0].packed.order is not None:
+        if (
+            not isinstance(others, CodedLinear)
+            or len(others.products) > 1
+            or others.products[0].packed.order is not None
+        ):
             return others
         packed = others.products[0].packed
-        ring = RingLinear(packed, bias, site.facts.laid, self.forms, self.kernels, site.programmatic, none, {}, site.empty)
+        ring = RingLinear(
+            packed, bias, site.facts.laid, self.forms, self.kernels, site.programmatic, none, {}, site.empty
+        )
         return CutRing(ring, others)
 
 
@@ -80,7 +92,8 @@ def _nobody(x: Tensor, around: Around) -> Fused:
 
 @dataclass(frozen=True, slots=True)
 class CutRing:
-    """y = x · Wᵀ (+ bias): 65 to MOST_CUT rows, as many at a time as a form has; others as ``others``. ``x`` [..., in]."""
+    """y = x · Wᵀ (+ bias): 65 to MOST_CUT rows, as many at a time as a form has; others as ``others``. ``x`` [...,
+    in]."""
 
     ring: RingLinear
     others: CodedLinear
@@ -114,7 +127,9 @@ class EightBitCut:
 
 def multiplied(product: EightBitLinear, ring: RingLinear, x: Tensor, around: Around, form: RingForm) -> Fused:
     codes, scale = product.rounded(x, around)
-    return ring.compute(codes.view(torch.bfloat16), replace(around, squares=scale if product.eight.group else scale.view(1, -1)), form)
+    return ring.compute(
+        codes.view(torch.bfloat16), replace(around, squares=scale if product.eight.group else scale.view(1, -1)), form
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +161,26 @@ class EightBitRings:
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """``forms``: of a gate as one matrix."""
         product = self.maker.made(pieces, bias)
-        return packed_linear(pieces, bias) if product is None else EightBitCut(product, self._ring(product, self.maker.site.facts.laid))
+        return (
+            packed_linear(pieces, bias)
+            if product is None
+            else EightBitCut(product, self._ring(product, self.maker.site.facts.laid))
+        )
 
     def _ring(self, product: EightBitLinear, shape: Shape) -> RingLinear:
         site, weight = self.maker.site, product.weight.view(torch.bfloat16)
-        return RingLinear(weight, product.bias, shape, self.forms, self.kernels, site.programmatic, _nobody, {}, site.empty, product.scale)
+        return RingLinear(
+            weight,
+            product.bias,
+            shape,
+            self.forms,
+            self.kernels,
+            site.programmatic,
+            _nobody,
+            {},
+            site.empty,
+            product.scale,
+        )
 
 
 def create_codes(site: CallSite[WeightFacts]) -> Make:

@@ -1,15 +1,17 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Products with weights in codes of 1 to 8 bits (packing.py), and what stands around them in a layer, each in one launch.
+"""Products with weights in codes of 1 to 8 bits (packing.py), and what stands around them in a layer, each in one
+launch.
 
-What lives here: the kernels, one for every coding (a generator over widths, as Tilus has it, Ding et al. 2025). What may not: the layout, choosing
-a form, the callables of layers (coded.py).
+What lives here: the kernels, one for every coding (a generator over widths, as Tilus has it, Ding et al. 2025). What
+may not: the layout, choosing a form, the callables of layers (coded.py).
 
     y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual      as kernels/linear/triton_flat.py has it
 
-Codes come as words, and are widened in the registers that the matrix instruction reads: the layout is such that nothing has to change hands.
-Pairs of codes become pairs of bfloat16 by putting bits in their place: behind the exponent of 128 an integer (MARLIN, Frantar et al. 2024); in
-the place of bfloat16's own an e2m1 or e4m3, whose exponent is then 126 or 120 too small. A weight is the tall side of the instruction, so few
-rows of x are padded to 16. With one scale a block and row sums of a block are scaled; else each weight is.
+Codes come as words, and are widened in the registers that the matrix instruction reads: the layout is such that nothing
+has to change hands. Pairs of codes become pairs of bfloat16 by putting bits in their place: behind the exponent of 128
+an integer (MARLIN, Frantar et al. 2024); in the place of bfloat16's own an e2m1 or e4m3, whose exponent is then 126 or
+120 too small. A weight is the tall side of the instruction, so few rows of x are padded to 16. With one scale a block
+and row sums of a block are scaled; else each weight is.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ HALF: tl.constexpr = tl.constexpr(0)
 POWER: tl.constexpr = tl.constexpr(1)
 FP8: tl.constexpr = tl.constexpr(2)
 BYTE: tl.constexpr = tl.constexpr(3)
-_E4M3_SHORT: tl.constexpr = tl.constexpr(2.0**120)  # what an exponent that was put in bfloat16's or float32's place lacks
+_E4M3_SHORT: tl.constexpr = tl.constexpr(
+    2.0**120
+)  # what an exponent that was put in bfloat16's or float32's place lacks
 _E2M1_SHORT: tl.constexpr = tl.constexpr(2.0**126)
 
 
@@ -102,7 +106,8 @@ def _values(
     words_ptr, shorts_ptr, bytes_ptr, table_ptr, at, below, BITS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """What the codes of ``BLOCKS`` blocks say, [64 · BLOCKS, 128]; integers above the middle 128, those of 8 bits above 0.
+    """What the codes of ``BLOCKS`` blocks say, [64 · BLOCKS, 128]; integers above the middle 128, those of 8 bits above
+    0.
 
     ``at``: where the first one begins, ``below``: how far the next one is, in bytes.
     """
@@ -127,8 +132,14 @@ def _values(
             upper = tl.join(_nibbles(first, 0, FLOATS), _nibbles(first, 2, FLOATS))
             lower = tl.join(_nibbles(first, 1, FLOATS), _nibbles(first, 3, FLOATS))
         else:
-            upper = tl.join(_value(first, second, third, table_ptr, 0, BITS, TABLE), _value(first, second, third, table_ptr, 2, BITS, TABLE))
-            lower = tl.join(_value(first, second, third, table_ptr, 1, BITS, TABLE), _value(first, second, third, table_ptr, 3, BITS, TABLE))
+            upper = tl.join(
+                _value(first, second, third, table_ptr, 0, BITS, TABLE),
+                _value(first, second, third, table_ptr, 2, BITS, TABLE),
+            )
+            lower = tl.join(
+                _value(first, second, third, table_ptr, 1, BITS, TABLE),
+                _value(first, second, third, table_ptr, 3, BITS, TABLE),
+            )
         # block, piece, warp, g, t, sixteen, e, side, h
         found = tl.join(upper, lower).reshape(BLOCKS, 2, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
     return found.reshape(BLOCKS * 64, 128)
@@ -156,7 +167,8 @@ def _beside(
     shorts_ptr, bytes_ptr, factor, at, below, BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr,
     SCALES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a block's rows and sets, and what is beside them, [64 · BLOCKS, SETS], float32: shifts; or zeros, as values have them.
+    """Scales of a block's rows and sets, and what is beside them, [64 · BLOCKS, SETS], float32: shifts; or zeros, as
+    values have them.
 
     ``factor``: of each row. Without it float16 would overflow.
     """
@@ -196,7 +208,16 @@ def _centred(values, other, BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.co
 
 
 @triton.jit
-def _weights(values, scale, other, BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, RAW: tl.constexpr):
+def _weights(
+    values,
+    scale,
+    other,
+    BITS: tl.constexpr,
+    SETS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    RAW: tl.constexpr,
+):
     """All of it, float32."""
     wide = _centred(values, other, BITS, SETS, ZEROS, RAW).to(tl.float32) * _spread(scale, SETS)
     if SHIFTS:
@@ -216,10 +237,13 @@ def _product(
     BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr, ORDERED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Steps ``begin`` to ``end`` of K: [64 · BLOCKS, BLOCK_M]. ``x_at``: where rows of x begin, [BLOCK_M, 1]; ``first``: the weight's rows, bytes."""
+    """Steps ``begin`` to ``end`` of K: [64 · BLOCKS, BLOCK_M]. ``x_at``: where rows of x begin, [BLOCK_M, 1];
+    ``first``: the weight's rows, bytes."""
     SUMS: tl.constexpr = SETS == 1 and not SHIFTS  # are scaled, of a block
     below, depth = steps * BLOCK_BYTES, tl.arange(0, 128)
-    scale, other = _beside(shorts_ptr, bytes_ptr, factor, first + begin * BLOCK_BYTES, below, BITS, SETS, ZEROS, SHIFTS, SCALES, BLOCKS)
+    scale, other = _beside(
+        shorts_ptr, bytes_ptr, factor, first + begin * BLOCK_BYTES, below, BITS, SETS, ZEROS, SHIFTS, SCALES, BLOCKS
+    )
     total = tl.zeros((BLOCKS * 64, BLOCK_M), tl.float32)
     for step in range(begin, end):
         at = first + step * BLOCK_BYTES
@@ -230,7 +254,9 @@ def _product(
         values = _values(words_ptr, shorts_ptr, bytes_ptr, table_ptr, at, below, BITS, FLOATS, TABLE, BLOCKS)
         # of the next step: nobody else brings them in time
         following = first + tl.minimum(step + 1, steps - 1) * BLOCK_BYTES
-        next_scale, next_other = _beside(shorts_ptr, bytes_ptr, factor, following, below, BITS, SETS, ZEROS, SHIFTS, SCALES, BLOCKS)
+        next_scale, next_other = _beside(
+            shorts_ptr, bytes_ptr, factor, following, below, BITS, SETS, ZEROS, SHIFTS, SCALES, BLOCKS
+        )
         if SUMS:
             weight = _centred(values, other, BITS, SETS, ZEROS, RAW).to(x.dtype)
             total += tl.dot(weight, tl.trans(x)) * scale
@@ -251,8 +277,8 @@ def _codes_kernel(
     NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
     PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, WAYS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``WAYS`` programs a tile of 64 · ``BLOCKS`` rows of the weight and BLOCK_M of x, each with ``share`` steps of K. ``outs``: of y's rows; where
-    rows of the weight take turns (``TURNED``) without ``GATED``, half of them."""
+    """``WAYS`` programs a tile of 64 · ``BLOCKS`` rows of the weight and BLOCK_M of x, each with ``share`` steps of K.
+    ``outs``: of y's rows; where rows of the weight take turns (``TURNED``) without ``GATED``, half of them."""
     tile, part, band = tl.program_id(0) // WAYS, tl.program_id(0) % WAYS, tl.program_id(1)
     row, laid = band * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCKS * 64)
     there = row < tokens
@@ -264,14 +290,18 @@ def _codes_kernel(
     factor = tl.load(factor_ptr + tile * (BLOCKS * 64) + laid)
     if PDL:
         gdc_wait()
-    squares = _squares(squares_ptr, 0, pieces, tokens, row, PIECES) if NORMED else tl.zeros((PIECES, BLOCK_M), tl.float32)
+    squares = (
+        _squares(squares_ptr, 0, pieces, tokens, row, PIECES) if NORMED else tl.zeros((PIECES, BLOCK_M), tl.float32)
+    )
     total = _product(
         x_ptr + row.to(tl.int64)[:, None] * ins, there, order_ptr, words_ptr, shorts_ptr, bytes_ptr, table_ptr, factor, first, begin, end, steps, ins,
         BITS, SETS, ZEROS, SHIFTS, FLOATS, TABLE, SCALES, RAW, BLOCK_BYTES, ORDERED, BLOCKS, BLOCK_M,
     )  # fmt: skip
     if PDL and LATE:
         gdc_launch_dependents()
-    complete, total = _summed(total, part_ptr, ticket_ptr, band * (tl.num_programs(0) // WAYS) + tile, part, BLOCKS * 64, BLOCK_M, WAYS)
+    complete, total = _summed(
+        total, part_ptr, ticket_ptr, band * (tl.num_programs(0) // WAYS) + tile, part, BLOCKS * 64, BLOCK_M, WAYS
+    )
     if complete:
         if GATED:
             whole, second = _split(total, BLOCKS, BLOCK_M)
@@ -294,8 +324,8 @@ def _widen_kernel(
     BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """A block of the weight, [64, 128], for a product of many rows: of ``outs`` rows from ``first_tile`` on, as they lie, or both halves of those
-    that take turns one below the other; columns as they lie."""
+    """A block of the weight, [64, 128], for a product of many rows: of ``outs`` rows from ``first_tile`` on, as they
+    lie, or both halves of those that take turns one below the other; columns as they lie."""
     tile, step = first_tile + tl.program_id(0) // steps, tl.program_id(0) % steps
     at = (tile.to(tl.int64) * steps + step) * BLOCK_BYTES
     row, column = tl.arange(0, 64), step * 128 + tl.arange(0, 128)
@@ -307,4 +337,6 @@ def _widen_kernel(
     if TURNED:
         place = place // 16 * 8 + place % 8 + place % 16 // 8 * (outs // 2)
     wide = _weights(values, scale, other, BITS, SETS, ZEROS, SHIFTS, RAW)
-    tl.store(out_ptr + place.to(tl.int64)[:, None] * ins + column[None, :], wide.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(
+        out_ptr + place.to(tl.int64)[:, None] * ins + column[None, :], wide.to(out_ptr.dtype.element_ty), mask=there
+    )

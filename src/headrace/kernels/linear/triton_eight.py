@@ -1,9 +1,12 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Products of 8-bit inputs and 8-bit weights (W8A8), FP8 or int8, and what stands around them in a layer, each in one launch.
+"""Products of 8-bit inputs and 8-bit weights (W8A8), FP8 or int8, and what stands around them in a layer, each in one
+launch.
 
-What lives here: the kernel. What may not: rounding inputs (norm/triton_rounded.py), the callables of layers (eight_bits.py).
+What lives here: the kernel. What may not: rounding inputs (norm/triton_rounded.py), the callables of layers
+(eight_bits.py).
 
-    y = act(x Wᵀ + b) ⊙ (x Vᵀ + c) + residual, as triton_flat.py has it, of x = codes · scale of a row, W = codes · scale of an output; or both of
+    y = act(x Wᵀ + b) ⊙ (x Vᵀ + c) + residual, as triton_flat.py has it, of x = codes · scale of a row, W = codes ·
+    scale of an output; or both of
     blocks of 128 (DeepSeek-V3, 2024), whose sums are scaled one by one
 """
 
@@ -30,7 +33,8 @@ def _tile(
     x_ptr, scale_ptr, weight_ptr, by_ptr, row, tokens, column, limit, begin, end, ins, FP8: tl.constexpr, BLOCKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_M], float32. ``by_ptr``: scales of outputs, or (of FP8) of blocks of 128 outputs, for each 128 inputs."""
+    """[BLOCK_N, BLOCK_M], float32. ``by_ptr``: scales of outputs, or (of FP8) of blocks of 128 outputs, for each 128
+    inputs."""
     step, inside, there = tl.arange(0, BLOCK_K), column < limit, row < tokens
     SUM: tl.constexpr = tl.float32 if FP8 else tl.int32
     total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
@@ -59,7 +63,8 @@ def _eight_kernel(
     FP8: tl.constexpr, BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
     NEXT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``WAYS`` programs a tile, each with ``share`` steps of K. ``outs``: of y; with a gate the weight has twice as many."""
+    """``WAYS`` programs a tile, each with ``share`` steps of K. ``outs``: of y; with a gate the weight has twice as
+    many."""
     tile, part, band = tl.program_id(0) // WAYS, tl.program_id(0) % WAYS, tl.program_id(1)
     column, row = tile * BLOCK_N + tl.arange(0, BLOCK_N), band * BLOCK_M + tl.arange(0, BLOCK_M)
     begin = part * share
@@ -67,7 +72,22 @@ def _eight_kernel(
     if PDL:
         gdc_wait()
     total = _tile(
-        x_ptr, scale_ptr, weight_ptr, by_ptr, row, tokens, column, outs, begin, end, ins, FP8, BLOCKED, BLOCK_M, BLOCK_N, BLOCK_K
+        x_ptr,
+        scale_ptr,
+        weight_ptr,
+        by_ptr,
+        row,
+        tokens,
+        column,
+        outs,
+        begin,
+        end,
+        ins,
+        FP8,
+        BLOCKED,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
     )
     second = total
     if GATED:
@@ -78,7 +98,9 @@ def _eight_kernel(
         )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    complete, total = _summed(total, part_ptr, ticket_ptr, band * (tl.num_programs(0) // WAYS) + tile, part, BLOCK_N, BLOCK_M, WAYS)
+    complete, total = _summed(
+        total, part_ptr, ticket_ptr, band * (tl.num_programs(0) // WAYS) + tile, part, BLOCK_N, BLOCK_M, WAYS
+    )
     if complete:
         _finish(
             total, second, tl.zeros((1, BLOCK_M), tl.float32), tile, column, row,

@@ -1,21 +1,27 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Products of few rows with a large weight, and what stands around them in a layer, each in one launch.
 
-What lives here: the kernels. What may not: choosing a form for a shape (flat_forms.py), the callables of layers (flat_linear.py).
+What lives here: the kernels. What may not: choosing a form for a shape (flat_forms.py), the callables of layers
+(flat_linear.py).
 
-    y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual      every part but the product can be left out; then, for the norm that follows,
+    y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual      every part but the product can be left out; then, for the
+    norm that follows,
     scaled = y ⊙ g,  squares = partial sums of y²          which multiplies its product by s = 1 / sqrt(mean y² + eps)
 
 The weight is read once and is all that takes time, so the forms differ in how it comes in:
 
-    vector   one row: multiplied and added one by one, straight from 16-byte loads; a program's first ones are under way before it waits
-    flat     up to 64 rows (FlashDecoding++, Hong et al. 2024, flat GEMM): the copy engine and a ring of tiles. The weight is the tall side of
-             the matrix instruction, so rows are padded to 16 and not to 64. K may be split over programs: the last one adds up the parts
+    vector   one row: multiplied and added one by one, straight from 16-byte loads; a program's first ones are under way
+    before it waits
+    flat     up to 64 rows (FlashDecoding++, Hong et al. 2024, flat GEMM): the copy engine and a ring of tiles. The
+    weight is the tall side of
+             the matrix instruction, so rows are padded to 16 and not to 64. K may be split over programs: the last one
+             adds up the parts
 
 Sums are always in one order: no float is added atomically.
 
-With PDL every kernel waits before it reads what another wrote and before it writes. ``LATE``: the next launch is let in once this program's
-weights have been read. Large programs of the next launch would otherwise crowd on the processors that happen to have room.
+With PDL every kernel waits before it reads what another wrote and before it writes. ``LATE``: the next launch is let in
+once this program's weights have been read. Large programs of the next launch would otherwise crowd on the processors
+that happen to have room.
 """
 
 from __future__ import annotations
@@ -43,7 +49,8 @@ def _finish(
     NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Everything behind the sums over K. ``total`` and ``second`` [BLOCK_N, BLOCK_M]; ``squares``: the first partial sums, loaded early."""
+    """Everything behind the sums over K. ``total`` and ``second`` [BLOCK_N, BLOCK_M]; ``squares``: the first partial
+    sums, loaded early."""
     there, inside = row < tokens, column < outs
     mask = inside[:, None] & there[None, :]
     if NORMED:
@@ -163,7 +170,9 @@ def _flat_kernel(
         if not LATE:
             gdc_launch_dependents()
         gdc_wait()
-    squares = _squares(squares_ptr, 0, pieces, tokens, row, PIECES) if NORMED else tl.zeros((PIECES, BLOCK_M), tl.float32)
+    squares = (
+        _squares(squares_ptr, 0, pieces, tokens, row, PIECES) if NORMED else tl.zeros((PIECES, BLOCK_M), tl.float32)
+    )
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = total
     for k in range(begin, tl.minimum(begin + share, ins), BLOCK_K):

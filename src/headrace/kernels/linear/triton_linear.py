@@ -1,12 +1,13 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """The linear layer whose bits do not depend on the batch.
 
-What lives here: the product x · Wᵀ for ``--batch-invariant``, and its tiles. What may not: the ordinary product (torch's), weight formats.
+What lives here: the product x · Wᵀ for ``--batch-invariant``, and its tiles. What may not: the ordinary product
+(torch's), weight formats.
 
-A library picks a kernel by the number of rows, and another kernel sums K in another order. Here one accumulator a result runs through all
-of K in steps of 16, never split, whatever the tile: tiles differ in what is computed side by side, not in what is added to what. That the
-two matrix instructions of an H200 (mma.sync in the tiles of 16 rows, wgmma in the others) round alike is nobody's promise: it was measured,
-and tests/gpu holds it. Elsewhere one tile serves all.
+A library picks a kernel by the number of rows, and another kernel sums K in another order. Here one accumulator a
+result runs through all of K in steps of 16, never split, whatever the tile: tiles differ in what is computed side by
+side, not in what is added to what. That the two matrix instructions of an H200 (mma.sync in the tiles of 16 rows, wgmma
+in the others) round alike is nobody's promise: it was measured, and tests/gpu holds it. Elsewhere one tile serves all.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows × columns of the result a program computes, and how much of K it reads at once; found by measurement on an H200."""
+    """Rows × columns of the result a program computes, and how much of K it reads at once; found by measurement on an
+    H200."""
 
     rows: int
     columns: int
@@ -81,7 +83,12 @@ class Tile:
 
 
 ONE = Tile(64, 64, 64, 4, 4)  # serves every number of rows where tiles may differ in the order of sums
-LARGE = (Tile(256, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4, 0.87), Tile(128, 64, 128, 4, 4, 0.75), Tile(64, 64, 64, 4, 6, 0.6))
+LARGE = (
+    Tile(256, 128, 64, 8, 4),
+    Tile(128, 128, 64, 8, 4, 0.87),
+    Tile(128, 64, 128, 4, 4, 0.75),
+    Tile(64, 64, 64, 4, 6, 0.6),
+)
 
 
 def tile_for(dtype: torch.dtype, tokens: int, outs: int, *, processors: int, one_order: bool) -> Tile:
@@ -91,9 +98,13 @@ def tile_for(dtype: torch.dtype, tokens: int, outs: int, *, processors: int, one
     if not one_order:
         return ONE
     if tokens > 64:
-        return min(LARGE, key=lambda tile: _rounds(tile, tokens, outs, processors) * tile.rows * tile.columns / tile.rate)
+        return min(
+            LARGE, key=lambda tile: _rounds(tile, tokens, outs, processors) * tile.rows * tile.columns / tile.rate
+        )
     narrow, wide = outs <= 32 * processors, outs >= 128 * processors
-    if tokens > 48:  # half-empty tiles of 64 rows measured slower than full ones of 16, which find their weights in the cache
+    if (
+        tokens > 48
+    ):  # half-empty tiles of 64 rows measured slower than full ones of 16, which find their weights in the cache
         return Tile(64, 32, 128, 4, 5) if narrow else Tile(64, 128, 64, 4, 5) if wide else Tile(64, 64, 128, 4, 4)
     return Tile(16, 32, 256, 4, 4) if narrow else Tile(16, 128, 128, 4, 4) if wide else Tile(16, 64, 128, 4, 5)
 
@@ -106,11 +117,13 @@ def _rounds(tile: Tile, tokens: int, outs: int, processors: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InvariantLinear:
-    """y = x · Wᵀ (+ bias), the bits of a row independent of the others and of its place ("Defeating Nondeterminism in LLM Inference", He 2025).
+    """y = x · Wᵀ (+ bias), the bits of a row independent of the others and of its place ("Defeating Nondeterminism in
+    LLM Inference", He 2025).
 
-    ``x`` [..., K], ``weight`` [N, K], ``bias`` [N], one type of float32, bfloat16, float16 → [..., N]; float32 sums in the order of K,
-    exact products (no TF32), the bias added before the one rounding. ``bulk``: the device has a copy engine (compute capability 9),
-    used where rows begin at multiples of 16 bytes; what is added to what is the same with and without it.
+    ``x`` [..., K], ``weight`` [N, K], ``bias`` [N], one type of float32, bfloat16, float16 → [..., N]; float32 sums in
+    the order of K, exact products (no TF32), the bias added before the one rounding. ``bulk``: the device has a copy
+    engine (compute capability 9), used where rows begin at multiples of 16 bytes; what is added to what is the same
+    with and without it.
     """
 
     weight: Tensor
@@ -149,7 +162,8 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Tile
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether the copy engine can read rows of ``x``: they, and the distance between them, lie at multiples of 16 bytes."""
+    """Whether the copy engine can read rows of ``x``: they, and the distance between them, lie at multiples of 16
+    bytes."""
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(0) >= x.shape[1]
 
 

@@ -86,7 +86,9 @@ class Chooser:
 def _offered(products: Products, choice: Choice) -> Algorithm | None:
     if not choice.settings:
         return None
-    return next((algorithm for settings, algorithm in products.offers(choice.measured) if settings == choice.settings), None)
+    return next(
+        (algorithm for settings, algorithm in products.offers(choice.measured) if settings == choice.settings), None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,12 @@ def _products(site: CallSite[WeightFacts]) -> Products | Declined:
     if not torch.cuda.is_available():
         return Declined("torch finds no CUDA device")
     try:
-        return Products(facts.out_features, facts.in_features, facts.dtype, torch.cuda.current_device() if device.index is None else device.index)
+        return Products(
+            facts.out_features,
+            facts.in_features,
+            facts.dtype,
+            torch.cuda.current_device() if device.index is None else device.index,
+        )
     except (LtError, OSError, AttributeError) as error:
         return Declined(f"cuBLASLt cannot be used: {error}")
 

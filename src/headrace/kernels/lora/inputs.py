@@ -48,9 +48,15 @@ def adapter_rows(slots: NDArray[np.int32], device: torch.device) -> AdapterRows 
     """``slots`` [rows]: of each row, or NO_SLOT. None where no row has one."""
     if device.type != "cpu":
         held = np.ascontiguousarray(slots, dtype=np.int32)
-        return AdapterRows(torch.from_numpy(held).pin_memory().to(device, non_blocking=True)) if (slots != NO_SLOT).any() else None
+        return (
+            AdapterRows(torch.from_numpy(held).pin_memory().to(device, non_blocking=True))
+            if (slots != NO_SLOT).any()
+            else None
+        )
     grouped = group(slots, device)
-    return None if grouped is None else AdapterRows(torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int32)), grouped)
+    return (
+        None if grouped is None else AdapterRows(torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int32)), grouped)
+    )
 
 
 def group(slots: NDArray[np.int32], device: torch.device) -> Grouped | None:
@@ -62,6 +68,10 @@ def group(slots: NDArray[np.int32], device: torch.device) -> Grouped | None:
     begins = np.flatnonzero(np.r_[True, sorted_slots[1:] != sorted_slots[:-1]])
     ends = np.r_[begins[1:], len(order)]
     spans = tuple(zip(sorted_slots[begins].tolist(), begins.tolist(), ends.tolist(), strict=True))
-    blocks = np.concatenate([*(np.arange(begin, end, BLOCK, dtype=np.int32) for _, begin, end in spans), ends[-1:].astype(np.int32)])
-    places, held, begun = (torch.from_numpy(each).to(device) for each in (order.astype(np.int64), sorted_slots.astype(np.int32), blocks))
+    blocks = np.concatenate(
+        [*(np.arange(begin, end, BLOCK, dtype=np.int32) for _, begin, end in spans), ends[-1:].astype(np.int32)]
+    )
+    places, held, begun = (
+        torch.from_numpy(each).to(device) for each in (order.astype(np.int64), sorted_slots.astype(np.int32), blocks)
+    )
     return Grouped(places, held, begun, spans)

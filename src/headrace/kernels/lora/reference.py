@@ -28,8 +28,8 @@ def add_deltas(
     """y[i] += concat over parts p of (x[i] · a[s, p]ᵀ) · b[s]ₚ for each row i of slot s, in place (BGMV for few rows a
     slot, SGMV for many: Punica, Chen et al. 2023).
 
-    ``y`` [T, Σ parts], ``x`` [T, ins], ``a`` [slots, parts, max_rank, ins], ``b`` [slots, max_rank, Σ parts], all of one
-    type. ``ranks`` [slots, parts], int32: of the slot's adapter there; 0: it leaves that part alone. ``gains``
+    ``y`` [T, Σ parts], ``x`` [T, ins], ``a`` [slots, parts, max_rank, ins], ``b`` [slots, max_rank, Σ parts], all of
+    one type. ``ranks`` [slots, parts], int32: of the slot's adapter there; 0: it leaves that part alone. ``gains``
     [slots, 2, Σ parts], float32: where the adapter changes a part, y is multiplied by the first and the second is added
     before (DoRA). ``squares`` [pieces, T], float32: x is still to be divided by √(their sum / ins + eps), as in
     ``Around``.
@@ -54,7 +54,9 @@ def add_deltas(
             first = last
 
 
-def look_up_deltas(y: Tensor, ids: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scale: float | None, rows: AdapterRows) -> None:
+def look_up_deltas(
+    y: Tensor, ids: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scale: float | None, rows: AdapterRows
+) -> None:
     """y[i] += scale · a[s, ids[i]] · b[s] for each row i of slot s, in place.
 
     ``y`` [T, outs], ``ids`` [T], int64, ``a`` [slots, rows, max_rank], ``b`` [slots, max_rank, outs], ``ranks``

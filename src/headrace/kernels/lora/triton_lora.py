@@ -1,10 +1,11 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """What adapters add to a product and to an embedding, in two launches: down to their ranks, and up again.
 
-What lives here: these kernels. What may not: which slot holds which adapter (lora/), products of the model's own weights.
+What lives here: these kernels. What may not: which slot holds which adapter (lora/), products of the model's own
+weights.
 
-Which row has which slot is read on the device, so a graph holds for any mixture; nobody sorts rows. A tile of rows has a
-lane for each adapter that may be in it:
+Which row has which slot is read on the device, so a graph holds for any mixture; nobody sorts rows. A tile of rows has
+a lane for each adapter that may be in it:
 
     slots of a tile    2  2  -  0  2  0  -  5        rows without an adapter are in no lane
     first of a kind    2        0           5
@@ -99,7 +100,26 @@ def _shrink_kernel(
             x = tl.load(x_at + begin + place[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
             sums = tl.dot(x, tl.trans(a), input_precision="ieee" if EXACT else "tf32")
             sums = _dots(sums, x_at, a_at, place, mine, there, begin + INS, end, INS, EXACT)
-            _keep(inner_ptr, sums, squares_ptr, row, rank, mine, there, rows, squares_row, pieces, ins, eps, split, part, most, PARTS, ROWS, NORMED)
+            _keep(
+                inner_ptr,
+                sums,
+                squares_ptr,
+                row,
+                rank,
+                mine,
+                there,
+                rows,
+                squares_row,
+                pieces,
+                ins,
+                eps,
+                split,
+                part,
+                most,
+                PARTS,
+                ROWS,
+                NORMED,
+            )
     else:
         for kind in range(tl.program_id(0) % LANES, kinds, LANES):
             own = tl.max(tl.where(lane == kind, slot, -1), 0)
@@ -107,7 +127,9 @@ def _shrink_kernel(
             if tl.program_id(1) // PARTS * RANKS < held:
                 mine, there = slot == own, rank < held
                 a_at = a_ptr + (own.to(tl.int64) * PARTS + part) * most * ins + rank[:, None].to(tl.int64) * ins
-                sums = _dots(tl.zeros((ROWS, RANKS), dtype=tl.float32), x_at, a_at, place, mine, there, begin, end, INS, EXACT)
+                sums = _dots(
+                    tl.zeros((ROWS, RANKS), dtype=tl.float32), x_at, a_at, place, mine, there, begin, end, INS, EXACT
+                )
                 _keep(
                     inner_ptr, sums, squares_ptr, row, rank, mine, there, rows, squares_row, pieces, ins, eps, split, part, most,
                     PARTS, ROWS, NORMED,
@@ -115,7 +137,20 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _summed(inner_ptr, row, rank, mine, there, rows, part, most, PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr):
+def _summed(
+    inner_ptr,
+    row,
+    rank,
+    mine,
+    there,
+    rows,
+    part,
+    most,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     inner = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
         at = ((split * rows + row[:, None]).to(tl.int64) * PARTS + part) * most + rank[None, :]
@@ -182,7 +217,9 @@ def _expand_kernel(
                 sums = tl.zeros((ROWS, OUTS), dtype=tl.float32)
                 for begin in range(0, held, RANKS):
                     there = begin + rank < held
-                    inner = _summed(inner_ptr, row, begin + rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS)
+                    inner = _summed(
+                        inner_ptr, row, begin + rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS
+                    )
                     at = (own.to(tl.int64) * most + begin + rank[:, None]) * outs + out[None, :]
                     b = tl.load(b_ptr + at, mask=there[:, None] & inside[None, :], other=0.0)
                     sums = tl.dot((inner * scale).to(b.dtype), b, sums, input_precision="ieee" if EXACT else "tf32")
@@ -226,7 +263,9 @@ def _adder(*, programmatic: bool, invariant: bool) -> Callable[..., None]:
     return add
 
 
-def look_up_deltas(y: Tensor, ids: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scale: float | None, rows: AdapterRows) -> None:
+def look_up_deltas(
+    y: Tensor, ids: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scale: float | None, rows: AdapterRows
+) -> None:
     """As the twin says. Rows without an adapter look at slot 0, and get nothing of it."""
     inner = a[rows.slots.clamp(min=0), ids].float().view(1, len(ids), 1, a.shape[2])
     _expand(y, inner, b, ranks, (y.shape[1],), rows, None, 1.0 if scale is None else scale, tall=False, pdl=False)

@@ -36,7 +36,9 @@ def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
     moe = up.moe
     assert moe is not None
     shapes = (each.tensors[each.name] for each in (up, down))
-    gate_up, narrow = (torch.empty(shape, dtype=site.facts.dtype, device=site.device) for shape in shapes)  # for all calls: the largest layer
+    gate_up, narrow = (
+        torch.empty(shape, dtype=site.facts.dtype, device=site.device) for shape in shapes
+    )  # for all calls: the largest layer
 
     def compute(tokens: int) -> object:
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
@@ -68,13 +70,24 @@ def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
     assert moe is not None and codings[0] is not None and codings[-1] is not None
 
     def compute(tokens: int) -> object:
-        wide = (empty(codings[0], up.outs, up.ins, site.device, gated=True, ordered=False, copies=moe.num_experts)) if codings[0] else None
-        narrow = (empty(codings[-1], down.outs, down.ins, site.device, gated=False, ordered=False, copies=moe.num_experts)) if codings[-1] else None
+        wide = (
+            (empty(codings[0], up.outs, up.ins, site.device, gated=True, ordered=False, copies=moe.num_experts))
+            if codings[0]
+            else None
+        )
+        narrow = (
+            (empty(codings[-1], down.outs, down.ins, site.device, gated=False, ordered=False, copies=moe.num_experts))
+            if codings[-1]
+            else None
+        )
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
         return run.computed(x, router, wide, narrow, moe.top_k, moe.renormalize, spec.activation)
 
     for tokens in (TOKENS, *(-(-pairs * moe.num_experts // moe.top_k) for pairs in (8, 32))):
-        yield f"{codings[0]}, {codings[-1]}, {tokens} tokens", partial(compute, min(tokens, sizes.max_num_batched_tokens))
+        yield (
+            f"{codings[0]}, {codings[-1]}, {tokens} tokens",
+            partial(compute, min(tokens, sizes.max_num_batched_tokens)),
+        )
 
 
 MOE = (native(create_moe), gpu.triton("moe.triton_moe:create_moe", experts, _refuses))

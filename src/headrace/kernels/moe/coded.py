@@ -1,6 +1,7 @@
 """The sparse feed-forward over experts in codes of few bits, on a GPU.
 
-What lives here: laying experts out, the callable, its launches. What may not: kernels (triton_coded.py), what formats mean (quant/).
+What lives here: laying experts out, the callable, its launches. What may not: kernels (triton_coded.py), what formats
+mean (quant/).
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from headrace.kernels.norm.triton_rounded import rounded
 from headrace.spec import Activation
 
 _BLOCKS = 2  # of 64 rows, a tile
-_TILES = ((4.0, 16), (16.0, 32), (float("inf"), 64))  # up to so many pairs an expert in the mean: pairs of a tile. A rule, not measured
+_TILES = (
+    (4.0, 16),
+    (16.0, 32),
+    (float("inf"), 64),
+)  # up to so many pairs an expert in the mean: pairs of a tile. A rule, not measured
 
 
 def lay(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: bool) -> Packed:
@@ -66,20 +71,25 @@ def _packed_together(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: b
 def _packed_singly(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: bool) -> Packed:
     outs = sum(piece.outs for piece in pieces)
     laid = [pack(reader(pieces, copy), outs, coding, gated=gated) for copy in range(pieces[0].num_copies)]
-    return replace(laid[0], blocks=torch.cat([each.blocks for each in laid]), factor=torch.cat([each.factor for each in laid]))
+    return replace(
+        laid[0], blocks=torch.cat([each.blocks for each in laid]), factor=torch.cat([each.factor for each in laid])
+    )
 
 
 def rounded_again(x: Tensor, eight: EightBits | None) -> Tensor:
     """Rows as the format computes with them: in 8 bits, and back."""
     if eight is None:
         return x
-    codes, scale = rounded(x, torch.int8 if eight.kind == "int8" else torch.float8_e4m3fn, group=eight.group, powers=eight.powers)
+    codes, scale = rounded(
+        x, torch.int8 if eight.kind == "int8" else torch.float8_e4m3fn, group=eight.group, powers=eight.powers
+    )
     return (codes.to(torch.float32).view(*scale.shape, -1) * scale.unsqueeze(-1)).view(x.shape).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class CodedMoe:
-    """As ``packed_moe``: ``x`` [T, H], bfloat16 or float16. Experts are laid out at the first call, which a start makes."""
+    """As ``packed_moe``: ``x`` [T, H], bfloat16 or float16. Experts are laid out at the first call, which a start
+    makes."""
 
     facts: ExpertFacts
     empty: Empty = plainly_empty
@@ -91,9 +101,19 @@ class CodedMoe:
         up, narrow = list(gate_up), list(down)
         codings = self.facts.rounded
         assert codings[0] is not None and codings[-1] is not None, "asked only where there are some"
-        return self.computed(x, router_logits, lay(up, codings[0], gated=True), lay(narrow, codings[-1], gated=False), top_k, renormalize, kind)
+        return self.computed(
+            x,
+            router_logits,
+            lay(up, codings[0], gated=True),
+            lay(narrow, codings[-1], gated=False),
+            top_k,
+            renormalize,
+            kind,
+        )
 
-    def computed(self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation) -> Tensor:
+    def computed(
+        self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation
+    ) -> Tensor:
         """``up``, ``down``: the first expert's, behind which the others lie."""
         (tokens, hidden), inner, experts, device = x.shape, down.ins, self.facts.num_experts, x.device
         if not tokens:
@@ -105,7 +125,12 @@ class CodedMoe:
         weights, counts, listed = _routed(logits, top_k, renormalize)
         pairs = tokens * top_k
         rows = next(rows for mean, rows in _TILES if pairs <= mean * experts)
-        named: dict[str, Any] = {"EXPERTS": experts, "BLOCK_E": triton.next_power_of_2(experts), "HIDDEN": hidden, "INNER": inner}
+        named: dict[str, Any] = {
+            "EXPERTS": experts,
+            "BLOCK_E": triton.next_power_of_2(experts),
+            "HIDDEN": hidden,
+            "INNER": inner,
+        }
         named |= {"BLOCK_M": rows, "BLOCKS": _BLOCKS, "num_warps": 4, "num_stages": 3}
         first, second = self.facts.eights[0], self.facts.eights[-1]
         x = rounded_again(x.contiguous(), first)

@@ -28,7 +28,9 @@ def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
     invariant, empty = site.batch_invariant, site.empty
     always = invariant or site.facts.dtype is torch.float16
 
-    def few(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation) -> Tensor:
+    def few(
+        x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation
+    ) -> Tensor:
         x, router_logits, gate_up, down = rows_of(x), rows_of(router_logits), gate_up.contiguous(), down.contiguous()
         out = empty(x.shape, x.dtype, x.device)
         failed = function(
@@ -43,9 +45,13 @@ def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
             raise MemoryError(f"no memory for {x.shape[0]} tokens of a sparse feed-forward with {top_k} experts each")
         return out
 
-    def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation) -> Tensor:
+    def moe(
+        x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation
+    ) -> Tensor:
         if always or x.shape[0] * top_k <= FEW_ROWS * num_experts:
             return few(x, router_logits, gate_up, down, renormalize, kind)
-        return reference.moe(x, router_logits, gate_up, down, top_k, renormalize, kind)  # many tokens an expert: torch's blocked product
+        return reference.moe(
+            x, router_logits, gate_up, down, top_k, renormalize, kind
+        )  # many tokens an expert: torch's blocked product
 
     return moe

@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""The sparse feed-forward over experts in codes of few bits: the grouped products of triton_moe.py, whose weights are read by triton_codes.py.
+"""The sparse feed-forward over experts in codes of few bits: the grouped products of triton_moe.py, whose weights are
+read by triton_codes.py.
 
 What lives here: those two kernels. What may not: routing, the weighted sum (triton_moe.py), the callable (coded.py).
 """

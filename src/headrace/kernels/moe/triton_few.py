@@ -1,9 +1,11 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """The sparse feed-forward of a few tokens: two launches, matrix-vector products at the speed of memory.
 
-What lives here: those kernels and their launches. What may not: tokens enough to share an expert's weights (triton_moe.py).
+What lives here: those kernels and their launches. What may not: tokens enough to share an expert's weights
+(triton_moe.py).
 
-    expand    (columns, pair)    routes the token again in every program, which costs less than a launch before it; act(gate · x) · (up · x)
+    expand    (columns, pair)    routes the token again in every program, which costs less than a launch before it;
+    act(gate · x) · (up · x)
     contract  (columns, token)   Σ weight · (down · inner) over the token's experts, in float32
 """
 
@@ -92,7 +94,8 @@ def moe_few(
     kind: Activation,
     empty: Empty = plainly_empty,
 ) -> Tensor:
-    """The sparse feed-forward as triton_moe.py defines it. An expert's weights are read once for each token that takes it."""
+    """The sparse feed-forward as triton_moe.py defines it. An expert's weights are read once for each token that takes
+    it."""
     (tokens, hidden), (num_experts, _, inner), device = x.shape, down.shape, x.device
     pairs = tokens * top_k
     out = empty((tokens, hidden), x.dtype, device)

@@ -1,18 +1,22 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """The sparse feed-forward: routing, two products grouped by expert, the weighted sum.
 
-What lives here: the products, the sum, the sizes of tiles. What may not: the router's product, shared experts, routing (triton_routing.py).
+What lives here: the products, the sum, the sizes of tiles. What may not: the router's product, shared experts, routing
+(triton_routing.py).
 
     route     token      → its top_k experts and their weights; each pair of token and choice in the list of its expert
-    expand    pair       → act(gate · x) · (up · x)    a program takes BLOCK_N columns of one expert and BLOCK_M of its pairs
+    expand    pair       → act(gate · x) · (up · x)    a program takes BLOCK_N columns of one expert and BLOCK_M of its
+    pairs
     contract  pair       → down · inner
     combine   token      → Σ weight · its pairs
 
-How many pairs an expert has is known on the device alone, and a prompt may send all its tokens to a few of them. So a launch has a program
-for every tile there can be; each finds from the counts which tile is its own, if any, and no program has more work than another. Weights
-stand left in the matrix instruction, so that few pairs fill it: the last tile of an expert is cut to the pairs that are left.
+How many pairs an expert has is known on the device alone, and a prompt may send all its tokens to a few of them. So a
+launch has a program for every tile there can be; each finds from the counts which tile is its own, if any, and no
+program has more work than another. Weights stand left in the matrix instruction, so that few pairs fill it: the last
+tile of an expert is cut to the pairs that are left.
 
-A few tokens take the two launches of triton_few.py instead. A pair's place in its list depends on timing; a row's bits do not depend on it.
+A few tokens take the two launches of triton_few.py instead. A pair's place in its list depends on timing; a row's bits
+do not depend on it.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ _FEW = 4  # tokens
 
 @triton.jit
 def _weights(map, ptr, row, k, there, WIDTH: tl.constexpr, BULK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile [columns, depth] of a matrix that begins ``row`` rows into all experts' (int32). Columns that are not ``there`` may hold anything."""
+    """A tile [columns, depth] of a matrix that begins ``row`` rows into all experts' (int32). Columns that are not
+    ``there`` may hold anything."""
     if BULK:
         return map.load([row, k])
     step = k + tl.arange(0, BLOCK_K)
@@ -50,7 +55,8 @@ def _weights(map, ptr, row, k, there, WIDTH: tl.constexpr, BULK: tl.constexpr, B
 
 @triton.jit
 def _unit(counts_ptr, unit, ACROSS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, its pairs, pairs of experts before it, tile of its pairs, tile of columns) of a program; no such expert: nothing to do.
+    """(expert, its pairs, pairs of experts before it, tile of its pairs, tile of columns) of a program; no such expert:
+    nothing to do.
 
     Tiles of one expert's columns stand side by side, so that its weights are read from memory once.
     """
@@ -161,13 +167,17 @@ def _contract_kernel(
 
 
 @launchable()
-def _combine_kernel(pairs_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine_kernel(
+    pairs_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
-        x = tl.load(pairs_ptr + (token * TOP_K + choice) * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+        x = tl.load(pairs_ptr + (token * TOP_K + choice) * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(
+            tl.float32
+        )
         total += x * tl.load(weights_ptr + token * TOP_K + choice)
     tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
     if PDL:
@@ -176,7 +186,8 @@ def _combine_kernel(pairs_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, HIDDEN
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of a grouped product: pairs × columns, and how much of the inner sum at once. ``halvings`` of pairs are there for what is left."""
+    """Sizes of a grouped product: pairs × columns, and how much of the inner sum at once. ``halvings`` of pairs are
+    there for what is left."""
 
     rows: int
     columns: int
@@ -213,19 +224,29 @@ def tiles_for(dtype: torch.dtype, pairs: int, num_experts: int, *, invariant: bo
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """out[t] = Σ over the top_k experts e of t: p[e] · down[e] (act(gate[e] x) · (up[e] x)) (Shazeer et al. 2017; MegaBlocks, Gale et al. 2022).
+    """out[t] = Σ over the top_k experts e of t: p[e] · down[e] (act(gate[e] x) · (up[e] x)) (Shazeer et al. 2017;
+    MegaBlocks, Gale et al. 2022).
 
-    ``x`` [T, H], ``router_logits`` [T, E], ``gate_up`` [E, 2I, H], ``down`` [E, H, I], one type of float32, bfloat16, float16 → [T, H].
-    p = softmax over all experts in float32, of equals the lower index first, divided by their sum with ``renormalize``.
-    ``bulk``: the device has a copy engine (compute capability 9), which brings the weights; it may read, but never uses, rows beside a
-    column tile. The weights of other experts are not used.
+    ``x`` [T, H], ``router_logits`` [T, E], ``gate_up`` [E, 2I, H], ``down`` [E, H, I], one type of float32, bfloat16,
+    float16 → [T, H]. p = softmax over all experts in float32, of equals the lower index first, divided by their sum
+    with ``renormalize``. ``bulk``: the device has a copy engine (compute capability 9), which brings the weights; it
+    may read, but never uses, rows beside a column tile. The weights of other experts are not used.
     """
 
     batch_invariant: bool
     bulk: bool = False
     empty: Empty = plainly_empty
 
-    def __call__(self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        top_k: int,
+        renormalize: bool,
+        kind: Activation,
+    ) -> Tensor:
         x, router_logits = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (x, router_logits))
         gate_up, down = gate_up.contiguous(), down.contiguous()
         if x.shape[0] == 0:
@@ -264,7 +285,9 @@ def moe_grouped(
         expanded, down, map_, contracted, counts, listed, tokens, HIDDEN=hidden, INNER=inner, PDL=False, **product
     )
     block = min(1024, triton.next_power_of_2(hidden))
-    _combine_kernel[(tokens, triton.cdiv(hidden, block))](contracted, weights, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=False, num_warps=4)
+    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        contracted, weights, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=False, num_warps=4
+    )
     return out
 
 
@@ -274,7 +297,8 @@ def _grid(pairs: int, num_experts: int, tile: Tile, columns: int) -> tuple[int]:
 
 
 def _product(weight: Tensor, tile: Tile, bulk: bool) -> tuple[Any, dict[str, Any]]:
-    """How the copy engine finds tiles of ``weight`` [E, N, K] (the weight itself where it cannot), and the kernel's sizes."""
+    """How the copy engine finds tiles of ``weight`` [E, N, K] (the weight itself where it cannot), and the kernel's
+    sizes."""
     num_experts, _, depth = weight.shape
     bulk = bulk and depth * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
     map_ = TensorDescriptor.from_tensor(weight.view(-1, depth), [tile.columns, tile.depth]) if bulk else weight

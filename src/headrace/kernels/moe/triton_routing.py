@@ -1,11 +1,11 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Routing of the sparse feed-forward: which experts a token takes, with which weights.
 
-What lives here: the choice as device functions for other kernels, and the kernel that lists each expert's pairs of token and choice.
-What may not: expert products (triton_moe.py, triton_few.py).
+What lives here: the choice as device functions for other kernels, and the kernel that lists each expert's pairs of
+token and choice. What may not: expert products (triton_moe.py, triton_few.py).
 
-Experts are compared by one integer each: the bits of the share, which is not negative, then the index from behind, so that all differ and
-of equal shares the lower index is the larger.
+Experts are compared by one integer each: the bits of the share, which is not negative, then the index from behind, so
+that all differ and of equal shares the lower index is the larger.
 """
 
 from __future__ import annotations

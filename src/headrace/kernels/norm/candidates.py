@@ -30,9 +30,15 @@ def _norms(site: CallSite[NormFacts], run: Any, sizes: Sizes) -> Calls:
         value = x()
         return run(value, weight, *bias, spec.norm_eps, value if residual else None)
 
-    yield "hidden and residual", partial(norm, partial(site.zeros, TOKENS, spec.hidden_size), spec.hidden_size, residual=True)
+    yield (
+        "hidden and residual",
+        partial(norm, partial(site.zeros, TOKENS, spec.hidden_size), spec.hidden_size, residual=True),
+    )
     for tokens in token_counts(site):
-        yield f"hidden, {tokens} tokens", partial(norm, partial(site.zeros, tokens, spec.hidden_size), spec.hidden_size, residual=False)
+        yield (
+            f"hidden, {tokens} tokens",
+            partial(norm, partial(site.zeros, tokens, spec.hidden_size), spec.hidden_size, residual=False),
+        )
     if spec.qk_norm and site.op == "rms_norm":
         yield "heads of q", lambda: norm(lambda: heads(site, sizes, TOKENS)[0], spec.head_dim, residual=False)
         yield "heads of k", lambda: norm(lambda: heads(site, sizes, TOKENS)[1], spec.head_dim, residual=False)
@@ -47,4 +53,7 @@ def _activations(site: CallSite[Facts], run: Any, sizes: Sizes) -> Calls:
 RMS_NORM = (native(create_rms_norm), gpu.triton("norm.triton_norm:rms_norm", _norms, chained=MOST_ROWS, takes=True))
 LAYER_NORM = (gpu.triton("norm.triton_norm:layer_norm", _norms, chained=MOST_ROWS, takes=True),)
 ACTIVATION = (native(create_activation), gpu.triton("norm.triton_activation:activation", _activations, takes=True))
-GATED_ACTIVATION = (native(create_gated_activation), gpu.triton("norm.triton_activation:gated_activation", _activations, takes=True))
+GATED_ACTIVATION = (
+    native(create_gated_activation),
+    gpu.triton("norm.triton_activation:gated_activation", _activations, takes=True),
+)

@@ -25,7 +25,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     return (scaled * weight.float()).to(x.dtype), x
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Layer norm (Ba et al. 2016) after an optional residual sum. Shapes and results as ``rms_norm``; ``bias`` [H]."""
     if residual is not None:
         x = x + residual

@@ -47,12 +47,14 @@ def _activation_kernel(
 
 
 def gated_activation(x: Tensor, kind: Activation, *, empty: Empty = plainly_empty) -> Tensor:
-    """act(first half) · second half (Shazeer 2020): ``x`` [..., 2I] → [..., I], float32, bfloat16 or float16; float32 inside."""
+    """act(first half) · second half (Shazeer 2020): ``x`` [..., 2I] → [..., I], float32, bfloat16 or float16; float32
+    inside."""
     return _launch(x, x.shape[-1] // 2, kind, empty, gated=True)
 
 
 def activation(x: Tensor, kind: Activation, *, empty: Empty = plainly_empty) -> Tensor:
-    """SiLU x·σ(x), GELU x·Φ(x) or its tanh form (Hendrycks and Gimpel 2016), elementwise over any shape; types as ``gated_activation``."""
+    """SiLU x·σ(x), GELU x·Φ(x) or its tanh form (Hendrycks and Gimpel 2016), elementwise over any shape; types as
+    ``gated_activation``."""
     return _launch(x, x.shape[-1], kind, empty, gated=False)
 
 

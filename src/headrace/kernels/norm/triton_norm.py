@@ -34,7 +34,9 @@ def _norm_kernel(
         gdc_wait()
     outer, within = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    x = tl.load(x_ptr + (outer * x_outer + within * x_inner)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + (outer * x_outer + within * x_inner)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     if HAS_RESIDUAL:
         added_at = (outer * residual_outer + within * residual_inner)[:, None] + column[None, :]
         x += tl.load(residual_ptr + added_at, mask=mask, other=0.0).to(tl.float32)
@@ -50,12 +52,19 @@ def _norm_kernel(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, programmatic: bool = False, empty: Empty = plainly_empty
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    *,
+    programmatic: bool = False,
+    empty: Empty = plainly_empty,
 ) -> tuple[Tensor, Tensor]:
-    """residual' = x + residual; y = residual' / sqrt(mean(residual'²) + eps) · weight (Zhang and Sennrich 2019). Returns (y, residual').
+    """residual' = x + residual; y = residual' / sqrt(mean(residual'²) + eps) · weight (Zhang and Sennrich 2019).
+    Returns (y, residual').
 
-    ``x``, ``residual`` [..., H] in float32, bfloat16 or float16 (the sum is rounded to it), ``weight`` [H] of any float type;
-    float32 inside. Rows may be strided. Without a residual, residual' is x itself.
+    ``x``, ``residual`` [..., H] in float32, bfloat16 or float16 (the sum is rounded to it), ``weight`` [H] of any float
+    type; float32 inside. Rows may be strided. Without a residual, residual' is x itself.
     """
     return _launch(x, weight, None, eps, residual, empty, is_layer=False, programmatic=programmatic)
 
@@ -70,7 +79,8 @@ def layer_norm(
     programmatic: bool = False,
     empty: Empty = plainly_empty,
 ) -> tuple[Tensor, Tensor]:
-    """residual' = x + residual; y = (residual' − mean) / sqrt(variance + eps) · weight + bias (Ba et al. 2016). Returns (y, residual').
+    """residual' = x + residual; y = (residual' − mean) / sqrt(variance + eps) · weight + bias (Ba et al. 2016). Returns
+    (y, residual').
 
     Shapes and types as ``rms_norm``; ``bias`` [H].
     """
@@ -78,7 +88,15 @@ def layer_norm(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, empty: Empty, *, is_layer: bool, programmatic: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    empty: Empty,
+    *,
+    is_layer: bool,
+    programmatic: bool,
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows = x.numel() // max(width, 1)
@@ -86,7 +104,9 @@ def _launch(
     total = x if residual is None else empty(x.shape, x.dtype, x.device)
     if rows == 0:
         return y, total
-    chained = programmatic and residual is None and x.dim() == 2  # sums of few rows are parts of products; heads come after a product
+    chained = (
+        programmatic and residual is None and x.dim() == 2
+    )  # sums of few rows are parts of products; heads come after a product
     x, inner, *strides = _two_levels(x)
     added, _, *added_strides = (x, 0, 0, 0) if residual is None else _two_levels(residual)
     block = triton.next_power_of_2(width)
@@ -100,7 +120,8 @@ def _launch(
 
 
 def _two_levels(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """(x, rows in its second last dimension, strides of outer and inner rows): heads of a merged product need no copy."""
+    """(x, rows in its second last dimension, strides of outer and inner rows): heads of a merged product need no
+    copy."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x, 1, x.stride(0), 0
     if x.dim() == 3 and x.stride(2) == 1:

@@ -3,7 +3,8 @@
 
 What lives here: the kernel, which completes a norm on its way, and its launch. What may not: products.
 
-    scale = largest of a row (or of each group of it) / 448 or 127, a power of two where asked for;  codes = x / scale, to the nearest
+    scale = largest of a row (or of each group of it) / 448 or 127, a power of two where asked for;  codes = x / scale,
+    to the nearest
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ def rounded(
     x: Tensor, kind: torch.dtype, *, group: int = 0, powers: bool = False, static: Tensor | None = None, squares: Tensor | None = None,
     eps: float = 0.0, programmatic: bool = False, empty: Empty = plainly_empty,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(codes [T, H] of ``kind``, float8_e4m3fn or int8; scales [T, groups], float32) of ``x`` [T, H], bfloat16 or float16, rows one behind the other.
+    """(codes [T, H] of ``kind``, float8_e4m3fn or int8; scales [T, groups], float32) of ``x`` [T, H], bfloat16 or
+    float16, rows one behind the other.
 
-    ``group``: elements of one scale, a power of 2 that divides H; 0: all of a row. ``static``: the scale of all. ``squares`` [pieces, T]: partial
-    sums of the squares of what x was before it was multiplied by its norm's weight; it is divided by their mean's root first.
+    ``group``: elements of one scale, a power of 2 that divides H; 0: all of a row. ``static``: the scale of all.
+    ``squares`` [pieces, T]: partial sums of the squares of what x was before it was multiplied by its norm's weight; it
+    is divided by their mean's root first.
     """
     tokens, width = x.shape
     block = triton.next_power_of_2(width)

@@ -80,8 +80,12 @@ def fetch_step(
     slot = ring.index_select(0, turn.long())[0]
     step.copy_(slot[:3, : step.shape[1]])
     row, index, block = slot[3:6]
-    places = torch.where(torch.arange(slot.shape[1], device=slot.device) < slot[6, 0], row.long() * table.shape[1] + index, table.numel())
-    table.copy_(torch.cat((table.flatten(), places.new_zeros(1).int())).index_copy_(0, places, block)[:-1].view_as(table))
+    places = torch.where(
+        torch.arange(slot.shape[1], device=slot.device) < slot[6, 0], row.long() * table.shape[1] + index, table.numel()
+    )
+    table.copy_(
+        torch.cat((table.flatten(), places.new_zeros(1).int())).index_copy_(0, places, block)[:-1].view_as(table)
+    )
     turn.add_(1).remainder_(ring.shape[0])
 
 

@@ -33,8 +33,11 @@ def _embedding_kernel(
     tl.store(y_ptr + token * WIDTH + column, x.to(y_ptr.dtype.element_ty), mask=column < WIDTH)
 
 
-def embedding(ids: Tensor, table: Tensor, scale: float | None, *, programmatic: bool = False, empty: Empty = plainly_empty) -> Tensor:
-    """y[t] = table[ids[t]] · scale. ``ids`` [T] of any integer type, ``table`` [rows, H] → [T, H] in the table's type. Ids are not checked."""
+def embedding(
+    ids: Tensor, table: Tensor, scale: float | None, *, programmatic: bool = False, empty: Empty = plainly_empty
+) -> Tensor:
+    """y[t] = table[ids[t]] · scale. ``ids`` [T] of any integer type, ``table`` [rows, H] → [T, H] in the table's type.
+    Ids are not checked."""
     width = table.shape[1]
     y = empty((*ids.shape, width), table.dtype, table.device)
     if y.numel() == 0:

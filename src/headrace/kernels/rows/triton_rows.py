@@ -1,11 +1,13 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Between the host, rows and a step: one launch writes the ids of new rows, one fetches what the host wrote for a step, one gathers a step's
-inputs, one writes its tokens back.
+"""Between the host, rows and a step: one launch writes the ids of new rows, one fetches what the host wrote for a step,
+one gathers a step's inputs, one writes its tokens back.
 
 What lives here: these kernels. What may not: what a row is (worker/rows.py), which rows take part, picking.
 
-    program        0 … chunks − 1                     then                                     rows on the device are read by index:
-    work           one chunk's block table, copied    _TOKENS packed tokens each: id,          a captured step finds what the host
+    program        0 … chunks − 1                     then                                     rows on the device are
+    read by index:
+    work           one chunk's block table, copied    _TOKENS packed tokens each: id,          a captured step finds
+    what the host
                    as far as its context needs it     position, slot                           edited since the capture
 """
 
@@ -84,8 +86,8 @@ def gather_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As kernels/rows/reference.py says. Rows, chunks and positions are not checked.
 
-    ``programmatic``: what is launched early behind it may run before it has ended. Attention looks at block tables before it waits, and may:
-    its plan is made by a launch that is not early.
+    ``programmatic``: what is launched early behind it may run before it has ended. Attention looks at block tables
+    before it waits, and may: its plan is made by a launch that is not early.
     """
     chunks, tokens, device = row.shape[0], position.shape[0], row.device
     ids, positions, slots = (torch.empty(tokens, dtype=torch.int64, device=device) for _ in range(3))  # each aligned
@@ -141,7 +143,18 @@ def store_tokens(
 
 @launchable(do_not_specialize=["slots", "ring_slot", "ring_row", "step_row", "table_row", "count"])
 def _fetch_kernel(
-    ring_ptr, turn_ptr, step_ptr, table_ptr, slots, ring_slot, ring_row, step_row, table_row, count, COLUMNS: tl.constexpr, PDL: tl.constexpr
+    ring_ptr,
+    turn_ptr,
+    step_ptr,
+    table_ptr,
+    slots,
+    ring_slot,
+    ring_row,
+    step_row,
+    table_row,
+    count,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
@@ -166,7 +179,8 @@ def _fetch_kernel(
 
 
 def fetch_step(ring: Tensor, turn: Tensor, step: Tensor, table: Tensor, *, programmatic: bool = False) -> None:
-    """As kernels/rows/reference.py says. It begins when everything before it has ended: what comes after may look at nothing but this step."""
+    """As kernels/rows/reference.py says. It begins when everything before it has ended: what comes after may look at
+    nothing but this step."""
     _fetch_kernel[(1,)](
         ring, turn, step, table, ring.shape[0], ring.stride(0), ring.stride(1), step.stride(0), table.stride(0), step.shape[1],
         COLUMNS=256, PDL=programmatic, num_warps=4,

@@ -131,11 +131,15 @@ def _thresholds_of(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     missing = (~certain).nonzero()[:, 0]
     if len(missing):
         rest = scores[missing]
-        threshold[missing] = _thresholds_among(_leading(rest, vocab_size), rest, top_k[missing], top_p[missing], min_p[missing])[0]
+        threshold[missing] = _thresholds_among(
+            _leading(rest, vocab_size), rest, top_k[missing], top_p[missing], min_p[missing]
+        )[0]
     return threshold
 
 
-def _thresholds_among(leading: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+def _thresholds_among(
+    leading: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
     """Thresholds [rows] as seen from the leading scores [rows, width], and whether they are certain [rows].
 
     A threshold is certain if it lies above the last leading score, so that no token outside could be kept or counted.
@@ -148,7 +152,9 @@ def _thresholds_among(leading: Tensor, scores: Tensor, top_k: Tensor, top_p: Ten
     floor = torch.maximum(kth, min_p.log())  # log 0 = −inf: off
     mass = (leading.exp() * (leading >= floor[:, None])).cumsum(-1)
     total = mass[:, -1]
-    if width < vocab_size and bool((floor <= lowest).any()):  # what is kept before top-p may reach beyond the leading scores
+    if width < vocab_size and bool(
+        (floor <= lowest).any()
+    ):  # what is kept before top-p may reach beyond the leading scores
         total = torch.where(floor > lowest, total, _mass_above(scores, floor))
     last = torch.searchsorted(mass, (top_p * total)[:, None]).clamp_(max=width - 1)
     nucleus = torch.where(top_p < 1.0, leading.gather(1, last)[:, 0], float("-inf"))
@@ -175,7 +181,8 @@ def pick_tokens(
     logits: Tensor,  # [rows, vocab], float32, finite or −inf
     peak: Tensor,  # [rows], float32: each row's largest logit, finite
     temperature: Tensor,  # [rows], float32, above 0
-    filters: tuple[Tensor, Tensor, Tensor] | None,  # top_k, top_p, min_p as in keep_thresholds; None = all off in every row
+    filters: tuple[Tensor, Tensor, Tensor]
+    | None,  # top_k, top_p, min_p as in keep_thresholds; None = all off in every row
     seeds: Tensor,  # [rows], int64
     positions: Tensor,  # [rows], int64: output positions
     argmax: Callable[..., Tensor],  # gumbel_argmax or a candidate of it
@@ -203,7 +210,9 @@ def gumbel_argmax(
     picked = torch.empty_like(seeds)
     narrow_rows, wide_rows = (~wide).nonzero()[:, 0], wide.nonzero()[:, 0]
     if len(narrow_rows):
-        picked[narrow_rows] = _pick_from_kept(scores[narrow_rows], kept[narrow_rows], seeds[narrow_rows], positions[narrow_rows])
+        picked[narrow_rows] = _pick_from_kept(
+            scores[narrow_rows], kept[narrow_rows], seeds[narrow_rows], positions[narrow_rows]
+        )
     if len(wide_rows):
         masked = torch.where(kept[wide_rows], scores[wide_rows], float("-inf"))
         picked[wide_rows] = _pick_from_all(masked, seeds[wide_rows], positions[wide_rows])
@@ -229,7 +238,8 @@ def _pick_from_kept(scores: Tensor, kept: Tensor, seeds: Tensor, positions: Tens
 def apply_penalties(
     logits: Tensor,  # [rows, vocab], float32, changed in place
     which: Tensor,  # [p], int64: rows of logits the penalties are for
-    token_ids: Tensor,  # [p, length], int64: prompt and output ids; shorter rows are filled up with any of their own ids
+    # [p, length], int64: prompt and output ids; shorter rows are filled up with any of their own ids
+    token_ids: Tensor,
     counts: Tensor,  # [p, length], float32: how often each of those ids occurs in the output
     presence: Tensor,  # [p], float32
     frequency: Tensor,  # [p], float32
@@ -249,13 +259,20 @@ def apply_penalties(
     logits[rows, token_ids] = new
 
 
-def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:  # [rows, vocab], float32 → [rows, count] float32, [rows, count] int64
+def best_tokens(
+    logits: Tensor, count: int
+) -> tuple[Tensor, Tensor]:  # [rows, vocab], float32 → [rows, count] float32, [rows, count] int64
     """Each row's largest logits in falling order, of equals the lower id first.
 
     topk leaves that open, so that which of two equal tokens is shown would depend on how many others ask for how many.
     """
     rows_at_once = max(1, _KEYS_AT_ONCE // logits.shape[1])
-    ids = torch.cat([_order_keys(piece).topk(count, dim=-1).values for piece in logits.split(rows_at_once)]).bitwise_and_(_WORD).neg_().add_(_WORD)
+    ids = (
+        torch.cat([_order_keys(piece).topk(count, dim=-1).values for piece in logits.split(rows_at_once)])
+        .bitwise_and_(_WORD)
+        .neg_()
+        .add_(_WORD)
+    )
     return logits.gather(1, ids), ids
 
 
@@ -275,7 +292,8 @@ def score_tokens(
 
     Column 0 is the chosen token, the others are the best in falling order; rank 1 = no token has a larger logit.
     """
-    # Row by row: a reduction of one row is split over threads differently than that of many, and its last bit would show the batch.
+    # Row by row: a reduction of one row is split over threads differently than that of many, and its last bit would
+    # show the batch.
     total = torch.stack([row.logsumexp(-1) for row in logits])[:, None]
     chosen_logits = logits.gather(1, chosen[:, None])
     rank = (logits > chosen_logits).sum(-1) + 1

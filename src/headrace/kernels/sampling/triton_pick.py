@@ -1,10 +1,13 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Picking tokens on the device: greedy, the Gumbel-max pick, logprobs of chosen tokens. Thresholds are in triton_thresholds.py.
+"""Picking tokens on the device: greedy, the Gumbel-max pick, logprobs of chosen tokens. Thresholds are in
+triton_thresholds.py.
 
-What lives here: kernels over rows of logits and their functions. What may not: row state, penalties, anything about requests.
+What lives here: kernels over rows of logits and their functions. What may not: row state, penalties, anything about
+requests.
 
-A row is cut into parts, one a program, so that few rows still use the whole device; a second launch takes the best of the parts.
-Nothing here depends on other rows, and of equal values the lower token wins, so a pick is the same in any batch.
+A row is cut into parts, one a program, so that few rows still use the whole device; a second launch takes the best of
+the parts. Nothing here depends on other rows, and of equal values the lower token wins, so a pick is the same in any
+batch.
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ from headrace.kernels.sampling.triton_thresholds import keep_thresholds, scaled
 
 _BLOCK = 1024  # tokens a program looks at together; a multiple of the noise's span of 256
 _PROGRAMS = 528  # four for each processor of an H200
-# Where no noise tells tokens apart by their place: loads of 16 bytes, some blocks of them under way at once, eight programs for each processor.
+# Where no noise tells tokens apart by their place: loads of 16 bytes, some blocks of them under way at once, eight
+# programs for each processor.
 _WIDE_BLOCK, _WIDE_TURNS, _WIDE_PROGRAMS = 2048, 4, 1056
 _NO_TOKEN = tl.constexpr(2147483647)
 
 
 @triton.jit
 def _log(x):
-    """Natural logarithm of a positive, normal float32, to about one unit in the last place (the hardware's is not, near 1)."""
+    """Natural logarithm of a positive, normal float32, to about one unit in the last place (the hardware's is not, near
+    1)."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23  # so that the rest lies in [1/√2, √2)
     rest = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -48,7 +53,8 @@ def _log(x):
 
 @triton.jit
 def _gumbel(word):
-    """−log(−log1p(−w)) for w = (word + ½) / 2³² as kernels/sampling/reference.py defines it; log1p by the ratio that cancels 1 − w's rounding."""
+    """−log(−log1p(−w)) for w = (word + ½) / 2³² as kernels/sampling/reference.py defines it; log1p by the ratio that
+    cancels 1 − w's rounding."""
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     rest = 1.0 - uniform
     exact = tl.where(rest == 1.0, uniform, -_log(rest) * (uniform / tl.where(rest == 1.0, 1.0, 1.0 - rest)))
@@ -115,7 +121,9 @@ def _pick_kernel(
                 kept = (token < vocab) & (x >= threshold) if HAS_THRESHOLD else token < vocab
                 if HAS_NOISE:
                     x += _gumbel(w0 if word == 0 else w1 if word == 1 else w2 if word == 2 else w3)
-                best, best_token = _better(tl.where(kept, x, float("-inf")), tl.where(kept, token, _NO_TOKEN), best, best_token)
+                best, best_token = _better(
+                    tl.where(kept, x, float("-inf")), tl.where(kept, token, _NO_TOKEN), best, best_token
+                )
     value, token = _best_of(best, best_token)
     tl.store(best_ptr + row * parts + part, value)
     tl.store(token_ptr + row * parts + part, token)
@@ -127,7 +135,8 @@ def _pick_kernel(
 def _largest_kernel(
     logits_ptr, best_ptr, token_ptr, row_stride, vocab, blocks, BLOCK: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """As ``_pick_kernel`` where nothing but the logits counts. A part is ``blocks`` blocks: where each begins is known to be aligned."""
+    """As ``_pick_kernel`` where nothing but the logits counts. A part is ``blocks`` blocks: where each begins is known
+    to be aligned."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     lane = tl.arange(0, BLOCK)
     if PDL:
@@ -140,7 +149,9 @@ def _largest_kernel(
         for turn in tl.static_range(TURNS):
             token = (first + turn) * BLOCK + lane
             x = tl.load(logits_ptr + row * row_stride + token, mask=token < end, other=float("-inf")).to(tl.float32)
-            wins = (x > best) | (x != x)  # tokens of a lane rise, so the lower of equals is kept; NaN stays once it is there
+            wins = (x > best) | (
+                x != x
+            )  # tokens of a lane rise, so the lower of equals is kept; NaN stays once it is there
             best, best_token = tl.where(wins, x, best), tl.where(wins, token, best_token)
     value, token = _best_of(best, best_token)
     tl.store(best_ptr + row * parts + part, value)
@@ -161,7 +172,9 @@ def _best_kernel(best_ptr, token_ptr, peak_ptr, out_ptr, parts, BLOCK: tl.conste
 
 
 @launchable()
-def _score_kernel(logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _score_kernel(
+    logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -171,7 +184,9 @@ def _score_kernel(logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab
     mass = tl.zeros((BLOCK,), tl.float32)
     above = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, vocab, BLOCK):
-        x = tl.load(logits_ptr + row * row_stride + begin + lane, mask=begin + lane < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + row * row_stride + begin + lane, mask=begin + lane < vocab, other=float("-inf")).to(
+            tl.float32
+        )
         higher = tl.maximum(peak, x)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         mass = mass * tl.exp(peak - shift) + tl.exp(x - shift)
@@ -186,9 +201,11 @@ def _score_kernel(logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab
 
 
 def greedy_tokens(logits: Tensor, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
-    """Each row's largest logit and the first token that has it: ``logits`` [rows, vocab] → [rows] float32, [rows] int64.
+    """Each row's largest logit and the first token that has it: ``logits`` [rows, vocab] → [rows] float32, [rows]
+    int64.
 
-    Logits may be float32, bfloat16 or float16: as the head gives them, no copy is made. A NaN anywhere in a row makes its peak NaN and its token 0.
+    Logits may be float32, bfloat16 or float16: as the head gives them, no copy is made. A NaN anywhere in a row makes
+    its peak NaN and its token 0.
     """
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -205,8 +222,9 @@ def greedy_tokens(logits: Tensor, *, programmatic: bool = False) -> tuple[Tensor
 def gumbel_argmax(scores: Tensor, thresholds: Tensor | None, seeds: Tensor, positions: Tensor) -> Tensor:
     """argmax of score + noise over scores of at least the threshold: a sample of their softmax (Maddison et al. 2014).
 
-    ``scores`` [rows, vocab] and ``thresholds`` [rows] float32, ``seeds`` and ``positions`` [rows] int64 → [rows] int64. The noise is
-    Philox4x32-10's (Salmon et al. 2011), word for word that of kernels/sampling/reference.py; logarithms may differ in the last bits.
+    ``scores`` [rows, vocab] and ``thresholds`` [rows] float32, ``seeds`` and ``positions`` [rows] int64 → [rows] int64.
+    The noise is Philox4x32-10's (Salmon et al. 2011), word for word that of kernels/sampling/reference.py; logarithms
+    may differ in the last bits.
     """
     return _launch(scores, None, thresholds, seeds, positions)[1]
 
@@ -221,31 +239,41 @@ def pick_tokens(
     *,
     programmatic: bool = False,
 ) -> Tensor:
-    """One token a row of softmax((logits − peak) / temperature) after min-p, top-k and top-p: [rows], int64. Scores are never stored."""
+    """One token a row of softmax((logits − peak) / temperature) after min-p, top-k and top-p: [rows], int64. Scores are
+    never stored."""
     heat = temperature.clamp(min=1e-5)
     thresholds = None if filters is None else keep_thresholds(logits, *filters, scale=(peak, heat))
     return pick_above(logits, (peak, heat), thresholds, seeds, positions, programmatic=programmatic)
 
 
 def pick_above(
-    logits: Tensor, scale: tuple[Tensor, Tensor], thresholds: Tensor | None, seeds: Tensor, positions: Tensor, *, programmatic: bool = False
+    logits: Tensor,
+    scale: tuple[Tensor, Tensor],
+    thresholds: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    programmatic: bool = False,
 ) -> Tensor:
     """``pick_tokens`` behind its filters: of scores of at least the threshold. ``scale``: peak and temperature."""
     return _launch(logits, scale, thresholds, seeds, positions, programmatic=programmatic)[1]
 
 
 def score_tokens(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids [n, 1 + num_best], natural-log probabilities of the same shape and ranks [n]: the chosen token, then the best in falling order.
+    """Ids [n, 1 + num_best], natural-log probabilities of the same shape and ranks [n]: the chosen token, then the best
+    in falling order.
 
-    ``logits`` [n, vocab] float32, ``chosen`` [n] int64. logprob = logit − log Σ exp(logits), summed in one pass (Milakov and Gimelshein
-    2018); rank = 1 + the number of larger logits.
+    ``logits`` [n, vocab] float32, ``chosen`` [n] int64. logprob = logit − log Σ exp(logits), summed in one pass
+    (Milakov and Gimelshein 2018); rank = 1 + the number of larger logits.
     """
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     total = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _score_kernel[(rows,)](logits, chosen.contiguous(), total, rank, logits.stride(0), vocab, BLOCK=4096, PDL=False, num_warps=8)
+        _score_kernel[(rows,)](
+            logits, chosen.contiguous(), total, rank, logits.stride(0), vocab, BLOCK=4096, PDL=False, num_warps=8
+        )
     own = logits.gather(1, chosen[:, None])
     if not num_best:
         return chosen[:, None], own - total[:, None], rank
@@ -287,14 +315,31 @@ def _division(rows: int, vocab: int, block: int, programs: int) -> tuple[int, in
 
 
 def _empty_parts(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.empty((rows, parts), dtype=torch.float32, device=device), torch.empty((rows, parts), dtype=torch.int32, device=device)
+    return torch.empty((rows, parts), dtype=torch.float32, device=device), torch.empty(
+        (rows, parts), dtype=torch.int32, device=device
+    )
 
 
 def _best(best: Tensor, best_tokens: Tensor, vocab: int, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
     """The best of each row's parts: value [rows] float32, token [rows] int64."""
     rows, parts = best.shape
-    most = triton.next_power_of_2(min(triton.cdiv(vocab, _BLOCK), _PROGRAMS))  # parts, for any number of rows: one kernel for all
-    peaks, tokens = torch.empty(rows, dtype=torch.float32, device=best.device), torch.empty(rows, dtype=torch.int64, device=best.device)
+    most = triton.next_power_of_2(
+        min(triton.cdiv(vocab, _BLOCK), _PROGRAMS)
+    )  # parts, for any number of rows: one kernel for all
+    peaks, tokens = (
+        torch.empty(rows, dtype=torch.float32, device=best.device),
+        torch.empty(rows, dtype=torch.int64, device=best.device),
+    )
     if rows:
-        _best_kernel[(rows,)](best, best_tokens, peaks, tokens, parts, BLOCK=most, PDL=programmatic, num_warps=1, **dependent(programmatic))
+        _best_kernel[(rows,)](
+            best,
+            best_tokens,
+            peaks,
+            tokens,
+            parts,
+            BLOCK=most,
+            PDL=programmatic,
+            num_warps=1,
+            **dependent(programmatic),
+        )
     return peaks, tokens

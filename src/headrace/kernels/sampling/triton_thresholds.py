@@ -3,12 +3,15 @@
 
 What lives here: the search. What may not: noise, picking (triton_pick.py).
 
-Scores are 0 or less, so the bits of −score order them: bit 0 … 2³¹ counted from the best. A search over those bits ends at the exact score of
-the last token kept. Probability mass is summed in integers (2⁻⁴⁰), so that no order of summation shows, here or in another batch.
+Scores are 0 or less, so the bits of −score order them: bit 0 … 2³¹ counted from the best. A search over those bits ends
+at the exact score of the last token kept. Probability mass is summed in integers (2⁻⁴⁰), so that no order of summation
+shows, here or in another batch.
 
-1. A strided sample of the row says near which limits the answer may lie: what is asked for, less and more by the sample's own error, and
+1. A strided sample of the row says near which limits the answer may lie: what is asked for, less and more by the
+  sample's own error, and
    a few thousand tokens, for where so few hold everything that a sample hardly meets them.
-2. One pass: what each limit reaches in truth. The answer lies in ``first`` … ``high``, where the sample tells how many tokens there are;
+2. One pass: what each limit reaches in truth. The answer lies in ``first`` … ``high``, where the sample tells how many
+  tokens there are;
    while they are too many, further passes try limits that cut them into four.
 3. One pass gathers them, each column's in a stack of its own; among them the answer is searched.
 """
@@ -59,7 +62,8 @@ def _read(source_ptr, at, count, peak, heat, HAS_SCALE: tl.constexpr):
 
 @triton.jit
 def _limits(x, amount, ranks, targets, best, worst):
-    """Limits in best … worst (float32) at which a sample's ``amount`` reaches each of four targets; the last target counts ``ranks``."""
+    """Limits in best … worst (float32) at which a sample's ``amount`` reaches each of four targets; the last target
+    counts ``ranks``."""
     low, high = targets * 0.0 + best, targets * 0.0 + worst
     counted = (tl.arange(0, 4) == 3)[:, None]
     for _ in range(12):
@@ -79,7 +83,8 @@ def _one(values, index: tl.constexpr):
 
 @triton.jit
 def _guessed(sample, share, high, few, by_mass):
-    """Limits that reach ``share`` of a sample (of its mass up to ``high``, or its number) less four times its error, as is, more; ``few`` scores."""
+    """Limits that reach ``share`` of a sample (of its mass up to ``high``, or its number) less four times its error, as
+    is, more; ``few`` scores."""
     x = tl.where(sample <= high, sample, 0).to(tl.float32, bitcast=True)
     ranks = tl.where(sample <= high, 1.0, 0.0)
     amount = tl.where(by_mass, tl.exp(-x) * ranks, ranks)
@@ -98,7 +103,9 @@ def _cuts(sample, first, high):
     x = tl.where(inside, sample, 0).to(tl.float32, bitcast=True)
     ranks = tl.where(inside, 1.0, 0.0)
     targets = (tl.arange(0, 4) + 1).to(tl.float32) * 0.25 * tl.sum(ranks, 0)
-    a, b, c, _ = _limits(x, ranks, ranks, targets, first.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+    a, b, c, _ = _limits(
+        x, ranks, ranks, targets, first.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    )
     return tl.minimum(a, high - 1), tl.minimum(b, high - 1), tl.minimum(c, high - 1)
 
 
@@ -165,7 +172,8 @@ def _quarters(first, high):
 
 @triton.jit
 def _tried(first, base, high, want, limit, reached):
-    """(first, base, high) once it is known what a limit reaches: the answer lies in first … high, what is better than ``first`` reaches ``base``."""
+    """(first, base, high) once it is known what a limit reaches: the answer lies in first … high, what is better than
+    ``first`` reaches ``base``."""
     short = reached < want
     base = tl.where(short & (limit >= first), reached, base)
     first = tl.where(short, tl.maximum(first, limit + 1), first)
@@ -180,7 +188,18 @@ def _narrowed(first, base, high, want, a, b, c, to_a, to_b, to_c):
 
 
 @triton.jit
-def _gathered(source_ptr, stacks_ptr, count, peak, heat, first, high, HAS_SCALE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+def _gathered(
+    source_ptr,
+    stacks_ptr,
+    count,
+    peak,
+    heat,
+    first,
+    high,
+    HAS_SCALE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Puts the scores in first … high on their columns' stacks: how high each is. What is above DEPTH was not put."""
     lane = tl.arange(0, COLUMNS)
     heights = tl.zeros((COLUMNS,), tl.int32)
@@ -219,7 +238,9 @@ def _part(top_p, mass):
     return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
 
 
-@launchable(do_not_specialize_on_alignment=["peak_ptr", "heat_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])  # one word a row is read
+@launchable(
+    do_not_specialize_on_alignment=["peak_ptr", "heat_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"]
+)  # one word a row is read
 def _threshold_kernel(
     scores_ptr, peak_ptr, heat_ptr, top_k_ptr, top_p_ptr, min_p_ptr, stacks_ptr, threshold_ptr, row_stride, vocab,
     HAS_SCALE: tl.constexpr, SAMPLE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
@@ -236,13 +257,17 @@ def _threshold_kernel(
     limit = worst
     if by_rank | by_mass:  # top-k first, then top-p's share of what that left
         source, stacks = scores_ptr + row * row_stride, stacks_ptr + row * (COLUMNS * DEPTH)
-        ROOM: tl.constexpr = COLUMNS * DEPTH // 3  # scores that the stacks take for all that some columns have more of them
+        ROOM: tl.constexpr = (
+            COLUMNS * DEPTH // 3
+        )  # scores that the stacks take for all that some columns have more of them
         stride = tl.maximum(vocab // SAMPLE, 1)
         sample = _read(source, tl.arange(0, SAMPLE) * stride, vocab, peak, heat, HAS_SCALE)
         finite = tl.minimum(worst, _WORST - 1)
         share = tl.where(by_rank, top_k.to(tl.float32) / vocab, top_p)
         a, b, c, d = _guessed(sample, share, finite, SAMPLE / stride, not by_rank)
-        to_a, to_b, to_c, to_d, total = _surveyed(source, vocab, peak, heat, a, b, c, d, finite, not by_rank, HAS_SCALE, COLUMNS)
+        to_a, to_b, to_c, to_d, total = _surveyed(
+            source, vocab, peak, heat, a, b, c, d, finite, not by_rank, HAS_SCALE, COLUMNS
+        )
         want = tl.where(by_rank, top_k, _part(top_p, total))
         first, base, high = _narrowed(worst * 0, total * 0, finite, want, a, b, c, to_a, to_b, to_c)
         first, base, high = _tried(first, base, high, want, d, to_d)
@@ -287,10 +312,12 @@ def keep_thresholds(
     *,
     scale: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The lowest score each row keeps, [rows] float32: min-p, then top-k, then top-p over what those left, ties with the last one kept.
+    """The lowest score each row keeps, [rows] float32: min-p, then top-k, then top-p over what those left, ties with
+    the last one kept.
 
-    ``scores`` are at most 0, the best of each row 0; with ``scale`` (peak [rows], temperature [rows]) they are logits, and the score is
-    (logit − peak) / temperature. A search over the bits of the score, as in RadixSelect (Alabi et al. 2012); no sort.
+    ``scores`` are at most 0, the best of each row 0; with ``scale`` (peak [rows], temperature [rows]) they are logits,
+    and the score is (logit − peak) / temperature. A search over the bits of the score, as in RadixSelect (Alabi et al.
+    2012); no sort.
     """
     rows, vocab = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()

@@ -96,11 +96,17 @@ class DecodeStep:
         self._weights = weights
         pointers = [[each.data_ptr() for each in layer] for layer in weights.layers]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(weights.embedding.device)
-        self._scratch = _make_scratch(steps.spec, steps.programs, weights.embedding.device)  # now: no graph may be recorded
+        self._scratch = _make_scratch(
+            steps.spec, steps.programs, weights.embedding.device
+        )  # now: no graph may be recorded
 
     def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:
         tokens, attention = inputs.token_ids.shape[0], inputs.attention[0]
-        if attention.max_query_len != 1 or attention.context_len.shape[0] != tokens or attention.max_context_len > longest_context(tokens):
+        if (
+            attention.max_query_len != 1
+            or attention.context_len.shape[0] != tokens
+            or attention.max_context_len > longest_context(tokens)
+        ):
             return None
         if attention.chained:  # a program would read keys that another one is about to write
             return None
@@ -138,7 +144,9 @@ class DecodeStep:
             attention.block_table, weights.cos_sin, cache, out, scratch.exchange, scratch.parts, scratch.peaks, scratch.tickets,
         )  # fmt: skip
         table_stride = attention.block_table.stride(0)
-        return _Parameters(*(each.data_ptr() for each in tensors), cache.stride(0), table_stride, len(out), weights.eps, weights.scale)
+        return _Parameters(
+            *(each.data_ptr() for each in tensors), cache.stride(0), table_stride, len(out), weights.eps, weights.scale
+        )
 
 
 def _make_scratch(spec: DecoderSpec, programs: int, device: torch.device) -> _Scratch:

@@ -21,15 +21,21 @@ from headrace.kernels.sampling import reference as sampling_twins
 from headrace.spec import Activation
 
 MOST_ROWS = 8  # of a step that is worth one launch; with 16 it is slower than layer by layer
-MOST_KEYS = 8192  # rows times longest context: beyond, attention is most of the step, and kernels of its own are quicker
+MOST_KEYS = (
+    8192  # rows times longest context: beyond, attention is most of the step, and kernels of its own are quicker
+)
 
 
 class WholeStep(Protocol):
     """One decoder's steps, each in one piece."""
 
-    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None: ...  # after the last norm; None: not for this step
+    def __call__(
+        self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]
+    ) -> Tensor | None: ...  # after the last norm; None: not for this step
 
-    def longest(self, rows: int, block_size: int) -> int: ...  # up to which context it takes steps of so many rows; 0: it takes none
+    def longest(
+        self, rows: int, block_size: int
+    ) -> int: ...  # up to which context it takes steps of so many rows; 0: it takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,9 @@ def _layer(
     q, k, v = F.linear(x, qkv).view(len(x), sum(weights.heads), -1).split_with_sizes(weights.heads, dim=1)
     q = attention_twins.rotary_write(q, k, v, inputs.positions, weights.cos_sin, k_cache, v_cache, attention.slots)
     attended = attention_twins.paged_attention(q, k_cache, v_cache, attention, weights.scale, None, None)
-    x, residual = norm_twins.rms_norm(F.linear(attended.reshape(len(x), -1), output), second_norm, weights.eps, residual)
+    x, residual = norm_twins.rms_norm(
+        F.linear(attended.reshape(len(x), -1), output), second_norm, weights.eps, residual
+    )
     return F.linear(norm_twins.gated_activation(F.linear(x, up), Activation.SILU), down), residual
 
 
@@ -147,7 +155,9 @@ def draft_tokens(weights: StepWeights) -> DraftTokens:
     return _TwinDrafts(weights)
 
 
-def _chunks(token_ids: Tensor, table: Tensor, row: Tensor, begins: Tensor, ends: Tensor, block_size: int) -> ForwardInputs:
+def _chunks(
+    token_ids: Tensor, table: Tensor, row: Tensor, begins: Tensor, ends: Tensor, block_size: int
+) -> ForwardInputs:
     """Tokens ``begins`` to ``ends`` - 1 of each row, one row after another."""
     counts = ends - begins
     start = F.pad(counts.cumsum(0), (1, 0))

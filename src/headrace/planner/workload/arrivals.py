@@ -6,9 +6,9 @@
 
 With k = 1 both are a Poisson process; below 1 they are burstier, above 1 more even, at infinity all gaps are equal.
 
-A rate that swings, rate · (1 + a · sin(2πt / period)), bends time: arrivals of the steady process are moved to where as many were to be
-expected. Of a Poisson process that is exactly the one with that rate (what thinning gives, too), and it serves the others as well; the number
-of requests stays what was asked for.
+A rate that swings, rate · (1 + a · sin(2πt / period)), bends time: arrivals of the steady process are moved to where as
+many were to be expected. Of a Poisson process that is exactly the one with that rate (what thinning gives, too), and it
+serves the others as well; the number of requests stays what was asked for.
 
 What lives here: times. What may not: who comes (conversations.py, asked.py), clocks.
 """
@@ -37,13 +37,19 @@ class Swing:
 
     def __post_init__(self) -> None:
         if not 0 <= self.amplitude < 1 or not 0 < self.period < math.inf:
-            raise ConfigError(f"The rate swings by {self.amplitude:g} in {self.period:g} s; give 0 to below 1, and a time above 0.")
+            raise ConfigError(
+                f"The rate swings by {self.amplitude:g} in {self.period:g} s; give 0 to below 1, and a time above 0."
+            )
 
 
-def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, gaps: str = "gamma", swing: Swing | None = None, seed: int = 0) -> np.ndarray:
+def arrival_times(
+    count: int, rate: float, *, burstiness: float = 1.0, gaps: str = "gamma", swing: Swing | None = None, seed: int = 0
+) -> np.ndarray:
     """``count`` ascending times in seconds. An infinite rate sends everything at once. Raises ConfigError."""
     if not rate > 0 or not burstiness >= LEAST_SHAPE:
-        raise ConfigError(f"The request rate is {rate:g} and the burstiness {burstiness:g}; give numbers above 0, and from {LEAST_SHAPE:g} on.")
+        raise ConfigError(
+            f"The request rate is {rate:g} and the burstiness {burstiness:g}; give numbers above 0, and from {LEAST_SHAPE:g} on."
+        )
     if gaps not in GAPS:
         raise ConfigError(f"The gaps are {gaps!r}; choose one of {', '.join(GAPS)}.")
     times = np.cumsum(_gaps(count, rate, burstiness, gaps, np.random.default_rng(seed)))
@@ -59,7 +65,8 @@ def _gaps(count: int, rate: float, shape: float, gaps: str, rng: np.random.Gener
 
 
 def _bent(times: np.ndarray, swing: Swing) -> np.ndarray:
-    """Where t + a · period / 2π · (1 - cos(2πt / period)), the share of all that should have come until t, reaches each of ``times``."""
+    """Where t + a · period / 2π · (1 - cos(2πt / period)), the share of all that should have come until t, reaches each
+    of ``times``."""
     turn = 2.0 * math.pi / swing.period
     reach = swing.amplitude / turn
     low, high = times - 2.0 * reach, times.copy()

@@ -1,6 +1,7 @@
 """A workload as it is sent to an engine: conversations of one or more turns, with token ids.
 
-Every workload is a list of conversations, whatever its kind; a plain request is a conversation of one turn. A turn holds only its
+Every workload is a list of conversations, whatever its kind; a plain request is a conversation of one turn. A turn
+holds only its
 *new* tokens: what came before (earlier turns and the answers really given) is put in front by whoever runs it.
 
 What lives here: conversations made of what is asked. What may not: what is asked, and when (load.py); clocks, sockets,
@@ -29,7 +30,8 @@ WORDS = tuple(_WORDS.split())
 class Turn:
     """One request of a conversation. ``think_seconds`` pass between the last answer and this turn.
 
-    ``stop_after``: the answer really ends after so many tokens, though up to ``max_tokens`` were asked for (in-process only).
+    ``stop_after``: the answer really ends after so many tokens, though up to ``max_tokens`` were asked for (in-process
+    only).
     """
 
     new_ids: tuple[int, ...]

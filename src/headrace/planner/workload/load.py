@@ -87,7 +87,9 @@ def trace_lengths(path: Path, *, max_prompt: int | None, max_output: int | None)
     return TraceLengths(tuple(cut_row(row, max_prompt, max_output) for row in trace_rows(path, None)))
 
 
-def drawn(count: int, lengths: DrawsLengths, *, prefix: int = 0, num_prefixes: int = 1, seed: int = 0) -> list[LoadRequest]:
+def drawn(
+    count: int, lengths: DrawsLengths, *, prefix: int = 0, num_prefixes: int = 1, seed: int = 0
+) -> list[LoadRequest]:
     """Requests of random lengths behind one of ``num_prefixes`` shared prefixes of ``prefix`` tokens, in turn.
 
     Numbers that ids were once made of are passed over, so that a seed still draws the lengths of published figures.
@@ -98,7 +100,9 @@ def drawn(count: int, lengths: DrawsLengths, *, prefix: int = 0, num_prefixes: i
     for index in range(count):
         prompt, output = lengths.draw(rng)
         rng.integers(0, BENCH_VOCAB, prompt)
-        made.append(LoadRequest(prefix + prompt, output, pieces=(index % num_prefixes,) if prefix else (), piece=prefix))
+        made.append(
+            LoadRequest(prefix + prompt, output, pieces=(index % num_prefixes,) if prefix else (), piece=prefix)
+        )
     return made
 
 

@@ -5,7 +5,8 @@
     TPOT     (E2E - TTFT) / (output tokens - 1)                 s, one a request with at least two tokens
     ITL      every gap between two arrivals of one request      s, pooled over requests
     goodput  requests that meet every stated limit, per second of the run
-    QoE      share of the area below the curve of expected tokens that a reader kept (Andes, Liu et al. 2024), one a request; failed: 0
+    QoE      share of the area below the curve of expected tokens that a reader kept (Andes, Liu et al. 2024), one a
+    request; failed: 0
 
 Several tokens that arrive together are one arrival. Percentiles interpolate linearly between order statistics.
 What lives here: samples and arithmetic. What may not: clocks, sockets, printing.
@@ -71,7 +72,9 @@ def parse_goodput(entries: Sequence[str]) -> dict[str, float]:
         except ValueError:
             milliseconds = -1.0
         if name not in GOODPUT_METRICS or not milliseconds > 0:
-            raise ConfigError(f"--goodput has {entry!r}; write METRIC:MILLISECONDS with a metric of {', '.join(GOODPUT_METRICS)}, like ttft:500.")
+            raise ConfigError(
+                f"--goodput has {entry!r}; write METRIC:MILLISECONDS with a metric of {', '.join(GOODPUT_METRICS)}, like ttft:500."
+            )
         limits[name] = milliseconds / 1e3
     return limits
 
@@ -91,11 +94,13 @@ class Reader:
 
 
 def experience(sample: Sample, reader: Reader) -> float:
-    """QoE, 0 to 1. Token i is expected at e_i = sent + ttft + i / speed and begun at r_i, when it is here and the one before is read:
+    """QoE, 0 to 1. Token i is expected at e_i = sent + ttft + i / speed and begun at r_i, when it is here and the one
+    before is read:
 
         1 - Σ (r_i - e_i) / Σ (end - e_i - 1 / (2 speed))      end: when the last token is read
 
-    Reading begins at e_0 at the earliest: to be quicker than expected is no gain. Several tokens of one arrival are taken to be equally many.
+    Reading begins at e_0 at the earliest: to be quicker than expected is no gain. Several tokens of one arrival are
+    taken to be equally many.
     """
     if sample.error is not None or not sample.arrivals:
         return 0.0
@@ -111,22 +116,37 @@ def experience(sample: Sample, reader: Reader) -> float:
 
 
 def experiences(samples: Sequence[Sample], reader: Reader) -> dict[str, float]:
-    """``mean_qoe``, ``p10_qoe`` (nine of ten readers have it better) and the share of those at 0.9 and above. Failed requests count, as 0."""
+    """``mean_qoe``, ``p10_qoe`` (nine of ten readers have it better) and the share of those at 0.9 and above. Failed
+    requests count, as 0."""
     values = np.asarray([experience(sample, reader) for sample in samples] or [0.0])
-    return {"mean_qoe": float(values.mean()), "p10_qoe": float(np.percentile(values, 10)), "good_qoe_share": float((values >= 0.9).mean())}
+    return {
+        "mean_qoe": float(values.mean()),
+        "p10_qoe": float(np.percentile(values, 10)),
+        "good_qoe_share": float((values >= 0.9).mean()),
+    }
 
 
 def spread_of(values: Sequence[float], name: str, percentiles: Sequence[float] = (99.0,)) -> dict[str, float]:
     """``mean_NAME_ms``, ``median_…``, ``std_…``, ``p99_…`` of values in seconds; zeros when there are none."""
     data = np.asarray(values if len(values) else [0.0], dtype=np.float64) * 1e3
-    figures = {f"mean_{name}_ms": float(data.mean()), f"median_{name}_ms": float(np.median(data)), f"std_{name}_ms": float(data.std())}
-    return figures | {f"p{percentile:g}_{name}_ms": float(np.percentile(data, percentile)) for percentile in percentiles}
+    figures = {
+        f"mean_{name}_ms": float(data.mean()),
+        f"median_{name}_ms": float(np.median(data)),
+        f"std_{name}_ms": float(data.std()),
+    }
+    return figures | {
+        f"p{percentile:g}_{name}_ms": float(np.percentile(data, percentile)) for percentile in percentiles
+    }
 
 
 def summarise(
-    samples: Sequence[Sample], duration: float, limits: Mapping[str, float] | None = None, percentiles: Sequence[float] = (99.0,)
+    samples: Sequence[Sample],
+    duration: float,
+    limits: Mapping[str, float] | None = None,
+    percentiles: Sequence[float] = (99.0,),
 ) -> dict[str, Any]:
-    """The figures of a run of ``duration`` seconds, under the names that serving benchmarks use. Failures count only as failures."""
+    """The figures of a run of ``duration`` seconds, under the names that serving benchmarks use. Failures count only as
+    failures."""
     good = [sample for sample in samples if sample.error is None and sample.arrivals]
     outputs = sum(sample.output_tokens for sample in good)
     prompts = sum(sample.prompt_tokens for sample in good)
@@ -157,8 +177,8 @@ def summarise(
 
 
 def failure_reasons(samples: Sequence[Sample]) -> dict[str, int]:
-    """How often each error was seen, most frequent first; an answer without a token is one. Errors that differ in numbers alone are one: the
-    first of them stands for all."""
+    """How often each error was seen, most frequent first; an answer without a token is one. Errors that differ in
+    numbers alone are one: the first of them stands for all."""
     first: dict[str, str] = {}
     reasons: dict[str, int] = {}
     for sample in samples:

@@ -1,16 +1,21 @@
-"""Recorded traces: who came when, with how many tokens. Published layouts are told apart by their columns, whatever the file is called.
+"""Recorded traces: who came when, with how many tokens. Published layouts are told apart by their columns, whatever the
+file is called.
 
     layout     columns                                              time                              lengths
     Azure      TIMESTAMP, ContextTokens, GeneratedTokens            a date, with a zone (2024) or     CSV
                                                                     seven digits of a second (2023)
-    BurstGPT   Timestamp, Request tokens, Response tokens           seconds from the start            CSV; Model, Total tokens and Log Type
+    BurstGPT   Timestamp, Request tokens, Response tokens           seconds from the start            CSV; Model, Total
+    tokens and Log Type
                                                                                                       are not looked at
-    Mooncake   timestamp, input_length, output_length, hash_ids     milliseconds                      a JSON object a line; a hash id
-                                                                                                      is a block of 512 equal tokens
+    Mooncake   timestamp, input_length, output_length, hash_ids     milliseconds                      a JSON object a
+    line; a hash id
+                                                                                                      is a block of 512
+                                                                                                      equal tokens
 
 What cannot have happened is refused with its row: replayed, it would be another workload.
 
-What lives here: layouts and their rows. What may not: what is made of rows (conversations.py, asked.py), arrivals (arrivals.py).
+What lives here: layouts and their rows. What may not: what is made of rows (conversations.py, asked.py), arrivals
+(arrivals.py).
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ _DATE = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?\s*(Z|[+-]\d\d
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """``at`` in seconds from the trace's start; ``hash_ids`` name blocks of TRACE_BLOCK prompt tokens (equal id, equal tokens)."""
+    """``at`` in seconds from the trace's start; ``hash_ids`` name blocks of TRACE_BLOCK prompt tokens (equal id, equal
+    tokens)."""
 
     at: float
     prompt: int
@@ -66,7 +72,12 @@ def _burst(row: Row) -> TraceRow:
 
 
 def _mooncake(row: Row) -> TraceRow:
-    return TraceRow(float(row["timestamp"]) / 1e3, _whole(row["input_length"]), _whole(row["output_length"]), _hashes(row["hash_ids"]))
+    return TraceRow(
+        float(row["timestamp"]) / 1e3,
+        _whole(row["input_length"]),
+        _whole(row["output_length"]),
+        _hashes(row["hash_ids"]),
+    )
 
 
 def _whole(value: Any) -> int:
@@ -91,7 +102,8 @@ LAYOUTS = (
 
 
 def _seconds(text: str) -> float:
-    """A date of any number of digits behind the second; without a zone it is UTC, so that no clock change lies within a trace."""
+    """A date of any number of digits behind the second; without a zone it is UTC, so that no clock change lies within a
+    trace."""
     found = _DATE.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text[:40]!r} is no date like 2023-11-16 18:17:03.97")
@@ -114,9 +126,13 @@ def read_trace(path: Path) -> Iterator[TraceRow]:
     except OSError as error:
         raise ConfigError(f"The trace {path} cannot be read ({error.strerror}); give an existing file.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"The trace {path} is no text (byte {error.object[error.start]:#04x} at {error.start}); give CSV or JSON lines.") from error
+        raise ConfigError(
+            f"The trace {path} is no text (byte {error.object[error.start]:#04x} at {error.start}); give CSV or JSON lines."
+        ) from error
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
-        raise ConfigError(f"Row {number + 1} of the trace {path} cannot be read ({_why(error)}); mend or remove it.") from error
+        raise ConfigError(
+            f"Row {number + 1} of the trace {path} cannot be read ({_why(error)}); mend or remove it."
+        ) from error
 
 
 def _why(error: Exception) -> str:
@@ -152,7 +168,9 @@ def _object(line: str) -> Row:
 def _bounded(path: Path, lines: TextIO) -> Iterator[str]:
     while line := lines.readline(MOST_LINE):
         if len(line) == MOST_LINE:
-            raise ConfigError(f"The trace {path} has a line of more than {MOST_LINE:,} characters; give one request a line.")
+            raise ConfigError(
+                f"The trace {path} has a line of more than {MOST_LINE:,} characters; give one request a line."
+            )
         yield line
 
 
@@ -173,9 +191,13 @@ def _layout(path: Path, head: Sequence[str]) -> Layout:
 
 def _check_row(path: Path, number: int, row: TraceRow, first: float, last: float) -> None:
     if number > MOST_ROWS:
-        raise ConfigError(f"The trace {path} has more than {MOST_ROWS:,} requests; take a part of it with --num-prompts.")
+        raise ConfigError(
+            f"The trace {path} has more than {MOST_ROWS:,} requests; take a part of it with --num-prompts."
+        )
     if row.prompt < 1 or row.output < 0:
-        raise ConfigError(f"Row {number} of the trace {path} has {row.prompt} prompt and {row.output} output tokens; give at least 1 and 0.")
+        raise ConfigError(
+            f"Row {number} of the trace {path} has {row.prompt} prompt and {row.output} output tokens; give at least 1 and 0."
+        )
     if not 0.0 <= row.at < math.inf:
         raise ConfigError(f"Row {number} of the trace {path} is at {row.at:.3f} s; give finite times from 0 on.")
     if row.at < last:

@@ -26,9 +26,13 @@ POLICIES: Mapping[str, Create] = MappingProxyType(
     {
         "fcfs": lambda config, forecast: FirstComeFirstServed(),
         "priority": lambda config, forecast: Priority(),
-        "deadline": lambda config, forecast: Deadline(config.ttft_target_ms / 1e3, config.tpot_target_ms / 1e3, forecast),
+        "deadline": lambda config, forecast: Deadline(
+            config.ttft_target_ms / 1e3, config.tpot_target_ms / 1e3, forecast
+        ),
         "fair": lambda config, forecast: Fair(config.tenant_weights, config.fair_input_price, config.fair_output_price),
-        "qoe": lambda config, forecast: QualityOfExperience(config.expected_ttft, config.reading_speed, config.qoe_preemptions),
+        "qoe": lambda config, forecast: QualityOfExperience(
+            config.expected_ttft, config.reading_speed, config.qoe_preemptions
+        ),
         "shortest-remaining": lambda config, forecast: ShortestRemaining(
             History() if config.length_prediction == "history" else MaxTokens(), config.ageing
         ),

@@ -1,24 +1,27 @@
-"""Deadlines: the request whose first token is due first goes first, and what cannot be met is turned away before it costs anything.
+"""Deadlines: the request whose first token is due first goes first, and what cannot be met is turned away before it
+costs anything.
 
-Each request has a target for its first token and one for the time between tokens: its own (``expects``) or the configured ones. Order is
-earliest deadline first. When a request arrives, what it would meet is predicted; where that misses a target it is refused with the numbers and
-with when to ask again: early rejection on a predicted load (Mooncake, Qin et al., FAST 25, §7), judged before anything of a request is computed.
-One that was taken and turns out to be late is turned away as long as none of it is computed. Without that, at twice the load a device can
-serve, everybody is late and nothing that it computes counts.
+Each request has a target for its first token and one for the time between tokens: its own (``expects``) or the
+configured ones. Order is earliest deadline first. When a request arrives, what it would meet is predicted; where that
+misses a target it is refused with the numbers and with when to ask again: early rejection on a predicted load
+(Mooncake, Qin et al., FAST 25, §7), judged before anything of a request is computed. One that was taken and turns out
+to be late is turned away as long as none of it is computed. Without that, at twice the load a device can serve,
+everybody is late and nothing that it computes counts.
 
-How long answers will be is not known, so those of the past stand for those to come; prompts are known, and a cached prefix of a request's own is
-taken off.
+How long answers will be is not known, so those of the past stand for those to come; prompts are known, and a cached
+prefix of a request's own is taken off.
 
     until a place is free     rows and blocks that are missing / how fast those who run give them back
     prompts before its own    tokens left to compute / what steps compute of prompts beside the answers under way
     its own prompt            likewise
 
-An engine with nothing to do takes whatever its limits do not forbid: a prediction that is too dark would otherwise never meet a step that
-proves it wrong.
+An engine with nothing to do takes whatever its limits do not forbid: a prediction that is too dark would otherwise
+never meet a step that proves it wrong.
 
 Steps take no longer than the shortest time between tokens that anybody under way was promised.
 
-What lives here: targets, order, refusals, and that arithmetic over the scheduler's state. What may not: changing it, HTTP.
+What lives here: targets, order, refusals, and that arithmetic over the scheduler's state. What may not: changing it,
+HTTP.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ FIRST_ANSWER = 128.0  # tokens, before any has ended
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """Seconds. ``place``: until there is a row and blocks for it; ``others``, ``own``: prompts to compute; ``gap``: between two tokens."""
+    """Seconds. ``place``: until there is a row and blocks for it; ``others``, ``own``: prompts to compute; ``gap``:
+    between two tokens."""
 
     place: float
     others: float
@@ -107,12 +111,22 @@ def _seconds(speed: StepSpeed, floor: float, *, alone: bool) -> float:
 
 
 def prospect(
-    sequence: Sequence, work: int, ahead: Iterable[tuple[Sequence, int]], forecast: Forecast, roster: Roster, past: Past, bound: float | None
+    sequence: Sequence,
+    work: int,
+    ahead: Iterable[tuple[Sequence, int]],
+    forecast: Forecast,
+    roster: Roster,
+    past: Past,
+    bound: float | None,
 ) -> Prospect:
-    """``work``: tokens of its prompt to compute; ``ahead``: those who go first, with theirs; ``bound``: seconds a step may take."""
+    """``work``: tokens of its prompt to compute; ``ahead``: those who go first, with theirs; ``bound``: seconds a step
+    may take."""
     before = list(ahead)
     pace = prompt_pace(forecast, roster, bound, max(0, sequence.num_prompt_tokens - work // 2))
-    others, own = pace.time(left_of_prompts(roster) + sum(tokens for _, tokens in before)), _own_seconds(work, pace, forecast, roster, sequence)
+    others, own = (
+        pace.time(left_of_prompts(roster) + sum(tokens for _, tokens in before)),
+        _own_seconds(work, pace, forecast, roster, sequence),
+    )
     gap = _gap(sequence, before, forecast, roster)
     return Prospect(_place(sequence, work, before, roster, past, gap), others, own, gap, len(roster.running))
 
@@ -139,7 +153,9 @@ def _gap(sequence: Sequence, before: list[tuple[Sequence, int]], forecast: Forec
     return roster.speed.decode.seconds(forecast.floor_seconds(rows, rows, seen, seen)) + roster.speed.gap
 
 
-def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], roster: Roster, past: Past, gap: float) -> float:
+def _place(
+    sequence: Sequence, work: int, before: list[tuple[Sequence, int]], roster: Roster, past: Past, gap: float
+) -> float:
     """Until enough of those who run have ended: of rows, of blocks, whichever takes longer."""
     running = roster.running
     if not running:
@@ -148,7 +164,9 @@ def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], ro
     rows = sum(each.request.params.n for each, _ in before) + sequence.request.params.n - len(roster.free_rows)
     coming = sum(tokens + past.left_of(each) for each, tokens in before) + work + past.left_of(sequence)
     growing = sum(past.left_of(each) for each in running) / 2  # while some grow, others end
-    free = min(pool.num_available * spec.block_size for spec, pool in zip(roster.cache.specs, roster.cache.pools, strict=True))
+    free = min(
+        pool.num_available * spec.block_size for spec, pool in zip(roster.cache.specs, roster.cache.pools, strict=True)
+    )
     held = sum(each.num_tokens for each in running) / len(running)
     return max(0.0, rows / ends_a_second, (coming + growing - free) / (held * ends_a_second))
 
@@ -163,7 +181,8 @@ LIMITS = StepSpeed()  # steps at the device's limits
 
 @dataclass(slots=True)
 class _Taken:
-    """A request that was let in. ``work``: tokens of its prompt, without those found then; ``predicted``: seconds to its first token."""
+    """A request that was let in. ``work``: tokens of its prompt, without those found then; ``predicted``: seconds to
+    its first token."""
 
     work: int
     predicted: float
@@ -288,7 +307,8 @@ class Deadline(DynamicPolicy):
         return self._late(self._forecast, bound, roster)
 
     def _late(self, forecast: Forecast, bound: float | None, roster: Roster) -> list[tuple[Sequence, Refusal]]:
-        """At the pace of this moment, and were they the next; on an idle engine, those that are late already. Wakes when the next one is."""
+        """At the pace of this moment, and were they the next; on an idle engine, those that are late already. Wakes
+        when the next one is."""
         found, pace = [], prompt_pace(forecast, roster, bound, 0)
         before = pace.time(left_of_prompts(roster))
         for each in roster.waiting:

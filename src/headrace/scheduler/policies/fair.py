@@ -1,18 +1,20 @@
 """Fair shares: virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
-Each tenant has a counter of the service it got, divided by its weight. The tenant of the least counter goes next; within a tenant,
-arrival decides. A tenant that had nobody waiting is lifted to the least counter of those who do (or, if nobody waits, of the last who
-did), so that idling earns no credit.
+Each tenant has a counter of the service it got, divided by its weight. The tenant of the least counter goes next;
+within a tenant, arrival decides. A tenant that had nobody waiting is lifted to the least counter of those who do (or,
+if nobody waits, of the last who did), so that idling earns no credit.
 
-    service  =  input price · prompt tokens computed (those found in the cache are free, those computed again are not charged again)
+    service  =  input price · prompt tokens computed (those found in the cache are free, those computed again are not
+    charged again)
               + output price · tokens of answers
 
-Nobody is pushed out for the sake of fairness, so shares are right up to what runs at once. For two tenants f and g who both have requests
-waiting all through an interval, with W the service each got in it:
+Nobody is pushed out for the sake of fairness, so shares are right up to what runs at once. For two tenants f and g who
+both have requests waiting all through an interval, with W the service each got in it:
 
     | W_f / w_f  −  W_g / w_g |  ≤  2 · (input price · longest prompt + output price · rows · longest answer) / min(w)
 
-What lives here: counters, lifting, charging. What may not: who is a tenant (the server says), whether there is room (step_planner.py).
+What lives here: counters, lifting, charging. What may not: who is a tenant (the server says), whether there is room
+(step_planner.py).
 """
 
 from __future__ import annotations
@@ -77,8 +79,8 @@ class Fair(DynamicPolicy):
         return ()
 
     def admitted(self, sequence: Sequence, now: float) -> None:
-        """Its prompt is charged at once, so that the next choice of the same step knows. While it runs its place is that of its admission:
-        were it to follow the counter, two could push each other out for ever."""
+        """Its prompt is charged at once, so that the next choice of the same step knows. While it runs its place is
+        that of its admission: were it to follow the counter, two could push each other out for ever."""
         account = self._accounts.get(sequence)
         if account is None:  # a sibling: its prompt was its brother's
             account = self._open(sequence)
@@ -157,5 +159,7 @@ class Fair(DynamicPolicy):
         """Whoever is away and not above the floor would be lifted to it anyway."""
         floor = self._floor()
         self._counters = {
-            tenant: counter for tenant, counter in self._counters.items() if tenant in self._live or tenant == self._last or counter > floor
+            tenant: counter
+            for tenant, counter in self._counters.items()
+            if tenant in self._live or tenant == self._last or counter > floor
         }

@@ -6,13 +6,14 @@
     begins (again)     told; how much of it a cached prefix saves stands in it     admitted
     stops running      told: ended, pushed out, or its step failed                  left
 
-It hears of no single token: a sequence's record says at each of these moments how far it has come (known tokens only grow). So it costs
-nothing while steps are alike, and steps that fail or are computed again need no undoing.
+It hears of no single token: a sequence's record says at each of these moments how far it has come (known tokens only
+grow). So it costs nothing while steps are alike, and steps that fail or are computed again need no undoing.
 
-What it may look at is the roster, of which it changes ``order`` of sequences and nothing else: all records are right while it
-is asked.
+What it may look at is the roster, of which it changes ``order`` of sequences and nothing else: all records are right
+while it is asked.
 
-A policy reads no clock and draws no random number: all it knows came through these calls, so a journal of the scheduler's calls replays.
+A policy reads no clock and draws no random number: all it knows came through these calls, so a journal of the
+scheduler's calls replays.
 
 What lives here: the base classes. What may not: any policy (a file each), the register (__init__.py).
 """
@@ -45,8 +46,8 @@ class Policy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Turned away before its first token. ``retry_after``: seconds after which it is worth asking again, None where nothing can be said.
-    ``param``: the field of the request that asks for what can never be."""
+    """Turned away before its first token. ``retry_after``: seconds after which it is worth asking again, None where
+    nothing can be said. ``param``: the field of the request that asks for what can never be."""
 
     message: str
     retry_after: float | None = None
@@ -55,7 +56,8 @@ class Refusal:
 
 class DynamicPolicy(Policy):
     """See the module. ``wake``: steps that are alike are interrupted, to ``consider``, once ``now`` is at least this.
-    ``heeds_speed``: the roster's ``speed`` is kept up to date. ``max_step_seconds``: below --max-step-ms, if that is set; read before each step."""
+    ``heeds_speed``: the roster's ``speed`` is kept up to date. ``max_step_seconds``: below --max-step-ms, if that is
+    set; read before each step."""
 
     wake: float = math.inf
     heeds_speed: bool = False
@@ -69,15 +71,17 @@ class DynamicPolicy(Policy):
         return None
 
     def consider(self, roster: Roster) -> Iterable[tuple[Sequence, Refusal]]:
-        """Before a step is planned. It may set the orders of those who run (they are sorted afterwards) and of those who wait (and then
-        calls ``roster.waiting.reorder()``). What it returns must wait and have no token yet, and ends with the refusal."""
+        """Before a step is planned. It may set the orders of those who run (they are sorted afterwards) and of those
+        who wait (and then calls ``roster.waiting.reorder()``). What it returns must wait and have no token yet, and
+        ends with the refusal."""
         return ()
 
     def admitted(self, sequence: Sequence, now: float) -> None:
-        """It runs from now on, perhaps not for the first time. Siblings (n > 1) come when their prompt is computed; ``index`` says which."""
+        """It runs from now on, perhaps not for the first time. Siblings (n > 1) come when their prompt is computed;
+        ``index`` says which."""
         return None
 
     def left(self, sequence: Sequence, now: float) -> None:
-        """It was running or waiting and has ended (status FINISHED), or was running and waits again (its order may be set: it is pushed next).
-        No record but this one is sure to be right."""
+        """It was running or waiting and has ended (status FINISHED), or was running and waits again (its order may be
+        set: it is pushed next). No record but this one is sure to be right."""
         return None

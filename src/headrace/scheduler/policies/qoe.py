@@ -1,23 +1,28 @@
-"""Readers' experience: whoever's reader would miss it most goes first (Andes: Liu et al., "Defining and Enhancing Quality-of-Experience in
-LLM-Based Text Streaming Services", 2024).
+"""Readers' experience: whoever's reader would miss it most goes first (Andes: Liu et al., "Defining and Enhancing
+Quality-of-Experience in LLM-Based Text Streaming Services", 2024).
 
-A reader expects the first token after ``ttft`` seconds and then reads ``speed`` tokens a second. Token i is expected at e_i and read at r_i,
-when it has come and all before it are read. With L tokens, the experience is the share of the area below the expected curve that is kept:
+A reader expects the first token after ``ttft`` seconds and then reads ``speed`` tokens a second. Token i is expected at
+e_i and read at r_i, when it has come and all before it are read. With L tokens, the experience is the share of the area
+below the expected curve that is kept:
 
-    QoE = 1 − Σ (r_i − e_i) / Σ (end − e_i)                 end: when the last is read; planner/workload/statistics.py has the same for samples
+    QoE = 1 − Σ (r_i − e_i) / Σ (end − e_i)                 end: when the last is read; planner/workload/statistics.py
+    has the same for samples
 
     lag    how much later than expected the next token will be read if it comes at once
-    L      tokens so far, and what answers here have left on average (their length is not known, and not guessed from max_tokens)
+    L      tokens so far, and what answers here have left on average (their length is not known, and not guessed from
+    max_tokens)
     Q(lag) = 1 − (delays so far + (L − so far) · lag) / (L² / 2 speed + L · lag)
-    gain   = Q(lag if served now) − Q(lag if not served for HORIZON): nothing while the reader still has something to read
+    gain   = Q(lag if served now) − Q(lag if not served for HORIZON): nothing while the reader still has something to
+    read
     weight = the share of rows or of the cache that it takes, whichever is larger
 
-Sequences are served by gain / weight, the paper's greedy way to fill its knapsack; one with text in stock is pushed out for one that gains
-more, at most ``preemptions`` times a request on average (who gives way for want of blocks, or falls with a step, counts, but nothing is owed
-for it). The paper's search for a batch size is left out: a step of a full batch is many times quicker than a reader, so a smaller one would
-gain nobody anything.
+Sequences are served by gain / weight, the paper's greedy way to fill its knapsack; one with text in stock is pushed out
+for one that gains more, at most ``preemptions`` times a request on average (who gives way for want of blocks, or falls
+with a step, counts, but nothing is owed for it). The paper's search for a batch size is left out: a step of a full
+batch is many times quicker than a reader, so a smaller one would gain nobody anything.
 
-Nobody starves: every TURN-th admission is the longest waiting one's. And whoever was admitted is not pushed out before it has a new token.
+Nobody starves: every TURN-th admission is the longest waiting one's. And whoever was admitted is not pushed out before
+it has a new token.
 
 What lives here: readers, gains, turns. What may not: defaults (config.py), room (step_planner.py).
 """
@@ -45,7 +50,8 @@ _MOST_CREDIT = 64.0  # preemptions that may be saved up
 
 @dataclass(slots=True)
 class Reader:
-    """One reader and its text, as of ``seen``. ``dry``: when everything that has come is read (before: when the first token is expected)."""
+    """One reader and its text, as of ``seen``. ``dry``: when everything that has come is read (before: when the first
+    token is expected)."""
 
     start: float  # when the first token is expected
     speed: float
@@ -134,7 +140,9 @@ class QualityOfExperience(DynamicPolicy):
             if sequence.num_output_tokens:
                 self._length = _KEEP * self._length + (1.0 - _KEEP) * sequence.num_output_tokens
         else:
-            self._credit = max(0.0, self._credit - 1.0)  # not below: it may have been for want of blocks, or its step failed
+            self._credit = max(
+                0.0, self._credit - 1.0
+            )  # not below: it may have been for want of blocks, or its step failed
             reader.take(sequence.num_output_tokens, now)
             reader.turn = 0
             sequence.order = self._order_of(sequence, reader, now)

@@ -1,21 +1,22 @@
 """Shortest remaining work first, by predicted lengths, with ageing.
 
-The mean time that requests take is least when whoever needs least goes first; but then whoever needs much might never go. So a second of
-waiting is worth ``ageing`` tokens:
+The mean time that requests take is least when whoever needs least goes first; but then whoever needs much might never
+go. So a second of waiting is worth ``ageing`` tokens:
 
     key  =  tokens still to come (predicted) + PROMPT_SHARE · prompt tokens + ageing · arrival in seconds
 
-Keys of those who wait do not change with time, since all of them age alike (only where a prediction does). One with fewer tokens goes before
-an earlier one only if it came less than
+Keys of those who wait do not change with time, since all of them age alike (only where a prediction does). One with
+fewer tokens goes before an earlier one only if it came less than
 
     (remaining work of the earlier)  /  ageing        seconds after it
 
-and so nobody is passed by anybody who came later than that: no starvation. One that runs is pushed out for a key that is lower by more than what
-computing it again would cost.
+and so nobody is passed by anybody who came later than that: no starvation. One that runs is pushed out for a key that
+is lower by more than what computing it again would cost.
 
 Answers' lengths are predicted from those before, or taken from what requests allow:
 
-    History      answers to prompts that begin alike (an application's instructions), else of the same tenant, else of anybody
+    History      answers to prompts that begin alike (an application's instructions), else of the same tenant, else of
+    anybody
     MaxTokens    every answer is as long as max_tokens allows: in a simulation, where that is exact, the oracle
 
 What lives here: keys, predictors. What may not: room (step_planner.py).
@@ -80,7 +81,8 @@ class _Kind:
         insort(self._sizes, length)
 
     def remaining(self, tokens: int) -> float:
-        """The mean of what those had left that were longer than ``tokens``; beyond all of them, as much again as the longest exceeded the mean."""
+        """The mean of what those had left that were longer than ``tokens``; beyond all of them, as much again as the
+        longest exceeded the mean."""
         longer = self._sizes[bisect_right(self._sizes, tokens) :]
         if longer:
             return sum(longer) / len(longer) - tokens
@@ -88,9 +90,10 @@ class _Kind:
 
 
 class History(MaxTokens):
-    """Max_tokens is not looked at: most clients set it far above what they get. Nor does it cut a prediction off, though no answer gets longer:
-    whoever always asks for little is known by it after ``ENOUGH`` answers, and in a simulation, where max_tokens is the length that an answer
-    will have, the cut would tell the predictor what nobody knows on a server, and its figures would be worth nothing."""
+    """Max_tokens is not looked at: most clients set it far above what they get. Nor does it cut a prediction off,
+    though no answer gets longer: whoever always asks for little is known by it after ``ENOUGH`` answers, and in a
+    simulation, where max_tokens is the length that an answer will have, the cut would tell the predictor what nobody
+    knows on a server, and its figures would be worth nothing."""
 
     def __init__(self) -> None:
         self.news = 0
@@ -119,7 +122,9 @@ class History(MaxTokens):
 def _groups(sequence: Sequence) -> tuple[Group, Group, Group]:
     """From the narrowest to all. A tenant's kinds are its own: nobody can teach the engine about another's."""
     request = sequence.request
-    beginning = request.prompt_token_ids[:BEGINNING].tobytes() if len(request.prompt_token_ids) > BEGINNING else b"short"
+    beginning = (
+        request.prompt_token_ids[:BEGINNING].tobytes() if len(request.prompt_token_ids) > BEGINNING else b"short"
+    )
     return (request.tenant, beginning), (request.tenant, b""), ("", b"all")
 
 
@@ -133,11 +138,13 @@ class ShortestRemaining(DynamicPolicy):
         self._news = 0  # what was known about lengths when those who wait were ordered
 
     def order(self, request: Request, arrival_number: int) -> Order:
-        """Key, number, when it came: further answers (n > 1) begin with their brother's, so they have waited as long."""
+        """Key, number, when it came: further answers (n > 1) begin with their brother's, so they have waited as
+        long."""
         return (0.0, arrival_number, 0.0)
 
     def preempts(self, candidate: Sequence, running: Sequence) -> bool:
-        """A running one whose prompt is still computed has its key from when it waited; it is as good a victim as any."""
+        """A running one whose prompt is still computed has its key from when it waited; it is as good a victim as
+        any."""
         again = PROMPT_SHARE * running.num_tokens
         return candidate.order[0] + LEAST_GAIN + again < running.order[0]
 
@@ -146,7 +153,8 @@ class ShortestRemaining(DynamicPolicy):
         return None
 
     def consider(self, roster: Roster) -> Iterable[tuple[Sequence, Refusal]]:
-        """Those who run have less left; with a prediction, sometimes more. Those who wait are ordered anew when a kind of answers is new."""
+        """Those who run have less left; with a prediction, sometimes more. Those who wait are ordered anew when a kind
+        of answers is new."""
         self.wake = roster.now + LOOK if len(roster.waiting) else math.inf
         if len(roster.waiting):
             for sequence, looked in self._looked.items():

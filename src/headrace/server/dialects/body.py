@@ -1,7 +1,9 @@
-"""Decoded JSON as msgspec structs: what the bodies of all routes have in common (fields that are a struct's, known ones that are refused, and
-nothing else), queries, and the one translator of what msgspec says is wrong into errors that name the place.
+"""Decoded JSON as msgspec structs: what the bodies of all routes have in common (fields that are a struct's, known ones
+that are refused, and nothing else), queries, and the one translator of what msgspec says is wrong into errors that name
+the place.
 
-What lives here: reading, the errors' words, token ids. What may not: fields of a route, what is told of them (fields.toml).
+What lives here: reading, the errors' words, token ids. What may not: fields of a route, what is told of them
+(fields.toml).
 """
 
 from __future__ import annotations
@@ -22,14 +24,24 @@ from headrace.errors import InvalidRequest
 from headrace.sampling_params import shown
 from headrace.server.wire import PART_ITEMS
 
-_WORDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean", "array": "a list", "object": "an object"}
-_EXPECTED = re.compile(r"Expected `(?P<kinds>.+?)`(?:, got `(?P<got>\w+)`| (?P<length>of length )?(?P<bound>[<>]=?) (?P<limit>\S+))")
+_WORDS = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "a boolean",
+    "array": "a list",
+    "object": "an object",
+}
+_EXPECTED = re.compile(
+    r"Expected `(?P<kinds>.+?)`(?:, got `(?P<got>\w+)`| (?P<length>of length )?(?P<bound>[<>]=?) (?P<limit>\S+))"
+)
 _PLACE = re.compile(r"(?P<said>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*?)(?P<member>\[\.\.\.\])?`)?$", re.S)
 _STEP = re.compile(r"\[(\d+)\]|\.(\w+)")
 
 
 def read(kind: Any, value: Any, where: str = "", *, strict: bool = True) -> Any:
-    """``where``: what the client calls the value; "" for a body. ``strict``: numbers are no texts. Raises InvalidRequest."""
+    """``where``: what the client calls the value; "" for a body. ``strict``: numbers are no texts. Raises
+    InvalidRequest."""
     try:
         return msgspec.convert(value, kind, strict=strict, str_keys=True)
     except msgspec.ValidationError as error:
@@ -48,7 +60,11 @@ def _translated(kind: Any, value: Any, where: str, text: str) -> InvalidRequest:
         return _unknown_word(place, part, given, words)
     if said.startswith("Object"):
         name = said.partition("`")[2].rstrip("`")[:100]
-        return _wrong_member(f"{place}.{name}".lstrip("."), "missing" in said, [name for node in nodes for name in node.get("properties", ())])
+        return _wrong_member(
+            f"{place}.{name}".lstrip("."),
+            "missing" in said,
+            [name for node in nodes for name in node.get("properties", ())],
+        )
     if found["key"] or found["member"]:
         return _unexpected(place, f"{'a key' if found['key'] else 'a value'} of {place}", said, None)
     return _unexpected(place, place, said, given)
@@ -82,7 +98,9 @@ def _unknown_word(place: str, part: str, given: Any, taken: list[str]) -> Invali
     """``part``: what is of that type, where the type says what it is."""
     if part:
         kinds = ", ".join(taken)
-        return InvalidRequest(f"{part} is of type {given[:40]!r}; this server takes {kinds} here.", param=part, code="unsupported_content")
+        return InvalidRequest(
+            f"{part} is of type {given[:40]!r}; this server takes {kinds} here.", param=part, code="unsupported_content"
+        )
     return InvalidRequest(f"{place} is {shown(given)}; give {' or '.join(taken)}.", param=place)
 
 
@@ -91,7 +109,10 @@ def _looked_up(kind: Any, value: Any, path: str) -> tuple[Any, list[dict[str, An
     (schema,), parts = msgspec.json.schema_components([kind])
     nodes: list[Any] = [schema]
     for index, name in _STEP.findall(path):
-        children = [node.get("items") if index else node.get("properties", {}).get(name) for node in _branches(nodes, parts, value)]
+        children = [
+            node.get("items") if index else node.get("properties", {}).get(name)
+            for node in _branches(nodes, parts, value)
+        ]
         nodes = [child for child in children if child]
         value = value[int(index)] if index else value[name]
     return value, list(_branches(nodes, parts, value))
@@ -137,7 +158,9 @@ OBJECTS = frozenset(("stream_options", "structured_outputs", "text", "reasoning"
 _LARGEST = 2**31 - 1
 Label = Annotated[str, Meta(max_length=4096)]
 TokenId = Annotated[int, Meta(ge=0, le=_LARGEST)]
-Ids = Annotated[Any, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _LARGEST}})]  # may be packed
+Ids = Annotated[
+    Any, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _LARGEST}})
+]  # may be packed
 
 TOLD = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 
@@ -184,7 +207,9 @@ class Body(Struct):
                 cls.refused[name].check(name, value)
             else:
                 raise InvalidRequest(
-                    f"{name[:100]!r} is not a field of this route; leave it out or check its spelling.", param=name[:100], code="unknown_parameter"
+                    f"{name[:100]!r} is not a field of this route; leave it out or check its spelling.",
+                    param=name[:100],
+                    code="unknown_parameter",
                 )
         body: Self = read(cls, given)
         return body
@@ -199,7 +224,8 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def read_ids(name: str, value: Any) -> array[int]:
-    """The ids without their objects: what takes the list apart, a part at a time, leaves the interpreter to the event loop in between."""
+    """The ids without their objects: what takes the list apart, a part at a time, leaves the interpreter to the event
+    loop in between."""
     if isinstance(value, array):
         return value
     if not isinstance(value, list):
@@ -210,7 +236,9 @@ def read_ids(name: str, value: Any) -> array[int]:
         if set(map(type, part)) != {int}:
             raise _no_ids(name)
         if not -(2**31) <= min(part) <= max(part) < 2**31:
-            raise InvalidRequest(f"{name} holds an id that is no 32-bit integer; give the model's own token ids.", param=name)
+            raise InvalidRequest(
+                f"{name} holds an id that is no 32-bit integer; give the model's own token ids.", param=name
+            )
         ids.extend(part)
     while value:
         del value[-PART_ITEMS:]

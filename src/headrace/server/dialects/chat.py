@@ -1,7 +1,7 @@
 """/v1/chat/completions: a decoded body becomes a ChatRequest, or an error that names the field; and the answer to it.
 
-What lives here: this route's own fields, and what answers are taken apart into (reasoning, content, calls) as messages and deltas.
-What may not: what routes share (sampling.py), messages (conversation.py), parsing.
+What lives here: this route's own fields, and what answers are taken apart into (reasoning, content, calls) as messages
+and deltas. What may not: what routes share (sampling.py), messages (conversation.py), parsing.
 """
 
 from __future__ import annotations
@@ -66,14 +66,24 @@ def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatReque
     body = ChatBody.read(raw)
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise InvalidRequest(f"max_tokens is {old} and max_completion_tokens is {new}; give one of them.", param="max_tokens")
+        raise InvalidRequest(
+            f"max_tokens is {old} and max_completion_tokens is {new}; give one of them.", param="max_tokens"
+        )
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
     if body.echo and not body.continue_final_message:
-        raise InvalidRequest("echo shows the message that is continued, and none is; set continue_final_message or leave echo out.", param="echo")
+        raise InvalidRequest(
+            "echo shows the message that is continued, and none is; set continue_final_message or leave echo out.",
+            param="echo",
+        )
     return ChatRequest(
         conversation=read_conversation(raw, body),
-        **asked(body, defaults, max_tokens=old if new is None else new, logprobs=body.top_logprobs if body.logprobs else None),
+        **asked(
+            body,
+            defaults,
+            max_tokens=old if new is None else new,
+            logprobs=body.top_logprobs if body.logprobs else None,
+        ),
         shape=older_shape(body, logprobs=body.logprobs),
         echo=body.echo,
         **thinking_options(body.thinking_token_budget),
@@ -100,21 +110,31 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 def _create_answer(
-    request: ChatRequest[ChatBody], shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser
+    request: ChatRequest[ChatBody],
+    shape: Shape,
+    prompt: PromptState,
+    tokenizer: Tokenizer | None,
+    create_parser: CreateParser,
 ) -> ChatAnswer:
     echo = text_of(request.conversation.messages[-1]["content"]) if request.echo else ""
     return ChatAnswer(shape, prompt, [create_parser() for _ in range(request.params.n)], tokenizer, echo=echo)
 
 
 class ChatAnswer(ChoicesAnswer):
-    """chat.completion and chat.completion.chunk. ``parsers``: one a choice; None where all of a text is content, and nothing looks at it.
-    ``echo``: what contents begin with, that the model did not write.
+    """chat.completion and chat.completion.chunk. ``parsers``: one a choice; None where all of a text is content, and
+    nothing looks at it. ``echo``: what contents begin with, that the model did not write.
     """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def __init__(
-        self, shape: Shape, prompt: PromptState, parsers: Sequence[OutputParser | None], tokenizer: Any, *, echo: str = ""
+        self,
+        shape: Shape,
+        prompt: PromptState,
+        parsers: Sequence[OutputParser | None],
+        tokenizer: Any,
+        *,
+        echo: str = "",
     ) -> None:
         super().__init__(shape, [prompt], len(parsers), tokenizer)
         self._echo, self._parsers, self._plain = echo, parsers, shape.plain
@@ -128,7 +148,10 @@ class ChatAnswer(ChoicesAnswer):
         delta = {"role": "assistant", "content": self._echo}
         extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.shape.token_ids else {}
         for index in range(len(self.choices)):
-            yield self.event_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **(extra if index == 0 else {}))
+            yield self.event_of(
+                {"index": index, "delta": delta, "logprobs": None, "finish_reason": None},
+                **(extra if index == 0 else {}),
+            )
 
     def event(self, choice: int, delta: RequestDelta) -> str:
         parser, reason, plain = self._parsers[choice], delta.finish_reason, self._plain
@@ -137,7 +160,9 @@ class ChatAnswer(ChoicesAnswer):
         if parser is not None:
             segments = [*parser.push(delta.text), *(parser.finish(reason) if reason is not None else ())]
         else:
-            segments = [Content(delta.text)] if delta.text or (not plain and (reason is None or delta.token_ids)) else []
+            segments = (
+                [Content(delta.text)] if delta.text or (not plain and (reason is None or delta.token_ids)) else []
+            )
         if plain:
             events = [self._plain_event(choice, segment) for segment in segments]
         else:
@@ -145,13 +170,18 @@ class ChatAnswer(ChoicesAnswer):
             shown = [_delta(segment) for segment in segments] or ([{}] if delta.token_ids else [])
             events = [self._rich(choice, each, delta if index == 0 else None) for index, each in enumerate(shown)]
         if reason is not None:
-            ended = {"finish_reason": reason if parser is None else parser.end_reason(reason), "stop_reason": delta.stop_reason}
+            ended = {
+                "finish_reason": reason if parser is None else parser.end_reason(reason),
+                "stop_reason": delta.stop_reason,
+            }
             events.append(self.event_of({"index": choice, "delta": {}, "logprobs": None, **ended}))
         return "".join(events)
 
     def _plain_event(self, choice: int, segment: Segment) -> str:
         if isinstance(segment, Content | Reasoning):
-            return quote(segment.text).join((self._contents if isinstance(segment, Content) else self._thoughts)[choice])
+            return quote(segment.text).join(
+                (self._contents if isinstance(segment, Content) else self._thoughts)[choice]
+            )
         return "".join(self._plain_around(choice, segment))
 
     def _rich(self, choice: int, shown: dict[str, Any], told: RequestDelta | None) -> str:
@@ -194,7 +224,9 @@ def _delta(segment: Segment) -> dict[str, Any]:
     kind, name = ("custom", "input") if segment.custom else ("function", "arguments")
     if isinstance(segment, ToolCallArguments):
         return {"tool_calls": [{"index": segment.index, kind: {name: segment.text}}]}
-    return {"tool_calls": [{"index": segment.index, "id": segment.id, "type": kind, kind: {"name": segment.name, name: ""}}]}
+    return {
+        "tool_calls": [{"index": segment.index, "id": segment.id, "type": kind, kind: {"name": segment.name, name: ""}}]
+    }
 
 
 def message_of(segments: Sequence[Segment], echo: str = "") -> ChatMessage:

@@ -1,7 +1,7 @@
 """/v1/completions: a decoded body becomes a CompletionRequest, or an error that names the field; and the answer to it.
 
-What lives here: this route's own fields, prompts of every form, the text_completion. What may not: what routes share (sampling.py,
-generate.py).
+What lives here: this route's own fields, prompts of every form, the text_completion. What may not: what routes share
+(sampling.py, generate.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class CompletionBody(OlderBody, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(GenerationRequest[CompletionBody]):
-    """``prompts`` holds texts and token ids. ``discard``: the one token that the engine makes for max_tokens 0 is not shown."""
+    """``prompts`` holds texts and token ids. ``discard``: the one token that the engine makes for max_tokens 0 is not
+    shown."""
 
     prompts: list[str | array[int]]
     discard: bool
@@ -68,9 +69,15 @@ def parse_completion(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Com
     if body.echo and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
     read = asked(body, defaults, **values)
-    shape, prompts, params = older_shape(body, logprobs=body.logprobs is not None), _read_prompts(body.prompt), read["params"]
+    shape, prompts, params = (
+        older_shape(body, logprobs=body.logprobs is not None),
+        _read_prompts(body.prompt),
+        read["params"],
+    )
     if len(prompts) * params.n > MAX_CHOICES:
-        raise InvalidRequest(f"{len(prompts)} prompts with n {params.n} make more than {MAX_CHOICES} choices; ask for fewer.", param="n")
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n {params.n} make more than {MAX_CHOICES} choices; ask for fewer.", param="n"
+        )
     allowed = len(params.allowed_token_ids or ())
     if len(prompts) * allowed > MAX_ALLOWED_IDS:
         told = f"{len(prompts)} prompts with {allowed} allowed ids each are too many; send fewer at once."
@@ -85,7 +92,9 @@ def _read_prompts(prompt: Any) -> list[str | array[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list | array) or not prompt:
-        raise InvalidRequest("prompt must be a text, token ids, or a list of either, and not empty.", param="prompt", code="invalid_type")
+        raise InvalidRequest(
+            "prompt must be a text, token ids, or a list of either, and not empty.", param="prompt", code="invalid_type"
+        )
     if isinstance(prompt[0], int):
         return [read_ids("prompt", prompt)]
     if len(prompt) > MAX_PROMPTS:
@@ -101,7 +110,12 @@ async def completions(service: Service, exchange: Exchange) -> None:
     engine = service.model.engine
     request = await service.limits.bodies.read(exchange, partial(parse_completion, defaults=service.model.defaults))
     body, params, discard = request.body, request.params, request.discard
-    stream, echo, truncate, shape = body.stream, body.echo, body.truncate_prompt_tokens, await generate.shape_of(service, request)
+    stream, echo, truncate, shape = (
+        body.stream,
+        body.echo,
+        body.truncate_prompt_tokens,
+        await generate.shape_of(service, request),
+    )
     exchange.watch_disconnect()
     with service.limits.admit(exchange, len(request.prompts), body.user_name):
         prepared = []
@@ -110,7 +124,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
             prepared.append(await generate.prepare(service, exchange, request, "prompt", parsed, params))
             await asyncio.sleep(0)  # there may be a thousand
         shown = request.prompts if truncate is None else [each.prompt_token_ids for each in prepared]
-        states = [await _prompt_state(service, each, prompt, echo) for each, prompt in zip(prepared, shown, strict=True)]
+        states = [
+            await _prompt_state(service, each, prompt, echo) for each, prompt in zip(prepared, shown, strict=True)
+        ]
         prepared, cost = generate.priced(service, prepared, shape, body, [state.text for state in states])
         answer = CompletionAnswer(shape, states, params.n, engine.tokenizer, echo=echo, discard=discard)
         grammar_name = body.grammar_name
@@ -127,22 +143,29 @@ async def _prompt_state(service: Service, request: Request, prompt: str | array[
         return PromptState(ids, prompt)
     if tokenizer is None:
         return PromptState(ids, "")
-    return PromptState(ids, await service.limits.threads.run(TOKEN_BYTES * len(ids), partial(tokenizer.decode, ids, False)))
+    return PromptState(
+        ids, await service.limits.threads.run(TOKEN_BYTES * len(ids), partial(tokenizer.decode, ids, False))
+    )
 
 
 class CompletionAnswer(ChoicesAnswer):
-    """text_completion. ``echo`` puts the prompt first; ``discard`` shows nothing of what was generated (max_tokens 0)."""
+    """text_completion. ``echo`` puts the prompt first; ``discard`` shows nothing of what was generated (max_tokens
+    0)."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any, *, echo: bool, discard: bool) -> None:
+    def __init__(
+        self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any, *, echo: bool, discard: bool
+    ) -> None:
         super().__init__(shape, prompts, n, tokenizer)
         self._n = n
         self._echo = echo
         self._discard = discard
         self._offsets = [len(choice.prompt.text) if echo else 0 for choice in self.choices]
         choices = range(len(self.choices))
-        self._plain = [self._around({"index": index, "text": HOLE, "logprobs": None, "finish_reason": None}) for index in choices]
+        self._plain = [
+            self._around({"index": index, "text": HOLE, "logprobs": None, "finish_reason": None}) for index in choices
+        ]
 
     def opening(self) -> Iterator[str]:
         if self._echo or self.shape.token_ids:
@@ -150,7 +173,12 @@ class CompletionAnswer(ChoicesAnswer):
                 yield self.event_of(self._opening_choice(index, choice))
 
     def _opening_choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
-        shown: dict[str, Any] = {"index": index, "text": choice.prompt.text if self._echo else "", "logprobs": None, "finish_reason": None}
+        shown: dict[str, Any] = {
+            "index": index,
+            "text": choice.prompt.text if self._echo else "",
+            "logprobs": None,
+            "finish_reason": None,
+        }
         if self.shape.token_ids:
             shown["prompt_token_ids"] = list(choice.prompt.token_ids)
         return shown
@@ -158,7 +186,11 @@ class CompletionAnswer(ChoicesAnswer):
     def event(self, choice: int, delta: RequestDelta) -> str:
         if self._discard:
             self.choices[choice].num_tokens = 0
-            return self._end(choice, RequestDelta(delta.index, "", (), finish_reason="length")) if delta.finish_reason is not None else ""
+            return (
+                self._end(choice, RequestDelta(delta.index, "", (), finish_reason="length"))
+                if delta.finish_reason is not None
+                else ""
+            )
         if delta.finish_reason is not None:
             return self._end(choice, delta)
         if self.shape.plain:
@@ -166,7 +198,9 @@ class CompletionAnswer(ChoicesAnswer):
         return self.event_of(self._rich(choice, delta))
 
     def _end(self, choice: int, delta: RequestDelta) -> str:
-        return self.event_of({**self._rich(choice, delta), "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
+        return self.event_of(
+            {**self._rich(choice, delta), "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        )
 
     def _rich(self, choice: int, delta: RequestDelta) -> dict[str, Any]:
         logprobs = None
@@ -216,6 +250,9 @@ class CompletionAnswer(ChoicesAnswer):
         return {name: joined_lists(before[name], b"".join(encode_list(own[name]))) for name in own}
 
     def _prompt_columns(self, prompt: PromptState) -> tuple[dict[str, bytes], int]:
-        """And where the answer's own texts begin: behind those of the prompt's tokens, which need not be as long as its text."""
+        """And where the answer's own texts begin: behind those of the prompt's tokens, which need not be as long as its
+        text."""
         columns = self.format.columns([None, *prompt.logprobs], 0, prompt.token_ids)
-        return {name: b"".join(encode_list(column)) for name, column in columns.items()}, sum(map(len, columns["tokens"]))
+        return {name: b"".join(encode_list(column)) for name, column in columns.items()}, sum(
+            map(len, columns["tokens"])
+        )

@@ -1,8 +1,9 @@
-"""The conversation of a request, checked and put into the shape that chat templates expect: messages, tools, and what the model may do with
-these: as it likes, none, some call, or one named call.
+"""The conversation of a request, checked and put into the shape that chat templates expect: messages, tools, and what
+the model may do with these: as it likes, none, some call, or one named call.
 
-What lives here: messages and tools, what blocks and items become, tool_choice; custom tools as functions: what the model hands these is a text,
-free or of a grammar. What may not: templates themselves (engine/template.py), schemas that force a call (tools.py), answers.
+What lives here: messages and tools, what blocks and items become, tool_choice; custom tools as functions: what the
+model hands these is a text, free or of a grammar. What may not: templates themselves (engine/template.py), schemas that
+force a call (tools.py), answers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """``name``: with NAMED, the function. ``parallel``: more than one call is welcome. ``only``: no function but those offered may be called.
+    """``name``: with NAMED, the function. ``parallel``: more than one call is welcome. ``only``: no function but those
+    offered may be called.
 
     ``places``: of each tool that is offered, what the client calls its schema. ``customs``: those that take a text.
     """
@@ -80,7 +82,8 @@ def offer(
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
     """What the model is shown, and what is made of it. Raises InvalidRequest.
 
-    ``place``: of a function's schema in a tool. Tools that are not ``allowed`` are not shown: what a model has not read of it does not call.
+    ``place``: of a function's schema in a tool. Tools that are not ``allowed`` are not shown: what a model has not read
+    of it does not call.
     """
     given = list(enumerate(tools or ()))
     if allowed is not None:
@@ -88,21 +91,29 @@ def offer(
             _check_offered(name, tools)
         given = [(index, tool) for index, tool in given if name_of(tool) in allowed]
     if asked.forced and not tools:
-        raise InvalidRequest("tool_choice asks for a call, but there are no tools; give tools or leave it out.", param="tool_choice")
+        raise InvalidRequest(
+            "tool_choice asks for a call, but there are no tools; give tools or leave it out.", param="tool_choice"
+        )
     if asked.mode is Mode.NAMED:
         _check_offered(asked.name, tools)
     of_custom = "custom.format" if "." in place else "format"
-    places = tuple(f"tools[{index}].{of_custom if name_of(tool) in (customs or ()) else place}" for index, tool in given)
+    places = tuple(
+        f"tools[{index}].{of_custom if name_of(tool) in (customs or ()) else place}" for index, tool in given
+    )
     shown = [tool for _, tool in given] if asked.shown else []
     twice = next((name for name in customs or () if names_of(tools).count(name) > 1), None)
     if twice is not None:
-        raise InvalidRequest(f"tools holds more than one of the name {twice[:100]!r}; rename the others.", param="tools")
+        raise InvalidRequest(
+            f"tools holds more than one of the name {twice[:100]!r}; rename the others.", param="tools"
+        )
     return shown or None, replace(asked, only=allowed is not None, places=places, customs=customs or {})
 
 
 def _check_offered(name: str, tools: Sequence[Tool] | None) -> None:
     if name not in names_of(tools):
-        raise InvalidRequest(f"tool_choice names the function {name[:100]!r}, which is not among the tools.", param="tool_choice")
+        raise InvalidRequest(
+            f"tool_choice names the function {name[:100]!r}, which is not among the tools.", param="tool_choice"
+        )
 
 
 def name_of(tool: Tool) -> str:
@@ -197,10 +208,14 @@ Tools = Annotated[list[ChatFunction | ChatCustom], Meta(max_length=MAX_TOOLS)]
 
 
 def read_messages(given: list[Any], messages: list[Message]) -> list[dict[str, Any]]:
-    """``given``: as they were written. Content becomes a text, a list of several text parts, or for the assistant None; tool arguments
-    become an object, ``developer`` ``system``; what else a client wrote is the template's. Raises InvalidRequest.
+    """``given``: as they were written. Content becomes a text, a list of several text parts, or for the assistant None;
+    tool arguments become an object, ``developer`` ``system``; what else a client wrote is the template's. Raises
+    InvalidRequest.
     """
-    return [_message(f"messages[{index}]", raw, message) for index, (raw, message) in enumerate(zip(given, messages, strict=True))]
+    return [
+        _message(f"messages[{index}]", raw, message)
+        for index, (raw, message) in enumerate(zip(given, messages, strict=True))
+    ]
 
 
 def read_tools(given: list[Any], tools: list[ChatFunction | ChatCustom]) -> tuple[list[dict[str, Any]], Customs]:
@@ -214,7 +229,11 @@ def _grammar(custom: Custom) -> Grammar | None:
 
 
 def _function(given: dict[str, Any], tool: ChatFunction | ChatCustom) -> dict[str, Any]:
-    return custom_function(tool.custom.name, tool.custom.description, _grammar(tool.custom)) if isinstance(tool, ChatCustom) else given
+    return (
+        custom_function(tool.custom.name, tool.custom.description, _grammar(tool.custom))
+        if isinstance(tool, ChatCustom)
+        else given
+    )
 
 
 def _message(where: str, given: dict[str, Any], message: Message) -> dict[str, Any]:
@@ -231,9 +250,15 @@ def _message(where: str, given: dict[str, Any], message: Message) -> dict[str, A
 
 def _call(where: str, given: dict[str, Any], call: ChatCall) -> dict[str, Any]:
     if call.type == "custom" and call.custom is not None:
-        return {"id": call.id, "type": "function", "function": {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}}
+        return {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.custom.name, "arguments": {INPUT: call.custom.input}},
+        }
     if call.function is None:
-        raise InvalidRequest(f"{where} must be an object with function.name and function.arguments.", param=where, code="invalid_type")
+        raise InvalidRequest(
+            f"{where} must be an object with function.name and function.arguments.", param=where, code="invalid_type"
+        )
     arguments = call.function.arguments
     if isinstance(arguments, str):
         arguments = read_arguments(f"{where}.function.arguments", arguments)

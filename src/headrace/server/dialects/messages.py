@@ -1,6 +1,8 @@
-"""/v1/messages and /v1/messages/count_tokens, as Anthropic's Messages API has them: bodies, answers, events, errors, the two handlers.
+"""/v1/messages and /v1/messages/count_tokens, as Anthropic's Messages API has them: bodies, answers, events, errors,
+the two handlers.
 
-What lives here: these routes' own fields, blocks to messages and back. What may not: what routes share (sampling.py), generation.
+What lives here: these routes' own fields, blocks to messages and back. What may not: what routes share (sampling.py),
+generation.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from headrace.server import generate
 from headrace.server.answer_types import AnthropicError, Block, Message, MessageUsage
 from headrace.server.answers import PromptState, Shape
 from headrace.server.dialects.body import Body, Label, Refused, refused
-from headrace.server.dialects.conversation import MAX_MESSAGES, MAX_TOOLS, Chat, Mode, ToolChoice, content_of, function_tool, offer, tool_call
+from headrace.server.dialects.conversation import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Chat,
+    Mode,
+    ToolChoice,
+    content_of,
+    function_tool,
+    offer,
+    tool_call,
+)
 from headrace.server.dialects.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.dialects.sampling import (
     Budget,
@@ -37,6 +49,7 @@ from headrace.server.wire import HOLE, ErrorShape, around, decode_object, encode
 
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer
+
 
 class TextBlock(Struct, tag="text"):
     text: str
@@ -171,7 +184,8 @@ def parse_count_tokens(raw: Mapping[str, Any]) -> tuple[CountBody, Conversation]
 
 
 def _conversation(body: Prompt) -> Conversation:
-    """One that ends with the assistant's words is to be gone on with. How much to think is the template's to say to the model."""
+    """One that ends with the assistant's words is to be gone on with. How much to think is the template's to say to the
+    model."""
     tools = [function_tool(tool.name, tool.description, tool.input_schema, tool.strict) for tool in body.tools]
     shown, choice = offer(_choice(body.tool_choice or AutoChoice()), tools, place="input_schema")
     thinking = {} if body.thinking is None else {"enable_thinking": not isinstance(body.thinking, DisabledThinking)}
@@ -246,7 +260,11 @@ async def messages(service: Service, exchange: Exchange) -> None:
 
 
 def _create_answer(
-    request: ChatRequest[MessagesBody], shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser
+    request: ChatRequest[MessagesBody],
+    shape: Shape,
+    prompt: PromptState,
+    tokenizer: Tokenizer | None,
+    create_parser: CreateParser,
 ) -> MessageAnswer:
     return MessageAnswer(shape, prompt, create_parser(), request.params.stop)
 
@@ -294,7 +312,9 @@ class MessageAnswer(PartsAnswer):
             Kind.TEXT: ("text_delta", "text"),
             Kind.CALL: ("input_json_delta", "partial_json"),
         }[part.kind]
-        self._around.append(around({"type": "content_block_delta", "index": index, "delta": {"type": kind, name: HOLE}}))
+        self._around.append(
+            around({"type": "content_block_delta", "index": index, "delta": {"type": kind, name: HOLE}})
+        )
         return event_of("content_block_start", index=index, content_block=_block(part))
 
     def grow(self, index: int, part: Part, text: str) -> str:
@@ -327,7 +347,9 @@ class MessageAnswer(PartsAnswer):
     def usage(self) -> MessageUsage:
         """As Anthropic counts: what was read from the cache is not among the input tokens."""
         read, cached = len(self.prompts[0].token_ids), self.prompts[0].cached_tokens
-        return MessageUsage(input_tokens=read - cached, cache_read_input_tokens=cached, output_tokens=self.choice.num_tokens)
+        return MessageUsage(
+            input_tokens=read - cached, cache_read_input_tokens=cached, output_tokens=self.choice.num_tokens
+        )
 
 
 def _block(part: Part) -> Block:

@@ -1,7 +1,7 @@
 """An answer as a list of parts (reasoning, text, tool calls), for the wire formats that have such a list.
 
-What lives here: how segments of text open, grow and close parts, and what the two formats share. What may not: either format,
-how text is parsed (parsing/).
+What lives here: how segments of text open, grow and close parts, and what the two formats share. What may not: either
+format, how text is parsed (parsing/).
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Part:
 class PartsAnswer(Answer):
     """One answer that is made of parts; a format says how each change of them reads.
 
-    Whole answers come from the same changes as streams do. An answer always has a part: an empty text where the model said nothing.
-    ``end_reason``: how it ended, once it has. ``reasoning_tokens``: to within those at its edges, whose text comes with the next ones.
+    Whole answers come from the same changes as streams do. An answer always has a part: an empty text where the model
+    said nothing. ``end_reason``: how it ended, once it has. ``reasoning_tokens``: to within those at its edges, whose
+    text comes with the next ones.
     """
 
     def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None) -> None:
@@ -121,7 +122,13 @@ class PartsAnswer(Answer):
 
     @staticmethod
     def _kind_of(segment: Segment) -> Kind:
-        return Kind.TEXT if isinstance(segment, Content) else Kind.REASONING if isinstance(segment, Reasoning) else Kind.CALL
+        return (
+            Kind.TEXT
+            if isinstance(segment, Content)
+            else Kind.REASONING
+            if isinstance(segment, Reasoning)
+            else Kind.CALL
+        )
 
     def _enter(self, part: Part) -> str:
         events = self._close_last() if self.parts else ""

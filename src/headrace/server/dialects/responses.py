@@ -1,7 +1,7 @@
 """/v1/responses: answers as OpenAI's Responses API has them.
 
-What lives here: the response object, its items, its events, the handlers. What may not: reading requests (responses_body.py),
-generation, where responses are kept (stored.py).
+What lives here: the response object, its items, its events, the handlers. What may not: reading requests
+(responses_body.py), generation, where responses are kept (stored.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from msgspec import Meta, Struct
 
 from headrace.errors import HeadraceError, InvalidRequest, NotFound
 from headrace.server import generate
-from headrace.server.answer_types import Deleted, Incomplete, Item, Items, ReadTokens, Response, ResponseUsage, WrittenTokens
+from headrace.server.answer_types import (
+    Deleted,
+    Incomplete,
+    Item,
+    Items,
+    ReadTokens,
+    Response,
+    ResponseUsage,
+    WrittenTokens,
+)
 from headrace.server.answers import PromptState, Shape
 from headrace.server.dialects.body import read_query
 from headrace.server.dialects.conversation import text_of
@@ -69,7 +78,9 @@ class _ResponseRoute:
                     f"There is no response {previous[:100]!r} of yours, or it is not kept any more; send the whole conversation as input.",
                     param="previous_response_id", code="previous_response_not_found",
                 )  # fmt: skip
-            request = await self._service.limits.threads.run(found.size, lambda: request.after(_conversation(found)), self._exchange.tenant)
+            request = await self._service.limits.threads.run(
+                found.size, lambda: request.after(_conversation(found)), self._exchange.tenant
+            )
         if request.body.store:
             items = [{"id": f"item_{uuid.uuid4().hex}", **item} for item in request.items]
             size = sum(len(text_of(message["content"])) for message in request.conversation.messages)
@@ -77,7 +88,12 @@ class _ResponseRoute:
         return request
 
     def create_answer(
-        self, request: ResponsesRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser
+        self,
+        request: ResponsesRequest,
+        shape: Shape,
+        prompt: PromptState,
+        tokenizer: Tokenizer | None,
+        create_parser: CreateParser,
     ) -> ResponseAnswer:
         answer = ResponseAnswer(shape, prompt, create_parser(), request.shown, self._keep)
         self._exchange.errors = ResponseErrors(answer)
@@ -128,7 +144,10 @@ async def show(service: Service, exchange: Exchange) -> None:
 
 async def delete(service: Service, exchange: Exchange) -> None:
     name = _name(exchange)
-    if not (service.stored.delete(exchange.tenant, name) or await service.observed.shared.others("delete_response", name, exchange.tenant)):
+    if not (
+        service.stored.delete(exchange.tenant, name)
+        or await service.observed.shared.others("delete_response", name, exchange.tenant)
+    ):
         raise _unknown(name)
     await exchange.reply_json(Deleted(name))
 
@@ -142,7 +161,9 @@ async def input_items(service: Service, exchange: Exchange) -> None:
         items.reverse()
     ids: list[str | None] = [None, *(item["id"] for item in items)]
     if query.after not in ids:
-        raise InvalidRequest(f"after is {str(query.after)[:100]!r}, which is no item of this response; give an item's id.", param="after")
+        raise InvalidRequest(
+            f"after is {str(query.after)[:100]!r}, which is no item of this response; give an item's id.", param="after"
+        )
     first = ids.index(query.after)
     page = items[first : first + query.limit]
     more = first + query.limit < len(items)
@@ -151,7 +172,8 @@ async def input_items(service: Service, exchange: Exchange) -> None:
 
 
 class ResponseAnswer(PartsAnswer):
-    """One response, whole or as numbered events. ``shown``: request fields that it repeats. ``keep`` gets it once it has ended."""
+    """One response, whole or as numbered events. ``shown``: request fields that it repeats. ``keep`` gets it once it
+    has ended."""
 
     prefix = "resp_"
 
@@ -226,7 +248,9 @@ class ResponseAnswer(PartsAnswer):
 
     def begin(self) -> str:
         response = self._response("in_progress")
-        return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
 
     def open(self, index: int, part: Part) -> str:
         item_id = f"{'ctc' if part.custom else _ID_PREFIXES[part.kind]}_{uuid.uuid4().hex}"
@@ -299,4 +323,8 @@ def _stem(part: Part) -> str:
     """Of the events about a part's text."""
     if part.custom:
         return "response.custom_tool_call_input"
-    return {Kind.REASONING: "response.reasoning_text", Kind.TEXT: "response.output_text", Kind.CALL: "response.function_call_arguments"}[part.kind]
+    return {
+        Kind.REASONING: "response.reasoning_text",
+        Kind.TEXT: "response.output_text",
+        Kind.CALL: "response.function_call_arguments",
+    }[part.kind]

@@ -1,6 +1,7 @@
 """/v1/responses: a decoded body becomes a ResponsesRequest, or an error that names the field.
 
-What lives here: this route's own fields, items to messages. What may not: what routes share (sampling.py), answers (responses.py).
+What lives here: this route's own fields, items to messages. What may not: what routes share (sampling.py), answers
+(responses.py).
 """
 
 from __future__ import annotations
@@ -178,7 +179,9 @@ _SHOWN = ("instructions", "max_output_tokens", "metadata", "previous_response_id
 def parse_responses(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ResponsesRequest:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     given = raw.get("input")
-    items = _typed([{"role": "user", "content": [{"type": "input_text", "text": given}]}] if isinstance(given, str) else given)
+    items = _typed(
+        [{"role": "user", "content": [{"type": "input_text", "text": given}]}] if isinstance(given, str) else given
+    )
     body = ResponsesBody.read({**raw, "input": items})
     common = asked(body, defaults, max_tokens=body.max_output_tokens)
     return ResponsesRequest(
@@ -203,7 +206,9 @@ def _typed(items: Any) -> Any:
     """An item without a type is a message."""
     if not isinstance(items, list):
         return items
-    return [{**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item for item in items]
+    return [
+        {**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item for item in items
+    ]
 
 
 def _conversation(body: ResponsesBody) -> Conversation:
@@ -216,14 +221,17 @@ def _conversation(body: ResponsesBody) -> Conversation:
         else:
             function = function_tool(tool.name, tool.description, tool.parameters, tool.strict)
         tools.append(function)
-    shown, offered = choose(body.tool_choice, tools, parallel=body.parallel_tool_calls, place="parameters", customs=customs)
+    shown, offered = choose(
+        body.tool_choice, tools, parallel=body.parallel_tool_calls, place="parameters", customs=customs
+    )
     messages = _messages(body.instructions, ("input", [] if isinstance(body.input, str) else body.input))
     variables = template_variables(body.reasoning.effort, body.chat_template_kwargs)
     return Conversation(messages=messages, tools=shown, choice=offered, variables=variables)
 
 
 def _messages(instructions: str | None, *lists: tuple[str, list[Item]]) -> Chat:
-    """Lists of items, by what errors call them, as one conversation: reasoning and calls belong to the assistant's message beside them."""
+    """Lists of items, by what errors call them, as one conversation: reasoning and calls belong to the assistant's
+    message beside them."""
     messages: Chat = []
     thoughts: list[str] = []
 
@@ -259,9 +267,17 @@ def _messages(instructions: str | None, *lists: tuple[str, list[Item]]) -> Chat:
 
 
 def _call(where: str, item: Call) -> dict[str, Any]:
-    arguments = {INPUT: item.input} if isinstance(item, CustomToolCall) else read_arguments(f"{where}.arguments", item.arguments)
+    arguments = (
+        {INPUT: item.input}
+        if isinstance(item, CustomToolCall)
+        else read_arguments(f"{where}.arguments", item.arguments)
+    )
     return tool_call(item.call_id, item.name, arguments)
 
 
 def _pieces(texts: str | Sequence[InputText | Refusal | ReasoningText]) -> list[str]:
-    return [texts] if isinstance(texts, str) else [part.refusal if isinstance(part, Refusal) else part.text for part in texts]
+    return (
+        [texts]
+        if isinstance(texts, str)
+        else [part.refusal if isinstance(part, Refusal) else part.text for part in texts]
+    )

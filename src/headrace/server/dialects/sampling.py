@@ -1,7 +1,8 @@
-"""What the routes that generate share: the fields of all of them and of OpenAI's two older ones, and what is made of these.
+"""What the routes that generate share: the fields of all of them and of OpenAI's two older ones, and what is made of
+these.
 
-What lives here: the way from fields to SamplingParams and what else a request holds. What may not: the bounds of sampling
-parameters (sampling_params.py checks them once for every route), fields of a single route.
+What lives here: the way from fields to SamplingParams and what else a request holds. What may not: the bounds of
+sampling parameters (sampling_params.py checks them once for every route), fields of a single route.
 """
 
 from __future__ import annotations
@@ -38,12 +39,33 @@ EXPECTED_NAMES = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_spe
 
 # What a template gets from us; a request cannot replace it.
 _RESERVED = frozenset(
-    ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "bos_token", "eos_token")
+    (
+        "messages",
+        "conversation",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "bos_token",
+        "eos_token",
+    )
 )
 
 # A model's generation_config.json and the server's own defaults, by the names of SamplingParams.
 _DEFAULTS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection", "speculative")},
+    **{
+        name: name
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "repetition_detection",
+            "speculative",
+        )
+    },
     "max_new_tokens": "max_tokens",
 }
 
@@ -53,7 +75,10 @@ NUMBERS: Mapping[str, Bounds] = {
     "max_completion_tokens": BOUNDS["max_tokens"], "max_output_tokens": BOUNDS["max_tokens"], "top_logprobs": BOUNDS["logprobs"],
 }  # fmt: skip
 
-_NAMED = {"additionalProperties": False, "properties": {name: {"type": "integer", "minimum": 1} for name in RepetitionDetection.__dataclass_fields__}}
+_NAMED = {
+    "additionalProperties": False,
+    "properties": {name: {"type": "integer", "minimum": 1} for name in RepetitionDetection.__dataclass_fields__},
+}
 Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)]
 Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
@@ -135,13 +160,20 @@ class GeneratingBody(Body):
 
     model: str | None = None
     stream: bool = False
-    logit_bias: Annotated[Bias, Meta(max_length=MAX_ID_ENTRIES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,10}$"}})] | None = None
+    logit_bias: (
+        Annotated[
+            Bias, Meta(max_length=MAX_ID_ENTRIES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,10}$"}})
+        ]
+        | None
+    ) = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     expected_ttft: float | None = None
     expected_tpot: float | None = None
     reading_speed: float | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1, extra_json_schema={"not": {"const": 0}})] | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=2**31 - 1, extra_json_schema={"not": {"const": 0}})] | None
+    ) = None
     explain: bool = False
     temperature: float | None = None
     top_p: float | None = None
@@ -227,8 +259,8 @@ class GenerationRequest(Generic[Read]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(GenerationRequest[Read]):
-    """``echo``: the answer begins with the message that it continues. ``thinking_budget``: tokens; it is refused where nobody knows what
-    reasoning is, if ``needs_reasoning``."""
+    """``echo``: the answer begins with the message that it continues. ``thinking_budget``: tokens; it is refused where
+    nobody knows what reasoning is, if ``needs_reasoning``."""
 
     conversation: Conversation
     echo: bool = False
@@ -239,7 +271,8 @@ class ChatRequest(GenerationRequest[Read]):
 def choose(
     choice: Any, tools: list[dict[str, Any]], *, parallel: bool, customs: Customs, place: str = "function.parameters"
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
-    """What the model is shown, and what is made of it. Raises InvalidRequest. ``place``: of a function's schema in a tool."""
+    """What the model is shown, and what is made of it. Raises InvalidRequest. ``place``: of a function's schema in a
+    tool."""
     allowed = None
     if isinstance(choice, AllowedChoice):
         held = choice.allowed_tools or choice
@@ -263,8 +296,13 @@ def template_variables(effort: Effort | None, given: dict[str, Any]) -> dict[str
     """How much to think is the template's to say to the model. Of what is ``given`` besides nothing may be ours."""
     taken = next((name for name in given if name in _RESERVED or name.startswith("_")), None)
     if taken is not None:
-        raise InvalidRequest(f"chat_template_kwargs may not set {taken[:40]!r}; leave it out.", param="chat_template_kwargs")
-    return {**({} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}), **given}
+        raise InvalidRequest(
+            f"chat_template_kwargs may not set {taken[:40]!r}; leave it out.", param="chat_template_kwargs"
+        )
+    return {
+        **({} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}),
+        **given,
+    }
 
 
 def model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +311,9 @@ def model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 # What is handed on as it is; a field of another meaning or name is given beside them.
 _BESIDE = ("logprobs", "max_tokens", "structured_outputs")
-_SAMPLED = tuple(name for name in OlderBody.__struct_fields__ if name in SamplingParams.__dataclass_fields__ and name not in _BESIDE)
+_SAMPLED = tuple(
+    name for name in OlderBody.__struct_fields__ if name in SamplingParams.__dataclass_fields__ and name not in _BESIDE
+)
 
 
 def asked(body: Read, defaults: Mapping[str, Any], **values: Any) -> dict[str, Any]:
@@ -282,12 +322,16 @@ def asked(body: Read, defaults: Mapping[str, Any], **values: Any) -> dict[str, A
     given = {**{name: getattr(body, name, None) for name in _SAMPLED}, **values}
     own = {name: value for name, value in given.items() if value is not None}
     if body.truncate_prompt_tokens == 0:
-        raise InvalidRequest("truncate_prompt_tokens is 0; give at least 1, or -1 for as many as fit.", param="truncate_prompt_tokens")
+        raise InvalidRequest(
+            "truncate_prompt_tokens is 0; give at least 1, or -1 for as many as fit.", param="truncate_prompt_tokens"
+        )
     try:
         params = SamplingParams(**{**model_defaults(defaults), **own}, structured_outputs=_structured_outputs(body))
         expects = Expectations(**{ours: getattr(body, theirs) for ours, theirs in EXPECTED_NAMES.items()})
     except InvalidRequest as error:
-        raise _renamed(error, {"max_tokens": body.limit_name or "max_tokens", **EXPECTED_NAMES, **body.wire_names}) from None
+        raise _renamed(
+            error, {"max_tokens": body.limit_name or "max_tokens", **EXPECTED_NAMES, **body.wire_names}
+        ) from None
     return {"body": body, "params": params, "expects": expects}
 
 
@@ -307,7 +351,8 @@ def _structured_outputs(body: GeneratingBody) -> StructuredOutputs | None:
     given, format = body.structured_outputs, _format(body)
     if given is not None and not isinstance(format, FreeText | None):
         raise InvalidRequest(
-            f"structured_outputs and {body.format_name} both say what the answer must be; give one of them.", param=body.format_name
+            f"structured_outputs and {body.format_name} both say what the answer must be; give one of them.",
+            param=body.format_name,
         )
     if given is not None:
         return StructuredOutputs(**{name: value for name, value in structs.asdict(given).items() if value is not None})
@@ -319,7 +364,9 @@ def _structured_outputs(body: GeneratingBody) -> StructuredOutputs | None:
         schema = format.schema if isinstance(format, SchemaFormat) else format.json_schema.schema
         return StructuredOutputs(json=schema)  # type: ignore[arg-type]  # taken as users write it
     except InvalidRequest as error:
-        raise InvalidRequest(error.message.replace("structured_outputs.json", f"{body.format_name}'s schema"), param=body.format_name) from None
+        raise InvalidRequest(
+            error.message.replace("structured_outputs.json", f"{body.format_name}'s schema"), param=body.format_name
+        ) from None
 
 
 def older_shape(body: OlderBody, *, logprobs: bool) -> Shape:
@@ -330,7 +377,9 @@ def older_shape(body: OlderBody, *, logprobs: bool) -> Shape:
     streamed = body.stream_options or StreamOptions()
     continuous = bool(streamed.continuous_usage_stats)
     if continuous and streamed.include_usage is False:
-        raise InvalidRequest("stream_options.continuous_usage_stats needs include_usage; set it to true.", param="stream_options")
+        raise InvalidRequest(
+            "stream_options.continuous_usage_stats needs include_usage; set it to true.", param="stream_options"
+        )
     return Shape(
         logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, token_ids=body.return_token_ids,
         include_usage=continuous or bool(streamed.include_usage), continuous_usage=continuous,
@@ -338,5 +387,6 @@ def older_shape(body: OlderBody, *, logprobs: bool) -> Shape:
 
 
 def thinking_options(budget: int | None, own: int | None = None) -> dict[str, Any]:
-    """``budget``: by the field that all routes have; ``own``: in the API's own, which asks for nothing where nobody reasons."""
+    """``budget``: by the field that all routes have; ``own``: in the API's own, which asks for nothing where nobody
+    reasons."""
     return {"thinking_budget": own if budget is None else budget, "needs_reasoning": budget is not None}

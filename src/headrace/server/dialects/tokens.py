@@ -52,7 +52,9 @@ def parse_tokenize(raw: Mapping[str, Any]) -> tuple[TokenizeBody, Conversation |
     if body.add_special_tokens is None:
         body.add_special_tokens = body.messages is None
     shared = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-    return body, None if body.messages is None else read_conversation(raw, ChatBody(**{name: getattr(body, name) for name in shared}))
+    return body, None if body.messages is None else read_conversation(
+        raw, ChatBody(**{name: getattr(body, name) for name in shared})
+    )
 
 
 def parse_detokenize(raw: Mapping[str, Any]) -> DetokenizeBody:
@@ -74,8 +76,15 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         parsed = await generate.encode_prompt(service, exchange, body.prompt or "", bool(body.add_special_tokens))
     ids, tokenizer = parsed.token_ids or array("i"), engine.tokenizer if body.return_token_strs else None
     strings = None if tokenizer is None else encode_list(map(tokenizer.token_text, ids))
-    shown = {"count": len(ids), "max_model_len": engine.info.max_sequence_tokens, "tokens": encode_list(ids), "token_strs": strings}
-    await exchange.reply_pieces(await service.limits.threads.run(TOKEN_BYTES * len(ids), lambda: list(encode_object(shown)), exchange.tenant))
+    shown = {
+        "count": len(ids),
+        "max_model_len": engine.info.max_sequence_tokens,
+        "tokens": encode_list(ids),
+        "token_strs": strings,
+    }
+    await exchange.reply_pieces(
+        await service.limits.threads.run(TOKEN_BYTES * len(ids), lambda: list(encode_object(shown)), exchange.tenant)
+    )
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
@@ -85,7 +94,9 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     if engine.tokenizer is None:
         raise InvalidRequest("This model has no tokenizer; start the server with --tokenizer.", param="tokens")
     check_token_ids("tokens", request.tokens, engine.info.vocab_size)
-    text = await service.limits.threads.run(len(request.tokens), partial(engine.tokenizer.decode, request.tokens, request.skip_special_tokens))
+    text = await service.limits.threads.run(
+        len(request.tokens), partial(engine.tokenizer.decode, request.tokens, request.skip_special_tokens)
+    )
     await exchange.reply_json({"prompt": text})
 
 

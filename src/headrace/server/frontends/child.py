@@ -1,5 +1,5 @@
-"""One of several front ends, ``python -m headrace.server.frontends.child``: the server's whole face in a process of its own, for an engine
-that their parent (parent.py) has launched.
+"""One of several front ends, ``python -m headrace.server.frontends.child``: the server's whole face in a process of its
+own, for an engine that their parent (parent.py) has launched.
 
 What lives here: a front end's start and end. What may not: what it does in between (lifecycle.py, service.py).
 """
@@ -79,7 +79,9 @@ class FrontEnd:
         count = (Decision("api_server_count", number, does),) if number > 1 else ()
         self._parent.send(link.Ready(describe(engine, (*self._service.model.decisions, *count))))
         if self._launch.serial == 1:
-            self._warning = asyncio.ensure_future(warn_of_template(engine, lambda line: self._parent.send(link.Warn(line))))
+            self._warning = asyncio.ensure_future(
+                warn_of_template(engine, lambda line: self._parent.send(link.Warn(line)))
+            )
 
     async def _respond(self, question: link.Ask) -> Any:
         """For another front end, whose client asks; None: nothing is known of it here."""

@@ -1,9 +1,11 @@
-"""The numbers of all front ends, in one block of memory that they share: each writes its own page, all may read every page.
+"""The numbers of all front ends, in one block of memory that they share: each writes its own page, all may read every
+page.
 
-So counters are sums that are true at any moment, whoever is asked; what a front end that died has counted stays, and the next one at
-its place counts on. A server with one front end keeps its page to itself.
+So counters are sums that are true at any moment, whoever is asked; what a front end that died has counted stays, and
+the next one at its place counts on. A server with one front end keeps its page to itself.
 
-What lives here: pages, their cells, places of the queue. What may not: what cells mean to /metrics (exposition.py), processes.
+What lives here: pages, their cells, places of the queue. What may not: what cells mean to /metrics (exposition.py),
+processes.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Counters:
 
     def __init__(self, memory: memoryview, count: int, fd: int = -1) -> None:
         self.fd = fd
-        self.pages: Sequence[Page] = [Page(memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]) for number in range(count)]
+        self.pages: Sequence[Page] = [
+            Page(memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]) for number in range(count)
+        ]
 
     @classmethod
     def private(cls) -> Counters:
@@ -105,11 +109,13 @@ class Counters:
         return sum(page.held[cell] for page in self.pages)
 
     def try_hold(self, page: Page, count: int, limit: int, cell: int | None = None) -> bool:
-        """Takes ``count`` places for ``page``. They are taken first and counted then: two at once may both be refused, never let in.
+        """Takes ``count`` places for ``page``. They are taken first and counted then: two at once may both be refused,
+        never let in.
 
-        ``cell``: of the tenant, where there are several. A tenant may hold _SHARE times as many places as it leaves free: alone nearly all,
-        k that want more equal parts, and there is always something left for one that comes (the dynamic thresholds of shared switch
-        buffers, Choudhury and Hahne 1998). Whoever has nothing gets a place as long as there is one.
+        ``cell``: of the tenant, where there are several. A tenant may hold _SHARE times as many places as it leaves
+        free: alone nearly all, k that want more equal parts, and there is always something left for one that comes (the
+        dynamic thresholds of shared switch buffers, Choudhury and Hahne 1998). Whoever has nothing gets a place as long
+        as there is one.
         """
         self.give_back(page, -count, cell)
         free = limit - self.live
@@ -130,8 +136,8 @@ def most_places(limit: int, cell: int | None) -> int:
 
 
 class Watch:
-    """Tells that an event loop does not turn: ``looks`` at its page in a row saw no change. (Looks, not seconds: whoever was stopped
-    together with it has seen nothing.)"""
+    """Tells that an event loop does not turn: ``looks`` at its page in a row saw no change. (Looks, not seconds:
+    whoever was stopped together with it has seen nothing.)"""
 
     def __init__(self, page: Page, looks: int) -> None:
         self._page = page

@@ -33,13 +33,24 @@ from headrace.server.app import ROUTES
 from headrace.server.exposition import ServerMetrics
 from headrace.server.frontends import link
 from headrace.server.frontends.counters import Counters, Watch
-from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, LAST_WORDS_SECONDS, WATCH_SECONDS, Announce, Signals, loaded, until, watch_engine
+from headrace.server.lifecycle import (
+    ENGINE_EXIT_SECONDS,
+    LAST_WORDS_SECONDS,
+    WATCH_SECONDS,
+    Announce,
+    Signals,
+    loaded,
+    until,
+    watch_engine,
+)
 
 FRONT_HANG_SECONDS = 20.0  # without a turn of a front end's event loop
 MAX_SHORT_LIVES = 5  # in a row, at one place: the next would not last either
 FAILED_STARTS = 5  # in a row, of all, none of which became ready: the next would not either
 _GRACE_SECONDS = 2.0  # beyond what front ends have for their last words
-_KINDS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (errors.ConfigError, errors.ModelError, errors.OutOfMemory)}
+_KINDS: dict[str, type[HeadraceError]] = {
+    each.__name__: each for each in (errors.ConfigError, errors.ModelError, errors.OutOfMemory)
+}
 
 log = logging.getLogger("headrace.server")
 
@@ -95,7 +106,9 @@ class FrontEnds:
     """One life of an engine and its front ends. ``launch``: what all of them are started with. ``ready`` is called
     once, with lines for people, when all front ends serve. What the counters have counted before goes on."""
 
-    def __init__(self, launch: link.Launch, signals: Signals, announce: Announce, ready: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self, launch: link.Launch, signals: Signals, announce: Announce, ready: Callable[[Sequence[str]], None]
+    ) -> None:
         self._launch, self._config = launch, launch.server
         self._signals, self._announce, self._ready = signals, announce, ready
         self._counters = Counters.open(launch.counters, launch.server.api_server_count)
@@ -154,10 +167,18 @@ class FrontEnds:
         for front in self._fronts.values():
             if not front.hung and front.watch.hung():
                 front.hung = True
-                log.error("Front end %d hangs: its event loop has not turned for %g s. It is ended.", front.number, FRONT_HANG_SECONDS)
+                log.error(
+                    "Front end %d hangs: its event loop has not turned for %g s. It is ended.",
+                    front.number,
+                    FRONT_HANG_SECONDS,
+                )
                 front.signal(signal.SIGKILL)
         fronts = list(self._fronts.values())
-        if not self.was_ready and len(fronts) == self._config.api_server_count and all(front.lines is not None for front in fronts):
+        if (
+            not self.was_ready
+            and len(fronts) == self._config.api_server_count
+            and all(front.lines is not None for front in fronts)
+        ):
             self.was_ready = True
             self._ready(fronts[0].lines or ())
 
@@ -194,7 +215,9 @@ class FrontEnds:
         (sock, theirs), (engine, their_engine) = socket.socketpair(), socket.socketpair()
         with theirs, their_engine:
             launch = structs.replace(self._launch, number=number, serial=serial, engine_socket=their_engine.fileno())
-            process = await spawn("headrace.server.frontends.child", theirs, launch.listener, launch.counters, launch.engine_socket)
+            process = await spawn(
+                "headrace.server.frontends.child", theirs, launch.listener, launch.counters, launch.engine_socket
+            )
         front = FrontEnd(number, serial, process, Watch(page, round(FRONT_HANG_SECONDS / WATCH_SECONDS)))
         heard, respond = partial(self._heard, front), partial(self._respond, front)
         front.channel = Channel(link.FromFront, heard, lambda: None, respond)
@@ -259,7 +282,10 @@ class FrontEnds:
         if running:
             self._announce(f"Stopping: {running} running requests get up to {limit:g} s (press again to end them now).")
         self._signal(signal.SIGTERM)
-        await until(lambda: not self._fronts or self._signals.count > 1 or engine.dead, limit + LAST_WORDS_SECONDS + _GRACE_SECONDS)
+        await until(
+            lambda: not self._fronts or self._signals.count > 1 or engine.dead,
+            limit + LAST_WORDS_SECONDS + _GRACE_SECONDS,
+        )
         if engine.dead and self._fronts:
             log.error("The engine has died while requests were running: %s", engine.ailment)
             return await self._end_without_engine()

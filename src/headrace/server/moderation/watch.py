@@ -47,7 +47,9 @@ class HookPool:
     def __init__(self, spec: str, model_folders: Sequence[str], seconds: float) -> None:
         self._spec, self._seconds = spec, seconds
         opening = {"spec": spec, "folders": list(model_folders)}
-        self._pool = SandboxPool("headrace.server.moderation.worker", opening, self._check, most=PROCESSES, trusted=True)
+        self._pool = SandboxPool(
+            "headrace.server.moderation.worker", opening, self._check, most=PROCESSES, trusted=True
+        )
         self._threads = ThreadPoolExecutor(PROCESSES, "headrace-moderation")
 
     @classmethod
@@ -62,7 +64,11 @@ class HookPool:
         return pool
 
     def _check(self, said: Reply | None) -> None:
-        why = f"importing it takes longer than {START_SECONDS:g} s, or ends the process" if said is None else said.get("error")
+        why = (
+            f"importing it takes longer than {START_SECONDS:g} s, or ends the process"
+            if said is None
+            else said.get("error")
+        )
         if why is not None:
             raise ConfigError(f"--moderation {self._spec}: {why}.")
 
@@ -79,7 +85,9 @@ class HookPool:
                 if said is None:
                     worker.close()
         except TimeoutError:
-            raise ModerationFailed(f"The moderation function did not answer within {self._seconds:g} s, so the answer cannot be sent.") from None
+            raise ModerationFailed(
+                f"The moderation function did not answer within {self._seconds:g} s, so the answer cannot be sent."
+            ) from None
         except ConfigError as error:
             raise ModerationFailed(f"The moderation function cannot be started again: {error.message}") from None
         if said is None:
@@ -108,7 +116,9 @@ class Moderator:
             if prompt is not None and self._words is not None and WordMatcher(self._words).push(prompt, final=True)[1]:
                 yield [_end(index, "", request.params.n) for index in range(request.params.n)]
                 return
-            answers = [_JudgedAnswer(index, request, self._words, self._hook, prompt) for index in range(request.params.n)]
+            answers = [
+                _JudgedAnswer(index, request, self._words, self._hook, prompt) for index in range(request.params.n)
+            ]
             async for batch in source:
                 passed: list[RequestDelta] = []
                 for answer in answers:
@@ -129,7 +139,11 @@ async def moderating(config: ServerConfig, model: str | None) -> AsyncIterator[M
     Raises ConfigError for a list that cannot be read and a function that cannot be had.
     """
     words = read_words(config.moderation_words) if config.moderation_words is not None else None
-    hook = await HookPool.start(config.moderation, _model_folders(model), config.moderation_timeout) if config.moderation is not None else None
+    hook = (
+        await HookPool.start(config.moderation, _model_folders(model), config.moderation_timeout)
+        if config.moderation is not None
+        else None
+    )
     try:
         yield None if words is None and hook is None else Moderator(words, hook, sees_prompt=config.moderation_prompt)
     finally:
@@ -156,7 +170,9 @@ class _JudgedAnswer:
     more.
     """
 
-    def __init__(self, index: int, request: Request, words: WordList | None, hook: HookPool | None, prompt: str | None) -> None:
+    def __init__(
+        self, index: int, request: Request, words: WordList | None, hook: HookPool | None, prompt: str | None
+    ) -> None:
         self.index = index
         self.ended = False
         self._n = request.params.n

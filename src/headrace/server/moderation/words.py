@@ -1,8 +1,9 @@
 """A list of words, looked for in a text that arrives in pieces.
 
-One automaton for the whole list (Aho and Corasick 1975): a character costs about the same whatever the number of words. Case does not
-count. An entry is found as a whole word; a star at its beginning or end lets it be part of a longer one. For that, a border (the empty
-string) is fed wherever a letter, digit or underscore begins or ends a run of such, in entries and texts alike.
+One automaton for the whole list (Aho and Corasick 1975): a character costs about the same whatever the number of words.
+Case does not count. An entry is found as a whole word; a star at its beginning or end lets it be part of a longer one.
+For that, a border (the empty string) is fed wherever a letter, digit or underscore begins or ends a run of such, in
+entries and texts alike.
 
 What lives here: reading the list, and the search. What may not: answers, tokens.
 """
@@ -22,7 +23,8 @@ _BORDER = ""
 
 
 class WordList:
-    """The automaton. State 0 is the root; ``chars[s]``: characters on the way to s; ``found[s]``: of the longest entry that ends there."""
+    """The automaton. State 0 is the root; ``chars[s]``: characters on the way to s; ``found[s]``: of the longest entry
+    that ends there."""
 
     def __init__(self, entries: Iterable[str]) -> None:
         self.edges: list[dict[str, int]] = [{}]
@@ -91,16 +93,22 @@ def read_words(path: str) -> WordList:
         data = Path(path).read_bytes()
         lines = [line.strip() for line in data.decode("utf-8-sig").splitlines()]
     except OSError as error:
-        raise ConfigError(f"--moderation-words {path}: {(error.strerror or str(error)).lower()}; give a readable file.") from None
+        raise ConfigError(
+            f"--moderation-words {path}: {(error.strerror or str(error)).lower()}; give a readable file."
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"--moderation-words {path} is not UTF-8; convert it.") from None
     entries = [line for line in lines if line and not line.startswith("#")]
     longest = max(map(len, entries), default=0)
     if len(data) > MAX_BYTES or len(entries) > MAX_ENTRIES or longest > MAX_LENGTH:
         limits = f"{MAX_BYTES} bytes, {MAX_ENTRIES} entries, {MAX_LENGTH} characters each"
-        raise ConfigError(f"--moderation-words {path} has {len(data)} bytes, {len(entries)} entries, the longest of {longest}; at most {limits}.")
+        raise ConfigError(
+            f"--moderation-words {path} has {len(data)} bytes, {len(entries)} entries, the longest of {longest}; at most {limits}."
+        )
     if not entries or not all(entry.strip("*") for entry in entries):
-        raise ConfigError(f"--moderation-words {path} has no entry, or one of stars alone; give one word or phrase a line.")
+        raise ConfigError(
+            f"--moderation-words {path} has no entry, or one of stars alone; give one word or phrase a line."
+        )
     return WordList(entries)
 
 

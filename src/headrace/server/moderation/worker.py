@@ -1,9 +1,10 @@
-"""The process that runs a user's moderation function: what it does wrong, or how long it takes, is nobody else's problem.
+"""The process that runs a user's moderation function: what it does wrong, or how long it takes, is nobody else's
+problem.
 
 What lives here: finding the function, and calling it. What may not: limits of time (watch.py ends this process).
 
-Started as ``python -m headrace.server.moderation.worker``; ends with its stdin. The opening frame names folders that hold models: code
-is never taken from there. What the function prints goes to stderr.
+Started as ``python -m headrace.server.moderation.worker``; ends with its stdin. The opening frame names folders that
+hold models: code is never taken from there. What the function prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ async def _awaited(result: Any) -> Any:
 
 
 class Judge:
-    """Answers {"spec", "folders"}, the opening, with {"ready"} or {"error": why not}; then {"text", "prompt", "final"} with {"bad"} or
-    {"error": class name}: an exception's text may hold what was judged.
+    """Answers {"spec", "folders"}, the opening, with {"ready"} or {"error": why not}; then {"text", "prompt", "final"}
+    with {"bad"} or {"error": class name}: an exception's text may hold what was judged.
     """
 
     _hook: Hook

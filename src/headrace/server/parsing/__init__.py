@@ -17,8 +17,9 @@ from headrace.server.parsing.parser import OutputParser
 class AnswerFormat:
     """What the answers of one request are made of. ``opened``: the prompt has begun the reasoning.
 
-    ``functions``: what may be called; ``only``: nothing else may. ``fixed_name``: only arguments of this one are written. ``single``:
-    nothing follows the first call. ``customs``: functions that take a text. ``text_of``: what the user reads is this one's text.
+    ``functions``: what may be called; ``only``: nothing else may. ``fixed_name``: only arguments of this one are
+    written. ``single``: nothing follows the first call. ``customs``: functions that take a text. ``text_of``: what the
+    user reads is this one's text.
     """
 
     tools: ToolFormat | None = None
@@ -39,7 +40,9 @@ class AnswerFormat:
         return OutputParser(self) if parsed else None
 
 
-def answer_format(dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True, only: bool = False) -> AnswerFormat:
+def answer_format(
+    dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True, only: bool = False
+) -> AnswerFormat:
     """``prompt``: as rendered, or its end; ``functions``: what may be called."""
     tools, reasoning = dialect.tools if functions else None, dialect.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):

@@ -1,7 +1,7 @@
 """Arguments that are written between tags, given out as JSON while they come.
 
-What lives here: that way of writing, as a reader on a cursor. What may not: names of calls and what surrounds them (parser.py), values as
-JSON or Python write them (values.py).
+What lives here: that way of writing, as a reader on a cursor. What may not: names of calls and what surrounds them
+(parser.py), values as JSON or Python write them (values.py).
 
 What is given is the inside of one JSON object, from its opening brace on and without the closing one.
 """
@@ -63,7 +63,8 @@ def read_up_to(cursor: Cursor, end: str) -> Generator[None, None, str]:
 
 
 def _read_tagged_value(cursor: Cursor, tags: Tags, types: Collection[str], give: Give) -> Wait:
-    """A text stays one, as it comes; JSON does where no text may stand; of anything else only the end shows what it is."""
+    """A text stays one, as it comes; JSON does where no text may stand; of anything else only the end shows what it
+    is."""
     if tags.lines and (yield from cursor.window(1)) == "\n":
         cursor.take(cursor.at + 1)
     if set(types) == {"string"}:

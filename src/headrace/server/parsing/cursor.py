@@ -1,9 +1,10 @@
 """Text that comes in pieces, read as if it were all there: readers are generators that yield where they need more.
 
-What lives here: waiting, taking, looking ahead, and what is kept in case it turns out to be no call. What may not: any format.
+What lives here: waiting, taking, looking ahead, and what is kept in case it turns out to be no call. What may not: any
+format.
 
-Where a reader stops depends on the text alone, never on how it was cut into pieces; so every look-ahead is bounded by the text
-(``MAX_SPACE``, ``MAX_HEAD``), and none by what happens to be there.
+Where a reader stops depends on the text alone, never on how it was cut into pieces; so every look-ahead is bounded by
+the text (``MAX_SPACE``, ``MAX_HEAD``), and none by what happens to be there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How model families write tool calls and reasoning: what a row of formats.toml may say.
 
-What lives here: that, and reading the rows. What may not: parsing (parser.py), which row is a model's (choice.py), requests.
+What lives here: that, and reading the rows. What may not: parsing (parser.py), which row is a model's (choice.py),
+requests.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Style(Enum):
 class Tags(_Row, frozen=True, kw_only=True):
     """One argument is ``key_begin KEY key_end value_begin VALUE value_end``. ``end`` shows that there are no more.
 
-    ``lines``: a new line on either side of a value is not of it. ``kind_end``: after key_end comes ``true`` where the value is a text,
-    ``false`` where it is JSON, then this.
+    ``lines``: a new line on either side of a value is not of it. ``kind_end``: after key_end comes ``true`` where the
+    value is a text, ``false`` where it is JSON, then this.
     """
 
     key_begin: str
@@ -48,7 +49,8 @@ class Tags(_Row, frozen=True, kw_only=True):
 
 
 class Literals(_Row, frozen=True, kw_only=True):
-    """``KEY assign VALUE, … close``. Values are Python's literals or JSON's; with ``quote``, texts stand between two of it, as they are."""
+    """``KEY assign VALUE, … close``. Values are Python's literals or JSON's; with ``quote``, texts stand between two of
+    it, as they are."""
 
     assign: str = "="
     close: str = ")"
@@ -56,10 +58,11 @@ class Literals(_Row, frozen=True, kw_only=True):
 
 
 class Channels(_Row, frozen=True, kw_only=True):
-    """An answer is messages. Each is a header up to ``header_end`` and a text up to one of ``ends``, or to ``start``, which begins the next.
+    """An answer is messages. Each is a header up to ``header_end`` and a text up to one of ``ends``, or to ``start``,
+    which begins the next.
 
-    The prompt has begun the first. What a header says it is: reasoning, a call (whose ``name`` it may hold), or what the user reads;
-    what is none of these is no header. ``known``: nor is what calls no function that was offered.
+    The prompt has begun the first. What a header says it is: reasoning, a call (whose ``name`` it may hold), or what
+    the user reads; what is none of these is no header. ``known``: nor is what calls no function that was offered.
     """
 
     start: str
@@ -72,11 +75,13 @@ class Channels(_Row, frozen=True, kw_only=True):
 
 
 class ToolFormat(_Row, frozen=True, kw_only=True):
-    """The calls of one answer: ``section_begin call (separator call)* section_end``; white space is allowed between all parts.
+    """The calls of one answer: ``section_begin call (separator call)* section_end``; white space is allowed between all
+    parts.
 
-    A call is ``begin``, then what ``style`` says, with ``name_end`` after a name that stands alone, then ``end``. Ends may be missing.
-    ``bare``: calls stand at the start of the answer, and its section need not begin; ``only``: and nowhere else. ``loose``: a section
-    may begin with its first call. ``signs``, ``unlike``: texts that are in the chat templates of the family, and that are not.
+    A call is ``begin``, then what ``style`` says, with ``name_end`` after a name that stands alone, then ``end``. Ends
+    may be missing. ``bare``: calls stand at the start of the answer, and its section need not begin; ``only``: and
+    nowhere else. ``loose``: a section may begin with its first call. ``signs``, ``unlike``: texts that are in the chat
+    templates of the family, and that are not.
     """
 
     name: str
@@ -117,12 +122,22 @@ class ToolFormat(_Row, frozen=True, kw_only=True):
     def markers(self) -> tuple[str, ...]:
         tags, quote = self.tags, self.literals.quote
         of_tags = (tags.key_begin, tags.key_end, tags.value_begin, tags.value_end, tags.end) if tags is not None else ()
-        own = (*self.section_begin, *self.section_end, self.begin, *self.end, self.separator, self.lead, self.name_end, quote)
+        own = (
+            *self.section_begin,
+            *self.section_end,
+            self.begin,
+            *self.end,
+            self.separator,
+            self.lead,
+            self.name_end,
+            quote,
+        )
         return (*own, *of_tags, *self.wrappers, *_markers(self.channels))
 
 
 class ReasoningFormat(_Row, frozen=True, kw_only=True):
-    """Reasoning comes first in an answer, between two markers. ``implied``: also where neither prompt nor answer begins it.
+    """Reasoning comes first in an answer, between two markers. ``implied``: also where neither prompt nor answer begins
+    it.
 
     ``answer``: written around what the user reads. ``next``: written between reasoning and what follows it.
     """
@@ -174,6 +189,7 @@ TOOL_FORMATS, REASONING_FORMATS, TRIAL = _read()
 FORCED_CALLS = ToolFormat(name="forced", section_begin=("[",), section_end=("]",), separator=",", bare=True, only=True)
 FORCED_ARGUMENTS = ToolFormat(name="forced", bare=True, only=True)
 
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """What one model's answers are made of. None: nothing of the kind is taken out of the text."""
@@ -183,7 +199,8 @@ class Dialect:
 
     @property
     def names(self) -> frozenset[str]:
-        """What in the markers may be tokens by itself: they must reach the parser, though a tokenizer may call them special."""
+        """What in the markers may be tokens by itself: they must reach the parser, though a tokenizer may call them
+        special."""
         markers = (*(self.tools.markers if self.tools else ()), *(self.reasoning.markers if self.reasoning else ()))
         return frozenset(name for marker in markers for name in _NAMES.findall(marker))
 

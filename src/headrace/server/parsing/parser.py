@@ -1,11 +1,12 @@
 """The one parser of answers: a description (formats.py) tells it what to look for.
 
-What lives here: reasoning first, then content with calls between; or messages with headers that say which is which. What may not:
-values themselves (values.py), names of model families.
+What lives here: reasoning first, then content with calls between; or messages with headers that say which is which.
+What may not: values themselves (values.py), names of model families.
 
-Text that begins like a call and is none is content, all of it. Of a call that breaks off after its name and the beginning of its
-arguments have been given out, the rest is content and the call stays incomplete, which its arguments show: the brace that makes
-them JSON is given out only when the call is whole. What an answer that was cut off had begun of a marker or of a call's head is nothing.
+Text that begins like a call and is none is content, all of it. Of a call that breaks off after its name and the
+beginning of its arguments have been given out, the rest is content and the call stays incomplete, which its arguments
+show: the brace that makes them JSON is given out only when the call is whole. What an answer that was cut off had begun
+of a marker or of a call's head is nothing.
 """
 
 from __future__ import annotations
@@ -67,16 +68,22 @@ def _beginnings(text: str) -> str:
 
 
 class OutputParser:
-    """One answer's text in pieces, in; segments out. How the text is cut into pieces changes nothing but how segments are cut.
+    """One answer's text in pieces, in; segments out. How the text is cut into pieces changes nothing but how segments
+    are cut.
 
-    Only a format without a marker must name a function that was offered to be taken for a call, or any with ``form.only``.
+    Only a format without a marker must name a function that was offered to be taken for a call, or any with
+    ``form.only``.
     """
 
     def __init__(self, form: AnswerFormat) -> None:
         tools, reasoning = form.tools, form.reasoning
         self._form = form
-        self._channels = next((each.channels for each in (reasoning, tools) if each is not None and each.channels is not None), None)
-        self._known_only = form.only or (tools is not None and tools.bare) or (self._channels is not None and self._channels.known)
+        self._channels = next(
+            (each.channels for each in (reasoning, tools) if each is not None and each.channels is not None), None
+        )
+        self._known_only = (
+            form.only or (tools is not None and tools.bare) or (self._channels is not None and self._channels.known)
+        )
         self._cursor = Cursor()
         self._out: list[Segment] = []
         self._ids: set[str] = set()
@@ -95,7 +102,8 @@ class OutputParser:
         return self._taken()
 
     def finish(self, reason: str = "stop") -> list[Segment]:
-        """What was held back, once the text has ended; ``reason`` is the engine's. Where it is length, half a marker is no text."""
+        """What was held back, once the text has ended; ``reason`` is the engine's. Where it is length, half a marker is
+        no text."""
         if self._steps is not None:
             self._cursor.ended, self._cut_off = True, reason == "length"
             self._advance()
@@ -105,7 +113,8 @@ class OutputParser:
     def end_reason(self, reason: str) -> str:
         """The finish_reason to report, after ``finish()``, where the engine reports ``reason``.
 
-        ``tool_calls`` where the model stopped and its calls are complete; ``length`` where the text ends inside of a call.
+        ``tool_calls`` where the model stopped and its calls are complete; ``length`` where the text ends inside of a
+        call.
         """
         if reason != "stop" or self._form.text_of:
             return "tool_calls" if reason == "stop" else reason
@@ -133,7 +142,9 @@ class OutputParser:
         else:
             if reasoning is not None:
                 yield from self._read_reasoning(reasoning)
-            yield from self._read_content(tools, (*(tools.wrappers if tools else ()), *(reasoning.wrappers if reasoning else ())))
+            yield from self._read_content(
+                tools, (*(tools.wrappers if tools else ()), *(reasoning.wrappers if reasoning else ()))
+            )
         yield from self._until(_Markers(()), self._say)
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Wait:
@@ -171,7 +182,8 @@ class OutputParser:
                 give = yield from self._read_header(channels, marker)
 
     def _read_header(self, channels: Channels, before: str) -> Generator[None, None, Give]:
-        """What the text of the message is for. A call is read here, with its arguments. ``before``: what was taken as its start."""
+        """What the text of the message is for. A call is read here, with its arguments. ``before``: what was taken as
+        its start."""
         cursor = self._cursor
         self._call = _Call()
         cursor.record()
@@ -225,7 +237,8 @@ class OutputParser:
             self._out.append(ToolCallStart(0, create_call_id(), self._form.text_of, custom=True))
 
     def _until(self, markers: _Markers, give: Give) -> Generator[None, None, str]:
-        """Gives out the text before a marker and the white space that leads to it; returns the marker, or nothing where none comes."""
+        """Gives out the text before a marker and the white space that leads to it; returns the marker, or nothing where
+        none comes."""
         cursor = self._cursor
         while True:
             text, begin = cursor.text, cursor.at
@@ -234,7 +247,9 @@ class OutputParser:
                 return found[0]
             held = markers.held(text, begin)
             if cursor.ended:
-                half = self._cut_off and held >= (1 if self._complete else 2)  # a lone < may be anything, but after a call
+                half = self._cut_off and held >= (
+                    1 if self._complete else 2
+                )  # a lone < may be anything, but after a call
                 give(cursor.take(_trimmed(text, begin, len(text) - held) if half else len(text)))
                 cursor.at = len(text)
                 return ""
@@ -257,7 +272,11 @@ class OutputParser:
             for literal in tools.section_end:
                 yield from cursor.literal(literal)
             yield from cursor.skip_space()
-            if cursor.ended and self._cut_off and any(each.startswith(cursor.text[cursor.at :]) for each in tools.markers):
+            if (
+                cursor.ended
+                and self._cut_off
+                and any(each.startswith(cursor.text[cursor.at :]) for each in tools.markers)
+            ):
                 cursor.at = len(cursor.text)  # the beginning of an end
         except Malformed:
             self._give_up()
@@ -458,7 +477,9 @@ class OutputParser:
             self._argue(rest)
 
     def _may_be_header(self, head: str) -> bool:
-        return any(head.startswith(each) or each.startswith(head) for each in ("<|", "to=", "all", *self._form.functions))
+        return any(
+            head.startswith(each) or each.startswith(head) for each in ("<|", "to=", "all", *self._form.functions)
+        )
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
-"""Values read in pieces, strictly: as they come, they are given out as JSON, and a character that cannot follow is noticed at once.
+"""Values read in pieces, strictly: as they come, they are given out as JSON, and a character that cannot follow is
+noticed at once.
 
-What lives here: values and strings as JSON and as Python write them, as readers on a cursor. What may not: recursion (depth is bounded and on
-a list), building values.
+What lives here: values and strings as JSON and as Python write them, as readers on a cursor. What may not: recursion
+(depth is bounded and on a list), building values.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def quoted(text: str) -> str:
 
 
 class _Values:
-    """One value, however deep, as JSON has it: given as it is written. The brace or bracket that ends it is taken but not given: whether what
-    it belongs to is whole may not be known yet."""
+    """One value, however deep, as JSON has it: given as it is written. The brace or bracket that ends it is taken but
+    not given: whether what it belongs to is whole may not be known yet."""
 
     closers: ClassVar = {"{": "}", "[": "]"}
 
@@ -249,7 +250,8 @@ def read_literal(cursor: Cursor, give: Give) -> Wait:
 
 
 def read_keywords(cursor: Cursor, literals: Literals, give: Give) -> Wait:
-    """``key=value, …)``, from behind the opening bracket on: the inside of one object, from its opening brace on and without the closing one."""
+    """``key=value, …)``, from behind the opening bracket on: the inside of one object, from its opening brace on and
+    without the closing one."""
     lead = "{"
     while (yield from cursor.space()) != literals.close:
         key = yield from read_word(cursor, _KEY)
@@ -267,7 +269,8 @@ def read_keywords(cursor: Cursor, literals: Literals, give: Give) -> Wait:
 
 
 def read_word(cursor: Cursor, letters: re.Pattern[str]) -> Generator[None, None, str]:
-    """Characters that are ``letters``, up to the first that is none. Raises Malformed where there are none or too many."""
+    """Characters that are ``letters``, up to the first that is none. Raises Malformed where there are none or too
+    many."""
     word = ""
     while len(word) <= MAX_TEXT and letters.match((yield from cursor.peek())):
         word += cursor.take(cursor.at + 1)
@@ -304,7 +307,11 @@ def _read_python_string(cursor: Cursor, give: Give) -> Wait:
     quote = cursor.take(cursor.at + 1)
     give('"')
     while (character := (yield from cursor.peek())) != quote:
-        give((yield from _read_python_escape(cursor)) if character == "\\" else quoted(cursor.match(_PYTHON_PLAIN[quote])))
+        give(
+            (yield from _read_python_escape(cursor))
+            if character == "\\"
+            else quoted(cursor.match(_PYTHON_PLAIN[quote]))
+        )
     cursor.take(cursor.at + 1)
     give('"')
 
