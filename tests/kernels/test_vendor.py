@@ -215,7 +215,7 @@ def test_a_file_that_says_nothing_counts_as_empty_and_is_named(
 def test_the_shipped_table_is_sound() -> None:
     for device, weights in json.loads(SHIPPED.read_text()).items():
         found = MEASURED.read(SHIPPED, device)
-        assert len(found) == len(weights["tuned"])
+        assert len(found) == len(weights.get("tuned", ()))
         for choices in found.values():
             assert [each.least for each in choices] == sorted({each.least for each in choices})
             assert all(0 < each.least <= each.measured for each in choices)

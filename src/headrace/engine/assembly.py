@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
@@ -33,12 +33,14 @@ from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
-from headrace.parallel.ranks import Ranks, begin_ranks
 from headrace.processes.builders import mark_of
 from headrace.processes.garbage import no_collections
 from headrace.sampling_params import SamplingParams
 from headrace.torch_environment import prepare_for_torch
 from headrace.worker.head_start import HeadStart, Stages, begin_head_start
+
+if TYPE_CHECKING:
+    from headrace.parallel.ranks import Ranks
 
 KERNEL_PATIENCE = 120.0  # seconds
 
@@ -207,8 +209,7 @@ def _create_executor(
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
     mark = mark_of(config, source.config) if config.device.device != "cpu" else None
-    several = config.device.tensor_parallel_size > 1
-    ranks = begin_ranks(config, spec_from_config(source.config), str(mark or ""), lost) if several else None
+    ranks = _begin_ranks(config, source, mark, lost) if config.device.tensor_parallel_size > 1 else None
     prepare_for_torch()
     try:
         with (begin_head_start(mark) if mark is not None else None) or nullcontext() as head_start:
@@ -217,6 +218,15 @@ def _create_executor(
         if ranks is not None:
             ranks.close()
         raise
+
+
+def _begin_ranks(
+    config: EngineConfig, source: ModelSource, mark: Path | None, lost: Callable[[str], None] | None
+) -> Ranks:
+    """One rank alone loads none of this."""
+    from headrace.parallel.ranks import begin_ranks
+
+    return begin_ranks(config, spec_from_config(source.config), str(mark or ""), lost)
 
 
 def _load(
