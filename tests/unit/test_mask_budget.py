@@ -9,15 +9,16 @@ from headrace.engine.grammar_masks import GrammarMasks
 from headrace.sampling_params import StructuredOutputs
 from headrace.scheduler.step_planner import MASK_SECONDS
 from tests.support.grammars import create_masks, expected_under_grammar
-from tests.support.hash_engine import Answers, engine, plans_of, request, run
+from tests.support.hash_engine import Answers, assert_at_rest, engine, plans_of, request, run
 from tests.support.journal import Journal, replay
 
 WANTED = StructuredOutputs(regex="[ab]+")
+LONG = StructuredOutputs(choice=("the only one of all that may come",))  # forced: several tokens are due at once
 MASK = MASK_SECONDS / 2.5  # two fit in
 
 
 def _masks(seconds: float) -> GrammarMasks:
-    masks = create_masks()
+    masks = create_masks((WANTED, LONG))
     masks._note_seconds = lambda request_id, _: masks.seconds.update({request_id: seconds})  # type: ignore[method-assign]
     return masks
 
@@ -70,6 +71,28 @@ def test_a_mask_that_is_longer_than_a_step_may_wait_comes_alone() -> None:
     answers = run(core)
     assert max(len(plan.masked) for plan in plans[2:]) == 1
     assert [len(answers.tokens[0, index]) for index in range(3)] == [4, 4, 4] and len(answers.tokens[1, 0]) == 30
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("wanted", "num_blocks", "block_size"), [(WANTED, 9, 4), (LONG, 5, 8)])
+def test_masks_are_not_left_to_whom_there_is_no_room_for(
+    depth: int, wanted: StructuredOutputs, num_blocks: int, block_size: int
+) -> None:
+    """Whoever has the first masks may find no block for its token (and is pushed out) or for its forced ones (and waits
+    for those of the other, which waited for its masks for ever)."""
+    core = engine(depth=depth, num_blocks=num_blocks, block_size=block_size, masks=_masks(10 * MASK_SECONDS))
+    asked = [request(0, [1, 2, 3, 4], max_tokens=18, structured_outputs=WANTED)]
+    asked += [request(1, [5], max_tokens=35, structured_outputs=wanted)]
+    for each in asked:
+        core.add(each)
+    plans, answers = plans_of(core), Answers()
+    while core.has_work:
+        before, idle = len(plans), not core.scheduler.in_flight
+        outputs = core.step()
+        answers.take(outputs)
+        assert outputs or not idle or len(plans) > before, "there is work, nothing in flight, and nothing is done"
+    assert [answers.tokens[each.request_id, 0] for each in asked] == [expected_under_grammar(each) for each in asked]
+    assert_at_rest(core)
 
 
 def test_what_a_mask_takes_is_expected_again_and_fades() -> None:

@@ -10,7 +10,7 @@ What lives here: order, budgets, admission, preemption. What may not: what resul
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -102,7 +102,7 @@ class StepPlanner:
         self.max_step_seconds = limits.max_step_seconds
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._starved: Sequence | None = None  # a prompt under way that found no room
+        self._starved: Sequence | None = None  # of those under way that found no room, the first in order
         self._starved_since = 0  # the step that it found none in first
         self.batch_quota = 0  # static batching: how many the current batch may still admit
 
@@ -110,7 +110,7 @@ class StepPlanner:
         """``idle``: nothing is in flight. ``mask_seconds``: as Scheduler.schedule has them."""
         self._preempt_for_waiting(plan)
         self._free_room(plan)
-        late = self._late(mask_seconds) if mask_seconds else ()
+        late = self._late(mask_seconds)
         if self.config.chunked_prefill:
             self._plan_running(plan, late)
             self._plan_waiting(plan, now, idle)
@@ -144,28 +144,33 @@ class StepPlanner:
         self._plan_waiting(plan, now, idle=False)  # it only says why they wait
         return due
 
-    def _late(self, mask_seconds: Mapping[int, float]) -> Container[Sequence]:
-        """Those who are left out of this step because their masks would hold up all others: whoever was planned longest
-        ago goes first, and one always goes. A request that is alone holds up nobody."""
-        if len(self.roster.requests) == 1:
-            return ()
+    def _late(self, mask_seconds: Mapping[int, float]) -> Collection[Sequence]:
+        """Those who make way in this step because their masks would hold up all others, in the order of their turns:
+        whoever was planned longest ago goes first, and one never makes way. A request that is alone holds up nobody."""
+        left, late = MASK_SECONDS, dict[Sequence, float]()
+        if not mask_seconds or len(self.roster.requests) == 1:
+            return late
         wanted = [each for each in self.roster.running if each.structured and each.num_tokens > each.num_prompt_tokens]
-        left, late = MASK_SECONDS, []
         for place, sequence in enumerate(sorted(wanted, key=lambda each: each.last_step)):
             left -= mask_seconds.get(sequence.request_id, 0.0)
             if left < 0 and place:
-                late.append(sequence)
-        return frozenset(late)
+                late[sequence] = left
+        return late
 
-    def _plan_running(self, plan: PlanBuilder, late: Container[Sequence] = ()) -> None:
-        """One token for each sequence that needs one, then what is left of the budget for prompts under way."""
+    def _plan_running(self, plan: PlanBuilder, late: Collection[Sequence]) -> None:
+        """One token for each sequence that needs one, then what is left of the budget for prompts under way.
+
+        Who is late makes way only for masks that are made: if those who had the first found no room, or wait for what
+        the late ones hold, these go on.
+        """
         drafts = self._drafts_each()
         others = self._plan_drafts(plan, late, drafts) if drafts else self._plan_singles(plan, late)
         for sequence in others:
-            self._plan_longer(sequence, plan)
+            if not (plan.masked and sequence in late):
+                self._plan_longer(sequence, plan)
 
-    def _plan_singles(self, plan: PlanBuilder, late: Container[Sequence]) -> list[Sequence]:
-        """One token for each sequence that needs one. Returns the others, forced ones first.
+    def _plan_singles(self, plan: PlanBuilder, late: Collection[Sequence]) -> list[Sequence]:
+        """One token for each sequence that needs one. Returns the others: forced ones, late ones, prompts.
 
         The hot loop: a sequence below ``plain_until`` needs no block, no copy and is not at its last token.
         """
@@ -195,7 +200,7 @@ class StepPlanner:
             else:
                 longer.append(sequence)
         plan.complete_plain_work()
-        return forced + longer
+        return [*forced, *late, *longer]
 
     def _drafts_each(self) -> int:
         """Drafts of each sequence in this step: as many as are worth it, and as the budget has beside one token of
@@ -205,7 +210,7 @@ class StepPlanner:
             return 0
         return max(0, min(self.speculation.length(running), self.limits.max_num_batched_tokens // running - 1))
 
-    def _plan_drafts(self, plan: PlanBuilder, late: Container[Sequence], most: int) -> list[Sequence]:
+    def _plan_drafts(self, plan: PlanBuilder, late: Collection[Sequence], most: int) -> list[Sequence]:
         """The same where sequences get their last sampled token and up to ``most`` that the worker proposes behind
         it."""
         longer: list[Sequence] = []
@@ -220,7 +225,7 @@ class StepPlanner:
                 plan.add_drafting(sequence, total - 1, most)
             elif not self._try_drafts(sequence, plan, most):
                 self._plan_decode(sequence, plan)
-        return forced + longer
+        return [*forced, *late, *longer]
 
     def _try_drafts(self, sequence: Sequence, plan: PlanBuilder, most: int) -> bool:
         """Where it has an answer begun, needs a block or is near its end."""
@@ -255,15 +260,10 @@ class StepPlanner:
         while not self._try_chunk(sequence, plan):
             victim = self.roster.running[-1]
             if self.cache.num_leaving or victim is sequence or victim.last_step == plan.step_id:
-                return self._note_starved(sequence, plan)
+                if self._starved is None or sequence.order < self._starved.order:
+                    self._starved, self._starved_since = sequence, plan.step_id
+                return
             self.roster.preempt_last()
-        if self._starved is sequence and sequence.last_step == plan.step_id:
-            self._starved = None
-
-    def _note_starved(self, sequence: Sequence, plan: PlanBuilder) -> None:
-        """Of several, the first in order."""
-        if self._starved is None or sequence.order < self._starved.order:
-            self._starved, self._starved_since = sequence, plan.step_id
 
     def _free_room(self, plan: PlanBuilder) -> None:
         """Makes room for a prompt under way that has found none, because all who came later were planned before it, or
@@ -328,6 +328,8 @@ class StepPlanner:
         assert sequence.row is not None
         if not self.cache.try_prepare(kv, start, end, sequence.row, plan.edits, plan.step_id):
             return False
+        if self._starved is sequence:
+            self._starved = None
         if sequence.row_lags:
             plan.add_row(sequence)
         sequence.num_computed_tokens = end
