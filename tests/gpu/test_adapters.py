@@ -18,8 +18,7 @@ from headrace.kernels.operations import ADD_DELTAS, LOOK_UP_DELTAS
 from headrace.layers.basic import RMSNorm
 from headrace.layers.context import LayerContext
 from headrace.layers.delta import Delta
-from headrace.layers.linear import Linear
-from headrace.layers.stream import Stream
+from headrace.layers.linear import Linear, Stream
 from headrace.request import NO_SLOT
 from headrace.sites import Role, layer_matrices
 from headrace.spec import Activation

@@ -24,10 +24,9 @@ import torch
 
 import headrace.kernels as registry
 from headrace.errors import ConfigError
-from headrace.kernels import Kernels, StrictKernelError
+from headrace.kernels import Kernels, StrictKernelError, guarded
 from headrace.kernels.build.ahead import CompileAhead
 from headrace.kernels.candidate import CallSite, Candidate, Sizes
-from headrace.kernels.fallback import guarded
 from headrace.kernels.norm import reference
 from tests.support.kernel_cases import called, carried_out
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from headrace.kernels import Kernels
-from headrace.kernels.linear import onednn, reference
+from headrace.kernels.linear import native as products
+from headrace.kernels.linear import reference
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.sites import Role, Split, Weight
@@ -84,11 +85,11 @@ def test_a_cpu_that_onednn_does_not_pack_for_takes_the_next_candidate(monkeypatc
     def refuse(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         raise RuntimeError("bf16 path needs the cpu support avx512bw\nand a long tail")
 
-    monkeypatch.setattr(onednn, "pack", refuse)
-    onednn._refusal.cache_clear()
+    monkeypatch.setattr(products, "pack_for_onednn", refuse)
+    products._refusal.cache_clear()
     kernels = Kernels(CPU)
     weight, x = torch.randn(7, 5).bfloat16(), torch.randn(3, 5).bfloat16()
     pack = kernels.choose(*called("linear", dtype=torch.bfloat16, in_features=5, out_features=7))
     assert_close(pack(weight, None)(x), reference.linear(weight, None)(x), torch.bfloat16)
     assert "on this CPU: bf16 path needs the cpu support avx512bw" in str(kernels.choices)
-    onednn._refusal.cache_clear()
+    products._refusal.cache_clear()

@@ -9,7 +9,7 @@ import torch
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import ExpertFacts
 from headrace.kernels.linear.packed import packed_moe
-from headrace.kernels.moe.coded import CodedMoe, _packed_singly, _packed_together, lay
+from headrace.kernels.moe.triton_coded import CodedMoe, _packed_singly, _packed_together, lay
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.floats import MXFP4

@@ -22,7 +22,6 @@ import torch
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.kernels.candidate import CallSite, Candidate, Declined, Empty, F, Facts, Sizes, plainly_empty
-from headrace.kernels.fallback import guarded
 from headrace.kernels.linear.reference import linear_into
 from headrace.kernels.operations import OPERATIONS, Operation, S
 
@@ -259,3 +258,47 @@ class Kernels:
 
 def _reasons(declined: Sequence[tuple[Candidate[Any], str]]) -> tuple[tuple[str, str], ...]:
     return tuple((candidate.name, reason) for candidate, reason in declined)
+
+
+# --- a call site whose kernel may still prove impossible to build
+
+GiveWay = Callable[[Exception], Any]  # the successor's callable; raises the error itself if there is to be none
+
+
+class Guarded:
+    """Calls a candidate; if its kernel cannot be built, the successor takes this call and every later one.
+
+    A kernel is compiled by its first call, and again by the first call of another specialisation, so the guard stays.
+    It costs one Python call (a tenth of a microsecond), touches no tensor, and is not there when a captured graph is
+    replayed.
+    """
+
+    __slots__ = ("_give_way", "_run")
+
+    def __init__(self, run: Any, give_way: GiveWay) -> None:
+        self._run = run
+        self._give_way = give_way
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self._run(*arguments, **named)
+        except Exception as error:  # give_way raises it again unless it says that the kernel cannot be built
+            self._run = self._give_way(error)
+        return self._run(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whoever is called now answers for itself."""
+        return getattr(self._run, name)
+
+
+def guarded(run: Any, give_way: GiveWay, *, makes: bool) -> Any:
+    """``makes``: ``run`` makes the callable of a layer (from its weights), and what it makes is guarded; None stays
+    None."""
+    if not makes:
+        return Guarded(run, give_way)
+
+    def make(*weights: Any) -> Guarded | None:
+        made = run(*weights)
+        return None if made is None else Guarded(made, lambda error: give_way(error)(*weights))
+
+    return make

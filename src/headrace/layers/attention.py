@@ -17,8 +17,7 @@ from headrace.kernels.inputs import Alone, AttentionInputs, LayerStep, Quantized
 from headrace.kernels.operations import PAGED_ATTENTION, ROPE_ATTENTION, ROTARY_WRITE
 from headrace.layers.basic import RMSNorm
 from headrace.layers.context import LayerContext
-from headrace.layers.linear import Linear
-from headrace.layers.stream import Norm, Stream
+from headrace.layers.linear import Linear, Norm, Stream
 from headrace.sites import Role, Weight
 from headrace.spec import DecoderSpec, KVFormat, LayerSpec
 

@@ -18,9 +18,8 @@ from headrace.kernels.lora.inputs import AdapterRows
 from headrace.kernels.operations import EMBEDDING, LAYER_NORM, RMS_NORM
 from headrace.layers.context import LayerContext
 from headrace.layers.delta import Delta
-from headrace.layers.linear import Linear
+from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.packed import Piece, create_pieces
-from headrace.layers.stream import Norm, Stream
 from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation
 

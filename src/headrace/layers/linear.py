@@ -1,14 +1,14 @@
-"""The linear layer: a weight, and the operations that it is part of.
+"""The linear layer: a weight, and the operations that it is part of; and the residual stream that it adds to.
 
-What lives here: Linear, alone and with what stands around it. What may not: weight formats (quant/), kernels, reading
-checkpoints.
+What lives here: Linear, alone and with what stands around it; the stream as one half of a block leaves it for the next.
+What may not: weight formats (quant/), kernels, reading checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,58 @@ from headrace.kernels.operations import (
 from headrace.layers.context import LayerContext
 from headrace.layers.delta import Delta
 from headrace.layers.packed import Piece, create_pieces
-from headrace.layers.stream import Norm, Stream
 from headrace.sites import Split, Weight
 from headrace.spec import Activation
+
+
+class Norm(Protocol):
+    eps: float
+    scale: Tensor  # [hidden]: what normed values are multiplied by, for a kernel that does part of the norm
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...  # norm(x + residual), x + residual
+
+
+@dataclass(slots=True)
+class Stream:
+    """What one step has computed so far. Whoever adds a result may leave it ``pending`` for the norm that follows,
+    which adds it at no cost; or add it and leave that norm half done: ``scaled`` by its weight, to be divided by the
+    root of the mean of ``squares``.
+
+    ``takes_norms``, ``takes_sums``: products of this step take in norms and sums, or sums alone, where they have a
+    kernel for it. ``adapters``: rows that adapters add to.
+    """
+
+    sum: Tensor  # [tokens, hidden]
+    takes_norms: bool
+    takes_sums: bool
+    pending: Tensor | None = None  # [tokens, hidden]
+    scaled: Tensor | None = None  # [tokens, hidden]
+    adapters: AdapterRows | None = None
+    squares: Tensor | None = None  # [pieces, tokens], float32: partial sums
+
+    def normed(self, norm: Norm) -> Tensor:
+        """The norm of all that has been computed, which is added up then."""
+        if self.pending is None:
+            return norm.forward(self.sum)[0]
+        x, self.sum = norm.forward(self.pending, self.sum)
+        self.pending = None
+        return x
+
+    def add(self, y: Tensor, norm: Norm) -> None:
+        """A result onto the sum at once. Where products take in norms, that before the next one is left half done, as
+        they leave it."""
+        self.sum = self.sum + y
+        if self.takes_norms:
+            self.scaled = (self.sum * norm.scale).to(y.dtype)
+            self.squares = self.sum.float().square().sum(1).unsqueeze(0)
+
+    def renormed(self, norm: Norm | None) -> None:
+        """What is pending passes a norm of its own before it is added."""
+        if norm is not None and self.pending is not None:
+            self.pending = norm.forward(self.pending)[0]
+
 
 T = TypeVar("T")
 W = TypeVar("W")

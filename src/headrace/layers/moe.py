@@ -14,9 +14,8 @@ from headrace.kernels.candidate import ExpertFacts
 from headrace.kernels.operations import MOE, PACKED_MOE
 from headrace.layers.basic import empty_parameter
 from headrace.layers.context import LayerContext
-from headrace.layers.linear import Linear
+from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.packed import Piece, create_pieces
-from headrace.layers.stream import Norm, Stream
 from headrace.sites import Role, Weight
 from headrace.spec import Activation, MoESpec
 

@@ -23,10 +23,9 @@ from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
 from headrace.layers.attention import Attention, attention_alone
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.context import LayerContext
-from headrace.layers.linear import Linear
+from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.rotary import rotary_table
-from headrace.layers.stream import Norm, Stream
 from headrace.parallel.group import Group
 from headrace.sites import Role, head, is_plain, layer_matrices, weights
 from headrace.spec import DecoderSpec, KVFormat, NormKind, attention_groups

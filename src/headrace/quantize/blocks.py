@@ -16,9 +16,9 @@ from headrace.kernels.inputs import AttentionInputs, ForwardInputs, LayerStep
 from headrace.kernels.moe.reference import route
 from headrace.kernels.norm.reference import gated_activation
 from headrace.layers.context import LayerContext
+from headrace.layers.linear import Stream
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.rotary import rotary_table
-from headrace.layers.stream import Stream
 from headrace.models.checkpoint import Checkpoint
 from headrace.models.decoder import Block, Decoder, finish_modules
 from headrace.models.loader import load_weights

@@ -17,10 +17,10 @@ from headrace.kernels.build import gpu
 from headrace.kernels.build.native import native
 from headrace.kernels.build.rehearsals import TOKENS, corner
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, Shape, Sizes, WeightFacts
-from headrace.kernels.linear import compressed, onednn, panels
+from headrace.kernels.linear import compressed, panels
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.gated_tiles import measured_tiles
-from headrace.kernels.linear.native import create_linear
+from headrace.kernels.linear.native import create_linear, create_onednn
 from headrace.kernels.linear.packing import empty
 from headrace.kernels.linear.ring_forms import MEASURED as RINGS
 from headrace.kernels.linear.ring_forms import RingForms
@@ -441,7 +441,7 @@ def _eight(create: str, rehearse: Any, dtypes: tuple[torch.dtype, ...], *techniq
 
 _FLAT = frozenset({"flat_gemm"})
 LINEAR = (
-    Candidate("onednn", onednn.create_linear, batch_invariant=False),
+    Candidate("onednn", create_onednn, batch_invariant=False),
     native(create_linear),
     gpu.triton(
         "linear.flat_linear:create_linear", _flat_calls, _few_rows,

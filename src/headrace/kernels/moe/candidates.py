@@ -1,24 +1,68 @@
 """The candidates for sparse feed-forward networks, best first.
 
-What lives here: the ordered list, and small calls that build each kernel a model will launch. What may not: kernels.
+What lives here: the ordered list, small calls that build each kernel a model will launch, and the C kernel (moe.c) as a
+torch function. What may not: Triton, compiling (build/), mathematics.
 """
 
 from __future__ import annotations
 
+from ctypes import c_int
 from functools import partial
+from struct import Struct
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headrace.kernels.build import gpu
-from headrace.kernels.build.native import native
+from headrace.kernels.build.c_compiler import Native
+from headrace.kernels.build.native import ACTIVATIONS, TYPES, function_of, native, rows_of
 from headrace.kernels.build.rehearsals import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes
 from headrace.kernels.linear import panels
 from headrace.kernels.linear.candidates import INTEGER, INTEGERS
+from headrace.kernels.linear.native import FEW_ROWS
 from headrace.kernels.linear.packing import empty
-from headrace.kernels.moe.native import create_moe
+from headrace.kernels.moe import reference
 from headrace.sites import matrices
+from headrace.spec import Activation
+
+_SPARSE = Struct("@2i5q5P2q2i")  # the argument struct of the C file, field for field: i int, q int64, P pointer
+
+
+def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
+    num_experts, top_k = site.facts.num_experts, site.facts.top_k
+    function = function_of(native, "headrace_moe", "si", c_int)
+    invariant, empty = site.batch_invariant, site.empty
+    always = invariant or site.facts.dtype is torch.float16
+
+    def few(
+        x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation
+    ) -> Tensor:
+        x, router_logits, gate_up, down = rows_of(x), rows_of(router_logits), gate_up.contiguous(), down.contiguous()
+        out = empty(x.shape, x.dtype, x.device)
+        failed = function(
+            _SPARSE.pack(
+                TYPES[x.dtype], ACTIVATIONS[kind], x.shape[0], x.shape[1], down.shape[2], gate_up.shape[0], top_k,
+                x.data_ptr(), router_logits.data_ptr(), gate_up.data_ptr(), down.data_ptr(), out.data_ptr(),
+                x.stride(0), router_logits.stride(0), renormalize, invariant,
+            ),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no memory for {x.shape[0]} tokens of a sparse feed-forward with {top_k} experts each")
+        return out
+
+    def moe(
+        x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation
+    ) -> Tensor:
+        if always or x.shape[0] * top_k <= FEW_ROWS * num_experts:
+            return few(x, router_logits, gate_up, down, renormalize, kind)
+        return reference.moe(
+            x, router_logits, gate_up, down, top_k, renormalize, kind
+        )  # many tokens an expert: torch's blocked product
+
+    return moe
 
 
 def _refuses(site: CallSite[ExpertFacts]) -> str | None:
@@ -98,7 +142,7 @@ PACKED_MOE = (
     ),
     native(partial(panels.create_moe, rounds=False), batch_invariant=False, optional=True),
     gpu.triton(
-        "moe.coded:create_moe", coded_experts, _uncoded,
+        "moe.triton_coded:create_moe", coded_experts, _uncoded,
         name="codes", dtypes=(torch.bfloat16, torch.float16), techniques=frozenset({"quantized_gemm"}), batch_invariant=False, optional=True,
     ),
 )  # fmt: skip

@@ -2,17 +2,31 @@
 """The sparse feed-forward over experts in codes of few bits: the grouped products of triton_moe.py, whose weights are
 read by triton_codes.py.
 
-What lives here: those two kernels. What may not: routing, the weighted sum (triton_moe.py), the callable (coded.py).
+What lives here: those two kernels, laying experts out, the callable and its launches. What may not: routing, the
+weighted sum (triton_moe.py), what formats mean (quant/).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
 import triton.language as tl
+from torch import Tensor
 
 from headrace.kernels.build.launch import launchable
+from headrace.kernels.candidate import CallSite, EightBits, Empty, ExpertFacts, plainly_empty
+from headrace.kernels.linear.coded import constants, reader, views
+from headrace.kernels.linear.packed import PackedMatrix
+from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, joined, pack
 from headrace.kernels.linear.triton_codes import _product, _split
-from headrace.kernels.moe.triton_moe import _unit
-from headrace.kernels.norm.triton_activation import act
+from headrace.kernels.moe.triton_moe import _combine_kernel, _routed, _unit
+from headrace.kernels.norm.triton_activation import KINDS, act
+from headrace.kernels.norm.triton_rounded import rounded
+from headrace.spec import Activation
 
 
 @launchable(do_not_specialize=["room", "steps", "tiles"])
@@ -68,3 +82,148 @@ def _contract_coded_kernel(
         column = strip * (BLOCKS * 64) + tl.arange(0, BLOCKS * 64)
         at = out_ptr + pair[None, :] * HIDDEN + column[:, None]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & (column < HIDDEN)[:, None])
+
+
+_BLOCKS = 2  # of 64 rows, a tile
+_TILES = (
+    (4.0, 16),
+    (16.0, 32),
+    (float("inf"), 64),
+)  # up to so many pairs an expert in the mean: pairs of a tile. A rule, not measured
+
+
+def lay(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: bool) -> Packed:
+    """All experts, one below another in memory; the first of them, where every piece is found again. Once."""
+    first = pieces[0]
+    if not first.laid:
+        outs, count = sum(piece.outs for piece in pieces), first.num_copies
+        whole = coding.blocks(outs, first.ins)[0] * ROWS == outs and len(pieces) <= 1 + gated
+        own = _packed_together(pieces, coding, gated=gated) if whole else _packed_singly(pieces, coding, gated=gated)
+        blocks, factor = own.blocks.view(count, -1, *own.blocks.shape[1:]), own.factor.view(count, -1)
+        for copy in range(count):
+            at = 0
+            for piece in pieces:
+                piece.lay(replace(own, blocks=blocks[copy], factor=factor[copy], outs=outs), at)
+                at += piece.outs
+    return first.laid[0]
+
+
+def _packed_together(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: bool) -> Packed:
+    """Whole blocks of rows: as one matrix of all experts, since single ones take as many launches each."""
+    first, count = pieces[0], pieces[0].num_copies
+    halves = 1 + (gated and len(pieces) == 1)
+    sides = [(piece, half * (piece.outs // halves)) for piece in pieces for half in range(halves)]
+    height = first.outs // halves
+
+    def read(rows: slice) -> Codes:
+        (piece, above), parts = sides[rows.start // (count * height)], []
+        at, end = rows.start % (count * height), rows.start % (count * height) + rows.stop - rows.start
+        while at < end:
+            copy, row = divmod(at, height)
+            until = min(height, row + end - at)
+            parts.append(piece.in_codes(slice(above + row, above + until), copy))
+            at += until - row
+        return joined(parts)
+
+    return pack(read, len(sides) * count * height, coding, gated=gated)
+
+
+def _packed_singly(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: bool) -> Packed:
+    outs = sum(piece.outs for piece in pieces)
+    laid = [pack(reader(pieces, copy), outs, coding, gated=gated) for copy in range(pieces[0].num_copies)]
+    return replace(
+        laid[0], blocks=torch.cat([each.blocks for each in laid]), factor=torch.cat([each.factor for each in laid])
+    )
+
+
+def rounded_again(x: Tensor, eight: EightBits | None) -> Tensor:
+    """Rows as the format computes with them: in 8 bits, and back."""
+    if eight is None:
+        return x
+    codes, scale = rounded(
+        x, torch.int8 if eight.kind == "int8" else torch.float8_e4m3fn, group=eight.group, powers=eight.powers
+    )
+    return (codes.to(torch.float32).view(*scale.shape, -1) * scale.unsqueeze(-1)).view(x.shape).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMoe:
+    """As ``packed_moe``: ``x`` [T, H], bfloat16 or float16. Experts are laid out at the first call, which a start
+    makes."""
+
+    facts: ExpertFacts
+    empty: Empty = plainly_empty
+
+    def __call__(
+        self, x: Tensor, router_logits: Tensor, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix], top_k: int, renormalize: bool,
+        kind: Activation,
+    ) -> Tensor:  # fmt: skip
+        up, narrow = list(gate_up), list(down)
+        codings = self.facts.rounded
+        assert codings[0] is not None and codings[-1] is not None, "asked only where there are some"
+        return self.computed(
+            x,
+            router_logits,
+            lay(up, codings[0], gated=True),
+            lay(narrow, codings[-1], gated=False),
+            top_k,
+            renormalize,
+            kind,
+        )
+
+    def computed(
+        self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation
+    ) -> Tensor:
+        """``up``, ``down``: the first expert's, behind which the others lie."""
+        (tokens, hidden), inner, experts, device = x.shape, down.ins, self.facts.num_experts, x.device
+        if not tokens:
+            return torch.empty_like(x)
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        out = self.empty((tokens, hidden), x.dtype, device)
+        expanded = self.empty((tokens, top_k, inner), x.dtype, device)
+        contracted = self.empty((tokens, top_k, hidden), x.dtype, device)
+        weights, counts, listed = _routed(logits, top_k, renormalize)
+        pairs = tokens * top_k
+        rows = next(rows for mean, rows in _TILES if pairs <= mean * experts)
+        named: dict[str, Any] = {
+            "EXPERTS": experts,
+            "BLOCK_E": triton.next_power_of_2(experts),
+            "HIDDEN": hidden,
+            "INNER": inner,
+        }
+        named |= {"BLOCK_M": rows, "BLOCKS": _BLOCKS, "num_warps": 4, "num_stages": 3}
+        first, second = self.facts.eights[0], self.facts.eights[-1]
+        x = rounded_again(x.contiguous(), first)
+        _expand_coded_kernel[_grid(pairs, experts, rows, triton.cdiv(inner, _BLOCKS * ROWS // 2))](
+            x, *views(_all(up, experts)), _table(up), expanded, counts, listed, x.stride(0), tokens, up.blocks.shape[1], len(up.blocks),
+            **constants(up.coding), TOP_K=top_k, KIND=KINDS[kind], **named,
+        )  # fmt: skip
+        expanded = rounded_again(expanded.view(pairs, inner), second)
+        _contract_coded_kernel[_grid(pairs, experts, rows, triton.cdiv(hidden, _BLOCKS * ROWS))](
+            expanded, *views(_all(down, experts)), _table(down), contracted, counts, listed, tokens, down.blocks.shape[1], len(down.blocks),
+            **constants(down.coding), **named,
+        )  # fmt: skip
+        block = min(1024, triton.next_power_of_2(hidden))
+        _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+            contracted, weights, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=False, num_warps=4
+        )
+        return out
+
+
+def _all(packed: Packed, experts: int) -> Packed:
+    """Of the first expert: the others, too."""
+    blocks = packed.blocks.as_strided((experts * len(packed.blocks), *packed.blocks.shape[1:]), packed.blocks.stride())
+    return replace(packed, blocks=blocks, factor=packed.factor.as_strided((experts * len(packed.factor),), (1,)))
+
+
+def _table(packed: Packed) -> Tensor:
+    return packed.factor if packed.table is None else packed.table
+
+
+def _grid(pairs: int, experts: int, rows: int, across: int) -> tuple[int]:
+    """As many programs as there are tiles at most, however the pairs are spread."""
+    return ((pairs // rows + min(experts, pairs)) * across,)
+
+
+def create_moe(site: CallSite[ExpertFacts]) -> CodedMoe:
+    return CodedMoe(site.facts, site.empty)
