@@ -12,7 +12,7 @@ import torch
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import DeltaFacts
-from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.lora.reference import add_deltas, look_up_deltas
 from headrace.kernels.operations import ADD_DELTAS, LOOK_UP_DELTAS
 from headrace.layers.basic import RMSNorm

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import DeltaFacts
-from headrace.kernels.lora.inputs import adapter_rows
+from headrace.kernels.inputs import adapter_rows
 from headrace.kernels.lora.reference import add_deltas
 from headrace.kernels.operations import ADD_DELTAS
 from headrace.request import NO_SLOT

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.lora import triton_lora
-from headrace.kernels.lora.inputs import AdapterRows
 from headrace.kernels.lora.reference import add_deltas, look_up_deltas
 from headrace.request import NO_SLOT
 

@@ -362,8 +362,8 @@ def moe(tokens: int) -> dict[str, dict[str, int]]:
 
 
 def lora(tokens: int, rank: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    from headrace.kernels.inputs import AdapterRows
     from headrace.kernels.lora import triton_lora
-    from headrace.kernels.lora.inputs import AdapterRows
 
     parts, ints = (4096, 1024, 1024), partial(torch.zeros, dtype=torch.int32)
     x, y = torch.empty(tokens, 4096, dtype=dtype), torch.empty(tokens, sum(parts), dtype=dtype)

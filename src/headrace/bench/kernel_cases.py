@@ -29,9 +29,8 @@ from headrace.kernels.candidate import (
     StepFacts,
     WeightFacts,
 )
-from headrace.kernels.inputs import AttentionInputs, ForwardInputs
+from headrace.kernels.inputs import AttentionInputs, ForwardInputs, adapter_rows
 from headrace.kernels.linear.around import MOST_ROWS, Around
-from headrace.kernels.lora.inputs import adapter_rows
 from headrace.kernels.norm import reference
 from headrace.kernels.step.reference import DraftRows, StepWeights, longest_context
 from headrace.layers.packed import Piece

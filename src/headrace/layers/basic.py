@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.kernels.candidate import Facts, NormFacts
-from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.operations import EMBEDDING, LAYER_NORM, RMS_NORM
 from headrace.layers.context import LayerContext
 from headrace.layers.delta import Delta

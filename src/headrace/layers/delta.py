@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import DeltaFacts
-from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.operations import ADD_DELTAS, LOOK_UP_DELTAS
 from headrace.layers.context import LayerContext
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.kernels.candidate import Facts, WeightFacts
+from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
-from headrace.kernels.lora.inputs import AdapterRows
 from headrace.kernels.operations import (
     ACTIVATION,
     ADDED_LINEAR,

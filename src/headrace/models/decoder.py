@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import StepFacts
-from headrace.kernels.inputs import ForwardInputs, LayerStep, Wanted
+from headrace.kernels.inputs import AdapterRows, ForwardInputs, LayerStep, Wanted
 from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
-from headrace.kernels.lora.inputs import AdapterRows
 from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
 from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
 from headrace.layers.attention import Attention, attention_alone

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import Facts
-from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.operations import FETCH_STEP
 from headrace.worker.memory import buckets_to_try
 from headrace.worker.recorder import Recorder

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import Facts
-from headrace.kernels.inputs import MOST_FEW, Alone, AttentionInputs, ForwardInputs
-from headrace.kernels.lora.inputs import AdapterRows, adapter_rows
+from headrace.kernels.inputs import MOST_FEW, AdapterRows, Alone, AttentionInputs, ForwardInputs, adapter_rows
 from headrace.kernels.operations import GATHER_INPUTS
 from headrace.request import StepPlan
 from headrace.worker.rows import Ints, Rows, ship_all

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from headrace.clock import Clock
 from headrace.kernels import Kernels
-from headrace.kernels.inputs import ForwardInputs
-from headrace.kernels.lora.inputs import AdapterRows, adapter_rows
+from headrace.kernels.inputs import AdapterRows, ForwardInputs, adapter_rows
 from headrace.lora.device import DeviceAdapters
 from headrace.models.decoder import Decoder
 from headrace.request import NO_SLOT, Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from headrace.cost.prompt_shapes import PromptShapes, Shape, ShapeBounds
-from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.inputs import AdapterRows
 from headrace.request import StepPlan
 from headrace.worker.inputs import Packing
 from headrace.worker.recorder import Recorder

@@ -19,7 +19,7 @@ from headrace.kernels.build.gpu import triton
 from headrace.kernels.build.native import TYPES, function_of, native, rows_of
 from headrace.kernels.build.rehearsals import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, Declined, DeltaFacts, Sizes
-from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.lora.reference import add_deltas
 
 
