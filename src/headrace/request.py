@@ -111,15 +111,13 @@ class StepPlan:
     step_id: int
     rows_dropped: TokenArray = field(default_factory=_nothing)
     rows_added: tuple[NewRow, ...] = ()
-    table_row: TokenArray = field(
-        default_factory=_nothing
-    )  # block-table edits, parallel arrays: row, KV group, index in the table, block id
+    # block-table edits, parallel arrays: row, KV group, index in the table, block id
+    table_row: TokenArray = field(default_factory=_nothing)
     table_group: TokenArray = field(default_factory=_nothing)
     table_index: TokenArray = field(default_factory=_nothing)
     table_block: TokenArray = field(default_factory=_nothing)
-    copy_group: TokenArray = field(
-        default_factory=_nothing
-    )  # whole-block copies, before anything is written by this step, in order
+    # whole-block copies, before anything is written by this step, in order
+    copy_group: TokenArray = field(default_factory=_nothing)
     copy_source: TokenArray = field(default_factory=_nothing)
     copy_target: TokenArray = field(default_factory=_nothing)
     rows: TokenArray = field(default_factory=_nothing)

@@ -213,15 +213,11 @@ class CaseMaker:
     def _deltas(self, rows: int) -> KernelCase:
         """Adapters of rank RANK in ADAPTERS slots, in turn, for query, key and value."""
         site = next(iter(self._sites.values()))
-        held, slots = (
-            self._random(ADAPTERS, len(site.parts), RANK, site.ins, scale=site.ins**-0.5),
-            np.arange(rows, dtype=np.int32) % ADAPTERS,
-        )
-        beside, x, y = (
-            self._random(ADAPTERS, RANK, site.outs),
-            self._random(rows, site.ins),
-            self._random(rows, site.outs),
-        )
+        held = self._random(ADAPTERS, len(site.parts), RANK, site.ins, scale=site.ins**-0.5)
+        slots = np.arange(rows, dtype=np.int32) % ADAPTERS
+        beside = self._random(ADAPTERS, RANK, site.outs)
+        x = self._random(rows, site.ins)
+        y = self._random(rows, site.outs)
         adapters = adapter_rows(slots, x.device)
         assert adapters is not None
         ranks = torch.full((ADAPTERS, len(site.parts)), RANK, dtype=torch.int32, device=x.device)
@@ -231,14 +227,10 @@ class CaseMaker:
             add(result, x, held, beside, ranks, site.parts, adapters)
             return result
 
-        factors, facts = (
-            RANK * (len(site.parts) * site.ins + site.outs),
-            DeltaFacts(self.dtype, site.ins, site.parts, RANK),
-        )
-        size, label = (
-            min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs),
-            f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}",
-        )
+        factors = RANK * (len(site.parts) * site.ins + site.outs)
+        facts = DeltaFacts(self.dtype, site.ins, site.parts, RANK)
+        size = min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs)
+        label = f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}"
         return KernelCase(
             "add_deltas", label, facts, self._bytes(size), 2 * rows * factors, lambda add: [partial(added, add)]
         )
@@ -246,11 +238,9 @@ class CaseMaker:
     def _looked_up(self, rows: int) -> KernelCase:
         """The same beside the embedding; of its rows, 1,024."""
         hidden = self.spec.hidden_size
-        held, beside, y = (
-            self._random(ADAPTERS, 1024, RANK),
-            self._random(ADAPTERS, RANK, hidden),
-            self._random(rows, hidden),
-        )
+        held = self._random(ADAPTERS, 1024, RANK)
+        beside = self._random(ADAPTERS, RANK, hidden)
+        y = self._random(rows, hidden)
         ids, adapters = torch.arange(rows) % 1024, adapter_rows(np.arange(rows, dtype=np.int32) % ADAPTERS, y.device)
         ranks, facts = torch.full((ADAPTERS, 1), RANK, dtype=torch.int32), DeltaFacts(self.dtype, 1024, (hidden,), RANK)
 
@@ -321,9 +311,8 @@ class CaseMaker:
 
         def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
             copies = self._copies(size) if size < self.working_set else 1
-            layers = [
-                pack([self._piece(form, outs, ins)], None) for _ in range(copies)
-            ]  # pieces of their own: candidates lay them out
+            # pieces of their own: candidates lay them out
+            layers = [pack([self._piece(form, outs, ins)], None) for _ in range(copies)]
             return [partial(each, x) if around is None else partial(_first, each, x, around) for each in layers]
 
         gated = around is not None and around.gate is not None
@@ -427,17 +416,14 @@ class CaseMaker:
         slots = table[:, -1].long() * self.block_size + last % self.block_size
         every, context = torch.arange(rows + 1).int(), torch.full((rows,), self.context, dtype=torch.int32)
         inputs = AttentionInputs(table, every, context, slots, self.block_size, 1, self.context, shared_tokens=0)
-        qkv, cos_sin = (
-            self._random(rows, sum(spec.qkv_heads), spec.head_dim),
-            torch.rand(self.context, spec.head_dim) * 0.7,
-        )
+        qkv = self._random(rows, sum(spec.qkv_heads), spec.head_dim)
+        cos_sin = torch.rand(self.context, spec.head_dim) * 0.7
         keys = 2 * rows * self.context * spec.num_kv_heads * spec.head_dim
         caches = [self._cache(rows * blocks * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
 
         def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [
-                partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches
-            ]  # q is turned in place
+            # q is turned in place
+            return [partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches]
 
         facts = RopeFacts(*self._heads, spec.head_dim, normed=False, window=None, soft_cap=None)
         flops = 4 * rows * self.context * spec.num_heads * spec.head_dim
@@ -463,10 +449,8 @@ class CaseMaker:
             max_query_len=queries,
             max_context_len=context,
         )
-        q, keys = (
-            self._random(rows, spec.num_heads, spec.head_dim),
-            2 * sequences * context * spec.num_kv_heads * spec.head_dim,
-        )
+        q = self._random(rows, spec.num_heads, spec.head_dim)
+        keys = 2 * sequences * context * spec.num_kv_heads * spec.head_dim
         caches = [self._cache(sequences * per_row * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
 
         def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
@@ -562,13 +546,10 @@ class CaseMaker:
 
     def _moe(self, rows: int) -> KernelCase:
         moe, width = SPARSE, self.spec.hidden_size
-        gate_up, down = (
-            self._weight(moe.num_experts, 2 * moe.intermediate_size, width),
-            self._weight(moe.num_experts, width, moe.intermediate_size),
-        )
-        inputs = [
-            (self._random(rows, width), self._random(rows, moe.num_experts)) for _ in range(16)
-        ]  # other experts each time
+        gate_up = self._weight(moe.num_experts, 2 * moe.intermediate_size, width)
+        down = self._weight(moe.num_experts, width, moe.intermediate_size)
+        # other experts each time
+        inputs = [(self._random(rows, width), self._random(rows, moe.num_experts)) for _ in range(16)]
 
         def calls(sparse: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [
@@ -596,10 +577,8 @@ class CaseMaker:
     def _write(self, rows: int) -> KernelCase:
         """The ids of new sequences of the same length, in any order of rows."""
         ids = torch.randint(self.spec.vocab_size, (rows * self.context,), dtype=torch.int32, generator=self._generator)
-        written, row = (
-            torch.zeros(rows, self.context, dtype=torch.int32),
-            torch.randperm(rows, generator=self._generator),
-        )
+        written = torch.zeros(rows, self.context, dtype=torch.int32)
+        row = torch.randperm(rows, generator=self._generator)
         begin = (torch.arange(rows + 1) * self.context).int()
 
         def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
@@ -611,10 +590,8 @@ class CaseMaker:
     def _gather(self, rows: int) -> KernelCase:
         """A step of ``rows`` decoding sequences: their last token, its position, their block tables."""
         blocks = -(-self.context // self.block_size)
-        ids, every = (
-            torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator),
-            torch.arange(rows).int(),
-        )
+        ids = torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator)
+        every = torch.arange(rows).int()
         table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
         context = torch.full((rows,), self.context, dtype=torch.int32)
 
@@ -625,11 +602,9 @@ class CaseMaker:
         return KernelCase("gather_inputs", f"{rows} rows, context {self.context}", Facts(torch.int32), size, 0, calls)
 
     def _store(self, rows: int) -> KernelCase:
-        ids, every, tokens = (
-            torch.zeros(rows, self.context, dtype=torch.int32),
-            torch.arange(rows).int(),
-            torch.arange(rows),
-        )
+        ids = torch.zeros(rows, self.context, dtype=torch.int32)
+        every = torch.arange(rows).int()
+        tokens = torch.arange(rows)
 
         def calls(store: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(store, ids, every, torch.full_like(every, self.context - 1), tokens, tokens.float())]
@@ -640,11 +615,9 @@ class CaseMaker:
         """The position of each row, and no edits of the block table."""
         ring = torch.randint(self.context, (1, 7, rows), dtype=torch.int32, generator=self._generator)
         ring[:, 3:] = 0
-        turn, step, table = (
-            torch.zeros(1, dtype=torch.int32),
-            torch.zeros(3, rows, dtype=torch.int32),
-            torch.zeros(rows, 8, dtype=torch.int32),
-        )
+        turn = torch.zeros(1, dtype=torch.int32)
+        step = torch.zeros(3, rows, dtype=torch.int32)
+        table = torch.zeros(rows, 8, dtype=torch.int32)
 
         def calls(fetch: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(_fetched, fetch, ring, turn, step, table)]
@@ -658,12 +631,10 @@ class CaseMaker:
         logits = [torch.randn(rows, vocab, generator=generator) * 4 for _ in range(4)]
         peaks = [x.amax(-1) for x in logits]
         filters = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.zeros(rows))
-        heat, seeds, positions, chosen = (
-            torch.full((rows,), 0.8),
-            torch.arange(rows),
-            torch.arange(rows),
-            torch.arange(rows) % vocab,
-        )
+        heat = torch.full((rows,), 0.8)
+        seeds = torch.arange(rows)
+        positions = torch.arange(rows)
+        chosen = torch.arange(rows) % vocab
 
         def calls(function: Callable[..., Any]) -> list[Callable[[], Any]]:
             if op == "greedy_tokens":

@@ -139,9 +139,8 @@ def _forced(
 ) -> tuple[Callable[..., Any] | None, str]:
     """The candidate of that name for this call site, or None and its reason."""
     others = {candidate.name for op in OPERATIONS.values() for candidate in op.candidates} - {name}
-    kernels = Kernels(
-        device, disabled=frozenset(others), batch_invariant=batch_invariant, cuda_prefill=True
-    )  # as engines are by default
+    # as engines are by default
+    kernels = Kernels(device, disabled=frozenset(others), batch_invariant=batch_invariant, cuda_prefill=True)
     try:
         kernel = kernels.choose(OPERATIONS[case.op], case.facts)
     except ConfigError as error:  # neither it nor the twin is batch-invariant

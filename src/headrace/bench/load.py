@@ -168,16 +168,14 @@ def read_stream(answer: Answer, sample: Sample) -> str:
         _take_usage(event.get("usage"), sample)
         for choice in event.get("choices", ()):
             piece = choice["text"] if "text" in choice else _delta_text(choice["delta"])
-            if piece or not (
-                choice.get("finish_reason") or "delta" in choice
-            ):  # an event without text may be a token's first bytes
+            # an event without text may be a token's first bytes
+            if piece or not (choice.get("finish_reason") or "delta" in choice):
                 sample.arrivals.append(when)
                 pieces.append(piece)
             elif choice.get("finish_reason"):
                 closed = when
-    if (
-        closed is not None and sample.output_tokens == len(sample.arrivals) + 1
-    ):  # every other token had an event of its own
+    # every other token had an event of its own
+    if closed is not None and sample.output_tokens == len(sample.arrivals) + 1:
         sample.arrivals.append(closed)
     sample.output_tokens = sample.output_tokens or len(sample.arrivals)
     return "".join(pieces)
@@ -268,9 +266,8 @@ class HttpClient:
             answer, keep = await _Reading().run(reader)
         except BaseException as error:
             writer.close()
-            if reused and isinstance(
-                error, (ConnectionError, asyncio.IncompleteReadError)
-            ):  # closed by the server while it lay idle
+            # closed by the server while it lay idle
+            if reused and isinstance(error, (ConnectionError, asyncio.IncompleteReadError)):
                 return await self._exchange(request)
             if isinstance(error, asyncio.IncompleteReadError):
                 raise BrokenAnswer("the server closed the connection before it answered") from error

@@ -90,10 +90,8 @@ def _one_measurement(bench: ShapeBench, work: Product | Heads, tokens: int, limi
         made, flops = work.ins * work.outs * bench.dtype.itemsize, 2.0 * tokens * work.ins * work.outs
     else:
         keys = CONTEXT[kind] * (tokens if tokens <= MANY_ROWS else 1)
-        made, flops = (
-            2 * keys * work.kv_heads * work.dim * bench.dtype.itemsize,
-            4.0 * tokens * CONTEXT[kind] * work.heads * work.dim,
-        )
+        made = 2 * keys * work.kv_heads * work.dim * bench.dtype.itemsize
+        flops = 4.0 * tokens * CONTEXT[kind] * work.heads * work.dim
     call = max(made / limits.read_bandwidth, flops / rate)
     return made / MAKING[kind] + max(SECONDS_EACH[kind], CALLS_EACH * call)
 

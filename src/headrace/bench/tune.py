@@ -88,10 +88,8 @@ class Tuned:
     least: int = 0
 
     def row(self, read_bandwidth: float) -> tuple[Any, ...]:
-        moved, flops = (
-            2 * self.shape.outs * self.shape.ins * _halves(self.shape),
-            2 * self.rows * self.shape.outs * self.shape.ins,
-        )
+        moved = 2 * self.shape.outs * self.shape.ins * _halves(self.shape)
+        flops = 2 * self.rows * self.shape.outs * self.shape.ins
         rate = moved / self.seconds
         teraflops = flops * _halves(self.shape) / self.seconds / 1e12
         return (
@@ -194,9 +192,8 @@ class FlatProducts(Kind):
                 for form in flat_forms.candidate_forms(shape, rows)
             }
             vendor = partial(_over, weights, _vendor, x, self.activation if shape.gated else None)
-            yield Trial(
-                shape, rows, {None: vendor, **forms}, gain=0.0 if shape.gated else 1.0
-            )  # the vendor's takes no norm and no gate in
+            # the vendor's takes no norm and no gate in
+            yield Trial(shape, rows, {None: vendor, **forms}, gain=0.0 if shape.gated else 1.0)
 
 
 class RingProducts(Kind):
@@ -344,12 +341,10 @@ def run_tune(args: argparse.Namespace, spec: DecoderSpec) -> int:
         raise ConfigError("--tune measures a GPU; add --device cuda.")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise ConfigError("--tune needs a GPU of compute capability 9, for which the forms are made; run it there.")
-    begun, found, device, limit = (
-        time.monotonic(),
-        dict[str, list[Tuned]](),
-        torch.cuda.get_device_name(),
-        limits_now("cuda").read_bandwidth,
-    )
+    begun = time.monotonic()
+    found = dict[str, list[Tuned]]()
+    device = torch.cuda.get_device_name()
+    limit = limits_now("cuda").read_bandwidth
     working_set = 4 * torch.cuda.get_device_properties("cuda").L2_cache_size
     from headrace.bench.tune_coded import coded_kinds
 

@@ -38,10 +38,8 @@ class CodedProducts(Kind):
         outs = shape.outs * (1 + shape.gated)
         packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
         for rows in coded_forms.ROWS:
-            x, around = (
-                random_inputs(rows, shape.ins),
-                Around(gate=self.activation if shape.gated and rows <= MOST_ROWS else None),
-            )
+            x = random_inputs(rows, shape.ins)
+            around = Around(gate=self.activation if shape.gated and rows <= MOST_ROWS else None)
             tried = coded_forms.candidate_forms(shape, outs, self.coding, rows)
             forms: dict[Any, Any] = {form: partial(_calls, form, x, around, packed) for form in tried}
             yield Trial(shape, rows, {None: partial(_widened, x, around, packed), **forms})

@@ -92,12 +92,10 @@ class CacheManager:
         self.tree = PrefixTree(len(groups), namespace)
         self.block_tokens = math.lcm(*(spec.block_size for spec in self.specs))  # tokens of one prefix node
         self._node_of: list[dict[int, PrefixNode]] = [{} for _ in groups]
-        self._written: dict[
-            int, list[tuple[SequenceKV, PrefixNode]]
-        ] = {}  # step in flight → nodes whose blocks it writes, and for whom
-        self._distrusted: list[set[int]] = [
-            set() for _ in groups
-        ]  # blocks of unusable rows that somebody may still hold: never named again
+        # step in flight → nodes whose blocks it writes, and for whom
+        self._written: dict[int, list[tuple[SequenceKV, PrefixNode]]] = {}
+        # blocks of unusable rows that somebody may still hold: never named again
+        self._distrusted: list[set[int]] = [set() for _ in groups]
         self._leaving: list[tuple[int, int, int]] = []  # (last step that names it, group, block)
         self._slid: set[tuple[int, int, int]] = set()  # those of them that slid out of a window
         self._copies: list[tuple[int, int, int, int]] = []  # (step in flight, group, source, copy)

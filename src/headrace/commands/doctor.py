@@ -246,9 +246,8 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
             report["memory"] = _account_gpu(engine)
         elif "process" in info.memory and process_status():
             report["memory"] = _account(engine, resident_memory()[0] - loaded)
-        report["batch"] = examine_batch(
-            config, engine.source.config, engine.core.executor.info, profile
-        )  # its modules are no part of that
+        # its modules are no part of that
+        report["batch"] = examine_batch(config, engine.source.config, engine.core.executor.info, profile)
         return report
     finally:
         engine.close()
@@ -306,10 +305,8 @@ def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[
     if config.device.executor != "model":
         return {"findings": [], "unmeasured": 0.0}
     spec = families.spec_from_config(find_source(config).config)
-    dtype, tokens = (
-        resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device)[0],
-        resolve_config(config, device)[0].scheduler,
-    )
+    dtype = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device)[0]
+    tokens = resolve_config(config, device)[0].scheduler
     assert tokens.max_num_batched_tokens is not None, "resolved"
     bench = ShapeBench(spec, dtype, torch.device(device), tokens.max_num_batched_tokens)
     findings, unmeasured = advise(bench, limits_now(device), thorough=thorough)

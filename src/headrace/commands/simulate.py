@@ -246,9 +246,8 @@ def check_modes(args: argparse.Namespace) -> None:
 
 def _given(args: argparse.Namespace, name: str) -> bool:
     value = getattr(args, name)
-    return (
-        value is not None and value is not False and (value != [] or name == "four_costs")
-    )  # which may stand without contexts
+    # which may stand without contexts
+    return value is not None and value is not False and (value != [] or name == "four_costs")
 
 
 def _flag(name: str) -> str:

@@ -48,9 +48,8 @@ class StepLoad:
     pairs: tuple[float, ...]  # per KV group: (query, key) pairs of one layer
     keys: tuple[float, ...]  # per KV group: keys (with values) read by one layer
     lone: tuple[float, ...] = ()  # per KV group: of the keys, those of sequences that compute a single token
-    saved: tuple[
-        float, ...
-    ] = ()  # per KV group: of those, what need not be read because another sequence's reading serves
+    # per KV group: of those, what need not be read because another sequence's reading serves
+    saved: tuple[float, ...] = ()
     # tokens that a graph of a step with prompts was filled up to: its products compute so many; 0: it is launched as it
     # is
     filled: int = 0
@@ -164,9 +163,8 @@ class CostModel:
         site = head(spec)
         self._head = site.label, site.num_bytes(weight_bytes), _flops([site])
         self._norm_bytes = _norm_elements(spec) * weight_bytes
-        self._token_bytes = (
-            spec.hidden_size * weight_bytes * (1 if spec.rope else 2)
-        )  # embedding row, learned position row
+        # embedding row, learned position row
+        self._token_bytes = spec.hidden_size * weight_bytes * (1 if spec.rope else 2)
         self._activation_bytes = (
             _activation_elements(spec) * 2.0 if dtype != "float32" else _activation_elements(spec) * 4.0
         )

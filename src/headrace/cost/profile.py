@@ -87,9 +87,8 @@ class DeviceProfile:
     read_bandwidth: float  # bytes/s
     copy_bandwidth: float  # bytes/s, read + written
     gemm_rates: Mapping[str, float]  # FLOP/s by dtype name
-    sustained_gemm_rates: Mapping[str, float] = field(
-        default_factory=dict
-    )  # ... held for a second, where that differs; informative
+    # ... held for a second, where that differs; informative
+    sustained_gemm_rates: Mapping[str, float] = field(default_factory=dict)
     launch_overhead: float = 0.0  # s of one small operator call; informative, as are the next two
     graph_kernel: float = 0.0  # s of one small kernel in a chain of a CUDA graph
     graph_gap: float = 0.0  # s of that between two kernels

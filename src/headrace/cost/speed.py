@@ -20,11 +20,9 @@ EXCEED = 0.01  # the share of steps that may take longer than the tail says
 PACE = 0.1  # by which one exceeding step moves the tail, relatively
 MOST = 2.0  # half of the time at least is planned, however noisy the machine
 SHARE_DOWN, SHARE_UP, SHARE_LEAST = 0.9, 1.003, 0.02
-BROKEN, MOSTLY, MISJUDGED = (
-    0.02,
-    0.4,
-    1.25,
-)  # so many steps may break their promises, and take so many times their prediction
+BROKEN = 0.02  # so many steps may break their promises,
+MOSTLY = 0.4
+MISJUDGED = 1.25  # and take so many times their prediction
 WATCHED = 0.02  # by which one step moves what is known of either
 KEEP = 0.98  # of what was known: some fifty steps count
 STEPS_BEFORE_USE = 8

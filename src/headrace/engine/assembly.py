@@ -93,9 +93,8 @@ def create_engine(
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
-    file = (
-        TraceFile(config.device.trace) if config.device.trace is not None else None
-    )  # what cannot be written is said at once
+    # what cannot be written is said at once
+    file = TraceFile(config.device.trace) if config.device.trace is not None else None
     source = find_source(config)
     tokenizer = None
     if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
@@ -167,10 +166,8 @@ def _create_trace(
     from headrace.cost.sharing import SharedBlocks
 
     facts = facts_of(floors, config, model=source.name, engine=__version__)
-    groups, heads = (
-        [group.spec for group in core.executor.info.kv_groups],
-        floors.spec.num_heads // floors.spec.num_kv_heads,
-    )
+    groups = [group.spec for group in core.executor.info.kv_groups]
+    heads = floors.spec.num_heads // floors.spec.num_kv_heads
     sharing = SharedBlocks(groups, heads) if cascades(config, facts.device.kind, facts.dtype) else None
     return StepTrace(file, recorder, core.stats, name=name, facts=facts, sharing=sharing)
 

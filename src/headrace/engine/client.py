@@ -191,9 +191,8 @@ class AsyncLLM:
         )
         self._connection = connection
         self._outputs = OutputProcessor(tokenizer, self._finish)
-        self._streams: weakref.WeakValueDictionary[int, Stream] = (
-            weakref.WeakValueDictionary()
-        )  # dropped streams abort themselves
+        # dropped streams abort themselves
+        self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
         self._closing = False
         self._adapters = frozenset(config.adapters.modules)
         connection.listen(self._on_step, self._on_death)

@@ -122,9 +122,8 @@ class EngineCore:
         self._observer = observer
         self._masks = masks
         self.adapters = adapters
-        self._fast_forward = (
-            scheduler.fast_forward and not executor.info.padded
-        )  # a chunk would cost every row of its step as much
+        # a chunk would cost every row of its step as much
+        self._fast_forward = scheduler.fast_forward and not executor.info.padded
         self._events: list[Event] = []
         self.accounts = StepAccounts()
         self._failed = False
@@ -320,9 +319,8 @@ class EngineCore:
         if result is not None and result.errors and self._masks is not None:
             outputs = [_at_dead_end(output, self._masks) for output in outputs]
         self._settle(result is None)
-        if (
-            self._masks is not None and self._masks.seconds and not self._events
-        ):  # else some that have been taken are not in the roster yet
+        # else some that have been taken are not in the roster yet
+        if self._masks is not None and self._masks.seconds and not self._events:
             self._masks.keep(self.scheduler.requests)
         self._host_mark += result.lent_seconds if result is not None else 0.0
         self._had_work = self.has_work

@@ -46,9 +46,8 @@ class FairThreads:
             self._call()
             raise MemoryError("no thread can be started") from error
         running.add_done_callback(self._go_on)
-        return await asyncio.shield(
-            running
-        )  # a thread works on when its caller has left: its place is taken until it ends
+        # a thread works on when its caller has left: its place is taken until it ends
+        return await asyncio.shield(running)
 
     async def _turn(self, tenant: str) -> None:
         queue = self._waiting.setdefault(tenant, deque())
@@ -119,9 +118,8 @@ class _Thread(Generic[Result]):
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
-        self._waiting: dict[
-            str, list[tuple[float, int, Callable[[], Result], Future[Result]]]
-        ] = {}  # whose turn it is stands first
+        # whose turn it is stands first
+        self._waiting: dict[str, list[tuple[float, int, Callable[[], Result], Future[Result]]]] = {}
         self._numbers = count()
 
     def submit(self, work: Callable[[], Result], seconds: float, tenant: str) -> Future[Result]:

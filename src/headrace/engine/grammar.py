@@ -112,9 +112,8 @@ class ForcedText:
             (re.escape(vocabulary.tokens[id].decode("utf-8", "replace")) for id in self._special), key=len, reverse=True
         )
         self._names = re.compile("|".join(name for name in names if name) or "(?!)")
-        self._long: OrderedDict[bytes, list[int]] = (
-            OrderedDict()
-        )  # texts that would take long to encode at each of their tokens
+        # texts that would take long to encode at each of their tokens
+        self._long: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def __call__(self, data: bytes) -> list[int]:
         """As far as it can be written."""

@@ -109,12 +109,10 @@ def _parse_mapping(prompt: Mapping[str, Any], param: str) -> ParsedPrompt:
             f"{param} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_PROMPT_FIELDS))}.",
             param=param,
         )
-    text, ids, salt, priority = (
-        prompt.get("prompt"),
-        prompt.get("prompt_token_ids"),
-        prompt.get("cache_salt"),
-        prompt.get("priority"),
-    )
+    text = prompt.get("prompt")
+    ids = prompt.get("prompt_token_ids")
+    salt = prompt.get("cache_salt")
+    priority = prompt.get("priority")
     if text is None and ids is None:
         raise InvalidRequest(f'{param} has neither "prompt" nor "prompt_token_ids"; give one of them.', param=param)
     if text is not None and not isinstance(text, str):

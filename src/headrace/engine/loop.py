@@ -68,9 +68,8 @@ class Link:
         self._owed = bytearray()
         self._moved = 0.0  # when the reader last took something
         self._unpacker = Unpacker(kinds)
-        self._received = memoryview(
-            bytearray(READ_BYTES)
-        )  # a fresh buffer a read would tear the heap: each is of another size
+        # a fresh buffer a read would tear the heap: each is of another size
+        self._received = memoryview(bytearray(READ_BYTES))
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -371,9 +370,8 @@ class EngineLoop:
             Left: self._abort_all,
         }
         self._running = True
-        self._loading: list[
-            tuple[Link, int, str, str]
-        ] = []  # who waits for an adapter, with the question's number, its name and key
+        # who waits for an adapter, with the question's number, its name and key
+        self._loading: list[tuple[Link, int, str, str]] = []
         self._forgetting: list[tuple[Link, int]] = []  # who waits for that, with the question's number
 
     def run(self) -> None:

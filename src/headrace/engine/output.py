@@ -111,9 +111,8 @@ class _SequenceText:
 
     def _push_searching(self, token_ids: Sequence[int], num_textual: int) -> tuple[str, int, str | None]:
         """One token at a time: a stop string ends the answer at the token that completes it."""
-        assert (
-            self.decoder is not None and self.stops is not None
-        )  # stop strings without text are refused by SamplingParams
+        # stop strings without text are refused by SamplingParams
+        assert self.decoder is not None and self.stops is not None
         parts = []
         for position, token_id in enumerate(token_ids, 1):
             self.num_tokens += 1
@@ -149,9 +148,8 @@ class OutputProcessor:
     finish: FinishCallback
     now: Callable[[], float] = time.perf_counter
     _live: dict[int, _LiveRequest] = field(default_factory=dict)
-    _held: dict[int, list[int] | None] = field(
-        default_factory=dict
-    )  # of requests wanted whole: the ids held back; None: none came yet
+    # of requests wanted whole: the ids held back; None: none came yet
+    _held: dict[int, list[int] | None] = field(default_factory=dict)
     _kept: list[list[int]] = field(default_factory=list)  # whole steps of such requests, not yet spread among them
     _kept_for: Sequence[int] = ()
 

@@ -433,9 +433,8 @@ class Boundaries:
             self._marking = _marking(self._backend)
         if self._marking.get_added_tokens_decoder().keys() != self._backend.get_added_tokens_decoder().keys():
             return None
-        ids: list[int] = self._marking.encode_batch_fast([marked], add_special_tokens=False)[
-            0
-        ].ids  # others have the interpreter meanwhile
+        # others have the interpreter meanwhile
+        ids: list[int] = self._marking.encode_batch_fast([marked], add_special_tokens=False)[0].ids
         return ids
 
 
@@ -462,9 +461,8 @@ def _marking(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     normal = [] if backend.normalizer is None else [backend.normalizer]
     before = [] if backend.pre_tokenizer is None else [backend.pre_tokenizer]
     if any(token.special and backend.model.token_to_id(token.content) is not None for token in added):
-        before.insert(
-            0, pre_tokenizers.Split(MARK, "removed")
-        )  # the model could find them by itself in a text without a gap
+        # the model could find them by itself in a text without a gap
+        before.insert(0, pre_tokenizers.Split(MARK, "removed"))
     else:
         normal.insert(0, normalizers.Replace(MARK, ""))
     if normal:

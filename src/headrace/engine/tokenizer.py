@@ -137,9 +137,8 @@ class Tokenizer:
         """Token ids. ``add_special_tokens`` adds what the model wants around a plain text (a BOS, mostly)."""
         try:
             with _damage_explained("the tokenizer fails on this text"):
-                if (
-                    len(text) > _SHORT
-                ):  # of the library's calls only those for batches leave the interpreter to others meanwhile
+                # of the library's calls only those for batches leave the interpreter to others meanwhile
+                if len(text) > _SHORT:
                     ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
                         0
                     ].ids

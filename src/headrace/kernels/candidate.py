@@ -15,9 +15,8 @@ from torch import Tensor
 from headrace.kernels.linear.packing import Coding
 from headrace.spec import DecoderSpec, KVFormat
 
-Empty = Callable[
-    [tuple[int, ...], torch.dtype, torch.device], Tensor
-]  # memory for a result; its first dimension counts rows of the step
+# memory for a result; its first dimension counts rows of the step
+Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32,)
 

@@ -33,9 +33,8 @@ class Delta:
         )
         self.b = torch.zeros((slots, rank, sum(parts)), dtype=dtype, device=device)
         self.parts = tuple(parts)
-        self.ranks = torch.zeros(
-            (slots, len(parts)), dtype=torch.int32, device=device
-        )  # 0: the adapter leaves this part alone
+        # 0: the adapter leaves this part alone
+        self.ranks = torch.zeros((slots, len(parts)), dtype=torch.int32, device=device)
         self.gains: Tensor | None = (
             None  # [slots, 2, outs], float32: what results are multiplied by, and what is added (DoRA)
         )

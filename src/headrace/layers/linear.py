@@ -109,9 +109,8 @@ class Linear(nn.Module):
         self._context = context
         self._activation = activation
         self._composed = context.composes and context.group is None and site.layer is not None
-        self._gates = (
-            context.composes and site.gated
-        )  # of ranks, whose sums come too late for a product, gate and up take in what is theirs
+        # of ranks, whose sums come too late for a product, gate and up take in what is theirs
+        self._gates = context.composes and site.gated
         self._shared = False
         self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
         self._fused: Callable[[Tensor, Around], Fused] | None = None

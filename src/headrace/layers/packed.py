@@ -20,9 +20,8 @@ from headrace.layers.context import LayerContext
 from headrace.quant import Format, FormatError
 from headrace.sites import Weight
 
-BLOCK_ELEMENTS = (
-    2**20
-)  # widened at a time, on a CPU: what its caches hold; on a GPU launches would cost more than they save
+# widened at a time, on a CPU: what its caches hold; on a GPU launches would cost more than they save
+BLOCK_ELEMENTS = 2**20
 _WIDE_BLOCK_ELEMENTS = 2**26
 
 

@@ -190,11 +190,9 @@ class Decoder(nn.Module):
     def _step_weights(self) -> StepWeights:
         """The weights for computing all layers in one launch."""
         assert isinstance(self.cos_sin, Tensor) and self.embedding.weight is not None
-        layers, table, norm = (
-            tuple(block.tensors for block in self.blocks),
-            self.embedding.weight.data,
-            self.norm.weight.data,
-        )
+        layers = tuple(block.tensors for block in self.blocks)
+        table = self.embedding.weight.data
+        norm = self.norm.weight.data
         head = table if self.head.weight is None else self.head.weight.data
         return StepWeights(
             layers, table, norm, head, self.cos_sin, self.spec.qkv_heads, self.spec.norm_eps, self.spec.attention_scale

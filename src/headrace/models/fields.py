@@ -13,9 +13,8 @@ from typing import Any
 
 from headrace.errors import ModelError
 
-MAX_SIZE = (
-    2**24
-)  # no width, vocabulary or context of a real model reaches it: a damaged config fails here, not in malloc
+# no width, vocabulary or context of a real model reaches it: a damaged config fails here, not in malloc
+MAX_SIZE = 2**24
 
 _KNOWN = tomllib.loads(Path(__file__).with_name("known_configs.toml").read_text(encoding="utf-8"))
 _HARMLESS = frozenset(_KNOWN["harmless"])

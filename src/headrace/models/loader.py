@@ -174,9 +174,8 @@ def _check_nothing_left(
     used = {names[source] for rule in rules for source in _sources(rule)}
     patterns = [re.compile(pattern) for pattern in ignored]
     left = (key for key in names.keys - used if not _is_ignored(key, patterns))
-    unknown = sorted(
-        key for key in left if not (key.endswith(".bias") and not checkpoint.read(key).any())
-    )  # some tools write biases of zeros
+    # some tools write biases of zeros
+    unknown = sorted(key for key in left if not (key.endswith(".bias") and not checkpoint.read(key).any()))
     if unknown:
         raise ModelError(
             f"the checkpoint holds {len(unknown)} tensors that this model has no place for (first: {_few(unknown)}); "

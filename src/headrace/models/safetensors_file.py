@@ -18,9 +18,8 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.source import MAX_INDEX_BYTES, read_json, refuse_lfs_pointer
 
-MAX_HEADER_BYTES = (
-    16 * 2**20
-)  # the largest checkpoints' have a hundredth; the format's own limit would take memory and seconds
+# the largest checkpoints' have a hundredth; the format's own limit would take memory and seconds
+MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 1 << 17
 
 DTYPE_BYTES: Mapping[str, int] = {

@@ -161,10 +161,8 @@ def _one_tensor(weight: Weight) -> bool:
 
 def _modules(names: Names, weight: Weight) -> tuple[tuple[str, ...], ...]:
     """The modules on disk that make it up, merged, for each copy."""
-    at, own = (
-        "" if weight.layer is None else f"{names.layer}.{weight.layer}.",
-        weight.name.removeprefix(f"layers.{weight.layer}."),
-    )
+    at = "" if weight.layer is None else f"{names.layer}.{weight.layer}."
+    own = weight.name.removeprefix(f"layers.{weight.layer}.")
     if weight.moe is None:
         return (tuple(at + word for word in names.words[own]),)
     words, (experts,) = names.words[own.replace("feed_forward", "experts")], names.words["experts"]

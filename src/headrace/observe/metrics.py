@@ -291,9 +291,8 @@ class StepRecorder:
         cost = self._cost_model.estimate_load(load)
         fraction = cost.floor_seconds / measured if measured > 0 and not failed else None
         kind = kind_of(rows, decodes, sampled)
-        predicted = self._predicted(
-            kind, cost
-        )  # before this step teaches anything: its error is that of a true prediction
+        # before this step teaches anything: its error is that of a true prediction
+        predicted = self._predicted(kind, cost)
         if result is not None:
             self._learn(kind, cost.floor_seconds, predicted, measured, placed[0])
             self._errors["learned"].observe(predicted, measured)
@@ -332,9 +331,8 @@ class StepRecorder:
         self._sums["promised_steps"] += 1
         self._sums["kept_steps"] += kept
         self._sums["overfull_steps"] += not kept and record.kind == "decode"
-        if (
-            record.kind == "decode" or self._fits["mixed"].ready
-        ):  # until then the price of a prompt is a guess, which steps will correct
+        # until then the price of a prompt is a guess, which steps will correct
+        if record.kind == "decode" or self._fits["mixed"].ready:
             misjudged = record.measured_seconds > MISJUDGED * record.predicted_seconds
             self._steering.observe(record.tokens - min(record.decodes, record.sampled), kept=kept, misjudged=misjudged)
             self._speed = None

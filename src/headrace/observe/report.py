@@ -177,9 +177,8 @@ def plot_curves(path: Path, title: str, panels: Sequence[Mapping[str, Any]], not
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.0), squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
-        for (name, points), dashes in zip(
-            panel["curves"].items(), cycle(DASHES), strict=False
-        ):  # where curves coincide, both are seen
+        # where curves coincide, both are seen
+        for (name, points), dashes in zip(panel["curves"].items(), cycle(DASHES), strict=False):
             axis.plot([x for x, _ in points], [y for _, y in points], dashes, marker="o", markersize=3, label=name)
         axis.set_xlabel(panel["x"])
         axis.set_ylabel(panel["y"])

@@ -120,10 +120,8 @@ def _observed(step: RecordedStep, cost_model: CostModel) -> Observed:
 def _check_same(run: RecordedRun, first: RunFacts, device: Device, cost_model: CostModel) -> None:
     facts, shape = run.facts, shape_of(cost_model.spec)
     if not same_device(device.profile.identity, facts.device):
-        measured, asked = (
-            _described(facts),
-            f"{device.profile.identity.name} with {device.profile.identity.threads} threads",
-        )
+        measured = _described(facts)
+        asked = f"{device.profile.identity.name} with {device.profile.identity.threads} threads"
         raise ConfigError(
             f"The run {run.name} is of {measured}, but --device is {asked}; name the device that the run was measured on."
         )

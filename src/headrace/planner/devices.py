@@ -41,9 +41,8 @@ ONE_SHOT_SECONDS = 4.1e-6  # the same by the kernel of kernels/sums
 NVLINK_4 = Link(450e9 * REACHED_LINK, ONE_SHOT_SECONDS)
 NVLINK_3, OVER_PCIE_4 = (Link(each * REACHED_LINK, MEETING_SECONDS) for each in (300e9, PCIE_4))
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
-GPU_CLASSES = Classes(
-    (1, 16, 32, 64), apart=True
-)  # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
+# forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
+GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,8 @@ class Drive:
         self._first = deque(index for index, each in enumerate(asked) if each.follows is None)
         self._turn_after = {each.follows: index for index, each in enumerate(asked) if each.follows is not None}
         self._later: list[tuple[float, int]] = []  # a heap: when a turn whose predecessor has ended is due
-        self._open = any(
-            asked[index].at is not None for index in self._first
-        )  # arrivals come by the clock, not when a client is free
+        # arrivals come by the clock, not when a client is free
+        self._open = any(asked[index].at is not None for index in self._first)
         self._clients = 0  # closed loop: conversations under way, those that think included
         self._full_until = 0.0  # as many as there is room for were under way
         self._live: dict[int, Sample] = {}

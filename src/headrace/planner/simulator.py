@@ -102,10 +102,8 @@ def create_core(
     settings = read_settings(config.scheduler.speculative_config)
     drafting = {}
     if settings is not None:
-        info, drafting = (
-            replace(info, max_drafts=settings.most),
-            {"acceptance": settings.acceptance, "draft_cost": settings.draft_cost},
-        )
+        info = replace(info, max_drafts=settings.most)
+        drafting = {"acceptance": settings.acceptance, "draft_cost": settings.draft_cost}
     executor = ModelledExecutor(info, step_time.of_plan, clock, ratio=ratio, **drafting)
     core = EngineCore(
         executor,

@@ -204,9 +204,8 @@ class AWQ(_Grouped):
         """[n, words] → codes [outputs, n]"""
         codes = unpack(words, self.bits).view(len(words), -1, 8)
         turned = codes.new_empty(codes.shape)
-        for output, place in enumerate(
-            _AWQ_ORDER
-        ):  # a list as an index would be copied from the host, which no graph may
+        # a list as an index would be copied from the host, which no graph may
+        for output, place in enumerate(_AWQ_ORDER):
             turned[..., output] = codes[..., place]
         return turned.view(len(words), -1).t()
 

@@ -204,9 +204,8 @@ class _Rows:
         leaving = limits.max_num_seqs - len(roster.free_rows) - len(lefts)
         free = [(0, 0)] * len(roster.free_rows) + [(0, len(scheduler.in_flight) + 1)] * max(0, leaving)
         self._batch = scheduler.planner.batch_size
-        self._open = (
-            scheduler.planner.batch_quota if lefts else limits.max_num_seqs
-        )  # how many the current batch still takes
+        # how many the current batch still takes
+        self._open = scheduler.planner.batch_quota if lefts else limits.max_num_seqs
         self._least, self._most = (sorted(each[which] for each in [*free, *lefts]) for which in (0, 1))
 
     def take(self, sequence: Sequence) -> tuple[int, int]:

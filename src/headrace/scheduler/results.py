@@ -176,9 +176,8 @@ def _append(
     params = sequence.request.params
     for count, token in enumerate(tokens, start=1):
         sequence.token_ids.append(token)
-        ended = sequence.num_output_tokens >= params.min_tokens or (
-            sequence.structured and token in eos
-        )  # nothing else was left
+        # nothing else was left
+        ended = sequence.num_output_tokens >= params.min_tokens or (sequence.structured and token in eos)
         if token in sequence.stop_ids and ended:
             reason = None if token in eos and (sequence.structured or not params.ignore_eos) else token
             return tuple(tokens[:count]), sequence.finish_record(FinishReason.STOP, now, stop_reason=reason)

@@ -269,9 +269,8 @@ class Roster:
     def end(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Nothing of it is planned or accepted any more. Untrusted: what it wrote is not to be reused."""
         if sequence.status is SequenceStatus.WAITING:
-            sequence.status = (
-                SequenceStatus.FINISHED
-            )  # first: the queue may look through all it holds for those that still wait
+            # first: the queue may look through all it holds for those that still wait
+            sequence.status = SequenceStatus.FINISHED
             self.waiting.discard()
         elif trusted:
             self.link(sequence)

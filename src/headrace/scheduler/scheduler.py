@@ -141,9 +141,8 @@ class Scheduler:
         orders them by itself."""
         if not (self._longest_first and self.serves_by_arrival):
             return requests
-        capacity = (
-            self.cache.num_tokens if self.cache.prefix_caching else math.inf
-        )  # where no prefix is found, none is lost
+        # where no prefix is found, none is lost
+        capacity = self.cache.num_tokens if self.cache.prefix_caching else math.inf
         return longest_first(requests, block_tokens=self.cache.block_tokens, capacity=capacity)
 
     # --- planning
@@ -332,9 +331,8 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.plan.step_id == result.step_id, "results must be collected in order"
         for j in result.errors:
-            self.cache.forget_written_since(
-                step.sampled[j].kv, result.step_id
-            )  # which may not hold it any more: aborted, preempted, slid
+            # which may not hold it any more: aborted, preempted, slid
+            self.cache.forget_written_since(step.sampled[j].kv, result.step_id)
         self.roster.retire(result.step_id)
         if self.speculation is not None:
             self.speculation.observe(step.plan, result)

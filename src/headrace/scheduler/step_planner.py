@@ -229,9 +229,8 @@ class StepPlanner:
 
     def _try_drafts(self, sequence: Sequence, plan: PlanBuilder, most: int) -> bool:
         """Where it has an answer begun, needs a block or is near its end."""
-        most = min(
-            most, sequence.max_num_tokens - sequence.num_tokens - 2
-        )  # a draft is not its last token: who is fully planned has gone
+        # a draft is not its last token: who is fully planned has gone
+        most = min(most, sequence.max_num_tokens - sequence.num_tokens - 2)
         if not sequence.drafts or most <= 0 or sequence.num_tokens <= sequence.num_prompt_tokens:
             return False
         self._trim(sequence, sequence.num_computed_tokens)
@@ -551,10 +550,8 @@ class StepPlanner:
             claim = claims[sequence] = claims.get(sequence) or self._claim(sequence, exact=sequence is head)
             blocks = [have - wanted for have, wanted in zip(blocks, claim.blocks, strict=True)]
             if min(blocks) < headroom and not known_to_come:
-                blocks, known_to_come = (
-                    [have + more for have, more in zip(blocks, self.cache.num_coming(), strict=True)],
-                    True,
-                )
+                blocks = [have + more for have, more in zip(blocks, self.cache.num_coming(), strict=True)]
+                known_to_come = True
             if min(blocks) < headroom:
                 return True
             headroom, budget = headroom + (headroom > 0), budget - claim.tokens

@@ -109,9 +109,8 @@ class History:
         self.steps: deque[Row] = deque(maxlen=STEPS)
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS)
         self.stats: Mapping[str, Any] = {}
-        self._marks: deque[list[tuple[int, ...]]] = deque(
-            maxlen=WINDOW
-        )  # the histograms' counts, of which differences are taken
+        # the histograms' counts, of which differences are taken
+        self._marks: deque[list[tuple[int, ...]]] = deque(maxlen=WINDOW)
 
     async def run(self, find_engine: FindEngine, metrics: Callable[[], ServerMetrics]) -> None:
         """Samples for ever. An engine in a long step is asked again a second later."""

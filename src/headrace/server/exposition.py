@@ -173,11 +173,9 @@ class ServerMetrics:
 
     def _told(self, engine: Mapping[str, Any]) -> dict[str, Any]:
         """What the lines of [served] look in."""
-        total, grammars, waiting = (
-            engine.get("num_blocks", 0),
-            engine.get("grammars") or {},
-            engine.get("num_waiting", 0),
-        )
+        total = engine.get("num_blocks", 0)
+        grammars = engine.get("grammars") or {}
+        waiting = engine.get("num_waiting", 0)
         drafts = engine.get("drafts") or {}
         return {
             "counters": {},
@@ -207,10 +205,8 @@ class ServerMetrics:
         by_status, seconds = list[Sample](), list[Sample]()
         for route in self._routes:
             if route not in PROBES:
-                label, counts = (
-                    f'handler="{route}"',
-                    {status: self.answers[route, status] for status in _STATUS_CLASSES},
-                )
+                label = f'handler="{route}"'
+                counts = {status: self.answers[route, status] for status in _STATUS_CLASSES}
                 by_status += [("", f'{label},status="{status}"', count) for status, count in counts.items()]
                 seconds += [("_sum", label, self._route_seconds[route][0]), ("_count", label, sum(counts.values()))]
         page.add("http_requests_total", "counter", "answers by route and status, without probes", by_status)

@@ -76,11 +76,9 @@ def constrain(
     """
     form = replace(form, customs=tuple(choice.customs)) if choice.customs else form
     if choice.forced and tools and (custom := grammar_of(tools, choice)) is not None:
-        form, tools, wanted = (
-            replace(form, tools=None, text_of=custom[0]),
-            None,
-            StructuredOutputs(grammar=custom[1].definition),
-        )
+        form = replace(form, tools=None, text_of=custom[0])
+        tools = None
+        wanted = StructuredOutputs(grammar=custom[1].definition)
     if choice.forced and tools:
         form, calls = _constrain_to_calls(form, tools, choice, special)
         return form, replace(calls, preface=_preface(form, special, "@answer")) if form.reasoning is not None else calls

@@ -211,11 +211,9 @@ async def prepare(
     """The engine's own validator: nothing is submitted before every prompt of the request has passed. ``tools``: that a
     grammar is made of."""
     _check_policy(service, request)
-    inputs, body, adapter = (
-        service.model.any_engine().inputs,
-        request.body,
-        service.model.adapter_of(request.body.model),
-    )
+    inputs = service.model.any_engine().inputs
+    body = request.body
+    adapter = service.model.adapter_of(request.body.model)
     try:
         await inputs.check_grammar_soon(params, exchange.tenant)
         return inputs.request(
@@ -426,12 +424,10 @@ class Delivery:
 
     def _count(self) -> None:
         """What has become of it, however it ended."""
-        exchange, metrics, choices, prompts = (
-            self._exchange,
-            self._service.observed.metrics,
-            self._answer.choices,
-            self._answer.prompts,
-        )
+        exchange = self._exchange
+        metrics = self._service.observed.metrics
+        choices = self._answer.choices
+        prompts = self._answer.prompts
         exchange.completion_tokens = sum(choice.num_tokens for choice in choices)
         exchange.cached_tokens = sum(prompt.cached_tokens for prompt in prompts)
         exchange.finish_reason = choices[0].finish_reason

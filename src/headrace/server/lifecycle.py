@@ -341,9 +341,8 @@ class Acceptor:
 
     def _take(self, count: int) -> bool:
         """False where there is no room for a connection: it waits in the kernel."""
-        under_way = (
-            0 if self._tls else len(self._tasks)
-        )  # those hold descriptors, too, and nobody has given way to them yet
+        # those hold descriptors, too, and nobody has given way to them yet
+        under_way = 0 if self._tls else len(self._tasks)
         for _ in range(min(count, AT_ONCE - under_way)):
             try:
                 sock, _ = self._sock.accept()

@@ -201,9 +201,8 @@ class Threads:
 
     def __init__(self) -> None:
         cores = os.cpu_count() or 1
-        self._small = FairThreads(
-            max(MAX_PROCESSES, cores // 4), "headrace-small"
-        )  # mostly they wait for a template's process
+        # mostly they wait for a template's process
+        self._small = FairThreads(max(MAX_PROCESSES, cores // 4), "headrace-small")
         self._large = FairThreads(max(1, cores // 8), "headrace-large")
 
     async def run(self, size: int, work: Callable[[], Result], tenant: str = "") -> Result:
@@ -327,10 +326,8 @@ class Bodies:
 
     def _hold(self, exchange: Exchange, size: int) -> None:
         held, total = self._held.get(exchange, 0) + size, self._total + size
-        of_key, limit = (
-            self._of_keys[exchange.tenant] + size,
-            self._limit + (self.max_bytes if held <= _DECODED_INLINE else 0),
-        )
+        of_key = self._of_keys[exchange.tenant] + size
+        limit = self._limit + (self.max_bytes if held <= _DECODED_INLINE else 0)
         told = ""
         if total > limit:
             told = f"Bodies fill the {limit} bytes that are kept for them"

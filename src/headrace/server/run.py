@@ -150,10 +150,8 @@ class _Greeting:
     def __init__(self, life: _Life, began: float) -> None:
         self.say = tell if life.config.log_format == "json" else say
         self._began = began
-        self._address, self._unix = (
-            address_of(life.sock, "https" if life.config.ssl_certfile else "http"),
-            life.config.uds is not None,
-        )
+        self._address = address_of(life.sock, "https" if life.config.ssl_certfile else "http")
+        self._unix = life.config.uds is not None
         self._open = not life.config.api_key
         self._any_page = self._open and "*" in life.config.allowed_origins
         self.say(

@@ -65,9 +65,8 @@ class BoundedStream:
         self._request, self._bound, self._decode, self._go_on = request, bound, decode, go_on
         self._answers = [_BoundedAnswer(bound, decode) for _ in range(request.params.n)]
         self._source = source
-        self._streams: dict[EngineStream, int | None] = {
-            source: None
-        }  # with the answer it goes on with; None: it has all of them
+        # with the answer it goes on with; None: it has all of them
+        self._streams: dict[EngineStream, int | None] = {source: None}
         self._pending: dict[asyncio.Task[Sequence[RequestDelta] | None], EngineStream] = {}
         self._deltas = self._read()
 

@@ -101,9 +101,8 @@ def _check_size(body: bytes | bytearray) -> None:
         and _count(body, b",") < MAX_ITEMS
     ):
         return  # strings may hold such characters too, so this is the most there can be
-    plain = (
-        body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    )  # every quote that is left begins or ends a string
+    # every quote that is left begins or ends a string
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     if _count(plain, b'"') > 2 * MAX_STRINGS:
         raise _too_large(f"{MAX_STRINGS} strings")
     outside = b"".join(plain.split(b'"')[::2])

@@ -69,9 +69,8 @@ class Captures(Protocol):
     def capture(self, samples: tuple[Any, ...]) -> None: ...
 
 
-CreateGraphs = Callable[
-    [int, Rows, Sequence[Tensor]], Sequence[Captures]
-]  # of sequences so long; each kind finds the memory of those before
+# of sequences so long; each kind finds the memory of those before
+CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Sequence[Captures]]
 
 
 class Allocation:

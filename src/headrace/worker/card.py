@@ -188,9 +188,8 @@ def _emptied() -> Iterator[None]:
     """What was allocated inside goes back to the device, and everything else that is free in this process's
     allocator."""
     with _refused_without_room():
-        _glance_rate(
-            torch.bfloat16, 16
-        )  # the library's own scratch memory stays: a piece of the working set would keep all of it
+        # the library's own scratch memory stays: a piece of the working set would keep all of it
+        _glance_rate(torch.bfloat16, 16)
         yield
     torch.cuda.empty_cache()
 
@@ -232,9 +231,8 @@ def _bandwidths(size: int, rounds: int, seconds: float) -> tuple[list[float], li
     data = torch.empty(size // 4, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(data)
     readers: tuple[Callable[[], Tensor], ...] = (data.sum, lambda: data.view(-1, READ_ROW).sum(1))
-    read = min(
-        readers, key=lambda reader: cuda_time([reader], seconds, rounds=1)[0]
-    )  # the one that comes closer to the limit
+    # the one that comes closer to the limit
+    read = min(readers, key=lambda reader: cuda_time([reader], seconds, rounds=1)[0])
     reads, copies = [], []
     for _ in range(rounds):
         reads += [size / taken for taken in cuda_time([read], seconds, rounds=1)]

@@ -21,9 +21,8 @@ from headrace.worker.driver import ask_driver
 from headrace.worker.head_start import HeadStart
 
 _SMALL = 2**20  # the allocator keeps tensors up to this size apart from larger ones
-SMALL_BYTES = (
-    32 * _SMALL
-)  # a step's small tensors (indexes, parameters, scores) took less than 10 MiB, 8B model, 256 rows
+# a step's small tensors (indexes, parameters, scores) took less than 10 MiB, 8B model, 256 rows
+SMALL_BYTES = 32 * _SMALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,8 @@ class DeviceMeter:
 
     def __init__(self, device: torch.device, head_start: HeadStart | None = None) -> None:
         self._device = device
-        if torch.cuda.is_initialized() and torch.cuda.memory_reserved(
-            device
-        ):  # what was measured or closed before may wait to be collected
+        # what was measured or closed before may wait to be collected
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved(device):
             gc.collect()
             torch.cuda.empty_cache()
         self.others = used_before_context(device, head_start) or 0

@@ -78,9 +78,8 @@ class DraftModel:
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         """Its own next tokens, one after another; the first pass catches up."""
-        starts: Ints = np.minimum(
-            self._computed[rows], lengths - 1
-        )  # what was drafted beyond was refuted, or is sampled anew
+        # what was drafted beyond was refuted, or is sampled anew
+        starts: Ints = np.minimum(self._computed[rows], lengths - 1)
         at_once = np.zeros(len(rows), dtype=bool)
         if self._decoder.draft_tokens is not None:
             at_once = (self._rows.traits[rows] & ~_DRAWN) == 0

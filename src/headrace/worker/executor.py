@@ -61,9 +61,8 @@ class DeviceExecutor:
         self._prepares = True
         self._outcomes: deque[tuple[StepPlan, Outcome]] = deque()
         self._begun: tuple[StepPlan, Outcome] | None = None  # the last one, while it waits for its masks
-        self.on_failure: Callable[[int, StepFailed], None] = lambda step_id, failure: (
-            None
-        )  # told at once, by the thread that computes
+        # told at once, by the thread that computes
+        self.on_failure: Callable[[int, StepFailed], None] = lambda step_id, failure: None
         self._lent = 0.0  # seconds of the submitting thread that steps took since the last collect
         # torch's thread count is set per calling thread, so the worker's own sets it again.
         self._pool = (

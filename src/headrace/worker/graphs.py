@@ -298,9 +298,8 @@ class DecodeGraphs:
         for how in self._draws_of(bucket):
             with self._recorder.recording() as found.draws[how]:
                 self._drawn(bucket, hidden, how)
-        if (
-            megakernel and found.draws
-        ):  # a few launches: it takes a start no time that could be noticed, as it would with layers of their own
+        # a few launches: it takes a start no time that could be noticed, as it would with layers of their own
+        if megakernel and found.draws:
             with self._recorder.recording() as found.greedy:
                 self._drawn(bucket, self._hidden(bucket, covered), Draw.GREEDY)
 

@@ -79,9 +79,8 @@ def pack(plan: StepPlan, *, padded: bool, prune: bool = False) -> Packing:
     if not prune or plan.prompt_logprobs or len(packing.chunk) == len(plan.rows):
         return packing
     wanted = np.unique(packing.sampled(plan))
-    return replace(
-        packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32)
-    )  # kernels take no empty tensors
+    # kernels take no empty tensors
+    return replace(packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32))
 
 
 def _pack(plan: StepPlan, padded: bool) -> Packing:

@@ -87,9 +87,8 @@ class Step:
     computed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its hidden states are there
     pause: Events | None = None  # around the time that it waited
     samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples, in order
-    prompt: tuple[
-        tuple[int, Tensor, Tensor, Tensor], ...
-    ] = ()  # index into plan.rows, then ids, logprobs, ranks; in order of position
+    # index into plan.rows, then ids, logprobs, ranks; in order of position
+    prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()
     drafts: Drafts | None = None
     result: StepResult | None = None  # of a device without a queue, at once
 
@@ -499,10 +498,8 @@ def _recorded() -> torch.cuda.Event:
 
 def _drafts_before(plan: StepPlan, piece: slice) -> Ints:
     """Drafts of the same chunk that stand before the place of each sample."""
-    work, back = (
-        np.asarray(plan.sample_work, dtype=np.int32)[piece],
-        np.asarray(plan.sample_back, dtype=np.int32)[piece],
-    )
+    work = np.asarray(plan.sample_work, dtype=np.int32)[piece]
+    back = np.asarray(plan.sample_back, dtype=np.int32)[piece]
     return np.asarray(plan.drafts, dtype=np.int32)[work] - back
 
 

@@ -253,9 +253,8 @@ def create_recorder(
     groups = [group.spec for group in info.kv_groups]
     spec = share(families.spec_from_config(model_config), ranks)
     cost_model = CostModel(spec, groups, profile, weight_bytes=_bytes_a_weight(spec, info, dtype), dtype=dtype)
-    plain = CostModel(
-        spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype
-    )  # what prices were fitted with
+    # what prices were fitted with
+    plain = CostModel(spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)
     return StepRecorder(
         cost_model, promise=promise, calibrated=find_price(plain, switches or {}), energy=energy
     ), decision

@@ -70,9 +70,8 @@ class PromptGraphs:
         self._bounds = bounds
         self._shapes = PromptShapes(bounds)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._adapted: dict[
-            Shape, torch.cuda.CUDAGraph
-        ] = {}  # of steps with adapters; whose a token is, they read on the device
+        # of steps with adapters; whose a token is, they read on the device
+        self._adapted: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._due: tuple[Shape, bool] | None = None  # computed eagerly just now; whether with adapters
         self._shipped = torch.zeros(_places(self._shapes.largest)[-1].stop, dtype=torch.int32, device=self._device)
         self._hidden = hidden
@@ -203,9 +202,8 @@ class PromptGraphs:
     def _run(self, shape: Shape, *, adapted: bool = False) -> None:
         """The step whose inputs are there."""
         row, query_start, context, chunk, position, wanted = (self._shipped[place] for place in _places(shape))
-        longest = (
-            shape.tokens + 1
-        )  # more than any sequence has: who fills a step up must not be taken for a query of the only one
+        # more than any sequence has: who fills a step up must not be taken for a query of the only one
+        longest = shape.tokens + 1
         gather = self._recorder.gather
         inputs = gather.gathered(row, query_start, context, chunk, position, longest, self._bounds.max_model_len, 0)
         if self._bounds.prune:

@@ -139,9 +139,8 @@ def _host_rows(added: Sequence[NewRow], vocab_size: int) -> list[HostRow]:
 
 def _host_row(new: NewRow, vocab_size: int) -> HostRow:
     params, bias = new.params, new.params.logit_bias
-    stops = (
-        [token for token in new.stop_token_ids if token < vocab_size] if params.min_tokens else ()
-    )  # a checkpoint's EOS may have no logit
+    # a checkpoint's EOS may have no logit
+    stops = [token for token in new.stop_token_ids if token < vocab_size] if params.min_tokens else ()
     return HostRow(
         params=params,
         traits=_traits(params, bad_words=bool(new.bad_word_ids), open_end=bool(stops)),
@@ -270,9 +269,8 @@ class Rows:
         self.drop(plan)
         if not plan.rows_added and not plan.table_row:
             return
-        added = tuple(
-            {new.row: new for new in plan.rows_added}.values()
-        )  # a row given away twice in a plan is the last one's
+        # a row given away twice in a plan is the last one's
+        added = tuple({new.row: new for new in plan.rows_added}.values())
         staging = Staging(self.device)
         if plan.table_row:
             places, blocks = self._table_edits(plan)

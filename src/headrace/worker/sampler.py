@@ -24,9 +24,8 @@ from headrace.kernels.operations import GREEDY_TOKENS, PICK_TOKENS, SCORE_TOKENS
 from headrace.kernels.sampling.reference import apply_penalties
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Trait, ship, ship_all
 
-_PENALISED_AT_ONCE = (
-    2**21
-)  # ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
+# ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
+_PENALISED_AT_ONCE = 2**21
 _MASKED_AT_ONCE = 2**22  # logits of masked rows looked at together; each takes about 13 bytes
 _NEVER = np.float32(-np.inf)
 _FLOAT = {name: column for column, name in enumerate(FLOAT_COLUMNS)}
@@ -245,10 +244,8 @@ class Sampler:
         if not lists:
             return
         samples = np.array([j for j, _ in lists], dtype=np.int32)
-        repeated, allowed = (
-            np.repeat(samples, [len(ids) for _, ids in lists]),
-            np.concatenate([ids for _, ids in lists]),
-        )
+        repeated = np.repeat(samples, [len(ids) for _, ids in lists])
+        allowed = np.concatenate([ids for _, ids in lists])
         which, at, ids = (part.long() for part in ship_all(self._rows.device, samples, repeated, allowed))
         kept = logits[at, ids]
         logits.index_fill_(0, which, float("-inf"))

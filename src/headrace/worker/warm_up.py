@@ -26,9 +26,8 @@ from headrace.worker.graphs import buckets_up_to
 from headrace.worker.model_runner import ModelRunner
 
 _TOKENS = 16
-DRAWN = SamplingParams(
-    temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, detokenize=False
-)  # what graphs draw, at its most demanding
+# what graphs draw, at its most demanding
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, detokenize=False)
 # Everything that makes a sampler keep something for a row.
 DEMANDING = replace(
     DRAWN,

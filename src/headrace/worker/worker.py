@@ -319,9 +319,8 @@ class Worker:
 
     def _await_kernels(self, meanwhile: Callable[[], object]) -> None:
         sizes = product_sizes(self._setup.most_verified, self._setup.tokens_a_step)
-        ours = (
-            sizes[-1] if self._kernels.batch_invariant else MOST_ROWS
-        )  # up to so many, kernels of our own: the threads build them
+        # up to so many, kernels of our own: the threads build them
+        ours = sizes[-1] if self._kernels.batch_invariant else MOST_ROWS
         self._multiply([size for size in sizes if size > ours])
         if self._ahead is None:
             meanwhile()

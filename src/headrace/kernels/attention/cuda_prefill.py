@@ -37,9 +37,8 @@ FORMS = {128: Form(2, 3), 64: Form(3, 3)}  # of head dimensions; by measurement 
 def instructions(dim: int, groups: int) -> str:
     """Both products of 64 rows: ``scores`` with 128 keys, and ``weighted`` sums of as many values."""
     rows, half, end = 64 * groups, _KEYS * 128, "\\n"
-    steps = [
-        (i // 4, i % 4 * 2) for i in range(dim // 16)
-    ]  # a row is halves of 64 elements; 16 elements are 32 bytes, counted in 16s
+    # a row is halves of 64 elements; 16 elements are 32 bytes, counted in 16s
+    steps = [(i // 4, i % 4 * 2) for i in range(dim // 16)]
     first = ["{", ".reg .pred no, yes;", ".reg .b64 a, b;", "setp.ne.b32 no, 0, 0;", "setp.eq.b32 yes, 0, 0;"]
     for i, (part, at) in enumerate(steps):
         first += [

@@ -103,10 +103,8 @@ class Variant:
 
 def builds_of(device: torch.device) -> Variants[Variant]:
     """The kernel of one device."""
-    text, capability = (
-        nvrtc.source("build/early.cuh", f"attention/{_NAME}.cu"),
-        torch.cuda.get_device_capability(device),
-    )
+    text = nvrtc.source("build/early.cuh", f"attention/{_NAME}.cu")
+    capability = torch.cuda.get_device_capability(device)
     return Variants(device, _NAME, lambda variant: nvrtc.build(text, variant.options(capability)))
 
 
@@ -199,9 +197,8 @@ class Singles(_Kernel):
         first = inputs.leading
         if not _lies_well(q, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
             return False
-        self.launch(
-            function, q[:first], out, k_cache, v_cache, inputs, scale, (inputs.slots,) * 3
-        )  # which nobody reads
+        # which nobody reads
+        self.launch(function, q[:first], out, k_cache, v_cache, inputs, scale, (inputs.slots,) * 3)
         return True
 
     def rehearse(self, block_size: int) -> object:
@@ -264,12 +261,10 @@ class RopeAttention(_Kernel):
 def leading_of(inputs: AttentionInputs) -> AttentionInputs:
     """The step of the first sequences alone."""
     first = inputs.leading
-    table, starts, contexts, slots = (
-        inputs.block_table[:first],
-        inputs.query_start[: first + 1],
-        inputs.context_len[:first],
-        inputs.slots[:first],
-    )
+    table = inputs.block_table[:first]
+    starts = inputs.query_start[: first + 1]
+    contexts = inputs.context_len[:first]
+    slots = inputs.slots[:first]
     return replace(
         inputs, block_table=table, query_start=starts, context_len=contexts, slots=slots, max_query_len=1, leading=0
     )

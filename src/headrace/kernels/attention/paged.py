@@ -132,9 +132,8 @@ class PagedAttention:
     singles: Singles | None = None
     kv: KVFormat | None = None
     empty: Empty = plainly_empty
-    _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(
-        init=False, repr=False, compare=False
-    )  # the last, by window
+    # the last, by window
+    _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(init=False, repr=False, compare=False)
     _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
     _ticket: Tensor | None = field(init=False, repr=False, compare=False)
     _common: Common | None = field(init=False, repr=False, compare=False)

@@ -126,7 +126,6 @@ def _attend(
     at = torch.arange(context - num_queries, context, device=q.device).unsqueeze(1)
     keys = torch.arange(first, context, device=q.device)
     hidden = keys > at if window is None else (keys > at) | (keys <= at - window)
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).nan_to_num(
-        0.0
-    )  # NaN: a row that sees nothing
+    # NaN: a row that sees nothing
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).nan_to_num(0.0)
     return (weights.view(k.shape[0], -1, k.shape[1]) @ v).view(num_heads, num_queries, head_dim).transpose(0, 1)

@@ -158,9 +158,8 @@ def _own_span(
     query = lane // GROUP
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     peak = tl.zeros((BLOCK_M,), tl.float32) if UNIFIED else tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    masses = tl.zeros(
-        (BLOCK_M, BLOCK_N), tl.float32
-    )  # by key of a tile: their sum is wanted once a pair, not once a tile
+    # by key of a tile: their sum is wanted once a pair, not once a tile
+    masses = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     doubt = tl.zeros((BLOCK_M,), tl.int32)
     for unit in range(begin, end):
         start = tl.load(query_start_ptr + sequence)
@@ -176,11 +175,9 @@ def _own_span(
         inside = live[:, None] & (element < DIM)[None, :]
         token = (start + query).to(tl.int64)
         head = kv_head * GROUP + lane % GROUP
-        k_head_at, v_head_at, table = (
-            kv_head.to(tl.int64) * k_head,
-            kv_head.to(tl.int64) * v_head,
-            table_ptr + sequence.to(tl.int64) * table_row,
-        )
+        k_head_at = kv_head.to(tl.int64) * k_head
+        v_head_at = kv_head.to(tl.int64) * v_head
+        table = table_ptr + sequence.to(tl.int64) * table_row
         q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
         k, k_scale, k_low = load_held(
             k_ptr, k_ptr, k_shared, table, tile, key, there, context, k_block, k_head_at, k_row, kv_head, q,
@@ -293,10 +290,8 @@ def _decode_kernel(
             tl.store(ticket_ptr + firsts, 0, mask=complete > 0)  # as the next launch wants it
             for pair in range(2):
                 if tl.sum(tl.where(which == pair, complete, 0), 0) > 0:
-                    its_sequence, its_head = (
-                        tl.where(pair == 0, first_sequence, sequence),
-                        tl.where(pair == 0, first_head, kv_head),
-                    )
+                    its_sequence = tl.where(pair == 0, first_sequence, sequence)
+                    its_head = tl.where(pair == 0, first_head, kv_head)
                     rest = sequence * 0 - 1
                     if CASCADE:
                         shares = own_keys(shared_ptr, shared_row, its_sequence, its_sequence >= 0, CASCADE) > 0
@@ -312,24 +307,17 @@ def _decode_kernel(
         if CASCADE:  # noqa: SIM102  this one is compiled away
             if tl.load(record + SHARED_LINE) > 0:
                 common_span = tl.load(record + SHARED_SPAN)
-                merged_first, merged_last = (
-                    tl.sum(tl.where(which == 0, complete, 0), 0),
-                    tl.sum(tl.where(which == 1, complete, 0), 0),
-                )
-                AT_ONCE: tl.constexpr = (
-                    4 if BLOCK_D == 128 else 1
-                )  # parts; smaller heads have more pairs a program and gain nothing by it
-                SETTLED: tl.constexpr = (
-                    COMMON_M // BLOCK_G // (2 if AT_ONCE > 1 else 1)
-                )  # pairs: as many as registers hold
-                some, past = (
-                    first_sequence * KV_HEADS + first_head,
-                    sequence * KV_HEADS + kv_head,
-                )  # pairs before ``past`` are done with
+                merged_first = tl.sum(tl.where(which == 0, complete, 0), 0)
+                merged_last = tl.sum(tl.where(which == 1, complete, 0), 0)
+                # parts; smaller heads have more pairs a program and gain nothing by it
+                AT_ONCE: tl.constexpr = 4 if BLOCK_D == 128 else 1
+                # pairs: as many as registers hold
+                SETTLED: tl.constexpr = COMMON_M // BLOCK_G // (2 if AT_ONCE > 1 else 1)
+                some = first_sequence * KV_HEADS + first_head
+                past = sequence * KV_HEADS + kv_head  # pairs before it are done with
                 continued = tl.where(first_step > 0, some, -1)
-                past += tl.where(
-                    past == some, tl.maximum(merged_first, merged_last), merged_last
-                )  # a pair may begin before and end behind this span
+                # a pair may begin before and end behind this span
+                past += tl.where(past == some, tl.maximum(merged_first, merged_last), merged_last)
                 while some < past:
                     each = some + tl.arange(0, SETTLED)
                     done = (each < past) & ((each != continued) | (merged_first > 0))
@@ -375,10 +363,8 @@ def attend(
     kind, scales = held(k_cache, v_cache, quantized)
     heads, dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[1]
     block_g = triton.next_power_of_2(heads // kv_heads)
-    shared, parts = (
-        plan.shared,
-        (scratch.parts, scratch.peaks, scratch.parts, scratch.peaks, scratch.tickets),
-    )  # of no use
+    shared = plan.shared
+    parts = (scratch.parts, scratch.peaks, scratch.parts, scratch.peaks, scratch.tickets)  # of no use
     if shared is not None:
         assert common is not None, "a plan in which sequences may share keys needs memory for that"
         parts = (common.parts, common.peaks, common.rest, common.rest_peaks, common.tickets)

@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 
 MIN_SPAN = 4  # tiles a program is worth starting for, where contexts are long and sequences few
 AT_ONCE = 256  # sequences, or programs, looked at in one go
-_MOST_ALIKE = tl.constexpr(
-    1024
-)  # keys of a sequence, up to which warps take pairs whole: longer ones fill spans evenly as they are
+# keys of a sequence, up to which warps take pairs whole: longer ones fill spans evenly as they are
+_MOST_ALIKE = tl.constexpr(1024)
 _LEAST_SHARED = 256  # keys a program is worth starting for, of those that sequences share
 # Of each program, [programs, FIELDS] int32: its span of the line; sequence, KV head and tile it begins with; first and
 # last program of the pair it continues, and of the one it leaves unfinished (first > last: there is none). Then its
@@ -135,9 +134,8 @@ def _cut(
     KV_HEADS: tl.constexpr, WHOLE: tl.constexpr, FEWEST_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Every program's span."""
-    least = tl.maximum(
-        tl.minimum(longest, WHOLE), tl.minimum(tl.cdiv(longest, 16), FEWEST_TILES)
-    )  # more parts cost more than they gain
+    # more parts cost more than they gain
+    least = tl.maximum(tl.minimum(longest, WHOLE), tl.minimum(tl.cdiv(longest, 16), FEWEST_TILES))
     span = tl.maximum(tl.cdiv(line * KV_HEADS, programs), least)
     for some in range(0, programs, BLOCK_S):
         program = some + tl.arange(0, BLOCK_S)
@@ -192,9 +190,8 @@ def _cut_shared(
 ):  # fmt: skip
     """Every program's span of the line of shared keys. ``most`` that a sequence shares: nothing was written if that is
     0."""
-    line = (
-        tl.load(shared_ptr + AHEAD * shared_row + sequences - 1) // COMMON_N * KV_HEADS
-    )  # the last is no chunk: it has all before it
+    # the last is no chunk: it has all before it
+    line = tl.load(shared_ptr + AHEAD * shared_row + sequences - 1) // COMMON_N * KV_HEADS
     line = tl.where(most > 0, line, 0)
     span = tl.maximum(tl.cdiv(line, programs), LEAST_KEYS // COMMON_N)
     for some in range(0, programs, BLOCK_I):

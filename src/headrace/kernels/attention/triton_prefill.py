@@ -84,9 +84,8 @@ def load_tile(
     if BLOCK_SIZE % BLOCK_N == 0:  # one block, wherever the tile lies
         first = tile * BLOCK_N
         block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
-        corner = (
-            ptr + block * block_stride + head_at + first % BLOCK_SIZE * row_stride
-        )  # so that what differs by thread stays the same
+        # so that what differs by thread stays the same
+        corner = ptr + block * block_stride + head_at + first % BLOCK_SIZE * row_stride
         at = corner + (tl.arange(0, BLOCK_N)[:, None] * row_stride + element[None, :])
     else:
         if MASKED:
@@ -173,9 +172,8 @@ def weigh(
     factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # above 0
     score = scores(q, k, k_scale, k_low, seen, scale, soft_cap, MASKED, SOFT_CAP, KV, PRECISION)
     higher = tl.maximum(peak, tl.max(score, 1) * factor)
-    shift = (
-        tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    )  # −inf: a row that has seen nothing yet
+    # −inf: a row that has seen nothing yet
+    shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     weight = tl.exp2(score * factor - shift[:, None])  # one instruction for the product and the difference
     return weight, tl.exp2(peak - shift), higher
 
@@ -275,9 +273,8 @@ def _prefill_kernel(
         start = tl.load(query_start_ptr + sequence)
         queries = tl.load(query_start_ptr + sequence + 1) - start
     else:
-        bounds = tl.load(
-            query_start_ptr + sequence + tl.arange(0, 2)
-        )  # by several threads, which the compiler then takes to diverge
+        # by several threads, which the compiler then takes to diverge
+        bounds = tl.load(query_start_ptr + sequence + tl.arange(0, 2))
         start = tl.min(bounds, 0)
         queries = tl.max(bounds, 0) - start
     context = tl.load(context_ptr + sequence)

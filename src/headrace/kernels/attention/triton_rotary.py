@@ -102,10 +102,8 @@ def _rotary_kernel(
         k_at = token * k_token + head.to(tl.int64) * k_head
         v_at = token * v_token + head.to(tl.int64) * v_head
         if KV:
-            k_part, v_part = (
-                block * k_cache_block + head.to(tl.int64) * k_cache_head,
-                block * v_cache_block + head.to(tl.int64) * v_cache_head,
-            )
+            k_part = block * k_cache_block + head.to(tl.int64) * k_cache_head
+            v_part = block * v_cache_block + head.to(tl.int64) * v_cache_head
             x = _turned(
                 k_ptr, k_at, there, cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF), HALF, DIM, BLOCK_DIM
             )

@@ -47,11 +47,9 @@ _LONGEST = (
     "fused_linear",
     "linear",
 )
-_FIRST, _LAST, _NEVER = (
-    -1,
-    len(_LONGEST) + 1,
-    len(_LONGEST) + 2,
-)  # turns: what others wait for, what nobody waits for, a thread's end
+_FIRST = -1  # turns: what others wait for,
+_LAST = len(_LONGEST) + 1  # what nobody waits for,
+_NEVER = len(_LONGEST) + 2  # a thread's end
 
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")

@@ -134,10 +134,8 @@ def tensor_map(tensor: Tensor, *box: int) -> TensorMap:
     held = (c_uint64 * 24)()  # the driver wants 64 bytes of alignment
     at = (ctypes.addressof(held) + 63) // 64 * 64
     rank = len(box)
-    sizes, strides = (
-        (c_uint64 * rank)(*tensor.shape[::-1]),
-        (c_uint64 * (rank - 1))(*(stride * 2 for stride in tensor.stride()[-2::-1])),
-    )
+    sizes = (c_uint64 * rank)(*tensor.shape[::-1])
+    strides = (c_uint64 * (rank - 1))(*(stride * 2 for stride in tensor.stride()[-2::-1]))
     boxes, steps = (c_uint * rank)(*box[::-1]), (c_uint * rank)(*(1 for _ in box))
     result = _driver().cuTensorMapEncodeTiled(
         c_void_p(at),

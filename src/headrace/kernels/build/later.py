@@ -24,9 +24,8 @@ class Later:
 
     call: Callable[[], object]
     find: Callable[[], object]  # the same with what a cache holds. Raises Missing
-    build: Callable[
-        [], object
-    ]  # only compiles and loads: it takes none of the device's memory for data, and nothing of its time. Raises Ended
+    # only compiles and loads: it takes none of the device's memory for data, and nothing of its time. Raises Ended
+    build: Callable[[], object]
 
     def __call__(self) -> object:
         return self.call()

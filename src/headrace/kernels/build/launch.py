@@ -59,9 +59,8 @@ class Aim(Enum):
     BUILD = 2  # that it can be launched
 
 
-BUILDERS: ContextVar[Builders | None] = ContextVar(
-    "BUILDERS", default=None
-)  # who compiles what is launched here for the first time
+# who compiles what is launched here for the first time
+BUILDERS: ContextVar[Builders | None] = ContextVar("BUILDERS", default=None)
 _AIM: ContextVar[Aim] = ContextVar("AIM", default=Aim.LAUNCH)
 Grid = tuple[int, ...]
 Arguments = tuple[Any, ...]

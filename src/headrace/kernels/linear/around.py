@@ -31,6 +31,5 @@ class Around:
 
 MOST_ROWS = 64  # of a product that is fused; more are a prompt, or a batch whose products are bound by arithmetic
 LEAST_ADDED = 4096  # rows of a product that takes the residual in: of fewer, the norm that follows adds it as quickly
-Fused = tuple[
-    Tensor, Tensor | None, Tensor | None
-]  # y [T, out]; y · scale [T, out] and squares [pieces, T], where a scale was given
+# y [T, out]; y · scale [T, out] and squares [pieces, T], where a scale was given
+Fused = tuple[Tensor, Tensor | None, Tensor | None]

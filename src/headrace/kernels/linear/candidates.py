@@ -155,9 +155,8 @@ def create_gated(site: CallSite[WeightFacts]) -> Any:
 
 def _gated_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
     layer = make(torch.empty(0, 0), None)
-    for tile in dict.fromkeys(
-        tile for _, tile in reversed(layer.tiles) if tile is not None
-    ):  # those for many rows compile longest
+    # those for many rows compile longest
+    for tile in dict.fromkeys(tile for _, tile in reversed(layer.tiles) if tile is not None):
         yield (
             f"{tile}",
             partial(layer.kernels.function, (tile, sizes.spec.activation, tile.thin(site.facts.out_features // 2))),
@@ -232,9 +231,8 @@ def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -
         others = replace(maker.maker, forms=unserved(maker.forms, maker.maker.forms))
         yield from _eight_fused_calls(site, others.fused, sizes)
         return
-    ordered = any(
-        each is not None and each.ordered for each in site.facts.codings
-    )  # such weights may be left to them altogether
+    # such weights may be left to them altogether
+    ordered = any(each is not None and each.ordered for each in site.facts.codings)
     forms = {coding: forms if ordered else unserved(maker.forms, forms) for coding, forms in maker.coded.forms.items()}
     yield from coded_fused_calls(site, replace(maker.coded, forms=forms).fused, sizes)
 

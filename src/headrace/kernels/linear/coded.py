@@ -150,9 +150,8 @@ class CodedProduct:
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty(y.shape, y.dtype, y.device)
-            sums = torch.empty(
-                (tiles, tokens), dtype=torch.float32, device=x.device
-            )  # the form decides how many: not planned
+            # the form decides how many: not planned
+            sums = torch.empty((tiles, tokens), dtype=torch.float32, device=x.device)
         squares, pieces = (y, 0) if around.squares is None else (around.squares, around.squares.shape[0])
         given = (packed.table, packed.order, self.scratch.parts, self.scratch.tickets)
         behind = (squares, self.bias, around.residual, around.scale, y, scaled, sums)
@@ -240,10 +239,8 @@ class Coded:
     @classmethod
     def at(cls, site: CallSite[WeightFacts]) -> Coded:
         facts, device = site.facts, site.device
-        processors, name = (
-            torch.cuda.get_device_properties(device).multi_processor_count,
-            torch.cuda.get_device_name(device),
-        )
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        name = torch.cuda.get_device_name(device)
         outs = facts.out_features
         codings = [each for each in facts.codings if each is not None]
         forms = {each: forms_for(facts.shape, outs, each, processors, measured(each).table(name)) for each in codings}

@@ -55,10 +55,8 @@ def instruction(columns: int, *, registers: bool = False, eight: str = "") -> st
     memory. ``eight``: both are "fp8" or "int8", whose sums are whole numbers; else bfloat16.
     """
     count, whole = columns // 2, eight == "int8"
-    sums, held = (
-        ", ".join(f"%{i}" for i in range(count)),
-        ", ".join(f'"+{"r" if whole else "f"}"(c[{i}])' for i in range(count)),
-    )
+    sums = ", ".join(f"%{i}" for i in range(count))
+    held = ", ".join(f'"+{"r" if whole else "f"}"(c[{i}])' for i in range(count))
     kinds, behind = {
         "": ("k16.f32.bf16.bf16", ", 1, 1, 0, 0"),
         "fp8": ("k32.f32.e4m3.e4m3", ", 1, 1"),

@@ -103,9 +103,8 @@ class RingLinear:
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty((tokens, outs), x.dtype, x.device)
-            sums = torch.empty(
-                (form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device
-            )  # the form decides how many: not planned
+            # the form decides how many: not planned
+            sums = torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)
         pieces = 0 if around.squares is None else around.squares.shape[0]
         units = self.units if isinstance(self.weight, Tensor) else self.weight.factor
         turned = not isinstance(self.weight, Tensor) and self.weight.gated and around.gate is None

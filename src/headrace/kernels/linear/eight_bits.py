@@ -89,9 +89,8 @@ class EightBitLinear:
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty(y.shape, dtype, codes.device)
-            sums = torch.empty(
-                (tiles, tokens), dtype=torch.float32, device=codes.device
-            )  # the form decides how many: not planned
+            # the form decides how many: not planned
+            sums = torch.empty((tiles, tokens), dtype=torch.float32, device=codes.device)
         behind = (self.bias, around.residual, around.scale, y, scaled, sums)
         _eight_kernel[(tiles * ways, triton.cdiv(tokens, form.rows))](
             codes.view(torch.uint8), scale, self.weight.view(torch.uint8), self.scale, self.scratch.parts, self.scratch.tickets,

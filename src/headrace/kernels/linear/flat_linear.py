@@ -68,9 +68,8 @@ class Product:
         if around.scale is not None:
             pieces = triton.cdiv(self.shape.outs, form.columns)
             scaled = self.empty(y.shape, y.dtype, y.device)
-            squares = torch.empty(
-                (pieces, x.shape[0]), dtype=torch.float32, device=x.device
-            )  # the form decides how many: not planned
+            # the form decides how many: not planned
+            squares = torch.empty((pieces, x.shape[0]), dtype=torch.float32, device=x.device)
         _launch(form, x, self, around, y, scaled, squares)
         return y, scaled, squares
 

@@ -101,9 +101,8 @@ def candidate_forms(
     shape: Shape, rows: int, processors: int, coding: Coding | None = None, eight: str = ""
 ) -> tuple[RingForm, ...]:
     """The forms worth trying for so many rows, one of ROWS."""
-    sizes = (
-        (64, 128, 256) if (coding is not None or eight) and rows < 64 else (64, 128)
-    )  # of 64 rows 256 columns leave no registers
+    # of 64 rows 256 columns leave no registers
+    sizes = (64, 128, 256) if (coding is not None or eight) and rows < 64 else (64, 128)
     tried = (
         RingForm(rows, *size, late, coding, eight)
         for size in product(sizes, range(1, _MOST_WAYS + 1))

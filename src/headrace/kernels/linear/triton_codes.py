@@ -28,9 +28,8 @@ HALF: tl.constexpr = tl.constexpr(0)
 POWER: tl.constexpr = tl.constexpr(1)
 FP8: tl.constexpr = tl.constexpr(2)
 BYTE: tl.constexpr = tl.constexpr(3)
-_E4M3_SHORT: tl.constexpr = tl.constexpr(
-    2.0**120
-)  # what an exponent that was put in bfloat16's or float32's place lacks
+# what an exponent that was put in bfloat16's or float32's place lacks
+_E4M3_SHORT: tl.constexpr = tl.constexpr(2.0**120)
 _E2M1_SHORT: tl.constexpr = tl.constexpr(2.0**126)
 
 

@@ -102,9 +102,8 @@ def tile_for(dtype: torch.dtype, tokens: int, outs: int, *, processors: int, one
             LARGE, key=lambda tile: _rounds(tile, tokens, outs, processors) * tile.rows * tile.columns / tile.rate
         )
     narrow, wide = outs <= 32 * processors, outs >= 128 * processors
-    if (
-        tokens > 48
-    ):  # half-empty tiles of 64 rows measured slower than full ones of 16, which find their weights in the cache
+    # half-empty tiles of 64 rows measured slower than full ones of 16, which find their weights in the cache
+    if tokens > 48:
         return Tile(64, 32, 128, 4, 5) if narrow else Tile(64, 128, 64, 4, 5) if wide else Tile(64, 64, 128, 4, 4)
     return Tile(16, 32, 256, 4, 4) if narrow else Tile(16, 128, 128, 4, 4) if wide else Tile(16, 64, 128, 4, 5)
 

@@ -70,10 +70,8 @@ def _adds(site: CallSite[DeltaFacts], run: Any, sizes: Sizes) -> Calls:
         y, x, ranks = site.zeros(count, sum(parts)), site.zeros(count, facts.in_features), ints(1, len(parts))
         return run(y, x, a, b, ranks, parts, _rows(site, count), of(), squares(), 1.0)
 
-    gains, squares = (
-        partial(site.zeros, 1, 2, sum(parts), dtype=torch.float32),
-        partial(site.zeros, 1, TOKENS, dtype=torch.float32),
-    )
+    gains = partial(site.zeros, 1, 2, sum(parts), dtype=torch.float32)
+    squares = partial(site.zeros, 1, TOKENS, dtype=torch.float32)
     none: Callable[[], None] = lambda: None  # noqa: E731
     for name, call in (
         ("few", partial(add, TOKENS, none, none)),

@@ -58,9 +58,8 @@ def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
     ) -> Tensor:
         if always or x.shape[0] * top_k <= FEW_ROWS * num_experts:
             return few(x, router_logits, gate_up, down, renormalize, kind)
-        return reference.moe(
-            x, router_logits, gate_up, down, top_k, renormalize, kind
-        )  # many tokens an expert: torch's blocked product
+        # many tokens an expert: torch's blocked product
+        return reference.moe(x, router_logits, gate_up, down, top_k, renormalize, kind)
 
     return moe
 
@@ -80,9 +79,8 @@ def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
     moe = up.moe
     assert moe is not None
     shapes = (each.tensors[each.name] for each in (up, down))
-    gate_up, narrow = (
-        torch.empty(shape, dtype=site.facts.dtype, device=site.device) for shape in shapes
-    )  # for all calls: the largest layer
+    # for all calls: the largest layer
+    gate_up, narrow = (torch.empty(shape, dtype=site.facts.dtype, device=site.device) for shape in shapes)
 
     def compute(tokens: int) -> object:
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)

@@ -104,9 +104,8 @@ def _launch(
     total = x if residual is None else empty(x.shape, x.dtype, x.device)
     if rows == 0:
         return y, total
-    chained = (
-        programmatic and residual is None and x.dim() == 2
-    )  # sums of few rows are parts of products; heads come after a product
+    # sums of few rows are parts of products; heads come after a product
+    chained = programmatic and residual is None and x.dim() == 2
     x, inner, *strides = _two_levels(x)
     added, _, *added_strides = (x, 0, 0, 0) if residual is None else _two_levels(residual)
     block = triton.next_power_of_2(width)

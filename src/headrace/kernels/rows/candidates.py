@@ -60,6 +60,5 @@ WRITE_ROWS = (triton("rows.triton_rows:write_rows", _writes, dtypes=INTEGERS),)
 GATHER_INPUTS = (triton("rows.triton_rows:gather_inputs", _gathers, dtypes=INTEGERS, chained=sys.maxsize),)
 STORE_TOKENS = (triton("rows.triton_rows:store_tokens", _stores, dtypes=INTEGERS, chained=sys.maxsize),)
 FETCH_STEP = (triton("rows.triton_rows:fetch_step", _fetches, dtypes=INTEGERS, chained=sys.maxsize),)
-EMBEDDING = (
-    triton("rows.triton_embedding:embedding", _embeddings, chained=sys.maxsize, takes=True),
-)  # one kernel for all rows
+# one kernel for all rows
+EMBEDDING = (triton("rows.triton_embedding:embedding", _embeddings, chained=sys.maxsize, takes=True),)

@@ -152,9 +152,8 @@ def _thresholds_among(
     floor = torch.maximum(kth, min_p.log())  # log 0 = −inf: off
     mass = (leading.exp() * (leading >= floor[:, None])).cumsum(-1)
     total = mass[:, -1]
-    if width < vocab_size and bool(
-        (floor <= lowest).any()
-    ):  # what is kept before top-p may reach beyond the leading scores
+    # what is kept before top-p may reach beyond the leading scores
+    if width < vocab_size and bool((floor <= lowest).any()):
         total = torch.where(floor > lowest, total, _mass_above(scores, floor))
     last = torch.searchsorted(mass, (top_p * total)[:, None]).clamp_(max=width - 1)
     nucleus = torch.where(top_p < 1.0, leading.gather(1, last)[:, 0], float("-inf"))

@@ -149,9 +149,8 @@ def _largest_kernel(
         for turn in tl.static_range(TURNS):
             token = (first + turn) * BLOCK + lane
             x = tl.load(logits_ptr + row * row_stride + token, mask=token < end, other=float("-inf")).to(tl.float32)
-            wins = (x > best) | (
-                x != x
-            )  # tokens of a lane rise, so the lower of equals is kept; NaN stays once it is there
+            # tokens of a lane rise, so the lower of equals is kept; NaN stays once it is there
+            wins = (x > best) | (x != x)
             best, best_token = tl.where(wins, x, best), tl.where(wins, token, best_token)
     value, token = _best_of(best, best_token)
     tl.store(best_ptr + row * parts + part, value)
@@ -323,13 +322,10 @@ def _empty_parts(rows: int, parts: int, device: torch.device) -> tuple[Tensor, T
 def _best(best: Tensor, best_tokens: Tensor, vocab: int, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
     """The best of each row's parts: value [rows] float32, token [rows] int64."""
     rows, parts = best.shape
-    most = triton.next_power_of_2(
-        min(triton.cdiv(vocab, _BLOCK), _PROGRAMS)
-    )  # parts, for any number of rows: one kernel for all
-    peaks, tokens = (
-        torch.empty(rows, dtype=torch.float32, device=best.device),
-        torch.empty(rows, dtype=torch.int64, device=best.device),
-    )
+    # parts, for any number of rows: one kernel for all
+    most = triton.next_power_of_2(min(triton.cdiv(vocab, _BLOCK), _PROGRAMS))
+    peaks = torch.empty(rows, dtype=torch.float32, device=best.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=best.device)
     if rows:
         _best_kernel[(rows,)](
             best,

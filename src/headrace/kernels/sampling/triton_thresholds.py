@@ -257,9 +257,8 @@ def _threshold_kernel(
     limit = worst
     if by_rank | by_mass:  # top-k first, then top-p's share of what that left
         source, stacks = scores_ptr + row * row_stride, stacks_ptr + row * (COLUMNS * DEPTH)
-        ROOM: tl.constexpr = (
-            COLUMNS * DEPTH // 3
-        )  # scores that the stacks take for all that some columns have more of them
+        # scores that the stacks take for all that some columns have more of them
+        ROOM: tl.constexpr = COLUMNS * DEPTH // 3
         stride = tl.maximum(vocab // SAMPLE, 1)
         sample = _read(source, tl.arange(0, SAMPLE) * stride, vocab, peak, heat, HAS_SCALE)
         finite = tl.minimum(worst, _WORST - 1)

@@ -96,9 +96,8 @@ class DecodeStep:
         self._weights = weights
         pointers = [[each.data_ptr() for each in layer] for layer in weights.layers]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(weights.embedding.device)
-        self._scratch = _make_scratch(
-            steps.spec, steps.programs, weights.embedding.device
-        )  # now: no graph may be recorded
+        # now: no graph may be recorded
+        self._scratch = _make_scratch(steps.spec, steps.programs, weights.embedding.device)
 
     def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:
         tokens, attention = inputs.token_ids.shape[0], inputs.attention[0]

@@ -123,10 +123,8 @@ def prospect(
     may take."""
     before = list(ahead)
     pace = prompt_pace(forecast, roster, bound, max(0, sequence.num_prompt_tokens - work // 2))
-    others, own = (
-        pace.time(left_of_prompts(roster) + sum(tokens for _, tokens in before)),
-        _own_seconds(work, pace, forecast, roster, sequence),
-    )
+    others = pace.time(left_of_prompts(roster) + sum(tokens for _, tokens in before))
+    own = _own_seconds(work, pace, forecast, roster, sequence)
     gap = _gap(sequence, before, forecast, roster)
     return Prospect(_place(sequence, work, before, roster, past, gap), others, own, gap, len(roster.running))
 

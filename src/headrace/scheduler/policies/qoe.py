@@ -140,9 +140,8 @@ class QualityOfExperience(DynamicPolicy):
             if sequence.num_output_tokens:
                 self._length = _KEEP * self._length + (1.0 - _KEEP) * sequence.num_output_tokens
         else:
-            self._credit = max(
-                0.0, self._credit - 1.0
-            )  # not below: it may have been for want of blocks, or its step failed
+            # not below: it may have been for want of blocks, or its step failed
+            self._credit = max(0.0, self._credit - 1.0)
             reader.take(sequence.num_output_tokens, now)
             reader.turn = 0
             sequence.order = self._order_of(sequence, reader, now)

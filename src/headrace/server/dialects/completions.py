@@ -69,11 +69,9 @@ def parse_completion(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Com
     if body.echo and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
     read = asked(body, defaults, **values)
-    shape, prompts, params = (
-        older_shape(body, logprobs=body.logprobs is not None),
-        _read_prompts(body.prompt),
-        read["params"],
-    )
+    shape = older_shape(body, logprobs=body.logprobs is not None)
+    prompts = _read_prompts(body.prompt)
+    params = read["params"]
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(
             f"{len(prompts)} prompts with n {params.n} make more than {MAX_CHOICES} choices; ask for fewer.", param="n"
@@ -110,12 +108,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
     engine = service.model.engine
     request = await service.limits.bodies.read(exchange, partial(parse_completion, defaults=service.model.defaults))
     body, params, discard = request.body, request.params, request.discard
-    stream, echo, truncate, shape = (
-        body.stream,
-        body.echo,
-        body.truncate_prompt_tokens,
-        await generate.shape_of(service, request),
-    )
+    stream = body.stream
+    echo = body.echo
+    truncate = body.truncate_prompt_tokens
+    shape = await generate.shape_of(service, request)
     exchange.watch_disconnect()
     with service.limits.admit(exchange, len(request.prompts), body.user_name):
         prepared = []

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 Format = TypeVar("Format", bound=ToolFormat | ReasoningFormat)
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, bool], str]
 
-_NAME, _TYPES = (
-    TRIAL.function["name"],
-    {name: (each["type"],) for name, each in TRIAL.function["parameters"]["properties"].items()},
-)
+_NAME = TRIAL.function["name"]
+_TYPES = {name: (each["type"],) for name, each in TRIAL.function["parameters"]["properties"].items()}
 
 
 def dialect_of(

@@ -247,9 +247,8 @@ class OutputParser:
                 return found[0]
             held = markers.held(text, begin)
             if cursor.ended:
-                half = self._cut_off and held >= (
-                    1 if self._complete else 2
-                )  # a lone < may be anything, but after a call
+                # a lone < may be anything, but after a call
+                half = self._cut_off and held >= (1 if self._complete else 2)
                 give(cursor.take(_trimmed(text, begin, len(text) - held) if half else len(text)))
                 cursor.at = len(text)
                 return ""
