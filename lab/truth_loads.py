@@ -5,7 +5,7 @@ A comes in servings, B is measured between them, so that a machine whose speed d
 
     A   B   A   B   A
 
-What lives here: the parts, and each as flags of bench serve, as conversations and as a simulation's requests. What may
+What lives here: the parts, and each as conversations and as a simulation's requests. What may
 not: running them.
 """
 
@@ -55,13 +55,10 @@ class Part:
     def lengths(self) -> Lengths:
         return Lengths(self.prompt, self.output, self.spread)
 
-    @property
-    def _burstiness(self) -> float:
-        return math.inf if self.even else 1.0
-
     def asked(self) -> list[LoadRequest]:
         made = drawn(self.count, self.lengths, prefix=self.prefix, num_prefixes=1, seed=self.seed)
-        return made if self.rate is None else arriving(made, self.rate, burstiness=self._burstiness, seed=self.seed)
+        burstiness = math.inf if self.even else 1.0
+        return made if self.rate is None else arriving(made, self.rate, burstiness=burstiness, seed=self.seed)
 
     def conversations(self, salt: int, vocab_size: int) -> list[Conversation]:
         """``salt`` makes ids new, too; lengths and arrivals stay."""
@@ -71,35 +68,6 @@ class Part:
                 each, turns=tuple(replace(turn, new_ids=_salted(turn.new_ids, salt, vocab_size)) for turn in each.turns)
             )
             for each in made
-        ]
-
-    def flags(self) -> list[str]:
-        """Of headrace bench serve."""
-        kind = ["--workload", "shared-prefix", "--prefix-len", str(self.prefix)] if self.prefix else []
-        load = (
-            ["--request-rate", f"{self.rate:g}"]
-            if self.rate is not None
-            else ["--max-concurrency", str(self.clients or self.count)]
-        )
-        load += ["--burstiness", "inf"] if self.rate is not None and self.even else []
-        lengths = [
-            "--input-len",
-            str(self.prompt),
-            "--output-len",
-            str(self.output),
-            "--random-range-ratio",
-            f"{self.spread:g}",
-        ]
-        return [
-            *kind,
-            "--num-prompts",
-            str(self.count),
-            *lengths,
-            *load,
-            "--seed",
-            str(self.seed),
-            "--vocab-size",
-            str(self.vocabulary),
         ]
 
     @property

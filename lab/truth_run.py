@@ -6,28 +6,30 @@ What lives here: starting, loading and stopping. What may not: loads (truth_load
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import math
 import re
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.bench.driver import drive
-from headrace.bench.load import BenchFailed
+from headrace.bench.load import HttpClient, LoadGenerator, first_model
+from headrace.bench.serve import measure_load
 from headrace.config import EngineConfig
 from headrace.observe.report import write_json
 from headrace.planner.runs import RecordedRun, read_run
-from headrace.planner.workload.statistics import summarise
+from headrace.planner.workload.statistics import Sample, summarise
 from lab.own_server import own_server
 from lab.truth_loads import Part
 
 _PRIMES = 7919
+ANSWERED = 600.0  # s: a request that takes longer has failed
 TAIL = 1 << 16  # bytes of a trace that hold its last step
 _STEP = re.compile(rb'"step":(\d+)\b')
 SETTLES = 0.3  # s after a part until its last steps are in the trace
@@ -78,30 +80,20 @@ def served(flags: Sequence[str], folder: Path) -> Iterator[Runner]:
     """A server with ``flags`` (MODEL and the engine's). Raises BenchFailed."""
     trace = folder / "trace.json"
     with own_server([*flags, "--trace", str(trace)], folder / "server.log") as url:
-        yield Runner(folder, trace, lambda part, path: _bench(url, part, path))
+        yield Runner(folder, trace, lambda part, path: asyncio.run(_load(url, part, path)))
 
 
-def _bench(url: str, part: Part, path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "headrace",
-        "bench",
-        "serve",
-        "--base-url",
-        url,
-        *part.flags(),
-        "--num-warmups",
-        "0",
-        "--output-json",
-        str(path),
-    ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode or not path.exists():
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise BenchFailed(
-            f"headrace bench serve ended with status {done.returncode} in the part {part.name}: {lines[-1]}"
-        )
+async def _load(url: str, part: Part, path: Path) -> None:
+    """As ``headrace bench serve``, without its process: sixty of them would take longer to start than to measure."""
+    client = HttpClient(url, timeout=ANSWERED)
+    room = float(part.room) if part.room is not None else math.inf
+    generator = LoadGenerator(client, await first_model(client), "completions", room, as_ids=True)
+    outcome = await measure_load(client, generator, part.conversations(0, part.vocabulary))
+    _write(path, outcome.samples, outcome.seconds, outcome.step_figures)
+
+
+def _write(path: Path, samples: Sequence[Sample], seconds: float, steps: Mapping[str, float]) -> None:
+    write_json(path, {**summarise(samples, seconds), **steps, "requests": [asdict(sample) for sample in samples]})
 
 
 # --- in this process
@@ -155,7 +147,4 @@ def _drive(core: Any, observer: Any, part: Part, salt: int, vocab: int, path: Pa
         sample.sent = sample.sent if sample.due is None else sample.due
     seconds = measured.seconds
     steps = {"steps": len(seconds), "mean_step_ms": sum(seconds) / len(seconds) * 1e3} if seconds else {}
-    write_json(
-        path,
-        {**summarise(made.samples, made.seconds), **steps, "requests": [asdict(sample) for sample in made.samples]},
-    )
+    _write(path, made.samples, made.seconds, steps)

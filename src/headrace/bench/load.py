@@ -64,7 +64,7 @@ class LoadGenerator:
     def __init__(self, client: HttpClient, model: str, endpoint: str, concurrency: float, *, as_ids: bool) -> None:
         self.samples: list[Sample] = []
         self._client = client
-        self._model = model
+        self.model = model
         self._endpoint = endpoint
         self._as_ids = as_ids
         self._concurrency = concurrency
@@ -118,7 +118,7 @@ class LoadGenerator:
 
     def _body(self, turn: Turn, history: Sequence[tuple[str, str]]) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": self.model,
             "max_tokens": turn.max_tokens,
             "temperature": 0.0,
             "stream": True,

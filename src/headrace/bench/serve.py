@@ -185,6 +185,11 @@ async def _measure(args: argparse.Namespace, client: HttpClient, conversations: 
     as_ids = args.endpoint == "completions" and args.workload != "conversation"  # whose history is text
     generator = LoadGenerator(client, model, args.endpoint, _concurrency(args), as_ids=as_ids)
     await generator.warm_up(conversations, args.num_warmups)
+    return await measure_load(client, generator, conversations)
+
+
+async def measure_load(client: HttpClient, generator: LoadGenerator, conversations: Sequence[Conversation]) -> Outcome:
+    """Sends ``conversations`` and closes ``client``. Ctrl-C ends it early, with what was answered."""
     before = await read_steps(client)
     lags: list[float] = []
     meter = asyncio.create_task(_watch_loop(lags))
@@ -199,7 +204,7 @@ async def _measure(args: argparse.Namespace, client: HttpClient, conversations: 
     meter.cancel()
     steps = step_figures(before, await read_steps(client))
     await client.close()
-    return Outcome(model, generator.samples, seconds, lags, cpu, steps, stopped)
+    return Outcome(generator.model, generator.samples, seconds, lags, cpu, steps, stopped)
 
 
 async def _watch_loop(lags: list[float]) -> None:
