@@ -329,6 +329,9 @@ class DeviceConfig:
     trace: str | None = option(
         None, "write a trace of host and device, step by step, to this file, for ui.perfetto.dev", metavar="FILE"
     )
+    enable_sleep_mode: bool = option(
+        False, "let the engine give up its memory and take it back: POST /sleep and /wake_up, LLM.sleep() and wake_up()"
+    )
     strict_kernels: bool = option(False, "treat a kernel's fallback to its torch twin as an error")
     token_concatenation: bool = switch(True, "off: every sequence in a step is padded to the longest one")
     last_layer_pruning: bool = switch(
@@ -458,6 +461,10 @@ class ServerConfig:
     moderation_words: str | None = option(None, "file of words that end an answer, one per line", metavar="FILE")
     moderation_prompt: bool = option(False, "moderate prompts, too")
     moderation_timeout: float = option(5.0, "seconds that each call of the moderation function may take", minimum=0.01)
+    when_asleep: str = option(
+        "wait", "requests to a model that sleeps wait until it is woken, are refused (503), or wake it",
+        choices=("wait", "refuse", "wake"),
+    )  # fmt: skip
     shutdown_timeout: float = option(30.0, "seconds that running requests have to finish after SIGTERM", minimum=0.0)
     supervise: bool = option(False, "a parent process restarts the engine and front ends when they die")
     log_format: str = option(

@@ -25,6 +25,7 @@ from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
+from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
 from headrace.lora.peft import read_adapter
@@ -111,6 +112,9 @@ def create_engine(
         (tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ()
     )
     masks = GrammarMasks(partial(_vocabulary, config, source, tokenizer, executor.info.vocab_size, eos))
+    if config.device.enable_sleep_mode:
+        again = of_same_size(config, executor.info)
+        executor = SleepingExecutor(executor, lambda: _create_executor(again, source, watched, lost)[1])
     executor = executor if wrap is None else wrap(executor, recorder)
     core = EngineCore(
         executor,

@@ -24,7 +24,7 @@ from headrace.config import EngineConfig
 from headrace.engine import frames
 from headrace.engine.connection import EngineConnection, EngineSocket, JoinedEngine
 from headrace.engine.grammar_check import create_grammar_check
-from headrace.engine.info import EngineInfo
+from headrace.engine.info import EngineInfo, check_sleep
 from headrace.engine.inputs import (
     InputProcessor,
     Message,
@@ -194,6 +194,7 @@ class AsyncLLM:
         # dropped streams abort themselves
         self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
         self._closing = False
+        self.used: Callable[[], None] = lambda: None  # with each request; may raise and refuse it
         self._adapters = frozenset(config.adapters.modules)
         connection.listen(self._on_step, self._on_death)
 
@@ -253,6 +254,7 @@ class AsyncLLM:
     def submit(self, request: Request, name: str | None = None, *, whole: bool = False) -> Stream:
         """A request that ``inputs`` has made. ``whole``: its reader adds all of it up, and is never too slow."""
         self._check_ready()
+        self.used()
         stream = Stream(self, request, name, whole)
         self._outputs.add(request)
         self._streams[request.request_id] = stream
@@ -350,6 +352,27 @@ class AsyncLLM:
         """Requests that begin from now on reuse nothing computed before; those that run go on. Returns when it is
         so."""
         await self._connection.ask(frames.ForgetPrefixes)
+
+    # --- sleep
+
+    @property
+    def asleep(self) -> bool:
+        """It sleeps, or is about to: requests wait."""
+        return self._connection.asleep > 0
+
+    async def sleep(self, level: int = 1) -> None:
+        """As ``LLM.sleep``; requests that come from now on wait."""
+        check_sleep(self.info, level)
+        await self._told(lambda number: frames.Sleep(number, level))
+
+    async def wake_up(self) -> None:
+        """As ``LLM.wake_up``. Requests that have waited begin."""
+        check_sleep(self.info, 1)
+        await self._told(frames.Wake)
+
+    async def _told(self, order: Callable[[int], frames.Sleep | frames.Wake]) -> None:
+        if (error := (await self._connection.ask(order)).get("error")) is not None:
+            raise Unavailable(error)
 
     # --- adapters
 

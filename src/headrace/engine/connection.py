@@ -43,6 +43,7 @@ class EngineSocket:
         self._farewell = ""  # what the engine said last about its own end
         self._closing = False
         self.death: EngineDead | None = None
+        self.asleep = 0  # the level; 0: awake
         self.last_beat = frames.Beat(0, "load", 0.0, 0.0)
         self.last_heard = time.perf_counter()
         self.send = self._channel.write  # dropped when the engine is gone (its death has been told)
@@ -105,6 +106,8 @@ class EngineSocket:
             self._on_event(frame)
         elif isinstance(frame, frames.Beat):
             self.last_beat = frame
+        elif isinstance(frame, frames.Asleep):
+            self.asleep = frame.level
         elif isinstance(frame, frames.Died):
             self._farewell = frame.message
         elif isinstance(frame, frames.Started):

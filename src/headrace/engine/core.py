@@ -22,8 +22,8 @@ from headrace.cache.manager import CacheManager
 from headrace.clock import Clock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.cost.speed import StepSpeed
-from headrace.engine.executor import Executor, Ticket
-from headrace.errors import EngineDead, InvalidRequest, StepFailed
+from headrace.engine.executor import Executor, Sleep, Ticket, Wake
+from headrace.errors import EngineDead, HeadraceError, InvalidRequest, StepFailed
 from headrace.observe.metrics import StepAccounts, StepRecord, StepTimes
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes, RefuseRequest
@@ -31,7 +31,7 @@ from headrace.scheduler.explain import RequestState, Standing
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.policies import Forecast
 from headrace.scheduler.scheduler import Scheduler
-from headrace.scheduler.step_planner import NO_MASKS
+from headrace.scheduler.step_planner import NO_MASKS, Wait
 from headrace.speculative.length import DraftCounts, Speculation
 from headrace.speculative.settings import read_settings
 
@@ -64,6 +64,8 @@ class EngineStats:
     grammars: GrammarStats | None = None
     drafts: DraftCounts | None = None  # where some are made
     adapters: AdapterStats | None = None
+    num_held: int = 0  # of those waiting: the engine sleeps, or is about to
+    asleep: int = 0  # the level; 0: awake
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,9 @@ class EngineCore:
         self.accounts = StepAccounts()
         self._failed = False
         self._dead: EngineDead | None = None
+        self.asleep = 0  # the level at which the device sleeps; 0: it is awake
+        self.bedtime = 0  # the level at which it shall: requests wait
+        self._sleepless = ""  # why it could not
         self._standing: tuple[int, Standing] | None = None  # of this turn, with so many events
         self._fifo: deque[_Submitted] = deque()
         self._had_work = False  # when the last step was collected
@@ -135,7 +140,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._dead is None and (bool(self._events or self._fifo) or self.scheduler.has_work or self._prepares)
+        if self._dead is not None:
+            return False
+        if self.bedtime:
+            return self.falls_asleep or not self.settled
+        return bool(self._events or self._fifo) or self.scheduler.has_work or self._prepares
 
     @property
     def _prepares(self) -> bool:
@@ -191,6 +200,12 @@ class EngineCore:
 
     def abort(self, request_id: int) -> None:
         """Ends a request without telling anybody; unknown ids are no error (it may just have ended)."""
+        if self.bedtime:
+            self._events = [
+                each
+                for each in self._events
+                if not (isinstance(each, AddRequest) and each.request.request_id == request_id)
+            ]
         self._events.append(AbortRequest(request_id))
         if self._masks is not None:
             self._masks.drop(request_id)
@@ -207,8 +222,45 @@ class EngineCore:
 
     @property
     def settled(self) -> bool:
-        """Everything that was told so far has taken effect."""
-        return not self._events
+        """Everything that was told so far has taken effect, but requests that wait for the engine to wake."""
+        return not self._events or (bool(self.bedtime) and all(isinstance(each, AddRequest) for each in self._events))
+
+    # --- sleep
+
+    def sleep(self, level: int) -> None:
+        """Requests that come from now on wait until it is awake again. Those that run go on, and once they have ended,
+        a step puts the device to sleep. One that sleeps can sleep deeper, and not lighter."""
+        self.bedtime, self._sleepless = max(level, self.bedtime), ""
+
+    @property
+    def falls_asleep(self) -> bool:
+        """It shall sleep, and does not yet."""
+        return self.bedtime > self.asleep
+
+    def wake(self) -> None:
+        """Raises what the device does, OutOfMemory above all; then it sleeps on."""
+        if self.asleep:
+            self.executor.control(Wake())
+        self.asleep = self.bedtime = 0
+
+    def check_asleep(self) -> None:
+        """Raises HeadraceError where it is awake after all."""
+        if not self.bedtime:
+            raise HeadraceError(self._sleepless or "It was woken before it slept.")
+
+    def _fall_asleep(self) -> None:
+        """With nothing in flight. What was computed is gone."""
+        level = self.bedtime
+        try:
+            self.executor.control(Sleep(level))
+        except HeadraceError as error:
+            self.bedtime, self._sleepless = self.asleep, error.message
+            return
+        self.asleep = level
+        self.scheduler.schedule(self.clock.now(), [ForgetPrefixes()])
+        if level > 1 and self.adapters is not None and self.scheduler.residency is not None:
+            self.scheduler.residency.clear()
+            self.adapters.forget_held()
 
     def step(self) -> Sequence[SequenceOutput]:
         """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted.
@@ -223,9 +275,12 @@ class EngineCore:
 
     def _step(self) -> Sequence[SequenceOutput]:
         self._standing = None
+        if self.falls_asleep and not self._fifo and not self.scheduler.has_work and self.settled:
+            self._fall_asleep()
+            return self.scheduler.take_rejected()
         if self._masks is not None:
             self._take_compiled(self._masks)
-        if self.adapters is not None and self.adapters.busy:
+        if self.adapters is not None and self.adapters.busy and not self.bedtime:
             self._take_adapted(self.adapters)
         open_step = bool(self._fifo) and self._fifo[-1].waits
         submitted = (
@@ -286,6 +341,9 @@ class EngineCore:
         if not self._had_work:  # what happened while there was nothing to do is no step's
             self._host_mark = self.clock.thread_seconds()
         events, self._events = self._events, []
+        if self.bedtime:
+            self._events = [each for each in events if isinstance(each, AddRequest)]
+            events = [each for each in events if not isinstance(each, AddRequest)]
         speed = self._speed() if self._speed is not None else None
         mask_seconds = NO_MASKS if self._masks is None else self._masks.seconds
         plan = self.scheduler.schedule(begin, events, speed, mask_seconds)
@@ -359,17 +417,20 @@ class EngineCore:
         coming = len(self._events) + len(unread)
         if self._standing is None or self._standing[0] != coming:
             arriving = [event.request for event in self._events if isinstance(event, AddRequest)]
-            self._standing = (
-                coming,
-                Standing(self.scheduler, [*arriving, *unread], {each.request_id for each in unread}),
-            )
+            waits = {each.request_id: Wait("adapter", 1, self.scheduler.limits.adapter_slots) for each in unread}
+            if self.bedtime:
+                waits = {each.request_id: Wait("asleep") for each in (*arriving, *unread)}
+            self._standing = (coming, Standing(self.scheduler, [*arriving, *unread], waits))
         return self._standing[1]
 
     def stats(self) -> EngineStats:
         cache, roster = self.scheduler.cache, self.scheduler.roster
+        held = sum(isinstance(each, AddRequest) for each in self._events) if self.bedtime else 0
         return EngineStats(
             num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.scheduler.num_waiting + held,
+            num_held=held,
+            asleep=self.asleep,
             num_blocks=cache.num_blocks,
             num_used_blocks=cache.num_used_blocks,
             num_cached_blocks=sum(pool.num_cached for pool in cache.pools),

@@ -44,7 +44,20 @@ class DropAdapter:
     name: str
 
 
-Control = LoadAdapter | DropAdapter
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """With nothing in flight. ``level`` 1: weights move to host memory and the KV cache is given up; 2: all that the
+    start made is given up."""
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Everything is as before, but what the KV cache held; after level 2, adapters have to be loaded again, too."""
+
+
+Control = LoadAdapter | DropAdapter | Sleep | Wake
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +85,8 @@ class Executor(Protocol):
     the plans that follow build them anew. Nothing between submit and collect may read results on the host. ``prepare``,
     with nothing in flight and nothing to do: some milliseconds' worth of what later steps will want; whether there may
     be more. ``control`` changes a worker between two steps, every rank at the same place of the queue, and returns at
-    once; what comes of it ``outcomes`` tells, each once (``wait``: seconds that may pass until there is one).
+    once; what comes of it ``outcomes`` tells, each once (``wait``: seconds that may pass until there is one). Sleep and
+    Wake return when it is done; they raise OutOfMemory, and everything is as it was.
     """
 
     info: ExecutorInfo

@@ -54,6 +54,12 @@ class Beat(Frame):
     limit: float
 
 
+class Asleep(Frame):
+    """Requests that come from now on wait until the engine is awake, or they do so no more: ``level`` 0."""
+
+    level: int
+
+
 class Died(Frame):
     message: str
 
@@ -119,6 +125,16 @@ class UnloadAdapter(Question):
     name: str
 
 
+class Sleep(Question):
+    """The answer comes once those that run have ended and the device sleeps; it has "error" where that cannot be."""
+
+    level: Literal[1, 2]
+
+
+class Wake(Question):
+    """The answer comes once it is awake; it has "error" where that cannot be."""
+
+
 class Attach(Frame):
     """From the parent: the next socket at the door is another front end's; ``serial``, which none has had before,
     begins its requests' ids."""
@@ -141,9 +157,11 @@ GuestCommand = (  # what any front end may say
     | AskAdapters
     | LoadAdapter
     | UnloadAdapter
+    | Sleep
+    | Wake
 )
 Command = GuestCommand | Attach | Shutdown  # ... and what the parent may
-Event = Started | StartFailed | Beat | Died | Reply | Step
+Event = Started | StartFailed | Beat | Asleep | Died | Reply | Step
 
 
 def plain(record: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a running engine says about itself; the same in its own process and across the socket.
 
-What lives here: one frozen description. What may not: torch, anything that changes while it runs.
+What lives here: one frozen description, and what it rules out. What may not: torch, anything that changes while it runs.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.config import Decision
+from headrace.errors import ConfigError, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +28,12 @@ class EngineInfo:
     memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose
     techniques: dict[str, str] = field(default_factory=dict)  # "on", "off" or a value, by name
     max_num_batched_tokens: int = 0  # a step
+    can_sleep: bool = False
+
+
+def check_sleep(info: EngineInfo, level: int) -> None:
+    """Raises ConfigError, InvalidRequest."""
+    if not info.can_sleep:
+        raise ConfigError("This engine cannot sleep; start it with enable_sleep_mode (--enable-sleep-mode).")
+    if level not in (1, 2):
+        raise InvalidRequest(f"level is {level!r}; give 1 (weights in host memory) or 2 (nothing kept).", param="level")

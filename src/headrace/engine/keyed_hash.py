@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from headrace.clock import Clock, RealClock
-from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, LoadAdapter, Ticket
+from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, ExecutorInfo, LoadAdapter, Sleep, Ticket
 from headrace.request import NO_SLOT, NewRow, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.spec import KVGroup, KVKind, KVSpec
 from headrace.speculative.verify import accepted
@@ -155,7 +155,11 @@ class KeyedHashExecutor:
         if isinstance(order, LoadAdapter):
             self._adapters.add(order.name)
             self._outcomes.append(AdapterOutcome(order.name))
-        else:
+        elif isinstance(order, Sleep):
+            self._rows.clear()
+            for blocks in self._kv:
+                blocks[:] = [array("Q", b"\xff" * len(block) * 8) for block in blocks]
+        elif isinstance(order, DropAdapter):
             self._adapters.discard(order.name)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:

@@ -21,7 +21,7 @@ import numpy as np
 from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine, create_engine
 from headrace.engine.grammar_check import create_grammar_check
-from headrace.engine.info import EngineInfo
+from headrace.engine.info import EngineInfo, check_sleep
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, parse_prompt
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
@@ -204,6 +204,26 @@ class LLM:
                 if delta.last:  # only now: another thread may wait for that
                     del self._sinks[request_id]
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives up memory until ``wake_up``: 1 moves weights to host memory, 2 gives up all that the start made; cached
+        prefixes are gone. Requests that run are finished first. Raises ConfigError without ``enable_sleep_mode``,
+        OutOfMemory where host memory is short."""
+        core = self.engine.core
+        check_sleep(self.engine.info, level)
+        core.sleep(level)
+        while core.falls_asleep:
+            self.turn()
+        core.check_asleep()
+
+    def wake_up(self) -> None:
+        """Raises OutOfMemory where the memory is taken by now; it sleeps on."""
+        with self._lock, _deferred_interrupts():
+            self.engine.core.wake()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.engine.core.asleep > 0
+
     def shutdown(self) -> None:
         """Frees the model. The LLM cannot be used afterwards."""
         engine, self._engine = self._engine, None
@@ -335,6 +355,8 @@ class LLM:
             self._add(request, sink, whole=False)
 
     def _add(self, request: Request, sink: Sink, *, whole: bool) -> None:
+        if self.is_sleeping:
+            raise InvalidRequest("this LLM sleeps; call wake_up() first.")
         self._sinks[request.request_id] = sink
         self._outputs.add(request, whole=whole)
         self.engine.core.add(request)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import frames
-from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, Ticket
+from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, Sleep, Ticket, Wake
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.observe.metrics import StepRecorder
 from headrace.processes.messages import BadFrame, Reply, Unpacker, pack
@@ -337,7 +337,12 @@ class StampedExecutor:
         return self._inner.prepare()
 
     def control(self, order: Control) -> None:
-        self._inner.control(order)
+        if isinstance(order, Sleep | Wake):
+            self._pulse.enter("load")
+        try:
+            self._inner.control(order)
+        finally:
+            self._pulse.enter("host", HOST_LIMIT)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
         return self._inner.outcomes(wait)
@@ -365,6 +370,8 @@ class EngineLoop:
             frames.AskAdapters: lambda link, command: _reply(link, command.number, {"names": self._desk.names}),
             frames.LoadAdapter: self._load_adapter,
             frames.UnloadAdapter: self._unload_adapter,
+            frames.Sleep: self._sleep,
+            frames.Wake: self._wake,
             frames.Attach: self._attach,
             frames.Shutdown: self._shut_down,
             Left: self._abort_all,
@@ -373,6 +380,7 @@ class EngineLoop:
         # who waits for an adapter, with the question's number, its name and key
         self._loading: list[tuple[Link, int, str, str]] = []
         self._forgetting: list[tuple[Link, int]] = []  # who waits for that, with the question's number
+        self._retiring: list[tuple[Link, int]] = []  # who waits for the device to sleep, likewise
 
     def run(self) -> None:
         core, links, pulse = self._core, self._links, self._pulse
@@ -396,6 +404,8 @@ class EngineLoop:
                     pulse.enter("send")  # a front end may be slow to read
                     for unwanted in links.send_step(core.accounts.settle(outputs)):
                         self._abort(unwanted)
+            if self._retiring and not core.falls_asleep:
+                self._answer_retired()
 
     def _add(self, link: Link, request: Request) -> None:
         try:
@@ -423,7 +433,8 @@ class EngineLoop:
             self._abort(request_id)
 
     def _attach(self, link: Link, command: frames.Attach) -> None:
-        self._links.attach(command.serial, pack(frames.Started(self._engine.info)))
+        greeting = pack(frames.Started(self._engine.info)) + pack(frames.Asleep(self._core.bedtime))
+        self._links.attach(command.serial, greeting)
 
     def _finish(self, link: Link, command: frames.Finish) -> None:
         self._core.finish(command.request_id, command.index, command.num_tokens)
@@ -490,11 +501,24 @@ class EngineLoop:
             _reply(link, number, {"error": verdict} if verdict else {})
 
     def _unload_adapter(self, link: Link, command: frames.UnloadAdapter) -> None:
-        try:
-            self._desk.unregister(command.name)
-            _reply(link, command.number, {})
-        except HeadraceError as error:
-            _reply(link, command.number, {"error": error.message})
+        _reply(link, command.number, _told(lambda: self._desk.unregister(command.name)))
+
+    def _sleep(self, link: Link, command: frames.Sleep) -> None:
+        self._core.sleep(command.level)
+        self._retiring.append((link, command.number))
+        self._links.send(pack(frames.Asleep(self._core.bedtime)))
+
+    def _answer_retired(self) -> None:
+        answer = _told(self._core.check_asleep)
+        self._links.send(pack(frames.Asleep(self._core.bedtime)))
+        for link, number in self._retiring:
+            _reply(link, number, answer)
+        self._retiring.clear()
+
+    def _wake(self, link: Link, command: frames.Wake) -> None:
+        answer = _told(self._core.wake)
+        self._links.send(pack(frames.Asleep(self._core.bedtime)))
+        _reply(link, command.number, answer)
 
     def _shut_down(self, link: Link, command: frames.Shutdown) -> None:
         self._running = False
@@ -502,3 +526,12 @@ class EngineLoop:
 
 def _reply(link: Link, number: int, stats: dict[str, Any]) -> None:
     link.send(pack(Reply(number, stats)))
+
+
+def _told(work: Callable[[], object]) -> dict[str, Any]:
+    """The answer to who asked for it."""
+    try:
+        work()
+    except HeadraceError as error:
+        return {"error": error.message}
+    return {}

@@ -116,6 +116,7 @@ def describe(
         memory=info.memory,
         techniques={technique.name: _state_of(technique, config, info.device) for technique in TECHNIQUES},
         max_num_batched_tokens=core.scheduler.limits.max_num_batched_tokens,
+        can_sleep=config.device.enable_sleep_mode,
     )
 
 

@@ -102,6 +102,12 @@ class AdapterDesk:
         if name in self._known and self._known[name].key == key:
             del self._known[name]
 
+    def forget_held(self) -> None:
+        """What is in host memory is gone: whoever wants one brings it again."""
+        self._wanted |= self._coming
+        self._held.clear()
+        self._coming.clear()
+
     def preload(self, name: str) -> str:
         """Brings it into host memory though nobody asks for it yet; ``verdict`` of the key tells how that went."""
         known = self._known[name]

@@ -132,7 +132,7 @@ class Follower:
         self._failed.clear()
 
     def _control(self, order: frames.Control) -> None:
-        for each in (order.load, order.drop):
+        for each in (order.load, order.drop, order.sleep, order.wake):
             if each is not None:
                 self._executor.control(each)
         if order.drop is not None:

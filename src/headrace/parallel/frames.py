@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.config import EngineConfig
-from headrace.engine.executor import DropAdapter, LoadAdapter
+from headrace.engine.executor import DropAdapter, LoadAdapter, Sleep, Wake
 from headrace.processes.messages import Frame, pack
 from headrace.request import StepPlan
 
@@ -72,8 +72,12 @@ class Prepare(Frame):
 
 
 class Control(Frame):
-    load: LoadAdapter | None
-    drop: DropAdapter | None
+    """One of these."""
+
+    load: LoadAdapter | None = None
+    drop: DropAdapter | None = None
+    sleep: Sleep | None = None
+    wake: Wake | None = None
 
 
 class Close(Frame):

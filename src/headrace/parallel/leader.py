@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
-from headrace.engine.executor import AdapterOutcome, Control, Executor, LoadAdapter, Ticket
+from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, Executor, LoadAdapter, Sleep, Ticket, Wake
 from headrace.errors import ConfigError, StepFailed
 from headrace.models.source import ModelSource
 from headrace.parallel import frames
@@ -30,6 +31,8 @@ from headrace.worker.executor import DeviceExecutor
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.settings import device_kind
 from headrace.worker.worker import create_executor as create_alone
+
+_FIELDS = {LoadAdapter: "load", DropAdapter: "drop", Sleep: "sleep", Wake: "wake"}  # of frames.Control
 
 
 def create_executor(
@@ -117,8 +120,8 @@ class RankedExecutor:
         return self._inner.prepare()
 
     def control(self, order: Control) -> None:
-        load, drop = (order, None) if isinstance(order, LoadAdapter) else (None, order)
-        self._ranks.tell(pack(frames.Control(load, drop)))
+        field: dict[str, Any] = {_FIELDS[type(order)]: order}
+        self._ranks.tell(pack(frames.Control(**field)))
         self._inner.control(order)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:

@@ -24,6 +24,15 @@ def freeze_start() -> None:
     gc.collect()
 
 
+def collect_frozen() -> None:
+    """Of what was frozen, all that has been dropped since is freed."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        freeze_start()
+
+
 @contextmanager
 def no_collections() -> Iterator[None]:
     """For periods in which many objects are created and none are dropped. A collection would scan everything that a

@@ -17,9 +17,10 @@ from __future__ import annotations
 import heapq
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from headrace.observe.metrics import StepRecord
@@ -30,6 +31,7 @@ from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.step_planner import Wait, rows_wanted
 from headrace.sequence import Sequence
 
+_NO_WAITS: Mapping[int, Wait] = MappingProxyType({})
 LOOKED_UP = 64  # of those that wait: how much of their prompts is cached; of the others one token is counted
 
 
@@ -78,15 +80,17 @@ class _Ahead:
 
 
 class Standing:
-    """All requests at one moment. ``arriving``: those that the scheduler hears of with its next step; ``unread``: those
-    among them whose adapters are still to come."""
+    """All requests at one moment. ``arriving``: those that the scheduler hears of with its next step, or once what
+    they wait for has come (``waits``, by request)."""
 
-    def __init__(self, scheduler: Scheduler, arriving: Seq[Request] = (), unread: Collection[int] = ()) -> None:
+    def __init__(
+        self, scheduler: Scheduler, arriving: Seq[Request] = (), waits: Mapping[int, Wait] = _NO_WAITS
+    ) -> None:
         scheduler.settle()
         self._scheduler, self._roster, self._limits = scheduler, scheduler.roster, scheduler.limits
         coming = [scheduler.expected(each, number) for number, each in enumerate(arriving) if scheduler.takes(each)]
         self._queue = scheduler.roster.waiting.in_order(coming)
-        self._unread = unread
+        self._waits = waits
         self._arriving = {each.request_id: each for each in coming}
         self._starting, self._wait = _next_step(scheduler, self._queue)
         self._ahead: dict[int, _Ahead] | None = None  # by request, once one that waits is asked about
@@ -105,8 +109,7 @@ class Standing:
             self._ahead = _look_ahead(self._scheduler, self._queue, self._starting)
         ahead = self._ahead[request_id]
         wait = Wait("next_step") if ahead.place < self._starting else self._wait
-        if request_id in self._unread:
-            wait = Wait("adapter", 1, self._limits.adapter_slots)
+        wait = self._waits.get(request_id, wait)
         return self._state(siblings, ahead.place + 1, ahead.later_first, 0, wait, ahead.bounds)
 
     def _state(

@@ -35,6 +35,10 @@ class Status(Struct):
     status: str
 
 
+class Sleeping(Struct):
+    is_sleeping: bool
+
+
 class Load(Struct):
     server_load: Count
 

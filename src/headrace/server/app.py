@@ -25,7 +25,7 @@ import msgspec
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, NotFound, Unavailable
 from headrace.request import RequestTimes
-from headrace.server import adapters, dashboard, inflight, pages
+from headrace.server import adapters, dashboard, inflight, pages, sleeping
 from headrace.server import answer_types as answers
 from headrace.server.auth import Guard
 from headrace.server.dialects import chat, completions, messages, responses, responses_body, tokens
@@ -153,6 +153,9 @@ ROUTES = (
     Route("GET", "/load", load, "how many requests wait or run", answer=answers.Load),
     Route("GET", "/server_info", server_info, "settings and automatic choices", answer=answers.ServerInfo),
     Route("POST", "/reset_prefix_cache", reset_prefix_cache, "forget cached prefixes", answer=answers.Status),
+    Route("POST", "/sleep", sleeping.sleep, "give up memory; requests wait until it is woken", answer=answers.Status, query=sleeping.SleepQuery),
+    Route("POST", "/wake_up", sleeping.wake_up, "take the memory back", answer=answers.Status),
+    Route("GET", "/is_sleeping", sleeping.is_sleeping, "whether it sleeps, or is about to", answer=answers.Sleeping),
     Route("GET", "/version", version, "the version of Headrace", answer=answers.Version),
     Route("GET", "/metrics", metrics, "Prometheus metrics", answer=str, content_types=("text/plain",)),
     Route("GET", "/openapi.json", openapi, "this description", answer=answers.Document),

@@ -22,6 +22,7 @@ from headrace.request import RequestTimes
 from headrace.server.frontends.counters import Page
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "refused")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, as vLLM calls them
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/v1/dashboard"))
 _STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
@@ -177,6 +178,7 @@ class ServerMetrics:
         grammars = engine.get("grammars") or {}
         waiting = engine.get("num_waiting", 0)
         drafts = engine.get("drafts") or {}
+        held, asleep = engine.get("num_held", 0), engine.get("asleep", 0)
         return {
             "counters": {},
             **engine,
@@ -190,7 +192,8 @@ class ServerMetrics:
             else None,
             "kv_usage": engine["num_used_blocks"] / total if total else 0.0,
             "grammars": grammars,
-            "waiting": {"capacity": waiting, "deferred": grammars.get("compiling", 0)},
+            "waiting": {"capacity": waiting - held, "deferred": grammars.get("compiling", 0), "asleep": held},
+            "sleep_states": {name: int(level == asleep) for level, name in enumerate(SLEEP_STATES)},
             "sources": {
                 "local_compute": self.totals["local_compute"],
                 "local_cache_hit": self.totals["prompt_tokens_cached_total"],

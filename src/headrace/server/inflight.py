@@ -200,6 +200,8 @@ async def standing(service: Service, name: str, tenant: str) -> dict[str, Any] |
         if any(c.finish_reason is None for c in job.choices[index * job.n :][: job.n])
     ]
     states = await _ask(service, left[:MAX_ASKED], "requests")
+    if not states and left and service.model.found is not None and service.model.found.asleep:
+        return {**_head(job), "waits_for": _wait("waking", {})}
     return {**_head(job), **_standing(job, [state for state in states if state is not None])}
 
 
@@ -280,7 +282,9 @@ def _wait(kind: str, numbers: Mapping[str, Any], state: Mapping[str, Any] | None
 def _prediction(state: Mapping[str, Any]) -> dict[str, Any]:
     earliest, latest = state["earliest"], state["latest"]
     basis = f"the pace of the last {state['steps_measured']} steps"
-    if earliest is None:
+    if state["wait"] is not None and state["wait"]["kind"] == "asleep":
+        earliest, latest, text = None, None, "Once its model is awake."
+    elif earliest is None:
         text = "Nothing is known yet: no step has been measured."
     elif latest is None:
         text = f"Not before {earliest:.2f} s, from {basis}; no later bound: it depends on who comes and how long the answers before it become."

@@ -36,6 +36,7 @@ from headrace.server.parsing import AnswerFormat, answer_format
 from headrace.server.parsing.choice import dialect_of
 from headrace.server.parsing.formats import Dialect, ReasoningFormat
 from headrace.server.parsing.parser import OutputParser
+from headrace.server.sleeping import Rouser
 from headrace.server.stored import StoredResponses
 from headrace.server.tools import functions_of
 
@@ -306,6 +307,7 @@ class Service:
     def attach(self, engine: AsyncLLM) -> None:
         """The engine has loaded."""
         self.model.attach(engine)
+        engine.used = Rouser(engine, self.config.when_asleep)
         self.limits.page.served = True
         freeze_start()
 

@@ -17,11 +17,12 @@ from dataclasses import replace
 
 import torch
 
-from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, LoadAdapter, Ticket
+from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, LoadAdapter, Sleep, Ticket, Wake
 from headrace.errors import StepFailed
 from headrace.kernels.build.ahead import Behind
 from headrace.lora.device import DeviceAdapters
 from headrace.request import StepPlan, StepResult, TokenMasks
+from headrace.worker.asleep import Asleep
 from headrace.worker.failure import failure_of
 from headrace.worker.model_runner import ModelRunner, Step
 
@@ -35,7 +36,8 @@ class DeviceExecutor:
     one submitted after that was known, untouched, until ``recover`` (one that was under way is read, and the core drops
     it); that calls ``restore`` first, with nothing of the failed step left on the device.
 
-    ``threads``: of the worker thread, where steps are computed by one. ``later``: kernels for keys that sequences share
+    ``threads``: of the worker thread, where steps are computed by one. ``asleep``: what is given up while this sleeps;
+    None: it never does. ``later``: kernels for keys that sequences share
     which are still to come, its own now. Until they are there, steps are told that theirs share none: graphs, fused and
     plain attention are asked as for any such step, and what is computed is the same but for rounding.
     """
@@ -49,8 +51,10 @@ class DeviceExecutor:
         restore: Callable[[], None] = lambda: None,
         later: Behind | None = None,
         adapters: DeviceAdapters | None = None,
+        asleep: Asleep | None = None,
     ) -> None:
         self.info = info
+        self._asleep = asleep
         self._adapters = adapters
         self.later = later
         self._lacks = later is not None
@@ -129,6 +133,11 @@ class DeviceExecutor:
             return False
 
     def control(self, order: Control) -> None:
+        if isinstance(order, Sleep | Wake):
+            assert self._asleep is not None and not self._outcomes, "it can sleep, and nothing is in flight"
+            work = self._asleep.sleep if isinstance(order, Sleep) else self._asleep.wake
+            work() if self._pool is None else self._pool.submit(work).result()
+            return
         adapters = self._adapters
         assert adapters is not None, "this device holds no adapters"
         if isinstance(order, LoadAdapter):
@@ -156,6 +165,8 @@ class DeviceExecutor:
         if self._queued:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        if self._asleep is not None:
+            self._asleep.close()
 
     def _without_later_kernels(self, plan: StepPlan) -> StepPlan:
         assert self.later is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,6 +58,7 @@ from headrace.speculative.lookup import Lookup
 from headrace.techniques import switched_off
 from headrace.worker.allocation import Allocation, allocate_kv
 from headrace.worker.arena import create_arena
+from headrace.worker.asleep import DeviceMemory, HostPages
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel
 from headrace.worker.draft_setup import draft_memory, resolve_draft
 from headrace.worker.executor import DeviceExecutor
@@ -131,8 +132,8 @@ class Worker:
     ``collect``.
 
     Ranks allocate by the least room that one of them has, and meet wherever they compute. What changes a worker between
-    two steps (other weights, sleep) would be a verb of its executor, ``control``, that every rank is told at the same
-    place of the queue.
+    two steps (adapters, sleep) is a verb of its executor, ``control``, that every rank is told at the same place of the
+    queue.
     """
 
     def __init__(
@@ -160,6 +161,8 @@ class Worker:
             self._cuts = cuts(self._whole, setup.spec, group.rank)
         self._setup = setup = replace(setup, draft=resolve_draft(config, source, setup.spec))
         self._cuda = setup.device.type == "cuda"
+        self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
+        self._lasting = nullcontext if self._sleeping is None else self._sleeping.keeping
         self._arena = create_arena(setup.device) if config.device.activation_arena else None
         disabled, off = frozenset(config.device.disabled_kernels), switched_off(config.device)
         self._kernels = Kernels(
@@ -191,7 +194,7 @@ class Worker:
         self._memory = Allocation(self._setup, self._head_start, self._group)
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
-        with self._memory.explaining("weights"):
+        with self._memory.explaining("weights"), self._lasting():
             self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, group=self._group)
             self._draft = self._create_draft(longest)
         self._build_kernels(longest)
@@ -215,9 +218,11 @@ class Worker:
             self._rows = Rows(
                 setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write
             )
-        with memory.explaining("KV blocks", plan.num_bytes):
+        fleeting = nullcontext if self._sleeping is None else self._sleeping.giving_up
+        with memory.explaining("KV blocks", plan.num_bytes), fleeting():
             kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
             self._draft_kv = own = self._draft_caches(kv_caches)
+        self._kv_caches = kv_caches
         self._graphs = self._create_graphs(plan.max_model_len, self._rows, kv_caches, own)
         self._runner = self._create_runner(self._rows, kv_caches, own, self._graphs)
         memory.set_aside()
@@ -266,6 +271,7 @@ class Worker:
         with (
             torch.inference_mode(),
             self._memory.explaining("weights"),
+            self._lasting(),
             waiting("Packing weights for this device", "Packed weights"),
         ):
             self._decoder.finish_loading()
@@ -428,11 +434,16 @@ class Worker:
             max_drafts=setup.speculative.most if setup.speculative is not None else 0,
             adapter_slots=self._config.adapters.slots,
         )
+        parts: dict[str, Any] = {"adapters": self._adapters, "asleep": self._sleeping}
         if self._cuda:
+            if self._sleeping is not None:
+                self._sleeping.restore = self._memory.restore
             return DeviceExecutor(
-                self._runner, info, restore=self._memory.restore, later=self._later_kernels(), adapters=self._adapters
+                self._runner, info, restore=self._memory.restore, later=self._later_kernels(), **parts
             )
-        return DeviceExecutor(self._runner, info, threads=setup.worker_threads, adapters=self._adapters)
+        if self._config.device.enable_sleep_mode:
+            parts["asleep"] = HostPages([*self._kv_caches, *self._draft_kv])
+        return DeviceExecutor(self._runner, info, threads=setup.worker_threads, **parts)
 
     def _later_kernels(self) -> Behind | None:
         """What the start did not wait for."""

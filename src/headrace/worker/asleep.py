@@ -1,0 +1,283 @@
+"""What a worker gives up while it sleeps (level 1), and gets back at the same addresses: graphs, kernels' arguments and
+descriptors hold those.
+
+On a CPU the KV cache's pages are handed back to the system; weights are in host memory already. On a GPU weights and KV
+lie in memory that is mapped by the driver's virtual memory management: addresses are reserved once, and the memory
+behind them comes and goes. Before weights' memory goes, it is copied into pinned host memory, which is kept for the
+next time.
+
+What lives here: that memory. What may not: who sleeps and when (engine/core.py), level 2 (engine/sleeping.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    byref,
+    c_int,
+    c_size_t,
+    c_ssize_t,
+    c_ubyte,
+    c_uint64,
+    c_ushort,
+    c_void_p,
+)
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.errors import OutOfMemory
+
+GIB = 2**30
+
+
+class Asleep(Protocol):
+    """With nothing under way on the device. Both raise OutOfMemory, and nothing has changed then."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        """Once the tensors are gone."""
+
+
+class HostPages:
+    """The pages of these tensors on a CPU, whose contents nobody needs; they come back when they are touched."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def sleep(self) -> None:
+        libc = ctypes.CDLL(None)
+        for tensor in self._tensors:
+            storage, page = tensor.untyped_storage(), mmap.PAGESIZE
+            first = -(-storage.data_ptr() // page) * page
+            last = (storage.data_ptr() + storage.nbytes()) // page * page
+            if last > first:  # others may have a part of the outer pages
+                libc.madvise(c_void_p(first), c_size_t(last - first), c_int(mmap.MADV_DONTNEED))
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._tensors = ()
+
+
+# --- the driver's virtual memory management
+
+
+class _Location(Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _Kind(Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handles", c_int),
+        ("location", _Location),
+        ("win32", c_void_p),
+        ("compression", c_ubyte),
+        ("rdma", c_ubyte),
+        ("usage", c_ushort),
+        ("reserved", c_ubyte * 4),
+    )
+
+
+class _Access(Structure):
+    _fields_ = (("location", _Location), ("flags", c_int))
+
+
+_PINNED, _DEVICE, _READ_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2
+_ALLOCATE = CFUNCTYPE(c_void_p, c_ssize_t, c_int, c_void_p)  # size, device, stream
+_FREE = CFUNCTYPE(None, c_void_p, c_ssize_t, c_int, c_void_p)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuMemAddressReserve.argtypes = (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64)
+    library.cuMemCreate.argtypes = (POINTER(c_uint64), c_size_t, POINTER(_Kind), c_uint64)
+    library.cuMemMap.argtypes = (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64)
+    library.cuMemSetAccess.argtypes = (c_uint64, c_size_t, POINTER(_Access), c_size_t)
+    library.cuMemUnmap.argtypes = library.cuMemAddressFree.argtypes = (c_uint64, c_size_t)
+    library.cuMemRelease.argtypes = (c_uint64,)
+    library.cuMemHostAlloc.argtypes = (POINTER(c_void_p), c_size_t, c_int)
+    library.cuMemFreeHost.argtypes = (c_void_p,)
+    library.cuMemcpyDtoHAsync_v2.argtypes = (c_void_p, c_uint64, c_size_t, c_void_p)
+    library.cuMemcpyHtoDAsync_v2.argtypes = (c_uint64, c_void_p, c_size_t, c_void_p)
+    return library
+
+
+def _check(status: int, what: str) -> None:
+    if status == _OUT_OF_MEMORY:
+        raise OutOfMemory(f"There is no memory for {what}. Free some, and try again.")
+    if status:
+        raise RuntimeError(f"CUDA answered {status} to {what}")
+
+
+@dataclass(slots=True)
+class _Region:
+    """Addresses, and the memory behind them (0: none)."""
+
+    address: int
+    size: int
+    kept: bool  # its contents are needed
+    handle: int = 0
+
+
+class DeviceMemory:
+    """Tensors that are made within ``keeping`` and ``giving_up`` lie in memory that sleeps; what the former hold is
+    copied. ``restore``: makes torch's allocator whole again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.restore: Callable[[], None] = lambda: None
+        self._device = device
+        place = _Location(_DEVICE, device.index or 0)
+        self._kind, self._access = _Kind(type=_PINNED, location=place), _Access(place, _READ_WRITE)
+        self._regions: dict[int, _Region] = {}  # by address
+        self._host = c_void_p()
+        self._host_size = 0
+        self._allocators = [self._create_allocator(kept) for kept in (True, False)]
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        with self._pool(0):
+            yield
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        with self._pool(1):
+            yield
+
+    @contextmanager
+    def _pool(self, which: int) -> Iterator[None]:
+        """One of torch's, which ends with the block: what was freed within is given back, tensors stay."""
+        pool = torch.cuda.MemPool(self._allocators[which])
+        with torch.cuda.use_mem_pool(pool, self._device):
+            yield
+        del pool
+
+    def _create_allocator(self, kept: bool) -> Any:
+        def allocate(size: int, device: int, stream: int) -> int:
+            try:
+                return self._allocate(size, kept)
+            except Exception:  # torch tells of it
+                return 0
+
+        def free(address: int, size: int, device: int, stream: int) -> None:
+            self._free(self._regions.pop(address))
+
+        calls = _ALLOCATE(allocate), _FREE(free)
+        for each in calls:  # tensors may outlive whatever holds this
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        addresses = [ctypes.cast(each, c_void_p).value or 0 for each in calls]
+        return torch._C._cuda_customAllocator(*addresses)
+
+    # --- regions
+
+    def _allocate(self, size: int, kept: bool) -> int:
+        driver, grain, address = _driver(), c_size_t(), c_uint64()
+        _check(driver.cuMemGetAllocationGranularity(byref(grain), byref(self._kind), 0), "its granularity")
+        size = -(-size // grain.value) * grain.value
+        _check(driver.cuMemAddressReserve(byref(address), size, 0, 0, 0), f"{size} bytes of addresses")
+        region = _Region(address.value, size, kept)
+        try:
+            self._map(region)
+        except Exception:
+            driver.cuMemAddressFree(region.address, region.size)
+            raise
+        self._regions[region.address] = region
+        return region.address
+
+    def _map(self, region: _Region) -> None:
+        driver, handle = _driver(), c_uint64()
+        what = f"{region.size / GIB:.2f} GiB of the device"
+        _check(driver.cuMemCreate(byref(handle), region.size, byref(self._kind), 0), what)
+        region.handle = handle.value
+        try:
+            _check(driver.cuMemMap(region.address, region.size, 0, region.handle, 0), what)
+            _check(driver.cuMemSetAccess(region.address, region.size, byref(self._access), 1), what)
+        except Exception:
+            self._unmap(region)
+            raise
+
+    def _unmap(self, region: _Region) -> None:
+        if region.handle:
+            _driver().cuMemUnmap(region.address, region.size)
+            _driver().cuMemRelease(region.handle)
+            region.handle = 0
+
+    def _free(self, region: _Region) -> None:
+        self._unmap(region)
+        _driver().cuMemAddressFree(region.address, region.size)
+
+    # --- sleep
+
+    def sleep(self) -> None:
+        """Nothing happens to one that sleeps."""
+        if not any(region.handle for region in self._regions.values()):
+            return
+        torch.cuda.synchronize(self._device)
+        kept = [region for region in self._regions.values() if region.kept]
+        self._reserve_host(sum(region.size for region in kept))
+        self._copy(
+            kept, lambda host, region: _driver().cuMemcpyDtoHAsync_v2(host, region.address, region.size, self._stream)
+        )
+        for region in self._regions.values():
+            self._unmap(region)
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        regions = [region for region in self._regions.values() if not region.handle]
+        torch.cuda.empty_cache()
+        try:
+            for region in regions:
+                self._map(region)
+        except OutOfMemory:
+            for region in regions:
+                self._unmap(region)
+            raise
+        kept = [region for region in regions if region.kept]
+        self._copy(
+            kept, lambda host, region: _driver().cuMemcpyHtoDAsync_v2(region.address, host, region.size, self._stream)
+        )
+        self.restore()
+
+    @property
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def _copy(self, regions: Sequence[_Region], copy: Callable[[int, _Region], int]) -> None:
+        """Each to or from its place in host memory, which goes by their order."""
+        place = self._host.value or 0
+        for region in regions:
+            _check(copy(place, region), "a copy of weights")
+            place += region.size
+        torch.cuda.synchronize(self._device)
+
+    def _reserve_host(self, size: int) -> None:
+        if size > self._host_size:
+            if self._host_size:
+                _driver().cuMemFreeHost(self._host)
+            self._host, self._host_size = c_void_p(), 0
+            _check(_driver().cuMemHostAlloc(byref(self._host), size, 0), f"{size / GIB:.2f} GiB of pinned host memory")
+            self._host_size = size
+
+    def close(self) -> None:
+        if self._host_size:
+            _driver().cuMemFreeHost(self._host)
+            self._host_size = 0
