@@ -14,7 +14,7 @@ from headrace import LLM, SamplingParams
 from headrace.engine.executor import Control, Sleep, Wake
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.engine.sleeping import SleepingExecutor
-from headrace.errors import ConfigError, HeadraceError, InvalidRequest, OutOfMemory
+from headrace.errors import HeadraceError, InvalidRequest, OutOfMemory
 from headrace.request import FinishReason
 from tests.support.hash_engine import Answers, CheckedExecutor, assert_at_rest, engine, expected, request, run
 
@@ -63,7 +63,7 @@ def test_memory_is_given_up(llm: LLM) -> None:
 
 
 def test_mistakes_are_told() -> None:
-    with LLM(executor="keyed-hash") as plain, pytest.raises(ConfigError, match="--enable-sleep-mode"):
+    with LLM(executor="keyed-hash") as plain, pytest.raises(InvalidRequest, match="--enable-sleep-mode"):
         plain.sleep()
     with LLM(executor="keyed-hash", enable_sleep_mode=True) as made:
         for level in (0, 3, "1"):

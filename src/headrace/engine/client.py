@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from headrace.config import EngineConfig
 from headrace.engine import frames
@@ -363,11 +363,12 @@ class AsyncLLM:
     async def sleep(self, level: int = 1) -> None:
         """As ``LLM.sleep``; requests that come from now on wait."""
         check_sleep(self.info, level)
-        await self._told(lambda number: frames.Sleep(number, level))
+        wanted: Literal[1, 2] = 2 if level == 2 else 1
+        await self._told(lambda number: frames.Sleep(number, wanted))
 
     async def wake_up(self) -> None:
         """As ``LLM.wake_up``. Requests that have waited begin."""
-        check_sleep(self.info, 1)
+        check_sleep(self.info)
         await self._told(frames.Wake)
 
     async def _told(self, order: Callable[[int], frames.Sleep | frames.Wake]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.config import Decision
-from headrace.errors import ConfigError, InvalidRequest
+from headrace.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class EngineInfo:
     can_sleep: bool = False
 
 
-def check_sleep(info: EngineInfo, level: int) -> None:
-    """Raises ConfigError, InvalidRequest."""
+def check_sleep(info: EngineInfo, level: int = 1) -> None:
+    """Raises InvalidRequest."""
     if not info.can_sleep:
-        raise ConfigError("This engine cannot sleep; start it with enable_sleep_mode (--enable-sleep-mode).")
+        raise InvalidRequest("This engine cannot sleep; start it with enable_sleep_mode (--enable-sleep-mode).")
     if level not in (1, 2):
         raise InvalidRequest(f"level is {level!r}; give 1 (weights in host memory) or 2 (nothing kept).", param="level")

@@ -206,8 +206,8 @@ class LLM:
 
     def sleep(self, level: int = 1) -> None:
         """Gives up memory until ``wake_up``: 1 moves weights to host memory, 2 gives up all that the start made; cached
-        prefixes are gone. Requests that run are finished first. Raises ConfigError without ``enable_sleep_mode``,
-        OutOfMemory where host memory is short."""
+        prefixes are gone. Requests that run are finished first. Raises InvalidRequest without
+        ``enable_sleep_mode``, OutOfMemory where host memory is short."""
         core = self.engine.core
         check_sleep(self.engine.info, level)
         core.sleep(level)

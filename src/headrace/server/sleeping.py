@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta, Struct
 
 from headrace.config import ServerConfig
+from headrace.engine.info import check_sleep
 from headrace.errors import HeadraceError, Unavailable
 from headrace.server.auth import sees_all
 from headrace.server.dialects.body import read_query
@@ -35,7 +36,8 @@ class SleepQuery(Struct, forbid_unknown_fields=True):
 async def sleep(service: Service, exchange: Exchange) -> None:
     query, engine = read_query(exchange.query, SleepQuery), service.model.engine
     check_operator(service.config, exchange)
-    if query.mode == "abort" and engine.info.can_sleep:
+    check_sleep(engine.info, query.level)
+    if query.mode == "abort":
         service.limits.end_all(
             Unavailable("The model was put to sleep before this answer was complete; send the request again.")
         )
@@ -45,6 +47,7 @@ async def sleep(service: Service, exchange: Exchange) -> None:
 
 async def wake_up(service: Service, exchange: Exchange) -> None:
     check_operator(service.config, exchange)
+    check_sleep(service.model.engine.info)
     await service.model.engine.wake_up()
     await exchange.reply_json({"status": "ok"})
 
