@@ -199,14 +199,12 @@ class StepResult:
     # prompt scores nothing)
     errors: Mapping[int, str] = field(default_factory=dict)  # j → why this row's logits were unusable
     device_seconds: float = 0.0
-    idle_seconds: float | None = (
-        None  # the device had nothing to do between the step before and this one; None: it has no clock to tell
-    )
+    # the device had nothing to do between the step before and this one; None: it has no clock to tell
+    idle_seconds: float | None = None
     graph_tokens: int = 0  # that a step with prompts was filled up to by the graph that computed it; 0: none did
     recorded_graph: bool = False  # a graph was recorded behind the step: host time that comes once
-    lent_seconds: float = (
-        0.0  # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
-    )
+    # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
+    lent_seconds: float = 0.0
     drafted: Seq[int] = ()
 
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import os
 
-SPIN_COUNT = (
-    "1000"  # iterations, a few microseconds: longer than a balanced barrier takes, far shorter than a time slice
-)
+# iterations, a few microseconds: longer than a balanced barrier takes, far shorter than a time slice
+SPIN_COUNT = "1000"
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 

@@ -40,9 +40,8 @@ class SteadyDecode:
     busy."""
 
     steps: int
-    wall_seconds: (
-        float  # from the end of the first one's predecessor to the end of the last, gaps between runs left out
-    )
+    # from the end of the first one's predecessor to the end of the last, gaps between runs left out
+    wall_seconds: float
     busy_seconds: float
     host_seconds: float  # the median step's
     host_seconds_p99: float

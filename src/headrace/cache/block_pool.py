@@ -25,9 +25,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._named = [False] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self.num_repeated = (
-            0  # references beyond the first of each block: reads that a kernel spares who looks at a shared block once
-        )
+        # references beyond the first of each block: reads that a kernel spares who looks at a shared block once
+        self.num_repeated = 0
 
     @property
     def num_available(self) -> int:

@@ -35,9 +35,8 @@ class Delta:
         self.parts = tuple(parts)
         # 0: the adapter leaves this part alone
         self.ranks = torch.zeros((slots, len(parts)), dtype=torch.int32, device=device)
-        self.gains: Tensor | None = (
-            None  # [slots, 2, outs], float32: what results are multiplied by, and what is added (DoRA)
-        )
+        # [slots, 2, outs], float32: what results are multiplied by, and what is added (DoRA)
+        self.gains: Tensor | None = None
         self.touched = False
         facts = DeltaFacts(context.dtype, ins, self.parts, rank)
         if table:

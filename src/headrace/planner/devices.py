@@ -111,9 +111,8 @@ class Device:
     host_seconds: float
     calibrated: tuple[CalibratedSteps, ...] = ()
     link: Link | None = None  # to others of its kind; None: nobody knows
-    host_link: float | None = (
-        None  # bytes/s between its memory and the host's, one way, as published; None: they are one, or nobody knows
-    )
+    # bytes/s between its memory and the host's, one way, as published; None: they are one, or nobody knows
+    host_link: float | None = None
 
     @property
     def kind(self) -> str:

@@ -19,9 +19,8 @@ class SchedulerLimits:
     paged_allocation: bool = True
     kv_caching: bool = True
     padded: bool = False  # every chunk of a step counts as the longest one
-    max_step_seconds: float | None = (
-        None  # of steps that compute single tokens too: prompts get the chunk that fits beside them
-    )
+    # of steps that compute single tokens too: prompts get the chunk that fits beside them
+    max_step_seconds: float | None = None
     adapter_slots: int = 0  # adapters of one step; 0: nobody asks whether one is there
 
 

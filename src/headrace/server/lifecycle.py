@@ -273,9 +273,8 @@ class Lifecycle:
 
 AT_ONCE = 64  # that one front end alone takes in one turn of its loop
 LEAVE_SECONDS = 0.001  # then it takes one;
-PATIENCE = (
-    16  # after so many in a row it takes twice as many each time: another that waits for a core still gets its share
-)
+# after so many in a row it takes twice as many each time: another that waits for a core still gets its share
+PATIENCE = 16
 HANDSHAKE_SECONDS = 10.0  # that a client has for TLS
 MAX_HANDSHAKES = 256  # under way; the oldest gives way to the next, so that clients who never finish keep nobody out
 SHUTDOWN_SECONDS = 2.0  # for its last word in TLS

@@ -36,9 +36,8 @@ from headrace.server.tls import create_context
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
 
-SWITCH_SECONDS = (
-    0.0005  # that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
-)
+# that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
+SWITCH_SECONDS = 0.0005
 
 log = logging.getLogger("headrace.server")
 

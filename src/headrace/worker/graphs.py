@@ -65,9 +65,8 @@ class _Bucket:
     shared_tried: bool = False
     adapted: torch.cuda.CUDAGraph | None = None  # of steps with adapters, captured when the first such step comes
     adapted_tried: bool = False
-    chained: torch.cuda.CUDAGraph | None = (
-        None  # of rows that see each other's keys, captured behind the first such step
-    )
+    # of rows that see each other's keys, captured behind the first such step
+    chained: torch.cuda.CUDAGraph | None = None
     chained_tried: bool = False
 
 

@@ -38,9 +38,8 @@ class Packing:
     context: Ints  # [w]: keys the chunk's last query sees
     chunk: Ints  # [t]: the chunk each packed token belongs to
     position: Ints  # [t]: its position in the sequence; -1 for dummies
-    wanted: Ints | None = (
-        None  # [n]: the packed tokens whose hidden states are computed to the end, ascending; None: all
-    )
+    # [n]: the packed tokens whose hidden states are computed to the end, ascending; None: all
+    wanted: Ints | None = None
 
     @property
     def last(self) -> Ints:  # [w]: the packed index of each chunk's last token

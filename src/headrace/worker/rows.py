@@ -35,9 +35,8 @@ _NUM_FLOATS = len(FLOAT_COLUMNS)
 _SMALLEST_REPETITION = 1e-30  # a logit divided by less would be infinite in float32; to the choice it is the same
 
 
-_ALIGNED = (
-    4  # int32 values: every part begins at 16 bytes, so that kernels are not compiled again for parts that do not
-)
+# int32 values: every part begins at 16 bytes, so that kernels are not compiled again for parts that do not
+_ALIGNED = 4
 
 
 class Staging:

@@ -48,9 +48,8 @@ class SampleBatch:
     rows: Ints  # [samples]
     positions: Ints  # [samples]: where in the row the new token goes
     source: Ints  # [samples]
-    drafts: Ints | None = (
-        None  # [samples]: how many tokens before the new one are drafts that nobody has counted; None: none anywhere
-    )
+    # [samples]: how many tokens before the new one are drafts that nobody has counted; None: none anywhere
+    drafts: Ints | None = None
     masks: RowMasks | None = None
 
 

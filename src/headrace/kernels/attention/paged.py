@@ -60,9 +60,8 @@ class Tiles:
     common: int = 64  # keys of many sequences, read at once by the decode kernel
     # keys that the prefill kernel absorbs by themselves, 0 for all: then results are the same whoever computed a part
     part: int = 0
-    uniform: bool = (
-        False  # the prefill kernel's addresses in uniform registers: slower by 8 % for 8 warps and long prompts
-    )
+    # the prefill kernel's addresses in uniform registers: slower by 8 % for 8 warps and long prompts
+    uniform: bool = False
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> Tiles:

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from headrace.kernels.attention.paged import Tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-_MOST_RUNS = (
-    65535  # that the second dimension of a grid takes; heads of one run go side by side, for the sake of the cache
-)
+# that the second dimension of a grid takes; heads of one run go side by side, for the sake of the cache
+_MOST_RUNS = 65535
 _MOST_LEFT = 4096  # parts of tokens that programs leave for each other: 64 MB for 32 heads of 128
 MAX_WINDOW = 2**30  # in place of no window, for what is computed from it in vain
 

@@ -28,9 +28,8 @@ TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _TRANSPOSE_A, _YES = 3, 1  # CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T
 _WORKSPACE = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
 _OFFERS = 16
-_COUNTERS = (
-    1024  # bytes that an algorithm may have beside the operands: for counting tiles; splitting K would take megabytes
-)
+# bytes that an algorithm may have beside the operands: for counting tiles; splitting K would take megabytes
+_COUNTERS = 1024
 
 
 class LtError(RuntimeError):

@@ -88,9 +88,8 @@ class RingLinear:
     others: Callable[[Tensor, Around], Fused]
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
     empty: Empty = plainly_empty
-    units: Tensor | None = (
-        None  # of 8 bits: scales of the weight's rows or blocks, float32; squares are those of inputs
-    )
+    # of 8 bits: scales of the weight's rows or blocks, float32; squares are those of inputs
+    units: Tensor | None = None
 
     def __call__(self, x: Tensor, around: Around) -> Fused:
         form = form_of(self.forms, x.shape[0])

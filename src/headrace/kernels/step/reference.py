@@ -21,9 +21,8 @@ from headrace.kernels.sampling import reference as sampling_twins
 from headrace.spec import Activation
 
 MOST_ROWS = 8  # of a step that is worth one launch; with 16 it is slower than layer by layer
-MOST_KEYS = (
-    8192  # rows times longest context: beyond, attention is most of the step, and kernels of its own are quicker
-)
+# rows times longest context: beyond, attention is most of the step, and kernels of its own are quicker
+MOST_KEYS = 8192
 
 
 class WholeStep(Protocol):

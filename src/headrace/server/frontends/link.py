@@ -26,9 +26,8 @@ FindEngine = Callable[[], "EngineSocket | AsyncLLM | None"]
 STATS_SECONDS = 1.0  # that a reader of /metrics waits for an engine in a long step
 ENGINE_GONE = 3  # the exit status of a front end that ends because the engine does not go on
 ANSWER_SECONDS = 2.5  # that a front end waits for the parent's answer
-PASSED_ON_SECONDS = (
-    1.75  # that the parent waits for another's, which may wait one for the engine; less than who asks waits
-)
+# that the parent waits for another's, which may wait one for the engine; less than who asks waits
+PASSED_ON_SECONDS = 1.75
 
 
 class Launch(Frame):
