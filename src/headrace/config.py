@@ -351,7 +351,8 @@ class DeviceConfig:
     gated_products: bool = switch(True, "off: with 65 or more rows, the activation after gate-up is a separate kernel")
     cuda_prefill: bool = switch(True, "off: prompt attention uses the Triton kernel on Hopper, too")
     deep_fusion: bool = switch(
-        True, "off: norms, residual additions and activations with few rows are separate kernels"
+        True,
+        "off: norms, residual additions, activations with few rows and the rounding of inputs are separate kernels",
     )
     early_weights: bool = switch(
         True,

@@ -3,11 +3,13 @@ and run as they are."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,8 @@ from headrace import LLM, SamplingParams
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.kernels import Kernels
+from headrace.kernels.candidate import Candidate
+from headrace.kernels.operations import ACTIVATED_LINEAR, NORMED_LINEAR, OPERATIONS
 from headrace.layers.packed import Piece
 from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config
@@ -69,6 +73,31 @@ def oracle(folder: Path, recipe: quantised.Recipe) -> Tensor:
             module.register_forward_pre_hook(lambda _, args, inputs=recipe.inputs: (inputs(args[0]),))
     with torch.inference_mode():
         return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
+
+
+def test_norms_and_gates_inside_of_products_change_nothing(
+    both: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what runs on a GPU alone, the way through the layers: by the twins, and to the bit."""
+    folder, twins, calls = both("compressed-fp8")[0], frozenset({"native", "onednn"}), []
+    plain = computed(load_decoder(folder, kernels=Kernels(CPU, disabled=twins)))
+
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*weights: Any) -> Callable[..., Any]:
+            product = make(*weights)
+            return lambda *inputs: (calls.append(make), product(*inputs))[1]
+
+        return made
+
+    ours = {
+        each.name: dataclasses.replace(each, candidates=(Candidate("own", lambda site, each=each: counted(each.twin)),))
+        for each in (NORMED_LINEAR, ACTIVATED_LINEAR)
+    }
+    monkeypatch.setattr("headrace.kernels.OPERATIONS", {**OPERATIONS, **ours})
+    decoder = load_decoder(folder, kernels=Kernels(CPU, disabled=twins))
+    assert torch.equal(computed(decoder), plain)
+    layers = decoder.spec.num_layers
+    assert (calls.count(NORMED_LINEAR.twin), calls.count(ACTIVATED_LINEAR.twin)) == (2 * layers, layers)
 
 
 @pytest.mark.parametrize("name", quantised.RECIPES)

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from headrace.kernels.linear import reference
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.flat_forms import Form
 from headrace.kernels.linear.packing import Coding, Packed
+from headrace.kernels.norm.reference import gated_activation, rms_norm
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.scaled import WHOLE, ScaledWeight
@@ -169,3 +171,22 @@ def gates(form: Format) -> None:
         x = torch.randn(tokens, ins, device=CUDA).bfloat16()
         inputs = form.activated(x, pieces[0].tensors[0]) if form.eight else x
         check(product(x), (inputs.float() @ weight.T).bfloat16())
+    if form.eight:
+        composed(product, pieces, facts)
+
+
+def composed(product: Callable[[torch.Tensor], torch.Tensor], pieces: list[Piece], facts: dict[str, Any]) -> None:
+    """A norm or a gate in the kernel that rounds: as part by part, but for codes that a last bit of float32 moves."""
+    kernels = Kernels(CUDA, programmatic=True)
+    normed, activated = (
+        kernels.choose(*called(op, dtype=torch.bfloat16, **facts))(pieces, None)
+        for op in ("normed_linear", "activated_linear")
+    )
+    assert all(choice.chosen == "w8a8_ring" for choice in kernels.choices)
+    for tokens in (1, 100, 1000):
+        x, residual, gate, up = torch.randn(4, tokens, facts["in_features"], device=CUDA).bfloat16()
+        y, total = rms_norm(x, x[0], 1e-5, residual)
+        got, both = normed(x, x[0], 1e-5, residual), torch.cat((gate, up), 1)
+        check(got[0], product(y))
+        assert torch.equal(got[1], total)
+        check(activated(both, Activation.SILU), product(gated_activation(both, Activation.SILU)))

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
-from headrace.kernels.candidate import Shape
+from headrace.kernels.candidate import EightBits, Shape
 from headrace.kernels.linear import reference
 from headrace.kernels.linear.around import Around
-from headrace.kernels.linear.eight_bits import TALL, EightBitLinear, Maker
+from headrace.kernels.linear.eight_bits import TALL, Composed, EightBitLinear, Maker
 from headrace.kernels.linear.flat_forms import FLAT, Form
 from headrace.kernels.linear.flat_linear import make_scratch
-from headrace.kernels.norm.triton_rounded import rounded
+from headrace.kernels.norm import triton_activation, triton_norm
+from headrace.kernels.norm.reference import gated_activation, rms_norm
+from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.quant.codes import Activations
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
@@ -56,21 +58,63 @@ def product(form: ScaledWeight, *outs: int, ins: int, ways: int = 1, bias: bool 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.label)
 def test_rows_are_rounded_as_the_format_says(form: ScaledWeight) -> None:
     torch.manual_seed(1)
-    x, inputs = torch.randn(5, 384).bfloat16() * 3, form.activations
+    x, inputs, static = torch.randn(5, 384).bfloat16() * 3, form.activations, None
     x[3] = 0
-    assert inputs is not None
-    static = torch.tensor(0.02) if inputs.static else None
-    kind = torch.int8 if inputs.kind == "int8" else torch.float8_e4m3fn
-    codes, scale = rounded(x, kind, group=inputs.group, powers=inputs.powers, static=static)
-    got = (codes.float().view(5, scale.shape[1], -1) * scale.unsqueeze(-1)).view(5, -1).bfloat16()
-    assert torch.equal(got, inputs.rounded(x, static))
+    assert inputs is not None and form.eight is not None
+    if inputs.static:
+        static = torch.tensor(0.02)
+    assert torch.equal(widened(Rounding(form.eight, static).rows(x)), inputs.rounded(x, static))
+
+
+def widened(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    codes, scale = found
+    return (codes.float().view(*scale.shape, -1) * scale.unsqueeze(-1)).view(codes.shape).bfloat16()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.label)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_and_a_gate_leave_what_rounding_their_results_would(form: ScaledWeight, dtype: torch.dtype) -> None:
+    """To the bit: the norm's and the gate's own kernels, and then the one for rows."""
+    torch.manual_seed(8)
+    assert form.eight is not None
+    rounding = Rounding(form.eight, torch.tensor(0.02) if form.eight.static else None)
+    x, residual, both = (torch.randn(3, width).to(dtype) * 3 for width in (384, 384, 768))
+    x[1], residual[1], both[2] = 0, 0, 0
+    for weight in (torch.randn(384).to(dtype), torch.randn(384)):
+        for added in (None, residual):
+            y, total = triton_norm.rms_norm(x, weight, 1e-5, added)
+            *got, sum_ = rounding.normed(x, weight, 1e-5, added)
+            assert torch.equal(sum_, total)
+            assert all(a.float().equal(b.float()) for a, b in zip(got, rounding.rows(y), strict=True))
+    for kind in Activation:
+        want = rounding.rows(triton_activation.gated_activation(both, kind))
+        assert all(a.float().equal(b.float()) for a, b in zip(rounding.activated(both, kind), want, strict=True))
+    assert [len(each) for each in rounding.normed(x[:0], x[0], 1e-5, None)] == [0, 0, 0]
+    assert [len(each) for each in rounding.activated(both[:0], Activation.SILU)] == [0, 0]
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_a_product_with_its_norm_or_gate_equals_its_twin(rows: int) -> None:
+    torch.manual_seed(9)
+    layer, twin = product(FORMATS[2], 160, ins=256)
+    composed = Composed(layer.rounding, layer.multiplied)
+    x, residual, both, weight = (
+        torch.randn(*shape).bfloat16() for shape in ((rows, 256), (rows, 256), (rows, 512), (256,))
+    )
+    y, total = composed.normed(x, weight, 1e-5, residual)
+    normed, summed = rms_norm(x, weight, 1e-5, residual)
+    for got, by in ((y, normed), (composed.activated(both, Activation.SILU), gated_activation(both, Activation.SILU))):
+        inputs, wide = twin(by)
+        assert_close(got, (inputs.float() @ wide.T).bfloat16(), torch.bfloat16)
+    assert torch.equal(total, summed) and composed.activated(both[:0], Activation.SILU).shape == (0, 160)
 
 
 def test_a_norm_is_completed_before_rows_are_rounded() -> None:
     torch.manual_seed(2)
     x, squares = torch.randn(4, 96).bfloat16(), torch.rand(70, 4) * 3
     normed = (x.float() * torch.rsqrt(squares.sum(0) / 96 + 1e-5).unsqueeze(1)).bfloat16()
-    got, want = rounded(x, torch.int8, squares=squares, eps=1e-5, programmatic=True), rounded(normed, torch.int8)
+    rounding = Rounding(EightBits("int8"))
+    got, want = rounding.rows(x, squares, 1e-5, programmatic=True), rounding.rows(normed)
     assert (got[0].int() - want[0].int()).abs().max() <= 1
     torch.testing.assert_close(got[1], want[1], rtol=1e-2, atol=0)
 

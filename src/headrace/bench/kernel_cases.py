@@ -134,6 +134,8 @@ class CaseMaker:
             "look_up_deltas": self._looked_up,
             "packed_linear": lambda rows: (self._packed(form, rows) for form in self._packed_formats()),
             "packed_fused_linear": self._packed_fused,
+            "normed_linear": lambda rows: self._composed("normed_linear", rows),
+            "activated_linear": lambda rows: self._composed("activated_linear", rows),
             "packed_moe": self._packed_moe,
             "write_rows": self._write,
             "gather_inputs": self._gather,
@@ -294,7 +296,22 @@ class CaseMaker:
             places, (PackedIntegers(4, 128, zero=False), ScaledWeight("float8_e4m3fn", (1, WHOLE)))
         ):
             if form.problem(outs, ins) is None:
-                yield self._packed(form, rows, f"{name} {rows}x{ins}x{outs}", outs, ins, around)
+                yield self._packed(
+                    form, rows, f"{name} {rows}x{ins}x{outs}", outs, ins, around, op="packed_fused_linear"
+                )
+
+    def _composed(self, op: str, rows: int) -> KernelCase:
+        """FP8 behind a sum and its norm, or behind a gate."""
+        hidden, inner, kind = self.spec.hidden_size, self.spec.intermediate_size, self.spec.activation
+        form = ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=Activations("fp8"))
+        if op == "activated_linear":
+            label, width = f"act, down {rows}x{inner}x{hidden}", 2 * inner
+            made = self._packed(form, rows, label, hidden, inner, kind, op=op, width=width)
+            return replace(made, bytes=made.bytes + self._bytes(rows * inner))
+        norm = (torch.ones(hidden, dtype=self.dtype), self.spec.norm_eps, self._random(rows, hidden))
+        label = f"sum, norm, gate+up {rows}x{hidden}x{2 * inner}"
+        made = self._packed(form, rows, label, 2 * inner, hidden, *norm, op=op)
+        return replace(made, bytes=made.bytes + self._bytes(2 * rows * hidden))
 
     def _packed(
         self,
@@ -303,24 +320,26 @@ class CaseMaker:
         name: str | None = None,
         outs: int | None = None,
         ins: int | None = None,
-        around: Around | None = None,
+        *rest: Any,
+        op: str = "packed_linear",
+        width: int = 0,
     ) -> KernelCase:
-        """The GEMM alone, usually down; or with what is ``around`` it. Bytes are given as a fraction of bfloat16's."""
+        """The GEMM alone, usually down; or with what is around it. Bytes are given as a fraction of bfloat16's.
+        ``rest``: what it takes behind x, of this ``width`` if not the GEMM's."""
         outs, ins = outs or self.spec.hidden_size, ins or self.spec.intermediate_size
-        x, size = self._random(rows, ins), int(form.num_bytes(outs, ins, self.dtype.itemsize))
+        x, size = self._random(rows, width or ins), int(form.num_bytes(outs, ins, self.dtype.itemsize))
 
         def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
             copies = self._copies(size) if size < self.working_set else 1
             # pieces of their own: candidates lay them out
             layers = [pack([self._piece(form, outs, ins)], None) for _ in range(copies)]
-            return [partial(each, x) if around is None else partial(_first, each, x, around) for each in layers]
+            return [partial(_first, each, x, *rest) for each in layers]
 
-        gated = around is not None and around.gate is not None
+        gated = any(isinstance(each, Around) and each.gate is not None for each in rest)
         facts = WeightFacts(
             self.dtype, ins, outs, gated, formats=(form.label,), codings=(form.coding,), eights=(form.eight,)
         )
         label = f"{name or f'down {rows}x{ins}x{outs}'}, {form.label} ({size / (2 * outs * ins):.0%} of bf16's bytes)"
-        op = "packed_linear" if around is None else "packed_fused_linear"
         return KernelCase(op, label, facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
 
     def _packed_moe(self, rows: int) -> KernelCase:
@@ -661,9 +680,10 @@ class CaseMaker:
         return KernelCase("gumbel_argmax", label, Facts(torch.float32), size, rows * self.spec.vocab_size, calls)
 
 
-def _first(product: Callable[..., Any], x: Tensor, around: Around) -> Any:
+def _first(product: Callable[..., Any], *inputs: Any) -> Any:
     """Other results may be in pieces, which candidates cut differently."""
-    return product(x, around)[0]
+    found = product(*inputs)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _written(

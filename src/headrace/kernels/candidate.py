@@ -69,6 +69,10 @@ class EightBits:
     static: bool = False
 
     @property
+    def dtype(self) -> torch.dtype:
+        return torch.int8 if self.kind == "int8" else torch.float8_e4m3fn
+
+    @property
     def kind_of(self) -> str:
         """With blocks as a kind of their own."""
         return "blocks" if self.group else self.kind

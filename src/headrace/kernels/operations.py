@@ -27,7 +27,13 @@ from headrace.kernels.candidate import (
 )
 from headrace.kernels.linear import candidates as linear
 from headrace.kernels.linear import reference as products
-from headrace.kernels.linear.packed import packed_fused_linear, packed_linear, packed_moe
+from headrace.kernels.linear.packed import (
+    activated_linear,
+    normed_linear,
+    packed_fused_linear,
+    packed_linear,
+    packed_moe,
+)
 from headrace.kernels.lora import candidates as lora
 from headrace.kernels.lora.reference import add_deltas, look_up_deltas
 from headrace.kernels.moe import candidates as moe
@@ -78,6 +84,10 @@ PACKED_LINEAR = Operation("packed_linear", packed_linear, WeightFacts, linear.PA
 PACKED_FUSED = Operation(
     "packed_fused_linear", packed_fused_linear, WeightFacts, linear.PACKED_FUSED, makes=True, varies=True
 )
+NORMED_LINEAR = Operation("normed_linear", normed_linear, WeightFacts, linear.NORMED_LINEAR, makes=True, varies=True)
+ACTIVATED_LINEAR = Operation(
+    "activated_linear", activated_linear, WeightFacts, linear.ACTIVATED_LINEAR, makes=True, varies=True
+)
 PACKED_MOE = Operation("packed_moe", packed_moe, ExpertFacts, moe.PACKED_MOE, varies=True, reads=True)
 ADD_DELTAS = Operation("add_deltas", add_deltas, DeltaFacts, lora.ADD_DELTAS, varies=True, reads=True)
 LOOK_UP_DELTAS = Operation("look_up_deltas", look_up_deltas, DeltaFacts, lora.LOOK_UP_DELTAS, varies=True, reads=True)
@@ -108,7 +118,8 @@ DRAFT_TOKENS = Operation("draft_tokens", draft_tokens, StepFacts, step.DRAFT_TOK
 FETCH_STEP = Operation("fetch_step", fetch_step, Facts, rows.FETCH_STEP)
 
 _ALL: tuple[Operation[Any, Any], ...] = (
-    LINEAR, FUSED_LINEAR, ADDED_LINEAR, GATED_LINEAR, PACKED_LINEAR, PACKED_FUSED, PACKED_MOE, EMBEDDING, RMS_NORM, LAYER_NORM,
+    LINEAR, FUSED_LINEAR, ADDED_LINEAR, GATED_LINEAR, PACKED_LINEAR, PACKED_FUSED, NORMED_LINEAR, ACTIVATED_LINEAR, PACKED_MOE,
+    EMBEDDING, RMS_NORM, LAYER_NORM,
     ROTARY_WRITE, PAGED_ATTENTION, ROPE_ATTENTION,
     ACTIVATION, GATED_ACTIVATION, MOE, GREEDY_TOKENS, PICK_TOKENS, GUMBEL_ARGMAX, SCORE_TOKENS, WRITE_ROWS, GATHER_INPUTS, STORE_TOKENS,
     DECODE_STEP, DRAFT_TOKENS, FETCH_STEP, ADD_DELTAS, LOOK_UP_DELTAS,

@@ -134,7 +134,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up = Linear(sites[Role.UP], context, activation)
         self.down = Linear(sites[Role.DOWN], context)
+        self._activation = activation
 
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
         """Norm, this, and onto the stream. ``following``: the norm behind it."""
-        self.down.onto(stream, self.up.normed(stream, norm), following)
+        if self.down.takes_activation(stream):
+            self.down.activated_onto(stream, self.up.normed(stream, norm, activates=False), self._activation)
+        else:
+            self.down.onto(stream, self.up.normed(stream, norm), following)

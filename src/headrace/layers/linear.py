@@ -17,20 +17,23 @@ from torch import Tensor, nn
 from headrace.kernels.candidate import Facts, WeightFacts
 from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
+from headrace.kernels.linear.packed import Activated, Normed
 from headrace.kernels.operations import (
+    ACTIVATED_LINEAR,
     ACTIVATION,
     ADDED_LINEAR,
     FUSED_LINEAR,
     GATED_ACTIVATION,
     GATED_LINEAR,
     LINEAR,
+    NORMED_LINEAR,
     PACKED_FUSED,
     PACKED_LINEAR,
 )
 from headrace.layers.context import LayerContext
 from headrace.layers.delta import Delta
 from headrace.layers.packed import Piece, create_pieces
-from headrace.sites import Split, Weight
+from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation
 
 
@@ -69,6 +72,13 @@ class Stream:
         self.pending = None
         return x
 
+    def through(self, product: Normed, norm: Norm) -> Tensor:
+        """As ``normed``, and a product that takes the norm in."""
+        x, residual = (self.sum, None) if self.pending is None else (self.pending, self.sum)
+        y, self.sum = product(x, norm.scale, norm.eps, residual)
+        self.pending = None
+        return y
+
     def add(self, y: Tensor, norm: Norm) -> None:
         """A result onto the sum at once. Where products take in norms, that before the next one is left half done, as
         they leave it."""
@@ -90,9 +100,10 @@ W = TypeVar("W")
 class Linear(nn.Module):
     """y = x · Wᵀ (+ bias). ``.weight`` [out, in] and ``.bias`` [out] are there to be filled until ``finish_loading``.
 
-    ``normed`` is a norm before it and an ``activation`` behind it, ``onto`` adds its result to the residual stream:
-    each in one kernel where there is one for it, else part by part. ``tie_weight`` makes the layer read another layer's
-    tensor (a tied head) and hold none of its own. A weight with formats is held in ``pieces`` instead of ``weight``.
+    ``normed`` is a norm before it and an ``activation`` behind it, ``onto`` adds its result to the residual stream,
+    ``activated_onto`` with an activation before it: each in one kernel where there is one for it, else part by part.
+    ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own. A weight with
+    formats is held in ``pieces`` instead of ``weight``.
     ``delta``: what adapters add, in steps that have some.
     """
 
@@ -116,6 +127,8 @@ class Linear(nn.Module):
         self._fused: Callable[[Tensor, Around], Fused] | None = None
         self._gated: Callable[[Tensor, Activation], Tensor | None] | None = None
         self._added: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._normed: Normed | None = None
+        self._activated: Activated | None = None
         self._act: Callable[[Tensor, Activation], Tensor] | None = None
         self._sum = context.group.all_reduce if context.group is not None and site.split is Split.ROW else None
         if activation is not None:
@@ -163,6 +176,10 @@ class Linear(nn.Module):
         facts = replace(facts, gated=self.site.gated, codings=codings, eights=eights)
         if self._composed:
             self._fused = _made(kernels.offer(PACKED_FUSED, facts), pieces, bias)
+        if self._context.composes and self.site.split is Split.COLUMN and self.site.layer is not None:
+            self._normed = _made(kernels.offer(NORMED_LINEAR, facts), pieces, bias)
+        if self._context.composes and self.site.role is Role.DOWN:
+            self._activated = _made(kernels.offer(ACTIVATED_LINEAR, facts), pieces, bias)
         self._apply_weight = kernels.choose(PACKED_LINEAR, facts)(pieces, bias)
         self.weight_bytes = (0 if self._shared else sum(piece.num_bytes for piece in pieces)) + (
             0 if bias is None else bias.nbytes
@@ -178,6 +195,7 @@ class Linear(nn.Module):
             return apply(x)
 
         self._apply_weight, self._fused, self._gated, self._added = watched, None, None, None
+        self._normed = self._activated = None
 
     def _take(self, name: str) -> Tensor | None:
         """A filled parameter, which the layer drops: a kernel holds what it needs, or its own form of it."""
@@ -205,7 +223,8 @@ class Linear(nn.Module):
         """What has to be added in such a step."""
         return self.delta if adapters is not None and self.delta is not None and self.delta.touched else None
 
-    def normed(self, stream: Stream, norm: Norm) -> Tensor:  # → [tokens, out], or half of it behind a gate
+    def normed(self, stream: Stream, norm: Norm, *, activates: bool = True) -> Tensor:
+        """→ [tokens, out], or half of it behind a gate; ``activates`` off: that is left to who takes it in."""
         delta = self._adapted(stream.adapters)
         if self._fused is not None and stream.scaled is not None and (delta is None or self._activation is None):
             x, stream.scaled = stream.scaled, None
@@ -213,8 +232,23 @@ class Linear(nn.Module):
             if delta is not None and stream.adapters is not None:
                 delta.add(y, x, stream.adapters, stream.squares, norm.eps)
             return y
+        if self._normed is not None and delta is None and self._many(stream):
+            y = stream.through(self._normed, norm)
+            return (
+                y if self._act is None or self._activation is None or not activates else self._act(y, self._activation)
+            )
         x, stream.scaled = stream.normed(norm), None
-        return self.forward(x, stream.adapters) if self._act is None else self.activated(x, stream.adapters)
+        if self._act is None or not activates:
+            return self.forward(x, stream.adapters)
+        return self.activated(x, stream.adapters)
+
+    def _many(self, stream: Stream) -> bool:
+        """Whether there is no kernel that takes in more than a norm or an activation."""
+        return self._fused is None or len(stream.sum) > MOST_ROWS
+
+    def takes_activation(self, stream: Stream) -> bool:
+        """Whether in this step the gated activation before it can be a part of it."""
+        return self._activated is not None and self._many(stream) and self._adapted(stream.adapters) is None
 
     def activated(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [tokens, in]
         assert self._act is not None and self._activation is not None
@@ -224,6 +258,11 @@ class Linear(nn.Module):
         gated = self._gated if alone and len(x) > MOST_ROWS else None
         y = None if gated is None else gated(x, self._activation)
         return self._act(self.forward(x, adapters), self._activation) if y is None else y
+
+    def activated_onto(self, stream: Stream, x: Tensor, kind: Activation) -> None:  # [tokens, 2 in]
+        assert self._activated is not None, "asked for where it takes an activation in"
+        y = self._activated(x, kind)
+        stream.pending = y if self._sum is None else self._sum(y)
 
     def onto(self, stream: Stream, x: Tensor, following: Norm) -> None:  # [tokens, in]
         """``following``: the norm that the stream goes through next."""

@@ -297,10 +297,9 @@ def _eight_form_calls(
     """Rounding a row of the layer's width, and the product in every form, of a corner of the weight."""
     facts, maker, device = site.facts, run.__self__, site.device
     outs, ins = (corner(size, 512) for size in (facts.out_features, facts.in_features))
-    kind = torch.int8 if maker.eight.kind == "int8" else torch.float8_e4m3fn
 
     def product(ins: int, *, bias: bool) -> Any:
-        weight = torch.zeros(outs, ins, dtype=torch.uint8, device=device).view(kind)
+        weight = torch.zeros(outs, ins, dtype=torch.uint8, device=device).view(maker.eight.dtype)
         scale = (
             torch.zeros(-(-outs // 128), -(-ins // 128), device=device)
             if maker.eight.group
@@ -323,6 +322,21 @@ def _eight_form_calls(
     for form in dict.fromkeys(form for _, form in maker.all_forms):
         for bias in biases:
             yield f"{place}{', bias' * bias}, {maker.eight}, {outs % 16}, {form}", partial(multiply, form, bias=bias)
+
+
+def _composed_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    """What rounds the inputs that it computes, for rows of the layer's width; products are those of PACKED_LINEAR."""
+    facts, spec, eight = site.facts, sizes.spec, site.facts.eights[0]
+    static = torch.ones((), device=site.device) if eight is not None and eight.static else None
+    rounding = gpu.load("norm.triton_rounded:Rounding")(eight, static)
+    width, name = facts.in_features, f"{eight}, {facts.in_features}"
+    if site.op == "activated_linear":
+        yield f"gate, {name}", lambda: rounding.activated(site.zeros(1, 2 * width), spec.activation)
+        return
+    weight = site.zeros(width, dtype=torch.float32 if spec.norm_offset else facts.dtype)
+    for residual in (None, site.zeros(1, width)):
+        call = partial(rounding.normed, site.zeros(1, width), weight, spec.norm_eps, residual)
+        yield f"norm{'' if residual is None else ' and sum'}, {name}", call
 
 
 # ---- codes of few bits, in Triton ----
@@ -497,6 +511,20 @@ PACKED_FUSED = (
     ),
     _eight("create_fused", _eight_fused_calls, _BFLOAT16, "deep_fusion"),
     _coded("create_fused", coded_fused_calls, _BFLOAT16, "deep_fusion"),
+)
+NORMED_LINEAR, ACTIVATED_LINEAR = (
+    (
+        _hopper(
+            EIGHT_RING,
+            partial(create_ring_of_eight, create=f"create_eight_{place}"),
+            "quantized_gemm",
+            "deep_fusion",
+            "early_weights",
+            rehearse=_composed_calls,
+        ),
+        _eight(f"create_{place}", _composed_calls, _HALVES, "deep_fusion"),
+    )
+    for place in ("normed", "activated")
 )
 ADDED_LINEAR = (_tuned("create_sum"),)
 GATED_LINEAR = (_hopper(GATED, create_gated, "gated_products", rehearse=_gated_calls),)

@@ -3,7 +3,8 @@
 What lives here: the callables, their launches, which rows go which way. What may not: kernels (triton_eight.py,
 norm/triton_rounded.py).
 
-Up to 64 rows, and any number where both have scales of blocks, are multiplied by our own kernel; more by the vendor's,
+Inputs are rounded by a kernel of its own, or by the one that computes them: a norm (``normed``), a gate
+(``activated``). Up to 64 rows, and any number where both have scales of blocks, are multiplied by our own kernel; more by the vendor's,
 which takes a scale a row.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -22,11 +22,15 @@ from headrace.kernels.candidate import CallSite, EightBits, Empty, WeightFacts, 
 from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
 from headrace.kernels.linear.flat_forms import FLAT, Form
 from headrace.kernels.linear.flat_linear import Scratch, make_scratch
-from headrace.kernels.linear.packed import PackedMatrix, packed_linear
+from headrace.kernels.linear.packed import Activated, Normed, PackedMatrix, packed_linear
 from headrace.kernels.linear.triton_eight import _eight_kernel
 from headrace.kernels.norm.triton_activation import KINDS
-from headrace.kernels.norm.triton_rounded import rounded
+from headrace.kernels.norm.triton_rounded import Rounding
+from headrace.spec import Activation
 
+MakeComposed = Callable[[Sequence[PackedMatrix], Tensor | None], "Composed | None"]
+MakeNormed = Callable[[Sequence[PackedMatrix], Tensor | None], Normed | None]
+MakeActivated = Callable[[Sequence[PackedMatrix], Tensor | None], Activated | None]
 _ALONE = Around()
 TALL = Form(FLAT, 64, 128, 128, 1, 8, 3)  # of blocks, any number of rows
 
@@ -47,23 +51,25 @@ class EightBitLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if not len(rows):
-            return x.new_empty(*x.shape[:-1], len(self.weight))
-        if bool(self.eight.group) or len(rows) <= MOST_ROWS:
-            return self.fused(rows, _ALONE)[0].view(*x.shape[:-1], -1)
-        codes, scale = self.rounded(rows, _ALONE)
-        return self.vendors(codes, scale, x.dtype).view(*x.shape[:-1], -1)
+        return self.multiplied(*self.rounded(rows, _ALONE), x.dtype).view(*x.shape[:-1], len(self.weight))
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding(self.eight, self.static, self.empty)
 
     def rounded(self, x: Tensor, around: Around) -> tuple[Tensor, Tensor]:
-        more: dict[str, Any] = {
-            "group": self.eight.group,
-            "powers": self.eight.powers,
-            "static": self.static,
-            "empty": self.empty,
-        }
-        return rounded(
-            x, self.weight.dtype, squares=around.squares, eps=around.eps, programmatic=self.programmatic, **more
-        )
+        return self.rounding.rows(x, around.squares, around.eps, programmatic=self.programmatic)
+
+    def multiplied(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """The product alone, in ``dtype``."""
+        if not len(codes):
+            return self.empty((0, len(self.weight)), dtype, codes.device)
+        if bool(self.eight.group) or len(codes) <= MOST_ROWS:
+            return self.launch(self.form(len(codes)), codes, scale, _ALONE, dtype)[0]
+        return self.vendors(codes, scale, dtype)
+
+    def form(self, rows: int) -> Form:
+        return next((form for most, form in self.forms if rows <= most), TALL)
 
     def vendors(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if self.weight.dtype is torch.int8:
@@ -77,7 +83,7 @@ class EightBitLinear:
 
     def fused(self, x: Tensor, around: Around) -> Fused:
         """As ``fused_linear``'s twin says, for ``x`` [T, in] whose rows are one behind the other."""
-        form = next((form for most, form in self.forms if len(x) <= most), TALL)
+        form = self.form(len(x))
         return self.launch(form, *self.rounded(x, around), around, x.dtype)
 
     def launch(self, form: Form, codes: Tensor, scale: Tensor, around: Around, dtype: torch.dtype) -> Fused:
@@ -101,6 +107,21 @@ class EightBitLinear:
             num_warps=form.warps, num_stages=form.stages, **dependent(self.programmatic),
         )  # fmt: skip
         return y, scaled, sums
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A product, and what computes its inputs, which leaves them rounded. ``multiplied``: as ``EightBitLinear``'s."""
+
+    rounding: Rounding
+    multiplied: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        codes, scale, total = self.rounding.normed(x, weight, eps, residual)
+        return self.multiplied(codes, scale, x.dtype), total
+
+    def activated(self, x: Tensor, kind: Activation) -> Tensor:
+        return self.multiplied(*self.rounding.activated(x, kind), x.dtype)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -172,6 +193,10 @@ class Maker:
         product = self.made(pieces, bias)
         return None if product is None else product.fused
 
+    def composed(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Composed | None:
+        product = self.made(pieces, bias)
+        return None if product is None else Composed(product.rounding, product.multiplied)
+
 
 def create_linear(
     site: CallSite[WeightFacts],
@@ -183,3 +208,19 @@ def create_fused(
     site: CallSite[WeightFacts],
 ) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor, Around], Fused] | None]:
     return Maker.at(site).fused
+
+
+def create_normed(site: CallSite[WeightFacts]) -> MakeNormed:
+    return normed(Maker.at(site).composed)
+
+
+def create_activated(site: CallSite[WeightFacts]) -> MakeActivated:
+    return activated(Maker.at(site).composed)
+
+
+def normed(make: MakeComposed) -> MakeNormed:
+    return lambda pieces, bias: None if (made := make(pieces, bias)) is None else made.normed
+
+
+def activated(make: MakeComposed) -> MakeActivated:
+    return lambda pieces, bias: None if (made := make(pieces, bias)) is None else made.activated

@@ -18,7 +18,7 @@ from headrace.kernels.linear.around import Around, Fused
 from headrace.kernels.linear.packing import Codes, Coding, Packed
 from headrace.kernels.linear.reference import fused_linear
 from headrace.kernels.moe.reference import route
-from headrace.kernels.norm.reference import gated_activation
+from headrace.kernels.norm.reference import gated_activation, rms_norm
 from headrace.spec import Activation
 
 
@@ -87,6 +87,8 @@ class PackedMatrix(Protocol):
 
 
 Multiply = Callable[[Tensor, PackedMatrix, int], Tensor]  # x [rows, ins], matrix, copy → [rows, outs]
+Normed = Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]  # as rms_norm; [rows, outs] first
+Activated = Callable[[Tensor, Activation], Tensor]
 
 
 def packed_linear(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -102,6 +104,24 @@ def packed_fused_linear(
     return lambda x, around: fused_linear(
         torch.cat([piece.dense(slice(0, piece.outs), x.dtype) for piece in pieces]), bias
     )(x, around)
+
+
+def normed_linear(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Normed | None:
+    """``rms_norm``, and ``packed_linear`` of its first result; returns (y, residual'). A candidate may give None, as of
+    ``packed_fused_linear``."""
+    product = packed_linear(pieces, bias)
+
+    def apply(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, total = rms_norm(x, weight, eps, residual)
+        return product(y), total
+
+    return apply
+
+
+def activated_linear(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Activated | None:
+    """``packed_linear`` of ``gated_activation``: ``x`` [T, 2 in]. A candidate may give None, likewise."""
+    product = packed_linear(pieces, bias)
+    return lambda x, kind: product(gated_activation(x, kind))
 
 
 def _products(x: Tensor, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Iterator[Tensor]:

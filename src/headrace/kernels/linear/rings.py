@@ -18,7 +18,7 @@ from headrace.kernels.linear import coded, eight_bits
 from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
 from headrace.kernels.linear.coded import Coded, CodedLinear
 from headrace.kernels.linear.cuda_ring import Kernels, RingLinear, kernels_of
-from headrace.kernels.linear.eight_bits import EightBitLinear
+from headrace.kernels.linear.eight_bits import Composed, EightBitLinear, MakeActivated, MakeNormed, activated, normed
 from headrace.kernels.linear.flat_linear import create_fused
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, forms_at
@@ -119,17 +119,20 @@ class EightBitCut:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        form = form_of(self.ring.forms, len(rows)) if len(rows) > MOST_ROWS else None
+        return self.multiplied(*self.product.rounded(rows, _ALONE), x.dtype).view(*x.shape[:-1], self.ring.shape.outs)
+
+    def multiplied(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        form = form_of(self.ring.forms, len(codes)) if len(codes) > MOST_ROWS else None
         if form is None:
-            return self.product(x)
-        return multiplied(self.product, self.ring, rows, _ALONE, form)[0].view(*x.shape[:-1], -1)
+            return self.product.multiplied(codes, scale, dtype)
+        return _multiplied(self.product, self.ring, codes, scale, _ALONE, form)[0]
 
 
-def multiplied(product: EightBitLinear, ring: RingLinear, x: Tensor, around: Around, form: RingForm) -> Fused:
-    codes, scale = product.rounded(x, around)
-    return ring.compute(
-        codes.view(torch.bfloat16), replace(around, squares=scale if product.eight.group else scale.view(1, -1)), form
-    )
+def _multiplied(
+    product: EightBitLinear, ring: RingLinear, codes: Tensor, scale: Tensor, around: Around, form: RingForm
+) -> Fused:
+    own = scale if product.eight.group else scale.view(1, -1)
+    return ring.compute(codes.view(torch.bfloat16), replace(around, squares=own), form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,8 @@ class EightBitRing:
         form = form_of(self.ring.forms, len(x))
         if form is None:
             return self.product.fused(x, around)
-        return multiplied(self.product, self.ring, x.reshape(-1, x.shape[-1]).contiguous(), around, form)
+        codes = self.product.rounded(x.reshape(-1, x.shape[-1]).contiguous(), around)
+        return _multiplied(self.product, self.ring, *codes, around, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +165,14 @@ class EightBitRings:
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """``forms``: of a gate as one matrix."""
         product = self.maker.made(pieces, bias)
-        return (
-            packed_linear(pieces, bias)
-            if product is None
-            else EightBitCut(product, self._ring(product, self.maker.site.facts.laid))
-        )
+        return packed_linear(pieces, bias) if product is None else self._cut(product)
+
+    def composed(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Composed | None:
+        product = self.maker.made(pieces, bias)
+        return None if product is None else Composed(product.rounding, self._cut(product).multiplied)
+
+    def _cut(self, product: EightBitLinear) -> EightBitCut:
+        return EightBitCut(product, self._ring(product, self.maker.site.facts.laid))
 
     def _ring(self, product: EightBitLinear, shape: Shape) -> RingLinear:
         site, weight = self.maker.site, product.weight.view(torch.bfloat16)
@@ -196,6 +203,18 @@ def create_eight(site: CallSite[WeightFacts]) -> Make:
     return EightBitRings(maker, *_at(site, maker.eight.kind_of)).fused
 
 
-def create_eight_linear(site: CallSite[WeightFacts]) -> MakeLinear:
+def _whole(site: CallSite[WeightFacts]) -> EightBitRings:
     maker = eight_bits.Maker.at(site)
-    return EightBitRings(maker, *_at(site, maker.eight.kind_of, laid=True)).linear
+    return EightBitRings(maker, *_at(site, maker.eight.kind_of, laid=True))
+
+
+def create_eight_linear(site: CallSite[WeightFacts]) -> MakeLinear:
+    return _whole(site).linear
+
+
+def create_eight_normed(site: CallSite[WeightFacts]) -> MakeNormed:
+    return normed(_whole(site).composed)
+
+
+def create_eight_activated(site: CallSite[WeightFacts]) -> MakeActivated:
+    return activated(_whole(site).composed)

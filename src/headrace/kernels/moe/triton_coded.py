@@ -25,7 +25,7 @@ from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, joined,
 from headrace.kernels.linear.triton_codes import _product, _split
 from headrace.kernels.moe.triton_moe import _combine_kernel, _routed, _unit
 from headrace.kernels.norm.triton_activation import KINDS, act
-from headrace.kernels.norm.triton_rounded import rounded
+from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
 
 
@@ -140,9 +140,7 @@ def rounded_again(x: Tensor, eight: EightBits | None) -> Tensor:
     """Rows as the format computes with them: in 8 bits, and back."""
     if eight is None:
         return x
-    codes, scale = rounded(
-        x, torch.int8 if eight.kind == "int8" else torch.float8_e4m3fn, group=eight.group, powers=eight.powers
-    )
+    codes, scale = Rounding(eight).rows(x)
     return (codes.to(torch.float32).view(*scale.shape, -1) * scale.unsqueeze(-1)).view(x.shape).to(x.dtype)
 
 

@@ -1,13 +1,17 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Rows in 8 bits with a scale: what products with FP8 and int8 inputs (W8A8) read.
 
-What lives here: the kernel, which completes a norm on its way, and its launch. What may not: products.
+What lives here: the kernels, for rows as they are, rows whose norm is half done, and what a residual sum with its norm
+or a gate makes of rows; their launches. What may not: products.
 
     scale = largest of a row (or of each group of it) / 448 or 127, a power of two where asked for;  codes = x / scale,
     to the nearest
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,32 +20,20 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import dependent, launchable
-from headrace.kernels.candidate import Empty, plainly_empty
+from headrace.kernels.candidate import EightBits, Empty, plainly_empty
+from headrace.kernels.norm.triton_activation import KINDS, act
+from headrace.spec import Activation
 
 _LEAST: tl.constexpr = tl.constexpr(1e-10)  # of a row's largest input, as in quant/codes.py
 
 
-@launchable(do_not_specialize=("pieces", "tokens"))
-def _rounded_kernel(
-    x_ptr, squares_ptr, static_ptr, codes_ptr, scale_ptr, pieces, tokens, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _store(
+    x, row, static_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
+    POWERS: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """A program a row, of ``WIDTH``. ``GROUP`` elements have a scale, BLOCK: all of them."""
-    row = tl.program_id(0)
+    """``x`` [BLOCK] of this row, float32, of which ``WIDTH`` count. ``GROUP`` elements have a scale, BLOCK: all."""
     column = tl.arange(0, BLOCK)
-    there = column < WIDTH
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    x = tl.load(x_ptr + row.to(tl.int64) * WIDTH + column, mask=there, other=0.0)
-    kind = x.dtype
-    x = x.to(tl.float32)
-    if NORMED:
-        total = 0.0
-        for first in range(0, pieces, 64):
-            piece = first + tl.arange(0, 64)
-            total += tl.sum(tl.load(squares_ptr + piece * tokens + row, mask=piece < pieces, other=0.0), 0)
-        x = (x * tl.rsqrt(total / WIDTH + eps)).to(kind).to(tl.float32)  # as a norm leaves it
     x = x.reshape(BLOCK // GROUP, GROUP)
     most: tl.constexpr = 448.0 if FP8 else 127.0
     if STATIC:
@@ -57,31 +49,128 @@ def _rounded_kernel(
     else:
         nearest = (codes + 12582912.0) - 12582912.0  # ties to even: behind 1.5 · 2^23 no fraction fits
         narrow = nearest.to(tl.int8).to(tl.uint8, bitcast=True)
-    tl.store(codes_ptr + row.to(tl.int64) * WIDTH + column, narrow, mask=there)
+    tl.store(codes_ptr + row * WIDTH + column, narrow, mask=column < WIDTH)
     groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     group = tl.arange(0, BLOCK // GROUP)
     tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)
 
 
-def rounded(
-    x: Tensor, kind: torch.dtype, *, group: int = 0, powers: bool = False, static: Tensor | None = None, squares: Tensor | None = None,
-    eps: float = 0.0, programmatic: bool = False, empty: Empty = plainly_empty,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(codes [T, H] of ``kind``, float8_e4m3fn or int8; scales [T, groups], float32) of ``x`` [T, H], bfloat16 or
-    float16, rows one behind the other.
+@launchable(do_not_specialize=("pieces", "tokens"))
+def _rounded_kernel(
+    x_ptr, squares_ptr, pieces, tokens, eps, static_ptr, codes_ptr, scale_ptr, NORMED: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """A program a row, of ``WIDTH``."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + row.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
+    kind = x.dtype
+    x = x.to(tl.float32)
+    if NORMED:
+        total = 0.0
+        for first in range(0, pieces, 64):
+            piece = first + tl.arange(0, 64)
+            total += tl.sum(tl.load(squares_ptr + piece * tokens + row, mask=piece < pieces, other=0.0), 0)
+        x = (x * tl.rsqrt(total / WIDTH + eps)).to(kind).to(tl.float32)  # as a norm leaves it
+    _store(x, row.to(tl.int64), static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC)
 
-    ``group``: elements of one scale, a power of 2 that divides H; 0: all of a row. ``static``: the scale of all.
-    ``squares`` [pieces, T]: partial sums of the squares of what x was before it was multiplied by its norm's weight; it
-    is divided by their mean's root first.
-    """
-    tokens, width = x.shape
-    block = triton.next_power_of_2(width)
-    codes = empty((tokens, width), torch.uint8, x.device)
-    scale = torch.empty((tokens, width // group if group else 1), dtype=torch.float32, device=x.device)
-    _rounded_kernel[(tokens,)](
-        x, scale if squares is None else squares, scale if static is None else static, codes, scale,
-        0 if squares is None else squares.shape[0], tokens, eps, WIDTH=width, BLOCK=block, GROUP=group or block, FP8=kind is not torch.int8,
-        POWERS=powers, STATIC=static is not None, NORMED=squares is not None, PDL=programmatic, num_warps=min(16, max(4, block // 512)),
-        **dependent(programmatic),
-    )  # fmt: skip
-    return codes.view(kind), scale
+
+@launchable()
+def _norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, eps, static_ptr, codes_ptr, scale_ptr, RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """A program a row; every value is rounded as triton_norm.py leaves it in memory."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
+    narrow = tl.load(x_ptr + row * WIDTH + column, mask=there, other=0.0)
+    kind = narrow.dtype
+    if RESIDUAL:
+        added = tl.load(residual_ptr + row * WIDTH + column, mask=there, other=0.0)
+        narrow = (narrow.to(tl.float32) + added.to(tl.float32)).to(kind)
+        tl.store(total_ptr + row * WIDTH + column, narrow, mask=there)
+    x = narrow.to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight).to(kind).to(tl.float32)
+    _store(x, row, static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC)
+
+
+@launchable()
+def _gate_kernel(
+    x_ptr, static_ptr, codes_ptr, scale_ptr, KIND: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """A program a row of 2 · ``WIDTH``: the gate, and what it gates."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < WIDTH
+    gate = tl.load(x_ptr + row * (2 * WIDTH) + column, mask=there, other=0.0)
+    up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + column, mask=there, other=0.0)
+    x = (act(gate.to(tl.float32), KIND) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    _store(x, row, static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Rows of bfloat16 or float16, one behind the other, in 8 bits: codes [T, H], float8_e4m3fn or int8, and scales
+    [T, groups], float32. ``static``: the scale of all."""
+
+    eight: EightBits
+    static: Tensor | None = None
+    empty: Empty = plainly_empty
+
+    def rows(
+        self, x: Tensor, squares: Tensor | None = None, eps: float = 0.0, *, programmatic: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Of ``x`` [T, H]. ``squares`` [pieces, T]: partial sums of the squares of what x was before it was multiplied
+        by its norm's weight; it is divided by their mean's root first."""
+        behind, how = self._behind(len(x), x.shape[1], x.device)
+        sums, pieces = (behind[1], 0) if squares is None else (squares, len(squares))
+        if len(x):
+            _rounded_kernel[(len(x),)](
+                x, sums, pieces, len(x), eps, *behind,
+                NORMED=squares is not None, PDL=programmatic, **how, **dependent(programmatic),
+            )  # fmt: skip
+        return self._found(behind)
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of ``rms_norm``'s first result; and its second. ``x``, ``residual`` [T, H]."""
+        x = x.contiguous()
+        added = x if residual is None else residual.contiguous()
+        total = x if residual is None else self.empty(tuple(x.shape), x.dtype, x.device)
+        behind, how = self._behind(len(x), x.shape[1], x.device)
+        if len(x):
+            _norm_kernel[(len(x),)](x, added, weight, total, eps, *behind, RESIDUAL=residual is not None, **how)
+        return *self._found(behind), total
+
+    def activated(self, x: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
+        """Of ``gated_activation``'s result. ``x`` [T, 2 H]."""
+        x = x.contiguous()
+        behind, how = self._behind(len(x), x.shape[1] // 2, x.device)
+        if len(x):
+            _gate_kernel[(len(x),)](x, *behind, KIND=KINDS[kind], **how)
+        return self._found(behind)
+
+    def _behind(self, tokens: int, width: int, device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """What every kernel takes behind its inputs."""
+        block, group = triton.next_power_of_2(width), self.eight.group
+        codes = self.empty((tokens, width), torch.uint8, device)
+        scale = torch.empty((tokens, width // group if group else 1), dtype=torch.float32, device=device)
+        how = {
+            "WIDTH": width,
+            "BLOCK": block,
+            "GROUP": group or block,
+            "FP8": self.eight.kind == "fp8",
+            "POWERS": self.eight.powers,
+        }
+        warps = min(16, max(4, block // 512))
+        return (scale if self.static is None else self.static, codes, scale), {
+            **how, "STATIC": self.static is not None, "num_warps": warps,
+        }  # fmt: skip
+
+    def _found(self, behind: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        return behind[1].view(self.eight.dtype), behind[2]

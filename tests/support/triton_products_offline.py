@@ -1,24 +1,28 @@
-"""Compiles the products with codes of few bits for an H200 without one, and reads what came out. Run as a program, in a
-process of its own.
+"""Compiles products for few rows, those with codes of few bits, and what rounds inputs for an H200 without one, and
+reads what came out. Run as a program, in a process of its own.
 
-``python triton_codes_offline.py`` prints a JSON object: for each case registers, spills, shared memory, instruction
+``python triton_products_offline.py codes`` (or ``others``) prints a JSON object: for each case registers, spills, shared memory, instruction
 counts.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 
 import torch
 from triton.runtime import driver
 
 from headrace.kernels.candidate import EightBits, Shape
-from headrace.kernels.linear import coded, eight_bits
+from headrace.kernels.linear import coded, eight_bits, flat_linear
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.coded import CodedProduct
 from headrace.kernels.linear.coded_forms import forms_for
+from headrace.kernels.linear.flat_forms import VECTOR, Form, flat, vector
 from headrace.kernels.linear.flat_linear import make_scratch
 from headrace.kernels.linear.packing import Coding, Scales, empty
+from headrace.kernels.norm import triton_rounded
+from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
 from tests.support.triton_offline import CompileOnly, record
 
@@ -30,6 +34,11 @@ CODINGS = {
     "NVFP4": Coding(4, 8, floats=True, scales=Scales.FP8), "NF4": Coding(4, 2, table=True),
     "Q4_K": Coding(4, 4, shifts=True, scales=Scales.BYTE), "Q6_K": Coding(6, 8, scales=Scales.BYTE),
 }  # fmt: skip
+FLAT = {
+    "vector, gate": (vector(2, 1024, 0, 4), GATE),
+    "flat, 64 rows, gate": (flat(64, 64, 128, 4), GATE),
+    "flat, 64 rows, sum": (flat(64, 64, 128, 5, 4), SUM),
+}
 PLACES = {"alone": Around(), "gate": GATE, "sum": SUM}
 
 
@@ -42,6 +51,27 @@ def figures_of(coding: Coding, most: int, around: Around, *, ordered: bool = Fal
     x, form = torch.zeros(1, 2048, dtype=torch.bfloat16), product.form(most)
     assert form is not None
     return record(coded, ("_codes_kernel",), lambda: product.launch(form, x, around))["_codes_kernel"]
+
+
+def few_rows(form: Form, around: Around) -> dict[str, int]:
+    gated = around.gate is not None
+    shape, forms = Shape(1024, 2048, gated), ((64, form),)
+    weight = torch.zeros(2048 if gated else 1024, 2048, dtype=torch.bfloat16)
+    product = flat_linear.Product(weight, None, shape, forms, flat_linear.make_scratch(shape, forms, "cpu"), True)
+    name = "_vector_kernel" if form.kind == VECTOR else "_flat_kernel"
+    return record(flat_linear, (name,), lambda: product.launch(form, weight[:1], around))[name]
+
+
+def rounded(eight: EightBits) -> dict[str, dict[str, int]]:
+    """Inputs as an 8B model has them: a sum and its norm, a gate, and rows that nobody else rounds."""
+    x, both = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(1, 28672, dtype=torch.bfloat16)
+    rounding = Rounding(eight, torch.ones(()) if eight.static else None)
+    calls = {
+        "_norm_kernel": lambda: rounding.normed(x, x[0], 1e-5, x),
+        "_gate_kernel": lambda: rounding.activated(both, Activation.SILU),
+        "_rounded_kernel": lambda: rounding.rows(both[:, :14336]),
+    }
+    return {f"{eight}: {name}": record(triton_rounded, (name,), call)[name] for name, call in calls.items()}
 
 
 def widened(coding: Coding) -> dict[str, int]:
@@ -66,7 +96,7 @@ def eight(kind: str, group: int, most: int, around: Around) -> dict[str, int]:
     ]
 
 
-def main() -> dict[str, dict[str, int]]:
+def of_codes() -> dict[str, dict[str, int]]:
     found = {f"{name}, 16 rows": figures_of(coding, 16, PLACES["alone"]) for name, coding in CODINGS.items()}
     for rows in (16, 32, 64):
         found |= {
@@ -78,6 +108,11 @@ def main() -> dict[str, dict[str, int]]:
         found |= {f"{name}, {rows} rows": figures_of(CODINGS[name], rows, PLACES["alone"]) for rows in (32, 64, 128)}
         found[f"{name}, widened"] = widened(CODINGS[name])
     found["W4, in order, 16 rows"] = figures_of(Coding(4, zeros=True, ordered=True), 16, PLACES["alone"], ordered=True)
+    return found
+
+
+def of_others() -> dict[str, dict[str, int]]:
+    found = {name: few_rows(*case) for name, case in FLAT.items()}
     both = Around(residual=torch.zeros(1, 2048, dtype=torch.bfloat16), scale=torch.zeros(2048))
     alone = PLACES["alone"]
     cases = (
@@ -89,9 +124,11 @@ def main() -> dict[str, dict[str, int]]:
     )
     for kind, group, most, around in cases:
         found[f"{kind} inputs, groups of {group}, {most} rows"] = eight(kind, group, most, around)
+    for each in (EightBits("fp8"), EightBits("fp8", static=True), EightBits("fp8", 128), EightBits("int8")):
+        found |= rounded(each)
     return found
 
 
 if __name__ == "__main__":
     driver.set_active(CompileOnly())
-    print(json.dumps(main()))
+    print(json.dumps({"codes": of_codes, "others": of_others}[sys.argv[1]]()))
