@@ -84,10 +84,18 @@ class CacheManager:
     """
 
     def __init__(
-        self, groups: Seq[KVGroup], *, prefix_caching: bool = True, sliding: bool = True, namespace: bytes
+        self,
+        groups: Seq[KVGroup],
+        *,
+        prefix_caching: bool = True,
+        sliding: bool = True,
+        lookahead: bool = False,
+        namespace: bytes,
     ) -> None:
+        """``lookahead``: what lies in a block depends on the first token behind it, too."""
         self.specs: tuple[KVSpec, ...] = tuple(group.spec for group in groups)
         self.prefix_caching = prefix_caching
+        self._lookahead = lookahead
         self.pools = [BlockPool(group.num_blocks, self._evict_from(index)) for index, group in enumerate(groups)]
         self.tree = PrefixTree(len(groups), namespace)
         self.block_tokens = math.lcm(*(spec.block_size for spec in self.specs))  # tokens of one prefix node
@@ -156,13 +164,14 @@ class CacheManager:
 
     def lookup(self, kv: SequenceKV, token_ids: array[int]) -> PrefixMatch:
         """The longest usable prefix of full blocks. At least one token is left to compute, because its logits are
-        needed."""
+        needed. Of blocks that look ahead the last one that matches is computed again: what follows it may be another
+        token."""
         root = self.tree.find_root(kv.salt, kv.adapter) if self.prefix_caching else None
         if root is None:
             return NO_MATCH
         most = (len(token_ids) - 1) // self.block_tokens
         path = self.tree.walk(root, token_ids.tobytes(), self.block_tokens * _ID_BYTES, most)
-        count = self._usable(path)
+        count = self._usable(path[: len(path) - self._lookahead])
         return PrefixMatch(path[:count], count * self.block_tokens) if count else NO_MATCH
 
     def _usable(self, path: list[PrefixNode]) -> int:

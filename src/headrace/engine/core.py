@@ -33,7 +33,7 @@ from headrace.scheduler.policies import Forecast
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.step_planner import NO_MASKS, Wait
 from headrace.speculative.length import DraftCounts, Speculation
-from headrace.speculative.settings import read_settings
+from headrace.speculative.settings import HEADS, read_settings
 
 if TYPE_CHECKING:
     from headrace.engine.grammar_masks import GrammarMasks, GrammarStats
@@ -487,10 +487,12 @@ def create_scheduler(
 ) -> Scheduler:
     """The control plane that fits an executor: its rows, its blocks, its context length."""
     info = executor.info
+    settings = read_settings(config.speculative_config) if info.max_drafts else None
     manager = CacheManager(
         info.kv_groups,
         prefix_caching=cache.enable_prefix_caching and cache.kv_caching,
         sliding=cache.kv_caching and cache.paged_allocation and not info.padded,
+        lookahead=settings is not None and settings.method in HEADS,
         namespace=namespace,
     )
     limits = SchedulerLimits(
@@ -504,7 +506,6 @@ def create_scheduler(
         max_step_seconds=config.max_step_seconds,
         adapter_slots=info.adapter_slots,
     )
-    settings = read_settings(config.speculative_config) if info.max_drafts else None
     speculation = None
     if settings is not None:
         speculation = Speculation(

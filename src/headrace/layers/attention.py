@@ -63,10 +63,10 @@ class Attention(nn.Module):
             )
             self._rope_attend = context.kernels.offer(ROPE_ATTENTION, facts)
 
-    def forward(self, stream: Stream, norm: Norm, step: LayerStep, following: Norm) -> None:
-        """Norm, this, and onto the stream, which holds the wanted tokens alone from here on. ``following``: the norm
-        behind it."""
-        attended = self._attended(self.qkv.normed(stream, norm), step)
+    def forward(self, stream: Stream, qkv: Tensor, step: LayerStep, following: Norm) -> None:
+        """From q, k and v [tokens, sum of their widths] onto the stream, which holds the wanted tokens alone from here
+        on. ``following``: the norm behind it."""
+        attended = self._attended(qkv, step)
         if step.wanted is not None:
             stream.sum = stream.sum[step.wanted.tokens]
             stream.adapters = None if stream.adapters is None else stream.adapters.wanted
@@ -88,14 +88,22 @@ class Attention(nn.Module):
             )
             if attended is not None:
                 return _picked(attended.view(-1, self._width), wanted)
-        q, k, v = whole.split_with_sizes(self._split, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
-        q = self._rotary_write(q, k, v, positions, self._cos_sin, k_cache, v_cache, inputs.slots, self.quantized)
+        q = self.write(whole, step)
         if wanted is not None and wanted.attention is not None:
             q, inputs, wanted = q[wanted.tokens], wanted.attention, None
         out = self._attend(q, k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap, self.quantized)
         return _picked(out.view(-1, self._width), wanted)
+
+    def write(self, qkv: Tensor, step: LayerStep) -> Tensor:  # → q as it attends, [tokens, heads, head_dim]
+        """Keys and values into the cache."""
+        positions, inputs, k_cache, v_cache, _ = step
+        q, k, v = qkv.view(self._shape).split_with_sizes(self._split, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
+        rotated: Tensor = self._rotary_write(
+            q, k, v, positions, self._cos_sin, k_cache, v_cache, inputs.slots, self.quantized
+        )
+        return rotated
 
 
 def _quantized(form: KVFormat, kv_heads: int, device: torch.device) -> Quantized:

@@ -6,8 +6,8 @@ checkpoint tensors (families.py, weight_rules.py), loading, batching, sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.rotary import rotary_table
 from headrace.parallel.group import Group
-from headrace.sites import Role, head, is_plain, layer_matrices, weights
+from headrace.sites import Role, Weight, head, is_plain, layer_matrices, weights
 from headrace.spec import DecoderSpec, KVFormat, NormKind, attention_groups
 
 Halves = Sequence[Sequence[Tensor]]  # of each KV group, keys and values of its layers in turn
@@ -38,9 +38,17 @@ class Block(nn.Module):
     With sandwich norms, each of the two results passes through its own norm before it is added.
     """
 
-    def __init__(self, spec: DecoderSpec, index: int, cos_sin: Tensor | None, context: LayerContext) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        index: int,
+        cos_sin: Tensor | None,
+        context: LayerContext,
+        sites: Mapping[Role, Weight] | None = None,
+    ) -> None:
+        """``sites``: where its matrices are not as the spec has them."""
         super().__init__()
-        layer, sites = spec.layers[index], layer_matrices(spec, index)
+        layer, sites = spec.layers[index], sites or layer_matrices(spec, index)
         self.attention_norm = _norm(spec, context)
         self.attention = Attention(spec, layer, sites, cos_sin, context)
         self.post_attention_norm = _norm(spec, context) if spec.sandwich_norm else None
@@ -54,8 +62,12 @@ class Block(nn.Module):
 
     def forward(self, stream: Stream, step: LayerStep, following: Norm) -> None:
         """``following``: the norm of the next block, or the decoder's last."""
+        self.forward_projected(stream, self.attention.qkv.normed(stream, self.attention_norm), step, following)
+
+    def forward_projected(self, stream: Stream, qkv: Tensor, step: LayerStep, following: Norm) -> None:
+        """The same from q, k and v on."""
         between = self.feed_forward_norm
-        self.attention.forward(stream, self.attention_norm, step, between)
+        self.attention.forward(stream, qkv, step, between)
         stream.renormed(self.post_attention_norm)
         self.feed_forward.forward(stream, between, following)
         stream.renormed(self.post_feed_forward_norm)
@@ -67,6 +79,20 @@ class Block(nn.Module):
         products = (self.attention.qkv, self.attention.output, self.feed_forward.up, self.feed_forward.down)
         weights = (*(product.weight for product in products), self.attention_norm.weight, self.feed_forward_norm.weight)
         return tuple(each.data for each in weights if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Hidden states that a draft head goes on from: each step leaves its tokens' in ``out`` [most tokens, width]: the
+    inputs of ``layers``, side by side, or (none) what is behind the last norm."""
+
+    out: Tensor
+    layers: tuple[int, ...]
+
+    def take(self, hidden: Tensor, layer: int | None = None) -> None:
+        width = hidden.shape[1]
+        at = 0 if layer is None else width * self.layers.index(layer)
+        self.out[: len(hidden), at : at + width].copy_(hidden)
 
 
 class Decoder(nn.Module):
@@ -117,6 +143,7 @@ class Decoder(nn.Module):
         )
         self.draft_tokens: DraftTokens | None = None  # runs of greedy tokens in one call, once loading has finished
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
+        self.tap: Tap | None = None
 
     def finish_loading(self) -> None:
         """Converts the filled parameters to the form that their kernels need (packed weights, offsets added). Call it
@@ -138,20 +165,31 @@ class Decoder(nn.Module):
         values, and without ``inputs.alone`` attention, too. ``kv_caches``: one tensor per KV group, [blocks, layers, 2,
         kv_heads, block_size, head_dim], or bytes in place of the last (KVSpec).
         """
-        if (
-            self._step is not None
-            and inputs.adapters is None
-            and inputs.wanted is None
-            and (whole := self._step(inputs, kv_caches)) is not None
-        ):
-            return whole
+        hidden = self._whole(inputs, kv_caches)
+        if hidden is None:
+            hidden = self._by_layer(inputs, kv_caches)
+        if self.tap is not None and not self.tap.layers:
+            self.tap.take(hidden)
+        return hidden
+
+    def _whole(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:
+        """In one launch, where that is possible."""
+        tapped = self.tap is not None and self.tap.layers
+        if self._step is None or inputs.adapters is not None or inputs.wanted is not None or tapped:
+            return None
+        return self._step(inputs, kv_caches)
+
+    def _by_layer(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         halves = [
             cache.view(cache.shape[0], count, *cache.shape[3:]).unbind(1)
             for cache, count in zip(kv_caches, self._halves, strict=True)
         ]
         stream = Stream(self.embedded(inputs), *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
         wanted = None if stream.takes_norms else inputs.wanted  # few rows are computed to the end
-        for block, following, group, place in self._steps:
+        tapped = () if self.tap is None else self.tap.layers
+        for index, (block, following, group, place) in enumerate(self._steps):
+            if self.tap is not None and index in tapped:
+                self.tap.take(stream.sum if stream.pending is None else stream.sum + stream.pending, index)
             picked = _wanted(inputs, group) if wanted is not None and following is self.norm else None
             step = LayerStep(
                 inputs.positions, inputs.attention[group], halves[group][place], halves[group][place + 1], picked
@@ -173,7 +211,9 @@ class Decoder(nn.Module):
     def megakernel_context(self, rows: int, block_size: int) -> int:
         """The longest context for which steps of this many rows are computed in one launch; 0: none. ``block_size``: of
         the KV cache."""
-        return 0 if self._step is None else self._step.longest(rows, block_size)
+        if self._step is None or (self.tap is not None and self.tap.layers):
+            return 0
+        return self._step.longest(rows, block_size)
 
     def least_shared(self, rows: int) -> int | None:
         """The number of shared tokens from which steps of this many rows read the keys that sequences share once for

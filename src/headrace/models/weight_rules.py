@@ -113,12 +113,13 @@ def weight_rules(spec: DecoderSpec, cuts: Mapping[str, Cut] = MappingProxyType({
     names = _names(spec)
     for weight in weights(spec):
         if not weight.tied:
-            yield from _rules(names, weight, cuts.get(weight.name))
+            yield from rules_of(names, weight, cuts.get(weight.name))
 
 
-def _rules(names: Names, weight: Weight, cut: Cut | None) -> Iterator[WeightRule]:
-    """Tensors merged in the order of their names; the finished matrix is [out, in] whatever the order on disk."""
-    modules = _modules(names, weight)
+def rules_of(names: Names, weight: Weight, cut: Cut | None = None, at: str | None = None) -> Iterator[WeightRule]:
+    """Tensors merged in the order of their names; the finished matrix is [out, in] whatever the order on disk. ``at``:
+    what stands before its names; None: as the family has it."""
+    modules = _modules(names, weight, at)
     if weight.formats:
         yield from _stacked_rules(names, weight) if _one_tensor(weight) else _packed_rules(modules, weight, cut)
     for target, shape in weight.tensors.items():
@@ -159,10 +160,11 @@ def _one_tensor(weight: Weight) -> bool:
     return weight.moe is not None and any(isinstance(form, MXFP4) and form.blocks for form in weight.formats)
 
 
-def _modules(names: Names, weight: Weight) -> tuple[tuple[str, ...], ...]:
+def _modules(names: Names, weight: Weight, at: str | None = None) -> tuple[tuple[str, ...], ...]:
     """The modules on disk that make it up, merged, for each copy."""
-    at = "" if weight.layer is None else f"{names.layer}.{weight.layer}."
     own = weight.name.removeprefix(f"layers.{weight.layer}.")
+    if at is None:
+        at = "" if weight.layer is None else f"{names.layer}.{weight.layer}."
     if weight.moe is None:
         return (tuple(at + word for word in names.words[own]),)
     words, (experts,) = names.words[own.replace("feed_forward", "experts")], names.words["experts"]

@@ -12,9 +12,11 @@ from typing import Any
 
 from headrace.errors import ConfigError
 
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3")
+HEADS = ("eagle", "eagle3")  # that go on from the target's hidden states
 MOST_DRAFTS = 16  # a row and step: what verification was tested with
-_ELSEWHERE = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp")
+_ELSEWHERE = ("medusa", "mlp_speculator", "mtp", "deepseek_mtp")
+_WITH_MODEL = ("draft_model", *HEADS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class SpeculativeSettings:
     @property
     def most(self) -> int:
         """Drafts of one row in one step."""
-        return self.num_speculative_tokens or (MOST_DRAFTS if self.method != "draft_model" else MOST_DRAFTS // 2)
+        return self.num_speculative_tokens or (MOST_DRAFTS // 2 if self.model is not None else MOST_DRAFTS)
 
 
 _INTEGERS: Mapping[str, tuple[int, int]] = {
@@ -108,9 +110,9 @@ def _method(method: Any, model: str | None) -> str:
         )
     if method not in METHODS:
         raise ConfigError(f"speculative_config.method is {str(method)[:80]!r}; give one of {', '.join(METHODS)}.")
-    if (method == "draft_model") != (model is not None):
+    if (method in _WITH_MODEL) != (model is not None):
         missing = "needs the model that drafts" if model is None else f"asks no model, but model is {model!r}"
         raise ConfigError(
-            f"speculative_config.method {method!r} {missing}; give method draft_model with a model, or another method without."
+            f"speculative_config.method {method!r} {missing}; give method {', '.join(_WITH_MODEL)} with a model, or another method without."
         )
     return str(method)

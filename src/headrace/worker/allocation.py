@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from headrace.errors import OutOfMemory
 from headrace.kernels.linear.around import LEAST_ADDED
 from headrace.parallel.group import Group
-from headrace.sites import count_bytes
 from headrace.spec import KVGroup
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, measured_peak, set_aside
 from headrace.worker.failure import out_of_memory
@@ -174,7 +173,7 @@ class Allocation:
 
     def _bounds(self) -> dict[str, int]:
         setup = self._setup
-        draft = {} if setup.draft is None else {"draft model": count_bytes(setup.draft.spec, setup.dtype.itemsize)}
+        draft = {} if setup.draft is None else {"draft model": setup.draft_bytes}
         return {**bounds(setup.spec, setup.config, setup.dtype.itemsize), **draft}
 
     def _available(self) -> int:

@@ -27,15 +27,57 @@ from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, pack
 from headrace.worker.rows import Ints, Rows, Trait, ship_all
 from headrace.worker.sampler import SampleBatch, Sampler, draw_of
-from headrace.worker.speculator import Proposal
+from headrace.worker.speculator import Proposal, Proposer
 
 MOST_DRAFTING = 64  # rows that graphs of its steps are captured for: of more, seldom anything is drafted
 _UNKNOWN = -1
 _DRAWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
 
 
-class DraftModel:
-    """A Proposer. ``kv_caches``: one for each of the draft's KV groups; ``groups``: the target's group whose block
+class Drawing(Proposer):
+    """What proposers that compute have in common: drafts are drawn as the target's tokens are, written into the rows
+    for the next pass, and brought to the host behind the step that verifies them."""
+
+    def __init__(self, rows: Rows, kernels: Kernels) -> None:
+        self._rows = rows
+        self._gather = Gather(rows, kernels)
+        self._sampler = Sampler(rows, kernels)
+
+    def _draw_from(self, logits: Tensor, rows: Ints, positions: Ints, depth: int) -> None:
+        """From ``logits`` [rows, vocab] the tokens at ``positions``, the last ``depth`` before which are drafts."""
+        every = np.arange(len(rows), dtype=np.int32)
+        batch = SampleBatch(rows, positions, every, np.full(len(rows), depth, dtype=np.int32))
+        tokens = self._sampler.propose(logits.float(), batch)
+        row, position = (part.long() for part in ship_all(self._rows.device, rows, positions))
+        self._rows.token_ids[row, position] = tokens.to(torch.int32)
+
+    def _drafted(self, rows: Ints, lengths: Ints, most: int) -> Tensor:  # [rows, most], int32, on the host
+        """What the rows hold now; samples will be written over it."""
+        device = self._rows.device
+        row, begin = (part.long() for part in ship_all(device, rows, lengths))
+        places = (begin[:, None] + torch.arange(most, device=device)).clamp_(max=self._rows.token_ids.shape[1] - 1)
+        found = self._rows.token_ids[row[:, None], places]
+        if device.type == "cpu":
+            return found
+        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+
+
+def chunk_plan(rows: Ints, starts: Ints, counts: Ints) -> StepPlan:
+    """Chunks of which the last token is read."""
+    columns = [array("i", column.astype(np.int32).tobytes()) for column in (rows, starts, counts)]
+    return StepPlan(-1, rows=columns[0], starts=columns[1], counts=columns[2], sample_rows=columns[0],
+                    sample_work=array("i", range(len(rows))))  # fmt: skip
+
+
+def copy_blocks(plan: StepPlan, group: int, cache: Tensor) -> None:
+    """The plan's copies of blocks of the target's KV group ``group``, in a cache whose blocks have the same numbers."""
+    for own, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
+        if own == group:
+            cache[target].copy_(cache[source], non_blocking=True)
+
+
+class DraftModel(Drawing):
+    """``kv_caches``: one for each of the draft's KV groups; ``groups``: the target's group whose block
     table each uses. ``graphs``: of its decode steps."""
 
     def __init__(
@@ -47,21 +89,18 @@ class DraftModel:
         kernels: Kernels,
         graphs: DecodeGraphs | None = None,
     ) -> None:
+        super().__init__(rows, kernels)
         self._decoder = decoder
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(groups)
-        self._rows = rows
-        self._gather = Gather(rows, kernels)
-        self._sampler = Sampler(rows, kernels)
         self._graphs = graphs
         self._computed = np.full(len(rows.traits), _UNKNOWN, dtype=np.int32)  # tokens of each row whose keys are there
 
     def begins(self, plan: StepPlan) -> None:
         """Computes what is new of prompts. Of a new row its first chunk says what was found in the cache: whoever
         computed that, drafted."""
-        for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-            for cache in (cache for own, cache in zip(self._groups, self._kv_caches, strict=True) if own == group):
-                cache[target].copy_(cache[source], non_blocking=True)
+        for group, cache in zip(self._groups, self._kv_caches, strict=True):
+            copy_blocks(plan, group, cache)
         for new in plan.rows_added:
             self._computed[new.row] = _UNKNOWN
         if not plan.rows:
@@ -111,9 +150,6 @@ class DraftModel:
             live = np.flatnonzero(most > depth)
             self._draw_next(rows[live], lengths[live] + depth, depth)
 
-    def left(self, row: int, length: int) -> None:
-        """Its blocks are the target's, and go with them."""
-
     def _hidden(self, rows: Ints, starts: Ints, counts: Ints) -> Tensor:  # [rows, hidden]
         """Of each chunk's last token."""
         tokens = int(counts.sum())
@@ -124,9 +160,7 @@ class DraftModel:
             bucket = self._graphs.write(np.repeat(rows, counts), contexts, shared_tokens=0, chained=tokens > len(rows))
             hidden = self._graphs.hidden(bucket, tokens)
             return hidden if tokens == len(rows) else hidden[ship_all(self._rows.device, last)[0].long()]
-        columns = [array("i", column.astype(np.int32).tobytes()) for column in (rows, starts, counts)]
-        plan = StepPlan(-1, rows=columns[0], starts=columns[1], counts=columns[2], sample_rows=columns[0],
-                        sample_work=array("i", range(len(rows))))  # fmt: skip
+        plan = chunk_plan(rows, starts, counts)
         inputs = self._gather.inputs(plan, pack(plan, padded=False, prune=True))
         return self._decoder.forward(
             replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches
@@ -143,19 +177,4 @@ class DraftModel:
         graphs.draw(bucket, len(rows), how)
 
     def _draw(self, hidden: Tensor, rows: Ints, positions: Ints, depth: int) -> None:
-        """Written into the rows, for the next pass."""
-        every = np.arange(len(rows), dtype=np.int32)
-        batch = SampleBatch(rows, positions, every, np.full(len(rows), depth, dtype=np.int32))
-        tokens = self._sampler.propose(self._decoder.logits(hidden).float(), batch)
-        row, position = (part.long() for part in ship_all(self._rows.device, rows, positions))
-        self._rows.token_ids[row, position] = tokens.to(torch.int32)
-
-    def _drafted(self, rows: Ints, lengths: Ints, most: int) -> Tensor:  # [rows, most], int32, on the host
-        """What the rows hold now; samples will be written over it."""
-        device = self._rows.device
-        row, begin = (part.long() for part in ship_all(device, rows, lengths))
-        places = (begin[:, None] + torch.arange(most, device=device)).clamp_(max=self._rows.token_ids.shape[1] - 1)
-        found = self._rows.token_ids[row[:, None], places]
-        if device.type == "cpu":
-            return found
-        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        self._draw_from(self._decoder.logits(hidden), rows, positions, depth)

@@ -10,27 +10,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headrace.config import Decision, EngineConfig
 from headrace.errors import ConfigError, ModelError
 from headrace.models import families
-from headrace.models.source import ModelSource, find_model
+from headrace.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
+from headrace.models.draft_head import DraftHead
+from headrace.models.heads import HeadSpec, head_bytes, read_head
+from headrace.models.loader import KeyNames
+from headrace.models.safetensors_file import read_sharded
+from headrace.models.source import ModelSource, WeightFormat, find_model
+from headrace.models.weight_rules import names_of
 from headrace.sites import count_bytes
 from headrace.spec import DecoderSpec, KVGroup, KVSpec, attention_groups, kv_groups
-from headrace.speculative.settings import read_settings
+from headrace.speculative.settings import HEADS, read_settings
 
 _FIELD = "speculative_config.model"
 _MIB = 2**20
+_ROWS = 4096  # of embeddings that are compared together
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """``groups``: for each of the draft's KV groups the target's group whose block table it uses."""
+    """``groups``: for each of the draft's KV groups the target's group whose block table it uses. ``head``: what goes on
+    from the target's hidden states, ``spec`` is then its one layer; None: a model of its own."""
 
     source: ModelSource
     spec: DecoderSpec
     groups: tuple[int, ...]
+    head: HeadSpec | None = None
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        return count_bytes(self.spec, dtype_bytes) if self.head is None else head_bytes(self.head, dtype_bytes)
+
+    def state_bytes(self, tokens: int, rows: int, dtype_bytes: int) -> int:
+        """Hidden states that are kept for a head: of a step's tokens, and of each row's last one."""
+        return 0 if self.head is None else (tokens * self.head.tapped + rows * self.head.carried) * dtype_bytes
 
     def kv_specs(self, block_size: int, dtype_bytes: int) -> tuple[KVSpec, ...]:
         return kv_groups(self.spec, block_size, dtype_bytes)
@@ -54,16 +71,18 @@ class DraftSetup:
 
 
 def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) -> DraftSetup | None:
-    """The draft model that is asked for. Raises ConfigError or ModelError where it does not fit the target."""
+    """The draft model or head that is asked for. Raises ConfigError or ModelError where it does not fit the target."""
     settings = read_settings(config.scheduler.speculative_config)
     if settings is None or settings.model is None:
         return None
     load_format = "dummy" if config.model.load_format == "dummy" else "auto"
     try:
         source = find_model(replace(config.model, model=settings.model, load_format=load_format, quantization=None))
+        if settings.method in HEADS:
+            return _head_setup(source, settings.method, target, spec)
         draft = families.spec_from_config(source.config)
     except ModelError as error:
-        raise ModelError(f"{_FIELD}: {error.message}") from error
+        raise _named(error) from error
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"{_FIELD} {source.name} has a vocabulary of {draft.vocab_size} tokens, but {target.name} has {spec.vocab_size}; "
@@ -73,16 +92,61 @@ def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) 
     return DraftSetup(source, draft, _groups(draft, spec, source.name))
 
 
-def draft_memory(spec: DecoderSpec, dtype_bytes: int, caches: Sequence[Tensor], groups: Sequence[KVGroup]) -> Decision:
-    """All that a draft model holds, allocated at start: a bound that no load exceeds, and what it costs. ``groups``:
-    the target's."""
-    weights, keys = count_bytes(spec, dtype_bytes), sum(cache.nbytes for cache in caches)
+def _named(error: ModelError) -> ModelError:
+    return ModelError(f"{_FIELD}: {error.message}", param=error.param)
+
+
+def _head_setup(source: ModelSource, method: str, target: ModelSource, spec: DecoderSpec) -> DraftSetup:
+    stored = source.weights is WeightFormat.SAFETENSORS
+    head = read_head(source.config, read_sharded(source.path) if stored else (), method, spec)
+    if stored and not head.own_embedding:
+        head = replace(
+            head, own_embedding=_embeds_otherwise(source, target, names_of(spec.family).words["embedding"][0])
+        )
+    return DraftSetup(source, head.block, _groups(head.block, spec, source.name), head)
+
+
+def _embeds_otherwise(head: ModelSource, target: ModelSource, name: str) -> bool:
+    """Whether a head's embedding is no copy of its target's, as far as their types tell: most are, and are not held."""
+    if target.weights is not WeightFormat.SAFETENSORS:
+        return False
+    own, theirs = SafetensorsCheckpoint(head.path), SafetensorsCheckpoint(target.path)
+    try:
+        mine, copied = (KeyNames(each.keys()).find(f"{name}.weight") for each in (own, theirs))
+        if mine is None or copied is None:
+            return False
+        if own.shape(mine) != theirs.shape(copied):
+            return True
+        pairs = zip(own.read(mine).split(_ROWS), theirs.read(copied).split(_ROWS), strict=True)
+        return not all(torch.allclose(a.float(), b.float(), rtol=0.01, atol=1e-4) for a, b in pairs)
+    finally:
+        own.close()
+        theirs.close()
+
+
+def load_head(head: DraftHead, source: ModelSource, dtype: torch.dtype) -> None:
+    """Raises ModelError, as resolve_draft does."""
+    checkpoint = open_checkpoint(source)
+    try:
+        head.load(checkpoint, dtype)
+    except ModelError as error:
+        raise _named(error) from error
+    finally:
+        checkpoint.close()
+
+
+def draft_memory(weights: int, states: int, caches: Sequence[Tensor], groups: Sequence[KVGroup]) -> Decision:
+    """All that a draft model or head holds, allocated at start: a bound that no load exceeds, and what it costs, in
+    bytes. ``states``: hidden states that are kept for it; ``groups``: the target's."""
+    keys = sum(cache.nbytes for cache in caches)
     plain = sum((group.spec.bytes_per_block - group.spec.beside) * group.num_blocks for group in groups)
     tokens = max(group.num_blocks * group.spec.block_size for group in groups)
-    more = int((weights + keys) / plain * tokens)
-    parts = f"{weights / _MIB:.1f} MiB of weights and {keys / _MIB:.1f} MiB of keys and values, allocated now and never more"
-    reason = f"{parts}; the target could keep {more} more tokens in it"
-    return Decision("draft memory", f"{(weights + keys) / _MIB:.1f} MiB", reason)
+    held = weights + keys + states
+    more = int(held / plain * tokens)
+    hidden = f", {states / _MIB:.1f} MiB of hidden states" if states else ""
+    parts = f"{weights / _MIB:.1f} MiB of weights{hidden} and {keys / _MIB:.1f} MiB of keys and values"
+    reason = f"{parts}, allocated now and never more; the target could keep {more} more tokens in it"
+    return Decision("draft memory", f"{held / _MIB:.1f} MiB", reason)
 
 
 def _groups(draft: DecoderSpec, target: DecoderSpec, name: str) -> tuple[int, ...]:

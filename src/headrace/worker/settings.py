@@ -31,6 +31,7 @@ _ROOMY = 64 * 2**30  # bytes
 # million (8B), and not with 61 (1B); what lies between was not measured.
 _MOST_VERIFIED = 128  # tokens: of more, the device is what a step waits for
 _LARGE_LAYER = 150_000_000
+_BUCKET = 256  # no graph's bucket is further above the tokens that it is for
 
 MIN_CAPABILITY = (8, 0)  # Ampere: bfloat16 matrix instructions and asynchronous copies, which every kernel builds on
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -91,6 +92,21 @@ class Setup:
     @property
     def graphs(self) -> bool:
         return self.device.type == "cuda" and not self.config.device.enforce_eager
+
+    @property
+    def draft_bytes(self) -> int:
+        """Of a draft model or head, with the hidden states that are kept for it, but without keys and values."""
+        assert self.draft is not None
+        return self.draft.weight_bytes(self.dtype.itemsize) + self.draft_state_bytes
+
+    @property
+    def draft_state_bytes(self) -> int:
+        return 0 if self.draft is None else self.draft.state_bytes(self.most_tapped, self.rows, self.dtype.itemsize)
+
+    @property
+    def most_tapped(self) -> int:
+        """Tokens of a step, with those that fill a graph's bucket up."""
+        return -(-max(self.tokens_a_step, self.most_verified) // _BUCKET) * _BUCKET
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -45,19 +44,29 @@ class Proposal:
         return [tokens[:count] for tokens, count in zip(found, self.counts.tolist(), strict=True)]
 
 
-class Proposer(Protocol):
+class Proposer:
     """Who drafts. ``begins``: a plan's rows are built, its chunks begin where it says, and nothing of it is computed.
     ``propose``: at most ``most[i]`` tokens behind the ``lengths[i]`` that row ``rows[i]`` has. ``left``: a row's
-    sequence has ended, or begins anew."""
+    sequence has ended, or begins anew. ``settles``: the step before, as it was computed, is over, and nothing of the
+    next has been done; rows have ``lengths`` tokens. ``forget``: all rows are gone."""
 
-    def begins(self, plan: StepPlan) -> None: ...
+    def begins(self, plan: StepPlan) -> None:
+        """Nothing."""
 
-    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal: ...
+    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
+        raise NotImplementedError
 
-    def left(self, row: int, length: int) -> None: ...
+    def left(self, row: int, length: int) -> None:
+        """Nothing is kept of rows but what lies in their blocks, unless a proposer says otherwise."""
+
+    def settles(self, plan: StepPlan, lengths: Ints) -> None:
+        """Nothing."""
+
+    def forget(self) -> None:
+        """Nothing."""
 
 
-class LookupProposer:
+class LookupProposer(Proposer):
     """Looks up what rows hold."""
 
     def __init__(self, rows: Rows, lookup: Lookup) -> None:
@@ -109,9 +118,13 @@ class Speculator:
         self._proposer = proposer
         self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
         self._taken: set[int] = set()  # rows that somebody has
+        self._last: StepPlan | None = None  # the step before, as it was computed
 
     def leave(self, plan: StepPlan) -> None:
         """Before the plan's rows are built: whose rows go."""
+        if self._last is not None:
+            self._proposer.settles(self._last, self._lengths)
+            self._last = None
         for row in {*plan.rows_dropped, *(new.row for new in plan.rows_added)} & self._taken:
             self._taken.discard(row)
             self._proposer.left(row, int(self._lengths[row]))
@@ -119,9 +132,15 @@ class Speculator:
     def forget(self) -> None:
         """All rows are gone."""
         self._taken.clear()
+        self._last = None
+        self._proposer.forget()
 
     def begin(self, plan: StepPlan) -> tuple[StepPlan, Drafts | None]:
         """The plan as it is to be computed. Its rows are built."""
+        self._last, drafts = self._begun(plan)
+        return self._last, drafts
+
+    def _begun(self, plan: StepPlan) -> tuple[StepPlan, Drafts | None]:
         for new in plan.rows_added:
             self._lengths[new.row] = len(new.token_ids)
         self._taken.update(new.row for new in plan.rows_added)

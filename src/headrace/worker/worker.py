@@ -43,7 +43,8 @@ from headrace.lora.device import DeviceAdapters, Reading
 from headrace.lora.slots import AdapterSlots
 from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
-from headrace.models.decoder import Decoder
+from headrace.models.decoder import Decoder, Tap
+from headrace.models.draft_head import DraftHead
 from headrace.models.kv_scales import load_kv_scales
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
@@ -60,9 +61,10 @@ from headrace.worker.allocation import Allocation, allocate_kv
 from headrace.worker.arena import create_arena
 from headrace.worker.asleep import DeviceMemory, HostPages
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel
-from headrace.worker.draft_setup import draft_memory, resolve_draft
+from headrace.worker.draft_setup import draft_memory, load_head, resolve_draft
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
+from headrace.worker.head_drafter import HeadDrafter
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
 from headrace.worker.memory import Room, memory_decision, row_bytes
@@ -159,7 +161,7 @@ class Worker:
         if group is not None:
             setup = replace(setup, spec=share(setup.spec, group.size))
             self._cuts = cuts(self._whole, setup.spec, group.rank)
-        self._setup = setup = replace(setup, draft=resolve_draft(config, source, setup.spec))
+        self._setup = setup = replace(setup, draft=resolve_draft(config, source, self._whole))
         self._cuda = setup.device.type == "cuda"
         self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
         self._lasting = nullcontext if self._sleeping is None else self._sleeping.keeping
@@ -196,7 +198,7 @@ class Worker:
         longest = self._memory.draft().max_model_len
         with self._memory.explaining("weights"), self._lasting():
             self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, group=self._group)
-            self._draft = self._create_draft(longest)
+            self._draft, self._head = self._create_draft(longest), self._create_head(longest)
         self._build_kernels(longest)
         self._stages.done("decoder")
         self._load(longest)
@@ -258,16 +260,28 @@ class Worker:
 
     def _create_draft(self, longest: int) -> Decoder | None:
         draft = self._setup.draft
-        if draft is None:
+        if draft is None or draft.head is not None:
             return None
         draft.check_length(longest)
         return self._create_decoder(draft.spec, longest, drafts=True)
+
+    def _create_head(self, longest: int) -> DraftHead | None:
+        """The target leaves its hidden states for it from now on, but where nothing is ever drafted."""
+        setup, device = self._setup, self._config.device
+        if setup.draft is None or setup.draft.head is None or not device.token_concatenation:
+            return None
+        head = setup.draft.head
+        out = torch.zeros(setup.most_tapped, head.tapped, dtype=setup.dtype, device=setup.device)
+        self._decoder.tap = Tap(out, head.taps)
+        return DraftHead(head, self._decoder, LayerContext(setup.dtype, setup.device, self._kernels), longest)
 
     def _load(self, longest: int) -> None:
         with self._memory.explaining("weights"):
             self._fill(self._decoder, self._source, self._setup.spec)
             if self._draft is not None and self._setup.draft is not None:
                 self._fill(self._draft, self._setup.draft.source, self._setup.draft.spec)
+            if self._head is not None and self._setup.draft is not None:
+                self._fill_head(self._head, self._setup.draft.source)
         with (
             torch.inference_mode(),
             self._memory.explaining("weights"),
@@ -277,6 +291,8 @@ class Worker:
             self._decoder.finish_loading()
             if self._draft is not None:
                 self._draft.finish_loading()
+            if self._head is not None:
+                self._head.finish_loading()
             self._adapters = self._create_adapters()
         self._build_kernels(longest)  # of what layers chose now that they have their weights
         if self._cuda:
@@ -313,6 +329,12 @@ class Worker:
             reason = f"{scales} scales of the checkpoint" if scales else "the checkpoint has none, so they are 1"
             self._formats = (*self._formats, Decision("kv_cache scales", "fp8", reason))
 
+    def _fill_head(self, head: DraftHead, source: ModelSource) -> None:
+        if source.weights is WeightFormat.DUMMY:
+            loader.fill_dummy(head, self._config.model.seed)
+        else:
+            load_head(head, source, self._setup.dtype)
+
     def _build_kernels(self, longest: int) -> None:
         if self._ahead is None:
             return
@@ -341,7 +363,7 @@ class Worker:
 
     def _multiply(self, sizes: Sequence[int]) -> None:
         with self._memory.explaining("activations"):
-            for decoder in filter(None, (self._decoder, self._draft)):
+            for decoder in filter(None, (self._decoder, self._draft, self._head)):
                 warm_linears(decoder, self._setup.device, sizes, max_num_seqs=self._setup.most_verified)
         self._stages.done("matrix products")
 
@@ -372,8 +394,8 @@ class Worker:
             draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups), **most)
         if not config.device.prompt_graphs:
             return Graphs(decode, None, draft)
-        products, prune = multiplications(setup.spec), config.device.last_layer_pruning
-        bounds = Bounds(**lengths, tokens_a_step=setup.tokens_a_step, products=products, prune=prune)
+        products = multiplications(setup.spec)
+        bounds = Bounds(**lengths, tokens_a_step=setup.tokens_a_step, products=products, prune=self._prunes)
         hidden = torch.empty((bounds.most_wanted, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
         return Graphs(decode, PromptGraphs(recorder, bounds, hidden), draft)
 
@@ -387,7 +409,7 @@ class Worker:
             self._kernels,
             max_logits_rows=self._config.scheduler.logits_rows,
             padded=not self._config.device.token_concatenation,
-            prune=self._config.device.last_layer_pruning,
+            prune=self._prunes,
             clock=RealClock(),
             graphs=graphs.decode,
             prompt_graphs=graphs.prompts,
@@ -398,6 +420,11 @@ class Worker:
             adapters=self._adapters,
         )
 
+    @property
+    def _prunes(self) -> bool:
+        """Whether nobody reads what is behind the last layer of tokens that are not sampled from."""
+        return self._config.device.last_layer_pruning and (self._decoder.tap is None or bool(self._decoder.tap.layers))
+
     def _draft_caches(self, kv_caches: Sequence[Tensor]) -> list[Tensor]:
         """A draft model's own, with as many blocks as those of the target that they lie beside."""
         setup, draft = self._setup, self._setup.draft
@@ -405,7 +432,11 @@ class Worker:
             return []
         specs = draft.kv_specs(setup.block_size, setup.dtype.itemsize)
         groups = (KVGroup(spec, kv_caches[at].shape[0]) for spec, at in zip(specs, draft.groups, strict=True))
-        return [allocate_kv(group, setup.dtype, setup.device) for group in groups]
+        found = [allocate_kv(group, setup.dtype, setup.device) for group in groups]
+        if self._cuda and draft.head is not None:  # what was never written may be seen, and must not be NaN
+            for cache in found:
+                cache.zero_()
+        return found
 
     def _create_speculator(self, rows: Rows, own: Sequence[Tensor], graphs: DecodeGraphs | None) -> Speculator | None:
         settings, draft = self._setup.speculative, self._setup.draft
@@ -413,6 +444,11 @@ class Worker:
             return None
         if self._draft is not None and draft is not None:
             return Speculator(rows, DraftModel(self._draft, own, draft.groups, rows, self._kernels, graphs))
+        if draft is not None:
+            tap = self._decoder.tap
+            if self._head is None or tap is None:
+                return None
+            return Speculator(rows, HeadDrafter(self._head, tap, own[0], draft.groups[0], rows, self._kernels))
         lookup = Lookup(
             settings.prompt_lookup_min,
             settings.prompt_lookup_max,
@@ -462,7 +498,8 @@ class Worker:
             folder, problem = self._ahead.prepared
             yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
         if self._setup.draft is not None:
-            yield draft_memory(self._setup.draft.spec, self._setup.dtype.itemsize, self._draft_kv, self._plan.groups)
+            weights, states = self._setup.draft.weight_bytes(self._setup.dtype.itemsize), self._setup.draft_state_bytes
+            yield draft_memory(weights, states, self._draft_kv, self._plan.groups)
         if self._adapters is not None:
             said = f"{self._adapters.slots.num_bytes / 2**20:.0f} MiB beside the weights, set aside for --max-loras and --max-lora-rank"
             yield Decision(

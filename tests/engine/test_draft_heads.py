@@ -1,0 +1,211 @@
+"""Draft heads: answers are what they are without, and drafts what the head would say if it computed all from scratch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace import SamplingParams
+from headrace.errors import ConfigError, ModelError
+from headrace.worker.head_drafter import HeadDrafter
+from tests.engine.test_speculation import _answers, _engine, _scheduler
+from tests.support import tiny, tiny_heads
+
+LAYERS = 4
+TAPS = (0, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("llama", tmp_path_factory.mktemp("target"), tokenizer=False, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = json.loads((target / "config.json").read_text())
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    more = {
+        "eagle": {},
+        "eagle3": {"draft_vocab_size": tiny_heads.DRAWN, "eagle_aux_hidden_state_layer_ids": list(TAPS)},
+    }
+    return {  # one has a copy of the target's embedding, the other one of its own
+        name: tiny_heads.save(
+            tmp_path_factory.mktemp(name),
+            tiny_heads.config(base, **fields),
+            {"embed_tokens.weight": embedding, **tiny_heads.tensors(name, base["hidden_size"], base["vocab_size"])},
+        )
+        for name, fields in more.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> list[Any]:
+    return _answers(_engine(target, None))
+
+
+def _drafts(heads: dict[str, Path], method: str, **more: Any) -> dict[str, Any]:
+    return {"method": method, "model": str(heads[method]), "num_speculative_tokens": 3, **more}
+
+
+@pytest.mark.parametrize(
+    ("method", "overlap", "more"),
+    [
+        ("eagle", 0, {"num_blocks": 14}),
+        ("eagle", 2, {"max_num_batched_tokens": 16}),
+        ("eagle3", 1, {}),
+        ("eagle3", 2, {"num_blocks": 14}),
+    ],
+)
+def test_heads_change_no_bit(
+    method: str, overlap: int, more: dict[str, Any], target: Path, heads: dict[str, Path], plain: list[Any]
+) -> None:
+    llm = _engine(target, _drafts(heads, method), overlap, **more)
+    assert _answers(llm) == plain
+    scheduler = _scheduler(llm)
+    assert scheduler.speculation is not None and sum(scheduler.speculation.counts.drafted) > 200
+    assert (scheduler.counters.preemptions > 0) == ("num_blocks" in more)
+
+
+@pytest.fixture
+def proposed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """(a sequence, what was drafted behind it) of all drafts of the test."""
+    found: list[tuple[list[int], list[int]]] = []
+    propose = HeadDrafter.propose
+
+    def seen(self: HeadDrafter, rows: Any, lengths: Any, most: Any) -> Any:
+        ids = [self._rows.token_ids[row, :length].tolist() for row, length in zip(rows, lengths, strict=True)]
+        proposal = propose(self, rows, lengths, most)
+        assert (proposal.counts == most).all(), "every row could draft"
+        found.extend(zip(ids, proposal.lists(), strict=True))
+        return proposal
+
+    monkeypatch.setattr(HeadDrafter, "propose", seen)
+    yield found
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("more", [{}, {"max_num_batched_tokens": 9, "num_blocks": 14}])
+def test_drafts_are_what_the_head_says(
+    method: str, more: dict[str, Any], target: Path, heads: dict[str, Path], proposed: list[Any]
+) -> None:
+    """Chunked prompts, prefix hits, forks, preemption: an entry of a wrong token, of hidden states of another place, or
+    of a stale block would show."""
+    llm = _engine(target, _drafts(heads, method), 1, **more)
+    shared = list(range(10, 37))
+    prompts = [[*shared, 40 + each] for each in range(3)] + [[7, 8, 9], [*shared[:16], 3], [*shared, 99]]
+    params = [SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, n=1 + (each == 3)) for each in range(6)]
+    for _ in range(2):
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+    assert _scheduler(llm).counters.prefix_hits > 0
+    oracle = tiny_heads.Oracle(
+        tiny.create("llama", num_hidden_layers=LAYERS), method, load_file(heads[method] / "model.safetensors"), TAPS
+    )
+    assert len(proposed) > 100
+    for ids, drafted in proposed[::3]:
+        assert drafted == oracle.propose(ids, len(drafted)), (len(ids), drafted)
+
+
+def test_what_a_head_holds_is_said_to_the_byte(target: Path, heads: dict[str, Path]) -> None:
+    for method in heads:
+        llm = _engine(target, _drafts(heads, method))
+        (said,) = (each for each in llm.info.decisions if each.name == "draft memory")
+        drafter = llm.engine.core.executor._runner._speculator._proposer  # type: ignore[attr-defined]
+        head = drafter._head
+        stored = load_file(heads[method] / "model.safetensors")
+        weights = sum(each.nbytes for name, each in stored.items() if name not in ("t2d", "embed_tokens.weight"))
+        weights += stored["embed_tokens.weight"].nbytes if method == "eagle3" else 0
+        assert (head.embedding is not None) == (method == "eagle3")
+        held = weights + drafter._kv_cache.nbytes + drafter._held.nbytes + drafter._tap.out.nbytes
+        assert said.value == f"{held / 2**20:.1f} MiB"
+
+
+def _foreseeing(folder: Path, method: str) -> tuple[Path, Path]:
+    """A target whose next token follows from the last one alone, by a permutation, and a head that takes nothing but
+    hidden states: it sees two tokens ahead of them."""
+    size, made = 48, torch.Generator().manual_seed(4)
+    fields = {"vocab_size": size, "hidden_size": size, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    target = tiny.save("llama", folder / "target", tokenizer=False, **fields, **ids)
+    stored, after = load_file(target / "model.safetensors"), torch.randperm(size, generator=made)
+    one = torch.eye(size)
+    for name, each in stored.items():
+        silent = "o_proj" in name or "down_proj" in name
+        stored[name] = torch.zeros_like(each) if silent else torch.ones_like(each) if "norm" in name else each
+    stored["model.embed_tokens.weight"], stored["lm_head.weight"] = one, one[after].T  # logits of t: one at after[t]
+    base = json.loads((target / "config.json").read_text())
+    tiny_heads.save(target, base, stored)
+    head = tiny_heads.tensors(method, size, size)
+    for name, each in head.items():
+        head[name] = torch.zeros_like(each) if "o_proj" in name or "down_proj" in name or "bias" in name else each
+        head[name] = torch.ones_like(each) if "norm" in name else head[name]
+    step = one[after].T  # the hidden states of t → those of after[t]
+    more: dict[str, Any] = {}
+    if method == "eagle":
+        head["fc.weight"] = torch.cat([torch.zeros(size, size), step], dim=1)
+    else:  # by a map that reverses nothing but the order in which tokens are drawn
+        drawn = torch.arange(size).flip(0)
+        head |= {"fc.weight": torch.cat([step, step, step], dim=1), "embed_tokens.weight": one}
+        head |= {"d2t": drawn - torch.arange(size), "t2d": torch.ones(size, dtype=torch.bool)}
+        head["lm_head.weight"] = one[after].T.flip(0)
+        more = {"draft_vocab_size": size, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    return target, tiny_heads.save(folder / "head", tiny_heads.config(base, **more), head)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_that_foresees_is_always_right(method: str, tmp_path: Path) -> None:
+    """Hidden states of another place, or another token's, would make it wrong. (Later entries of eagle3 go on from its
+    own results, which its residual stream carries unchanged: they say the first one's token again.)"""
+    target, head = _foreseeing(tmp_path, method)
+    count = 3 if method == "eagle" else 1
+    llm = _engine(target, {"method": method, "model": str(head), "num_speculative_tokens": count}, 1)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [3, 9, 27, each]} for each in (4, 5, 6)], params)
+    counts = _scheduler(llm).speculation.counts  # type: ignore[union-attr]
+    assert sum(counts.accepted) >= 0.9 * sum(counts.drafted) > 30
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "said"),
+    [
+        ({"hidden_size": 32}, {}, "is for a target of hidden size 32, but this one has 64"),
+        ({"vocab_size": 300}, {}, "has a vocabulary of 300 tokens and draws from 200, but the target has 320"),
+        ({"num_hidden_layers": 2}, {}, "has 2 decoder layers"),
+        ({"draft_vocab_size": 400}, {}, "draws from 400, but"),
+        ({"draft_vocab_size": "many"}, {}, "draft_vocab_size 'many', which is no size"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, "inputs of layers 1, 2, 9, but the target has 4 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, "no list of layers"),
+        ({"rope_theta": -1.0}, {}, "rope_theta"),
+        ({"surprise": 1}, {}, "surprise"),
+        ({}, {"fc.weight": torch.zeros(64, 64)}, "fc.weight has shape"),
+        ({}, {"midlayer.self_attn.q_proj.weight": None}, "lacks 1 of the tensors"),
+        ({}, {"midlayer.self_attn.q_proj.weight": torch.full((64, 128), torch.nan)}, "holds NaN or infinity"),
+        ({}, {"more.weight": torch.zeros(2)}, "no place for (first: more.weight)"),
+        ({}, {"d2t": torch.full((tiny_heads.DRAWN,), 319)}, "does not name 200 of the target's 320 tokens"),
+        ({}, {"d2t": torch.arange(3)}, r"d2t of this draft head is torch.int64 [3]"),
+        ({}, {"d2t": None}, "has no d2t"),
+    ],
+)  # fmt: skip
+def test_a_head_that_does_not_fit_is_refused_at_start(
+    config: dict[str, Any], change: dict[str, Any], said: str, target: Path, heads: dict[str, Path], tmp_path: Path
+) -> None:
+    stored = {**load_file(heads["eagle3"] / "model.safetensors"), **change}
+    base = json.loads((heads["eagle3"] / "config.json").read_text())
+    head = tiny_heads.save(
+        tmp_path, {**base, **config}, {name: each for name, each in stored.items() if each is not None}
+    )
+    with pytest.raises((ConfigError, ModelError)) as error:
+        _engine(target, {"method": "eagle3", "model": str(head)})
+    assert said in error.value.message and "\n" not in error.value.message
+    assert error.value.message.startswith("speculative_config.model: ")
+
+
+def test_a_head_is_asked_for_by_its_own_method(target: Path, heads: dict[str, Path]) -> None:
+    for method, other in (("eagle", "eagle3"), ("eagle3", "eagle")):
+        with pytest.raises(ModelError, match=f"give method {other}"):
+            _engine(target, {"method": method, "model": str(heads[other])})
