@@ -203,6 +203,7 @@ class _FirstStep:
             inner.control,
             inner.outcomes,
         )
+        self.drafts = inner.drafts
         self.at: float | None = None
 
     def submit(self, plan: StepPlan) -> Ticket:

@@ -28,7 +28,7 @@ from headrace.errors import ConfigError
 from headrace.observe.metrics import StepTimes
 from headrace.observe.report import machine_facts, print_facts, table, write_json
 from headrace.request import StepPlan, StepResult
-from headrace.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams, StructuredOutputs
 
 PROMPT, COPIED = 48, 192  # tokens
 
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=count, nargs="+", default=[1], help="requests at once, in turn (default: 1)")
     parser.add_argument("--tokens", type=count, default=128, help="of each answer (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: 0)")
+    parser.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that every answer follows")
     parser.add_argument("--turns", type=count, default=3, help="of each side, of which the best counts (default: 3)")
     parser.add_argument("--imposed", type=share, nargs="+", help="drafts are right by chance, at these in turn")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
@@ -158,7 +159,8 @@ def _side(llm: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace, 
             temperature=args.temperature,
             seed=first,
             max_tokens=args.tokens,
-            ignore_eos=args.prompts is None,
+            ignore_eos=args.prompts is None and args.schema is None,
+            structured_outputs=None if args.schema is None else StructuredOutputs(json=args.schema.read_text("utf-8")),
             detokenize=False,
             speculative=None if drafts else False,
         )

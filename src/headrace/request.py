@@ -140,7 +140,9 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
     """Which tokens may be sampled. ``samples`` index a plan's ``sample_rows``; each has ``words_each`` int32 in
-    ``words``, one bit a token id from the lowest bit of the first. Samples that are not named may be any token."""
+    ``words``, one bit a token id from the lowest bit of the first. Samples that are not named may be any token. One that
+    is named several times in a row has drafts behind it: each further mask is for the place behind one draft more, and
+    drafts beyond the last mask are refuted."""
 
     samples: tuple[int, ...] = ()
     words_each: int = 0

@@ -67,7 +67,7 @@ class Sequence:
         self.request_id = self.request.request_id
         self.seed = (self.request.seed + self.index * 0x9E3779B97F4A7C15) & (2**64 - 1)
         self.structured = self.request.params.structured_outputs is not None
-        self.drafts = not self.structured and self.request.params.speculative is not False
+        self.drafts = self.request.params.speculative is not False
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
 

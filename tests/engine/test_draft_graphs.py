@@ -13,9 +13,11 @@ from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.request import Request
+from headrace.sampling_params import StructuredOutputs
 from headrace.worker.graphs import DecodeGraphs
 from tests.support.hash_engine import FIXED, assert_at_rest, request, run
 from tests.support.recorded_graphs import VOCAB, recorded_executor, without_a_gpu
+from tests.support.residue_masks import ResidueMasks
 
 ASKED: tuple[dict[str, Any], ...] = (
     {},
@@ -24,6 +26,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"speculative": False},
     {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.5},
     {"logit_bias": {3: 4.0}, "n": 2},
+    {"structured_outputs": StructuredOutputs(choice=("1 2",)), "temperature": 0.9},  # drafts are forbidden now and then
 )
 
 
@@ -58,6 +61,7 @@ def _answers(
             namespace=b"",
             clock=VirtualClock(),
             depth=depth,
+            masks=ResidueMasks(VOCAB),  # type: ignore[arg-type]
         )
         for each in _requests(asked):
             core.add(each)

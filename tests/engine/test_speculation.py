@@ -13,6 +13,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, ModelError
+from headrace.models.source import _DEMO
 from headrace.sampling_params import StructuredOutputs
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sites import count_bytes
@@ -133,30 +134,40 @@ def test_another_model_drafts_and_changes_nothing(folders: dict[str, Path], plai
     assert _answers(llm) == plain("llama")
 
 
-def test_masks_are_for_their_rows_beside_others_that_draft() -> None:
-    """The bundled model, which has a tokenizer: grammars, before and behind rows that verify drafts."""
-    grammars = [
-        StructuredOutputs(regex="[a-z]{3,9} [0-9]{1,4}"),
-        StructuredOutputs(choice=("yes, surely", "no, never", "perhaps")),
-    ]
-    prompts = ["a b c d a b c d a b c", "Say yes or no: ", "one two one two one two one", "Say yes or no: "]
-    asked = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=grammar is None, structured_outputs=grammar, seed=1)
-             for grammar in (None, grammars[0], None, grammars[1])]  # fmt: skip
-    answers = []
-    for drafts in (None, NGRAM):
-        sizes: dict[str, Any] = {
-            "max_num_seqs": 4,
-            "max_model_len": 200,
-            "num_blocks": 60,
-            "threads": 1,
-            "device": "cpu",
-        }
-        llm = LLM(dtype="float32", overlap=1, batch_invariant=True, speculative_config=drafts, **sizes)
-        answers.append(
-            [(list(each.outputs[0].token_ids), each.outputs[0].finish_reason) for each in llm.generate(prompts, asked)]
-        )
-        llm.shutdown()
-    assert answers[0] == answers[1] and "error" not in {reason for _, reason in answers[0]}
+GRAMMARS = (
+    None,
+    StructuredOutputs(regex="[a-z]{3,9} [0-9]{1,4}"),
+    StructuredOutputs(choice=("yes, surely", "no, never", "perhaps")),
+    StructuredOutputs(json={"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}),  # type: ignore[arg-type]
+    StructuredOutputs(regex="(.|\n)+"),
+)  # fmt: skip
+
+
+def _told(drafts: dict[str, Any] | None, overlap: int) -> tuple[list[Any], Any]:
+    """The bundled model, which has a tokenizer; and the drafts that were counted."""
+    sizes: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 200, "num_blocks": 60, "threads": 1, "device": "cpu"}
+    text = "one two one two one two one"
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=24, seed=1, structured_outputs=each, logprobs=scores, min_tokens=least)
+        for each in GRAMMARS for temperature, scores, least in ((0.0, None, 0), (0.6, 1, 6))
+    ]  # fmt: skip
+    with LLM(dtype="float32", overlap=overlap, batch_invariant=True, speculative_config=drafts, **sizes) as llm:
+        made = llm.generate([text] * len(params), params, use_tqdm=False)
+        told = [(list(o.token_ids), o.finish_reason, o.logprobs) for each in made for o in each.outputs]
+        return told, llm.engine.core.stats().drafts
+
+
+def test_drafts_along_grammars_change_no_bit() -> None:
+    """Before, behind and beside rows without one; in the target's own drafts nothing is wrong but what a grammar
+    forbids, and that is not verified."""
+    plain, _ = _told(None, 0)
+    assert "error" not in {reason for _, reason, _ in plain}
+    own = {"model": str(_DEMO), "num_speculative_tokens": 3}
+    for drafts, overlap in ((NGRAM, 1), (own, 0), (own, 2)):
+        told, counts = _told(drafts, overlap)
+        assert told == plain, (drafts, overlap)
+        if drafts is own:
+            assert sum(counts.accepted) >= 0.9 * sum(counts.drafted) > 50
 
 
 def test_a_draft_that_does_not_fit_is_refused_at_start(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ def expected_under_grammar(request: Request, *, index: int = 0, max_model_len: i
             {EOS, *params.stop_token_ids} if len(out) < params.min_tokens else {EOS} if params.ignore_eos else set()
         )
         allowed = [token for token in allowed if token not in unwanted] or allowed
-        drawn = next_token(info, [*request.prompt_token_ids, *out], request, index, width=len(allowed))
-        out.append(allowed[drawn])
+        known = [*request.prompt_token_ids, *out]
+        drawn = next_token(info, known, request, index)
+        out.append(drawn if drawn in allowed else allowed[next_token(info, known, request, index, width=len(allowed))])
         if out[-1] == EOS or (out[-1] in params.stop_token_ids and len(out) >= params.min_tokens):
             break
     return out

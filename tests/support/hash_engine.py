@@ -6,7 +6,7 @@ What lives here: builders and the oracle of the keyed-hash executor. What may no
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,10 @@ class CheckedExecutor(KeyedHashExecutor):
     def _execute(self, plan: StepPlan) -> list[Links]:
         return [] if self._broken else super()._execute(plan)
 
-    def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, int]) -> StepResult:
+    def drafts(self, ticket: Ticket) -> list[array[int]]:
+        return [] if self._broken else super().drafts(ticket)
+
+    def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, Sequence[int]]) -> StepResult:
         if not self._broken:
             return super()._sample(plan, heads, allowed)
         self._failed.add(plan.step_id)

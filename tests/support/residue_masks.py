@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 
 from headrace import LLM, SamplingParams, StructuredOutputs
-from headrace.engine.grammar_masks import GrammarStats
+from headrace.engine.grammar_masks import NO_DRAFTS, GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.step_planner import NO_MASKS
@@ -70,12 +71,16 @@ class ResidueMasks:
     def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
         return {}
 
-    def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
+    def masks(
+        self, wanted: Sequence[tuple[int, LiveSequence]], drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
+    ) -> TokenMasks:
         self.given += len(wanted)
-        bits = np.stack([self._bits(sequence.request.params) for _, sequence in wanted])
-        return TokenMasks(
-            tuple(j for j, _ in wanted), self._words, np.packbits(bits, axis=1, bitorder="little").tobytes()
-        )
+        samples, bits = list[int](), list[np.ndarray[tuple[int], np.dtype[np.bool_]]]()
+        for j, sequence in wanted:
+            fine = self._bits(sequence.request.params)
+            path = [fine, *(fine for _ in takewhile(fine.__getitem__, drafts.get(j, ())))]
+            samples, bits = [*samples, *([j] * len(path))], [*bits, *path]
+        return TokenMasks(tuple(samples), self._words, np.packbits(np.stack(bits), axis=1, bitorder="little").tobytes())
 
     def _bits(self, params: SamplingParams) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         assert params.structured_outputs is not None and params.structured_outputs.choice is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.request import Finished, Request
 from headrace.sampling_params import StructuredOutputs
 from headrace.scheduler.roster import Roster
-from tests.support.grammars import SPECIAL, create_masks, vocabulary
+from tests.support.grammars import FIRST_BYTE, SPECIAL, create_masks, vocabulary
 from tests.support.hash_engine import (
     VOCAB,
     Answers,
@@ -39,12 +40,13 @@ WANTED = (
     StructuredOutputs(choice=("the only one of all that may come " * 4,)),
     StructuredOutputs(regex="[ab]{1,3} and then[01] is said at last"),
 )
+LOOSE = (StructuredOutputs(regex="[ab01](.|\n){20,60}x"), StructuredOutputs(json_object=True))
 Told = tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int], Finished], int]
 
 
 def answers_of(asked: list[Request], *, fast: bool, depth: int, num_blocks: int = 400, **sizes: object) -> Told:
     """Tokens, ends, and how many steps there were."""
-    masks = create_masks(WANTED)
+    masks = create_masks((*WANTED, *LOOSE))
     core, answers = (
         engine(depth=depth, masks=masks, num_blocks=num_blocks, max_model_len=300, fast_forward=fast, **sizes),
         Answers(),
@@ -94,6 +96,38 @@ def test_many_answers_are_the_same(depth: int, num_blocks: int, budget: int) -> 
         for number in range(10)
     ]  # fmt: skip
     assert_the_same(asked, depth=depth, num_blocks=num_blocks, budget=budget)
+
+
+@pytest.mark.parametrize(("depth", "num_blocks", "budget"), [(0, 400, 64), (1, 80, 64), (2, 400, 9), (2, 80, 64)])
+def test_drafts_along_a_grammar_change_no_answer(depth: int, num_blocks: int, budget: int) -> None:
+    """Beside forced runs, which take the place of drafts; each draft is masked as its place would be without."""
+    draw = random.Random(depth)
+    asked = [
+        request(
+            number, range(10, 12 + 3 * number), n=draw.choice((1, 1, 2)), seed=number, max_tokens=draw.choice((7, 30, 120)),
+            structured_outputs=draw.choice((*LOOSE, *WANTED, None)), ignore_eos=draw.random() < 0.5, min_tokens=draw.choice((0, 7)),
+            logprobs=draw.choice((None, 0)), stop_token_ids=draw.choice(((), (5, 6))),
+        )
+        for number in range(10)
+    ]  # fmt: skip
+    plain, drafted = drafting(asked, depth=depth, num_blocks=num_blocks, budget=budget)
+    assert drafted[0] == plain[0]
+    assert {key: end.reason for key, end in drafted[1].items()} == {key: end.reason for key, end in plain[1].items()}
+
+
+def drafting(asked: list[Request], *, num_blocks: int = 400, **sizes: Any) -> tuple[Told, Told]:
+    """Without drafts, and with four a row and step."""
+    info = keyed_hash_info(vocab_size=VOCAB, max_model_len=300, num_blocks=num_blocks, block_size=4, max_drafts=4)
+    executor = CheckedExecutor(info, check=True, acceptance=0.9)
+    plain = answers_of(asked, fast=True, num_blocks=num_blocks, **sizes)
+    return plain, answers_of(asked, fast=True, executor=executor, info=info, max_drafts=4, **sizes)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_along_a_grammar_save_steps(depth: int) -> None:
+    asked = [request(0, [1, 2, 3], max_tokens=120, structured_outputs=LOOSE[0], stop_token_ids=[FIRST_BYTE + 9])]
+    plain, drafted = drafting(asked, depth=depth)
+    assert drafted[0] == plain[0] and drafted[2] < 0.85 * plain[2]
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -325,15 +325,19 @@ class EngineCore:
         if not self._fifo or not self._fifo[0].waits:
             return
         step, sampled = self._fifo[0], self.scheduler.in_flight[0].sampled
-        assert self._masks is not None
+        masks = self._masks
+        assert masks is not None
         wanted = (
             []
             if self._failed
             else [(j, sampled[j]) for j in step.plan.masked if sampled[j].status is not SequenceStatus.FINISHED]
         )
-        self.executor.sample(step.ticket, self._masks.masks(wanted) if wanted else TokenMasks())
+        runs = masks.forced(wanted) if self._fast_forward else {}
+        drafts = self.executor.drafts(step.ticket) if step.plan.drafts else ()
+        paths = {j: drafts[j] for j, _ in wanted if drafts and j not in runs}  # what is forced needs no drafts
+        self.executor.sample(step.ticket, masks.masks(wanted, paths) if wanted else TokenMasks())
         step.waits = False
-        if self._fast_forward and (runs := self._masks.forced(wanted)):
+        if runs:
             self.scheduler.foretell(runs)
 
     def _submit_next(self) -> bool:

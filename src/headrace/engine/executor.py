@@ -6,6 +6,7 @@ planner/executor.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,8 +80,9 @@ class Executor(Protocol):
     """``submit`` returns at once or after the work (an inline executor); tickets are collected in order of submission.
 
     A plan with ``masked`` samples is computed by ``submit`` and sampled by ``sample``, which must follow before
-    anything else is submitted, once every earlier step is collected; other plans are sampled at once. ``collect``
-    raises StepFailed when the whole step failed. From then on every plan fails *without touching rows or blocks* (its
+    anything else is submitted, once every earlier step is collected; other plans are sampled at once. ``drafts``,
+    between the two, tells what is proposed behind each of its samples, so that masks can follow that. ``collect`` raises
+    StepFailed when the whole step failed. From then on every plan fails *without touching rows or blocks* (its
     deltas build on what was lost), until the core, with nothing in flight, calls ``recover``: rows are forgotten, and
     the plans that follow build them anew. Nothing between submit and collect may read results on the host. ``prepare``,
     with nothing in flight and nothing to do: some milliseconds' worth of what later steps will want; whether there may
@@ -92,6 +94,8 @@ class Executor(Protocol):
     info: ExecutorInfo
 
     def submit(self, plan: StepPlan) -> Ticket: ...
+
+    def drafts(self, ticket: Ticket) -> Seq[Seq[int]]: ...
 
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None: ...
 

@@ -22,11 +22,12 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 _REFUSAL = "the grammar cannot be followed with this model's tokens"
 _log = logging.getLogger(__name__)
 
+NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 CACHE_BYTES = 256 * 2**20
 _BYTES_EACH = 2**18  # of a compiled grammar, about: measured over 1,200 JSON schemas, on the high side;
 _BYTES_A_CHARACTER = 160  # and for each character of it
@@ -254,11 +256,29 @@ class GrammarMasks:
 
     # --- masks
 
-    def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
-        """What each sample may be, after all that is known of its sequence."""
+    def masks(
+        self, wanted: Sequence[tuple[int, LiveSequence]], drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
+    ) -> TokenMasks:
+        """What each sample may be, after all that is known of its sequence; and then what may follow each of its
+        ``drafts``, up to the first that may not stand there, or that ends the answer."""
         assert self._bridge is not None
         begin = time.perf_counter()
-        bridge = self._bridge
+        firsts, spent = self._first_masks(wanted, self._bridge)
+        samples, words = list[int](), list[bytes]()
+        for (j, sequence), first, seconds in zip(wanted, firsts, spent, strict=True):
+            since = time.perf_counter()
+            path = [first, *self._behind(first, sequence, drafts.get(j, ()), self._bridge)]
+            samples += [j] * len(path)
+            words += [mask.tobytes() for mask in path]
+            self._note_seconds(sequence.request_id, seconds + time.perf_counter() - since)
+        self._stats.masks += len(samples)
+        self._stats.mask_seconds += time.perf_counter() - begin
+        return TokenMasks(tuple(samples), self._bridge.words, b"".join(words))
+
+    def _first_masks(
+        self, wanted: Sequence[tuple[int, LiveSequence]], bridge: _Bridge
+    ) -> tuple[NDArray[np.uint32], list[float]]:
+        """And the seconds that each took."""
         words = np.zeros((len(wanted), bridge.words), dtype=np.uint32)
         jobs, spent = [], []
         for row, (_, sequence) in enumerate(wanted):
@@ -273,10 +293,23 @@ class GrammarMasks:
             spent[row] += seconds
         for row, (_, sequence) in enumerate(wanted):
             self._hold_open(words[row], sequence, bridge.eos)
-            self._note_seconds(sequence.request_id, spent[row])
-        self._stats.masks += len(wanted)
-        self._stats.mask_seconds += time.perf_counter() - begin
-        return TokenMasks(tuple(j for j, _ in wanted), bridge.words, words.tobytes())
+        return words, spent
+
+    def _behind(
+        self, mask: NDArray[np.uint32], sequence: LiveSequence, drafts: Sequence[int], bridge: _Bridge
+    ) -> Iterator[NDArray[np.uint32]]:
+        """The mask behind each draft, as it is when the answer has these tokens. ``mask``: of the first one's place."""
+        if not drafts:
+            return
+        walker = self._caught_up(sequence)[1].matcher.deep_copy()  # as in ``forced_run``
+        for offset, token in enumerate(drafts, start=1):
+            if token in sequence.stop_ids or not _allows(mask, token) or not walker.consume_token(token):
+                return
+            mask = np.frombuffer(walker.compute_bitmask(), dtype=np.uint32, count=bridge.words).copy()
+            self._hold_open(mask, sequence, bridge.eos, offset)
+            if walker.is_error() or not mask.any():
+                return
+            yield mask
 
     def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
         """Of samples that were just given their masks: those that can be but one token, with the tokens that must
@@ -302,7 +335,7 @@ class GrammarMasks:
         return live, follower
 
     def _note_seconds(self, request_id: int, seconds: float) -> None:
-        """What takes long may do so again: the figure rises at once and falls slowly."""
+        """What takes long may do so again: the figure rises at once and falls slowly. Masks behind drafts count."""
         known = self.seconds[request_id]
         self.seconds[request_id] = seconds if seconds > known else known + _FADING * (seconds - known)
 
@@ -327,10 +360,13 @@ class GrammarMasks:
                 words[row] = 0
         return [after - before for before, after in pairwise(times)]
 
-    def _hold_open(self, mask: NDArray[np.uint32], sequence: LiveSequence, eos: tuple[int, ...]) -> None:
-        """Takes back the ends where the request wants more (min_tokens, ignore_eos), unless nothing else is left."""
+    def _hold_open(
+        self, mask: NDArray[np.uint32], sequence: LiveSequence, eos: tuple[int, ...], drafts: int = 0
+    ) -> None:
+        """Takes back the ends where the request wants more (min_tokens, ignore_eos), unless nothing else is left.
+        ``drafts``: before this place."""
         params = sequence.request.params
-        if sequence.num_output_tokens < params.min_tokens:
+        if sequence.num_output_tokens + drafts < params.min_tokens:
             ends = tuple(sequence.stop_ids)
         elif params.ignore_eos:
             ends = eos
@@ -342,6 +378,10 @@ class GrammarMasks:
                 mask[token >> 5] &= ~np.uint32(1 << (token & 31))
         if not mask.any():
             mask[:] = before
+
+
+def _allows(mask: NDArray[np.uint32], token: int) -> bool:
+    return token < 32 * len(mask) and bool(mask[token >> 5] >> (token & 31) & 1)
 
 
 def _probe(bridge: _Bridge, matcher: LLMatcher) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -85,15 +85,20 @@ class KeyedHashExecutor:
             ticket.result = self._sample(plan, heads, {})
         return ticket
 
+    def drafts(self, ticket: Ticket) -> list[array[int]]:
+        assert isinstance(ticket, _HashTicket) and ticket.unsampled is not None
+        plan, heads = ticket.unsampled
+        rows = (self._rows[row].token_ids for row in plan.sample_rows)
+        return [ids[len(ids) + 1 - len(heads[work]) :] for work, ids in zip(plan.sample_work, rows, strict=True)]
+
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
         assert isinstance(ticket, _HashTicket)
         if ticket.unsampled is not None:
-            size = 4 * masks.words_each
-            rows = (masks.words[size * place : size * (place + 1)] for place in range(len(masks.samples)))
-            allowed = {
-                j: int.from_bytes(row, "little") & ((1 << self.info.vocab_size) - 1)
-                for j, row in zip(masks.samples, rows, strict=True)
-            }
+            size, allowed = 4 * masks.words_each, dict[int, list[int]]()
+            for place, j in enumerate(masks.samples):
+                row = masks.words[size * place : size * (place + 1)]
+                bits = int.from_bytes(row, "little") & ((1 << self.info.vocab_size) - 1)
+                allowed.setdefault(j, []).append(bits)
             ticket.result = self._sample(*ticket.unsampled, allowed)
         ticket.unsampled = None
 
@@ -132,7 +137,9 @@ class KeyedHashExecutor:
     def _draw(self, head: int, row: _HashRow, allowed: int | None = None) -> int:
         """Siblings differ, everything else depends on the context alone. ``allowed``: bits, at least one."""
         drawn, vocab = _mix(head ^ (row.new.seed if row.new.params.n > 1 else 0), 0x70C), self.info.vocab_size
-        return drawn % vocab if allowed is None else _set_bit(allowed, drawn % allowed.bit_count(), vocab)
+        if allowed is None or allowed >> drawn % vocab & 1:
+            return drawn % vocab
+        return _set_bit(allowed, drawn % allowed.bit_count(), vocab)
 
     def collect(self, ticket: Ticket) -> StepResult:
         assert isinstance(ticket, _HashTicket)
@@ -198,28 +205,33 @@ class KeyedHashExecutor:
                 blocks[table[position // size]][position % size] = head = _mix(head, ids[position])
         return head
 
-    def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, int]) -> StepResult:
+    def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, Sequence[int]]) -> StepResult:
+        """``allowed``: of samples that have masks, those at their first places; drafts beyond are refuted."""
         tokens: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         errors: dict[int, str] = {}
+        drafted: list[int] = []
         for j, (work, target) in enumerate(zip(plan.sample_work, plan.sample_rows, strict=True)):
             row = self._rows[target]
             position = plan.starts[work] + plan.counts[work] - len(heads[work]) + 1
-            if allowed.get(j) == 0:
+            masks = allowed.get(j) or (None,) * len(heads[work])
+            drafted.append(len(masks) - 1)
+            if masks[0] == 0:
                 tokens.append(())
                 errors[j] = "no token is allowed"
                 row.token_ids[position:] = array("i", (0,))  # the step behind, if it is there already, finds some token
                 continue
-            taken = accepted(row.token_ids[position:], [self._draw(head, row, allowed.get(j)) for head in heads[work]])
+            drawn = [self._draw(head, row, mask) for head, mask in zip(heads[work], masks, strict=False)]
+            taken = accepted(row.token_ids[position : position + len(drawn) - 1], drawn)
             row.token_ids[position:] = array("i", taken)
             tokens.append(tuple(taken))
             if row.new.params.logprobs is not None:
                 logprobs[j] = tuple(self._logprobs(token, row.new.params.logprobs) for token in taken)
         scored = {index: self._scores(plan, index) for index in plan.prompt_logprobs}
-        drafted = [plan.drafts[work] for work in plan.sample_work] if plan.drafts else ()
         return StepResult(
-            plan.step_id, tokens, logprobs, scored, errors, device_seconds=self._device_time, drafted=drafted
-        )
+            plan.step_id, tokens, logprobs, scored, errors, device_seconds=self._device_time,
+            drafted=drafted if plan.drafts else (),
+        )  # fmt: skip
 
     def _logprobs(self, token: int, k: int) -> TokenLogprobs:
         """Made-up but well-formed: the chosen token first and most probable."""

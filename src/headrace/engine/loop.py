@@ -313,6 +313,13 @@ class StampedExecutor:
         finally:
             self._pulse.enter("host", HOST_LIMIT)
 
+    def drafts(self, ticket: Ticket) -> Sequence[Sequence[int]]:
+        self._pulse.enter("device", self._limits.get(ticket.step_id, DEVICE_LIMIT))
+        try:
+            return self._inner.drafts(ticket)
+        finally:
+            self._pulse.enter("host", HOST_LIMIT)
+
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
         self._pulse.enter("device", self._limits.get(ticket.step_id, DEVICE_LIMIT))
         try:

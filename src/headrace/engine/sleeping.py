@@ -5,7 +5,7 @@ What lives here: that. What may not: torch, what level 1 moves (worker/asleep.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class SleepingExecutor:
     def _wake(self, inner: Executor) -> None:
         self._inner: Executor | None = inner
         self.submit: Callable[[StepPlan], Ticket] = inner.submit
+        self.drafts: Callable[[Ticket], Sequence[Sequence[int]]] = inner.drafts
         self.sample: Callable[[Ticket, TokenMasks], None] = inner.sample
         self.collect: Callable[[Ticket], StepResult] = inner.collect
         self.recover: Callable[[], None] = inner.recover
@@ -72,7 +73,7 @@ class SleepingExecutor:
     def close(self) -> None:
         inner, self._inner = self._inner, None
         if inner is not None:
-            del self.submit, self.sample, self.collect, self.recover
+            del self.submit, self.drafts, self.sample, self.collect, self.recover
             inner.close()
             del inner
             collect_frozen()

@@ -9,7 +9,7 @@ sent back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -96,6 +96,9 @@ class RankedExecutor:
     def submit(self, plan: StepPlan) -> Ticket:
         self._ranks.tell(self._plans.pack(plan))
         return self._inner.submit(plan)
+
+    def drafts(self, ticket: Ticket) -> Sequence[Sequence[int]]:
+        return self._inner.drafts(ticket)  # every rank proposes the same
 
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
         self._ranks.tell(pack(frames.Sample(ticket.step_id, masks.samples, masks.words_each, bytes(masks.words))))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,6 +156,9 @@ class ModelledExecutor:
             ((request_id * _SEQUENCE + positions * _POSITION) % self.info.vocab_size).astype(np.int32).tobytes()
         )
         return found
+
+    def drafts(self, ticket: Ticket) -> Sequence[Sequence[int]]:
+        return ()
 
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
         raise AssertionError("a simulated request follows no grammar")

@@ -5,8 +5,9 @@ What lives here: reading results into the roster. What may not: planning (step_p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.request import (
     REPETITION,
@@ -28,11 +29,13 @@ from headrace.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A planned step whose result is not collected yet, with the sequences behind its arrays."""
+    """A planned step whose result is not collected yet, with the sequences behind its arrays. ``settled``: samples
+    whose drafts are known to be left out."""
 
     plan: StepPlan
     work: list[Sequence]
     sampled: list[Sequence]
+    settled: set[int] = field(default_factory=set)
 
 
 def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) -> list[SequenceOutput]:
@@ -64,11 +67,19 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
 
 def _settle_drafts(roster: Roster, step: InFlight, result: StepResult) -> None:
     """Counts of those whose drafts were refuted are what they really are."""
-    plan, drafts = step.plan, step.plan.drafts
-    for sequence, work, tokens in zip(step.sampled, plan.sample_work, result.tokens, strict=True):
-        drafted = drafts[work]
-        if drafted and sequence.ignore_through < plan.step_id:
+    for j, (sequence, work, tokens) in enumerate(zip(step.sampled, step.plan.sample_work, result.tokens, strict=True)):
+        drafted = step.plan.drafts[work]
+        if drafted and j not in step.settled and sequence.ignore_through < step.plan.step_id:
             roster.settle_drafts(sequence, drafted, drafted + 1 - max(1, len(tokens)))
+
+
+def settle_forced(roster: Roster, step: InFlight, samples: Iterable[int]) -> None:
+    """These are bound to be one token each: their drafts are left out before there is a result."""
+    for j in samples if step.plan.drafts else ():
+        drafted = step.plan.drafts[step.plan.sample_work[j]]
+        if drafted:
+            roster.settle_drafts(step.sampled[j], drafted, drafted)
+            step.settled.add(j)
 
 
 def take_cohort_result(

@@ -38,6 +38,7 @@ from headrace.scheduler.policies.static import FirstComeFirstServed
 from headrace.scheduler.queue import longest_first
 from headrace.scheduler.results import (
     InFlight,
+    settle_forced,
     siblings_to_come,
     single_tokens,
     take_cohort_result,
@@ -351,6 +352,7 @@ class Scheduler:
         """What samples of the one step in flight are bound to be, each with the tokens that must follow: all of them
         are known now."""
         (step,) = self.in_flight
+        settle_forced(self.roster, step, runs)
         for j, run in runs.items():
             self.roster.foretell(step.sampled[j], run)
 

@@ -31,7 +31,8 @@ from headrace.worker.speculator import Proposal, Proposer
 
 MOST_DRAFTING = 64  # rows that graphs of its steps are captured for: of more, seldom anything is drafted
 _UNKNOWN = -1
-_DRAWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
+_UNEDITED = Trait.SCORED | Trait.MASKED  # what changes no logits here: a draft that its grammar forbids is cut later
+_DRAWN = _UNEDITED | Trait.RANDOM | Trait.FILTERED
 
 
 class Drawing(Proposer):
@@ -101,8 +102,7 @@ class DraftModel(Drawing):
         computed that, drafted."""
         for group, cache in zip(self._groups, self._kv_caches, strict=True):
             copy_blocks(plan, group, cache)
-        for new in plan.rows_added:
-            self._computed[new.row] = _UNKNOWN
+        self._computed[list(plan.rows_dropped)] = _UNKNOWN  # one that is built again without has its keys
         if not plan.rows:
             return
         rows, starts, counts = (np.asarray(column, dtype=np.int32) for column in (plan.rows, plan.starts, plan.counts))
@@ -169,7 +169,7 @@ class DraftModel(Drawing):
     def _draw_next(self, rows: Ints, lengths: Ints, depth: int) -> None:
         """The token behind the ``lengths`` that rows have, the last ``depth`` of them drafts, where keys of all but one
         are there."""
-        graphs, how = self._graphs, draw_of(self._rows.traits[rows] & ~Trait.SCORED)
+        graphs, how = self._graphs, draw_of(self._rows.traits[rows] & ~_UNEDITED)
         if graphs is None or how is None or not graphs.draws(len(rows)):
             return self._draw(self._hidden(rows, lengths - 1, np.ones_like(lengths)), rows, lengths, depth)
         bucket = graphs.write(rows, lengths, shared_tokens=0)

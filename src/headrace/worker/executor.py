@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -85,6 +85,17 @@ class DeviceExecutor:
         else:
             self._outcomes.append((plan, outcome))
         return Ticket(plan.step_id)
+
+    def drafts(self, ticket: Ticket) -> Sequence[Sequence[int]]:
+        assert self._begun is not None and self._runner is not None, f"step {ticket.step_id} waits for no masks"
+        step = self._begun[1]()
+        if isinstance(step, StepFailed):
+            return ()
+        try:
+            return self._runner.drafts(step)
+        except Exception as error:  # that the device reports here: the step has failed
+            self._fail(error, self._begun[0])
+            return ()
 
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
         assert self._begun is not None and self._begun[0].step_id == ticket.step_id, (

@@ -84,7 +84,8 @@ class Step:
     bucket: int = 0
     graph_tokens: int = 0  # see StepResult
     recorded_graph: bool = False
-    computed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its hidden states are there
+    proposed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its drafts are on the host,
+    computed: torch.cuda.Event | None = None  # and its hidden states are there
     pause: Events | None = None  # around the time that it waited
     samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples, in order
     # index into plan.rows, then ids, logprobs, ranks; in order of position
@@ -179,6 +180,12 @@ class ModelRunner:
             step = self._forward(plan)
             return step if plan.masked else self._sample(step, _NO_MASKS)
 
+    def drafts(self, step: Step) -> list[list[int]]:
+        """Of a step that waits for its masks: what is proposed behind each of its samples."""
+        if step.proposed is not None:
+            step.proposed.synchronize()
+        return step.drafts.lists() if step.drafts is not None else []
+
     def sample(self, step: Step, masks: TokenMasks = _NO_MASKS) -> Step:
         """The rest of a step that waited for its masks."""
         with torch.inference_mode():
@@ -218,6 +225,10 @@ class ModelRunner:
             if plan.drafts:
                 self._begin(step)  # drafting is part of it
             step.plan, step.drafts = self._speculator.begin(plan)
+        if plan.masked and step.drafts is not None:
+            if self._stream is None:
+                return step  # computed without the drafts that grammars refute; a queue goes on, its tokens cost less
+            step.proposed = _recorded()
         if drawn is not None and self.graphs is not None:
             context = np.asarray(plan.starts, dtype=np.int32) + 1
             step.bucket = self.graphs.write(
@@ -349,11 +360,12 @@ class ModelRunner:
         it."""
         if step.computed is not None:
             step.pause = step.computed, _recorded()
+        if step.plan.masked and step.drafts is not None:
+            masks = self._cut(step, masks)
         if step.drawn is not None and self.graphs is not None:
             tokens = self.graphs.draw(step.bucket, len(step.drawn.on_host), step.drawn.how)
             step.samples = (Samples(tokens),)
         elif step.packing is not None and step.hidden is not None:
-            masks = masks if step.drafts is None or not masks.samples else _behind_drafts(masks, step.drafts.counts)
             self._sample_eagerly(step, step.packing, step.hidden, masks)
             step.hidden = None  # whatever the next step allocates may lie there
         if step.events is None:
@@ -366,6 +378,15 @@ class ModelRunner:
         step.events[1].record(self._stream)
         step.recorded_graph = self.prompt_graphs is not None and self.prompt_graphs.record()
         return step
+
+    def _cut(self, step: Step, masks: TokenMasks) -> TokenMasks:
+        """Drafts that grammars refute are not verified; on a CPU they are not computed either."""
+        assert step.drafts is not None and self._speculator is not None
+        queued = self._stream is not None
+        step.plan, step.drafts, samples = self._speculator.cut(step.plan, step.drafts, masks.samples, computed=queued)
+        if not queued:
+            self._compute(step)
+        return replace(masks, samples=tuple(samples))
 
     def _sample_eagerly(self, step: Step, packing: Packing, hidden: Tensor, masks: TokenMasks) -> None:
         plan = step.plan
@@ -386,7 +407,8 @@ class ModelRunner:
         drafted: Sequence[int] = ()
         if step.drafts is not None and self._speculator is not None:
             drafted = step.drafts.counts
-            rows = [row for row, back in zip(step.plan.sample_rows, step.plan.sample_back, strict=True) if not back]
+            firsts = accumulate((1 + each for each in drafted[:-1]), initial=0) if drafted else ()
+            rows = [step.plan.sample_rows[first] for first in firsts]
             tokens, scores, wrong = self._speculator.end(step.plan, step.drafts, tokens, logprobs, errors)
             self._sampler.count(rows, tokens)
         found = step.plan.step_id, tokens, scores, _read_prompt(step) if step.plan.prompt_logprobs else {}, wrong
@@ -501,12 +523,6 @@ def _drafts_before(plan: StepPlan, piece: slice) -> Ints:
     work = np.asarray(plan.sample_work, dtype=np.int32)[piece]
     back = np.asarray(plan.sample_back, dtype=np.int32)[piece]
     return np.asarray(plan.drafts, dtype=np.int32)[work] - back
-
-
-def _behind_drafts(masks: TokenMasks, drafted: Sequence[int]) -> TokenMasks:
-    """Masks of a plan's samples, each as the one that it becomes where others have drafts before them."""
-    firsts = list(accumulate((1 + each for each in drafted), initial=0))
-    return replace(masks, samples=tuple(firsts[sample] for sample in masks.samples))
 
 
 def _masks_of(masks: TokenMasks, piece: slice) -> RowMasks | None:

@@ -101,10 +101,11 @@ class Trait(IntFlag):
 
     RANDOM = 1  # temperature above 0
     FILTERED = 2  # top-k, top-p or min-p
-    EDITED = 4  # a mask, bias, allowed ids, bad words, min_tokens
+    EDITED = 4  # bias, allowed ids, bad words, min_tokens
     PENALISED = 8
     COUNTED = 16  # a presence or frequency penalty: occurrences in the output are counted
     SCORED = 32  # logprobs
+    MASKED = 64  # a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +163,13 @@ def _traits(p: SamplingParams, *, bad_words: bool, open_end: bool) -> Trait:
     held = (  # in Trait's order
         not p.greedy,
         p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0,
-        bad_words or open_end or bool(p.logit_bias) or _limits_tokens(p),
+        bad_words or open_end or bool(p.logit_bias) or p.allowed_token_ids is not None,
         counted or p.repetition_penalty != 1.0,
         counted,
         p.logprobs is not None,
+        p.structured_outputs is not None,
     )
     return Trait(sum(compress(_TRAITS, held)))
-
-
-def _limits_tokens(p: SamplingParams) -> bool:
-    return p.allowed_token_ids is not None or p.structured_outputs is not None
 
 
 def _bad_words(words: tuple[tuple[int, ...], ...]) -> BadWords | None:

@@ -137,7 +137,7 @@ class Sampler:
     def propose(self, logits: Tensor, batch: SampleBatch) -> Tensor:  # [n], int64
         """What would be sampled from ``logits`` [n, vocab], float32, which are used up: one row for each sample.
         Nothing is stored."""
-        traits = self._rows.traits[batch.rows] & ~Trait.SCORED
+        traits = self._rows.traits[batch.rows] & ~(Trait.SCORED | Trait.MASKED)
         if not traits.any():
             tokens: Tensor = self._greedy(logits)[1]
             return tokens
@@ -211,11 +211,11 @@ class Sampler:
     # --- what changes logits
 
     def _process(self, logits: Tensor, batch: SampleBatch, traits: Ints) -> None:
+        if batch.masks is not None:
+            self._mask(logits, batch.masks)
         edited = np.flatnonzero(traits & Trait.EDITED)
         if len(edited):
             hosts = [(int(j), self._rows.host[int(batch.rows[j])]) for j in edited]
-            if batch.masks is not None:
-                self._mask(logits, batch.masks)
             self._allow(logits, hosts)
             self._add(logits, hosts, batch)
             self._ban_words(logits, hosts, batch)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -184,6 +185,36 @@ class Speculator:
         )
         row, position, ids = ship_all(self._rows.device, np.repeat(rows, proposal.counts), at, tokens)
         self._rows.token_ids[row.long(), position.long()] = ids
+
+    def cut(
+        self, plan: StepPlan, drafts: Drafts, samples: Sequence[int], *, computed: bool
+    ) -> tuple[StepPlan, Drafts, list[int]]:
+        """Without the drafts that grammars refute. ``samples``: as TokenMasks names them; also returned as samples of the
+        plan that comes of it. ``computed``: the plan's tokens have been, so that only samples are left out."""
+        planned = np.array(drafts.counts, dtype=np.int32)
+        named, firsts, masks = np.unique(np.array(samples, dtype=np.int32), return_index=True, return_counts=True)
+        kept = planned.copy()
+        kept[named] = masks - 1
+        begins = np.cumsum(kept + 1) - (kept + 1)
+        at = np.repeat(begins[named] - firsts, masks) + np.arange(len(samples))
+        chosen = np.concatenate([np.arange(count + 1) for count in planned]) <= np.repeat(kept, planned + 1)
+        work, rows, back = (
+            np.asarray(column, dtype=np.int32)[chosen]
+            for column in (plan.sample_work, plan.sample_rows, plan.sample_back)
+        )
+        changes: dict[str, Any] = {"sample_work": _array(work), "sample_rows": _array(rows)}
+        if not computed:
+            refuted = np.zeros(len(plan.rows), dtype=np.int32)
+            np.maximum.at(refuted, work, np.repeat(planned - kept, kept + 1))  # a chunk with drafts has one sampler
+            changes |= {
+                name: _array(np.asarray(getattr(plan, name), dtype=np.int32) - refuted) for name in ("counts", "drafts")
+            }
+            back -= refuted[work]
+        counts, which = drafts.proposal.counts.copy(), np.array(drafts.which, dtype=np.int32)
+        counts[which[which >= 0]] = kept[which >= 0]
+        left = Drafts(replace(drafts.proposal, counts=counts), drafts.which)
+        self._last = replace(plan, sample_back=_array(back), **changes)
+        return self._last, left, at.tolist()
 
     def end(
         self, plan: StepPlan, drafts: Drafts, tokens: Tokens, logprobs: Logprobs, errors: Mapping[int, str]

@@ -216,9 +216,10 @@ class Books:
         for step in self._scheduler.in_flight:
             step_id = step.plan.step_id
             drafts = step.plan.drafts
-            for work, sequence in zip(step.plan.sample_work, step.sampled, strict=True):
+            for j, (work, sequence) in enumerate(zip(step.plan.sample_work, step.sampled, strict=True)):
                 if sequence.ignore_through < step_id:
-                    samples[sequence] = samples.get(sequence, 0) + 1 + (drafts[work] if drafts else 0)
+                    drafted = drafts[work] if drafts and j not in step.settled else 0
+                    samples[sequence] = samples.get(sequence, 0) + 1 + drafted
         for sequence in samples:
             samples[sequence] += max(0, len(sequence.certain) - 1)  # these are on their way with a sample
         return samples

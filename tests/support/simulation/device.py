@@ -239,10 +239,10 @@ class Device(CheckedExecutor):
             self._accounts[taker].computed = end
 
     def _settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Drafts that were right are computed, others are not."""
-        for work, drafts, tokens in zip(plan.sample_work, result.drafted, result.tokens, strict=True):
+        """Drafts that were right are computed, others are not; nor are those that a grammar refuted."""
+        for work, tokens in zip(plan.sample_work, result.tokens, strict=True):
             account = self._accounts[plan.rows[work]]
-            if drafts and account.computed is not None:
+            if plan.drafts[work] and account.computed is not None:
                 account.computed += max(0, len(tokens) - 1)
                 account.forget(account.computed, self._sizes)
 
@@ -266,10 +266,14 @@ class Device(CheckedExecutor):
             seen.append((first, blocks))
         return seen
 
-    def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, int]) -> StepResult:
+    def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, Sequence[int]]) -> StepResult:
         """Beside grammars, a request may have said what its tokens may be."""
-        if self._only:
-            allowed = {**allowed, **{j: self._only[row] for j, row in enumerate(plan.sample_rows) if row in self._only}}
+        if self._only and heads:
+            takers = zip(plan.sample_work, plan.sample_rows, strict=True)
+            only = {
+                j: [self._only[row]] * len(heads[work]) for j, (work, row) in enumerate(takers) if row in self._only
+            }
+            allowed = {**allowed, **only}
         result = super()._sample(plan, heads, allowed)
         if result.drafted:
             self._settle(plan, result)

@@ -6,15 +6,16 @@ What lives here: the double of engine/grammar_masks.py. What may not: llguidance
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
-from headrace.engine.grammar_masks import GrammarStats
+from headrace.engine.grammar_masks import NO_DRAFTS, GrammarStats
+from headrace.engine.keyed_hash import _mix
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.step_planner import MASK_SECONDS
 from headrace.sequence import Sequence as LiveSequence
 from tests.support.simulation.broken import hold
-from tests.support.simulation.oracle import WORDS, chain, forced, mask_words
+from tests.support.simulation.oracle import WORDS, allowed, chain, forced, mask_words
 
 REFUSAL = "the grammar cannot be followed"
 
@@ -73,16 +74,29 @@ class HashMasks:
         """From nothing to more than a step has time for."""
         return {each: (each % 4) * 0.6 * MASK_SECONDS for each in self._followed}
 
-    def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
+    def masks(
+        self, wanted: Sequence[tuple[int, LiveSequence]], drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
+    ) -> TokenMasks:
         for _, sequence in wanted:
             hold(
                 sequence.request_id in self._followed,
                 "masks",
                 f"request {sequence.request_id} has been forgotten and asks for a mask",
             )
-        words = b"".join(mask_words(chain(sequence.token_ids)[-1]) for _, sequence in wanted)
-        return TokenMasks(tuple(j for j, _ in wanted), WORDS, words)
+        paths = [(j, head) for j, sequence in wanted for head in _heads(sequence, drafts.get(j, ()))]
+        return TokenMasks(tuple(j for j, _ in paths), WORDS, b"".join(mask_words(head) for _, head in paths))
 
     def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
         runs = {j: forced(chain(s.token_ids)[-1]) for j, s in wanted if s.request.params.logprobs is None}
         return {j: run for j, run in runs.items() if len(run) > 1}
+
+
+def _heads(sequence: LiveSequence, drafts: Sequence[int]) -> Iterator[int]:
+    """What is known as a hash, and behind each draft that may stand there, as long as something may follow."""
+    head = chain(sequence.token_ids)[-1]
+    yield head
+    for token in drafts:
+        fine, head = token in allowed(head) and token not in sequence.stop_ids, _mix(head, token)
+        if not fine or not allowed(head):
+            return
+        yield head

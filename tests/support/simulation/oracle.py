@@ -80,7 +80,7 @@ class Line:
             choices = allowed(self.head)
             if not choices:
                 return -1, (FinishReason.ERROR, NOTHING_ALLOWED)
-            token = choices[drawn % len(choices)]
+            token = drawn % VOCAB if drawn % VOCAB in choices else choices[drawn % len(choices)]
         return token, self._end_at(token)
 
     def _end_at(self, token: int) -> End | None:
