@@ -93,7 +93,8 @@ class DecoderSpec:
     act(gate) · up instead of act(up). ``output_bias``: of the projection after attention. ``mlp_bias``: of both
     feed-forward projections. ``embedding_scale`` multiplies the token embedding. ``checkpoint_dtype`` is the config's
     word for its weights. ``formats``: of the matrices outside the layers. ``ranks`` share it: heads and inner widths
-    are one rank's then (parallel/shares.py), and so are ``vocab_rows``.
+    are one rank's then (parallel/shares.py), and so are ``vocab_rows``. ``foretelling``: layers for multi-token
+    prediction that its checkpoint numbers behind its own.
     """
 
     family: str
@@ -125,6 +126,7 @@ class DecoderSpec:
     checkpoint_dtype: str = "float32"
     formats: Formats = ()
     ranks: int = 1
+    foretelling: int = 0
 
     @property
     def vocab_rows(self) -> int:

@@ -26,6 +26,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save("llama", tmp_path_factory.mktemp("target"), tokenizer=False, num_hidden_layers=LAYERS)
 
 
+def _tensors(method: str) -> dict[str, torch.Tensor]:
+    return tiny_heads.tensors(method, 64, 320)
+
+
 @pytest.fixture(scope="module")
 def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = json.loads((target / "config.json").read_text())
@@ -38,7 +42,7 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         name: tiny_heads.save(
             tmp_path_factory.mktemp(name),
             tiny_heads.config(base, **fields),
-            {"embed_tokens.weight": embedding, **tiny_heads.tensors(name, base["hidden_size"], base["vocab_size"])},
+            tiny_heads.published(name, {"embed_tokens.weight": embedding, **_tensors(name)}),
         )
         for name, fields in more.items()
     }
@@ -103,9 +107,12 @@ def test_drafts_are_what_the_head_says(
     for _ in range(2):
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     assert _scheduler(llm).counters.prefix_hits > 0
-    oracle = tiny_heads.Oracle(
-        tiny.create("llama", num_hidden_layers=LAYERS), method, load_file(heads[method] / "model.safetensors"), TAPS
+    _compare(
+        proposed, tiny_heads.Oracle(tiny.create("llama", num_hidden_layers=LAYERS), method, _tensors(method), TAPS)
     )
+
+
+def _compare(proposed: list[Any], oracle: tiny_heads.Oracle) -> None:
     assert len(proposed) > 100
     for ids, drafted in proposed[::3]:
         assert drafted == oracle.propose(ids, len(drafted)), (len(ids), drafted)
@@ -154,7 +161,7 @@ def _foreseeing(folder: Path, method: str) -> tuple[Path, Path]:
         head |= {"d2t": drawn - torch.arange(size), "t2d": torch.ones(size, dtype=torch.bool)}
         head["lm_head.weight"] = one[after].T.flip(0)
         more = {"draft_vocab_size": size, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-    return target, tiny_heads.save(folder / "head", tiny_heads.config(base, **more), head)
+    return target, tiny_heads.save(folder / "head", tiny_heads.config(base, **more), tiny_heads.published(method, head))
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -168,6 +175,48 @@ def test_a_head_that_foresees_is_always_right(method: str, tmp_path: Path) -> No
     llm.generate([{"prompt_token_ids": [3, 9, 27, each]} for each in (4, 5, 6)], params)
     counts = _scheduler(llm).speculation.counts  # type: ignore[union-attr]
     assert sum(counts.accepted) >= 0.9 * sum(counts.drafted) > 30
+
+
+def _predicting(layout: str, folder: Path) -> tuple[Path, Any]:
+    """A checkpoint with a layer for multi-token prediction, and its model alone, as transformers has it."""
+    name = "qwen2" if layout == "mimo" else "llama"
+    fields = {"intermediate_size": 80, "num_hidden_layers": LAYERS, "rms_norm_eps": tiny_heads.EPS}
+    target = tiny.save(name, folder, tokenizer=False, **fields)
+    base = json.loads((target / "config.json").read_text())
+    base |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]} if layout == "mimo" else {}
+    base |= {} if layout == "qwen" else {"num_nextn_predict_layers": 1}
+    stored = load_file(target / "model.safetensors") | tiny_heads.published(layout, _tensors(layout))
+    if layout == "deepseek":
+        stored |= {
+            f"model.layers.4.{each}.weight": stored["lm_head.weight"] for each in ("embed_tokens", "shared_head.head")
+        }
+    return tiny_heads.save(target, base, stored), tiny.create(name, **fields)
+
+
+@pytest.mark.parametrize("layout", ["mimo", "qwen", "deepseek"])
+def test_layers_of_the_target_predict_several_tokens(layout: str, tmp_path: Path, proposed: list[Any]) -> None:
+    target, model = _predicting(layout, tmp_path)
+    asked = [{"prompt_token_ids": ids} for ids in ([5, 6, 7] * 4, list(range(30, 57)), [9, 8])] * 2
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    answers = []
+    for drafts in (None, {"method": "mtp", "num_speculative_tokens": 2}):
+        llm = _engine(target, drafts, 1, max_num_batched_tokens=16)
+        answers.append([list(each.outputs[0].token_ids) for each in llm.generate(asked, params)])
+    assert answers[0] == answers[1]
+    _compare(proposed, tiny_heads.Oracle(model, layout, _tensors(layout)))
+
+
+def test_a_target_without_such_layers_says_so(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"method mtp: this checkpoint has no multi-token prediction layer \(model.mtp_"
+    ):
+        _engine(target, {"method": "mimo_mtp"})
+    broken, _ = _predicting("mimo", tmp_path)
+    stored = load_file(broken / "model.safetensors")
+    del stored["model.mtp_layers.0.input_proj.weight"]
+    tiny_heads.save(broken, json.loads((broken / "config.json").read_text()), stored)
+    with pytest.raises(ModelError, match=r"method mtp: the checkpoint lacks 1 of the tensors"):
+        _engine(broken, {"method": "mtp"})
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,39 @@ def config(target: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# What the weights below are called where they are published; + stands for the layer.
+PUBLISHED: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "eagle": ("layers.0.", {}),
+    "eagle3": ("midlayer.", {"hidden_norm": "+hidden_norm"}),
+    "mimo": (
+        "model.mtp_layers.0.",
+        {"fc": "+input_proj", "embedding_norm": "+token_layernorm", "hidden_norm": "+hidden_layernorm", "norm": "+final_layernorm"},
+    ),
+    "qwen": (
+        "mtp.layers.0.",
+        {"fc": "mtp.fc", "embedding_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden", "norm": "mtp.norm"},
+    ),
+    "deepseek": (
+        "model.layers.4.",
+        {"fc": "+eh_proj", "embedding_norm": "+enorm", "hidden_norm": "+hnorm", "norm": "+shared_head.norm"},
+    ),
+}  # fmt: skip
+
+
+def published(method: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    at, words = PUBLISHED[method]
+
+    def name(own: str) -> str:
+        module, _, kind = own.rpartition(".")
+        word = words.get(module, module.replace("layer.", "+"))
+        return f"{word}.{kind}".replace("+", at) if module else own
+
+    return {name(own): each for own, each in tensors.items()}
+
+
 def tensors(method: str, hidden: int, vocab: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random ones, by the names that are published."""
-    make, beside = torch.Generator().manual_seed(seed), method == "eagle3"
-    at, inner, head = "midlayer." if beside else "layers.0.", 80, hidden // HEADS
+    """Random ones."""
+    make, inner, head = torch.Generator().manual_seed(seed), 80, hidden // HEADS
 
     def matrix(outs: int, ins: int) -> Tensor:
         return torch.randn(outs, ins, generator=make) * 1.5 / ins**0.5
@@ -42,34 +71,40 @@ def tensors(method: str, hidden: int, vocab: int, seed: int = 0) -> dict[str, Te
     def norm() -> Tensor:
         return 1.0 + 0.2 * torch.randn(hidden, generator=make)
 
-    wide = 2 * hidden if beside else hidden
+    wide = 2 * hidden if method == "eagle3" else hidden
     found = {
-        "fc.weight": matrix(hidden, (3 if beside else 2) * hidden),
-        at + "self_attn.q_proj.weight": matrix(HEADS * head, wide),
-        at + "self_attn.k_proj.weight": matrix(KV_HEADS * head, wide),
-        at + "self_attn.v_proj.weight": matrix(KV_HEADS * head, wide),
-        at + "self_attn.o_proj.weight": matrix(hidden, HEADS * head),
-        at + "mlp.gate_proj.weight": matrix(inner, hidden),
-        at + "mlp.up_proj.weight": matrix(inner, hidden),
-        at + "mlp.down_proj.weight": matrix(hidden, inner),
-        at + "post_attention_layernorm.weight": norm(),
+        "fc.weight": matrix(hidden, (3 if method == "eagle3" else 2) * hidden),
+        "layer.self_attn.q_proj.weight": matrix(HEADS * head, wide),
+        "layer.self_attn.k_proj.weight": matrix(KV_HEADS * head, wide),
+        "layer.self_attn.v_proj.weight": matrix(KV_HEADS * head, wide),
+        "layer.self_attn.o_proj.weight": matrix(hidden, HEADS * head),
+        "layer.mlp.gate_proj.weight": matrix(inner, hidden),
+        "layer.mlp.up_proj.weight": matrix(inner, hidden),
+        "layer.mlp.down_proj.weight": matrix(hidden, inner),
+        "layer.post_attention_layernorm.weight": norm(),
     }
-    if not beside:
+    if method == "eagle":
         return {**found, "fc.bias": 0.1 * norm()}
+    found |= {"layer.input_layernorm.weight": norm(), "hidden_norm.weight": norm(), "norm.weight": norm()}
+    if method == "mimo":
+        found |= {f"layer.self_attn.{part}_proj.bias": 0.3 * torch.randn(HEADS * head if part == "q" else KV_HEADS * head,
+                                                                         generator=make) for part in "qkv"}  # fmt: skip
+    if method != "eagle3":
+        return {**found, "embedding_norm.weight": norm()}
     drawn = torch.randperm(vocab, generator=make)[:DRAWN].sort().values
-    count = len(drawn)
     return {
-        **found, "embed_tokens.weight": matrix(vocab, hidden),
-        "midlayer.hidden_norm.weight": norm(), "midlayer.input_layernorm.weight": norm(), "norm.weight": norm(),
-        "lm_head.weight": matrix(count, hidden), "d2t": drawn - torch.arange(count),
-        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, drawn, value=True),
+        **found, "embed_tokens.weight": matrix(vocab, hidden), "lm_head.weight": matrix(len(drawn), hidden),
+        "d2t": drawn - torch.arange(len(drawn)), "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, drawn, value=True),
     }  # fmt: skip
 
 
 def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: each.clone(memory_format=torch.contiguous_format) for name, each in tensors.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -87,12 +122,12 @@ class Oracle:
         states = self._target.model(torch.tensor([ids[:-1]]), output_hidden_states=True)
         carried = states.last_hidden_state[0]
         if self._method == "eagle3":
-            carried = torch.cat([states.hidden_states[each][0] for each in self._taps], dim=-1) @ self._t["fc.weight"].T
+            carried = self._fc(torch.cat([states.hidden_states[each][0] for each in self._taps], dim=-1))
         drafted: list[int] = []
         for _ in range(count):
-            shown, normed = self._entries([*ids[1:], *drafted], carried)
-            drafted.append(self._token(shown[-1] if self._method != "eagle3" else normed[-1]))
-            carried = torch.cat([carried, shown[-1:]])
+            out, normed = self._entries([*ids[1:], *drafted], carried)
+            drafted.append(self._token(normed[-1]))
+            carried = torch.cat([carried, (normed if self._method in ("mimo", "qwen") else out)[-1:]])
         return drafted
 
     def _token(self, hidden: Tensor) -> int:
@@ -101,34 +136,38 @@ class Oracle:
         drawn = int((self._t["lm_head.weight"] @ hidden).argmax())
         return drawn + int(self._t["d2t"][drawn])
 
+    def _fc(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._t["fc.weight"], self._t.get("fc.bias"))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self._t[f"{name}.weight"], EPS) if f"{name}.weight" in self._t else x
+
     def _entries(self, ids: list[int], carried: Tensor) -> tuple[Tensor, Tensor]:
         t = self._t
         embedded = t.get("embed_tokens.weight", self._target.model.embed_tokens.weight)[torch.tensor(ids)]
-        at = "midlayer." if self._method == "eagle3" else "layers.0."
+        hidden = self._norm(carried, "hidden_norm")
         if self._method == "eagle3":
-            stream = carried
-            x = torch.cat(
-                [_rms(embedded, t[at + "input_layernorm.weight"]), _rms(stream, t[at + "hidden_norm.weight"])], -1
-            )
+            stream, x = carried, torch.cat([self._norm(embedded, "layer.input_layernorm"), hidden], -1)
         else:
-            stream = x = torch.cat([embedded, carried], -1) @ t["fc.weight"].T + t["fc.bias"]
-        stream = stream + self._attention(x, at)
-        x = _rms(stream, t[at + "post_attention_layernorm.weight"])
-        x = F.silu(x @ t[at + "mlp.gate_proj.weight"].T) * (x @ t[at + "mlp.up_proj.weight"].T)
-        stream = stream + x @ t[at + "mlp.down_proj.weight"].T
-        return stream, _rms(stream, t["norm.weight"]) if self._method == "eagle3" else stream
+            pair = [self._norm(embedded, "embedding_norm"), hidden]
+            stream = self._fc(torch.cat(pair[::-1] if self._method == "mimo" else pair, -1))
+            x = self._norm(stream, "layer.input_layernorm")
+        stream = stream + self._attention(x)
+        x = self._norm(stream, "layer.post_attention_layernorm")
+        x = F.silu(x @ t["layer.mlp.gate_proj.weight"].T) * (x @ t["layer.mlp.up_proj.weight"].T)
+        stream = stream + x @ t["layer.mlp.down_proj.weight"].T
+        return stream, self._norm(stream, "norm")
 
-    def _attention(self, x: Tensor, at: str) -> Tensor:
+    def _attention(self, x: Tensor) -> Tensor:
+        at = "layer.self_attn."
         q, k, v = (
-            (x @ self._t[f"{at}self_attn.{name}_proj.weight"].T).view(len(x), heads, -1).transpose(0, 1)
+            F.linear(x, self._t[f"{at}{name}_proj.weight"], self._t.get(f"{at}{name}_proj.bias"))
+            .view(len(x), heads, -1)
+            .transpose(0, 1)
             for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
         )
         out = F.scaled_dot_product_attention(_turned(q), _turned(k), v, is_causal=True, enable_gqa=True)
-        return out.transpose(0, 1).reshape(len(x), -1) @ self._t[at + "self_attn.o_proj.weight"].T
-
-
-def _rms(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+        return out.transpose(0, 1).reshape(len(x), -1) @ self._t[at + "o_proj.weight"].T
 
 
 def _turned(x: Tensor) -> Tensor:

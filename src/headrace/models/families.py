@@ -216,6 +216,7 @@ def _common(fields: Fields, tied: bool) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "tied_head": fields.boolean("tie_word_embeddings", tied),
         "eos_token_ids": fields.integers("eos_token_id"),
+        "foretelling": fields.optional_integer("num_nextn_predict_layers", 0, low=0, high=64) or 0,
         "checkpoint_dtype": dtype.removeprefix("torch."),
     }
 
@@ -259,6 +260,7 @@ FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "llama": _rotary_decoder,
     "mistral": partial(_rotary_decoder, windows=_same_window),
     "qwen2": partial(_rotary_decoder, windows=_upper_windows, always_qkv_bias=True),
+    "mimo": partial(_rotary_decoder, windows=_upper_windows, always_qkv_bias=True),
     "qwen3": partial(_rotary_decoder, windows=_upper_windows, head_dim=128, qk_norm=True),
     "qwen3_moe": partial(_rotary_decoder, windows=_switched_window, feed_forwards=_qwen_experts, qk_norm=True),
     "mixtral": partial(_rotary_decoder, windows=_same_window, feed_forwards=_mixtral_experts, theta=1e6),

@@ -13,6 +13,7 @@ head to a target (worker/draft_setup.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,7 +45,24 @@ LAYOUTS: Mapping[str, Layout] = {
     "eagle3": Layout(
         ("midlayer.", "layers.0."), {"fc": "fc", "hidden_norm": "+hidden_norm", "norm": "norm"}, beside=True
     ),
-}
+    # Multi-token prediction, in the target's own checkpoint.
+    "mimo": Layout(
+        ("model.mtp_layers.0.",),
+        {"fc": "+input_proj", "embedding_norm": "+token_layernorm", "hidden_norm": "+hidden_layernorm", "norm": "+final_layernorm"},
+        hidden_first=True,
+        goes_on_normed=True,
+    ),
+    "qwen": Layout(
+        ("mtp.layers.0.",),
+        {"fc": "mtp.fc", "embedding_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden", "norm": "mtp.norm"},
+        goes_on_normed=True,
+    ),
+    "deepseek": Layout(
+        ("model.layers.{}.",),
+        {"fc": "+eh_proj", "embedding_norm": "+enorm", "hidden_norm": "+hnorm", "norm": "+shared_head.norm"},
+    ),
+}  # fmt: skip
+_PREDICTORS = ("mimo", "qwen", "deepseek")
 _EMBEDDING, _HEAD, _MAP = "embed_tokens", "lm_head", "d2t"
 _NESTED = ("model", "transformer_layer_config")  # in which some tools write the layer's own config
 _OF_HEADS = (  # fields of a head's config that are no decoder's
@@ -130,6 +148,8 @@ def head_rules(spec: HeadSpec) -> Iterator[WeightRule]:
 
 def ignored_by(spec: HeadSpec) -> tuple[str, ...]:
     """Copies of what is the target's, and maps that are read apart or say nothing more."""
+    if spec.layout in _PREDICTORS:  # all that is the target's lies beside it
+        return (rf"(?!mtp\.|{re.escape(spec.layer_prefix)}).*", r".*\.(embed_tokens|shared_head\.head)\.weight")
     own = {"embed_tokens": spec.own_embedding, "lm_head": spec.own_head}
     copies = tuple(rf"{name}\.weight" for name, held in own.items() if not held)
     return (*copies, r"(d2t|t2d)", r".*rotary_emb\.inv_freq")
@@ -170,6 +190,25 @@ def read_head(config: Mapping[str, Any], keys: Collection[str], method: str, tar
         own_embedding=block.hidden_size != target.hidden_size,
         normed_residual=flat.get("norm_before_residual") is True,
     )
+
+
+def read_predictor(keys: Collection[str], target: DecoderSpec) -> HeadSpec:
+    """The first multi-token prediction layer of the target's own checkpoint. ``keys``: of its tensors; none: made-up
+    weights. Raises ModelError where it has none that is known."""
+    prefixes = {name: LAYOUTS[name].layer[0].format(target.num_layers) for name in _PREDICTORS}
+    usual = "mimo" if target.family == "mimo" else "qwen"
+    found = (name for name, each in prefixes.items() if any(key.startswith(each) for key in keys))
+    layout = next(found, None) if keys else usual
+    if layout is None:
+        names = ", ".join(f"{each}*" for each in prefixes.values())
+        raise ModelError(
+            f"this checkpoint has no multi-token prediction layer ({names}); use another method, or one that has."
+        )
+    if target.norm is not NormKind.RMS or target.sandwich_norm or target.rope is None:
+        raise ModelError(f"multi-token prediction is not supported for family {target.family}; use another method.")
+    layer = replace(target.layers[-1], window=None, formats=())
+    block = replace(target, layers=(layer,), formats=(), tied_head=False)
+    return HeadSpec(layout, block, target.hidden_size, prefixes[layout], target.vocab_size)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,9 @@ def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
         rf"{prefix}h\.\d+\.attn\.(bias|masked_bias)",
     ]
     found += [r"lm_head\.weight"] if spec.tied_head else []
+    # Layers for multi-token prediction (heads.py) are no part of the model's own answers.
+    found += [r"model\.mtp_layers\..*", r"mtp\..*"]
+    found += [rf"model\.layers\.{spec.num_layers + index}\..*" for index in range(spec.foretelling)]
     found += [_OF_WHOLE] if spec.ranks > 1 else []
     return (*found, _KV_SCALES) if is_plain(spec) else (*found, _KV_SCALES, _UNUSED_SCALES)
 

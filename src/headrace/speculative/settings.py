@@ -12,11 +12,12 @@ from typing import Any
 
 from headrace.errors import ConfigError
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3")
-HEADS = ("eagle", "eagle3")  # that go on from the target's hidden states
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+HEADS = ("eagle", "eagle3", "mtp")  # that go on from the target's hidden states
 MOST_DRAFTS = 16  # a row and step: what verification was tested with
-_ELSEWHERE = ("medusa", "mlp_speculator", "mtp", "deepseek_mtp")
-_WITH_MODEL = ("draft_model", *HEADS)
+_ELSEWHERE = ("medusa", "mlp_speculator")
+_WITH_MODEL = ("draft_model", "eagle", "eagle3")
+_ALSO_MTP = "_mtp"  # deepseek_mtp, mimo_mtp, qwen3_next_mtp …: the target says which it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,8 @@ class SpeculativeSettings:
     @property
     def most(self) -> int:
         """Drafts of one row in one step."""
-        return self.num_speculative_tokens or (MOST_DRAFTS // 2 if self.model is not None else MOST_DRAFTS)
+        computes = self.model is not None or self.method in HEADS
+        return self.num_speculative_tokens or (MOST_DRAFTS // 2 if computes else MOST_DRAFTS)
 
 
 _INTEGERS: Mapping[str, tuple[int, int]] = {
@@ -104,6 +106,8 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
 def _method(method: Any, model: str | None) -> str:
     if method is None and model is not None:
         return "draft_model"
+    if isinstance(method, str) and method.endswith(_ALSO_MTP):
+        method = "mtp"
     if method in _ELSEWHERE:
         raise ConfigError(
             f"speculative_config.method is {method!r}, whose heads are not supported; give one of {', '.join(METHODS)}."

@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from headrace.models.draft_head import DraftHead
-from headrace.models.heads import HeadSpec, head_bytes, read_head
+from headrace.models.heads import HeadSpec, head_bytes, read_head, read_predictor
 from headrace.models.loader import KeyNames
 from headrace.models.safetensors_file import read_sharded
 from headrace.models.source import ModelSource, WeightFormat, find_model
@@ -27,7 +27,7 @@ from headrace.sites import count_bytes
 from headrace.spec import DecoderSpec, KVGroup, KVSpec, attention_groups, kv_groups
 from headrace.speculative.settings import HEADS, read_settings
 
-_FIELD = "speculative_config.model"
+_FIELD, _METHOD = "speculative_config.model", "speculative_config.method"
 _MIB = 2**20
 _ROWS = 4096  # of embeddings that are compared together
 
@@ -73,6 +73,8 @@ class DraftSetup:
 def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) -> DraftSetup | None:
     """The draft model or head that is asked for. Raises ConfigError or ModelError where it does not fit the target."""
     settings = read_settings(config.scheduler.speculative_config)
+    if settings is not None and settings.method == "mtp":
+        return _predictor_setup(target, spec)
     if settings is None or settings.model is None:
         return None
     load_format = "dummy" if config.model.load_format == "dummy" else "auto"
@@ -92,8 +94,8 @@ def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) 
     return DraftSetup(source, draft, _groups(draft, spec, source.name))
 
 
-def _named(error: ModelError) -> ModelError:
-    return ModelError(f"{_FIELD}: {error.message}", param=error.param)
+def _named(error: ModelError, field: str = _FIELD) -> ModelError:
+    return ModelError(f"{field}: {error.message}", param=error.param)
 
 
 def _head_setup(source: ModelSource, method: str, target: ModelSource, spec: DecoderSpec) -> DraftSetup:
@@ -104,6 +106,19 @@ def _head_setup(source: ModelSource, method: str, target: ModelSource, spec: Dec
             head, own_embedding=_embeds_otherwise(source, target, names_of(spec.family).words["embedding"][0])
         )
     return DraftSetup(source, head.block, _groups(head.block, spec, source.name), head)
+
+
+def _predictor_setup(target: ModelSource, spec: DecoderSpec) -> DraftSetup:
+    if target.weights is WeightFormat.GGUF:
+        raise ConfigError(
+            f"{_METHOD} is 'mtp', but {target.name} is a .gguf file; give safetensors, or another method."
+        )
+    stored = target.weights is WeightFormat.SAFETENSORS
+    try:
+        head = read_predictor(read_sharded(target.path) if stored else (), spec)
+    except ModelError as error:
+        raise _named(error, f"{_METHOD} mtp") from error
+    return DraftSetup(target, head.block, _groups(head.block, spec, target.name), head)
 
 
 def _embeds_otherwise(head: ModelSource, target: ModelSource, name: str) -> bool:
@@ -130,7 +145,7 @@ def load_head(head: DraftHead, source: ModelSource, dtype: torch.dtype) -> None:
     try:
         head.load(checkpoint, dtype)
     except ModelError as error:
-        raise _named(error) from error
+        raise _named(error, _FIELD if head.spec.layout in HEADS else f"{_METHOD} mtp") from error
     finally:
         checkpoint.close()
 
