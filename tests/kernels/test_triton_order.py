@@ -182,7 +182,8 @@ def test_adapters_read_slots_ranks_and_factors_alone_before_they_wait(programs: 
     """These are written by what is never launched early: copies, and the lookup of rows' slots at a step's begin."""
     a, b, ranks = torch.randn(3, 2, 20, 64), torch.randn(3, 20, 40), torch.full((3, 2), 20).int()
     slots, squares = torch.tensor([2, -1, 0, 2]).int(), torch.rand(3, 4) * 64
-    add = lora._adder(programmatic=True, invariant=False)
+    tickets = torch.zeros(64, dtype=torch.int32)
+    add = lora._adder(programmatic=True, invariant=False, tickets=tickets)
     add(
         torch.randn(4, 40), torch.randn(4, 64), a, b, ranks, (24, 16), AdapterRows(slots), torch.rand(3, 2, 40), squares
     )

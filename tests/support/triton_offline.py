@@ -368,9 +368,10 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> dict[str, dict[str, int]
     parts, ints = (4096, 1024, 1024), partial(torch.zeros, dtype=torch.int32)
     x, y = torch.empty(tokens, 4096, dtype=dtype), torch.empty(tokens, sum(parts), dtype=dtype)
     a, b = torch.empty(4, 3, rank, 4096, dtype=dtype), torch.empty(4, rank, sum(parts), dtype=dtype)
-    add = triton_lora._adder(programmatic=dtype != torch.float32, invariant=False)
+    chained = dtype != torch.float32
+    add = triton_lora._adder(programmatic=chained, invariant=False, tickets=ints(1536) if chained else None)
     rest = torch.zeros(4, 2, sum(parts)), torch.zeros(48, tokens), 1e-5
-    kernels = ("_shrink_kernel", "_expand_kernel")
+    kernels = ("_shrink_kernel", "_expand_kernel") if chained and tokens > 512 else ("_few_kernel",)
     return record(triton_lora, kernels, lambda: add(y, x, a, b, ints(4, 3), parts, AdapterRows(ints(tokens)), *rest))
 
 
