@@ -202,7 +202,8 @@ def _calibrated(bench: _Bench, runner: Runner, seen: _Measured) -> tuple[Calibra
         [recorded], device, CostModel(bench.spec, groups, device.profile, weight_bytes=size, dtype=recorded.facts.dtype)
     )
     if not bench.args.offline:
-        found = fit_front([runner.path(name) for name in seen.fronts], found, recorded)
+        fronts, loads = ([runner.path(name) for name in names] for names in (seen.fronts, seen.parts))
+        found = fit_front(fronts, found, recorded, loads)
     return found, replace(device, calibrated=(found,))
 
 

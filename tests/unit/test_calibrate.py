@@ -36,7 +36,7 @@ from headrace.cost.calibrated import (
     save_calibrated,
 )
 from headrace.cost.cost_model import CostModel, StepLoad
-from headrace.cost.prices import Classes, FrontPrices, HostPrices, Slowness, StepPrices
+from headrace.cost.prices import Classes, FrontPrices, FrontWork, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.cost.prompt_shapes import PromptShapes, ShapeBounds
 from headrace.cost.run_facts import MEASURED_SWITCHES, facts_of
@@ -50,7 +50,7 @@ from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder, StepTimes
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.planner.against import VOID_STATUS, Compared, compare_figures, status_of
-from headrace.planner.calibrate import calibrate, fit_front, front_of
+from headrace.planner.calibrate import calibrate, fit_front, front_of, front_work
 from headrace.planner.devices import CPU_EFFICIENCY, GPU_EFFICIENCY, Device, classes_of, find_device, known_devices
 from headrace.planner.drive import Drive
 from headrace.planner.executor import ModelledExecutor
@@ -456,12 +456,35 @@ def test_a_client_whose_request_is_under_way_misses_the_next_step(found: Calibra
     assert both[1]["median_ttft_ms"] >= both[0]["median_ttft_ms"]
 
 
-def test_a_burst_passes_the_front_end_one_after_another(found: CalibratedSteps) -> None:
+def burst(found: CalibratedSteps, front: FrontPrices) -> dict[str, Any]:
     load = Load([LoadRequest(20, 2, at=0.0)] * 41)
-    behind = simulate(
-        SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=FrontPrices(0.01, 1e-4)),)), load
-    ).figures
-    assert behind["median_ttft_ms"] == pytest.approx(21 * (10 + 2), rel=0.1)
+    return simulate(SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=front),)), load).figures
+
+
+def test_a_burst_passes_the_front_end_one_after_another_and_its_tokens_last(found: CalibratedSteps) -> None:
+    assert burst(found, FrontPrices(0.01, 1e-4))["median_ttft_ms"] == pytest.approx(41 * (10 + 2), rel=0.1)
+    working = FrontPrices(0.01, 1e-4, FrontWork(0.005, 1e-4))
+    assert burst(found, working)["median_ttft_ms"] == pytest.approx(41 * (5 + 2), rel=0.1)
+
+
+def test_tokens_leave_no_faster_than_the_front_end_streams(found: CalibratedSteps) -> None:
+    plain, slow = (
+        burst(found, FrontPrices(0.0, 0.0, FrontWork(output_token=each)))["median_tpot_ms"] for each in (0.0, 0.01)
+    )
+    assert slow > plain and slow >= 41 * 10
+
+
+def test_a_front_ends_work_is_found_again(tmp_path: Path) -> None:
+    paths = []
+    for number, (requests, prompt, output) in enumerate([(10, 90, 6), (200, 9000, 400), (32, 64000, 900), (7, 7, 7)]):
+        seconds = 1e-3 * requests + 2e-6 * prompt + 1e-5 * output
+        figures = {"completed": requests, "total_input_tokens": prompt, "total_output_tokens": output}
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps(figures | {"front_cpu_seconds": seconds}))
+    work = front_work(paths)
+    assert work is not None
+    assert [work.request, work.prompt_token, work.output_token] == pytest.approx([1e-3, 2e-6, 1e-5], rel=0.05)
+    assert front_work(paths[:2]) is None
 
 
 def test_prompts_of_one_length_give_one_number() -> None:

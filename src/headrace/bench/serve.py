@@ -260,7 +260,8 @@ _ENERGY = {
     "joules": "headrace_energy_joules_total",
     "joules_seconds": "headrace_energy_seconds_total",
 }  # where the server's device counts them
-_LINE = re.compile(r"^(headrace_\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
+_FRONT_CPU = "process_cpu_seconds_total"
+_LINE = re.compile(rf"^(headrace_\w+|{_FRONT_CPU})(\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
 _CALIBRATED = ("headrace_step_prediction_error", '{prediction="calibrated"}')
 
 
@@ -284,7 +285,11 @@ def parse_steps(page: str) -> dict[str, float] | None:
     sums = {key: found[name, ""] for key, name in _SUMS.items() if (name, "") in found}
     if len(sums) < len(_SUMS):
         return None
-    more = {"calibrated": _CALIBRATED, **{key: (name, "") for key, name in _ENERGY.items()}}
+    more = {
+        "calibrated": _CALIBRATED,
+        "front_cpu": (_FRONT_CPU, ""),
+        **{key: (name, "") for key, name in _ENERGY.items()},
+    }
     return sums | {key: found[line] for key, line in more.items() if line in found}
 
 
@@ -298,6 +303,8 @@ def step_figures(before: Mapping[str, float] | None, after: Mapping[str, float] 
         "mean_step_ms": measured / steps * 1e3,
         "computed_tokens": after["tokens"] - before["tokens"],
     }
+    if "front_cpu" in before and "front_cpu" in after:
+        figures["front_cpu_seconds"] = after["front_cpu"] - before["front_cpu"]
     predicted = after["predicted"] - before["predicted"]
     if predicted > 0 and measured > 0:
         figures["step_prediction_error"] = predicted / measured - 1.0

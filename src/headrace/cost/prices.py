@@ -64,15 +64,33 @@ class HostPrices:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontWork:
+    """CPU seconds of a front end's one event loop: per request, prompt token and output token."""
+
+    request: float = 0.0
+    prompt_token: float = 0.0
+    output_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class FrontPrices:
     """Seconds that a request spends outside the engine before its first token reaches the client: per request, and per
-    prompt token."""
+    prompt token. ``work``: how much of it the front end computes; without, all of it."""
 
     request: float = 0.0
     token: float = 0.0
+    work: FrontWork | None = None
 
     def seconds(self, prompt_tokens: int) -> float:
         return self.request + self.token * prompt_tokens
+
+    def working(self, prompt_tokens: int) -> float:
+        """While the next request and all tokens wait."""
+        work = self.work or FrontWork(self.request, self.token)
+        return work.request + work.prompt_token * prompt_tokens
+
+    def streaming(self, tokens: int) -> float:
+        return self.work.output_token * tokens if self.work is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ What lives here: from recorded runs to calibrated steps, and to what is said of 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ import numpy as np
 
 from headrace.cost.calibrated import CalibratedSteps, Covered, FittedRun, Parameter, Steadiness, same_device
 from headrace.cost.cost_model import CostModel
-from headrace.cost.prices import FrontPrices, HostPrices
+from headrace.cost.prices import FrontPrices, FrontWork, HostPrices
 from headrace.cost.run_facts import RunFacts, shape_of
 from headrace.errors import ConfigError
 from headrace.planner.against import read_samples
@@ -258,15 +259,23 @@ MOST_CACHED = 0.05  # of the prompt tokens: what was found in a cache cannot be 
 _FLOOR = 1e-4  # s: differences below are all alike
 
 
-def fit_front(paths: Sequence[Path], found: CalibratedSteps, run: RecordedRun) -> CalibratedSteps:
-    """``found`` with the front end's prices, the files among its runs. ``run``: the trace of the same run. Raises
-    ConfigError."""
+def fit_front(
+    paths: Sequence[Path], found: CalibratedSteps, run: RecordedRun, loads: Sequence[Path] = ()
+) -> CalibratedSteps:
+    """``found`` with the front end's prices, the files among its runs. ``run``: the trace of the same run. ``loads``:
+    results of loads of many kinds, which tell what the front end computes for each. Raises ConfigError."""
     late, files = [], []
     for path in paths:
         sha256, seen = _late(path, run)
         files.append(FittedRun(sha256, path.name, len(seen)))
         late += seen
+    if len(late) < LEAST_REQUESTS:
+        raise ConfigError(
+            f"Of the requests of --front-of {', '.join(map(str, paths))} only {len(late)} came to an idle engine with a prompt that was one step, "
+            f"and at least {LEAST_REQUESTS} are needed; send some one by one: headrace bench serve --max-concurrency 1."
+        )
     front = front_of([prompt for prompt, _ in late], [seconds for _, seconds in late])
+    front = replace(front, work=front_work(loads))
     return replace(found, front=front, runs=(*found.runs, *files))
 
 
@@ -280,11 +289,6 @@ def _late(path: Path, run: RecordedRun) -> tuple[str, list[tuple[int, float]]]:
         for each, step in zip(ordered, steps, strict=True)
         if step is not None and each.arrivals
     ]
-    if len(late) < LEAST_REQUESTS:
-        raise ConfigError(
-            f"Of the {len(ordered)} requests of --front-of {path} only {len(late)} came to an idle engine with a prompt that was one step, and at "
-            f"least {LEAST_REQUESTS} are needed; send some one by one: headrace bench serve --max-concurrency 1."
-        )
     return hashlib.sha256(path.read_bytes()).hexdigest(), late
 
 
@@ -317,6 +321,20 @@ def front_of(prompts: list[int], late: list[float]) -> FrontPrices:
         design = design[:, :1]
     values = least_absolute(design, np.array(late), floor=_FLOOR)
     return FrontPrices(float(values[0]), float(values[1]) if len(values) > 1 else 0.0)
+
+
+def front_work(loads: Sequence[Path]) -> FrontWork | None:
+    """seconds ≈ request · requests + prompt · prompt tokens + output · output tokens, none negative; None where fewer
+    than three results say how long the front end computed."""
+    rows = [json.loads(path.read_bytes()) for path in loads]
+    rows = [row for row in rows if row.get("front_cpu_seconds")]
+    if len(rows) < 3:
+        return None
+    design = np.array(
+        [[row["completed"], row["total_input_tokens"], row["total_output_tokens"]] for row in rows], dtype=np.float64
+    )
+    values = least_absolute(design, np.array([row["front_cpu_seconds"] for row in rows]), floor=_FLOOR)
+    return FrontWork(*map(float, values))
 
 
 def _requests(path: Path) -> list[Sample]:

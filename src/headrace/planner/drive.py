@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from headrace.cost.prices import FrontPrices
 from headrace.engine.core import EngineCore
 from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
@@ -37,8 +38,8 @@ class Outcome:
 
 class Drive:
     """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says
-    429. ``front``: seconds that a front end works for a prompt of so many tokens, there and back, before it is in the
-    core; one request after another. None: none."""
+    429. ``front``: the front end, which takes one request after another, and tokens after the requests that reached
+    it before them: in a burst, first tokens come at its end. None: none."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Drive:
         *,
         room: int | None,
         max_queue: int,
-        front: Callable[[int], float] | None = None,
+        front: FrontPrices | None = None,
     ) -> None:
         self._core = core
         self._asked = asked
@@ -57,6 +58,7 @@ class Drive:
         self._max_queue = max_queue
         self._front = front
         self._front_free = 0.0  # when the front end has done with all that were sent
+        self._seen = 0.0  # when clients saw the last tokens
         self._coming: deque[tuple[float, int]] = deque()  # when a request that was sent is in the core, in that order
         self._first = deque(index for index, each in enumerate(asked) if each.follows is None)
         self._turn_after = {each.follows: index for index, each in enumerate(asked) if each.follows is not None}
@@ -96,6 +98,10 @@ class Drive:
             found.append([(self._asked[self._first[0]].at or 0.0, self._first[0])])
         return found
 
+    @property
+    def _last_coming(self) -> float:
+        return self._coming[-1][0] if self._coming else 0.0
+
     def _next_coming(self) -> float:
         return self._coming[0][0] if self._coming else math.inf
 
@@ -118,7 +124,7 @@ class Drive:
     def _send(self, index: int, now: float, due: float | None) -> None:
         """A client that had to wait for another's end sends late."""
         asked = self._asked[index]
-        sent = now if due is None else max(due, self._full_until if self._open else 0.0)
+        sent = max(now, self._seen) if due is None else max(due, self._full_until if self._open else 0.0)
         sample = Sample(sent=sent, due=due, prompt_tokens=asked.prompt)
         self._outcome.samples.append(sample)
         self._outcome.tenants.append(asked.tenant)
@@ -132,8 +138,9 @@ class Drive:
         if self._front is None:
             self._add(index)
         else:
-            self._front_free = max(self._front_free, sent) + self._front(asked.prompt)
-            self._coming.append((self._front_free, index))
+            begun = max(self._front_free, sent)
+            self._front_free = begun + self._front.working(asked.prompt)
+            self._coming.append((max(begun + self._front.seconds(asked.prompt), self._last_coming), index))
 
     def _add(self, index: int) -> None:
         asked, sent = self._asked[index], self._live[index].sent
@@ -156,6 +163,9 @@ class Drive:
         return self._params[max_tokens]
 
     def _take(self, outputs: Sequence[SequenceOutput], now: float) -> None:
+        if self._front is not None:
+            now = self._front_free = max(now, self._front_free) + self._front.streaming(len(outputs))
+        self._seen = now
         if isinstance(outputs, TokenOutputs):
             for request_id in outputs.request_ids:
                 self._live[request_id].arrivals.append(now)

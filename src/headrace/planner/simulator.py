@@ -76,7 +76,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     core, executor = create_core(info, config, found.step_time, recorder, pricing.disturbances(load.luck))
     check_lengths(load.asked, core.scheduler.max_sequence_tokens)
     ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
-    front = pricing.front.seconds if pricing.front is not None and load.front else None
+    front = pricing.front if load.front else None
     outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front).run()
     figures = figures_of(outcome, core, executor.counts, device, found.dtype, load.limits or {}, load.percentiles)
     figures |= promise_figures(recorder)
