@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
     from headrace.engine.client import AsyncLLM
     from headrace.engine.llm import LLM
+    from headrace.engine.pooled import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from headrace.errors import HeadraceError
     from headrace.request import CompletionOutput, Logprob, LoRARequest, RequestOutput
     from headrace.sampling_params import RepetitionDetection, SamplingParams, StructuredOutputs
@@ -29,14 +30,16 @@ _HOMES = {
     ),
     "headrace.engine.client": ("AsyncLLM",),
     "headrace.engine.llm": ("LLM",),
+    "headrace.engine.pooled": ("EmbeddingRequestOutput", "PoolingParams", "ScoringRequestOutput"),
     "headrace.errors": ("HeadraceError",),
     "headrace.request": ("CompletionOutput", "Logprob", "LoRARequest", "RequestOutput"),
     "headrace.sampling_params": ("RepetitionDetection", "SamplingParams", "StructuredOutputs"),
 }
 
 __all__ = [
-    "LLM", "AsyncLLM", "CacheConfig", "CompletionOutput", "DeviceConfig", "EngineConfig", "HeadraceError", "LoRARequest", "Logprob", "ModelConfig",
-    "RepetitionDetection", "RequestOutput", "SamplingParams", "SchedulerConfig", "ServerConfig", "StructuredOutputs", "__version__",
+    "LLM", "AsyncLLM", "CacheConfig", "CompletionOutput", "DeviceConfig", "EmbeddingRequestOutput", "EngineConfig", "HeadraceError",
+    "LoRARequest", "Logprob", "ModelConfig", "PoolingParams", "RepetitionDetection", "RequestOutput", "SamplingParams", "SchedulerConfig",
+    "ScoringRequestOutput", "ServerConfig", "StructuredOutputs", "__version__",
 ]  # fmt: skip
 
 

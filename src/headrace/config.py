@@ -92,6 +92,11 @@ class ModelConfig:
         None, "quantization of the weights; default: as in the checkpoint; none dequantizes them at load", choices=("none", *QUANTIZATIONS),
         aliases=QUANTIZATION_ALIASES,
     )  # fmt: skip
+    task: str = option(
+        "auto", "what the model is for: to generate text, to embed texts, or to score pairs of them; auto: as the checkpoint says; "
+        "pooling: embed or score", choices=("auto", "generate", "embed", "score", "pooling"), flags=("--runner",),
+        aliases={"embedding": "embed", "classify": "score"},
+    )  # fmt: skip
     chat_template: str | None = option(None, "Jinja chat template: a file, or the text of the template")
     special_tokens_in_messages: bool = option(
         False,

@@ -208,6 +208,8 @@ class StepResult:
     # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
     lent_seconds: float = 0.0
     drafted: Seq[int] = ()
+    pooled: Mapping[int, bytes] = field(default_factory=dict)
+    # j → float32, of a model that pools: a vector or a score; its token is none
 
 
 class SequenceStatus(Enum):
@@ -266,6 +268,7 @@ class SequenceOutput(NamedTuple):
     num_cached_tokens: int | None = None
     finished: Finished | None = None
     first_scheduled: float | None = None
+    pooled: bytes = b""  # float32: what a model that pools makes of the prompt
 
 
 class TokenOutputs(Seq[SequenceOutput]):
@@ -329,3 +332,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestTimes | None = None
+    pooled: bytes = b""  # see SequenceOutput

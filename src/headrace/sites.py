@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from headrace.spec import DecoderSpec, Formats, MoESpec, NormKind
+from headrace.spec import DecoderSpec, Formats, MoESpec, NormKind, PoolHead
 
 if TYPE_CHECKING:
     from headrace.quant import Format, StoredTensor
@@ -28,6 +28,7 @@ class Role(str, Enum):
     UP = "up"
     DOWN = "down"
     HEAD = "head"
+    CLASSIFIER = "classifier"
 
 
 class Split(Enum):
@@ -141,13 +142,25 @@ def weights(spec: DecoderSpec) -> Iterator[Weight]:
     """All of them, in the order in which they are used."""
     yield embedding(spec)
     if spec.rope is None:
-        yield _formatted(
-            Weight("positions", Role.EMBEDDING, None, (spec.max_positions,), spec.hidden_size), spec.formats
-        )
+        rows = spec.position_rows or spec.max_positions
+        yield _formatted(Weight("positions", Role.EMBEDDING, None, (rows,), spec.hidden_size), spec.formats)
+    if spec.token_types:
+        yield Weight("token_types", Role.EMBEDDING, None, (spec.token_types,), spec.hidden_size)
     for index in range(spec.num_layers):
         yield from layer_weights(spec, index)
     yield _norm(spec, "norm", None)
     yield head(spec)
+    yield from classifier(spec)
+
+
+def classifier(spec: DecoderSpec) -> Iterator[Weight]:
+    """What makes a score of a pooled hidden state."""
+    kind = PoolHead.NONE if spec.pooling is None else spec.pooling.head
+    if kind is PoolHead.DENSE:
+        yield Weight("pooler.dense", Role.CLASSIFIER, None, (spec.hidden_size,), spec.hidden_size, bias=True)
+    if kind in (PoolHead.DENSE, PoolHead.LINEAR):
+        bias = kind is PoolHead.DENSE
+        yield Weight("pooler.output", Role.CLASSIFIER, None, (1,), spec.hidden_size, bias=bias)
 
 
 def embedding(spec: DecoderSpec) -> Weight:
@@ -197,7 +210,7 @@ def head(spec: DecoderSpec) -> Weight:
 def matrices(spec: DecoderSpec, index: int | None = None) -> list[Weight]:
     """What tokens are multiplied by, of one layer or of all; the head is another matter: few tokens reach it."""
     found = layer_weights(spec, index) if index is not None else weights(spec)
-    return [each for each in found if each.role not in (Role.EMBEDDING, Role.NORM, Role.HEAD)]
+    return [each for each in found if each.role not in (Role.EMBEDDING, Role.NORM, Role.HEAD, Role.CLASSIFIER)]
 
 
 def layer_matrices(spec: DecoderSpec, index: int) -> dict[Role, Weight]:

@@ -81,9 +81,39 @@ class LayerSpec:
     formats: Formats = ()
 
 
+class PoolHead(str, Enum):
+    """What is computed of a pooled hidden state."""
+
+    NONE = ""  # it is the answer: an embedding
+    LINEAR = "linear"  # a score: w · h (+ b)
+    DENSE = "dense"  # a score: w · tanh(V h + c) + b, as BERT's
+    TOKENS = "tokens"  # a score: the logit of one token less another's
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingSpec:
+    """What is made of a prompt in place of a next token.
+
+    ``kind``: of its hidden states after the last norm, that of its "last" token, of its first ("cls"), or their "mean".
+    ``normalize``: to length 1 (embeddings). ``tokens``: of TOKENS, the one that speaks for a match and the one that
+    speaks against it. ``sigmoid``: of a score, where nobody asks for the logit itself.
+    """
+
+    kind: str = "last"
+    normalize: bool = False
+    head: PoolHead = PoolHead.NONE
+    tokens: tuple[int, ...] = ()
+    sigmoid: bool = True
+
+    @property
+    def task(self) -> str:
+        return "score" if self.head is not PoolHead.NONE else "embed"
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder-only transformer. Sizes in elements, positions in tokens.
+    """A decoder-only transformer, or with ``causal`` off an encoder: every token sees all others, and nothing is
+    cached. Sizes in elements, positions in tokens.
 
     ``layers`` has one entry a layer. ``max_positions`` is the longest context the model allows. ``rope`` None means
     learned positions (``max_positions`` rows). ``attention_scale`` multiplies q·k, then ``attention_soft_cap`` c turns
@@ -92,7 +122,11 @@ class DecoderSpec:
     RMS norm over each head of q and k, before rotation. ``norm`` LAYER has a weight and a bias. ``gated_mlp``:
     act(gate) · up instead of act(up). ``output_bias``: of the projection after attention. ``mlp_bias``: of both
     feed-forward projections. ``embedding_scale`` multiplies the token embedding. ``checkpoint_dtype`` is the config's
-    word for its weights. ``formats``: of the matrices outside the layers. ``ranks`` share it: heads and inner widths
+    word for its weights. ``pooling``: prompts are pooled, and there is no LM head of its own unless
+    that needs one. ``post_norm``: norms stand on the residual stream itself, behind each addition (BERT), and before the
+    first layer is one more. ``token_types``: rows of a second embedding; a token of type k has the id of the token plus
+    k · vocab_size. ``first_position``: the row of the first learned position, of ``position_rows`` (0: as many as
+    ``max_positions``). ``formats``: of the matrices outside the layers. ``ranks`` share it: heads and inner widths
     are one rank's then (parallel/shares.py), and so are ``vocab_rows``. ``foretelling``: layers for multi-token
     prediction that its checkpoint numbers behind its own.
     """
@@ -122,6 +156,12 @@ class DecoderSpec:
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     embedding_scale: float | None = None
+    causal: bool = True
+    post_norm: bool = False
+    token_types: int = 0
+    first_position: int = 0
+    position_rows: int = 0
+    pooling: PoolingSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str = "float32"
     formats: Formats = ()
@@ -137,6 +177,11 @@ class DecoderSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def whole_prompts(self) -> bool:
+        """A prompt is computed in one step: its tokens see, or its result takes in, all of it."""
+        return not self.causal or (self.pooling is not None and self.pooling.kind != "last")
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:
@@ -247,7 +292,9 @@ class KVGroup:
 
 def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
     """(window, layers) of each KV group: layers that keep the same keys. Full attention first, windows in order of
-    first appearance."""
+    first appearance. An encoder keeps none: its one group counts tokens that are under way."""
+    if not spec.causal:
+        return ((None, ()),)
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         by_window.setdefault(layer.window, []).append(index)

@@ -23,6 +23,7 @@ from headrace.sampling_params import BOUNDS, SamplingParams
 from headrace.server.app import ROUTES
 from headrace.server.dialects.body import TOLD
 from headrace.server.dialects.completions import CompletionBody
+from headrace.server.dialects.pooling import PoolingBody
 from headrace.server.openapi import body_schemas, document
 from tests.support.serving import Server, serving
 
@@ -39,7 +40,12 @@ expected-statuses = ["400", "401", "403", "404", "405", "406", "409", "413", "41
 """
 
 
-CLOSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # 404, unless an operator asks for them with a flag
+# 404, unless an operator asks for them with a flag, or serves a model that pools
+CLOSED = (
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    *(route.path for route in ROUTES if route.body is not None and issubclass(route.body, PoolingBody)),
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import ModelError
 from headrace.models.families import FAMILIES, spec_from_config
+from headrace.models.pooling import ENCODERS, KEY
 from headrace.models.weight_rules import ignored_keys, weight_rules
 from headrace.spec import Activation, LayerSpec, NormKind, RopeSpec, attention_groups
 from tests.support.outside import shared
@@ -52,8 +53,22 @@ def smallest(family: str) -> dict[str, Any]:
     """A config with no more than the family needs."""
     if family.startswith("gpt"):
         return {**GPT2, "model_type": family}
+    if family in ENCODERS:
+        return {**ENCODER, "model_type": family}
     experts = {"mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "qwen3_moe": EXPERTS}
     return config(family, **experts.get(family, {}))
+
+
+ENCODER: dict[str, Any] = {
+    "architectures": ["BertModel"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    KEY: {"kind": "mean"},
+}
 
 
 def windows(family: str, **fields: Any) -> list[int | None]:
@@ -67,6 +82,20 @@ def refusal(fields: dict[str, Any]) -> ModelError:
 
 
 # --- what a spec says ---------------------------------------------------------------------------------------------------
+
+
+def test_encoders() -> None:
+    spec, offset = (spec_from_config({**smallest(family), "pad_token_id": 1}) for family in ("bert", "roberta"))
+    assert (spec.causal, spec.post_norm, spec.token_types, attention_groups(spec)) == (False, True, 2, ((None, ()),))
+    assert (spec.max_positions, spec.position_rows, spec.first_position) == (256, 256, 0)
+    assert (offset.max_positions, offset.position_rows, offset.first_position) == (254, 256, 2)
+    norms = {rule.target: rule.sources[0][0] for rule in weight_rules(spec) if "norm.weight" in rule.target}
+    assert norms["layers.0.attention_norm.weight"] == "bert.embeddings.LayerNorm.weight"
+    assert norms["layers.1.attention_norm.weight"] == "bert.encoder.layer.0.output.LayerNorm.weight"
+    assert norms["norm.weight"] == "bert.encoder.layer.3.output.LayerNorm.weight"
+    assert "absolute" in refusal({**smallest("bert"), "position_embedding_type": "relative_key"}).message
+    plain = {name: value for name, value in smallest("bert").items() if name != KEY}
+    assert "generate no text" in refusal({**plain, "architectures": []}).message
 
 
 def test_llama() -> None:
@@ -353,6 +382,7 @@ def test_every_tensor_is_used_once_and_a_tied_head_is_ignored(family: str, tied:
     spec = spec_from_config({**smallest(family), "tie_word_embeddings": tied})
     rules = list(weight_rules(spec))
     names = [name for rule in rules for group in rule.sources for name in group]
+    tied = tied or family in ENCODERS  # which have no head
     assert len(names) == len(set(names)) and len(rules) == len({rule.target for rule in rules})
     assert ("lm_head.weight" in names) is not tied
     assert any("lm_head" in pattern for pattern in ignored_keys(spec)) is tied

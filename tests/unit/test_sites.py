@@ -52,6 +52,7 @@ def by_hand(spec: DecoderSpec) -> dict[str, int]:
         "up": dense * (HIDDEN + spec.mlp_bias) * ups * INNER + sparse * 5 * HIDDEN * 2 * 12,
         "down": dense * (INNER + spec.mlp_bias) * HIDDEN + sparse * 5 * 12 * HIDDEN,
         "head": VOCAB * HIDDEN,
+        "classifier": 0,
     }
 
 

@@ -24,7 +24,7 @@ from headrace.engine.grammar import Vocabulary, vocabulary_of
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import default_params
-from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
+from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config, resolve_pooling
 from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
@@ -241,8 +241,13 @@ def _load(
 
     stages.done("imports")
     device, found = resolve_device(config.device.device)
+    spec = spec_from_config(source.config)
+    config, pooled = resolve_pooling(config, spec)
     config, decisions = resolve_config(
-        config, device, long_steps=not watched and takes_long_steps(device, source.config)
+        config,
+        device,
+        long_steps=not watched and takes_long_steps(device, source.config),
+        least_tokens=(config.model.max_model_len or spec.max_positions) if spec.whole_prompts else 0,
     )
     limits = cache(partial(resolve_profile, device))  # once, when they are first asked for
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits, ranks=ranks)
@@ -252,4 +257,4 @@ def _load(
     recorder, profile = create_recorder(
         source.config, executor.info, limits(), **told, ranks=config.device.tensor_parallel_size
     )
-    return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, profile), recorder
+    return config, executor, (*(() if found is None else (found,)), *pooled, *decisions, *loaded, profile), recorder

@@ -509,6 +509,7 @@ def create_scheduler(
         padded=info.padded,
         max_step_seconds=config.max_step_seconds,
         adapter_slots=info.adapter_slots,
+        pooling=info.pooling is not None,
     )
     speculation = None
     if settings is not None:

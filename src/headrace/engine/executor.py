@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.request import StepPlan, StepResult, TokenMasks
-from headrace.spec import KVGroup
+from headrace.spec import KVGroup, PoolingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class ExecutorInfo:
     max_drafts: int = 0  # tokens that it can propose behind a row's last one, in one step; 0: it does not
     start_seconds: dict[str, float] = field(default_factory=dict)  # by stage, in order
     adapter_slots: int = 0  # adapters that one step may compute with; 0: the device holds none
+    pooling: PoolingSpec | None = None  # what samples are, in place of tokens
 
 
 @dataclass(frozen=True, slots=True)

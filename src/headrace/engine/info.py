@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from headrace.config import Decision
 from headrace.errors import InvalidRequest
+from headrace.spec import PoolingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class EngineInfo:
     techniques: dict[str, str] = field(default_factory=dict)  # "on", "off" or a value, by name
     max_num_batched_tokens: int = 0  # a step
     can_sleep: bool = False
+    task: str = "generate"  # or embed, or score
+    pooling: PoolingSpec | None = None  # what becomes of prompts, where they are not answered
+    embedding_width: int = 0
+    segments: int = 0  # kinds of tokens, of a model that tells the texts of a pair apart by them
 
 
 def check_sleep(info: EngineInfo, level: int = 1) -> None:

@@ -43,6 +43,14 @@ _CHARS_A_TOKEN = 16  # of a text that is tokenised whole, at most: three times w
 _CUT_TOKENS = 256  # behind a cut, which may differ from those of the whole text
 _MAX_SALT = 2048  # characters: servers put a tenant's name before their client's own
 _PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "priority"})
+_POOLED = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # of a vector, as of one token
+_OTHERWISE = {
+    "generate": "This model generates text and makes no embeddings or scores; serve an embedding model or a reranker, or start with --task embed "
+    "or --task score.",
+    "embed": "This model embeds texts and generates none; use /v1/embeddings, /v1/rerank or /v1/score (LLM.embed, LLM.score), or a model that "
+    "generates.",
+    "score": "This model scores pairs of texts and does nothing else; use /v1/rerank or /v1/score (LLM.score).",
+}
 _DEFAULT_FIELDS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -186,6 +194,7 @@ class InputProcessor:
             raise InvalidRequest(
                 f"sampling_params is of type {type(params).__name__}; give a SamplingParams.", param="sampling_params"
             )
+        self.check_task("generate")
         ids = prompt.token_ids
         if ids is None:
             ids = array("i", self.encode(prompt.text or "", param=param, truncate=truncate_prompt_tokens))
@@ -202,6 +211,111 @@ class InputProcessor:
             request_id=number, prompt_token_ids=ids, params=params, seed=seed, priority=priority, arrival_time=time.perf_counter(),
             cache_salt=salt, adapter=adapter, bad_word_ids=bad_words, explain=explain, tenant=tenant, expects=expects, grammar_seconds=seconds,
         )  # fmt: skip
+
+    def pooling_request(
+        self,
+        prompt: ParsedPrompt,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        param: str = "input",
+        tenant: str = "",
+    ) -> Request:
+        """What a model that pools is asked: one vector, or one score. ``truncate_prompt_tokens`` keeps the beginning of
+        the prompt, and the special tokens around it (-1: as many as fit)."""
+        self.check_task("embed", "score")
+        keep = None if truncate_prompt_tokens is None else self._num_kept(truncate_prompt_tokens)
+        ids = prompt.token_ids
+        if ids is None:
+            ids = array("i", self._encode_around(prompt.text or "", None, keep, param)[0])
+            check_token_ids(param, ids, self.info.vocab_size)
+        elif keep is not None:
+            ids = ids[:keep]
+        if not ids:
+            raise InvalidRequest(f"{param} is empty; give at least one token.", param=param)
+        self._check_prompt_length(len(ids), param)
+        if prompt.given is not None:
+            check_token_ids(param, ids, self.info.vocab_size)
+        priority = prompt.priority if prompt.priority is not None else priority
+        check_integer("priority", priority, -(2**31), 2**31 - 1)
+        return Request(
+            request_id=next(self.ids), prompt_token_ids=ids, params=_POOLED, priority=priority, arrival_time=time.perf_counter(),
+            cache_salt=_text("cache_salt", prompt.cache_salt or cache_salt), adapter=adapter, tenant=tenant,
+        )  # fmt: skip
+
+    def pair(
+        self, query: str, document: str, *, instruction: str | None = None, truncate_prompt_tokens: int | None = None
+    ) -> ParsedPrompt:
+        """What a reranker reads of two texts: as its tokenizer joins them, or a language model's template."""
+        self.check_task("score")
+        tokenizer, keep = (
+            self.tokenizer,
+            None if truncate_prompt_tokens is None else self._num_kept(truncate_prompt_tokens),
+        )
+        if tokenizer is not None and not self.info.segments and tokenizer.chat_templates:
+            return self._templated_pair(tokenizer, query, document, instruction, keep)
+        if instruction is not None:
+            raise InvalidRequest("instruction has no place in this model's pairs; leave it out.", param="instruction")
+        ids, kinds = self._encode_around(query, document, keep, "documents")
+        check_token_ids("documents", ids, self.info.vocab_size)
+        if self.info.segments > 1:
+            ids = [token + kind * self.info.vocab_size for token, kind in zip(ids, kinds, strict=True)]
+        return ParsedPrompt(None, array("i", ids))
+
+    def _templated_pair(
+        self, tokenizer: Tokenizer, query: str, document: str, instruction: str | None, keep: int | None
+    ) -> ParsedPrompt:
+        system = [] if instruction is None else [{"role": "system", "content": instruction}]
+        left = None if keep is None else tokenizer.encode(document[: self._most_characters(keep)], False)
+        while True:
+            said = [*system, {"role": "query", "content": query}, {"role": "document", "content": document}]
+            parsed = self.chat_prompt(said, add_generation_prompt=False)
+            over = 0 if keep is None else len(parsed.token_ids or ()) - keep
+            if over <= 0 or keep is None or left is None:
+                return ParsedPrompt(None, parsed.token_ids)
+            if not left:
+                told = f"is {keep}, but {keep + over} tokens stand around what may be left out; give more"
+                raise InvalidRequest(f"truncate_prompt_tokens {told}.", param="truncate_prompt_tokens")
+            left = left[: max(0, min(len(left), keep + over) - over)]
+            document = tokenizer.decode(left, False)
+
+    def _encode_around(
+        self, text: str, second: str | None, keep: int | None, param: str
+    ) -> tuple[list[int], list[int]]:
+        """As the tokenizer's. Texts that are far too long are refused, or cut, before they are tokenised whole."""
+        if self.tokenizer is None:
+            told = f"{param} is a text, but this model has no tokenizer; give token ids."
+            raise InvalidRequest(told, param=param)
+        if keep is not None:
+            most = self._most_characters(keep)
+            text, second = text[:most] if second is None else text, None if second is None else second[:most]
+        for each in (text, second):
+            if each is not None and len(each) > _EARLY_CHARS:
+                self._check_characters(len(each), param)
+        if second is None and keep is None:
+            return self.tokenizer.encode(text), []
+        return self.tokenizer.encode_around(text, second, keep)
+
+    @staticmethod
+    def _most_characters(keep: int) -> int:
+        """Of a text of which so many tokens are kept; the usual ones are a quarter as long."""
+        return _EARLY_CHARS + _CHARS_A_TOKEN * keep
+
+    def check_task(self, *tasks: str) -> None:
+        """Raises InvalidRequest where the model is for something else."""
+        if self.info.task not in tasks:
+            raise InvalidRequest(_OTHERWISE[self.info.task], param="model", code="unsupported_task")
+
+    @property
+    def _longest_prompt(self) -> int:
+        """An answer takes a token at least."""
+        return self.info.max_sequence_tokens - (self.info.pooling is None)
+
+    def _check_prompt_length(self, count: int, param: str) -> None:
+        if count > self._longest_prompt:
+            raise ContextLengthExceeded(count, self.info.max_sequence_tokens, param=param)
 
     def tokenized(self, prompt: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:
         """A text prompt with its ids."""
@@ -290,7 +404,7 @@ class InputProcessor:
         return ids[-self._num_kept(keep) :]
 
     def _num_kept(self, keep: int) -> int:
-        longest = self.info.max_sequence_tokens - 1
+        longest = self._longest_prompt
         if type(keep) is not int or not (keep == -1 or 1 <= keep <= longest):
             wanted = f"give an integer from 1 to {longest}, or -1 for that"
             raise InvalidRequest(f"truncate_prompt_tokens is {shown(keep)}; {wanted}.", param="truncate_prompt_tokens")
@@ -300,8 +414,7 @@ class InputProcessor:
         info, limit = self.info, self.info.max_sequence_tokens
         if not ids:
             raise InvalidRequest(f"{param} is empty; give at least one token.", param=param)
-        if len(ids) >= limit:  # before the ids are looked at: they may be millions
-            raise ContextLengthExceeded(len(ids), limit, param=param)
+        self._check_prompt_length(len(ids), param)  # before the ids are looked at: they may be millions
         if self.all_below is None or not self.all_below(ids, info.vocab_size):
             check_token_ids(param, ids, info.vocab_size)
         params.check_token_ids(info.vocab_size)

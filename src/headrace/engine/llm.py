@@ -25,12 +25,24 @@ from headrace.engine.info import EngineInfo, check_sleep
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, parse_prompt
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
+from headrace.engine.pooled import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
+    cosine,
+    embedding,
+    paired,
+    score,
+)
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError
+from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed
 from headrace.observe.progress import Progress, ProgressLine
 from headrace.processes.garbage import collect_now_and_then, no_collections
 from headrace.request import LoRARequest, Request, RequestOutput
 from headrace.sampling_params import SamplingParams
+from headrace.spec import PoolingSpec
 
 Sink = Callable[[RequestDelta], None]
 Conversation = Sequence[Message]
@@ -149,6 +161,95 @@ class LLM:
             lambda: self._requests(_for_each(conversations, render), sampling_params, priority, lora=lora_request),
             use_tqdm,
         )
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Progress] = True,
+        lora_request: Adapters = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeddings of prompts, in the order asked. ``truncate_prompt_tokens`` keeps that many tokens at the beginning
+        of each (-1: as many as fit). Raises InvalidRequest, also for a model that does not embed."""
+        self._inputs.check_task("embed")
+        pooling, params = self._pooling, pooling_params or PoolingParams()
+        params.check(self.info.embedding_width)
+        found = self._pooled(_for_each(_as_list(prompts), parse_prompt), truncate_prompt_tokens, use_tqdm, lora_request)
+        return [
+            EmbeddingRequestOutput(
+                each.request_id, EmbeddingOutput(embedding(each.pooled, pooling, params).tolist()),
+                each.prompt_token_ids, each.num_cached_tokens,
+            )
+            for each in found
+        ]  # fmt: skip
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Progress] = True,
+        lora_request: Adapters = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts belong together: one with each of several, or pair by pair. A reranker reads both at once; of
+        a model that embeds, the cosine. ``activation`` off: a reranker's logit."""
+        self._inputs.check_task("embed", "score")
+        pairs = paired(data_1, data_2)
+        run: dict[str, Any] = {"truncate": truncate_prompt_tokens, "use_tqdm": use_tqdm, "lora": lora_request}
+        if self.info.task == "embed":
+            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            found = dict(zip(texts, self._pooled([ParsedPrompt(text, None) for text in texts], **run), strict=True))
+            both = [(found[first], found[second]) for first, second in pairs]
+            return [
+                ScoringRequestOutput(
+                    second.request_id, ScoringOutput(cosine(array("f", first.pooled), array("f", second.pooled))),
+                    first.prompt_token_ids + second.prompt_token_ids,
+                )
+                for first, second in both
+            ]  # fmt: skip
+        options: dict[str, Any] = {"instruction": instruction, "truncate_prompt_tokens": truncate_prompt_tokens}
+        prompts = _for_each(pairs, lambda pair: self._inputs.pair(*pair, **options))
+        return [
+            ScoringRequestOutput(
+                each.request_id, ScoringOutput(score(each.pooled, self._pooling, activation)), each.prompt_token_ids
+            )
+            for each in self._pooled(prompts, **{**run, "truncate": None})
+        ]
+
+    @property
+    def _pooling(self) -> PoolingSpec:
+        assert self.info.pooling is not None, "the task was checked"
+        return self.info.pooling
+
+    def _pooled(
+        self,
+        prompts: list[ParsedPrompt],
+        truncate: int | None,
+        use_tqdm: bool | Callable[..., Progress],
+        lora: Adapters = None,
+    ) -> list[RequestOutput]:
+        one = lora is None or isinstance(lora, LoRARequest)
+        loras = _one_each(
+            "lora_request", [lora] * len(prompts) if one else list(cast("Sequence[Any]", lora)), len(prompts)
+        )
+
+        def request(job: tuple[ParsedPrompt, LoRARequest | None]) -> Given:
+            adapter = None if job[1] is None else self._adapter(job[1])
+            made = self._inputs.pooling_request(
+                job[0], truncate_prompt_tokens=truncate, adapter=adapter, param="prompt"
+            )
+            return job[0], made
+
+        found = self._run(lambda: _for_each(list(zip(prompts, loras, strict=True)), request), use_tqdm)
+        failed = next((each.outputs[0] for each in found if not each.pooled), None)
+        if failed is not None:
+            raise StepFailed(str(failed.stop_reason or "The step that computed this request failed; send it again."))
+        return found
 
     def stream(
         self,

@@ -63,6 +63,7 @@ class RequestDelta:
     refusal: HeadraceError | None = None  # beside ``error``, where nothing failed: the request was turned away
     last: bool = False
     account: StepAccount | None = None  # with finish_reason, where it was asked for
+    pooled: bytes = b""  # see SequenceOutput
 
     def absorb(self, later: RequestDelta) -> None:
         """Becomes the sum of itself and the next delta of the same index."""
@@ -237,7 +238,8 @@ class OutputProcessor:
 
     def feed(self, out: SequenceOutput) -> RequestDelta | None:
         """None when nobody waits for it."""
-        request_id, index, token_ids, logprobs, prompt_logprobs, num_cached_tokens, finished, first_scheduled = out
+        (request_id, index, token_ids, logprobs, prompt_logprobs, num_cached_tokens, finished, first_scheduled, pooled,
+        ) = out  # fmt: skip
         live = self._live.get(request_id)
         sequence = live.sequences[index] if live is not None else None
         if live is None or sequence is None:
@@ -247,6 +249,8 @@ class OutputProcessor:
         stopped = finished is not None and finished.reason is FinishReason.STOP and finished.stop_reason != REPETITION
         text, kept, stop = sequence.push(token_ids, 1 if stopped and token_ids and not live.include_stop else 0)
         delta = RequestDelta(index, text, token_ids, logprobs, None, None, prompt_logprobs, num_cached_tokens)
+        if pooled:
+            delta.pooled = pooled
         if stop is not None:
             delta.token_ids, delta.logprobs = token_ids[:kept], logprobs[:kept]
             delta.times = RequestTimes(live.arrival, live.first_scheduled, live.first_token, self.now())
@@ -344,6 +348,7 @@ class OutputCollector:
             )
             whole.metrics = delta.times or whole.metrics
         whole.finished = delta.last
+        whole.pooled = whole.pooled or delta.pooled
 
     def output(self) -> RequestOutput:
         self._texts = [["".join(parts)] for parts in self._texts]

@@ -107,7 +107,7 @@ def take_first_step(engine: Engine) -> None:
     while core.has_work:
         ends += [out.finished for out in core.step() if out.finished is not None]
     core.observe(engine.recorder if engine.trace is None else engine.trace)
-    if [end.reason for end in ends] != [FinishReason.LENGTH]:
+    if [end.reason for end in ends] not in ([FinishReason.LENGTH], [FinishReason.STOP]):  # the latter: it pools
         raise StepFailed(
             f"the engine's first step failed: {ends[0].message if ends else 'it brought nothing'}. See `headrace doctor`."
         )

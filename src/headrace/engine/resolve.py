@@ -17,6 +17,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.models.source import ModelSource, find_model
+from headrace.spec import DecoderSpec
 from headrace.speculative.settings import read_settings
 from headrace.techniques import TECHNIQUES, Technique
 
@@ -32,14 +33,14 @@ def find_source(config: EngineConfig) -> ModelSource:
 
 
 def resolve_config(
-    config: EngineConfig, device: str, *, long_steps: bool = False
+    config: EngineConfig, device: str, *, long_steps: bool = False, least_tokens: int = 0
 ) -> tuple[EngineConfig, tuple[Decision, ...]]:
     """Fills max_num_seqs, max_num_batched_tokens, block_size, overlap and, for ``deadline``, max_step_ms.
 
     ``device``: "cpu", "cuda" or "none" (keyed-hash).
 
     ``long_steps``: nobody reads answers while they are written, and the model gains by longer steps
-    (worker/settings.py).
+    (worker/settings.py). ``least_tokens``: of a step, unless the user says otherwise.
     """
     decisions: list[Decision] = []
 
@@ -62,10 +63,24 @@ def resolve_config(
     case = (
         "timed" if device == "cpu" and config.scheduler.max_step_ms is not None else "long steps" if long_steps else ""
     )
-    choose("scheduler", "max_num_batched_tokens", case, config.scheduler.rows)
+    choose("scheduler", "max_num_batched_tokens", case, max(config.scheduler.rows, least_tokens))
     choose("cache", "block_size")
     choose("device", "overlap", "busy" if config.device.device_time else "")
     return config, tuple(decisions)
+
+
+def resolve_pooling(config: EngineConfig, spec: DecoderSpec) -> tuple[EngineConfig, tuple[Decision, ...]]:
+    """Prompts are computed whole, and nothing of them is cached, where the model can compute no part of one."""
+    if spec.pooling is None:
+        return config, ()
+    how = {"last": "the last token's", "cls": "the first token's", "mean": "the mean of all tokens'"}[spec.pooling.kind]
+    further = ", normalized" if spec.pooling.normalize else ", and a head" if spec.pooling.task == "score" else ""
+    task = Decision("task", spec.pooling.task, f"of hidden states {how}{further}")
+    if not spec.whole_prompts:
+        return config, (task,)
+    reason = "tokens see what follows them" if not spec.causal else "the result takes in every token of a prompt"
+    said = Decision("kv_caching", False, f"{reason}, so prompts are computed in one step")
+    return replace(config, cache=replace(config.cache, kv_caching=False)), (task, said)
 
 
 def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHashExecutor:
@@ -106,7 +121,7 @@ def describe(
         model=model,
         served_names=config.model.served_model_name or (model,),
         max_model_len=info.max_model_len,
-        max_sequence_tokens=core.scheduler.max_sequence_tokens,
+        max_sequence_tokens=core.scheduler.max_sequence_tokens - (info.pooling is not None),
         vocab_size=info.vocab_size,
         max_num_seqs=core.scheduler.limits.max_num_seqs,
         eos_token_ids=eos,
@@ -117,6 +132,10 @@ def describe(
         techniques={technique.name: _state_of(technique, config, info.device) for technique in TECHNIQUES},
         max_num_batched_tokens=core.scheduler.limits.max_num_batched_tokens,
         can_sleep=config.device.enable_sleep_mode,
+        task="generate" if info.pooling is None else info.pooling.task,
+        pooling=info.pooling,
+        embedding_width=_positive(source.config.get("hidden_size"), 0),
+        segments=_positive(source.config.get("type_vocab_size"), 0),
     )
 
 

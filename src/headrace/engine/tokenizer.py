@@ -10,6 +10,8 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -36,10 +38,14 @@ from headrace.models.source import (
     find_tokenizer_files,
     read_bounded,
 )
+from headrace.spec import PoolHead
 
 _SHORT = 4096  # characters
 CHANGES = "this model's chat template changes texts, or its tokenizer cannot tell them apart"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# How a language model is asked about a pair whose score is "yes" against "no", as Qwen3-Reranker was trained.
+_YES_OR_NO = Path(__file__).with_name("yes_or_no.jinja")
 
 log = logging.getLogger("headrace.tokenizer")
 
@@ -60,6 +66,12 @@ def load_tokenizer(
     if files is None:
         return None
     template = None if chat_template is None else read_chat_template(chat_template)
+    pooling = source.pooling
+    if pooling is not None and template is None:  # conversations are none of its inputs
+        files = replace(
+            files,
+            templates={"default": _YES_OR_NO.read_text("utf-8")} if pooling.get("head") == PoolHead.TOKENS else {},
+        )
     tokenizer = Tokenizer(files, chat_template=template, special_tokens_in_messages=special_tokens_in_messages)
     width = source.config.get("vocab_size")
     if isinstance(width, int) and tokenizer.vocab_size > width:
@@ -149,6 +161,31 @@ class Tokenizer:
                 f"the text cannot be encoded as UTF-8 ({_surrogate(text)}); send valid text.", param="prompt"
             ) from error
         return ids
+
+    def encode_around(
+        self, text: str, second: str | None = None, keep: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """A text, or a pair, with special tokens as the model wants them: (ids, of which text each is).
+
+        ``keep``: at most so many; what is left out is the end of the last text, inside of the special tokens.
+        """
+        with _damage_explained("the tokenizer fails on this text"):
+            try:
+                parts = [
+                    self._backend.encode(each, add_special_tokens=False) for each in (text, second) if each is not None
+                ]
+            except (TypeError, UnicodeEncodeError) as error:
+                told = f"the text cannot be encoded as UTF-8 ({_surrogate(text + (second or ''))}); send valid text."
+                raise InvalidRequest(told, param="prompt") from error
+            if keep is not None:
+                around = self._backend.num_special_tokens_to_add(second is not None)
+                room = keep - around - sum(len(each) for each in parts[:-1])
+                if room < 1:
+                    told = f"is {keep}, but {keep - room} tokens stand around what may be left out; give {keep - room + 1} or more"
+                    raise InvalidRequest(f"truncate_prompt_tokens {told}.", param="truncate_prompt_tokens")
+                parts[-1].truncate(room)
+            whole = self._backend.post_process(parts[0], parts[1] if second is not None else None)
+        return whole.ids, whole.type_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         decoder = self.stream_decoder(skip_special_tokens)

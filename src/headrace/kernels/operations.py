@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from headrace.kernels.attention import candidates as attention
-from headrace.kernels.attention.reference import paged_attention, rope_attention, rotary_write
+from headrace.kernels.attention.reference import paged_attention, rope_attention, rotary_write, whole_attention
 from headrace.kernels.candidate import (
     Candidate,
     DeltaFacts,
@@ -101,6 +101,7 @@ PAGED_ATTENTION = Operation(
 ROPE_ATTENTION = Operation(
     "rope_attention", rope_attention, RopeFacts, attention.ROPE_ATTENTION, varies=True, reads=True
 )
+WHOLE_ATTENTION = Operation("whole_attention", whole_attention, HeadFacts, attention.WHOLE_ATTENTION, reads=True)
 ACTIVATION = Operation("activation", activation, Facts, norm.ACTIVATION, varies=True)
 GATED_ACTIVATION = Operation("gated_activation", gated_activation, Facts, norm.GATED_ACTIVATION, varies=True)
 MOE = Operation("moe", experts.moe, ExpertFacts, moe.MOE, varies=True, reads=True)
@@ -120,7 +121,7 @@ FETCH_STEP = Operation("fetch_step", fetch_step, Facts, rows.FETCH_STEP)
 _ALL: tuple[Operation[Any, Any], ...] = (
     LINEAR, FUSED_LINEAR, ADDED_LINEAR, GATED_LINEAR, PACKED_LINEAR, PACKED_FUSED, NORMED_LINEAR, ACTIVATED_LINEAR, PACKED_MOE,
     EMBEDDING, RMS_NORM, LAYER_NORM,
-    ROTARY_WRITE, PAGED_ATTENTION, ROPE_ATTENTION,
+    ROTARY_WRITE, PAGED_ATTENTION, ROPE_ATTENTION, WHOLE_ATTENTION,
     ACTIVATION, GATED_ACTIVATION, MOE, GREEDY_TOKENS, PICK_TOKENS, GUMBEL_ARGMAX, SCORE_TOKENS, WRITE_ROWS, GATHER_INPUTS, STORE_TOKENS,
     DECODE_STEP, DRAFT_TOKENS, FETCH_STEP, ADD_DELTAS, LOOK_UP_DELTAS,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headrace.kernels.candidate import HeadFacts, RopeFacts
 from headrace.kernels.inputs import Alone, AttentionInputs, LayerStep, Quantized, Wanted
-from headrace.kernels.operations import PAGED_ATTENTION, ROPE_ATTENTION, ROTARY_WRITE
+from headrace.kernels.operations import PAGED_ATTENTION, ROPE_ATTENTION, ROTARY_WRITE, WHOLE_ATTENTION
 from headrace.layers.basic import RMSNorm
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear, Norm, Stream
@@ -54,9 +54,13 @@ class Attention(nn.Module):
         self._soft_cap = spec.attention_soft_cap
         heads = (context.dtype, size, spec.num_heads, spec.num_kv_heads)
         self.quantized = None if context.kv is None else _quantized(context.kv, spec.num_kv_heads, context.device)
+        self._whole = None  # of an encoder: nothing is rotated, nothing cached
+        self._rope_attend = None  # both at once, and the rotation; for steps in which every sequence has one query
+        if not spec.causal:
+            self._whole = context.kernels.choose(WHOLE_ATTENTION, HeadFacts(*heads))
+            return
         self._rotary_write = context.kernels.choose(ROTARY_WRITE, HeadFacts(*heads, kv=context.kv))
         self._attend = context.kernels.choose(PAGED_ATTENTION, HeadFacts(*heads, kv=context.kv))
-        self._rope_attend = None  # both at once, and the rotation; for steps in which every sequence has one query
         if cos_sin is not None:
             facts = RopeFacts(
                 *heads, cos_sin.shape[1], spec.qk_norm, layer.window, spec.attention_soft_cap, kv=context.kv
@@ -75,13 +79,16 @@ class Attention(nn.Module):
     def least_shared(self, rows: int) -> int | None:
         """From how many shared tokens on decode steps of so many rows look for keys that sequences share; None: they
         never do."""
-        asked = getattr(self._attend, "least_shared", None)
+        asked = None if self._whole is not None else getattr(self._attend, "least_shared", None)
         least: int | None = None if asked is None or self._window is not None else asked(rows)
         return least
 
     def _attended(self, qkv: Tensor, step: LayerStep) -> Tensor:  # [tokens, heads · head_dim], or of wanted ones alone
         whole = qkv.view(self._shape)
         positions, inputs, k_cache, v_cache, wanted = step
+        if self._whole is not None:
+            q, k, v = whole.split_with_sizes(self._split, dim=1)
+            return _picked(self._whole(q, k, v, inputs, self._scale).view(-1, self._width), wanted)
         if self._rope_attend is not None and self._cos_sin is not None:
             attended: Tensor | None = self._rope_attend(
                 whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale

@@ -53,7 +53,7 @@ class Stream:
     root of the mean of ``squares``.
 
     ``takes_norms``, ``takes_sums``: products of this step take in norms and sums, or sums alone, where they have a
-    kernel for it. ``adapters``: rows that adapters add to.
+    kernel for it. ``post_norm``: what a norm gives is the stream from there on. ``adapters``: rows that adapters add to.
     """
 
     sum: Tensor  # [tokens, hidden]
@@ -63,13 +63,15 @@ class Stream:
     scaled: Tensor | None = None  # [tokens, hidden]
     adapters: AdapterRows | None = None
     squares: Tensor | None = None  # [pieces, tokens], float32: partial sums
+    post_norm: bool = False
 
     def normed(self, norm: Norm) -> Tensor:
         """The norm of all that has been computed, which is added up then."""
         if self.pending is None:
-            return norm.forward(self.sum)[0]
-        x, self.sum = norm.forward(self.pending, self.sum)
-        self.pending = None
+            x, total = norm.forward(self.sum)[0], self.sum
+        else:
+            x, total = norm.forward(self.pending, self.sum)
+        self.sum, self.pending = x if self.post_norm else total, None
         return x
 
     def through(self, product: Normed, norm: Norm) -> Tensor:

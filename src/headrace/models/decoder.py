@@ -24,6 +24,7 @@ from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.moe import SparseFeedForward
+from headrace.layers.pooling import Pooled, Pooler
 from headrace.layers.rotary import rotary_table
 from headrace.parallel.group import Group
 from headrace.sites import Role, Weight, head, is_plain, layer_matrices, weights
@@ -123,11 +124,13 @@ class Decoder(nn.Module):
         tables = {site.name: site for site in weights(spec) if site.role is Role.EMBEDDING}
         self.embedding = Embedding(tables["embedding"], context, scale=spec.embedding_scale)
         self.positions = Embedding(tables["positions"], context) if "positions" in tables else None
+        self.token_types = Embedding(tables["token_types"], context) if "token_types" in tables else None
         cos_sin = None if spec.rope is None else rotary_table(spec.rope, max_model_len, device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
         self.layers = nn.ModuleList(Block(spec, index, cos_sin, context) for index in range(spec.num_layers))
         self.norm = _norm(spec, context)
         self.head = _head(spec, context, self.embedding)
+        self.pooler = None if spec.pooling is None else Pooler(spec, context)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
         self._make_step = (
@@ -185,15 +188,15 @@ class Decoder(nn.Module):
             for cache, count in zip(kv_caches, self._halves, strict=True)
         ]
         stream = Stream(self.embedded(inputs), *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
+        stream.post_norm = self.spec.post_norm
         wanted = None if stream.takes_norms else inputs.wanted  # few rows are computed to the end
         tapped = () if self.tap is None else self.tap.layers
         for index, (block, following, group, place) in enumerate(self._steps):
             if self.tap is not None and index in tapped:
                 self.tap.take(stream.sum if stream.pending is None else stream.sum + stream.pending, index)
             picked = _wanted(inputs, group) if wanted is not None and following is self.norm else None
-            step = LayerStep(
-                inputs.positions, inputs.attention[group], halves[group][place], halves[group][place + 1], picked
-            )
+            k, v = halves[group][place : place + 2] if self.spec.causal else (kv_caches[0], kv_caches[0])
+            step = LayerStep(inputs.positions, inputs.attention[group], k, v, picked)
             block.forward(stream, step, following)
         if wanted is not inputs.wanted:
             stream.sum = stream.sum[inputs.wanted]
@@ -201,8 +204,13 @@ class Decoder(nn.Module):
 
     def embedded(self, inputs: ForwardInputs) -> Tensor:  # [tokens, hidden]
         """The input of the first block."""
-        x = self.embedding.forward(inputs.token_ids, inputs.adapters)
-        return x if self.positions is None else x + self.positions.forward(inputs.positions)
+        ids, spec = inputs.token_ids, self.spec
+        if self.token_types is None:
+            x = self.embedding.forward(ids, inputs.adapters)
+        else:
+            x = self.embedding.forward(ids % spec.vocab_size, inputs.adapters)
+            x = x + self.token_types.forward(ids // spec.vocab_size)
+        return x if self.positions is None else x + self.positions.forward(inputs.positions + spec.first_position)
 
     def composed(self, tokens: int) -> tuple[bool, bool]:
         """Whether GEMMs of this many rows include norms and sums, or sums only; in all blocks, or in none."""
@@ -237,6 +245,12 @@ class Decoder(nn.Module):
         return StepWeights(
             layers, table, norm, head, self.cos_sin, self.spec.qkv_heads, self.spec.norm_eps, self.spec.attention_scale
         )
+
+    def pooled(self, hidden: Tensor, places: Pooled) -> Tensor:  # [tokens, hidden] → [n, hidden], or [n, 1]; float32
+        """What becomes of prompts in place of a next token."""
+        assert self.pooler is not None
+        found = self.pooler.forward(hidden, places)
+        return self.pooler.verdict(self.logits(found.to(hidden.dtype))) if self.pooler.of_tokens else found
 
     def logits(
         self, hidden: Tensor, adapters: AdapterRows | None = None
@@ -284,7 +298,7 @@ def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding) -> Lin
 def _composes(spec: DecoderSpec) -> bool:
     """Whether norms, sums and activation can be fused into the adjacent GEMMs, in every block."""
     dense = all(layer.moe is None for layer in spec.layers)
-    return dense and spec.gated_mlp and spec.norm is NormKind.RMS and not spec.sandwich_norm
+    return not spec.post_norm and dense and spec.gated_mlp and spec.norm is NormKind.RMS and not spec.sandwich_norm
 
 
 def _steps(spec: DecoderSpec, layers: nn.ModuleList, last: Norm) -> tuple[tuple[Block, Norm, int, int], ...]:
@@ -296,7 +310,8 @@ def _steps(spec: DecoderSpec, layers: nn.ModuleList, last: Norm) -> tuple[tuple[
     }
     blocks = [block for block in layers if isinstance(block, Block)]
     norms = [*(block.attention_norm for block in blocks[1:]), last][: len(blocks)]
-    return tuple((block, norm, *places[index]) for index, (block, norm) in enumerate(zip(blocks, norms, strict=True)))
+    follow = enumerate(zip(blocks, norms, strict=True))
+    return tuple((block, norm, *places.get(index, (0, 0))) for index, (block, norm) in follow)  # an encoder's have none
 
 
 def _check(spec: DecoderSpec, max_model_len: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.errors import ModelError
 from headrace.models.fields import MISSING_FAMILIES, Fields
+from headrace.models.pooling import KEY, with_pooling
 from headrace.models.rope import read_rope, rope_context
 from headrace.models.weight_rules import with_formats
 from headrace.quant.config import read_quantization
@@ -28,6 +29,7 @@ _ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu": Activation.GELU,
+    "gelu_python": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
@@ -183,6 +185,40 @@ def _learned_decoder(fields: Fields, *, default_activation: str, multi_query: bo
     )
 
 
+def _encoder(fields: Fields, *, offset: bool = False) -> DecoderSpec:
+    """Layer norms behind each addition, learned positions, token types: BERT. ``offset``: positions begin behind the
+    padding token's (RoBERTa)."""
+    num_layers, hidden, heads = _sizes(fields, "num_hidden_layers", "hidden_size", "num_attention_heads")
+    rows = fields.integer("max_position_embeddings", high=2**24)
+    first = fields.integer("pad_token_id", 1, low=0, high=rows - 2) + 1 if offset else 0
+    head_size = _even_share(fields, hidden, heads)
+    fields.choice("position_embedding_type", {"absolute": True}, "absolute")
+    return DecoderSpec(
+        **_common(fields, tied=True),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        layers=(LayerSpec(),) * num_layers,
+        max_positions=rows - first,
+        rope=None,
+        norm=NormKind.LAYER,
+        norm_eps=fields.number("layer_norm_eps", 1e-12, high=1.0),
+        activation=fields.choice("hidden_act", _ACTIVATIONS, "gelu"),
+        gated_mlp=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        attention_scale=head_size**-0.5,
+        causal=False,
+        post_norm=True,
+        token_types=fields.integer("type_vocab_size", 2, high=64),
+        first_position=first,
+        position_rows=rows,
+    )
+
+
 def _sizes(fields: Fields, layers: str, hidden: str, heads: str) -> tuple[int, int, int]:
     return fields.integer(layers, high=MAX_LAYERS), fields.integer(hidden, high=2**20), fields.integer(heads, high=4096)
 
@@ -268,6 +304,10 @@ FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "phi3": partial(_rotary_decoder, windows=_same_window, partial_rotation=True),
     "gpt2": partial(_learned_decoder, default_activation="gelu_new"),
     "gpt_bigcode": _starcoder,
+    "bert": _encoder,
+    "roberta": partial(_encoder, offset=True),
+    "xlm-roberta": partial(_encoder, offset=True),
+    "camembert": partial(_encoder, offset=True),
 }
 
 
@@ -279,6 +319,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """
     fields = Fields(config, _family(config))
     spec, quantization = FAMILIES[fields.family](fields), fields.raw("quantization_config")
+    spec = with_pooling(spec, fields.mapping(KEY))
     fields.finish()
     if quantization is None:
         return spec
@@ -303,12 +344,14 @@ def _family(config: Mapping[str, Any]) -> str:
             param="model_type",
         )
     architectures = config.get("architectures") or []
+    if config.get(KEY) is not None:
+        return family
     if not isinstance(architectures, list) or not all(
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures
     ):
         raise ModelError(
-            f"config.json ({family}): architectures is {str(architectures)[:80]}, but only causal language models (…ForCausalLM) are supported; "
-            f"use a checkpoint with a language-model head.",
+            f"config.json ({family}): architectures is {str(architectures)[:80]}, but only causal language models (…ForCausalLM) generate text; "
+            f"use a checkpoint with a language-model head, or --task embed for embeddings.",
             param="architectures",
         )
     return family

@@ -14,7 +14,8 @@ from headrace.errors import ModelError
 SMALL = frozenset(
     {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-        "tokenizer.model", "chat_template.jinja", "chat_template.json",
+        "tokenizer.model", "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
+        "sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json",
     }
 )  # fmt: skip
 _NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")

@@ -25,7 +25,7 @@ from headrace.observe.progress import LoadingLine
 from headrace.parallel.shares import Cut
 
 # Checkpoints of the same model differ in whether names begin at the causal-LM wrapper or at the bare model.
-_WRAPPERS = ("model.", "transformer.")
+_WRAPPERS = ("model.", "transformer.", "bert.", "roberta.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

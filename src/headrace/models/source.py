@@ -18,6 +18,7 @@ from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.models.file_names import gguf_files, select_gguf
 from headrace.models.hub import HubId, download_model
+from headrace.models.pooling import KEY, json_reader, read_pooling
 from headrace.quant.config import USUAL
 
 MAX_JSON_BYTES = 16 * 2**20  # config files; the larger ones are bounded apart
@@ -77,6 +78,11 @@ class ModelSource:
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         return " ".join(f"{each.resolve().name} {each.stat().st_size} {each.stat().st_mtime_ns}" for each in files)
 
+    @property
+    def pooling(self) -> Mapping[str, Any] | None:
+        """What its hidden states become; None: next tokens."""
+        return self.config.get(KEY)
+
     def tokenizer_files(self) -> TokenizerFiles | None:
         """None if the model has no tokenizer (prompts must then be token ids). Raises ModelError for a damaged one."""
         return read_tokenizer_files(self.path)
@@ -88,7 +94,23 @@ def find_model(config: ModelConfig) -> ModelSource:
     weights = _weight_format(path, config.load_format)
     if path.is_dir() and weights is WeightFormat.GGUF:
         path = only_gguf(path)
-    return _quantised_as_asked(_describe(path, name, weights, config.generation_config), config.quantization)
+    source = _pooled(_describe(path, name, weights, config.generation_config), config.task)
+    return _quantised_as_asked(source, config.quantization)
+
+
+def _pooled(source: ModelSource, task: str) -> ModelSource:
+    """With what its hidden states become, where that is no next token."""
+
+    def token_ids() -> Any:
+        files = source.tokenizer_files()
+        return None if files is None else parse_json(files.tokenizer_json, files.origin).get("model", {}).get("vocab")
+
+    def parse(file: Path) -> Any:
+        return parse_any_json(read_bounded(file, MAX_JSON_BYTES), str(file))
+
+    folder = source.path if source.path.is_dir() else source.path.parent / "nowhere"
+    pooling = read_pooling(source.config, task, json_reader(folder, parse), token_ids)
+    return source if pooling is None else replace(source, config={**source.config, KEY: pooling})
 
 
 def _quantised_as_asked(source: ModelSource, asked: str | None) -> ModelSource:
@@ -204,6 +226,7 @@ def _describe(path: Path, name: str, weights: WeightFormat, generation_config: s
         config, generation = read_gguf_config(path)
     else:
         config = read_json(path / "config.json")
+        config.pop(KEY, None)  # ours alone
         if "quantization_config" not in config and (path / "hf_quant_config.json").is_file():  # ModelOpt's own file
             config["quantization_config"] = read_json(path / "hf_quant_config.json").get("quantization")
         generation = read_json(path / "generation_config.json", missing_ok=True)
@@ -278,13 +301,17 @@ def read_json(file: Path, *, missing_ok: bool = False, limit: int = MAX_JSON_BYT
     return parse_json(read_bounded(file, limit), str(file))
 
 
-def parse_json(text: str, origin: str) -> dict[str, Any]:
+def parse_any_json(text: str, origin: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise ModelError(f"{origin} is not JSON: {error}. Download it again.") from error
     except RecursionError as error:
         raise ModelError(f"{origin} is nested too deeply to be a model's file; download it again.") from error
+
+
+def parse_json(text: str, origin: str) -> dict[str, Any]:
+    value = parse_any_json(text, origin)
     if not isinstance(value, dict):
         raise ModelError(f"{origin} holds a JSON {type(value).__name__}, not an object; download it again.")
     return value

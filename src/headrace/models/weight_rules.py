@@ -51,6 +51,9 @@ class Names:
     layer: str
     words: Mapping[str, tuple[str, ...]]
     transposed: bool = False  # matrices are stored [in, out]
+    ignored: tuple[str, ...] = ()  # patterns of keys that are no part of the model
+    behind: str = ""  # of post-norm layers, the norm that ends one: the next layer's first, or the last of all
+    num_layers: int = 0
 
 
 def _read_names() -> dict[str, Names]:
@@ -58,6 +61,8 @@ def _read_names() -> dict[str, Names]:
     entries = tomllib.loads(Path(__file__).with_name("weight_names.toml").read_text(encoding="utf-8"))
     for family, entry in entries.items():
         words = {name: tuple(each) for name, each in entry.pop("words", {}).items()}
+        if "ignored" in entry:
+            entry["ignored"] = tuple(entry["ignored"])
         if (base := found.get(entry.pop("like", ""))) is not None:
             found[family] = replace(base, words={**base.words, **words}, **entry)
         else:
@@ -73,7 +78,7 @@ def names_of(family: str) -> Names:
 
 
 def _names(spec: DecoderSpec) -> Names:
-    return names_of(spec.family)
+    return replace(names_of(spec.family), num_layers=spec.num_layers)
 
 
 # What a cache in FP8 takes its scales from (kv_scales.py), and scales of inputs in 4 bits, which stay in the type the
@@ -96,6 +101,7 @@ def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
     found += [r"model\.mtp_layers\..*", r"mtp\..*"]
     found += [rf"model\.layers\.{spec.num_layers + index}\..*" for index in range(spec.foretelling)]
     found += [_OF_WHOLE] if spec.ranks > 1 else []
+    found += _names(spec).ignored
     return (*found, _KV_SCALES) if is_plain(spec) else (*found, _KV_SCALES, _UNUSED_SCALES)
 
 
@@ -168,6 +174,9 @@ def _modules(names: Names, weight: Weight, at: str | None = None) -> tuple[tuple
     own = weight.name.removeprefix(f"layers.{weight.layer}.")
     if at is None:
         at = "" if weight.layer is None else f"{names.layer}.{weight.layer}."
+    if names.behind and own in ("attention_norm", "norm"):
+        before = (names.num_layers if weight.layer is None else weight.layer) - 1
+        return ((f"{names.layer}.{before}.{names.behind}" if before >= 0 else names.words[own][0],),)
     if weight.moe is None:
         return (tuple(at + word for word in names.words[own]),)
     words, (experts,) = names.words[own.replace("feed_forward", "experts")], names.words["experts"]
@@ -189,7 +198,8 @@ def adapted_modules(spec: DecoderSpec) -> Iterator[Module]:
     """The modules that an adapter may add to: all linear layers except routers and experts, plus the embedding and the
     head."""
     for weight in weights(spec):
-        if weight.role in (Role.NORM, Role.ROUTER) or weight.moe is not None or weight.name == "positions":
+        tables = weight.role is Role.EMBEDDING and weight.name != "embedding"
+        if weight.role in (Role.NORM, Role.ROUTER, Role.CLASSIFIER) or weight.moe is not None or tables:
             continue
         (merged,) = _modules(_names(spec), weight)
         if len(merged) == 1:
@@ -240,7 +250,7 @@ def with_formats(spec: DecoderSpec, choose: Callable[[str], Format | None], *, e
     names = _names(spec)
 
     def formats_of(found: Iterator[Weight]) -> Formats:
-        roles = (Role.NORM,) if embeddings else (Role.NORM, Role.EMBEDDING)
+        roles = (Role.NORM, Role.CLASSIFIER) if embeddings else (Role.NORM, Role.CLASSIFIER, Role.EMBEDDING)
         chosen = (
             (each, _formats(names, each, choose))
             for each in found

@@ -122,7 +122,7 @@ def _append_plain(roster: Roster, sequence: Sequence, token: int) -> None:
 
 def single_tokens(result: StepResult) -> list[int] | None:
     """The tokens of a result that holds one for each sample and nothing else."""
-    if result.errors or result.logprobs or result.prompt_logprobs:
+    if result.errors or result.logprobs or result.prompt_logprobs or result.pooled:
         return None
     try:
         return result.tokens.column if isinstance(result.tokens, Singles) else [token for (token,) in result.tokens]
@@ -162,6 +162,8 @@ def _accept(
         assert tokens == sequence.certain[:1], "its mask allowed this token alone"
         tokens, sequence.certain = sequence.certain, ()
     accepted, finished = _append(sequence, tokens, roster.eos_token_ids, now)
+    if j in result.pooled:
+        accepted, finished = (), sequence.finish_record(FinishReason.STOP, now)
     if finished is not None:
         roster.end(sequence)
     elif sequence.status is SequenceStatus.RUNNING:
@@ -177,6 +179,7 @@ def _accept(
         num_cached_tokens=sequence.num_cached_tokens if first else None,
         finished=finished,
         first_scheduled=sequence.first_scheduled if first else None,
+        pooled=result.pooled.get(j, b""),
     )
 
 

@@ -116,7 +116,8 @@ class Roster:
         self.cache = cache
         self.limits = limits
         self.eos_token_ids = eos_token_ids
-        self.max_sequence_tokens = min(limits.max_model_len, cache.capacity_tokens(limits.max_num_batched_tokens))
+        longest = min(limits.max_model_len, cache.capacity_tokens(limits.max_num_batched_tokens))
+        self.max_sequence_tokens = longest + limits.pooling
         self.requests: dict[int, list[Sequence]] = {}
         self.waiting = WaitingQueue() if policy is None else policy.create_queue()
         self.running: list[Sequence] = []

@@ -106,6 +106,58 @@ class Usage(Struct):
     prompt_tokens_details: CachedTokens
 
 
+class PooledUsage(Struct):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class Embedding(Struct):
+    index: Count
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class Embeddings(Struct):
+    id: str
+    created: Count
+    model: str
+    data: list[Embedding]
+    usage: PooledUsage
+    object: Literal["list"] = "list"
+
+
+class Score(Struct):
+    index: Count
+    score: float
+    object: Literal["score"] = "score"
+
+
+class Scores(Struct):
+    id: str
+    created: Count
+    model: str
+    data: list[Score]
+    usage: PooledUsage
+    object: Literal["list"] = "list"
+
+
+class RankedDocument(Struct):
+    text: str
+
+
+class Ranked(Struct):
+    index: Count
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class Ranking(Struct):
+    id: str
+    model: str
+    usage: PooledUsage
+    results: list[Ranked]
+
+
 class Called(Struct):
     """``arguments`` of a function, ``input`` of a custom tool."""
 

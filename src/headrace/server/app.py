@@ -28,7 +28,7 @@ from headrace.request import RequestTimes
 from headrace.server import adapters, dashboard, inflight, pages, sleeping
 from headrace.server import answer_types as answers
 from headrace.server.auth import Guard
-from headrace.server.dialects import chat, completions, messages, responses, responses_body, tokens
+from headrace.server.dialects import chat, completions, messages, pooling, responses, responses_body, tokens
 from headrace.server.exchange import Exchange, fail_stream
 from headrace.server.exposition import CONTENT_TYPE, PROBES, render_process
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, MethodNotAllowed
@@ -87,13 +87,6 @@ async def openapi(service: Service, exchange: Exchange) -> None:
     config = service.config
     closed = config.unknown_fields == "refuse"
     await exchange.reply_json(document(ROUTES, service.version, keys=bool(config.api_key), closed=closed))
-
-
-async def embeddings(service: Service, exchange: Exchange) -> None:
-    raise NotFound(
-        "This server has no embeddings: it serves models that generate text; use a server for embedding models.",
-        code="route_not_found",
-    )
 
 
 async def ping(service: Service, exchange: Exchange) -> None:
@@ -187,7 +180,15 @@ ROUTES = (
     Route(
         "POST", "/v1/unload_lora_adapter", adapters.unload, "serve an adapter no more", body=adapters.UnloadAdapterBody, answer=answers.Status
     ),
-    Route("POST", "/v1/embeddings", embeddings, "404: embeddings are not offered", answer=None),
+    Route("POST", "/v1/embeddings", pooling.embeddings, "embed texts", body=pooling.EmbeddingBody, answer=answers.Embeddings),
+    *(
+        Route("POST", path, pooling.rerank, "order documents by how well they answer a query", body=pooling.RerankBody, answer=answers.Ranking)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        Route("POST", path, pooling.score, "how well pairs of texts belong together", body=pooling.ScoreBody, answer=answers.Scores)
+        for path in ("/v1/score", "/score")
+    ),
     Route("POST", "/tokenize", tokens.tokenize, "text or a conversation to token ids", body=tokens.TokenizeBody, answer=answers.Tokens),
     Route("GET", "/tokenizer_info", tokens.tokenizer_info, "the tokenizer's configuration, with the chat template", answer=answers.Tokenizer),
     Route("POST", "/detokenize", tokens.detokenize, "token ids to text", body=tokens.DetokenizeBody, answer=answers.Prompt),

@@ -261,7 +261,8 @@ def priced(
 
 
 async def shape_of(service: Service, request: GenerationRequest[Any]) -> Shape:
-    """Raises NotFound for a model that is not served."""
+    """Raises NotFound for a model that is not served, or does not generate."""
+    service.model.check_task("generate")
     await service.model.learn(request.body.model)
     return replace(
         request.shape, model=service.model.check_model(request.body.model), fingerprint=service.model.fingerprint

@@ -78,7 +78,7 @@ def document(routes: Iterable[Route], version: str, *, keys: bool, closed: bool 
 
 def body_schemas(bodies: Iterable[type[Body]]) -> tuple[dict[type[Body], Schema], dict[str, Schema]]:
     """What each route takes, and the structs in it by name."""
-    kinds = tuple(bodies)
+    kinds = tuple(dict.fromkeys(bodies))
     _, parts = schema_components(kinds, ref_template="#/components/schemas/{name}")
     for part in parts.values():
         if part.get("additionalProperties") is False:  # see OBJECTS

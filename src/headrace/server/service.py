@@ -195,6 +195,13 @@ class Model:
             )
         return name
 
+    def check_task(self, *tasks: str) -> None:
+        """Raises NotFound where the model is for something else."""
+        try:
+            self.any_engine().inputs.check_task(*tasks)
+        except InvalidRequest as error:
+            raise NotFound(error.message, param="model", code=error.code) from None
+
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request's model names; None: it names the base."""
         engine = self.any_engine()

@@ -24,6 +24,7 @@ from torch import Tensor
 from headrace.clock import Clock
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import AdapterRows, ForwardInputs, adapter_rows
+from headrace.layers.pooling import Pooled
 from headrace.lora.device import DeviceAdapters
 from headrace.models.decoder import Decoder
 from headrace.request import NO_SLOT, Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
@@ -31,7 +32,7 @@ from headrace.worker.arena import Arena
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
 from headrace.worker.prompt_graphs import PromptGraphs
-from headrace.worker.rows import Ints, Rows, ship
+from headrace.worker.rows import Ints, Rows, ship, ship_all
 from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
 from headrace.worker.speculator import Drafts, Speculator
 
@@ -91,6 +92,7 @@ class Step:
     # index into plan.rows, then ids, logprobs, ranks; in order of position
     prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()
     drafts: Drafts | None = None
+    pooled: Tensor | None = None  # [samples, width], float32: in place of samples
     result: StepResult | None = None  # of a device without a queue, at once
 
 
@@ -156,7 +158,8 @@ class ModelRunner:
         self._sampler = Sampler(rows, kernels)
         self._max_logits_rows = max_logits_rows
         self._padded = padded
-        self._prune = prune
+        pooling = decoder.spec.pooling
+        self._prune = prune and (pooling is None or pooling.kind == "last")
         self._clock = clock
         self._device_clock = DeviceClock()
         self._speculator = speculator
@@ -390,6 +393,9 @@ class ModelRunner:
 
     def _sample_eagerly(self, step: Step, packing: Packing, hidden: Tensor, masks: TokenMasks) -> None:
         plan = step.plan
+        if self._decoder.pooler is not None:
+            step.pooled = self._pool(plan, packing, hidden)
+            return
         pieces = self._pieces(len(plan.sample_rows))
         step.samples = tuple(self._sample_piece(plan, packing, hidden, piece, masks) for piece in pieces)
         scored = (
@@ -399,9 +405,23 @@ class ModelRunner:
         )
         step.prompt = tuple(scored)
 
+    def _pool(self, plan: StepPlan, packing: Packing, hidden: Tensor) -> Tensor | None:  # [samples, width], float32
+        """Of the prompts that this step completes."""
+        if not plan.sample_work:
+            return None
+        last = packing.sampled(plan)
+        first = last + 1 - np.asarray(plan.counts, dtype=np.int32)[np.asarray(plan.sample_work, dtype=np.int32)]
+        if packing.wanted is not None:  # nothing else was computed to the end
+            first = last = packing.hidden_rows(last)
+        places = ship_all(self._rows.device, first, last)
+        return self._decoder.pooled(hidden, Pooled(places[0].long(), places[1].long()))
+
     def _read(self, step: Step) -> StepResult:
         taken = None if step.events is None else self._device_clock.wait(*step.events, step.pause)
         tokens, logprobs, errors = _read_samples(step.samples)
+        pooled: Mapping[int, bytes] = {}
+        if step.pooled is not None:
+            tokens, pooled, errors = _read_pooled(step.pooled)
         scores: Mapping[int, tuple[TokenLogprobs, ...]] = logprobs
         wrong: Mapping[int, str] = errors
         drafted: Sequence[int] = ()
@@ -413,10 +433,17 @@ class ModelRunner:
             self._sampler.count(rows, tokens)
         found = step.plan.step_id, tokens, scores, _read_prompt(step) if step.plan.prompt_logprobs else {}, wrong
         if taken is None:  # a device without a clock of its own
-            return StepResult(*found, device_seconds=self._clock.now() - step.started, drafted=drafted)
+            seconds = self._clock.now() - step.started
+            return StepResult(*found, device_seconds=seconds, drafted=drafted, pooled=pooled)
         clock = taken.device, taken.idle
         return StepResult(
-            *found, *clock, step.graph_tokens, step.recorded_graph, drafted=drafted, lent_seconds=taken.lent
+            *found,
+            *clock,
+            step.graph_tokens,
+            step.recorded_graph,
+            drafted=drafted,
+            lent_seconds=taken.lent,
+            pooled=pooled,
         )
 
     def prepare(self) -> bool:
@@ -544,6 +571,7 @@ def _to_host(step: Step) -> None:
             scores, ids=home(scores.ids), logprobs=home(scores.logprobs), ranks=home(scores.ranks)
         )
 
+    step.pooled = None if step.pooled is None else home(step.pooled)
     step.samples = tuple(Samples(home(torch.as_tensor(each.picked)), scores_home(each.scores)) for each in step.samples)
     step.prompt = tuple((index, home(ids), home(logprobs), home(ranks)) for index, ids, logprobs, ranks in step.prompt)
 
@@ -573,6 +601,14 @@ def _read_samples(
         if samples.scores is not None:
             logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if usable[j]})
     return tokens, logprobs, errors
+
+
+def _read_pooled(pooled: Tensor) -> tuple[Sequence[tuple[int, ...]], dict[int, bytes], dict[int, str]]:
+    """A token that means nothing for each, values, and what was wrong with them."""
+    values = pooled.cpu().numpy()
+    usable = np.isfinite(values).all(axis=1)
+    found = {j: row.tobytes() for j, row in enumerate(values) if usable[j]}
+    return Singles([0] * len(values)), found, {int(j): UNUSABLE for j in np.flatnonzero(~usable)}
 
 
 def _read_scores(scores: Scores) -> Iterator[tuple[int, TokenLogprobs]]:

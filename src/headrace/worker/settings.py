@@ -91,7 +91,7 @@ class Setup:
 
     @property
     def graphs(self) -> bool:
-        return self.device.type == "cuda" and not self.config.device.enforce_eager
+        return self.device.type == "cuda" and not self.config.device.enforce_eager and self.spec.pooling is None
 
     @property
     def draft_bytes(self) -> int:
@@ -131,6 +131,8 @@ def resolve_setup(config: EngineConfig, spec: DecoderSpec) -> Setup:
     """Chooses what is automatic, and sets torch's threads."""
     for each in (config.scheduler.max_num_batched_tokens, config.device.overlap, config.cache.block_size):
         _resolved(each)
+    if spec.pooling is not None:
+        _check_pooling(config, spec)
     device = torch.device(device_kind(config.device.device))
     threads, threads_decision = resolve_threads(config.device.threads, config.device.tensor_parallel_size)
     torch.set_num_threads(threads)
@@ -140,6 +142,16 @@ def resolve_setup(config: EngineConfig, spec: DecoderSpec) -> Setup:
         each for each in (dtype_decision, threads_decision, _kv_decision(kv, dtype, spec)) if each is not None
     )
     return Setup(config, spec, device, dtype, threads, decisions, kv)
+
+
+def _check_pooling(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Raises ConfigError for what has no meaning where nothing is generated, or nothing cached."""
+    if config.scheduler.speculative_config is not None:
+        raise ConfigError("--speculative-config proposes tokens, but this model generates none; leave it out.")
+    if not spec.causal and not config.device.token_concatenation:
+        raise ConfigError("token_concatenation is off, but an encoder is not computed with padding; leave it on.")
+    if not spec.causal and config.device.tensor_parallel_size > 1:
+        raise ConfigError("--tensor-parallel-size is not supported for encoders; serve one on each device.")
 
 
 def _kv_decision(kv: KVFormat | None, dtype: torch.dtype, spec: DecoderSpec) -> Decision | None:

@@ -469,6 +469,7 @@ class Worker:
             start_seconds=self._stages.seconds,
             max_drafts=setup.speculative.most if setup.speculative is not None else 0,
             adapter_slots=self._config.adapters.slots,
+            pooling=setup.spec.pooling,
         )
         parts: dict[str, Any] = {"adapters": self._adapters, "asleep": self._sleeping}
         if self._cuda:

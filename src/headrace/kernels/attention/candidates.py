@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headrace.kernels.attention.native import create_paged_attention, create_rotary_write
+from headrace.kernels.attention.vendor import create_packed_attention, create_sequence_attention
 from headrace.kernels.build import gpu
 from headrace.kernels.build.native import native
 from headrace.kernels.build.rehearsals import heads, token_counts
@@ -137,5 +138,10 @@ PAGED_ATTENTION = (
         techniques=frozenset({"cascade_attention"}), batch_invariant=False, optional=True,
     ),
     gpu.triton("attention.paged:create_paged_attention", _attentions, _refuses),
+)  # fmt: skip
+WHOLE_ATTENTION = (
+    Candidate("sdpa", create_sequence_attention),
+    Candidate("varlen", create_packed_attention, gpu.DEVICES, (torch.bfloat16, torch.float16), batch_invariant=False),
+    Candidate("sdpa_sequences", create_sequence_attention, gpu.DEVICES),
 )  # fmt: skip
 ROPE_ATTENTION = (_rope(ROPE_CASCADE, "fused_rope_attention", "cascade_attention"), _rope(ROPE, "fused_rope_attention"))

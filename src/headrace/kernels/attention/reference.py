@@ -5,6 +5,8 @@ What lives here: formulas in plain torch. What may not: anything that is fast at
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -77,6 +79,25 @@ def paged_attention(
             table = inputs.block_table[row]
             k, v = _gather(k_cache, v_cache, table, first, context, q.shape[2], quantized)
             out[begin:end] = _attend(q[begin:end].float(), k, v, first, context, scale, window, soft_cap).to(q.dtype)
+    return out
+
+
+def whole_attention(
+    q: Tensor,  # [T, H, D]
+    k: Tensor,  # [T, H, D]
+    v: Tensor,  # [T, H, D]
+    inputs: AttentionInputs,
+    scale: float,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v in float32, of every sequence by itself, in both directions. Returns [T, H, D].
+
+    Nothing is cached: of ``inputs``, only where the sequences lie is read.
+    """
+    out = torch.empty_like(q)
+    for begin, end in pairwise(inputs.query_start.tolist()):
+        heads = [each[begin:end].transpose(0, 1).float() for each in (q, k, v)]  # [H, L, D]
+        weights = torch.softmax(heads[0] @ heads[1].transpose(1, 2) * scale, dim=-1)
+        out[begin:end] = (weights @ heads[2]).transpose(0, 1).to(q.dtype)
     return out
 
 

@@ -1,0 +1,371 @@
+"""Models that pool: /v1/embeddings as OpenAI's, /v1/rerank as Jina's and Cohere's, /v1/score as vLLM's; each a decoded
+body, or an error that names the field, and its answer.
+
+What lives here: these routes' fields, what is asked of the engine for them, their answers. What may not: pooling,
+cosines (engine/pooled.py), what all routes share (generate.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from headrace.engine import pooled
+from headrace.engine.inputs import InputProcessor, ParsedPrompt
+from headrace.engine.output import RequestDelta
+from headrace.engine.pooled import PoolingParams, cosine, paired
+from headrace.errors import InvalidRequest
+from headrace.request import Request
+from headrace.server.answer_types import PooledUsage
+from headrace.server.answers import Answer, ChoiceState, PromptState, Shape
+from headrace.server.auth import tenant_of
+from headrace.server.dialects.body import Body, Label, Refused, read_ids, refused
+from headrace.server.dialects.sampling import MAX_SALT, MAX_USER
+from headrace.server.exchange import Exchange
+from headrace.server.generate import Delivery
+from headrace.server.limits import Price
+from headrace.server.service import Service
+from headrace.server.wire import encode_list, encode_object
+from headrace.spec import PoolingSpec
+
+MAX_INPUTS = 2048  # OpenAI's
+_A_PLACE = 8  # prompts that take one place of the queue: each is done with once it is computed
+_FLOAT_BYTES = 24  # of a number in JSON, at most; base64 takes less
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_MANY: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
+_IDS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+}
+_INPUT = {"anyOf": [_TEXT, _IDS, {**_MANY, "items": _TEXT}, {**_MANY, "items": _IDS}]}
+Texts = Annotated[Any, Meta(extra_json_schema={"anyOf": [_TEXT, {**_MANY, "items": _TEXT}]})]
+
+
+class TextDocument(Struct):
+    text: str
+
+
+Documents = Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+class PoolingBody(Body):
+    """What the three routes share."""
+
+    model: str | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=2**31 - 1, extra_json_schema={"not": {"const": 0}})] | None
+    ) = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
+    user: Label = ""
+
+    refused: ClassVar[Mapping[str, Refused]] = refused("PoolingBody")
+
+
+class EmbeddingBody(PoolingBody, kw_only=True):
+    input: Annotated[Any, Meta(extra_json_schema=_INPUT)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+
+    refused: ClassVar[Mapping[str, Refused]] = refused("PoolingBody", "EmbeddingBody")
+
+
+class PairsBody(PoolingBody):
+    instruction: str | None = None
+    activation: bool | None = None
+
+
+class RerankBody(PairsBody, kw_only=True):
+    query: str
+    documents: Documents
+    top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    return_documents: bool = True
+
+    refused: ClassVar[Mapping[str, Refused]] = refused("PoolingBody", "RerankBody")
+
+
+class ScoreBody(PairsBody, kw_only=True):
+    text_1: Texts
+    text_2: Texts
+
+
+@dataclass(slots=True)
+class Job:
+    """What is asked of the engine: a prompt for each vector or score. ``places``: of each pair that is compared, its
+    two prompts; empty: a prompt is a pair, or is asked for itself."""
+
+    prompts: Sequence[Callable[[InputProcessor], ParsedPrompt]]
+    sizes: Sequence[int]  # characters of each
+    param: str
+    truncate: int | None = None
+    places: Sequence[tuple[int, int]] = ()
+
+
+def parse_embedding(raw: Mapping[str, Any]) -> tuple[EmbeddingBody, list[str | array[int]]]:
+    """Raises InvalidRequest naming the field."""
+    body = EmbeddingBody.read(raw)
+    given = body.input
+    if isinstance(given, str):
+        return body, [given]
+    if not isinstance(given, list | array) or not len(given):
+        told = "input must be a text, token ids, or a list of either, and not empty."
+        raise InvalidRequest(told, param="input", code="invalid_type")
+    if isinstance(given[0], int):
+        return body, [read_ids("input", given)]
+    _check_count("input", len(given))
+    if isinstance(given[0], str):
+        if not all(isinstance(each, str) for each in given):
+            raise InvalidRequest("input mixes texts with something else; give texts alone.", param="input")
+        return body, list(given)
+    return body, [read_ids("input", each) for each in given]
+
+
+def _check_count(name: str, count: int) -> None:
+    if count > MAX_INPUTS:
+        raise InvalidRequest(f"{name} has {count} entries; send at most {MAX_INPUTS} at once.", param=name)
+
+
+def parse_rerank(raw: Mapping[str, Any]) -> tuple[RerankBody, list[tuple[str, str]]]:
+    """Raises InvalidRequest naming the field."""
+    body = RerankBody.read(raw)
+    return body, [(body.query, each if isinstance(each, str) else each.text) for each in body.documents]
+
+
+def parse_score(raw: Mapping[str, Any]) -> tuple[ScoreBody, list[tuple[str, str]]]:
+    """Under any of the names that vLLM has had for the two texts. Raises InvalidRequest naming the field."""
+    for names in (("queries", "documents"), ("data_1", "data_2")):
+        if set(names) <= set(raw) and not {"text_1", "text_2"} & set(raw):
+            raw = {dict(zip(names, ("text_1", "text_2"), strict=True)).get(name, name): raw[name] for name in raw}
+    body = ScoreBody.read(raw)
+    for name, texts in (("text_1", body.text_1), ("text_2", body.text_2)):
+        if not isinstance(texts, str | list):
+            raise InvalidRequest(f"{name} must be a text or a list of texts.", param=name, code="invalid_type")
+        _check_count(name, len(texts) if isinstance(texts, list) else 1)
+    return body, paired(body.text_1, body.text_2, ("text_1", "text_2"))
+
+
+# --- handlers
+
+
+async def embeddings(service: Service, exchange: Exchange) -> None:
+    body, given = await service.limits.bodies.read(exchange, parse_embedding)
+    service.model.check_task("embed")
+    info = service.model.any_engine().info
+    params = PoolingParams(dimensions=body.dimensions)
+    params.check(info.embedding_width)
+    truncate = body.truncate_prompt_tokens
+    job = Job([partial(_plain, each) for each in given], [len(each) for each in given], "input", truncate)
+    answer = partial(EmbeddingAnswer, pooling=_pooling(service), params=params, encoding=body.encoding_format)
+    await _deliver(service, exchange, body, job, answer, _FLOAT_BYTES * (body.dimensions or info.embedding_width))
+
+
+async def rerank(service: Service, exchange: Exchange) -> None:
+    body, pairs = await service.limits.bodies.read(exchange, parse_rerank)
+    shown = [document for _, document in pairs] if body.return_documents else None
+    await _score(service, exchange, body, pairs, partial(RerankAnswer, top_n=body.top_n, documents=shown), "documents")
+
+
+async def score(service: Service, exchange: Exchange) -> None:
+    body, pairs = await service.limits.bodies.read(exchange, parse_score)
+    await _score(service, exchange, body, pairs, ScoreAnswer, "text_2")
+
+
+async def _score(
+    service: Service,
+    exchange: Exchange,
+    body: PairsBody,
+    pairs: Sequence[tuple[str, str]],
+    create: Callable[..., ScoreAnswer],
+    param: str,
+) -> None:
+    """A reranker reads both texts of a pair at once; of a model that embeds, each text is embedded once."""
+    service.model.check_task("embed", "score")
+    truncate = body.truncate_prompt_tokens
+    if service.model.any_engine().info.task == "score":
+        options: dict[str, Any] = {"instruction": body.instruction, "truncate_prompt_tokens": truncate}
+        prompts = [partial(_pair, *pair, **options) for pair in pairs]
+        job = Job(prompts, [len(first) + len(second) for first, second in pairs], param)
+    else:
+        for name in ("instruction", "activation"):
+            if getattr(body, name) is not None:
+                raise InvalidRequest(f"{name} is for rerankers, but this model embeds texts; leave it out.", param=name)
+        texts = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+        places = [(texts[first], texts[second]) for first, second in pairs]
+        job = Job([partial(_plain, text) for text in texts], [len(text) for text in texts], param, truncate, places)
+    size = _FLOAT_BYTES + max(len(document) for _, document in pairs) * 6
+    answer = partial(create, pooling=_pooling(service), activation=body.activation, places=job.places)
+    await _deliver(service, exchange, body, job, answer, size)
+
+
+def _plain(given: str | array[int], inputs: InputProcessor) -> ParsedPrompt:
+    return ParsedPrompt(given, None) if isinstance(given, str) else ParsedPrompt(None, given, given=given)
+
+
+def _pair(query: str, document: str, inputs: InputProcessor, **options: Any) -> ParsedPrompt:
+    return inputs.pair(query, document, **options)
+
+
+def _pooling(service: Service) -> PoolingSpec:
+    pooling = service.model.any_engine().info.pooling
+    assert pooling is not None, "the task was checked"
+    return pooling
+
+
+async def _deliver(
+    service: Service,
+    exchange: Exchange,
+    body: PoolingBody,
+    job: Job,
+    create: Callable[[Shape, Sequence[PromptState]], Answer],
+    bytes_each: int,
+) -> None:
+    """Checks every prompt, has all of them computed, and answers. ``bytes_each``: of the answer, for each prompt."""
+    await service.model.learn(body.model)
+    shape = Shape(model=service.model.check_model(body.model), fingerprint=service.model.fingerprint)
+    if body.priority and service.model.scheduling_policy != "priority":
+        told = "priority needs a server started with --scheduling-policy priority; leave it out."
+        raise InvalidRequest(told, param="priority")
+    count = len(job.prompts)
+    cost = Price(bytes_each * count, 0, 0, 0, (job.param, f"{count} prompts of {bytes_each} bytes each"))
+    service.limits.budget.check(cost)
+    exchange.watch_disconnect()
+    with service.limits.admit(exchange, -(-count // _A_PLACE), body.user[:MAX_USER]):
+        requests = []
+        for make, size in zip(job.prompts, job.sizes, strict=True):
+            prepare = partial(_request, service, exchange, body, job, make)
+            requests.append(await service.limits.threads.run(size, prepare, exchange.tenant))
+            await asyncio.sleep(0)  # there may be thousands
+        answer = create(shape, [PromptState(each.prompt_token_ids) for each in requests])
+        del body, job  # their texts may be large
+        await Delivery(service, exchange, answer, requests, "", stream=False).run(cost)
+
+
+def _request(service: Service, exchange: Exchange, body: PoolingBody, job: Job, make: Any) -> Request:
+    inputs, adapter = service.model.any_engine().inputs, service.model.adapter_of(body.model)
+    return inputs.pooling_request(
+        make(inputs), param=job.param, truncate_prompt_tokens=job.truncate, priority=body.priority,
+        cache_salt=service.cache_salt(exchange, body.cache_salt), adapter=adapter,
+        tenant=tenant_of(service.config, exchange.key_name, body.user[:MAX_USER], adapter),
+    )  # fmt: skip
+
+
+# --- answers
+
+
+class PooledAnswer(Answer):
+    """What the three have in common: a result for each prompt, once, and usage."""
+
+    def __init__(self, shape: Shape, prompts: Sequence[PromptState], *, pooling: PoolingSpec) -> None:
+        super().__init__(shape, prompts, [ChoiceState(prompt) for prompt in prompts])
+        self.pooling = pooling
+        self.results: list[bytes] = [b""] * len(prompts)
+
+    def add(self, choice: int, delta: RequestDelta) -> None:
+        self.results[choice] = delta.pooled or self.results[choice]
+
+    def usage(self) -> PooledUsage:
+        tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return PooledUsage(tokens, tokens)
+
+    def event(self, choice: int, delta: RequestDelta) -> str:
+        raise NotImplementedError("these answers are sent whole")
+
+    def closing(self) -> str:
+        raise NotImplementedError("these answers are sent whole")
+
+
+class EmbeddingAnswer(PooledAnswer):
+    prefix = "embd-"
+
+    def __init__(
+        self,
+        shape: Shape,
+        prompts: Sequence[PromptState],
+        *,
+        pooling: PoolingSpec,
+        params: PoolingParams,
+        encoding: str,
+    ) -> None:
+        super().__init__(shape, prompts, pooling=pooling)
+        self._params, self._encoding = params, encoding
+
+    def pieces(self) -> Iterator[bytes]:
+        return encode_object(
+            {
+                "id": self.id,
+                "object": "list",
+                "created": self.created,
+                "model": self.shape.model,
+                "data": encode_list(map(self._item, range(len(self.results)))),
+                "usage": self.usage(),
+            }
+        )
+
+    def _item(self, index: int) -> dict[str, Any]:
+        values, self.results[index] = pooled.embedding(self.results[index], self.pooling, self._params), b""
+        return {"object": "embedding", "index": index, "embedding": self._encoded(values)}
+
+    def _encoded(self, values: array[float]) -> list[float] | str:
+        if self._encoding == "float":
+            return values.tolist()
+        if sys.byteorder == "big":  # little-endian float32, as OpenAI's
+            values.byteswap()
+        return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+class ScoreAnswer(PooledAnswer):
+    prefix = "score-"
+
+    def __init__(
+        self,
+        shape: Shape,
+        prompts: Sequence[PromptState],
+        *,
+        pooling: PoolingSpec,
+        activation: bool | None,
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        super().__init__(shape, prompts, pooling=pooling)
+        self._activation, self._places = activation, places
+
+    def scores(self) -> list[float]:
+        """Of each pair, in the order asked."""
+        if not self._places:
+            return [pooled.score(each, self.pooling, self._activation) for each in self.results]
+        vectors = [array("f", each) for each in self.results]
+        return [cosine(vectors[first], vectors[second]) for first, second in self._places]
+
+    def pieces(self) -> Iterator[bytes]:
+        data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(self.scores())]
+        head = {"id": self.id, "object": "list", "created": self.created, "model": self.shape.model}
+        return encode_object({**head, "data": encode_list(data), "usage": self.usage()})
+
+
+class RerankAnswer(ScoreAnswer):
+    """Best first, of those that are equally good the first one asked about."""
+
+    prefix = "rerank-"
+
+    def __init__(self, *args: Any, top_n: int, documents: Sequence[str] | None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._top_n, self._documents = top_n, documents
+
+    def pieces(self) -> Iterator[bytes]:
+        ordered = sorted(enumerate(self.scores()), key=lambda each: -each[1])[: self._top_n or None]
+        results = (self._result(*each) for each in ordered)
+        head = {"id": self.id, "model": self.shape.model, "usage": self.usage()}
+        return encode_object({**head, "results": encode_list(results)})
+
+    def _result(self, index: int, relevance: float) -> dict[str, Any]:
+        shown = {} if self._documents is None else {"document": {"text": self._documents[index]}}
+        return {"index": index, **shown, "relevance_score": relevance}
