@@ -12,9 +12,9 @@ import contextlib
 import time
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headrace.engine.inputs import Message, ParsedPrompt
 from headrace.engine.output import RequestDelta
@@ -52,18 +52,30 @@ Chatting = TypeVar("Chatting", bound=ChatRequest[Any])
 Schemas = Sequence[tuple[str, str]]  # where each stands in the request, and the schema
 
 
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[Chatting]):
+    """What the answer to a conversation is made from. ``create_parser``: for one choice's text; None where all of it is
+    content."""
+
+    request: Chatting
+    shape: Shape
+    prompt: PromptState
+    tokenizer: Tokenizer | None
+    create_parser: CreateParser
+    echo: str  # what the answer begins with
+
+
 async def converse(
     service: Service,
     exchange: Exchange,
     parse: Callable[[Mapping[str, Any], Mapping[str, Any]], Chatting],
-    create_answer: Callable[[Chatting, Shape, PromptState, Tokenizer | None, CreateParser], Answer],
+    create_answer: Callable[[Asked[Chatting]], Answer],
     param: str = "messages",
     complete: Callable[[Chatting], Awaitable[Chatting]] | None = None,
 ) -> None:
     """Every route that answers a conversation. ``param`` is what the client calls the conversation.
 
-    ``create_answer`` gets what makes a parser for one choice's text, or None where all of it is content. ``complete``
-    adds to the request what its body only refers to.
+    ``complete`` adds to the request what its body only refers to.
     """
     engine = service.model.engine
     request = await service.limits.bodies.read(exchange, lambda raw: parse(raw, service.model.defaults))
@@ -80,9 +92,8 @@ async def converse(
         prepared = await prepare(service, exchange, request, param, parsed, params, tools)
         echoed = text_of(conversation.messages[-1]["content"]) if request.echo else ""
         [prepared], cost = priced(service, [prepared], shape, request.body, [echoed])
-        answer = create_answer(
-            request, shape, PromptState(prepared.prompt_token_ids), engine.tokenizer, format.create_parser
-        )
+        prompt = PromptState(prepared.prompt_token_ids)
+        answer = create_answer(Asked(request, shape, prompt, engine.tokenizer, format.create_parser, echoed))
         bound = await _bound(service, format, request, prepared.params)
         stream, grammar_name = request.body.stream, _grammar_name(request)
         del request, conversation, parsed  # their texts may be large, and the answer may take long

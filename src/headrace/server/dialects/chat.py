@@ -7,7 +7,7 @@ and deltas. What may not: what routes share (sampling.py), messages (conversatio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from msgspec import UNSET
 
@@ -17,7 +17,7 @@ from headrace.server import generate
 from headrace.server.answer_types import Call, Called, ChatMessage
 from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
 from headrace.server.dialects.body import Refused, refused
-from headrace.server.dialects.conversation import Messages, Tools, read_messages, read_tools, text_of
+from headrace.server.dialects.conversation import Messages, Tools, read_messages, read_tools
 from headrace.server.dialects.sampling import (
     Budget,
     ChatRequest,
@@ -33,13 +33,11 @@ from headrace.server.dialects.sampling import (
     thinking_options,
 )
 from headrace.server.exchange import Exchange
+from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from headrace.server.service import CreateParser, Service
+from headrace.server.service import Service
 from headrace.server.wire import HOLE, encode_list, quote
-
-if TYPE_CHECKING:
-    from headrace.engine.tokenizer import Tokenizer
 
 
 class ChatBody(OlderBody, kw_only=True):
@@ -109,15 +107,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     await generate.converse(service, exchange, parse_chat, _create_answer)
 
 
-def _create_answer(
-    request: ChatRequest[ChatBody],
-    shape: Shape,
-    prompt: PromptState,
-    tokenizer: Tokenizer | None,
-    create_parser: CreateParser,
-) -> ChatAnswer:
-    echo = text_of(request.conversation.messages[-1]["content"]) if request.echo else ""
-    return ChatAnswer(shape, prompt, [create_parser() for _ in range(request.params.n)], tokenizer, echo=echo)
+def _create_answer(asked: Asked[ChatRequest[ChatBody]]) -> ChatAnswer:
+    parsers = [asked.create_parser() for _ in range(asked.request.params.n)]
+    return ChatAnswer(asked.shape, asked.prompt, parsers, asked.tokenizer, echo=asked.echo)
 
 
 class ChatAnswer(ChoicesAnswer):

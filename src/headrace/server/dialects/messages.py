@@ -8,7 +8,7 @@ generation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -43,12 +43,10 @@ from headrace.server.dialects.sampling import (
     thinking_options,
 )
 from headrace.server.exchange import Exchange
+from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
-from headrace.server.service import CreateParser, Service
+from headrace.server.service import Service
 from headrace.server.wire import HOLE, ErrorShape, around, decode_object, encode, error_object, quote
-
-if TYPE_CHECKING:
-    from headrace.engine.tokenizer import Tokenizer
 
 
 class TextBlock(Struct, tag="text"):
@@ -259,14 +257,8 @@ async def messages(service: Service, exchange: Exchange) -> None:
     await generate.converse(service, exchange, parse_messages, _create_answer)
 
 
-def _create_answer(
-    request: ChatRequest[MessagesBody],
-    shape: Shape,
-    prompt: PromptState,
-    tokenizer: Tokenizer | None,
-    create_parser: CreateParser,
-) -> MessageAnswer:
-    return MessageAnswer(shape, prompt, create_parser(), request.params.stop)
+def _create_answer(asked: Asked[ChatRequest[MessagesBody]]) -> MessageAnswer:
+    return MessageAnswer(asked.shape, asked.prompt, asked.create_parser(), asked.request.params.stop)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -33,13 +33,11 @@ from headrace.server.dialects.conversation import text_of
 from headrace.server.dialects.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.dialects.responses_body import ResponsesRequest, parse_responses
 from headrace.server.exchange import Exchange
+from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
-from headrace.server.service import CreateParser, Service
+from headrace.server.service import Service
 from headrace.server.stored import Stored
 from headrace.server.wire import HOLE, ErrorShape, around, encode, error_object, quote
-
-if TYPE_CHECKING:
-    from headrace.engine.tokenizer import Tokenizer
 
 _INPUT_ITEMS = "/input_items"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -87,15 +85,8 @@ class _ResponseRoute:
             self._items = await self._service.limits.threads.run(size, lambda: encode(items), self._exchange.tenant)
         return request
 
-    def create_answer(
-        self,
-        request: ResponsesRequest,
-        shape: Shape,
-        prompt: PromptState,
-        tokenizer: Tokenizer | None,
-        create_parser: CreateParser,
-    ) -> ResponseAnswer:
-        answer = ResponseAnswer(shape, prompt, create_parser(), request.shown, self._keep)
+    def create_answer(self, asked: Asked[ResponsesRequest]) -> ResponseAnswer:
+        answer = ResponseAnswer(asked.shape, asked.prompt, asked.create_parser(), asked.request.shown, self._keep)
         self._exchange.errors = ResponseErrors(answer)
         return answer
 
