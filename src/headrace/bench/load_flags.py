@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headrace.bench.arguments import amount, count, natural, share
+from headrace.bench.arguments import amount, count, natural, output, percentile, picture, share
 from headrace.errors import ConfigError
 from headrace.planner.workload.arrivals import DAY, GAPS, Swing
 from headrace.planner.workload.load import (
@@ -137,6 +137,22 @@ def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
         help=f"maximum number of concurrent requests (closed loop: default {clients})",
     )
     parser.set_defaults(**{name: DEFAULTS[name] for name in ARRIVALS})
+
+
+def add_figure_flags(shown: argparse._ActionsContainer, *, plotted: str) -> None:
+    """``plotted``: what --plot shows of them."""
+    shown.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="limits that a good request meets: ttft:500 tpot:50 e2el:5000",
+    )
+    shown.add_argument(
+        "--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99"
+    )
+    shown.add_argument("--output-json", type=output, metavar="FILE", help="write the figures and every request")
+    shown.add_argument("--plot", type=picture, metavar="FILE.png", help=f"plot the distributions{plotted}")
 
 
 def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:

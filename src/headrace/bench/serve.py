@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.arguments import add_key_argument, count, natural, output, percentile, picture, positive
+from headrace.bench.arguments import add_key_argument, count, natural, positive
 from headrace.bench.load import ROUTES, BrokenAnswer, HttpClient, LoadGenerator, first_model
 from headrace.bench.load_flags import (
     add_arrival_flags,
+    add_figure_flags,
     add_workload_flags,
     arrivals_in_words,
     asked_of,
@@ -86,18 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument(
         "--reading-speed", type=positive, default=4.8, help="tokens per second that readers read (default: 4.8)"
     )
-    shown.add_argument(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="METRIC:MS",
-        help="limits that a good request meets: ttft:500 tpot:50 e2el:5000",
-    )
-    shown.add_argument(
-        "--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99"
-    )
-    shown.add_argument("--output-json", type=output, metavar="FILE", help="write the figures and every request")
-    shown.add_argument("--plot", type=picture, metavar="FILE.png", help="plot the distributions")
+    add_figure_flags(shown, plotted="")
 
 
 def run(args: argparse.Namespace) -> int:

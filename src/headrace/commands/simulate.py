@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.arguments import output, percentile, picture
+from headrace.bench.load_flags import add_figure_flags
 from headrace.bench.serve import plot_distributions
 from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
@@ -61,31 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")
-    shown.add_argument(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="METRIC:MS",
-        help="limits that a good request meets: ttft:500 tpot:50 e2el:5000",
-    )
-    shown.add_argument(
-        "--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99"
-    )
+    add_figure_flags(shown, plotted=", as bench serve does; with --against, of both runs")
     shown.add_argument(
         "--against",
         type=Path,
         nargs="+",
         metavar="RUN.json",
         help="runs of bench serve with this load: shows their errors; with several, a verdict",
-    )
-    shown.add_argument(
-        "--output-json", type=output, metavar="FILE", help="write the figures and every request, as bench serve does"
-    )
-    shown.add_argument(
-        "--plot",
-        type=picture,
-        metavar="FILE.png",
-        help="plot the distributions, as bench serve does; with --against, of both runs",
     )
     simulate_curve.add_arguments(parser)
     simulate_reports.add_arguments(parser)
