@@ -35,20 +35,22 @@ from headrace.processes.sandbox import Reply, SandboxPool
 RENDER_SECONDS = 1.0
 MAX_OUTPUT_BYTES = 16 * 2**20
 
-# What a template is given by its caller and not by a client; the first three would replace it, the others what it is
-# made of.
+# What a template is given by its caller and not by a client: these would replace it, or what it is made of.
 RESERVED_VARIABLES = frozenset(
-    {
+    [
         "chat_template",
         "tokenize",
         "continue_final_message",
         "messages",
+        "conversation",
         "tools",
         "add_generation_prompt",
         "self",
         "return_dict",
         "return_tensors",
-    }
+        "bos_token",
+        "eos_token",
+    ]
 )
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -265,10 +267,10 @@ def _text(reply: Reply | None, seconds: float) -> str:
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:
     """Raises InvalidRequest for a variable that a client may not set (chat_template_kwargs)."""
-    reserved = sorted(RESERVED_VARIABLES & set(variables))
-    if reserved:
+    taken = next((name for name in variables if name in RESERVED_VARIABLES or name.startswith("_")), None)
+    if taken is not None:
         raise InvalidRequest(
-            f"chat_template_kwargs may not set {reserved[0]!r}; leave it out.", param="chat_template_kwargs"
+            f"chat_template_kwargs may not set {taken[:40]!r}; leave it out.", param="chat_template_kwargs"
         )
 
 

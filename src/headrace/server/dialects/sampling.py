@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct, structs
 
+from headrace.engine.template import check_template_variables
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import (
     BOUNDS,
@@ -36,21 +37,6 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_SALT = 1024  # characters; the engine takes some more, for it gets the tenant's name, too
 MAX_USER = 256  # characters that tell users apart
 EXPECTED_NAMES = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
-
-# What a template gets from us; a request cannot replace it.
-_RESERVED = frozenset(
-    (
-        "messages",
-        "conversation",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "bos_token",
-        "eos_token",
-    )
-)
 
 # A model's generation_config.json and the server's own defaults, by the names of SamplingParams.
 _DEFAULTS = {
@@ -294,11 +280,7 @@ def _name_of(choice: FunctionChoice | CustomChoice) -> str:
 
 def template_variables(effort: Effort | None, given: dict[str, Any]) -> dict[str, Any]:
     """How much to think is the template's to say to the model. Of what is ``given`` besides nothing may be ours."""
-    taken = next((name for name in given if name in _RESERVED or name.startswith("_")), None)
-    if taken is not None:
-        raise InvalidRequest(
-            f"chat_template_kwargs may not set {taken[:40]!r}; leave it out.", param="chat_template_kwargs"
-        )
+    check_template_variables(given)
     return {
         **({} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}),
         **given,
