@@ -207,10 +207,7 @@ def _result(job: _Job) -> dict[str, Any]:
     output = job.collector.output()
     broken = next((each for each in output.outputs if each.finish_reason == "error"), None)
     if broken is not None:
-        return {
-            **head,
-            "error": {"message": str(broken.stop_reason), "type": HeadraceError.type, "param": None, "code": None},
-        }
+        return {**head, "error": _error(HeadraceError(str(broken.stop_reason)))}
     return {
         **head,
         "outputs": [_completion(each) for each in output.outputs],
@@ -259,7 +256,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
     }
 
 
-def _error(error: InvalidRequest) -> dict[str, Any]:
+def _error(error: HeadraceError) -> dict[str, Any]:
     return {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
 
 

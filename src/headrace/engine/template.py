@@ -139,29 +139,23 @@ class ChatTemplate:
             )
         name = self._choose(tools)
         settled = self._contents[name].settled
-        given: dict[str, Any] = {
-            **self._special_tokens,
-            "documents": None,
-            **variables,
-            "messages": [settled(_plain_message(message)) for message in messages],
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        plain = [settled(_plain_message(message)) for message in messages]
+        given = self._given(plain, tools, add_generation_prompt, variables)
         if continue_final_message:
             given["messages"][-1] = _with_mark(given["messages"][-1])
         text = _text(self._ask_in_turn(name, given), self._seconds)
         return _up_to_mark(text) if continue_final_message else text
 
+    def _given(
+        self, messages: Sequence[Message], tools: Any, opens: bool, variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """All that a template is given."""
+        fixed = {"messages": messages, "tools": tools, "add_generation_prompt": opens}
+        return {**self._special_tokens, "documents": None, **variables, **fixed}
+
     def _try(self, name: str, messages: Sequence[dict[str, Any]]) -> str | None:
         """A conversation of ours; None where the template refuses it."""
-        given = {
-            **self._special_tokens,
-            "documents": None,
-            "messages": messages,
-            "tools": None,
-            "add_generation_prompt": False,
-        }
-        reply = self._ask_in_turn(name, given)
+        reply = self._ask_in_turn(name, self._given(messages, None, False, {}))
         return reply["text"] if reply is not None and "text" in reply else None
 
     def _ask_in_turn(self, name: str, given: Mapping[str, Any]) -> Reply | None:

@@ -157,12 +157,15 @@ class ChoicesAnswer(Answer):
 
     def _around(self, choice: Any) -> list[str]:
         """What every event of this kind begins and ends with."""
-        chunk = {"id": self.id, "object": self.chunk_kind, "created": self.created, "model": self.shape.model}
         further = {"usage": None} if self.shape.include_usage else {}
-        parts = around({**chunk, "system_fingerprint": self.shape.fingerprint, "choices": [choice], **further})
+        parts = around({**self._of_answer(self.chunk_kind), "choices": [choice], **further})
         parts[0] = f"data: {parts[0]}"
         parts[-1] += "\n\n"
         return parts
+
+    def _of_answer(self, kind: str) -> dict[str, Any]:
+        shown = {"id": self.id, "object": kind, "created": self.created, "model": self.shape.model}
+        return {**shown, "system_fingerprint": self.shape.fingerprint}
 
     def usage(self) -> Usage:
         prompt = sum(len(state.token_ids) for state in self.prompts)
@@ -182,18 +185,8 @@ class ChoicesAnswer(Answer):
 
     def pieces(self) -> Iterator[bytes]:
         """Choice by choice; the scores of one that is written are needed no more."""
-        members = {
-            "id": self.id,
-            "object": self.kind,
-            "created": self.created,
-            "model": self.shape.model,
-            "system_fingerprint": self.shape.fingerprint,
-            "choices": self._choice_pieces(),
-            "usage": self.usage(),
-            **self.extras(),
-            **self._prompt_members(),
-        }
-        return encode_object(members)
+        members = {**self._of_answer(self.kind), "choices": self._choice_pieces(), "usage": self.usage()}
+        return encode_object({**members, **self.extras(), **self._prompt_members()})
 
     def _choice_pieces(self) -> Iterator[bytes]:
         for index, choice in enumerate(self.choices):
