@@ -97,6 +97,19 @@ def test_those_who_run_end_and_those_who_come_wait(depth: int) -> None:
     assert_at_rest(core)
 
 
+def test_who_has_waited_is_served_however_soon_it_sleeps_again() -> None:
+    core = engine()
+    core.sleep(1)
+    run(core)
+    core.add(request(1, range(9)))
+    core.wake()
+    core.sleep(1)
+    core.add(request(2, range(9)))
+    assert core.request_ids == [1, 2]
+    found = run(core)
+    assert found.tokens[1, 0] == expected(request(1, range(9))) and core.asleep and core.request_ids == [2]
+
+
 def test_woken_before_it_sleeps_goes_on() -> None:
     core = engine()
     core.add(request(1, range(20)))

@@ -133,6 +133,7 @@ class EngineCore:
         self.asleep = 0  # the level at which the device sleeps; 0: it is awake
         self.bedtime = 0  # the level at which it shall: requests wait
         self._sleepless = ""  # why it could not
+        self._in_time: list[Event] = []  # that were told before, and take effect before it sleeps
         self._standing: tuple[int, Standing] | None = None  # of this turn, with so many events
         self._fifo: deque[_Submitted] = deque()
         self._had_work = False  # when the last step was collected
@@ -154,7 +155,7 @@ class EngineCore:
     @property
     def request_ids(self) -> list[int]:
         """Of all requests that have not ended, but those whose grammars are being compiled."""
-        entered = (event.request for event in self._events if isinstance(event, AddRequest))
+        entered = (event.request for event in (*self._in_time, *self._events) if isinstance(event, AddRequest))
         return [*(each.request_id for each in chain(self._unread, entered)), *self.scheduler.requests]
 
     @property
@@ -223,13 +224,18 @@ class EngineCore:
     @property
     def settled(self) -> bool:
         """Everything that was told so far has taken effect, but requests that wait for the engine to wake."""
+        if self._in_time:
+            return False
         return not self._events or (bool(self.bedtime) and all(isinstance(each, AddRequest) for each in self._events))
 
     # --- sleep
 
     def sleep(self, level: int) -> None:
-        """Requests that come from now on wait until it is awake again. Those that run go on, and once they have ended,
-        a step puts the device to sleep. One that sleeps can sleep deeper, and not lighter."""
+        """Requests that come from now on wait until it is awake again. Those that came before go on, and once they have
+        ended, a step puts the device to sleep: whoever has waited is served, however often it is woken and put to
+        sleep. One that sleeps can sleep deeper, and not lighter."""
+        if not self.bedtime:
+            self._in_time, self._events = self._events, []
         self.bedtime, self._sleepless = max(level, self.bedtime), ""
 
     @property
@@ -242,6 +248,7 @@ class EngineCore:
         if self.asleep:
             self.executor.control(Wake())
         self.asleep = self.bedtime = 0
+        self._events, self._in_time = [*self._in_time, *self._events], []
 
     def check_asleep(self) -> None:
         """Raises HeadraceError where it is awake after all."""
@@ -347,7 +354,8 @@ class EngineCore:
         events, self._events = self._events, []
         if self.bedtime:
             self._events = [each for each in events if isinstance(each, AddRequest)]
-            events = [each for each in events if not isinstance(each, AddRequest)]
+            events = [*self._in_time, *(each for each in events if not isinstance(each, AddRequest))]
+            self._in_time = []
         speed = self._speed() if self._speed is not None else None
         mask_seconds = NO_MASKS if self._masks is None else self._masks.seconds
         plan = self.scheduler.schedule(begin, events, speed, mask_seconds)

@@ -146,7 +146,7 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self.restore: Callable[[], None] = lambda: None
         self._device = device
-        place = _Location(_DEVICE, device.index or 0)
+        place = _Location(_DEVICE, torch.cuda.current_device())
         self._kind, self._access = _Kind(type=_PINNED, location=place), _Access(place, _READ_WRITE)
         self._regions: dict[int, _Region] = {}  # by address
         self._host = c_void_p()
@@ -167,7 +167,7 @@ class DeviceMemory:
     def _pool(self, which: int) -> Iterator[None]:
         """One of torch's, which ends with the block: what was freed within is given back, tensors stay."""
         pool = torch.cuda.MemPool(self._allocators[which])
-        with torch.cuda.use_mem_pool(pool, self._device):
+        with torch.cuda.use_mem_pool(pool):
             yield
         del pool
 
@@ -234,40 +234,39 @@ class DeviceMemory:
         torch.cuda.synchronize(self._device)
         kept = [region for region in self._regions.values() if region.kept]
         self._reserve_host(sum(region.size for region in kept))
-        self._copy(
-            kept, lambda host, region: _driver().cuMemcpyDtoHAsync_v2(host, region.address, region.size, self._stream)
-        )
+        place = self._host.value or 0
+        for region in kept:
+            copied = _driver().cuMemcpyDtoHAsync_v2(place, region.address, region.size, self._stream)
+            _check(copied, "a copy of weights")
+            place += region.size
+        torch.cuda.synchronize(self._device)
         for region in self._regions.values():
             self._unmap(region)
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        regions = [region for region in self._regions.values() if not region.handle]
+        """Weights are on their way while the memory for KV is still being mapped."""
+        regions = sorted((each for each in self._regions.values() if not each.handle), key=lambda each: not each.kept)
         torch.cuda.empty_cache()
+        place = self._host.value or 0
         try:
             for region in regions:
                 self._map(region)
+                if region.kept:
+                    copied = _driver().cuMemcpyHtoDAsync_v2(region.address, place, region.size, self._stream)
+                    _check(copied, "a copy of weights")
+                    place += region.size
         except OutOfMemory:
+            torch.cuda.synchronize(self._device)
             for region in regions:
                 self._unmap(region)
             raise
-        kept = [region for region in regions if region.kept]
-        self._copy(
-            kept, lambda host, region: _driver().cuMemcpyHtoDAsync_v2(region.address, host, region.size, self._stream)
-        )
+        torch.cuda.synchronize(self._device)
         self.restore()
 
     @property
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
-
-    def _copy(self, regions: Sequence[_Region], copy: Callable[[int, _Region], int]) -> None:
-        """Each to or from its place in host memory, which goes by their order."""
-        place = self._host.value or 0
-        for region in regions:
-            _check(copy(place, region), "a copy of weights")
-            place += region.size
-        torch.cuda.synchronize(self._device)
 
     def _reserve_host(self, size: int) -> None:
         if size > self._host_size:

@@ -1,0 +1,120 @@
+"""Whose turn it is: models load, wake and sleep one after another, within the budget.
+
+A request to a model that sleeps is submitted all the same; its engine holds it and says so. The model is woken in its
+turn (first come, first served); if there is no room, others are put to sleep before: idle ones first, the one used
+longest ago first of these. One that is not idle finishes what it has, and what comes meanwhile waits for its next turn.
+
+What lives here: that order. What may not: who has to sleep (budget.py), HTTP, processes' lives (life.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from headrace.errors import EngineDead, HeadraceError, OutOfMemory, Unavailable
+from headrace.server.members.budget import size, to_sleep
+from headrace.server.members.member import Member
+
+if TYPE_CHECKING:
+    from headrace.engine.client import AsyncLLM
+
+log = logging.getLogger("headrace.server")
+
+
+class Keeper:
+    """``budget``: bytes for all members."""
+
+    def __init__(self, members: Sequence[Member], budget: int) -> None:
+        self.members = members
+        self.budget = budget
+        self._turn = asyncio.Lock()  # who asks first gets it first
+        self._waking: dict[str, asyncio.Task[None]] = {}
+
+    # --- a start
+
+    async def load(self, member: Member, create: Callable[[], Awaitable[AsyncLLM]]) -> AsyncLLM:
+        """Raises what the start does, and OutOfMemory for a model that does not fit even alone."""
+        async with self._turn:
+            await self._make_room(member, member.need)
+            member.held = member.need
+            try:
+                engine = await create()
+            except BaseException:
+                member.held = 0
+                raise
+            try:
+                if engine.tokenizer is not None:
+                    await asyncio.to_thread(member.service.model.learn_dialect, engine.tokenizer)
+                member.attach(engine)
+                engine.used = partial(self.use, member)
+                await self._make_room(member, 0)  # it may have turned out larger
+            except BaseException:
+                member.lose()
+                await engine.shutdown()
+                raise
+            member.used = time.monotonic()
+            return engine
+
+    async def _make_room(self, member: Member, needed: int) -> None:
+        """``needed``: bytes beside what it holds."""
+        others = [each.holding() for each in self.members if each is not member and each.held]
+        victims = to_sleep(member.held + needed, self.budget, others)
+        if victims is None:
+            resting = sum(each.asleep for each in others)
+            raise OutOfMemory(
+                f"{member.name} needs {size(member.held + needed)}, but of the budget of {size(self.budget)} the other models hold "
+                f"{size(resting)} even if they all sleep. Raise memory, or lower its kv-cache-memory."
+            )
+        for each in self.members:
+            if each.name in victims:
+                await self._put_to_sleep(each)
+
+    async def _put_to_sleep(self, member: Member) -> None:
+        began = time.monotonic()
+        try:
+            await member.sleep()
+            log.info("%s sleeps after %.2f s", member.name, time.monotonic() - began)
+        except EngineDead:  # then it holds nothing
+            member.held = 0
+        except HeadraceError as error:
+            raise OutOfMemory(f"{member.name} could not be put to sleep: {error.message}") from error
+
+    # --- use
+
+    def use(self, member: Member) -> None:
+        """With each request to it."""
+        member.used = time.monotonic()
+        waking = self._waking.get(member.name)
+        if member.engine is not None and member.engine.asleep and (waking is None or waking.done()):
+            self._waking[member.name] = asyncio.create_task(self._wake_for_requests(member))
+
+    async def _wake_for_requests(self, member: Member) -> None:
+        try:
+            await self.wake(member)
+        except EngineDead:
+            pass  # who watches it says so
+        except HeadraceError as error:
+            log.error("%s could not be woken: %s", member.name, error.message)
+            member.service.limits.end_all(
+                Unavailable(f"The model {member.name!r} could not be woken: {error.message}", retry_after=10)
+            )
+
+    async def wake(self, member: Member) -> None:
+        """Raises HeadraceError; it sleeps on."""
+        async with self._turn:
+            engine = member.engine
+            if engine is None or not engine.asleep:
+                return
+            await self._make_room(member, member.need - member.held)
+            began = time.monotonic()
+            await member.wake()
+            log.info("%s is awake after %.2f s", member.name, time.monotonic() - began)
+
+    async def sleep(self, member: Member, level: int) -> None:
+        async with self._turn:
+            await member.sleep(level)
