@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from pathlib import Path
@@ -206,14 +206,19 @@ class CommandParser(argparse.ArgumentParser):
 
     def _read_config(self, path: Path, replaced: set[str]) -> list[str]:
         """The file's entries as command-line words; lists first, so that none can swallow a positional argument."""
-        words: list[str] = []
-        for key, value in read_yaml_mapping(path).items():
-            found = [] if str(key).replace("-", "_") in replaced else [*self._entry_words(path, str(key), value)]
-            words = [*found, *words] if len(found) > 1 else [*words, *found]
+        words = self.words_of(path, read_yaml_mapping(path), replaced)
         # A flag with a list takes all words up to the next flag: end with one that takes exactly one.
         return [*words, f"--config={path}"] if words else []
 
-    def _entry_words(self, path: Path, key: str, value: Any) -> Iterator[str]:
+    def words_of(self, where: object, entries: Mapping[Any, Any], replaced: Collection[str] = ()) -> list[str]:
+        """Entries as in a config file, as command-line words; without those of ``replaced``."""
+        words: list[str] = []
+        for key, value in entries.items():
+            found = [] if str(key).replace("-", "_") in replaced else [*self._entry_words(where, str(key), value)]
+            words = [*found, *words] if len(found) > 1 else [*words, *found]
+        return words
+
+    def _entry_words(self, path: object, key: str, value: Any) -> Iterator[str]:
         flag = ("-" if len(key) < 3 else "--") + key.replace("_", "-")
         action = self.options().get(flag)
         if action is None or flag in ("--config", "--help"):
@@ -292,8 +297,18 @@ def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
     """The top level of a YAML file. Raises ConfigError when it cannot be read or is no mapping."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """YAML lets the last of two equal keys win, in silence."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
+            if twice is not None:
+                raise ConfigError(f"The config file {path} has {str(twice)[:80]!r} twice; give each key once.")
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise ConfigError(
             f"The config file {path} cannot be read: {error.strerror}. Give --config an existing YAML file."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
@@ -17,12 +18,16 @@ from headrace.flags import add_config_flags, add_model_argument, engine_config, 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     add_config_flags(parser, EngineConfig, ServerConfig)
+    help_text = "serve several models, which sleep when others need their memory: a YAML file (see docs/many-models.md)"
+    parser.add_argument("--models", metavar="FILE", help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 2 for flags that cannot be honored, as for flags that do not exist."""
     began = time.time()
     try:
+        if args.models is not None:
+            return _serve_models(args, began)
         engine, server = engine_config(args), server_config(args)
         return _serve(engine, server, began)
     except ConfigError as error:
@@ -36,3 +41,18 @@ def _serve(engine: EngineConfig, server: ServerConfig, began: float) -> int:
     from headrace.server.run import run_server
 
     return run_server(engine, server, __version__, lambda: AsyncLLM.start(engine), began=began)
+
+
+def _serve_models(args: argparse.Namespace, began: float) -> int:
+    from headrace import __version__
+    from headrace.commands.serve_models import read_models
+    from headrace.engine.client import AsyncLLM
+    from headrace.server.run import run_members
+
+    if args.model_argument is not None:
+        raise ConfigError(
+            f"MODEL is {args.model_argument!r}, but --models FILE says which models are served; give one of them."
+        )
+    server = server_config(args)
+    members = read_models(Path(args.models), args, server)
+    return run_members(members, server, __version__, AsyncLLM.start, began=began)

@@ -16,7 +16,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
-from headrace.models.source import ModelSource, find_model
+from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.spec import DecoderSpec
 from headrace.speculative.settings import read_settings
 from headrace.techniques import TECHNIQUES, Technique
@@ -83,6 +83,15 @@ def resolve_pooling(config: EngineConfig, spec: DecoderSpec) -> tuple[EngineConf
     return replace(config, cache=replace(config.cache, kv_caching=False)), (task, said)
 
 
+def estimated_bytes(config: EngineConfig) -> int:
+    """About what an engine will hold, before it is there: its weights as they are stored, and a KV cache whose size was
+    given. Finds the model, and fetches one of a hub. Raises ModelError."""
+    source = find_source(config)
+    files = [source.path] if source.path.is_file() else list(source.path.glob("*.safetensors"))
+    weightless = source.weights is WeightFormat.DUMMY
+    return (config.cache.kv_cache_memory or 0) + (0 if weightless else sum(each.stat().st_size for each in files))
+
+
 def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHashExecutor:
     """No model is computed; vocabulary and context are those of ``source``, so that its tokenizer fits."""
     longest = _positive(source.config.get("max_position_embeddings"), 4096)
@@ -103,6 +112,9 @@ def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHash
         block_size=block_size,
         max_drafts=settings.most if settings is not None else 0,
         adapter_slots=config.adapters.slots,
+    )
+    info = replace(
+        info, memory={"kv_cache": sum(each.num_blocks * each.spec.bytes_per_block for each in info.kv_groups)}
     )
     return KeyedHashExecutor(info, key=config.model.seed, device_time=config.device.device_time)
 

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.config import EngineConfig
 from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, Sleep, Ticket, Wake
 from headrace.errors import OutOfMemory
-from headrace.processes.garbage import collect_frozen
+from headrace.processes.garbage import collect_frozen, freeze_again
 from headrace.request import StepPlan, StepResult, TokenMasks
 
 
@@ -56,7 +56,7 @@ class SleepingExecutor:
             self.close()
         elif isinstance(order, Wake) and self._inner is None:
             self._wake(self._made_again())
-            collect_frozen()
+            freeze_again()
         elif self._inner is not None:
             self._inner.control(order)
 

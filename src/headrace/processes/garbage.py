@@ -30,6 +30,13 @@ def collect_frozen() -> None:
     gc.unfreeze()
     gc.collect()
     if frozen:
+        gc.freeze()
+        gc.collect()
+
+
+def freeze_again() -> None:
+    """What has come since, where what was there before is frozen."""
+    if gc.get_freeze_count():
         freeze_start()
 
 

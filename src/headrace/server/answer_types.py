@@ -61,7 +61,8 @@ class Model(Struct, kw_only=True):
     owned_by: str = "headrace"
     root: str
     parent: str | None = None  # of an adapter: the model
-    max_model_len: Count
+    max_model_len: Count | None
+    state: str  # awake or asleep; of several models, also loading, waking, failed …
 
 
 class Models(Struct):

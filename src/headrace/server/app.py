@@ -16,7 +16,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 
 async def models(service: Service, exchange: Exchange) -> None:
     names = [*service.model.any_engine().info.served_names, *await adapters.names(service)]
-    await exchange.reply_json(answers.Models([_model_card(service, name) for name in names]))
+    await exchange.reply_json(answers.Models([model_card(service, name) for name in names]))
 
 
 async def model(service: Service, exchange: Exchange) -> None:
@@ -71,15 +71,20 @@ async def model(service: Service, exchange: Exchange) -> None:
         raise NotFound(
             f"The model {name[:100]!r} is not served here; see /v1/models.", param="model", code="model_not_found"
         )
-    await exchange.reply_json(_model_card(service, name))
+    await exchange.reply_json(model_card(service, name))
 
 
-def _model_card(service: Service, name: str) -> answers.Model:
-    info = service.model.any_engine().info
-    base = info.served_names[0]
-    parent = None if name in info.served_names else base
+def model_card(service: Service, name: str, condition: str = "") -> answers.Model:
+    """Of one that has not loaded, little is known."""
+    engine = service.model.found
+    served = service.model.engine_config.model.served_model_name if engine is None else engine.info.served_names
     return answers.Model(
-        id=name, created=service.created, root=base, parent=parent, max_model_len=info.max_sequence_tokens
+        id=name,
+        created=service.created,
+        root=served[0],
+        parent=None if name in served else served[0],
+        max_model_len=None if engine is None else engine.info.max_sequence_tokens,
+        state=condition or ("asleep" if engine is not None and engine.asleep else "awake"),
     )
 
 
@@ -287,7 +292,7 @@ def _phases(times: RequestTimes | None) -> dict[str, float]:
 class RouteTable:
     """Exact paths first, then those with a ``{name}`` and something behind it, then those that end in one."""
 
-    def __init__(self, routes: tuple[Route, ...] = ROUTES) -> None:
+    def __init__(self, routes: Sequence[Route] = ROUTES) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
         self._named: dict[tuple[str, str], dict[str, Route]] = {}
         for route in sorted(routes, key=lambda route: -len(route.path.partition("}")[2])):
@@ -322,10 +327,10 @@ class RouteTable:
 class App:
     """``answer`` is called once a request."""
 
-    def __init__(self, service: Service, guard: Guard) -> None:
+    def __init__(self, service: Service, guard: Guard, routes: Sequence[Route] = ROUTES) -> None:
         self._service = service
         self._guard = guard
-        self._table = RouteTable()
+        self._table = RouteTable(routes)
         self._access_log = AccessLog()
         self._failures = Rate("failures")
 

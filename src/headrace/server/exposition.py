@@ -22,6 +22,7 @@ from headrace.request import RequestTimes
 from headrace.server.frontends.counters import Page
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "refused")
+CONDITIONS = ("loading", "awake", "falling asleep", "asleep", "waking", "failed")  # of one of several models
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, as vLLM calls them
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/v1/dashboard"))
@@ -161,8 +162,7 @@ class ServerMetrics:
 
     def render(self, model: str, engine: Mapping[str, Any]) -> bytes:
         """``engine`` is AsyncLLM.stats(); empty while it loads."""
-        escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        labels = f'model_name="{escaped}"'
+        labels = f'model_name="{_escaped(model)}"'
         # vLLM numbers its engines, of which there is one here.
         page = _Text({"vllm:": f'{labels},engine="0"', "headrace_": labels})
         page.add_all(TABLE.served, self._told(engine))
@@ -303,3 +303,54 @@ def _started() -> float:
     """The kernel counts from its own start, on a clock that never jumps."""
     ticks = int(_STAT.read_text().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+# --- several models
+
+
+def merged(pages: Mapping[str, str]) -> str:
+    """One page of each model's: a metric stands in one place, and every sample has its model's name."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for model, page in pages.items():
+        label, name = f'model_name="{_escaped(model)}"', ""
+        for line in page.splitlines(keepends=True):
+            if line.startswith("#"):
+                name = line.split(" ", 3)[2]
+                if line not in heads.setdefault(name, []):
+                    heads[name].append(line)
+                continue
+            samples.setdefault(name, []).append(line if "model_name=" in line else _labelled(line, label))
+    return "".join("".join((*head, *samples.get(name, ()))) for name, head in heads.items())
+
+
+def _labelled(line: str, label: str) -> str:
+    if "{" in line:
+        return line.replace("{", f"{{{label},", 1)
+    name, _, value = line.partition(" ")
+    return f"{name}{{{label}}} {value}"
+
+
+def render_members(members: Mapping[str, Mapping[str, Any]], budget: int) -> str:
+    """``members``: of each model its condition, and the bytes it holds and needs; how often it was woken."""
+    page = _Text({"headrace_": ""})
+    names = {name: f'model_name="{_escaped(name)}"' for name in members}
+    page.add("memory_budget_bytes", "gauge", "bytes that all models may hold together", budget)
+    conditions = [
+        ("", f'{label},state="{each}"', int(members[name]["condition"] == each))
+        for name, label in names.items()
+        for each in CONDITIONS
+    ]
+    page.add("model_state", "gauge", "1 for the state that a model is in", conditions)
+    for key, kind, help in (
+        ("held", "gauge", "bytes of the budget that it holds"),
+        ("need", "gauge", "bytes that it holds when it is awake"),
+        ("wakes", "counter", "how often it was woken"),
+    ):
+        shown = "model_wakes_total" if key == "wakes" else f"model_{key}_bytes"
+        page.add(shown, kind, help, [("", label, members[name][key]) for name, label in names.items()])
+    return str(page)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -179,12 +179,13 @@ async def show_request(service: Service, exchange: Exchange) -> None:
     shown = await standing(service, name, exchange.tenant)
     shown = shown or next(iter(await service.observed.shared.others("find_request", name, exchange.tenant)), None)
     if shown is None:
-        raise NotFound(
-            f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests.",
-            param="id",
-            code="request_not_found",
-        )
+        raise unknown(name)
     await exchange.reply_json(shown)
+
+
+def unknown(name: str) -> NotFound:
+    told = f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests."
+    return NotFound(told, param="id", code="request_not_found")
 
 
 async def standing(service: Service, name: str, tenant: str) -> dict[str, Any] | None:

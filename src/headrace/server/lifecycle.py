@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError, Unavailable
-from headrace.server.app import App
+from headrace.server.app import ROUTES, App
 from headrace.server.auth import Guard
 from headrace.server.connection import Connection, Connections, connection_limit
 from headrace.server.frontends.counters import Page
+from headrace.server.openapi import Route
 from headrace.server.service import Service, State
 from headrace.server.tls import create_context, follow_files
 
@@ -193,7 +194,11 @@ class Lifecycle:
         create_engine: CreateEngine,
         announce: Announce,
         ready: Callable[[AsyncLLM], None],
+        routes: Sequence[Route] = ROUTES,
+        services: Sequence[Service] = (),
     ) -> None:
+        """``services``: those behind ``service``, which then is the front of several models."""
+        self._routes, self._services = routes, (service, *services)
         self._service = service
         self._guard = guard
         self._sock = sock
@@ -206,13 +211,14 @@ class Lifecycle:
         with self._signals.handled():
             loading = asyncio.ensure_future(self._create_engine())
             service = self._service
-            app = App(service, self._guard)
-            page, pages, observed = service.limits.page, service.limits.counters.pages, service.observed
+            app = App(service, self._guard, self._routes)
+            page, pages = service.limits.page, service.limits.counters.pages
             connections = Connections(connection_limit(service.config.max_queue), page)
             tls = create_context(service.config)
             acceptor = Acceptor(self._sock, lambda: Connection(app.answer, connections), page, pages, tls)
             acceptor.start()
-            forever = (observed.pulse.run(), observed.shared.run(), page.stamp(), follow_files(tls, service.config))
+            watched = [each for own in self._services for each in (own.observed.pulse.run(), own.observed.shared.run())]
+            forever = (*watched, page.stamp(), follow_files(tls, service.config))
             beside = [asyncio.create_task(each) for each in forever]
             try:
                 return await self._live(loading)

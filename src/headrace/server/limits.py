@@ -20,8 +20,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+import msgspec
 
 from headrace.engine.fair_threads import FairThreads
 from headrace.errors import InvalidRequest, Overloaded, PayloadTooLarge, Unavailable
@@ -254,6 +257,13 @@ class IgnoredFields:
                 log.warning("The field %s is unknown to %s and left out of requests; this is told once.", shown, route)
 
 
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
 class Bodies:
     """All bodies that a server holds. ``max_bytes``: of one; nothing larger is ever in memory.
 
@@ -273,7 +283,7 @@ class Bodies:
     async def read(self, exchange: Exchange, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
         """The parsed body, which counts as held until ``release``. Raises 408, 413, 415, 429 and 400 errors."""
         _check_kind(exchange)
-        body = await self._receive(exchange)
+        body = await self._receive(exchange) if exchange.whole is None else exchange.whole
         size = len(body) if len(body) > _DECODED_INLINE else 0
         if self._ignored is None:
             return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)), exchange.tenant)
@@ -284,8 +294,18 @@ class Bodies:
             self._ignored.note(exchange.route, unknown)
         return parsed
 
+    async def peek_model(self, exchange: Exchange) -> str | None:
+        """The ``model`` of a body that ``read`` will read; None where it has none, or is no object."""
+        _check_kind(exchange)
+        body = exchange.whole = await self._receive(exchange)
+        size = len(body) if len(body) > _DECODED_INLINE else 0
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # which ``read`` tells of
+            return (await self._threads.run(size, lambda: _named.decode(body), exchange.tenant)).model
+        return None
+
     def release(self, exchange: Exchange) -> None:
         """Nothing of its body is needed any more. May be called again."""
+        exchange.whole = None
         size = self._held.pop(exchange, 0)
         self._total -= size
         self._of_keys[exchange.tenant] -= size

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from headrace.server.frontends.counters import Counters
 from headrace.server.frontends.link import Launch
 from headrace.server.frontends.parent import FrontEnds, supervise
 from headrace.server.lifecycle import CreateEngine, Lifecycle, Signals, address_of, bind
+from headrace.server.members.life import MembersConfig, MembersLife, StartEngine, create_members
 from headrace.server.moderation.watch import moderating
 from headrace.server.service import Service
 from headrace.server.tls import create_context
@@ -65,19 +66,37 @@ def run_server(
 
     Raises ConfigError before anything has started, and what ``create_engine`` raises.
     """
+    check_weights(engine_config.scheduler, config)
+    with _begun(engine_config, config, version, began) as life:
+        below = config.supervise or config.api_server_count > 1
+        return run_loop(life.serve_below() if below else life.serve(create_engine))
+
+
+def run_members(
+    members: MembersConfig, config: ServerConfig, version: str, start: StartEngine, *, began: float | None = None
+) -> int:
+    """The same for several models, each with an engine that ``start`` makes."""
+    if config.supervise or config.api_server_count > 1:
+        raise ConfigError(
+            "--models has one front end, which starts models again that die; leave out --supervise and --api-server-count."
+        )
+    for each in members.members:
+        check_weights(each.engine.scheduler, config)
+    with _begun(members.members[0].engine, config, version, began) as life:
+        return run_loop(life.serve_members(members, start))
+
+
+@contextlib.contextmanager
+def _begun(engine_config: EngineConfig, config: ServerConfig, version: str, began: float | None) -> Iterator[_Life]:
     guard = Guard(config)
     create_context(config)  # files that cannot be used are found out before anything starts
-    check_weights(engine_config.scheduler, config)
     check_operators(config)
     os.environ[logs.FORMAT_VARIABLE] = config.log_format  # the other processes inherit it, and the level
     os.environ["HEADRACE_LOG_LEVEL"] = logging.getLevelName(logging.getLogger("headrace").level).lower()
     logs.configure(config.log_format)
     sock = bind(config)
-
-    life = _Life(engine_config, config, version, guard, sock, time.time() if began is None else began)
     try:
-        below = config.supervise or config.api_server_count > 1
-        return run_loop(life.serve_below() if below else life.serve(create_engine))
+        yield _Life(engine_config, config, version, guard, sock, time.time() if began is None else began)
     finally:
         sock.close()
         if config.uds is not None:
@@ -142,11 +161,28 @@ class _Life:
             greeting = _Greeting(self, self.began)  # once all that is known to be wrong has been said
             return await Lifecycle(service, self.guard, self.sock, create_engine, greeting.say, ready).run()
 
+    async def serve_members(self, config: MembersConfig, start: StartEngine) -> int:
+        house = Service(self.config, self.version, [route.path for route in ROUTES])
+        members = create_members(config, house)
+        for one in config.members:
+            await _check_template(one.engine.model.chat_template)
+        greeting = _Greeting(self, self.began, ", ".join(each.name for each in members))
+
+        def ready() -> None:
+            greeting.ready([f"  {each.name}: {each.summary}" for each in members])
+
+        async with moderating(self.config, config.members[0].engine.model.model) as moderator:
+            for each in members:
+                each.service.moderator = moderator
+            return await MembersLife(
+                house, members, config.budget, self.guard, self.sock, greeting.say, ready, start
+            ).run()
+
 
 class _Greeting:
     """What a start says to the person who started it."""
 
-    def __init__(self, life: _Life, began: float) -> None:
+    def __init__(self, life: _Life, began: float, loads: str | None = None) -> None:
         self.say = tell if life.config.log_format == "json" else say
         self._began = began
         self._address = address_of(life.sock, "https" if life.config.ssl_certfile else "http")
@@ -154,7 +190,7 @@ class _Greeting:
         self._open = not life.config.api_key
         self._any_page = self._open and "*" in life.config.allowed_origins
         self.say(
-            f"Headrace {life.version} listens on {self._address} and loads {life.engine_config.model.model or 'the bundled demo model'}."
+            f"Headrace {life.version} listens on {self._address} and loads {loads or life.engine_config.model.model or 'the bundled demo model'}."
         )
         if gone := missing():
             self.say(f"This system lacks what Linux has: {'; '.join(gone)}.")

@@ -303,6 +303,7 @@ class Service:
         page = counters.pages[number]
         self.config = config
         self.version = version
+        self.routes = routes
         self.created = int(time.time())
         self.observed = Observed(routes, counters, page, lambda: self.model.found)
         ignored = IgnoredFields(self.observed.metrics.count_ignored) if config.unknown_fields == "ignore" else None

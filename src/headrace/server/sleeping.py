@@ -38,11 +38,14 @@ async def sleep(service: Service, exchange: Exchange) -> None:
     check_operator(service.config, exchange)
     check_sleep(engine.info, query.level)
     if query.mode == "abort":
-        service.limits.end_all(
-            Unavailable("The model was put to sleep before this answer was complete; send the request again.")
-        )
+        end_running(service)
     await engine.sleep(query.level)
     await exchange.reply_json({"status": "ok"})
+
+
+def end_running(service: Service) -> None:
+    told = "The model was put to sleep before this answer was complete; send the request again."
+    service.limits.end_all(Unavailable(told))
 
 
 async def wake_up(service: Service, exchange: Exchange) -> None:

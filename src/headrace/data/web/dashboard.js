@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { format, legend, lineChart, spark, stepChart } from "./charts.js";
 import { byId, el } from "./dom.js";
 
+const MODEL = new URLSearchParams(location.search).get("model"); // of several, which one is shown
 const POLL_MS = 1000;
 const KEEP = { samples: 600, steps: 256, decisions: 200 };
 const CELLS = 250; // of the picture of the cache
@@ -17,7 +18,7 @@ async function poll() {
   if (known.samples.length) cursors.set("sample", known.samples.at(-1).number);
   if (known.steps.length) cursors.set("step", known.steps.at(-1).step_id);
   if (known.decisions.length) cursors.set("decision", known.decisions.at(-1).number);
-  take(await (await ask(`/v1/dashboard?${cursors}`)).json());
+  take(await (await ask(`/v1/dashboard?${cursors}${MODEL ? `&model=${encodeURIComponent(MODEL)}` : ""}`)).json());
 }
 
 function take(news) {

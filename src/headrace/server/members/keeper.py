@@ -65,10 +65,11 @@ class Keeper:
         others = [each.holding() for each in self.members if each is not member and each.held]
         victims = to_sleep(member.held + needed, self.budget, others)
         if victims is None:
-            resting = sum(each.asleep for each in others)
+            rest = self.budget - sum(each.asleep for each in others)
+            beside = ", even if all others sleep" if others else ""
             raise OutOfMemory(
-                f"{member.name} needs {size(member.held + needed)}, but of the budget of {size(self.budget)} the other models hold "
-                f"{size(resting)} even if they all sleep. Raise memory, or lower its kv-cache-memory."
+                f"{member.name} needs {size(member.held + needed)} ({member.purposes}), and of the budget of {size(self.budget)} it can have "
+                f"{size(rest)}{beside}. Raise memory, or lower its kv-cache-memory."
             )
         for each in self.members:
             if each.name in victims:
@@ -114,6 +115,19 @@ class Keeper:
             began = time.monotonic()
             await member.wake()
             log.info("%s is awake after %.2f s", member.name, time.monotonic() - began)
+
+    def account(self, member: Member) -> str:
+        """What a request to a model that sleeps waits for."""
+        busy = next((each for each in self.members if each.condition in ("loading", "waking", "falling asleep")), None)
+        if busy is member:
+            return (
+                f"{member.name} is being woken."
+                if member.condition == "waking"
+                else f"{member.name} is about to sleep; it is woken in its turn."
+            )
+        if busy is not None:
+            return f"{member.name} sleeps, and is woken in its turn: {busy.name} is {busy.condition}."
+        return f"{member.name} sleeps, and is woken now."
 
     async def sleep(self, member: Member, level: int) -> None:
         async with self._turn:

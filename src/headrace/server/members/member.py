@@ -10,25 +10,22 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import HeadraceError, Unavailable
-from headrace.server.members.budget import Holding, held_asleep, held_awake
+from headrace.server.members.budget import Holding, held_asleep, held_awake, size
 from headrace.server.service import Service, State
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
 
 Condition = Literal["loading", "awake", "falling asleep", "asleep", "waking", "failed"]
-CONDITIONS: tuple[Condition, ...] = ("loading", "awake", "falling asleep", "asleep", "waking", "failed")
 
 
 @dataclass(frozen=True, slots=True)
 class MemberConfig:
-    """``server``: the server's, with what is this model's own. ``estimate``: bytes it will hold, before it has
-    loaded."""
+    """``server``: the server's, with what is this model's own."""
 
     name: str
     engine: EngineConfig
     server: ServerConfig
-    estimate: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -42,6 +39,7 @@ class Member:
         self.config = config
         self.service = service
         self.held = 0  # bytes of the budget
+        self.estimate = 0  # bytes that it will hold, before it has loaded
         self.used = 0.0
         self.wakes = 0
         self.settled = False  # its first start has ended, well or not
@@ -69,7 +67,14 @@ class Member:
     @property
     def need(self) -> int:
         """Bytes when it is awake."""
-        return self.config.estimate if self.engine is None else held_awake(self.engine.info.memory)
+        return self.estimate if self.engine is None else held_awake(self.engine.info.memory)
+
+    @property
+    def purposes(self) -> str:
+        """What most of it is for."""
+        memory = {} if self.engine is None else self.engine.info.memory
+        largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
+        return ", ".join(f"{name} {size(count)}" for name, count in largest) or "before it has loaded, an estimate"
 
     @property
     def asleep_bytes(self) -> int:
@@ -85,6 +90,14 @@ class Member:
         if self.engine is None:
             return "failed" if self.failure is not None else "loading"
         return self._going or ("asleep" if self.engine.asleep else "awake")
+
+    @property
+    def summary(self) -> str:
+        if self.engine is None:
+            return f"not served: {self.failure.message}" if self.failure is not None else "loading"
+        info = self.engine.info
+        kind = f"{info.dtype} on {info.device}, up to {info.max_sequence_tokens:,} tokens a sequence"
+        return f"{kind}; holds {size(self.need)} awake, {size(self.asleep_bytes)} asleep; {self.condition}"
 
     def check(self) -> None:
         """Raises Unavailable, with the reason, for one that could not start."""

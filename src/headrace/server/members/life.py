@@ -1,0 +1,190 @@
+"""The life of a server with several models: each has a start, a watch and starts again by itself; signals, draining and
+the end are all models' own.
+
+What lives here: that life. What may not: whose memory (keeper.py), routes, sockets (lifecycle.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import EngineConfig
+from headrace.engine.resolve import estimated_bytes
+from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, OutOfMemory, Unavailable
+from headrace.server.auth import Guard
+from headrace.server.frontends.parent import FAILED_STARTS
+from headrace.server.lifecycle import (
+    ENGINE_EXIT_SECONDS,
+    LAST_WORDS_SECONDS,
+    Announce,
+    Lifecycle,
+    until,
+    watch_engine,
+)
+from headrace.server.members.budget import size
+from headrace.server.members.keeper import Keeper
+from headrace.server.members.member import Member, MemberConfig
+from headrace.server.members.routes import Board, routes_of
+from headrace.server.service import Service, State
+
+if TYPE_CHECKING:
+    from headrace.engine.client import AsyncLLM
+
+log = logging.getLogger("headrace.server")
+MOST_SECONDS = 30.0  # between two starts of a model that fails
+
+StartEngine = Callable[[EngineConfig], Awaitable["AsyncLLM"]]
+
+
+@dataclass(frozen=True, slots=True)
+class MembersConfig:
+    """``budget``: bytes that all members may hold together. ``level``: at which they sleep; None: by device."""
+
+    members: tuple[MemberConfig, ...]
+    budget: int
+    level: int | None = None
+
+
+def create_members(config: MembersConfig, house: Service) -> list[Member]:
+    """Bodies are held by all together, and so are stored responses."""
+    members = []
+    for each in config.members:
+        service = Service(each.server, house.version, house.routes, engine_config=each.engine)
+        service.limits.threads.close()
+        service.limits.threads, service.limits.bodies = house.limits.threads, house.limits.bodies
+        service.stored = house.stored
+        members.append(Member(each, service, config.level))
+    return members
+
+
+class MembersLife(Lifecycle):
+    """``ready`` is called once, when every model has loaded, or could not."""
+
+    def __init__(
+        self,
+        house: Service,
+        members: Sequence[Member],
+        budget: int,
+        guard: Guard,
+        sock: socket.socket,
+        announce: Announce,
+        ready: Callable[[], None],
+        start: StartEngine,
+    ) -> None:
+        self._keeper = Keeper(members, budget)
+        self._start = start
+        self._all_ready = ready
+        routes = routes_of(Board(self._keeper, house))
+        super().__init__(house, guard, sock, _nothing, announce, _ignore, routes, [each.service for each in members])
+
+    async def _live(self, loading: asyncio.Future[Any]) -> int:
+        members = self._keeper.members
+        lives = [asyncio.create_task(self._keep(member)) for member in members]
+        try:
+            stop = asyncio.create_task(self._signals.came.wait())
+            settled = asyncio.create_task(self._await_starts())
+            await asyncio.wait([stop, settled], return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
+            if not self._signals.count:
+                if any(member.engine is not None for member in members):
+                    self._all_ready()
+                ended: asyncio.Future[Any] = asyncio.gather(*lives)
+                await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if not self._signals.count:
+                log.error("No model can be served, and the server ends.")
+                return 1
+            return await self._drain_all()
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(*lives, return_exceptions=True)
+            engines = [each.engine for each in members if each.engine is not None]
+            await asyncio.gather(*(engine.shutdown(kill_after=ENGINE_EXIT_SECONDS) for engine in engines))
+
+    async def _await_starts(self) -> None:
+        while not all(member.settled for member in self._keeper.members):
+            await asyncio.sleep(0.05)
+
+    # --- one model
+
+    async def _keep(self, member: Member) -> None:
+        """Starts it, and again when it dies; until the server ends, or the next start would fail as the last did."""
+        failed, ever = 0, False
+        while not self._signals.count:
+            try:
+                engine = await self._begin(member)
+            except HeadraceError as error:
+                failed += 1
+                hopeless = failed == FAILED_STARTS or (_lasts(error) and not ever)
+                member.lose(error)
+                log.error("%s cannot be served%s: %s", member.name, "" if hopeless else " now", error.message)
+            else:
+                failed, ever, hopeless = 0, True, False
+                log.info("%s holds %s awake, %s asleep", member.name, size(member.need), size(member.asleep_bytes))
+            member.settled = True
+            if hopeless:
+                return
+            if member.engine is not None:
+                if await watch_engine(engine, self._signals):
+                    return
+                await self._bury(member, engine)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._signals.came.wait(), min(MOST_SECONDS, 2.0**failed - 0.5))
+
+    async def _begin(self, member: Member) -> AsyncLLM:
+        member.estimate = await asyncio.to_thread(estimated_bytes, member.config.engine)
+        return await self._keeper.load(member, lambda: self._start(member.config.engine))
+
+    async def _bury(self, member: Member, engine: AsyncLLM) -> None:
+        """Its requests end; others' go on."""
+        log.error("The engine of %s has died or hangs, and starts again: %s", member.name, engine.ailment)
+        member.service.model.state = State.DEAD
+        member.service.limits.end_all(
+            EngineDead("The engine has died; the answer is incomplete. Send the request again.")
+        )
+        await until(lambda: not member.service.limits.exchanges, LAST_WORDS_SECONDS)
+        await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
+        member.lose()
+
+    # --- the end
+
+    async def _drain_all(self) -> int:
+        services = [self._service, *(member.service for member in self._keeper.members)]
+        for service in services:
+            service.model.state = State.DRAINING
+
+        def running() -> int:
+            return sum(len(service.limits.exchanges) for service in services)
+
+        limit = self._service.config.shutdown_timeout
+        if running():
+            self._announce(
+                f"Stopping: {running()} running requests get up to {limit:g} s (press again to end them now)."
+            )
+        await until(lambda: not running() or self._signals.count > 1, limit)
+        forced = self._signals.count >= 2
+        cause = Unavailable("The server is shutting down and could not wait for this request; send it to another.")
+        for service in services:
+            service.limits.end_all(cause)
+        await until(lambda: not running(), LAST_WORDS_SECONDS)
+        return 1 if forced else 0
+
+
+def _lasts(error: HeadraceError) -> bool:
+    """Another start would end the same way."""
+    return isinstance(error, ConfigError | ModelError | OutOfMemory)
+
+
+async def _nothing() -> Any:
+    return None
+
+
+def _ignore(engine: AsyncLLM) -> None:
+    pass

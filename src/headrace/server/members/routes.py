@@ -1,0 +1,223 @@
+"""The route table where there are several models: the same routes, each of one model, or of all.
+
+A body that has a ``model`` says which one; other routes take it from the query (``?model=``), and reading ones take the
+first where that is missing.
+
+What lives here: choosing the model, and what all models answer together. What may not: what a route does for one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from headrace.engine.info import check_sleep
+from headrace.errors import InvalidRequest, NotFound, Unavailable
+from headrace.server import adapters, inflight
+from headrace.server.app import ROUTES, model_card
+from headrace.server.dialects.body import read_query
+from headrace.server.exchange import Exchange
+from headrace.server.exposition import CONTENT_TYPE, merged, render_members, render_process
+from headrace.server.members.keeper import Keeper
+from headrace.server.members.member import Member
+from headrace.server.openapi import Handler, Route
+from headrace.server.service import Service, State
+from headrace.server.sleeping import SleepQuery, check_operator, end_running
+
+Answer = Callable[["Board", Exchange], Awaitable[None]]
+
+
+class Board:
+    """Which model a request means. ``house``: what is all models' own."""
+
+    def __init__(self, keeper: Keeper, house: Service) -> None:
+        self.keeper = keeper
+        self.house = house
+        self.by_name = {name: member for member in keeper.members for name in member.config.names}
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self.keeper.members)
+
+    async def by_body(self, exchange: Exchange) -> Member:
+        name = await self.house.limits.bodies.peek_model(exchange)
+        if name is None and len(self.members) > 1:
+            raise InvalidRequest(f"model is missing, and several are served: {self._known}.", param="model")
+        return self.members[0] if name is None else await self.find(name)
+
+    def by_query(self, exchange: Exchange) -> Member:
+        """The query is left without it. Raises InvalidRequest, NotFound."""
+        pairs = parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True)
+        names = [value for key, value in pairs if key == "model"]
+        exchange.query = urlencode([pair for pair in pairs if pair[0] != "model"]).encode()
+        if len(names) > 1:
+            raise InvalidRequest("model is given more than once; give it once.", param="model")
+        if not names and exchange.method not in ("GET", "HEAD") and len(self.members) > 1:
+            raise InvalidRequest(f"Say which model, as ?model=NAME: {self._known}.", param="model")
+        if names and names[0] not in self.by_name:
+            raise self._unknown(names[0])
+        return self.by_name[names[0]] if names else self.members[0]
+
+    async def find(self, name: str) -> Member:
+        """The one that is called so, or has an adapter of that name. Raises NotFound."""
+        if name in self.by_name:
+            return self.by_name[name]
+        for member in self.members:
+            model = member.service.model
+            if member.engine is not None and member.engine.alive:
+                await model.learn(name)
+                if model.adapter_of(name) is not None:
+                    return member
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> NotFound:
+        return NotFound(
+            f"The model {name[:100]!r} is not served here; use {self._known}.", param="model", code="model_not_found"
+        )
+
+    @property
+    def _known(self) -> str:
+        return ", ".join(list(self.by_name)[:20])
+
+
+def routes_of(board: Board) -> tuple[Route, ...]:
+    return tuple(replace(route, handler=_handler(board, route)) for route in ROUTES)
+
+
+def _handler(board: Board, route: Route) -> Handler:
+    common = COMMON.get((route.method, route.path))
+    if common is not None:
+        return lambda _, exchange: common(board, exchange)
+    if route.path in HOUSE:
+        return route.handler
+    by_body = route.body is not None and "model" in route.body.names()
+
+    async def handle(_: Service, exchange: Exchange) -> None:
+        member = await board.by_body(exchange) if by_body else board.by_query(exchange)
+        member.check()
+        await route.handler(member.service, exchange)
+
+    return handle
+
+
+# --- of all
+
+
+async def health(board: Board, exchange: Exchange) -> None:
+    """The front end lives; a model that died is started again, and says so by itself."""
+    await exchange.reply_json({"status": "ok"})
+
+
+async def ping(board: Board, exchange: Exchange) -> None:
+    await exchange.reply(200, b"", b"text/plain")
+
+
+async def ready(board: Board, exchange: Exchange) -> None:
+    if board.house.model.state is State.DRAINING:
+        raise Unavailable("The server is shutting down and takes no new requests; try another or wait.", retry_after=5)
+    if coming := [each.name for each in board.members if not each.settled]:
+        raise Unavailable(f"{', '.join(coming[:20])} still to load; wait for /ready.", retry_after=2)
+    await exchange.reply_json({"status": "ready"})
+
+
+async def load(board: Board, exchange: Exchange) -> None:
+    await exchange.reply_json({"server_load": sum(each.service.limits.counters.live for each in board.members)})
+
+
+async def list_models(board: Board, exchange: Exchange) -> None:
+    cards = [model_card(each.service, name, each.condition) for each in board.members for name in each.config.names]
+    for each in board.members:
+        if each.engine is not None and each.engine.alive:
+            cards += [model_card(each.service, name, each.condition) for name in await adapters.names(each.service)]
+    await exchange.reply_json({"data": cards, "object": "list"})
+
+
+async def show_model(board: Board, exchange: Exchange) -> None:
+    name = exchange.path.removeprefix("/v1/models/")
+    member = await board.find(name)
+    await exchange.reply_json(model_card(member.service, name, member.condition))
+
+
+async def metrics(board: Board, exchange: Exchange) -> None:
+    pages = {}
+    for each in board.members:
+        shared = each.service.observed
+        pages[each.name] = shared.total().render(each.name, await shared.shared.engine_stats()).decode()
+    told = {
+        each.name: {"condition": each.condition, "held": each.held, "need": each.need, "wakes": each.wakes}
+        for each in board.members
+    }
+    page = merged(pages) + render_members(told, board.keeper.budget) + render_process()
+    await exchange.reply(200, page.encode(), CONTENT_TYPE)
+
+
+async def list_requests(board: Board, exchange: Exchange) -> None:
+    shown = [
+        {**each, "model": member.name}
+        for member in board.members
+        for each in inflight.running(member.service, exchange.tenant)
+    ]
+    await exchange.reply_json({"object": "list", "data": sorted(shown, key=lambda each: -float(each["seconds"]))})
+
+
+async def show_request(board: Board, exchange: Exchange) -> None:
+    name = exchange.path.removeprefix("/v1/requests/")
+    for member in board.members:
+        shown = await inflight.standing(member.service, name, exchange.tenant)
+        if shown is not None:
+            await exchange.reply_json({**shown, **_told(board, member, shown), "model": member.name})
+            return
+    raise inflight.unknown(name)
+
+
+def _told(board: Board, member: Member, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one that waits for its model: what that waits for."""
+    waits = shown.get("waits_for")
+    if waits is None or waits["kind"] not in ("asleep", "waking"):
+        return {}
+    return {"waits_for": {**waits, "text": board.keeper.account(member)}}
+
+
+async def sleep(board: Board, exchange: Exchange) -> None:
+    member = board.by_query(exchange)
+    query = read_query(exchange.query, SleepQuery)
+    check_operator(board.house.config, exchange)
+    member.check()
+    check_sleep(member.service.model.engine.info, query.level)
+    if query.mode == "abort":
+        end_running(member.service)
+    await board.keeper.sleep(member, query.level)
+    await exchange.reply_json({"status": "ok"})
+
+
+async def wake_up(board: Board, exchange: Exchange) -> None:
+    member = board.by_query(exchange)
+    check_operator(board.house.config, exchange)
+    member.check()
+    _ = member.service.model.engine  # raises while there is none
+    await board.keeper.wake(member)
+    await exchange.reply_json({"status": "ok"})
+
+
+COMMON: Mapping[tuple[str, str], Answer] = {
+    ("GET", "/health"): health,
+    ("GET", "/ready"): ready,
+    ("GET", "/ping"): ping,
+    ("POST", "/ping"): ping,
+    ("GET", "/load"): load,
+    ("GET", "/metrics"): metrics,
+    ("GET", "/v1/models"): list_models,
+    ("GET", "/v1/models/{name}"): show_model,
+    ("GET", "/v1/requests"): list_requests,
+    ("GET", "/v1/requests/{id}"): show_request,
+    ("POST", "/sleep"): sleep,
+    ("POST", "/wake_up"): wake_up,
+}
+HOUSE = frozenset(  # routes that no model has a part in, or all models share what they show
+    (
+        "/", "/dashboard", "/web/{name}", "/version", "/openapi.json", "/v1/responses/{id}",
+        "/v1/responses/{id}/input_items",
+    )
+)  # fmt: skip
