@@ -309,7 +309,7 @@ def house(log: list[str], budget: int, **sizes: int) -> tuple[Keeper, dict[str, 
         service.attach = lambda engine, service=service: setattr(service.model, "found", engine)
         config: Any = SimpleNamespace(name=name, names=(name,), engine=EngineConfig())
         members[name] = Member(config, service)
-    return Keeper(list(members.values()), budget), members
+    return Keeper(list(members.values()), budget, lambda config: 0), members
 
 
 async def loaded(log: list[str], keeper: Keeper, **sizes: int) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from headrace.config import EngineConfig
+from headrace.engine.resolve import estimated_bytes
 from headrace.errors import EngineDead, HeadraceError, OutOfMemory, Unavailable
 from headrace.server.members.budget import size, to_sleep
 from headrace.server.members.member import Member
@@ -27,9 +29,12 @@ log = logging.getLogger("headrace.server")
 
 
 class Keeper:
-    """``budget``: bytes for all members."""
+    """``budget``: bytes for all members. ``estimate``: what an engine will hold, before it is there."""
 
-    def __init__(self, members: Sequence[Member], budget: int) -> None:
+    def __init__(
+        self, members: Sequence[Member], budget: int, estimate: Callable[[EngineConfig], int] = estimated_bytes
+    ) -> None:
+        self._estimate = estimate
         self.members = members
         self.budget = budget
         self._turn = asyncio.Lock()  # who asks first gets it first
@@ -40,6 +45,7 @@ class Keeper:
     async def load(self, member: Member, create: Callable[[], Awaitable[AsyncLLM]]) -> AsyncLLM:
         """Raises what the start does, and OutOfMemory for a model that does not fit even alone."""
         async with self._turn:
+            member.estimate = await asyncio.to_thread(self._estimate, member.config.engine)
             await self._make_room(member, member.need)
             member.held = member.need
             try:

@@ -12,10 +12,10 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineConfig
-from headrace.engine.resolve import estimated_bytes
 from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, OutOfMemory, Unavailable
 from headrace.server.auth import Guard
 from headrace.server.frontends.parent import FAILED_STARTS
@@ -119,7 +119,7 @@ class MembersLife(Lifecycle):
         failed, ever = 0, False
         while not self._signals.count:
             try:
-                engine = await self._begin(member)
+                engine = await self._keeper.load(member, partial(self._start, member.config.engine))
             except HeadraceError as error:
                 failed += 1
                 hopeless = failed == FAILED_STARTS or (_lasts(error) and not ever)
@@ -137,10 +137,6 @@ class MembersLife(Lifecycle):
                 await self._bury(member, engine)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._signals.came.wait(), min(MOST_SECONDS, 2.0**failed - 0.5))
-
-    async def _begin(self, member: Member) -> AsyncLLM:
-        member.estimate = await asyncio.to_thread(estimated_bytes, member.config.engine)
-        return await self._keeper.load(member, lambda: self._start(member.config.engine))
 
     async def _bury(self, member: Member, engine: AsyncLLM) -> None:
         """Its requests end; others' go on."""
