@@ -476,15 +476,18 @@ def test_tokens_leave_no_faster_than_the_front_end_streams(found: CalibratedStep
 
 def test_a_front_ends_work_is_found_again(tmp_path: Path) -> None:
     paths = []
-    for number, (requests, prompt, output) in enumerate([(10, 90, 6), (200, 9000, 400), (32, 64000, 900), (7, 7, 7)]):
-        seconds = 1e-3 * requests + 2e-6 * prompt + 1e-5 * output
-        figures = {"completed": requests, "total_input_tokens": prompt, "total_output_tokens": output}
+    names = ("completed", "total_input_tokens", "total_output_tokens", "steps")
+    loads = [(10, 90, 60, 60), (200, 9000, 4000, 20), (32, 64000, 900, 30), (7, 7, 700, 100), (1, 8000, 64, 64)]
+    for number, load in enumerate(loads):
+        seconds = sum(times * price for times, price in zip(load, (1e-3, 2e-6, 1e-5, 3e-5), strict=True))
+        figures = dict(zip(names, load, strict=True))
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(json.dumps(figures | {"front_cpu_seconds": seconds}))
     work = front_work(paths)
     assert work is not None
-    assert [work.request, work.prompt_token, work.output_token] == pytest.approx([1e-3, 2e-6, 1e-5], rel=0.05)
-    assert front_work(paths[:2]) is None
+    assert (work.request, work.prompt_token) == pytest.approx((1e-3, 2e-6), rel=0.05)
+    assert (work.output_token, work.step) == pytest.approx((1e-5, 3e-5), rel=0.05)
+    assert front_work(paths[:3]) is None
 
 
 def test_prompts_of_one_length_give_one_number() -> None:

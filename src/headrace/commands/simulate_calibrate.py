@@ -137,8 +137,13 @@ def report(found: CalibratedSteps) -> Iterator[str]:
         prices = f"{found.front.request * 1e3:.2f} ms per request and {found.front.token * 1e6:.2f} µs per prompt token"
         yield f"a front end: {prices} (2 fitted parameters)"
         if (work := found.front.work) is not None:
-            parts = f"{work.prompt_token * 1e6:.2f} µs per prompt token and {work.output_token * 1e6:.2f} µs per output token"
-            yield f"of it its own work: {work.request * 1e3:.2f} ms per request, {parts} (3 fitted parameters)"
+            tokens = (
+                f"{work.prompt_token * 1e6:.2f} µs per prompt token, {work.output_token * 1e6:.2f} µs per output token"
+            )
+            yield (
+                f"of it its own work: {work.request * 1e3:.2f} ms per request, {tokens} and {work.step * 1e6:.2f} µs per step "
+                "(4 fitted parameters)"
+            )
 
 
 def _row(each: Parameter) -> list[str | float]:

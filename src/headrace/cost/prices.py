@@ -65,11 +65,13 @@ class HostPrices:
 
 @dataclass(frozen=True, slots=True)
 class FrontWork:
-    """CPU seconds of a front end's one event loop: per request, prompt token and output token."""
+    """CPU seconds of a front end's one event loop: per request, prompt token, output token and step whose tokens it
+    sends on."""
 
     request: float = 0.0
     prompt_token: float = 0.0
     output_token: float = 0.0
+    step: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class FrontPrices:
         return work.request + work.prompt_token * prompt_tokens
 
     def streaming(self, tokens: int) -> float:
-        return self.work.output_token * tokens if self.work is not None else 0.0
+        return self.work.step + self.work.output_token * tokens if self.work is not None and tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,16 +323,18 @@ def front_of(prompts: list[int], late: list[float]) -> FrontPrices:
     return FrontPrices(float(values[0]), float(values[1]) if len(values) > 1 else 0.0)
 
 
+# Figures of a load, in the order of FrontWork's prices.
+_WORK = ("completed", "total_input_tokens", "total_output_tokens", "steps")
+
+
 def front_work(loads: Sequence[Path]) -> FrontWork | None:
-    """seconds ≈ request · requests + prompt · prompt tokens + output · output tokens, none negative; None where fewer
-    than three results say how long the front end computed."""
+    """seconds ≈ the sum of FrontWork's four prices, each times how often it was due, none negative; None where fewer
+    than four results say how long the front end computed."""
     rows = [json.loads(path.read_bytes()) for path in loads]
     rows = [row for row in rows if row.get("front_cpu_seconds")]
-    if len(rows) < 3:
+    if len(rows) < len(_WORK):
         return None
-    design = np.array(
-        [[row["completed"], row["total_input_tokens"], row["total_output_tokens"]] for row in rows], dtype=np.float64
-    )
+    design = np.array([[row[name] for name in _WORK] for row in rows], dtype=np.float64)
     values = least_absolute(design, np.array([row["front_cpu_seconds"] for row in rows]), floor=_FLOOR)
     return FrontWork(*map(float, values))
 
