@@ -27,6 +27,7 @@ _CALLS = 40
 def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     """``job``: size, device, result (a file)."""
     from headrace.bench.offline import limits_here
+    from headrace.config import DeviceConfig
     from headrace.parallel.device import check_devices, create_group
     from headrace.parallel.nccl import create_id
     from headrace.parallel.ranks import device_of
@@ -42,7 +43,7 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     with Scratch() as folder:
         place = (str(folder), "") if kind == "cpu" else ("", create_id().hex())
         if kind == "cuda":
-            check_devices(size)
+            check_devices(DeviceConfig(tensor_parallel_size=size), size)
         others = [
             subprocess.Popen(
                 [sys.executable, "-m", "lab.ranks_link", str(rank), str(size), *place],

@@ -319,6 +319,17 @@ class DeviceConfig:
     pipeline_parallel_size: int = option(
         1, "number of devices that the layers are distributed over (only 1 so far)", flags=("-pp",), minimum=1
     )
+    data_parallel_size: int = option(
+        1, "number of replicas of the model, each on devices of its own, behind one port", flags=("-dp",), minimum=1
+    )
+    data_parallel_routing: str = option(
+        "prefix",
+        "replica of a request: prefix weighs what is cached against what waits there; load looks at what waits; turns takes each in turn",
+        choices=("prefix", "load", "turns"),
+        technique="prefix_routing",
+        on="prefix",
+        off="load",
+    )
     overlap: int | None = option(
         None,
         "steps in flight beyond the one being collected (0, 1 or 2); default: chosen by device",
@@ -386,12 +397,26 @@ class DeviceConfig:
             raise ConfigError(
                 f"pipeline_parallel_size is {self.pipeline_parallel_size}, which is not supported so far; leave it at 1."
             )
+        if self.data_parallel_size > MAX_REPLICAS:
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size}; one server takes at most {MAX_REPLICAS} replicas."
+            )
         if self.tensor_parallel_size != 1 and self.executor == "keyed-hash":
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, but keyed-hash computes no model; leave one of them out."
             )
 
+    @property
+    def num_ranks(self) -> int:
+        """Of one replica, each with a device."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def num_devices(self) -> int:
+        return self.num_ranks * self.data_parallel_size
+
+
+MAX_REPLICAS = 64
 MAX_FRONT_ENDS = 64
 _PARSERS = tomllib.loads((Path(__file__).parent / "data" / "parsers.toml").read_text(encoding="utf-8"))
 

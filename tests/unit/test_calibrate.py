@@ -136,7 +136,7 @@ def ran(
     trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
     core.observe(trace)
     ids = partial(_ids, asked, spec.vocab_size)
-    samples = Drive(core, asked, ids, room=room, max_queue=10_000).run().samples
+    samples = Drive([core], asked, ids, room=room, max_queue=10_000).run().samples
     trace.close()
     return samples
 

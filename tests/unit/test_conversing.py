@@ -50,7 +50,7 @@ def driven(
     add = core.add
     core.add = lambda request: (got.update({request.request_id: request}), add(request))[1]  # type: ignore[method-assign]
     prompts = Prompts(asked, executor.answer_ids, vocab_size=info.vocab_size, seed=0)
-    return Drive(core, asked, prompts, room=room, max_queue=max_queue).run(), got, core
+    return Drive([core], asked, prompts, room=room, max_queue=max_queue).run(), got, core
 
 
 def test_a_turn_asks_with_all_that_was_said_and_finds_it_in_the_cache() -> None:
@@ -68,7 +68,7 @@ def test_a_turn_asks_with_all_that_was_said_and_finds_it_in_the_cache() -> None:
     )
     prompts = Prompts(asked, executor.answer_ids, vocab_size=512, seed=0)
     said: list[array[int]] = []
-    drive_ = Drive(core, asked, lambda index: (said.append(prompts(index)), said[-1])[1], room=None, max_queue=9)
+    drive_ = Drive([core], asked, lambda index: (said.append(prompts(index)), said[-1])[1], room=None, max_queue=9)
     take = drive_._take
     drive_._take = lambda outputs, now: (
         [answers[o.request_id].extend(o.token_ids) for o in outputs],

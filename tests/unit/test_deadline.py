@@ -415,7 +415,7 @@ def test_goodput_holds_where_first_come_first_served_collapses(load: float) -> N
 
 def _driven(policy: str, asked: Sequence[LoadRequest]) -> Outcome:
     core = core_of(modelled=True, rows=32, blocks=4096, scheduling_policy=policy, ttft_target_ms=1000.0)
-    return Drive(core, asked, _Ids(asked), room=None, max_queue=10_000).run()
+    return Drive([core], asked, _Ids(asked), room=None, max_queue=10_000).run()
 
 
 class _Ids:

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.executor": set(),
     "engine.assembly": {
         "worker",
+        "parallel.device",
         "parallel.leader",
         "parallel.ranks",
         "models.source",
@@ -60,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.core",
         "engine.executor",
         "engine.resolve",
+        "engine.routing",
         "scheduler",
         "cache",
         "models",

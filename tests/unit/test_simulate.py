@@ -85,7 +85,7 @@ def driven(
         depth=depth,
     )
     ids = partial(_ids, asked, facts.vocab_size)
-    return Drive(core, asked, ids, room=room, max_queue=10_000).run(), core
+    return Drive([core], asked, ids, room=room, max_queue=10_000).run(), core
 
 
 def _ids(asked: Sequence[LoadRequest], vocab_size: int, index: int) -> array[int]:
@@ -542,3 +542,36 @@ def test_a_real_trace_runs_on_a_real_shape(capsys: pytest.CaptureFixture[str]) -
     status, out, err = call(capsys, *words)
     assert status == 0, err
     assert "completed               20" in out
+
+
+def test_replicas_share_a_load_and_conversations_find_their_prefixes() -> None:
+    """Two devices end twice the work in about the time of one; each conversation stays where its beginning is."""
+    talks = [LoadRequest(64, 16, at=0.1 * number) for number in range(24)]
+    alone, both = (simulate(SPEC, _replicated(count), tiny_device(), Load(talks)).figures for count in (1, 2))
+    assert both["duration"] < 0.7 * alone["duration"] and both["completed"] == 24
+    assert both["computed_tokens"] == alone["computed_tokens"]
+
+
+def test_conversations_find_their_prefixes_where_requests_in_turn_do_not() -> None:
+    """Five conversations over two replicas: in turn, every second turn comes to the wrong one."""
+    talks = [
+        LoadRequest(
+            96 + 96 * turn,
+            16,
+            at=0.0 if not turn else None,
+            follows=5 * (turn - 1) + talk if turn else None,
+            think=20.0,
+        )
+        for turn in range(4)
+        for talk in range(5)
+    ]
+    shares = {
+        how: simulate(SPEC, _replicated(2, how), tiny_device(), Load(talks)).figures["prefix_hit_share"]
+        for how in ("prefix", "turns")
+    }
+    assert shares["prefix"] > 0.5 > 0.4 > shares["turns"]
+
+
+def _replicated(count: int, routing: str = "prefix") -> EngineConfig:
+    device = DeviceConfig(data_parallel_size=count, data_parallel_routing=routing)
+    return EngineConfig(device=device, cache=CacheConfig(block_size=16))

@@ -26,8 +26,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config, resolve_pooling
 from headrace.engine.sleeping import SleepingExecutor, of_same_size
-from headrace.engine.tokenizer import Tokenizer, load_tokenizer
-from headrace.errors import ConfigError
+from headrace.engine.tokenizer import Tokenizer, check_texts, load_tokenizer
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk
 from headrace.models.families import spec_from_config
@@ -77,6 +76,16 @@ class Engine:
             self.trace.close()
 
 
+def take_place(config: DeviceConfig, replica: int) -> None:
+    """Which of several replicas this process is: it has devices of its own. Raises ConfigError where there are too few
+    for all."""
+    if config.data_parallel_size > 1 and config.executor == "model":
+        prepare_for_torch()
+        from headrace.parallel.device import take_gpus
+
+        take_gpus(config, replica)
+
+
 def create_engine(
     config: EngineConfig,
     *,
@@ -100,11 +109,8 @@ def create_engine(
     tokenizer = None
     if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
         tokenizer = load_tokenizer(source, config.model.tokenizer, **config.model.chat_options)
-    if texts and tokenizer is None:
-        raise ConfigError(
-            f"{source.name} has no tokenizer, so it takes and gives token ids only; --tokenizer takes another model's folder, "
-            "and headrace generate --input FILE takes lines with prompt_token_ids."
-        )
+    if texts:
+        check_texts(source, tokenizer)
     check_draft_templates(config, source)
     defaults = default_params(source.generation_defaults)
     config, executor, decisions, recorder = _create_executor(config, source, watched, lost)

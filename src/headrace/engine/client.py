@@ -16,13 +16,13 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from headrace.config import EngineConfig
 from headrace.engine import frames
-from headrace.engine.connection import EngineConnection, EngineSocket, JoinedEngine
+from headrace.engine.connection import EngineSocket, JoinedEngine
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo, check_sleep
 from headrace.engine.inputs import (
@@ -36,12 +36,12 @@ from headrace.engine.inputs import (
 )
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
+from headrace.engine.replicas import Replicas, launch_engine
 from headrace.engine.resolve import find_source
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, StepFailed, Unavailable
 from headrace.lora.registry import adapter_folder, adapter_names
 from headrace.models.source import ModelSource
-from headrace.processes.messages import pack
 from headrace.request import Request, RequestOutput
 from headrace.sampling_params import SamplingParams
 
@@ -171,7 +171,7 @@ class AsyncLLM:
         source: ModelSource,
         tokenizer: Tokenizer | None,
         defaults: SamplingParams,
-        connection: EngineSocket,
+        connection: EngineSocket | Replicas,
         *,
         serial: int = 0,
     ) -> None:
@@ -213,7 +213,7 @@ class AsyncLLM:
             raise ConfigError(f"a config and keywords ({', '.join(keywords)}) were given; put them into the config.")
         source = await asyncio.to_thread(find_source, config)
         defaults = default_params(source.generation_defaults)
-        connection = await EngineConnection.launch(config)
+        connection = await launch_engine(config)
         try:
             tokenizer = await _load_tokenizer(config, source)
             await connection.started()
@@ -223,11 +223,13 @@ class AsyncLLM:
         return cls(config, source, tokenizer, defaults, connection)
 
     @classmethod
-    async def join(cls, config: EngineConfig, connection: JoinedEngine, serial: int) -> AsyncLLM:
-        """One of several front ends of an engine that was launched with this config and told to come here. Returns when
-        it can serve."""
+    async def join(
+        cls, config: EngineConfig, connect: Callable[[], Awaitable[JoinedEngine | Replicas]], serial: int
+    ) -> AsyncLLM:
+        """One of several front ends of an engine that was launched with this config. Returns when it can serve."""
         source = await asyncio.to_thread(find_source, config)
         tokenizer = await _load_tokenizer(config, source)
+        connection = await connect()
         await connection.started()
         return cls(config, source, tokenizer, default_params(source.generation_defaults), connection, serial=serial)
 
@@ -258,7 +260,7 @@ class AsyncLLM:
         stream = Stream(self, request, name, whole)
         self._outputs.add(request)
         self._streams[request.request_id] = stream
-        self._connection.send(pack(request))
+        self._connection.submit(request)
         return stream
 
     async def generate(
@@ -427,7 +429,7 @@ class AsyncLLM:
         """Nothing more is wanted of a request."""
         self._streams.pop(request_id, None)
         self._outputs.drop(request_id)
-        self._connection.send(pack(frames.Abort(request_id)))
+        self._connection.abort(request_id)
 
     def end_answer(self, request_id: int, index: int) -> None:
         self._outputs.end_answer(request_id, index)
@@ -438,7 +440,7 @@ class AsyncLLM:
             self.loop.call_soon_threadsafe(self.forget, request_id)
 
     def _finish(self, request_id: int, index: int, num_tokens: int) -> None:
-        self._connection.send(pack(frames.Finish(request_id, index, num_tokens)))
+        self._connection.finish(request_id, index, num_tokens)
 
     def _on_step(self, frame: frames.Step) -> None:
         feed, streams = self._outputs.feed, self._streams
@@ -448,9 +450,12 @@ class AsyncLLM:
             if delta is not None and stream is not None:
                 stream.put(delta)
 
-    def _on_death(self, error: EngineDead) -> None:
+    def _on_death(self, error: EngineDead, request_ids: Collection[int] | None) -> None:
+        """``request_ids``: the requests that have ended by it; None: all."""
         for stream in list(self._streams.values()):
-            stream.end(error)
+            if request_ids is None or stream.request.request_id in request_ids:
+                self._outputs.drop(stream.request.request_id)
+                stream.end(error)
 
     def _check_ready(self) -> None:
         if self._connection.death is not None:

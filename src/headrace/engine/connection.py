@@ -10,7 +10,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from headrace import errors
@@ -19,7 +19,8 @@ from headrace.engine import frames
 from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
 from headrace.processes.child import spawn
-from headrace.processes.messages import Channel, Question
+from headrace.processes.messages import Channel, Question, pack
+from headrace.request import Request
 
 _EXIT_SECONDS = 5.0  # between asking and killing
 HANG_SECONDS = 5.0  # without a beat
@@ -29,7 +30,7 @@ _START_ERRORS: dict[str, type[HeadraceError]] = {
 }
 
 OnEvent = Callable[[frames.Step], None]
-OnDeath = Callable[[EngineDead], None]
+OnDeath = Callable[[EngineDead, Collection[int] | None], None]  # of these requests, or of all
 
 
 class EngineSocket:
@@ -39,7 +40,8 @@ class EngineSocket:
         self._channel = Channel(frames.Event, self._hear, self.lost)
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._on_event: OnEvent = lambda frame: None
-        self._on_death: OnDeath = lambda error: None
+        self._on_death: OnDeath = lambda error, ids: None
+        self._tasks: set[asyncio.Future[dict[str, Any]]] = set()
         self._farewell = ""  # what the engine said last about its own end
         self._closing = False
         self.death: EngineDead | None = None
@@ -73,7 +75,16 @@ class EngineSocket:
         """``on_event`` gets each Step frame."""
         self._on_event, self._on_death = on_event, on_death
         if self.death is not None:
-            on_death(self.death)
+            on_death(self.death, None)
+
+    def submit(self, request: Request) -> None:
+        self.send(pack(request))
+
+    def abort(self, request_id: int) -> None:
+        self.send(pack(frames.Abort(request_id)))
+
+    def finish(self, request_id: int, index: int, num_tokens: int) -> None:
+        self.send(pack(frames.Finish(request_id, index, num_tokens)))
 
     @property
     def alive(self) -> bool:
@@ -100,6 +111,11 @@ class EngineSocket:
         found: dict[str, Any] = await self._channel.ask(question)
         return found
 
+    def ask_later(self, question: Callable[[int], Question]) -> None:
+        """The same for who does not wait."""
+        self._tasks.add(task := asyncio.ensure_future(self.ask(question)))
+        task.add_done_callback(self._tasks.discard)
+
     def _hear(self, frame: Any) -> None:
         self.last_heard = time.perf_counter()
         if isinstance(frame, frames.Step):
@@ -116,6 +132,10 @@ class EngineSocket:
         elif isinstance(frame, frames.StartFailed):
             self._fail_start(_START_ERRORS.get(frame.kind, EngineDead)(frame.message))
 
+    async def started(self) -> EngineInfo:
+        """Waits until the engine can serve. Raises what kept it from that."""
+        raise NotImplementedError
+
     def lost(self) -> None:
         """The socket is closed: whatever the engine still does is not heard here."""
         raise NotImplementedError
@@ -129,7 +149,7 @@ class EngineSocket:
         self.death = EngineDead(f"the engine process {how}{cause}. Restart the server.")
         self._fail_start(self.death)
         self._channel.fail(self.death)
-        self._on_death(self.death)
+        self._on_death(self.death, None)
 
     def _fail_start(self, error: HeadraceError) -> None:
         if not self._info.done():
@@ -168,15 +188,20 @@ class EngineConnection(EngineSocket):
         self._watch = asyncio.create_task(self._watch_process())
 
     @classmethod
-    async def launch(cls, config: EngineConfig) -> EngineConnection:
-        """Starts the process; it loads while the caller goes on."""
+    async def launch(cls, config: EngineConfig, replica: int = 0) -> EngineConnection:
+        """Starts the process; it loads while the caller goes on. ``replica``: which of several it is."""
         (sock, theirs), (door, their_door) = socket.socketpair(), socket.socketpair()
         with theirs, their_door:
             self = cls(await spawn("headrace.engine.process", theirs, their_door.fileno()), door)
-            launch = frames.Launch(config, their_door.fileno())
+            launch = frames.Launch(config, their_door.fileno(), replica)
         await self._channel.open(sock)
         self._channel.send(launch)
         return self
+
+    @property
+    def own(self) -> list[EngineConnection]:
+        """Of one or several (replicas.py)."""
+        return [self]
 
     def attach(self, sock: socket.socket, serial: int) -> None:
         """Another front end is at the other end of ``sock``. One whose engine dies hears of it by that socket's end."""
@@ -215,7 +240,7 @@ class EngineConnection(EngineSocket):
 
     def lost(self) -> None:
         if self._process.returncode is None and not self._closing:
-            asyncio.get_running_loop().call_later(1.0, self._kill_deaf)
+            asyncio.get_running_loop().call_later(1.0, self.kill)
 
     async def _watch_process(self) -> None:
         code = await self._process.wait()
@@ -225,6 +250,7 @@ class EngineConnection(EngineSocket):
             how + (" (often: the machine ran out of memory)" if code == -signal.SIGKILL and not self._closing else "")
         )
 
-    def _kill_deaf(self) -> None:
+    def kill(self) -> None:
+        """Nothing more is expected of it."""
         if self._process.returncode is None:
             self._process.kill()

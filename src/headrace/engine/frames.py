@@ -27,10 +27,11 @@ SERIAL_SHIFT = 40  # a request's id: which front end's (the parent's is 0), then
 
 
 class Launch(Frame):
-    """``door``: the inherited socket over which the parent hands further ones."""
+    """``door``: the inherited socket over which the parent hands further ones. ``replica``: which of several."""
 
     config: EngineConfig
     door: int
+    replica: int = 0
 
 
 class Started(Frame):

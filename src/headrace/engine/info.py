@@ -29,6 +29,8 @@ class EngineInfo:
     memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose
     techniques: dict[str, str] = field(default_factory=dict)  # "on", "off" or a value, by name
     max_num_batched_tokens: int = 0  # a step
+    num_blocks: int = 0  # of the cache
+    block_size: int = 16
     can_sleep: bool = False
     task: str = "generate"  # or embed, or score
     pooling: PoolingSpec | None = None  # what becomes of prompts, where they are not answered

@@ -36,6 +36,7 @@ from headrace.engine.pooled import (
     paired,
     score,
 )
+from headrace.engine.replicated import create_replicated
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed
 from headrace.observe.progress import Progress, ProgressLine
@@ -81,7 +82,11 @@ class LLM:
 
     def _open(self, config: EngineConfig, *, texts: bool = False) -> None:
         self._engine: Engine | None = None
-        engine = create_engine(config, watched=False, texts=texts)
+        engine: Engine = (
+            create_engine(config, watched=False, texts=texts)
+            if config.device.data_parallel_size == 1
+            else cast(Engine, create_replicated(config, texts))
+        )
         self._engine = engine
         self._inputs = InputProcessor(
             engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer), _all_below
@@ -363,8 +368,9 @@ class LLM:
         core = self.engine.core
         collectors = {request.request_id: self._collector(prompt, request) for prompt, request in given}
         order = core.batch_order([request for _, request in given])
-        limits = {"tokens": core.step_tokens, "rows": core.executor.info.max_num_seqs}
-        begin = first_part(order, **limits) if core.begins_in_order else len(order)
+        begin = len(order)
+        if core.begins_in_order:
+            begin = first_part(order, tokens=core.step_tokens, rows=core.executor.info.max_num_seqs)
         for part in (order[:begin], order[begin:]):
             with self._lock, _deferred_interrupts():
                 for request in part:

@@ -68,10 +68,10 @@ def end_now(links: Links, why: str) -> None:
 def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
     """The engine, or None after the parent has been told why not."""
     try:
-        from headrace.engine.assembly import (
-            create_engine,
-        )  # torch and all: after the socket, so that the pulse is heard meanwhile
+        # torch and all: after the socket, so that the pulse is heard meanwhile
+        from headrace.engine.assembly import create_engine, take_place
 
+        take_place(launch.config.device, launch.replica)
         least = launch.config.device.device_time
         engine = create_engine(
             launch.config,

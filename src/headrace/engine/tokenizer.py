@@ -29,7 +29,7 @@ from headrace.engine.detokenizer import (
 )
 from headrace.engine.template import MARK, Boundaries, ChatTemplate, check_template_variables
 from headrace.engine.text_growth import check_normalizer, check_other_parts
-from headrace.errors import InvalidRequest, ModelError
+from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.models.source import (
     MAX_TEMPLATE_BYTES,
     ModelSource,
@@ -48,6 +48,15 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _YES_OR_NO = Path(__file__).with_name("yes_or_no.jinja")
 
 log = logging.getLogger("headrace.tokenizer")
+
+
+def check_texts(source: ModelSource, tokenizer: Tokenizer | None) -> None:
+    """For who has nothing but texts to ask. Raises ConfigError."""
+    if tokenizer is None:
+        raise ConfigError(
+            f"{source.name} has no tokenizer, so it takes and gives token ids only; --tokenizer takes another model's folder, "
+            "and headrace generate --input FILE takes lines with prompt_token_ids."
+        )
 
 
 def load_tokenizer(

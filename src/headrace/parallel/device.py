@@ -7,13 +7,16 @@ Each rank's process sees one GPU alone (CUDA_VISIBLE_DEVICES), so that nothing i
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
+from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
 from headrace.parallel.group import GlooGroup, Group
 from headrace.parallel.nccl import NCCLGroup
+from headrace.parallel.ranks import device_of
 
 
 def device_here(kind: str) -> str:
@@ -29,11 +32,24 @@ def create_group(folder: str, id: bytes, rank: int, size: int, *, one_shot: bool
     return NCCLGroup(id, rank, size, one_shot=one_shot) if id else GlooGroup(Path(folder), rank, size)
 
 
-def check_devices(size: int) -> None:
-    """Raises ConfigError where there are fewer GPUs than ranks."""
-    count = torch.cuda.device_count()
-    if count < size:
+def check_devices(config: DeviceConfig, needed: int) -> None:
+    """Raises ConfigError where there are fewer GPUs than are needed: those of one replica, or of all."""
+    count, kinds = torch.cuda.device_count(), ("tensor", "pipeline", "data")
+    sizes = {name: getattr(config, f"{name}_parallel_size") for name in kinds[: 2 if needed == config.num_ranks else 3]}
+    if count < needed:
+        flags = " times ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(
-            f"--tensor-parallel-size is {size}, but {count} GPU{'s are' if count != 1 else ' is'} visible here. "
+            f"{flags} is {needed} devices, but {count} GPU{'s are' if count != 1 else ' is'} visible here. "
             f"Give at most {count}, or make more visible (CUDA_VISIBLE_DEVICES)."
         )
+
+
+def take_gpus(config: DeviceConfig, replica: int) -> None:
+    """From now on this process and its children see the GPUs of one replica alone. Raises ConfigError where there are
+    too few of them for all. Must come before anything looks for a GPU."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.device_count()):
+        return
+    check_devices(config, config.num_devices)
+    first = replica * config.num_ranks
+    seen = [device_of(number)["CUDA_VISIBLE_DEVICES"] for number in range(first, first + config.num_ranks)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen)

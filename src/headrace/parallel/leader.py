@@ -53,7 +53,7 @@ def create_executor(
     )
     config = replace(config, device=replace(config.device, device=kind))
     if kind == "cuda":
-        check_devices(size)
+        check_devices(config.device, config.device.num_ranks)
     try:
         ranks.launch(config)
         group = _meet(ranks, kind, config)

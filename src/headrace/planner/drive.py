@@ -1,7 +1,8 @@
-"""Runs requests through a core on virtual time, as clients of a server would send them.
+"""Runs requests through a core, or through several replicas, on virtual time, as clients of a server would send them.
 
 A request is sent when it is due, also while a step runs; the core takes it before the next one, and its times count
-from when it was sent.
+from when it was sent. Each core has a clock of its own; what happens next is what is earliest on any of them, and what
+a step brought is seen when it ends.
 
 What lives here: the loop that adds what is due and steps. What may not: figures and building a core (simulator.py).
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 from headrace.cost.prices import FrontPrices
 from headrace.engine.core import EngineCore
+from headrace.engine.routing import Router
 from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
 from headrace.request import FinishReason, Request, SequenceOutput, TokenOutputs
@@ -34,24 +36,30 @@ class Outcome:
     seconds: float = 0.0
     most_used_blocks: int = 0
     most_running: int = 0  # requests under way at once
+    steps: int = 0  # that brought something
 
 
 class Drive:
-    """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says
-    429. ``front``: the front end, which takes one request after another, and tokens after the requests that reached
-    it before them: in a burst, first tokens come at its end. None: none."""
+    """One run over the replicas ``cores``, which ``router`` chooses from. ``room``: requests under way at once that
+    clients keep to; ``max_queue``: beyond so many the server says 429. ``front``: the front end, which takes one request
+    after another, and tokens after the requests that reached it before them: in a burst, first tokens come at its end.
+    None: none."""
 
     def __init__(
         self,
-        core: EngineCore,
+        cores: Sequence[EngineCore],
         asked: Sequence[LoadRequest],
         ids: Callable[[int], array[int]],
         *,
         room: int | None,
         max_queue: int,
         front: FrontPrices | None = None,
+        router: Router | None = None,
     ) -> None:
-        self._core = core
+        self._cores, self._router = cores, router
+        self._brought: list[
+            tuple[float, int, Sequence[SequenceOutput]]
+        ] = []  # a heap: what steps brought, by their end
         self._asked = asked
         self._ids = ids
         self._room = len(asked) if room is None else room
@@ -67,24 +75,40 @@ class Drive:
         self._open = any(asked[index].at is not None for index in self._first)
         self._clients = 0  # closed loop: conversations under way, those that think included
         self._full_until = 0.0  # as many as there is room for were under way
+        self._now = 0.0
         self._live: dict[int, Sample] = {}
         self._params: dict[int, SamplingParams] = {}  # by output tokens: each is checked once
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        core, clock, outcome = self._core, self._core.clock, self._outcome
-        blocks = core.scheduler.cache
         while self._first or self._later or self._live:
-            self._send_due(clock.now())
-            self._deliver(clock.now())
-            if core.has_work:
-                self._take(core.step(), clock.now())
-                outcome.most_used_blocks = max(outcome.most_used_blocks, blocks.num_used_blocks)
+            core, now = self._next_step()
+            if self._brought and self._brought[0][0] <= now:
+                self._now, _, outputs = heapq.heappop(self._brought)
+                self._take(outputs, self._now)
+            elif (event := min(self._next_due(), self._next_coming())) <= now:
+                self._now = max(self._now, event)
+                self._send_due(self._now)
+                self._deliver(self._now)
             else:
-                clock.sleep_until(min(self._next_due(), self._next_coming()))
-        while core.has_work:  # steps still in flight
-            core.step()
-        return outcome
+                self._now = now
+                self._step(core)
+        for core in self._cores:
+            while core.has_work:  # steps still in flight
+                core.step()
+        return self._outcome
+
+    def _next_step(self) -> tuple[EngineCore, float]:
+        """The core whose step begins next, and when; infinitely late where none has work."""
+        core = min(self._cores, key=lambda each: each.clock.now() if each.has_work else math.inf)
+        return core, core.clock.now() if core.has_work else math.inf
+
+    def _step(self, core: EngineCore) -> None:
+        outputs, blocks = core.step(), core.scheduler.cache
+        self._outcome.most_used_blocks = max(self._outcome.most_used_blocks, blocks.num_used_blocks)
+        if outputs:
+            heapq.heappush(self._brought, (core.clock.now(), self._outcome.steps, outputs))
+            self._outcome.steps += 1
 
     def _next_due(self) -> float:
         """When the next request is sent; infinite where that waits for the end of another."""
@@ -153,7 +177,10 @@ class Drive:
             tenant=asked.tenant,
             expects=asked.expects,
         )
-        self._core.add(request)
+        up = range(len(self._cores))
+        core = self._cores[0 if self._router is None else self._router.route(request, up)]
+        core.clock.sleep_until(self._now if not core.has_work else 0.0)
+        core.add(request)
 
     def _greedy(self, max_tokens: int) -> SamplingParams:
         if max_tokens not in self._params:
@@ -176,12 +203,16 @@ class Drive:
                 sample.arrivals.append(now)
             if output.num_cached_tokens is not None:
                 sample.cached_tokens = output.num_cached_tokens
+                if self._router is not None:
+                    self._router.began(output.request_id)
             if output.finished is not None:
                 self._end(output, now)
 
     def _end(self, output: SequenceOutput, now: float) -> None:
         if len(self._live) == self._room:
             self._full_until = now
+        if self._router is not None:
+            self._router.ended(output.request_id)
         sample = self._live.pop(output.request_id)
         sample.ended, sample.output_tokens = now, len(sample.arrivals)
         self._outcome.seconds = now

@@ -54,6 +54,12 @@ class DeviceCounts:
         self.bytes += price.bytes
         self.flops += price.flops
 
+    def join(self, other: DeviceCounts) -> None:
+        """Those of another device, too."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(mine, theirs) if name == "most_rows" else mine + theirs)
+
 
 def _share(number: int) -> float:
     """From 0 to 1, by a hash (the finaliser of MurmurHash3, Appleby)."""

@@ -16,6 +16,7 @@ from headrace.clock import VirtualClock
 from headrace.config import Decision, EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import ExecutorInfo
+from headrace.engine.routing import Router
 from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder
 from headrace.planner.devices import Device
@@ -69,17 +70,28 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     """Raises ConfigError where the answer would not be the one that was asked for."""
     if config.device.executor != "model":
         raise ConfigError("A simulation has an executor of its own; leave --executor out.")
-    found = priced(spec, config, device, load.popularity)
+    count = config.device.data_parallel_size
+    each_found = [priced(spec, config, device, load.popularity) for _ in range(count)]  # prices follow their replica
+    found = each_found[0]
     config, pricing, info = found.config, found.pricing, found.placed()
     check_limits(load.limits or {}, found.step_time.shortest(len(found.groups)))
-    recorder = StepRecorder(found.cost_model, capacity=1, promise=config.scheduler.max_step_seconds)
-    core, executor = create_core(info, config, found.step_time, recorder, pricing.disturbances(load.luck))
+    promise = config.scheduler.max_step_seconds
+    recorders = [StepRecorder(each.cost_model, capacity=1, promise=promise) for each in each_found]
+    replicas = [
+        create_core(info, config, each.step_time, recorder, each.pricing.disturbances(load.luck))
+        for each, recorder in zip(each_found, recorders, strict=True)
+    ]
+    cores, (core, executor) = [each for each, _ in replicas], replicas[0]
     check_lengths(load.asked, core.scheduler.max_sequence_tokens)
     ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
     front = pricing.front if load.front else None
-    outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front).run()
-    figures = figures_of(outcome, core, executor.counts, device, found.dtype, load.limits or {}, load.percentiles)
-    figures |= promise_figures(recorder)
+    router = create_router(config, info) if count > 1 else None
+    outcome = Drive(
+        cores, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front, router=router
+    ).run()
+    counts = [executor.counts for _, executor in replicas]
+    figures = figures_of(outcome, cores, counts, device, found.dtype, load.limits or {}, load.percentiles)
+    figures |= promise_figures(recorders)
     figures |= experiences(outcome.samples, Reader(config.scheduler.expected_ttft, config.scheduler.reading_speed))
     figures |= tenant_figures(outcome.samples, outcome.tenants, outcome.seconds, config.scheduler)
     figures |= priority_figures(outcome.samples, outcome.priorities, outcome.seconds)
@@ -121,50 +133,64 @@ def create_core(
     return core, executor
 
 
+def create_router(config: EngineConfig, info: ExecutorInfo) -> Router:
+    router = Router(config.device.data_parallel_size, routing=config.device.data_parallel_routing)
+    group = info.kv_groups[0]
+    for number in range(config.device.data_parallel_size):
+        router.learn(number, group.num_blocks, group.spec.block_size)
+    return router
+
+
 def figures_of(
     outcome: Outcome,
-    core: EngineCore,
-    counts: DeviceCounts,
+    cores: Sequence[EngineCore],
+    devices: Sequence[DeviceCounts],
     device: Device,
     dtype: str,
     limits: Mapping[str, float],
     percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """Times as bench serve gives them; then the device, the scheduler and the cache."""
+    """Times as bench serve gives them; then the device, the scheduler and the cache: of replicas, sums, means and the
+    largest."""
     seconds = outcome.seconds
     if not seconds:
         raise ConfigError("No request got a token, so there is nothing to say; raise --max-queue.")
-    counters = core.stats().counters
+    counters, counts = [core.stats().counters for core in cores], DeviceCounts()
+    for each in devices:
+        counts.join(each)
+    queries, device_seconds = sum(each.prefix_queries for each in counters), seconds * len(cores)
     return {
         **summarise(outcome.samples, seconds, limits, percentiles),
-        "device_busy_share": counts.busy_seconds / seconds,
+        "device_busy_share": counts.busy_seconds / device_seconds,
         "limit_share": counts.floor_seconds / counts.busy_seconds,
-        "bandwidth_share": counts.bytes / (seconds * device.profile.read_bandwidth),
-        "flops_share": counts.flops / (seconds * device.profile.gemm_rate(dtype)),
+        "bandwidth_share": counts.bytes / (device_seconds * device.profile.read_bandwidth),
+        "flops_share": counts.flops / (device_seconds * device.profile.gemm_rate(dtype)),
         "steps": counts.steps,
         "mean_step_ms": counts.busy_seconds / counts.steps * 1e3,
         "mean_rows": counts.rows / counts.steps,
         "most_rows": counts.most_rows,
         "most_requests": outcome.most_running,
         "computed_tokens": counts.tokens,
-        "preemptions": counters.preemptions,
-        "prefix_hit_share": counters.prefix_hits / counters.prefix_queries if counters.prefix_queries else 0.0,
-        "most_kv_used": outcome.most_used_blocks / core.scheduler.cache.num_blocks,
+        "preemptions": sum(each.preemptions for each in counters),
+        "prefix_hit_share": sum(each.prefix_hits for each in counters) / queries if queries else 0.0,
+        "most_kv_used": outcome.most_used_blocks / cores[0].scheduler.cache.num_blocks,
     }
 
 
-def promise_figures(recorder: StepRecorder) -> dict[str, Any]:
+def promise_figures(recorders: Sequence[StepRecorder]) -> dict[str, Any]:
     """Of --max-step-ms: steps that somebody's answer waited for, and how many of them kept to it; {} without."""
-    if recorder.promise is None:
+    if (promise := recorders[0].promise) is None:
         return {}
-    summary = recorder.summary()
-    promised = summary["promised_steps"]
+    summaries = [each.summary() for each in recorders]
+    promised, kept, overfull = (
+        sum(each[name] for each in summaries) for name in ("promised_steps", "kept_steps", "overfull_steps")
+    )
     return {
-        "step_promise_ms": recorder.promise * 1e3,
+        "step_promise_ms": promise * 1e3,
         "promised_steps": promised,
-        "promise_kept_share": summary["kept_steps"] / promised if promised else 1.0,
-        "overfull_steps": summary["overfull_steps"],
-        "promise_tail": summary["promise_tail"],
+        "promise_kept_share": kept / promised if promised else 1.0,
+        "overfull_steps": overfull,
+        "promise_tail": max(each["promise_tail"] for each in summaries),
     }
 
 

@@ -161,11 +161,15 @@ class ServerMetrics:
         self.finished.add(reason if reason in self.finished else "error")
 
     def render(self, model: str, engine: Mapping[str, Any]) -> bytes:
-        """``engine`` is AsyncLLM.stats(); empty while it loads."""
+        """``engine`` is AsyncLLM.stats(); empty while it loads. Of replicas, under vLLM's names each has its own number as
+        ``engine``, and under ours stands their sum."""
         labels = f'model_name="{_escaped(model)}"'
-        # vLLM numbers its engines, of which there is one here.
         page = _Text({"vllm:": f'{labels},engine="0"', "headrace_": labels})
-        page.add_all(TABLE.served, self._told(engine))
+        page.add_all(
+            TABLE.served,
+            self._told(engine),
+            {f'{labels},engine="{number}"': self._told(each) for number, each in engine.get("replicas", {}).items()},
+        )
         plain = _Text({"": ""})
         answers = [("", f'route="{route}",status="{status}"', count) for (route, status), count in self.answers.items()]
         plain.add("headrace_http_responses_total", "counter", "answers by route and status", answers)
@@ -237,27 +241,66 @@ class _Text:
     def __str__(self) -> str:
         return "".join(self._parts)
 
-    def add(self, name: str, kind: str, help: str, value: float | Iterable[Sample], *, only: str | None = None) -> None:
-        lines = [f"# HELP \0{name} {help}\n# TYPE \0{name} {kind}\n"]
-        for suffix, labels, number in [("", "", value)] if isinstance(value, int | float) else value:
-            all_labels = f"{{\1,{labels}}}" if labels else "{\1}"
-            lines.append(f"\0{name}{suffix}{all_labels} {number}\n")
-        text = "".join(lines)
+    def add(
+        self,
+        name: str,
+        kind: str,
+        help: str,
+        value: float | Iterable[Sample],
+        *,
+        only: str | None = None,
+        each: Mapping[str, float | Iterable[Sample]] | None = None,
+    ) -> None:
+        """``each``: the values of several engines under vLLM's name, by their labels."""
+        head, lines = f"# HELP \0{name} {help}\n# TYPE \0{name} {kind}\n", _lines(name, value)
         for prefix, fixed in self._labels.items():
             if only in (None, prefix):
-                named = text.replace("\0", prefix)
-                whole = named.replace("\1", fixed) if fixed else named.replace("{\1}", "").replace("\1,", "")
-                self._parts.append(whole)
+                several = each if each and prefix == "vllm:" else None
+                parts = (
+                    {fixed: lines} if several is None else {key: _lines(name, part) for key, part in several.items()}
+                )
+                whole = "".join(
+                    text.replace("\1", labels) if labels else text.replace("{\1}", "").replace("\1,", "")
+                    for labels, text in parts.items()
+                )
+                self._parts.append((head + whole).replace("\0", prefix))
 
-    def add_all(self, metrics: Mapping[str, Metric], values: Mapping[str, Any]) -> None:
-        """Those of a table, with what is found of them in ``values``."""
+    def add_all(
+        self,
+        metrics: Mapping[str, Metric],
+        values: Mapping[str, Any],
+        each: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Those of a table, with what is found of them in ``values``; ``each``: the same of several engines, by
+        labels."""
         for name, metric in metrics.items():
-            *owners, last = (metric.at or name).split(".")
-            held: Mapping[str, Any] | None = values
-            for owner in owners:
-                held = held.get(owner) if held is not None else None
-            if held is not None:
-                self.add(name, metric.kind, metric.help, _samples(metric, held.get(last)), only=metric.only)
+            found = _find(metric.at or name, values)
+            if found is None:
+                continue
+            apart = each if metric.at and metric.at.partition(".")[0] not in _OF_FRONT_ENDS else None
+            own = {labels: _find(metric.at, told) for labels, told in apart.items()} if apart else {}
+            parts = {labels: _samples(metric, part[0]) for labels, part in own.items() if part is not None}
+            self.add(name, metric.kind, metric.help, _samples(metric, found[0]), only=metric.only, each=parts)
+
+
+_OF_FRONT_ENDS = ("sources", "finished")
+
+
+def _find(path: str, values: Mapping[str, Any]) -> tuple[Any] | None:
+    """None where what it is part of is missing."""
+    *owners, last = path.split(".")
+    held: Mapping[str, Any] | None = values
+    for owner in owners:
+        held = held.get(owner) if held is not None else None
+    return None if held is None else (held.get(last),)
+
+
+def _lines(name: str, value: float | Iterable[Sample]) -> str:
+    """With marks for what comes before the name, and for labels."""
+    return "".join(
+        f"\0{name}{suffix}{{\1,{labels}}} {number}\n" if labels else f"\0{name}{suffix}{{\1}} {number}\n"
+        for suffix, labels, number in ([("", "", value)] if isinstance(value, int | float) else value)
+    )
 
 
 def _samples(metric: Metric, value: Any) -> float | Iterable[Sample]:

@@ -36,6 +36,7 @@ from headrace.server.tls import create_context, follow_files
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
     from headrace.engine.connection import EngineConnection
+    from headrace.engine.replicas import Replicas
 
 
 BACKLOG = 2048
@@ -160,7 +161,7 @@ async def loaded(loading: asyncio.Future[Loaded], signals: Signals, *hopeless: a
 
 
 async def watch_engine(
-    engine: AsyncLLM | EngineConnection, signals: Signals, look: Callable[[], None] = lambda: None
+    engine: AsyncLLM | EngineConnection | Replicas, signals: Signals, look: Callable[[], None] = lambda: None
 ) -> bool:
     """Until a signal comes, True, or the engine has died or hangs, False. ``look`` is called again and again."""
     # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen

@@ -177,9 +177,8 @@ class Allocation:
         return {**bounds(setup.spec, setup.config, setup.dtype.itemsize), **draft}
 
     def _available(self) -> int:
-        ranks = 1 if self._group is None else self._group.size
-        if self._meter is None:  # ranks of a CPU have its memory between them
-            own = available_memory() // ranks
+        if self._meter is None:  # ranks and replicas of a CPU have its memory between them
+            own = available_memory() // self._setup.config.device.num_devices
         else:
             own = gpu_share(self._meter.total, self._meter.others, self._setup.config.cache.gpu_memory_utilization)
         return own if self._group is None else self._group.least(own)

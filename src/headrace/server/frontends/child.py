@@ -7,6 +7,7 @@ What lives here: a front end's start and end. What may not: what it does in betw
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -16,7 +17,9 @@ from typing import Any
 from headrace.config import Decision
 from headrace.engine.client import AsyncLLM
 from headrace.engine.connection import JoinedEngine
-from headrace.errors import HeadraceError
+from headrace.engine.replicas import Replicas
+from headrace.engine.routing import Router, shared_memory
+from headrace.errors import EngineDead, HeadraceError
 from headrace.observe import logs
 from headrace.processes.frames import parent_socket
 from headrace.processes.messages import Channel, receive
@@ -40,6 +43,9 @@ class FrontEnd:
     def __init__(self, launch: link.Launch, control: socket.socket) -> None:
         self._launch, self._control = launch, control
         self._go = asyncio.Event()
+        self._door = socket.socket(fileno=launch.door)
+        self._engines: asyncio.Queue[tuple[int, socket.socket]] = asyncio.Queue()
+        self._replicas: Replicas | None = None
         self._warning: asyncio.Future[None] | None = None
         counters = Counters.open(launch.counters, launch.server.api_server_count)
         self._service = Service(
@@ -51,7 +57,7 @@ class FrontEnd:
             number=launch.number - 1,
         )
         self._service.created = launch.created
-        self._parent = Channel(link.FromParent, lambda frame: self._go.set(), _end_orphaned, self._respond)
+        self._parent = Channel(link.FromParent, self._hear, _end_orphaned, self._respond)
         self._service.observed.shared = link.PeersBehindParent(self._parent)
 
     async def run(self) -> int:
@@ -69,10 +75,37 @@ class FrontEnd:
         async with moderating(launch.server, launch.engine.model.model) as service.moderator:
             return await Lifecycle(service, guard, listener, self._join, log.debug, self._ready).run()
 
+    def _hear(self, frame: link.Go | link.Engine) -> None:
+        self._go.set()
+        if isinstance(frame, link.Engine):
+            (fd,) = socket.recv_fds(self._door, 1, 1)[1]
+            self._engines.put_nowait((frame.replica, socket.socket(fileno=fd)))
+
     async def _join(self) -> AsyncLLM:
         await self._go.wait()
-        engine = JoinedEngine(socket.socket(fileno=self._launch.engine_socket))
-        return await AsyncLLM.join(self._launch.engine, engine, self._launch.serial)
+        return await AsyncLLM.join(self._launch.engine, self._connect, self._launch.serial)
+
+    async def _connect(self) -> JoinedEngine | Replicas:
+        device = self._launch.engine.device
+        first = {number: JoinedEngine(sock) for number, sock in [await self._engines.get()]}
+        while len(first) < device.data_parallel_size:
+            number, sock = await self._engines.get()
+            first[number] = JoinedEngine(sock)
+        if device.data_parallel_size == 1:
+            return first[0]
+        router = create_router(self._launch)
+        self._replicas = Replicas([first[number] for number in sorted(first)], device.data_parallel_routing, router)
+        self._replacing = asyncio.ensure_future(self._replace())
+        return self._replicas
+
+    async def _replace(self) -> None:
+        """For ever: replicas that come for others that have died."""
+        while self._replicas is not None:
+            number, sock = await self._engines.get()
+            engine = JoinedEngine(sock)
+            with contextlib.suppress(EngineDead):
+                await engine.started()
+                self._replicas.replace(number, engine)
 
     def _ready(self, engine: AsyncLLM) -> None:
         number, does = self._launch.server.api_server_count, "front ends, each of which accepts, tokenises and streams"
@@ -96,6 +129,15 @@ class FrontEnd:
                 return None if found is None else (found.items, found.response)
             case "delete_response", name, tenant:
                 return service.stored.delete(tenant, name) or None
+
+
+def create_router(launch: link.Launch) -> Router:
+    """With what the other front ends know."""
+    device, fronts = launch.engine.device, launch.server.api_server_count
+    memory = shared_memory(launch.routing, device.data_parallel_size, fronts)
+    return Router(
+        device.data_parallel_size, memory, fronts=fronts, front=launch.number - 1, routing=device.data_parallel_routing
+    )
 
 
 def _end_orphaned() -> None:

@@ -21,8 +21,9 @@ from headrace.server.exposition import ServerMetrics
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
     from headrace.engine.connection import EngineSocket
+    from headrace.engine.replicas import Replicas
 
-FindEngine = Callable[[], "EngineSocket | AsyncLLM | None"]
+FindEngine = Callable[[], "EngineSocket | Replicas | AsyncLLM | None"]
 STATS_SECONDS = 1.0  # that a reader of /metrics waits for an engine in a long step
 ENGINE_GONE = 3  # the exit status of a front end that ends because the engine does not go on
 ANSWER_SECONDS = 2.5  # that a front end waits for the parent's answer
@@ -31,7 +32,8 @@ PASSED_ON_SECONDS = 1.75
 
 
 class Launch(Frame):
-    """The first message to a front end: everything that it is. The descriptors are inherited; ``engine_socket`` too."""
+    """The first message to a front end: everything that it is. The descriptors are inherited. ``routing``: memory that
+    routers share, -1 where there is one replica. ``door``: over which sockets of engines come."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -44,7 +46,8 @@ class Launch(Frame):
     log_level: str
     number: int = 0  # from 1: which place it takes; its page is the one before
     serial: int = 0  # of this start: no other front end has it, before or after
-    engine_socket: int = -1
+    routing: int = -1
+    door: int = -1
 
 
 class Ready(Frame):
@@ -70,6 +73,12 @@ class Go(Frame):
     """To a front end: the engine loads, and the model is on this machine."""
 
 
+class Engine(Frame):
+    """To a front end: the next socket at its door is one of this replica, which serves."""
+
+    replica: int
+
+
 class Ask(Question):
     """``what``: a method of Peers that the parent answers, or something that it passes on to the other front
     ends (child.py)."""
@@ -79,7 +88,7 @@ class Ask(Question):
 
 
 FromFront = Ready | Warn | Failed | Reply | Ask
-FromParent = Go | Reply | Ask
+FromParent = Go | Engine | Reply | Ask
 
 
 async def ask_all(talks: Iterable[Channel], what: str, about: Sequence[Any]) -> list[Any]:

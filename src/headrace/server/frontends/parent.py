@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -25,8 +26,11 @@ from msgspec import structs
 
 from headrace import errors
 from headrace.engine.connection import EngineConnection
+from headrace.engine.replicas import Replicas, launch_engine
 from headrace.engine.resolve import find_source
+from headrace.engine.routing import memory_size
 from headrace.errors import ConfigError, HeadraceError, ModelError
+from headrace.portability import shared_file
 from headrace.processes.child import Lives, spawn
 from headrace.processes.messages import Channel
 from headrace.server.app import ROUTES
@@ -60,14 +64,29 @@ class FrontEnd:
 
     channel: Channel
 
-    def __init__(self, number: int, serial: int, process: asyncio.subprocess.Process, watch: Watch) -> None:
+    def __init__(
+        self, number: int, serial: int, process: asyncio.subprocess.Process, door: socket.socket, watch: Watch
+    ) -> None:
         self.number = number
         self.serial = serial
         self.process = process
+        self._door = door
         self.watch = watch
         self.lines: Sequence[str] | None = None  # once it is ready
         self.failure: HeadraceError | None = None
         self.hung = False
+
+    def hand(self, engine: EngineConnection, replica: int) -> None:
+        """A connection of its own to an engine that serves. One whose engine dies hears of it by that socket's end."""
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self._door, [b"."], [theirs.fileno()])
+            self.channel.send(link.Engine(replica))
+        engine.attach(ours, self.serial)
+
+    def close(self) -> None:
+        self.channel.close()
+        self._door.close()
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -119,8 +138,13 @@ class FrontEnds:
         self._shared = link.Peers(lambda: self._engine if self._serving else None, total)
         self._serials = itertools.count(1)
         self._fronts: dict[int, FrontEnd] = {}  # by number
-        self._engine: EngineConnection | None = None
-        self._waiting: dict[int, socket.socket] = {}  # for the engine to be there: front ends' sockets to it, by serial
+        self._engine: EngineConnection | Replicas | None = None
+        self._restarts: dict[int, asyncio.Task[None]] = {}  # of replicas, by number
+        self._replica_lives: dict[int, Lives] = {}
+        replicas = launch.engine.device.data_parallel_size
+        if replicas > 1:
+            size = memory_size(replicas, self._config.api_server_count)
+            self._launch = structs.replace(launch, routing=shared_file(size))
         self._ending = self._serving = self.was_ready = False
         self._cannot_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -134,32 +158,71 @@ class FrontEnds:
             return await self._live()
         finally:
             self._ending = True
-            shared.cancel()
+            for each in (shared, *self._restarts.values()):
+                each.cancel()
             await self._end_fronts(keepers)
             if self._engine is not None:
                 await self._engine.close(ENGINE_EXIT_SECONDS)
+            if self._launch.routing >= 0:
+                os.close(self._launch.routing)
 
     async def _live(self) -> int:
         engine = await loaded(asyncio.ensure_future(self._load()), self._signals, self._cannot_start)
         if engine is None:
             return 0
-        if await watch_engine(engine, self._signals, self._look_at_fronts):
+        if await watch_engine(engine, self._signals, self._look):
             return await self._drain(engine)
         log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
         return await self._end_without_engine()
 
-    async def _load(self) -> EngineConnection:
+    async def _load(self) -> EngineConnection | Replicas:
         """A hub model is fetched once, before anybody looks for it."""
         await asyncio.to_thread(find_source, self._launch.engine)
-        engine = self._engine = await EngineConnection.launch(self._launch.engine)
+        engine = self._engine = await launch_engine(self._launch.engine)
         for front in self._fronts.values():
             front.channel.send(link.Go())
         await engine.started()
         self._serving = True
-        for serial, sock in self._waiting.items():
-            engine.attach(sock, serial)
-        self._waiting.clear()
+        for front in self._fronts.values():
+            self._hand_all(front)
         return engine
+
+    def _hand_all(self, front: FrontEnd) -> None:
+        assert self._engine is not None, "it serves"
+        for number, each in enumerate(self._engine.own):
+            front.hand(each, number)
+
+    def _look(self) -> None:
+        self._look_at_fronts()
+        engine = self._engine
+        if isinstance(engine, Replicas) and self._config.supervise:
+            for number, each in enumerate(engine.own):
+                if each.dead and number not in self._restarts:
+                    self._restarts[number] = asyncio.create_task(self._restart(number, engine))
+
+    async def _restart(self, number: int, engine: Replicas) -> None:
+        """Another process for a replica that has died, and again until one serves. The last that dies ends all."""
+        lives = self._replica_lives.setdefault(number, Lives())
+        while not self._ending:
+            log.error("Replica %d starts again in %g s.", number, lives.wait)
+            await asyncio.sleep(lives.wait)
+            lives.begin()
+            found = await EngineConnection.launch(self._launch.engine, number)
+            try:
+                await found.started()
+            except HeadraceError as error:
+                await found.close(0.0)
+                log.error("Replica %d could not start, %s: %s", number, lives.end(1), error.message)
+                continue
+            except asyncio.CancelledError:
+                await found.close(0.0)
+                raise
+            engine.replace(number, found)
+            for front in self._fronts.values():
+                front.hand(found, number)
+            log.info("Replica %d serves again.", number)
+            break
+        del self._restarts[number]
 
     def _look_at_fronts(self) -> None:
         if self._cannot_start.done():
@@ -212,13 +275,12 @@ class FrontEnds:
 
     async def _start(self, number: int) -> FrontEnd:
         page, serial = self._counters.pages[number - 1], next(self._serials)
-        (sock, theirs), (engine, their_engine) = socket.socketpair(), socket.socketpair()
-        with theirs, their_engine:
-            launch = structs.replace(self._launch, number=number, serial=serial, engine_socket=their_engine.fileno())
-            process = await spawn(
-                "headrace.server.frontends.child", theirs, launch.listener, launch.counters, launch.engine_socket
-            )
-        front = FrontEnd(number, serial, process, Watch(page, round(FRONT_HANG_SECONDS / WATCH_SECONDS)))
+        (sock, theirs), (door, their_door) = socket.socketpair(), socket.socketpair()
+        with theirs, their_door:
+            launch = structs.replace(self._launch, number=number, serial=serial, door=their_door.fileno())
+            inherited = [fd for fd in (launch.listener, launch.counters, launch.routing, launch.door) if fd >= 0]
+            process = await spawn("headrace.server.frontends.child", theirs, *inherited)
+        front = FrontEnd(number, serial, process, door, Watch(page, round(FRONT_HANG_SECONDS / WATCH_SECONDS)))
         heard, respond = partial(self._heard, front), partial(self._respond, front)
         front.channel = Channel(link.FromFront, heard, lambda: None, respond)
         self._fronts[number] = front
@@ -226,10 +288,8 @@ class FrontEnds:
         front.channel.send(launch)
         if self._engine is not None:
             front.channel.send(link.Go())
-        if self._engine is not None and self._serving:
-            self._engine.attach(engine, serial)
-        else:
-            self._waiting[serial] = engine
+        if self._serving:
+            self._hand_all(front)
         return front
 
     def _leave(self, front: FrontEnd) -> None:
@@ -238,9 +298,7 @@ class FrontEnds:
         for _ in range(page.live):
             metrics.count_end("abort")
         page.vacate()
-        if front.serial in self._waiting:
-            self._waiting.pop(front.serial).close()
-        front.channel.close()
+        front.close()
         del self._fronts[front.number]
 
     def _give_up(self, front: FrontEnd, ended: str) -> None:
@@ -276,7 +334,7 @@ class FrontEnds:
 
     # --- ends
 
-    async def _drain(self, engine: EngineConnection) -> int:
+    async def _drain(self, engine: EngineConnection | Replicas) -> int:
         self._ending = True
         running, limit = self._counters.live, self._config.shutdown_timeout
         if running:

@@ -1,0 +1,307 @@
+"""Several engines of one model (``--data-parallel-size``) as one: what AsyncLLM and the server take for its engine.
+
+A request goes where the router says and stays there. A replica that dies ends its own requests; the others go on, and
+whoever has launched it may put another at its place (``replace``). The engine is dead once all replicas are.
+
+What lives here: that, answers of all replicas joined into one, numbers summed. What may not: the rule of routing
+(routing.py), processes, text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+from headrace.config import Decision, EngineConfig
+from headrace.engine import frames
+from headrace.engine.connection import HANG_SECONDS, EngineConnection, EngineSocket, OnDeath, OnEvent
+from headrace.engine.info import EngineInfo
+from headrace.engine.routing import Router
+from headrace.errors import EngineDead
+from headrace.processes.messages import Question
+from headrace.request import Request
+
+LOOK_SECONDS = 0.5
+END_HUNG_SECONDS = 20.0  # without progress; the whole engine gets as long (server/lifecycle.py)
+_HOW = {
+    "prefix": "each request goes where its first token is expected soonest, by what is cached and what waits there",
+    "load": "each request goes where least waits",
+    "turns": "each request goes to the next in turn",
+}
+
+log = logging.getLogger(__name__)
+
+
+class Replicas:
+    """``sockets``: one a replica. Has the interface of an EngineSocket; first ``await started()``."""
+
+    def __init__(self, sockets: Sequence[EngineSocket], routing: str, router: Router | None = None) -> None:
+        self._sockets = list(sockets)
+        self._router = router or Router(len(sockets), routing=routing)
+        self._routing = routing
+        self._on_event: OnEvent = lambda frame: None
+        self._on_death: OnDeath = lambda error, ids: None
+        self._loaded: dict[str, frames.LoadAdapter] = {}  # for replicas that come later
+        self._news = _News(len(sockets))
+        self._tending: asyncio.Task[None] | None = None
+        self._closing = False
+        for number, sock in enumerate(sockets):
+            self._listen(number, sock)
+
+    @classmethod
+    async def launch(cls, config: EngineConfig) -> Replicas:
+        """A process for each; they load while the caller goes on."""
+        count = range(config.device.data_parallel_size)
+        engines = [await EngineConnection.launch(config, number) for number in count]
+        found = cls(engines, config.device.data_parallel_routing)
+        found._tending = asyncio.create_task(found._end_hung())
+        return found
+
+    @property
+    def own(self) -> list[EngineConnection]:
+        """Those that were launched here."""
+        return [each for each in self._sockets if isinstance(each, EngineConnection)]
+
+    async def started(self) -> EngineInfo:
+        """Once all can serve. Raises what kept one of them from that."""
+        starting = [asyncio.ensure_future(each.started()) for each in self._sockets]
+        try:
+            for number, info in enumerate(await asyncio.gather(*starting)):
+                self._router.learn(number, info.num_blocks, info.block_size)
+        finally:
+            for each in starting:
+                each.cancel()
+        return self.info
+
+    @property
+    def info(self) -> EngineInfo:
+        info, how = self._sockets[0].info, f"replicas; {_HOW[self._routing]}"
+        return replace(info, decisions=(*info.decisions, Decision("data_parallel_size", len(self._sockets), how)))
+
+    def listen(self, on_event: OnEvent, on_death: OnDeath) -> None:
+        """``on_death`` gets the requests that a dead replica had; None: all, nothing is left."""
+        self._on_event, self._on_death = on_event, on_death
+        if self.death is not None:
+            on_death(self.death, None)
+
+    def replace(self, number: int, sock: EngineSocket) -> None:
+        """Another process at the place of one that has died."""
+        self._sockets[number] = sock
+        self._listen(number, sock)
+        self._news.forget(number)
+        self._router.forget_prefixes(number)
+        for load in self._loaded.values():
+            sock.ask_later(partial(frames.LoadAdapter, name=load.name, folder=load.folder))
+
+    def _listen(self, number: int, sock: EngineSocket) -> None:
+        sock.listen(partial(self._hear, number), partial(self._lost, number))
+
+    # --- requests
+
+    def submit(self, request: Request) -> None:
+        up = [number for number, each in enumerate(self._sockets) if each.alive] or [
+            number for number, each in enumerate(self._sockets) if not each.dead
+        ]
+        self._sockets[self._router.route(request, up)].submit(request)
+
+    def abort(self, request_id: int) -> None:
+        if (number := self._router.ended(request_id)) is not None:
+            self._sockets[number].abort(request_id)
+
+    def finish(self, request_id: int, index: int, num_tokens: int) -> None:
+        if (number := self._router.where(request_id)) is not None:
+            self._sockets[number].finish(request_id, index, num_tokens)
+
+    def _hear(self, number: int, frame: frames.Step) -> None:
+        for out in frame.rows:
+            if out.num_cached_tokens is not None:
+                self._router.began(out.request_id)
+            if out.finished is not None:
+                self._router.answered(out.request_id)
+        self._on_event(frame)
+
+    def _lost(self, number: int, error: EngineDead, ids: object) -> None:
+        lost, count = frozenset(self._router.lost(number)), len(self._sockets)
+        if self.death is not None:
+            self._on_death(self.death, None)
+            return
+        if isinstance(self._sockets[number], EngineConnection) and not self._closing:
+            log.error(
+                "Replica %d of %d: %s Its requests are ended, the others' go on.",
+                number,
+                count,
+                error.message.removesuffix(" Restart the server."),
+            )
+        self._on_death(EngineDead(f"replica {number} of {count} has died; send the request again."), lost)
+
+    # --- state
+
+    @property
+    def death(self) -> EngineDead | None:
+        """Of the last one."""
+        return self._sockets[-1].death if all(each.dead for each in self._sockets) else None
+
+    @property
+    def dead(self) -> bool:
+        return self.death is not None
+
+    @property
+    def ailment(self) -> str | None:
+        """Of all of them; one that is well serves."""
+        ails = [each.ailment for each in self._sockets]
+        return None if None in ails else f"no replica serves: {ails[0]}"
+
+    @property
+    def alive(self) -> bool:
+        return self.ailment is None
+
+    @property
+    def asleep(self) -> int:
+        """The level at which all of them sleep, or are about to; 0: requests go on."""
+        return min((each.asleep for each in self._sockets if not each.dead), default=0)
+
+    async def stats(self) -> dict[str, Any]:
+        """Sums of all replicas, and each one's own by its number ("replicas")."""
+        return _with_sums(await self._ask(frames.AskStats))
+
+    async def recent(self, step: int, decision: int) -> dict[str, Any]:
+        """As of one engine: steps and decisions of all replicas in one order, with numbers of their own. For one reader:
+        what has been told is not told again."""
+        return self._news.add(await self._ask(self._news.question))
+
+    async def ask(self, question: Callable[[int], Question]) -> dict[str, Any]:
+        """All replicas are asked: of each thing, what the first says that knows it."""
+        found = await self._ask(lambda _: question)
+        joined = _joined(found.values())
+        if isinstance(asked := question(0), frames.LoadAdapter) and joined.get("error") is None:
+            self._loaded[asked.name] = asked
+        elif isinstance(asked, frames.UnloadAdapter):
+            self._loaded.pop(asked.name, None)
+        elif isinstance(asked, frames.ForgetPrefixes | frames.Sleep):
+            self._router.forget_prefixes(*range(len(self._sockets)))
+        return joined
+
+    async def _ask(
+        self, question: Callable[[int], Callable[[int], Question]] | type[Question]
+    ) -> dict[int, dict[str, Any]]:
+        """By replica. One that dies meanwhile says nothing. Raises EngineDead where none is left."""
+
+        async def one(number: int) -> dict[str, Any] | None:
+            with contextlib.suppress(EngineDead):
+                return await self._sockets[number].ask(question if isinstance(question, type) else question(number))
+            return None
+
+        numbers = [number for number, each in enumerate(self._sockets) if not each.dead]
+        answers = await asyncio.gather(*map(one, numbers))
+        found = {number: answer for number, answer in zip(numbers, answers, strict=True) if answer is not None}
+        if not found:
+            raise self.death or EngineDead("no replica answers.")
+        return found
+
+    async def _end_hung(self) -> None:
+        """For ever: a replica without progress is ended, so that its requests are. (Looks, not seconds: a process that
+        was stopped itself has seen nothing.)"""
+        looks: dict[EngineSocket, int] = {}
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            looks = {each: looks.get(each, 0) + 1 for each in self._sockets if not each.alive and not each.dead}
+            for each, count in looks.items():
+                if count * LOOK_SECONDS >= END_HUNG_SECONDS and isinstance(each, EngineConnection):
+                    log.error("A replica hangs and is ended: %s.", each.ailment)
+                    each.kill()
+
+    async def close(self, timeout: float = HANG_SECONDS) -> None:
+        self._closing = True
+        if self._tending is not None:
+            self._tending.cancel()
+        await asyncio.gather(*(each.close(timeout) for each in self._sockets))
+
+
+async def launch_engine(config: EngineConfig) -> EngineConnection | Replicas:
+    """Processes that load while the caller goes on; then ``await started()``."""
+    return await (Replicas if config.device.data_parallel_size > 1 else EngineConnection).launch(config)
+
+
+class _News:
+    """Steps and decisions of several engines under numbers of ours. Each engine numbers its own from the start."""
+
+    def __init__(self, replicas: int) -> None:
+        self._seen = [(-1, 0)] * replicas  # the last step and decision of each
+        self._steps, self._decisions = -1, 0
+
+    def forget(self, number: int) -> None:
+        self._seen[number] = (-1, 0)
+
+    def question(self, number: int) -> Callable[[int], Question]:
+        step, decision = self._seen[number]
+        return lambda asked: frames.AskRecent(asked, step, decision)
+
+    def add(self, answers: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        records, decisions = [], []
+        for number, answer in answers.items():
+            steps, told = answer.pop("records"), answer.pop("decisions")
+            step, decision = self._seen[number]
+            self._seen[number] = (steps[-1]["step_id"] if steps else step, told[-1][0] if told else decision)
+            records += steps
+            decisions += told
+        records.sort(key=lambda each: each["begin"])
+        decisions.sort(key=lambda each: each[1])
+        first, self._steps = self._steps + 1, self._steps + len(records)
+        entry, self._decisions = self._decisions + 1, self._decisions + len(decisions)
+        return {
+            **_with_sums(answers),
+            "records": [{**each, "step_id": first + at} for at, each in enumerate(records)],
+            "decisions": [(entry + at, *each[1:]) for at, each in enumerate(decisions)],
+        }
+
+
+def _joined(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Lists are joined place by place."""
+    found: dict[str, Any] = {}
+    for answer in answers:
+        for name, value in answer.items():
+            if isinstance(value, list) and isinstance(mine := found.get(name), list):
+                pairs = zip_longest(mine, value)
+                found[name] = [theirs if own is None else own for own, theirs in pairs]
+            elif found.get(name) is None:
+                found[name] = value
+    return found
+
+
+_ALIKE = frozenset(("bounds", "promise_seconds", "slots"))
+_MEANS = frozenset(("signed", "absolute"))
+
+
+def _with_sums(answers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    total: dict[str, Any] = _sum("", list(answers.values()))
+    if steps := total.get("steps"):
+        measured, idle = steps["measured_seconds"], steps["idle_seconds"]
+        steps["roofline_fraction"] = steps["floor_seconds"] / measured if measured > 0 else 0.0
+        steps["idle_share"] = idle / (idle + measured) if measured > 0 else 0.0
+    return {**total, "replicas": dict(answers)}
+
+
+def _sum(name: str, values: Sequence[Any]) -> Any:
+    """Of what replicas say under one name; of some things there is no sum."""
+    known = [each for each in values if each is not None]
+    if not known:
+        return None
+    if name == "last_step":
+        return max(known, key=lambda each: float(each["begin"]))
+    if name == "promise_tail":
+        return max(known)
+    first = known[0]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for each in known for key in each)
+        return {key: _sum(str(key), [each.get(key) for each in known]) for key in keys}
+    if name in _ALIKE or isinstance(first, str):
+        return first
+    if isinstance(first, list | tuple):
+        return [sum(each) for each in zip(*known, strict=True)]
+    return sum(known) / len(known) if name in _MEANS else sum(known)

@@ -1,0 +1,164 @@
+"""Which of several replicas of one model a request goes to.
+
+The rule: where its first token is expected soonest, counted in prompt tokens:
+
+    cost(replica) = tokens of this prompt that are not cached there
+                  + tokens of prompts that were sent there and have no answer yet
+                  + ROW_COST for each answer under way there
+
+The least cost wins; among equals the replica with the fewest answers, then each in turn. So a conversation returns to
+the replica that has its beginning, unless so much waits there that computing it anew elsewhere is sooner.
+
+What is cached is known from what was sent: each replica has a table of hashes of blocks, each chained to the one before,
+as large as its cache; a new block overwrites what stood at its place, much as it would evict a block there. A table that
+is wrong costs time, never tokens. Tables and loads lie in one block of memory, which several front ends may share: each
+writes its own loads, and all of them write the tables.
+
+What lives here: the rule and what it looks at. What may not: sockets, processes, a replica's state.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.request import Request
+
+BLOCK = 16  # tokens, until a replica's cache is known
+SLOTS = 1 << 16  # hashes of a replica at most
+ROW_COST = 128  # prompt tokens; simulated chats, agents and shared prefixes do well from 64 to 256
+_LOADS = 2  # integers: tokens without an answer, answers under way
+
+
+def memory_size(replicas: int, fronts: int) -> int:
+    """Bytes."""
+    return 8 * replicas * (SLOTS + _LOADS * fronts)
+
+
+def chain(ids: array[int], block: int, salt: str = "") -> list[int]:
+    """A 64-bit number for each full block of a prompt, of everything up to its end. The last token is always
+    computed."""
+    number, found = zlib.crc32(salt.encode()) + 1, []
+    listed = ids.tolist()
+    for begin in range(0, (len(listed) - 1) // block * block, block):
+        number = hash((number, *listed[begin : begin + block]))
+        found.append(number)
+    return found
+
+
+@dataclass(slots=True)
+class _Sent:
+    replica: int
+    rows: int  # answers that have not ended
+    missing: int  # tokens that have to be computed before the first answer comes
+
+
+class Router:
+    """One front end's choices. ``memory``: as ``memory_size`` says, zeros at first; ``front``: whose loads are written
+    here. ``routing``: "prefix", "load" (the same without a look at caches) or "turns"."""
+
+    def __init__(
+        self,
+        replicas: int,
+        memory: memoryview | None = None,
+        *,
+        fronts: int = 1,
+        front: int = 0,
+        routing: str = "prefix",
+    ) -> None:
+        whole = (memoryview(bytearray(memory_size(replicas, fronts))) if memory is None else memory).cast("B").cast("q")
+        tables, loads = whole[: replicas * SLOTS], whole[replicas * SLOTS :]
+        self._tables = [tables[number * SLOTS : (number + 1) * SLOTS] for number in range(replicas)]
+        # everybody's, by replica; ours is one of each
+        self._waiting = [loads[number * fronts : (number + 1) * fronts] for number in range(replicas)]
+        rest = loads[replicas * fronts :]
+        self._rows = [rest[number * fronts : (number + 1) * fronts] for number in range(replicas)]
+        self._front, self._routing, self._turn = front, routing, 0
+        self._sizes = [SLOTS] * replicas
+        self._block = BLOCK
+        self._sent: dict[int, _Sent] = {}
+        for number in range(replicas):  # of whoever was at our place before
+            self._waiting[number][front] = self._rows[number][front] = 0
+
+    def learn(self, replica: int, num_blocks: int, block_size: int) -> None:
+        """What its cache can hold."""
+        self._block = block_size
+        self._sizes[replica] = max(1, min(SLOTS, num_blocks))
+
+    def forget_prefixes(self, *replicas: int) -> None:
+        """Nothing is cached there."""
+        for number in replicas:
+            self._tables[number][:] = memoryview(bytes(8 * SLOTS)).cast("q")
+
+    def route(self, request: Request, up: Sequence[int]) -> int:
+        """One of the replicas ``up``, of which there is at least one. ``ended`` or ``lost`` has to follow."""
+        salt = f"{request.adapter or ''}\n{request.cache_salt}"
+        hashes = chain(request.prompt_token_ids, self._block, salt) if self._routing == "prefix" else []
+        length, self._turn = len(request.prompt_token_ids), self._turn + 1
+        missing = {number: length - self._block * self._cached(number, hashes) for number in up}
+        chosen = min(up, key=lambda number: self._rank(number, missing[number]))
+        self._note(chosen, hashes)
+        self._sent[request.request_id] = _Sent(chosen, request.params.n, missing[chosen])
+        self._waiting[chosen][self._front] += missing[chosen]
+        self._rows[chosen][self._front] += request.params.n
+        return chosen
+
+    def began(self, request_id: int) -> None:
+        """It has its first token."""
+        if (sent := self._sent.get(request_id)) is not None:
+            self._waiting[sent.replica][self._front] -= sent.missing
+            sent.missing = 0
+
+    def answered(self, request_id: int) -> None:
+        """One of its answers has ended."""
+        if (sent := self._sent.get(request_id)) is not None:
+            if sent.rows == 1:
+                self.ended(request_id)
+            else:
+                sent.rows -= 1
+                self._rows[sent.replica][self._front] -= 1
+
+    def ended(self, request_id: int) -> int | None:
+        """Where it was; None for one that has ended before."""
+        self.began(request_id)
+        if (sent := self._sent.pop(request_id, None)) is None:
+            return None
+        self._rows[sent.replica][self._front] -= sent.rows
+        return sent.replica
+
+    def lost(self, replica: int) -> list[int]:
+        """The requests that were there when it died."""
+        found = [request_id for request_id, sent in self._sent.items() if sent.replica == replica]
+        for request_id in found:
+            self.ended(request_id)
+        return found
+
+    def where(self, request_id: int) -> int | None:
+        sent = self._sent.get(request_id)
+        return None if sent is None else sent.replica
+
+    def _rank(self, number: int, missing: int) -> tuple[int, int, int]:
+        turn = (number - self._turn) % len(self._tables)
+        if self._routing == "turns":
+            return 0, 0, turn
+        rows = sum(self._rows[number])
+        return missing + sum(self._waiting[number]) + ROW_COST * rows, rows, turn
+
+    def _cached(self, number: int, hashes: Sequence[int]) -> int:
+        """Blocks from the first on: the last one that is known, for whoever has it has had all before it."""
+        table, size = self._tables[number], self._sizes[number]
+        known = (at + 1 for at in range(len(hashes) - 1, -1, -1) if table[hashes[at] % size] == hashes[at])
+        return next(known, 0)
+
+    def _note(self, number: int, hashes: Sequence[int]) -> None:
+        table, size = self._tables[number], self._sizes[number]
+        for each in hashes:
+            table[each % size] = each
+
+
+def shared_memory(fd: int, replicas: int, fronts: int) -> memoryview:
+    """What another process has made by ``portability.shared_file``."""
+    return memoryview(mmap.mmap(fd, memory_size(replicas, fronts)))
