@@ -326,9 +326,6 @@ class DeviceConfig:
         "prefix",
         "replica of a request: prefix weighs what is cached against what waits there; load looks at what waits; turns takes each in turn",
         choices=("prefix", "load", "turns"),
-        technique="prefix_routing",
-        on="prefix",
-        off="load",
     )
     overlap: int | None = option(
         None,
