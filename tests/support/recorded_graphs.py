@@ -318,7 +318,7 @@ def recorded_executor(
         drafted = DecodeGraphs(Recorder(decoder, kernels, rows, own, (0,)), **limits) if graphed else None  # type: ignore[arg-type]
         if drafted is not None:
             drafted.capture_all()
-        settings["speculator"] = Speculator(rows, DraftModel(decoder, own, (0,), rows, kernels, drafted))  # type: ignore[arg-type]
+        settings["speculator"] = Speculator(rows, DraftModel(decoder, own, (0,), rows, kernels, 64, (), drafted))  # type: ignore[arg-type]
     runner = ModelRunner(
         decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs, adapters=adapters
     )  # type: ignore[arg-type]

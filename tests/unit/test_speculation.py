@@ -49,6 +49,11 @@ from tests.support.hash_engine import (
         ('{"method": "ngram", "prompt_lookup_min": 7}', "prompt_lookup_min is 7 and prompt_lookup_max 5"),
         ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "'draft_tensor_parallel_size'"),
         ('{"model": 7}', "give the draft model's folder"),
+        ('{"method": "mtp", "model": "a"}', "asks no model"),
+        ('{"model": "a", "draft_memory": 1}', "whole number of bytes, or a share"),
+        ('{"model": "a", "draft_memory": "1GiB"}', "whole number of bytes, or a share"),
+        ('{"model": "a", "draft_memory": NaN}', "whole number of bytes, or a share"),
+        ('{"method": "ngram", "draft_memory": 4096}', "but method is 'ngram'"),
     ],
 )
 def test_what_cannot_be_meant_is_said(given: str, said: str) -> None:

@@ -16,6 +16,7 @@ METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 HEADS = ("eagle", "eagle3", "mtp")  # that go on from the target's hidden states
 MOST_DRAFTS = 16  # a row and step: what verification was tested with
 _ELSEWHERE = ("medusa", "mlp_speculator")
+_COMPUTING = ("draft_model", *HEADS)
 _WITH_MODEL = ("draft_model", "eagle", "eagle3")
 _ALSO_MTP = "_mtp"  # deepseek_mtp, mimo_mtp, qwen3_next_mtp …: the target says which it is
 
@@ -25,7 +26,8 @@ class SpeculativeSettings:
     """``num_speculative_tokens`` None (``"auto"``): decided step by step. ``prompt_lookup_min`` to
     ``prompt_lookup_max``: how many tokens must stand elsewhere as they stand at the end, so that what follows there is
     proposed here. ``suffix_tokens``: of earlier answers that are kept for each tenant. ``disable_by_batch_size``: from
-    so many running sequences on nothing is drafted. In simulations alone: ``acceptance``, how likely a draft is right
+    so many running sequences on nothing is drafted. ``draft_memory``: all that a draft model or head may hold, in bytes,
+    or as a share (below 1) of that and all keys and values. In simulations alone: ``acceptance``, how likely a draft is right
     when those before it are; ``draft_cost``, what proposing one more for all rows takes, as a share of the target's
     step."""
 
@@ -36,14 +38,14 @@ class SpeculativeSettings:
     prompt_lookup_max: int = 5
     suffix_tokens: int = 65_536
     disable_by_batch_size: int | None = None
+    draft_memory: float | None = None
     acceptance: float = 0.7
     draft_cost: float = 0.0
 
     @property
     def most(self) -> int:
         """Drafts of one row in one step."""
-        computes = self.model is not None or self.method in HEADS
-        return self.num_speculative_tokens or (MOST_DRAFTS // 2 if computes else MOST_DRAFTS)
+        return self.num_speculative_tokens or (MOST_DRAFTS // 2 if self.method in _COMPUTING else MOST_DRAFTS)
 
 
 _INTEGERS: Mapping[str, tuple[int, int]] = {
@@ -96,11 +98,26 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
         value = given.get(name, 0)
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise ConfigError(f"speculative_config.{name} is {str(value)[:80]}; give a number from 0 to 1.")
+    _check_memory(given)
     settings = SpeculativeSettings(**{name: value for name, value in given.items() if value is not None})
     if settings.prompt_lookup_min > settings.prompt_lookup_max:
         bounds = f"prompt_lookup_min is {settings.prompt_lookup_min} and prompt_lookup_max {settings.prompt_lookup_max}"
         raise ConfigError(f"speculative_config.{bounds}; give a minimum that is no more than the maximum.")
     return settings
+
+
+def _check_memory(given: Mapping[str, Any]) -> None:
+    value = given.get("draft_memory")
+    if value is None:
+        return
+    if type(value) not in (int, float) or not (0 < value < 1 or (type(value) is int and value > 1)):
+        raise ConfigError(
+            f"speculative_config.draft_memory is {str(value)[:80]}; give a whole number of bytes, or a share above 0 and below 1."
+        )
+    if given["method"] not in _COMPUTING:
+        raise ConfigError(
+            f"speculative_config.draft_memory bounds a draft model or head, but method is {given['method']!r}; leave it out."
+        )
 
 
 def _method(method: Any, model: str | None) -> str:

@@ -93,8 +93,19 @@ class Allocation:
 
     def plan(self, room: Room) -> KVPlan:
         """How ``room`` is divided. Raises ConfigError or OutOfMemory."""
-        setup = self._setup
-        return plan_kv(setup.kv_specs, setup.config, room, max_positions=setup.spec.max_positions, on_cpu=setup.on_cpu)
+        setup, draft = self._setup, self._setup.draft
+        sizes: dict[str, Any] = {"max_positions": setup.spec.max_positions, "on_cpu": setup.on_cpu}
+        plan = plan_kv(setup.kv_specs, setup.config, room, **sizes)
+        if draft is None or setup.speculative is None or setup.speculative.draft_memory is None:
+            return plan
+        specs, held = setup.draft_kv_specs, setup.draft_bytes
+        whole = sum(group.spec.beside * group.num_blocks for group in plan.groups)
+        blocks = draft.bounded_blocks(setup.speculative.draft_memory, plan.num_bytes, held, specs)
+        each = sum(spec.bytes_per_block for spec in specs)
+        if blocks * each >= whole:
+            return plan
+        plan = plan_kv(setup.target_kv_specs, setup.config, room, **sizes, reserved=blocks * each)
+        return replace(plan, draft_blocks=blocks)
 
     def measure(
         self, decoder: nn.Module, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs

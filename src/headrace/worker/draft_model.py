@@ -12,17 +12,19 @@ What lives here: running it, and how far its keys reach. What may not: loading (
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.kernels.step.reference import DraftRows
 from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
+from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, pack
 from headrace.worker.rows import Ints, Rows, Trait, ship_all
@@ -39,18 +41,45 @@ class Drawing(Proposer):
     """What proposers that compute have in common: drafts are drawn as the target's tokens are, written into the rows
     for the next pass, and brought to the host behind the step that verifies them."""
 
-    def __init__(self, rows: Rows, kernels: Kernels) -> None:
+    def __init__(self, rows: Rows, kernels: Kernels, max_logits_rows: int, blocks: Sequence[DraftBlocks] = ()) -> None:
+        """``blocks``: which of the target's have a place; empty: all have, under their own numbers."""
         self._rows = rows
-        self._gather = Gather(rows, kernels)
+        self._most_logits = max_logits_rows
+        self._blocks = blocks
+        self._tables = draft_tables(rows, blocks)
+        self._gather = Gather(rows, kernels, self._tables)
         self._sampler = Sampler(rows, kernels)
 
-    def _draw_from(self, logits: Tensor, rows: Ints, positions: Ints, depth: int) -> None:
-        """From ``logits`` [rows, vocab] the tokens at ``positions``, the last ``depth`` before which are drafts."""
-        every = np.arange(len(rows), dtype=np.int32)
-        batch = SampleBatch(rows, positions, every, np.full(len(rows), depth, dtype=np.int32))
-        tokens = self._sampler.propose(logits.float(), batch)
-        row, position = (part.long() for part in ship_all(self._rows.device, rows, positions))
-        self._rows.token_ids[row, position] = tokens.to(torch.int32)
+    def forget(self) -> None:
+        for each in self._blocks:
+            each.forget()
+
+    def _may_draft(self, rows: Ints) -> NDArray[np.bool_]:
+        return ~np.any([each.bare[rows] for each in self._blocks], axis=0) if self._blocks else np.ones(len(rows), bool)
+
+    def _follow(self, plan: StepPlan, groups: Sequence[int], caches: Sequence[Tensor]) -> None:
+        """Rows' blocks, and copies of blocks, as the target has them."""
+        for each in self._blocks:
+            each.apply(plan)
+        for at, (group, cache) in enumerate(zip(groups, caches, strict=True)):
+            pairs = zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True)
+            same = [(source, target) for own, source, target in pairs if own == group]
+            for source, target in zip(*self._blocks[at].copies(plan), strict=True) if self._blocks else same:
+                cache[target].copy_(cache[source], non_blocking=True)
+
+    def _draw_from(
+        self, score: Callable[[Tensor], Tensor], hidden: Tensor, rows: Ints, positions: Ints, depth: int
+    ) -> None:
+        """From ``score(hidden)`` [rows, vocab] the tokens at ``positions``, the last ``depth`` before which are drafts;
+        of no more rows at once than a step samples."""
+        for first in range(0, len(rows), self._most_logits):
+            piece = slice(first, first + self._most_logits)
+            row, position = rows[piece], positions[piece]
+            every = np.arange(len(row), dtype=np.int32)
+            batch = SampleBatch(row, position, every, np.full(len(row), depth, dtype=np.int32))
+            tokens = self._sampler.propose(score(hidden[piece]).float(), batch)
+            at = [part.long() for part in ship_all(self._rows.device, row, position)]
+            self._rows.token_ids[at[0], at[1]] = tokens.to(torch.int32)
 
     def _drafted(self, rows: Ints, lengths: Ints, most: int) -> Tensor:  # [rows, most], int32, on the host
         """What the rows hold now; samples will be written over it."""
@@ -70,11 +99,10 @@ def chunk_plan(rows: Ints, starts: Ints, counts: Ints) -> StepPlan:
                     sample_work=array("i", range(len(rows))))  # fmt: skip
 
 
-def copy_blocks(plan: StepPlan, group: int, cache: Tensor) -> None:
-    """The plan's copies of blocks of the target's KV group ``group``, in a cache whose blocks have the same numbers."""
-    for own, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-        if own == group:
-            cache[target].copy_(cache[source], non_blocking=True)
+def draft_tables(rows: Rows, blocks: Sequence[DraftBlocks]) -> tuple[Tensor, ...]:
+    """The rows' block tables as drafts see them."""
+    views = {each.group: each.view for each in blocks}
+    return tuple(views.get(group, table) for group, table in enumerate(rows.tables))
 
 
 class DraftModel(Drawing):
@@ -88,9 +116,11 @@ class DraftModel(Drawing):
         groups: Sequence[int],
         rows: Rows,
         kernels: Kernels,
+        max_logits_rows: int,
+        blocks: Sequence[DraftBlocks] = (),
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        super().__init__(rows, kernels)
+        super().__init__(rows, kernels, max_logits_rows, blocks)
         self._decoder = decoder
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(groups)
@@ -100,8 +130,7 @@ class DraftModel(Drawing):
     def begins(self, plan: StepPlan) -> None:
         """Computes what is new of prompts. Of a new row its first chunk says what was found in the cache: whoever
         computed that, drafted."""
-        for group, cache in zip(self._groups, self._kv_caches, strict=True):
-            copy_blocks(plan, group, cache)
+        self._follow(plan, self._groups, self._kv_caches)
         self._computed[list(plan.rows_dropped)] = _UNKNOWN  # one that is built again without has its keys
         if not plan.rows:
             return
@@ -109,7 +138,7 @@ class DraftModel(Drawing):
         computed = self._computed[rows]
         begin = np.where(computed == _UNKNOWN, starts, np.minimum(computed, starts))
         self._computed[rows] = begin
-        longer = np.flatnonzero(counts > 1)
+        longer = np.flatnonzero((counts > 1) & self._may_draft(rows))
         if len(longer):
             ends = (starts + counts)[longer]
             self._hidden(rows[longer], begin[longer], ends - begin[longer])
@@ -117,6 +146,12 @@ class DraftModel(Drawing):
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         """Its own next tokens, one after another; the first pass catches up."""
+        counts = np.where(self._may_draft(rows), most, 0).astype(np.int32)
+        if live := np.flatnonzero(counts).tolist():
+            self._draw_drafts(rows[live], lengths[live], counts[live])
+        return Proposal(counts, self._drafted(rows, lengths, int(counts.max())), stand=True)
+
+    def _draw_drafts(self, rows: Ints, lengths: Ints, most: Ints) -> None:
         # what was drafted beyond was refuted, or is sampled anew
         starts: Ints = np.minimum(self._computed[rows], lengths - 1)
         at_once = np.zeros(len(rows), dtype=bool)
@@ -126,7 +161,6 @@ class DraftModel(Drawing):
         if not at_once.all():
             self._draw_by_pass(rows[~at_once], starts[~at_once], lengths[~at_once], most[~at_once])
         self._computed[rows] = lengths + most - 1
-        return Proposal(most, self._drafted(rows, lengths, int(most.max())), stand=True)
 
     def _draw_all(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
         """All passes in one call, of rows whose logits nothing edits. Filters are left out: what they would forbid is
@@ -136,9 +170,7 @@ class DraftModel(Drawing):
             columns = (rows, starts, lengths, most, self._rows.num_prompt_tokens[rows])
             row, start, length, count, prompt = (torch.from_numpy(each.astype(np.int32)) for each in columns)
             given = DraftRows(row, start, length, count, prompt, *self._sampler.temperatures(row.long()))
-            self._decoder.draft_tokens(
-                self._rows.token_ids, self._rows.tables[self._groups[0]], given, self._kv_caches[0]
-            )
+            self._decoder.draft_tokens(self._rows.token_ids, self._tables[self._groups[0]], given, self._kv_caches[0])
 
     def _draw_by_pass(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
         counts = lengths - starts
@@ -177,4 +209,4 @@ class DraftModel(Drawing):
         graphs.draw(bucket, len(rows), how)
 
     def _draw(self, hidden: Tensor, rows: Ints, positions: Ints, depth: int) -> None:
-        self._draw_from(self._decoder.logits(hidden), rows, positions, depth)
+        self._draw_from(self._decoder.logits, hidden, rows, positions, depth)

@@ -29,6 +29,7 @@ from headrace.speculative.settings import HEADS, read_settings
 
 _FIELD, _METHOD = "speculative_config.model", "speculative_config.method"
 _MIB = 2**20
+_LEAST_TOKENS = 256  # that a bounded draft must be able to keep
 _ROWS = 4096  # of embeddings that are compared together
 
 
@@ -60,6 +61,19 @@ class DraftSetup:
             for group in range(len(specs))
         ]
         return tuple(replace(spec, beside=size) for spec, size in zip(specs, more, strict=True))
+
+    def bounded_blocks(self, bound: float, budget: int, held: int, specs: Sequence[KVSpec]) -> int:
+        """Blocks that keys and values of drafts may have. ``bound``: bytes, or a share of what the draft (``held``: its
+        weights and hidden states) and all keys and values (``budget``) take. Raises ConfigError where it is of no use."""
+        asked = int(bound * (budget + held)) if bound < 1 else int(bound)
+        each, size = sum(spec.bytes_per_block for spec in specs), max(spec.block_size for spec in specs)
+        least = held + -(-_LEAST_TOKENS // size) * each
+        if asked < least:
+            raise ConfigError(
+                f"speculative_config.draft_memory is {bound:g}{f', {asked} bytes' if bound < 1 else ''}, but the draft's weights and hidden "
+                f"states take {held} bytes, and keys and values of {_LEAST_TOKENS} tokens {least - held} more; give at least {least}."
+            )
+        return (asked - held) // each
 
     def check_length(self, longest: int) -> None:
         """Raises ConfigError where sequences may be longer than the draft model's."""
@@ -150,9 +164,12 @@ def load_head(head: DraftHead, source: ModelSource, dtype: torch.dtype) -> None:
         checkpoint.close()
 
 
-def draft_memory(weights: int, states: int, caches: Sequence[Tensor], groups: Sequence[KVGroup]) -> Decision:
+def draft_memory(
+    weights: int, states: int, caches: Sequence[Tensor], groups: Sequence[KVGroup], places: int | None = None
+) -> Decision:
     """All that a draft model or head holds, allocated at start: a bound that no load exceeds, and what it costs, in
-    bytes. ``states``: hidden states that are kept for it; ``groups``: the target's."""
+    bytes. ``states``: hidden states that are kept for it; ``groups``: the target's; ``places``: blocks that it has,
+    where these are fewer."""
     keys = sum(cache.nbytes for cache in caches)
     plain = sum((group.spec.bytes_per_block - group.spec.beside) * group.num_blocks for group in groups)
     tokens = max(group.num_blocks * group.spec.block_size for group in groups)
@@ -160,6 +177,8 @@ def draft_memory(weights: int, states: int, caches: Sequence[Tensor], groups: Se
     more = int(held / plain * tokens)
     hidden = f", {states / _MIB:.1f} MiB of hidden states" if states else ""
     parts = f"{weights / _MIB:.1f} MiB of weights{hidden} and {keys / _MIB:.1f} MiB of keys and values"
+    if places is not None:
+        parts += f" of {places * groups[0].spec.block_size} tokens, as draft_memory bounds it: longer or more sequences go without"
     reason = f"{parts}, allocated now and never more; the target could keep {more} more tokens in it"
     return Decision("draft memory", f"{held / _MIB:.1f} MiB", reason)
 

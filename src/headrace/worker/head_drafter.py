@@ -15,6 +15,7 @@ What lives here: that. What may not: layouts (models/heads.py), acceptance (spec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,8 @@ from headrace.kernels.inputs import ForwardInputs
 from headrace.models.decoder import Tap
 from headrace.models.draft_head import DraftHead
 from headrace.request import StepPlan
-from headrace.worker.draft_model import Drawing, chunk_plan, copy_blocks
+from headrace.worker.draft_blocks import DraftBlocks
+from headrace.worker.draft_model import Drawing, chunk_plan
 from headrace.worker.inputs import pack
 from headrace.worker.rows import Ints, Rows, ship_all
 from headrace.worker.speculator import Proposal
@@ -37,8 +39,18 @@ _NOTHING = -2  # position 0 follows upon nothing that could be held
 class HeadDrafter(Drawing):
     """``group``: the target's KV group whose block tables it uses."""
 
-    def __init__(self, head: DraftHead, tap: Tap, kv_cache: Tensor, group: int, rows: Rows, kernels: Kernels) -> None:
-        super().__init__(rows, kernels)
+    def __init__(
+        self,
+        head: DraftHead,
+        tap: Tap,
+        kv_cache: Tensor,
+        group: int,
+        rows: Rows,
+        kernels: Kernels,
+        max_logits_rows: int,
+        blocks: Sequence[DraftBlocks] = (),
+    ) -> None:
+        super().__init__(rows, kernels, max_logits_rows, blocks)
         self._head = head
         self._tap = tap
         self._kv_cache = kv_cache
@@ -47,11 +59,12 @@ class HeadDrafter(Drawing):
         self._at = np.full(len(rows.traits), _NOTHING, dtype=np.int32)  # which that is
 
     def forget(self) -> None:
+        super().forget()
         self._at[:] = _NOTHING
 
     def begins(self, plan: StepPlan) -> None:
         self._at[list(plan.rows_dropped)] = _NOTHING
-        copy_blocks(plan, self._group, self._kv_cache)
+        self._follow(plan, (self._group,), (self._kv_cache,))
 
     def settles(self, plan: StepPlan, lengths: Ints) -> None:
         """Entries of all tokens that the step computed and that are true; what its last ones left is held."""
@@ -73,7 +86,7 @@ class HeadDrafter(Drawing):
         """The entry before each computed token, but where what it is made of has gone."""
         waited = self._at[rows] == starts - 1
         begins = starts + ~waited
-        chosen = np.flatnonzero(ends > begins)
+        chosen = np.flatnonzero((ends > begins) & self._may_draft(rows))
         if not len(chosen):
             return
         counts = (ends - begins)[chosen].astype(np.int32)
@@ -90,7 +103,7 @@ class HeadDrafter(Drawing):
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         """A row whose last entry cannot be made gets none."""
-        counts = np.where(self._at[rows] == lengths - 2, most, 0).astype(np.int32)
+        counts = np.where((self._at[rows] == lengths - 2) & self._may_draft(rows), most, 0).astype(np.int32)
         live, carried = np.flatnonzero(counts), self._held
         if not len(live):
             return Proposal(counts, [[] for _ in rows], stand=True)
@@ -101,7 +114,7 @@ class HeadDrafter(Drawing):
                 carried, live = carried[torch.from_numpy(going).to(carried.device)], live[going]
             inputs = self._inputs(rows[live], lengths[live] - 2 + depth, np.ones_like(live, dtype=np.int32))
             hidden, carried = self._head.forward(inputs, carried, self._kv_cache)
-            self._draw_from(self._head.logits(hidden), rows[live], lengths[live] + depth, depth)
+            self._draw_from(self._head.logits, hidden, rows[live], lengths[live] + depth, depth)
         return Proposal(counts, self._drafted(rows, lengths, int(counts.max())), stand=True)
 
     def _inputs(self, rows: Ints, starts: Ints, counts: Ints) -> ForwardInputs:

@@ -11,6 +11,7 @@ positions, slots, and which packed token's logits each sample needs. What may no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -102,8 +103,10 @@ class Gather:
     """Builds the tensors of a step: what the plan says is shipped in one copy, the rest is gathered from rows on the
     device."""
 
-    def __init__(self, rows: Rows, kernels: Kernels) -> None:
+    def __init__(self, rows: Rows, kernels: Kernels, tables: Sequence[Tensor] | None = None) -> None:
+        """``tables``: instead of the rows' block tables."""
         self._rows = rows
+        self._tables = rows.tables if tables is None else tables
         self._least_alone = LEAST_ALONE[rows.device.type]
         self._gather = kernels.choose(GATHER_INPUTS, Facts(torch.int32))
 
@@ -157,7 +160,7 @@ class Gather:
     ) -> ForwardInputs:
         """The same from what is on the device already."""
         rows, attention = self._rows, []
-        for table, block_size in zip(rows.tables, rows.block_sizes, strict=True):
+        for table, block_size in zip(self._tables, rows.block_sizes, strict=True):
             width = -(-longest_context // block_size)
             ids, positions, slots, block_table = self._gather(
                 rows.token_ids, table, row, chunk, position, context, block_size, width

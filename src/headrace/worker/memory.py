@@ -39,10 +39,12 @@ class KVPlan:
     groups: tuple[KVGroup, ...]
     max_model_len: int
     decisions: tuple[Decision, ...]
+    reserved: int = 0  # bytes for a draft's keys and values that lie in fewer blocks than the target's
+    draft_blocks: int | None = None  # so many; None: as many as the target's
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self.groups)
+        return _num_bytes(self.groups) + self.reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +162,22 @@ def blocks_needed(spec: KVSpec, num_tokens: int) -> int:
     return whole if spec.window is None else min(whole, -(-spec.window // spec.block_size) + 3)
 
 
-def plan_kv(specs: Sequence[KVSpec], config: EngineConfig, room: Room, *, max_positions: int, on_cpu: bool) -> KVPlan:
-    """Sizes every group and settles max_model_len. ``config`` is resolved. Raises ConfigError or OutOfMemory with the
-    numbers and the flags that help."""
+def plan_kv(
+    specs: Sequence[KVSpec], config: EngineConfig, room: Room, *, max_positions: int, on_cpu: bool, reserved: int = 0
+) -> KVPlan:
+    """Sizes every group and settles max_model_len. ``config`` is resolved. ``reserved``: bytes of the budget that
+    something else gets. Raises ConfigError or OutOfMemory with the numbers and the flags that help."""
     cache, requested_len = config.cache, config.model.max_model_len
     if requested_len is not None and requested_len > max_positions:
         raise ConfigError(
             f"--max-model-len is {requested_len}, but this model has positions for {max_positions} tokens; give at most {max_positions}."
         )
     if cache.num_blocks is not None:
-        return _counted_plan(specs, cache.num_blocks, room, max_positions, requested_len)
+        return _counted_plan(specs, cache.num_blocks, room, max_positions, requested_len, reserved)
     budget, reason = _budget(
         cache, room, 0 if requested_len is None else _bytes_for(specs, requested_len), on_cpu=on_cpu
     )
+    budget -= reserved
     longest = _longest(specs, budget, max_positions)
     by_share = not on_cpu and cache.kv_cache_memory is None
     max_model_len = _resolve_len(
@@ -180,15 +185,15 @@ def plan_kv(specs: Sequence[KVSpec], config: EngineConfig, room: Room, *, max_po
     )
     groups = _split(specs, budget, config.scheduler.rows, config.scheduler.max_num_batched_tokens or 1, max_model_len)
     decisions = _kv_decision(groups, reason), *_len_decision(max_model_len, max_positions, requested_len, budget)
-    return KVPlan(groups, max_model_len, decisions)
+    return KVPlan(groups, max_model_len, decisions, reserved)
 
 
 def _counted_plan(
-    specs: Sequence[KVSpec], num_blocks: int, room: Room, max_positions: int, requested_len: int | None
+    specs: Sequence[KVSpec], num_blocks: int, room: Room, max_positions: int, requested_len: int | None, reserved: int
 ) -> KVPlan:
     """The user counted blocks: an experiment; a cache smaller than max_model_len is then allowed (long requests are
     refused)."""
-    needed = sum(spec.bytes_per_block for spec in specs) * num_blocks
+    needed = sum(spec.bytes_per_block for spec in specs) * num_blocks + reserved
     if needed > room.left:
         raise OutOfMemory(
             f"--num-blocks {num_blocks} is {needed / GIB:.2f} GiB of KV, but {_rest(room)}. Lower --num-blocks."
@@ -196,7 +201,7 @@ def _counted_plan(
     full = [spec.block_size * num_blocks for spec in specs if spec.window is None]
     max_model_len = requested_len if requested_len is not None else min([max_positions, *full])
     groups = tuple(KVGroup(spec, num_blocks) for spec in specs)
-    return KVPlan(groups, max_model_len, _len_decision(max_model_len, max_positions, requested_len, needed))
+    return KVPlan(groups, max_model_len, _len_decision(max_model_len, max_positions, requested_len, needed), reserved)
 
 
 def _rest(room: Room) -> str:

@@ -32,12 +32,14 @@ class Recorder:
         rows: Rows,
         kv_caches: Sequence[Tensor],
         groups: Sequence[int] | None = None,
+        tables: Sequence[Tensor] | None = None,
     ) -> None:
-        """``groups``: which of the rows' block tables each cache is read by; None: its own."""
+        """``groups``: which of the rows' block tables each cache is read by; None: its own. ``tables``: instead of
+        these."""
         self.decoder = decoder
         self.kernels = kernels
         self.rows = rows
-        self.gather = Gather(rows, kernels)
+        self.gather = Gather(rows, kernels, tables)
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(range(len(kv_caches))) if groups is None else tuple(groups)
         self._pool = torch.cuda.graph_pool_handle()

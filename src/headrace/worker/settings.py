@@ -109,8 +109,17 @@ class Setup:
         return -(-max(self.tokens_a_step, self.most_verified) // _BUCKET) * _BUCKET
 
     @property
+    def target_kv_specs(self) -> tuple[KVSpec, ...]:
+        return kv_groups(self.spec, self.block_size, self.dtype.itemsize, self.kv)
+
+    @property
+    def draft_kv_specs(self) -> tuple[KVSpec, ...]:
+        return () if self.draft is None else self.draft.kv_specs(self.block_size, self.dtype.itemsize)
+
+    @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        specs = kv_groups(self.spec, self.block_size, self.dtype.itemsize, self.kv)
+        """With what a draft keeps under the same numbers."""
+        specs = self.target_kv_specs
         return specs if self.draft is None else self.draft.beside(specs, self.block_size, self.dtype.itemsize)
 
     @property

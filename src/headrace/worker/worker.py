@@ -60,14 +60,15 @@ from headrace.techniques import switched_off
 from headrace.worker.allocation import Allocation, allocate_kv
 from headrace.worker.arena import create_arena
 from headrace.worker.asleep import DeviceMemory, HostPages
-from headrace.worker.draft_model import MOST_DRAFTING, DraftModel
+from headrace.worker.draft_blocks import DraftBlocks
+from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
 from headrace.worker.draft_setup import draft_memory, load_head, resolve_draft
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.head_drafter import HeadDrafter
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
-from headrace.worker.memory import Room, memory_decision, row_bytes
+from headrace.worker.memory import KVPlan, Room, memory_decision, row_bytes
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
@@ -157,6 +158,10 @@ class Worker:
             setup, self._formats = _without_loss(setup)
         self._group = group
         self._cuts: Mapping[str, Cut] = {}
+        self._draft_places: int | None = (
+            None  # blocks of a draft's caches, once they are known to be fewer than the target's
+        )
+        self._draft_blocks: tuple[DraftBlocks, ...] = ()
         self._whole = setup.spec
         if group is not None:
             setup = replace(setup, spec=share(setup.spec, group.size))
@@ -220,6 +225,7 @@ class Worker:
             self._rows = Rows(
                 setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write
             )
+        self._draft_places, self._draft_blocks = plan.draft_blocks, self._create_draft_blocks(plan)
         fleeting = nullcontext if self._sleeping is None else self._sleeping.giving_up
         with memory.explaining("KV blocks", plan.num_bytes), fleeting():
             kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
@@ -391,7 +397,8 @@ class Worker:
         decode, draft = DecodeGraphs(recorder, **most), None
         if self._draft is not None and setup.draft is not None:
             most |= {"max_num_seqs": min(setup.most_rows, MOST_DRAFTING), "built": False}
-            draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups), **most)
+            tables = draft_tables(rows, self._draft_blocks)
+            draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups, tables), **most)
         if not config.device.prompt_graphs:
             return Graphs(decode, None, draft)
         products = multiplications(setup.spec)
@@ -426,29 +433,41 @@ class Worker:
         return self._config.device.last_layer_pruning and (self._decoder.tap is None or bool(self._decoder.tap.layers))
 
     def _draft_caches(self, kv_caches: Sequence[Tensor]) -> list[Tensor]:
-        """A draft model's own, with as many blocks as those of the target that they lie beside."""
+        """A draft model's own, with as many blocks as those of the target that they lie beside, if no bound is set."""
         setup, draft = self._setup, self._setup.draft
         if draft is None:
             return []
-        specs = draft.kv_specs(setup.block_size, setup.dtype.itemsize)
-        groups = (KVGroup(spec, kv_caches[at].shape[0]) for spec, at in zip(specs, draft.groups, strict=True))
+        bound = self._draft_places
+        counts = (kv_caches[at].shape[0] if bound is None else bound for at in draft.groups)
+        groups = (KVGroup(spec, count) for spec, count in zip(setup.draft_kv_specs, counts, strict=True))
         found = [allocate_kv(group, setup.dtype, setup.device) for group in groups]
         if self._cuda and draft.head is not None:  # what was never written may be seen, and must not be NaN
             for cache in found:
                 cache.zero_()
         return found
 
+    def _create_draft_blocks(self, plan: KVPlan) -> tuple[DraftBlocks, ...]:
+        draft, places = self._setup.draft, plan.draft_blocks
+        if draft is None or places is None:
+            return ()
+        sizes = self._setup.block_sizes
+        return tuple(
+            DraftBlocks(group, plan.groups[group].num_blocks, places, self._rows.tables[group], sizes[group])
+            for group in draft.groups
+        )
+
     def _create_speculator(self, rows: Rows, own: Sequence[Tensor], graphs: DecodeGraphs | None) -> Speculator | None:
         settings, draft = self._setup.speculative, self._setup.draft
         if settings is None:
             return None
+        common = rows, self._kernels, self._config.scheduler.logits_rows, self._draft_blocks
         if self._draft is not None and draft is not None:
-            return Speculator(rows, DraftModel(self._draft, own, draft.groups, rows, self._kernels, graphs))
+            return Speculator(rows, DraftModel(self._draft, own, draft.groups, *common, graphs))
         if draft is not None:
             tap = self._decoder.tap
             if self._head is None or tap is None:
                 return None
-            return Speculator(rows, HeadDrafter(self._head, tap, own[0], draft.groups[0], rows, self._kernels))
+            return Speculator(rows, HeadDrafter(self._head, tap, own[0], draft.groups[0], *common))
         lookup = Lookup(
             settings.prompt_lookup_min,
             settings.prompt_lookup_max,
@@ -500,7 +519,7 @@ class Worker:
             yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
         if self._setup.draft is not None:
             weights, states = self._setup.draft.weight_bytes(self._setup.dtype.itemsize), self._setup.draft_state_bytes
-            yield draft_memory(weights, states, self._draft_kv, self._plan.groups)
+            yield draft_memory(weights, states, self._draft_kv, self._plan.groups, self._plan.draft_blocks)
         if self._adapters is not None:
             said = f"{self._adapters.slots.num_bytes / 2**20:.0f} MiB beside the weights, set aside for --max-loras and --max-lora-rank"
             yield Decision(
