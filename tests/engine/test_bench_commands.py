@@ -97,14 +97,20 @@ def test_adapters_are_asked_for_by_popularity_beside_the_base(
 ) -> None:
     sizes = ("--num-prompts", "5", "--input-len", "9", "--output-len", "4", "--repeats", "2")
     made = ("--num-adapters", "4", "--ranks", "2", "20", "--targets", "q_proj", "down_proj")
-    popularities = ("--popularity", "distinct", "uniform", "skewed", "identical", "apart")
+    popularities = ("--popularity", "distinct", "uniform", "skewed", "zipf", "identical", "apart")
     found = figures(tmp_path, "lora", model, *ENGINE, *sizes, *made, *popularities)["popularities"]
-    counts = {name: each["adapters"] for name, each in found.items() if name != "skewed"}
+    counts = {name: each["adapters"] for name, each in found.items() if name not in ("skewed", "zipf")}
     assert counts == {"base": 0, "distinct": 4, "uniform": 3, "identical": 1, "apart": 4}
     assert (
         all(len(each["runs"]) == 2 and each["of_base"] > 0 for each in found.values()) and found["base"]["of_base"] == 1
     )
+    assert all(each["failed"] == 0 and 0 < each["ttft_p50"] <= each["ttft_p99"] for each in found.values())
     assert "slots of rank 20" in capsys.readouterr().out
+    many = ("--num-adapters", "40", "--max-loras", "2", "--max-cpu-loras", "3", "--ranks", "2", "--request-rate", "200")
+    (base, zipf) = figures(tmp_path, "lora", model, *ENGINE, *sizes, *many, "--popularity", "zipf")[
+        "popularities"
+    ].values()
+    assert zipf["adapters"] > 2 and zipf["failed"] == 0 and base["adapters"] == 0
     assert run("lora", model, *ENGINE, *sizes, "--targets", "k_proj", "gates") == 2
     assert "gates, which the model does not have" in capsys.readouterr().err
 

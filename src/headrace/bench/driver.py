@@ -94,7 +94,12 @@ class Driver:
         now = self._clock.now()
         self._live[request_id] = _Live(index, number, prompt, Sample(sent=now, due=due, prompt_tokens=len(prompt)))
         self._run.most_running = max(self._run.most_running, len(self._live))
-        self._core.add(Request(request_id=request_id, prompt_token_ids=prompt, params=greedy(turn), arrival_time=now))
+        adapter = self._conversations[index].adapter
+        self._core.add(
+            Request(
+                request_id=request_id, prompt_token_ids=prompt, params=greedy(turn), arrival_time=now, adapter=adapter
+            )
+        )
 
     def _take(self, outputs: Sequence[SequenceOutput]) -> None:
         now = self._clock.now()

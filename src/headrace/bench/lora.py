@@ -1,10 +1,12 @@
-"""``headrace bench lora``: tokens per second with adapters beside those of the base model, in one engine and one run.
+"""``headrace bench lora``: tokens per second and times to the first token with adapters beside those of the base model,
+in one engine and one run.
 
 What lives here: the command, adapters made from a seed, which request has which. What may not: adapters as an engine
 holds them (lora/).
 
 Popularities are those of Punica (Chen et al. 2023, section 7): each request its own adapter; all of the root of the
-requests' number equally; each adapter 1.5 times as often as the next; one for all.
+requests' number equally; each adapter 1.5 times as often as the next; one for all. Besides, a Zipf law over all that
+are registered: the nth as often as 1/n.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import argparse
 import json
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -22,16 +23,17 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace.bench.arguments import count, output
+from headrace.bench.arguments import count, output, positive
+from headrace.bench.driver import Run, drive
 from headrace.bench.sweep import Sweep
 from headrace.config import AdapterConfig, EngineConfig
 from headrace.errors import ConfigError
 from headrace.observe.report import print_facts, table, write_json
 from headrace.planner.workload.conversations import conversations_of
-from headrace.planner.workload.load import Lengths, drawn
+from headrace.planner.workload.load import Lengths, arriving, drawn
 from headrace.request import LoRARequest
-from headrace.sampling_params import SamplingParams
 from headrace.spec import DecoderSpec
 
 BASE, APART = "base", "apart"
@@ -40,34 +42,28 @@ MOST_SLOTS = 64  # unless --max-loras says otherwise
 Adapters = Sequence[LoRARequest | None]
 
 
-def _distinct(requests: int, rng: np.random.Generator) -> list[int]:
-    return list(range(requests))
+def _drawn(requests: int, weights: NDArray[np.float64]) -> list[int]:
+    return [int(each) for each in np.random.default_rng(0).choice(len(weights), requests, p=weights / weights.sum())]
 
 
-def _uniform(requests: int, rng: np.random.Generator) -> list[int]:
-    return [index % math.ceil(math.sqrt(requests)) for index in range(requests)]
-
-
-def _skewed(requests: int, rng: np.random.Generator) -> list[int]:
-    weights = SKEW ** -np.arange(requests, dtype=np.float64)
-    return [int(each) for each in rng.choice(requests, requests, p=weights / weights.sum())]
-
-
-def _identical(requests: int, rng: np.random.Generator) -> list[int]:
-    return [0] * requests
-
-
-POPULARITIES: Mapping[str, Callable[[int, np.random.Generator], list[int]]] = {
-    "distinct": _distinct, "uniform": _uniform, "skewed": _skewed, "identical": _identical,
-}  # fmt: skip
+POPULARITIES: Mapping[str, Callable[[int, int], list[int]]] = {  # of so many requests and adapters
+    "distinct": lambda requests, adapters: list(range(requests)),
+    "uniform": lambda requests, adapters: [index % math.ceil(math.sqrt(requests)) for index in range(requests)],
+    "skewed": lambda requests, adapters: _drawn(requests, SKEW ** -np.arange(requests, dtype=np.float64)),
+    "zipf": lambda requests, adapters: _drawn(requests, 1 / np.arange(1, adapters + 1, dtype=np.float64)),
+    "identical": lambda requests, adapters: [0] * requests,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--popularity", nargs="+", choices=(*POPULARITIES, APART), default=tuple(POPULARITIES),
-        help="who asks for which adapter (default: all but apart, which is distinct in a batch an adapter)",
+        "--popularity", nargs="+", choices=(*POPULARITIES, APART), default=("distinct", "uniform", "skewed", "identical"),
+        help="who asks for which adapter (default: all but zipf, a law over all adapters, and apart: distinct, in a batch an adapter)",
     )  # fmt: skip
-    parser.add_argument("--num-prompts", type=count, default=32, help="requests, all given at once (default: 32)")
+    parser.add_argument("--num-prompts", type=count, default=32, help="requests (default: 32)")
+    parser.add_argument(
+        "--request-rate", type=positive, help="requests per second, at random (Poisson) times (default: all at once)"
+    )
     parser.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
     parser.add_argument("--output-len", type=count, default=64, help="output tokens (default: 64)")
     parser.add_argument(
@@ -97,7 +93,11 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         with LLM.from_config(config) as llm:
             llm.engine.await_kernels()
             facts |= _engine_facts(llm, found)
-            _ask(llm, args, -1, [None, *found])  # everything has been used once
+            core = llm.engine.core
+            if core.adapters is not None:
+                for each in found:
+                    core.adapters.require(each.lora_name, each.lora_path)
+            _ask(llm, args, -1, [None, *found[: config.adapters.max_loras]])  # every kernel has been used once
             sides = {BASE: [None] * args.num_prompts} | {
                 name: _chosen(name, found, args.num_prompts) for name in args.popularity
             }
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
                 for name, adapters in sides.items()
             )
     figures = {
-        name: _figures([speed for side, speed in timed if side == name], adapters) for name, adapters in sides.items()
+        name: _figures([ran for side, ran in timed if side == name], adapters) for name, adapters in sides.items()
     }
     _show(args, facts, {name: each for name, each in figures.items() if each["tokens_per_second"]})
     return sweep.status()
@@ -196,36 +196,38 @@ def write_adapter(folder: Path, spec: DecoderSpec, rank: int, targets: Sequence[
 
 def _chosen(popularity: str, found: Sequence[LoRARequest], requests: int) -> list[LoRARequest]:
     choose = POPULARITIES["distinct" if popularity == APART else popularity]
-    chosen = [found[index % len(found)] for index in choose(requests, np.random.default_rng(0))]
+    chosen = [found[index % len(found)] for index in choose(requests, len(found))]
     return sorted(chosen, key=lambda each: each.lora_name) if popularity == APART else chosen
 
 
 # --- measuring
 
 
-def _ask(llm: Any, args: argparse.Namespace, repeat: int, adapters: Adapters, *, apart: bool = False) -> float:
-    """Output tokens a second. Other tokens in each repeat. ``apart``: one batch an adapter, one after another."""
-    asked = drawn(len(adapters), Lengths(args.input_len, args.output_len), seed=repeat + 1)
-    prompts = [
-        {"prompt_token_ids": list(each.turns[0].new_ids)}
-        for each in conversations_of(asked, vocab_size=llm.info.vocab_size, seed=repeat + 1)
+def _ask(llm: Any, args: argparse.Namespace, repeat: int, adapters: Adapters, *, apart: bool = False) -> Run:
+    """Other tokens in each repeat. ``apart``: one batch an adapter, one after another."""
+    lengths, seed = Lengths(args.input_len, args.output_len), repeat + 1
+    asked = drawn(len(adapters), lengths, seed=seed)
+    if args.request_rate:
+        asked = arriving(asked, args.request_rate, seed=seed)
+    talks = [
+        replace(talk, adapter=None if lora is None else lora.lora_name)
+        for talk, lora in zip(conversations_of(asked, vocab_size=llm.info.vocab_size, seed=seed), adapters, strict=True)
     ]
-    params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
-    jobs = list(zip(prompts, adapters, strict=True))
-    batches = [list(batch) for _, batch in groupby(jobs, key=lambda job: job[1])] if apart else [jobs]
-    begin = time.perf_counter()
-    for batch in batches:
-        asked_for, loras = zip(*batch, strict=True)
-        llm.generate(list(asked_for), params, use_tqdm=False, lora_request=list(loras))
-    tokens: int = len(jobs) * args.output_len
-    return tokens / (time.perf_counter() - begin)
+    batches = [list(batch) for _, batch in groupby(talks, key=lambda talk: talk.adapter)] if apart else [talks]
+    runs = [drive(llm.engine.core, batch) for batch in batches]
+    return Run([sample for each in runs for sample in each.samples], seconds=sum(each.seconds for each in runs))
 
 
-def _figures(speeds: Sequence[float], adapters: Adapters) -> dict[str, Any]:
+def _figures(runs: Sequence[Run], adapters: Adapters) -> dict[str, Any]:
+    """``ttft``: of the median, and that of which one in a hundred is slower, over the requests of all runs; seconds."""
+    speeds = [run.output_tokens / run.seconds for run in runs]
+    waits = [sample.ttft for run in runs for sample in run.samples if sample.arrivals]
     return {
         "adapters": len(set(adapters) - {None}),
         "tokens_per_second": median(speeds) if speeds else None,
-        "runs": list(speeds),
+        "runs": speeds,
+        "failed": sum(sample.error is not None for run in runs for sample in run.samples),
+        **{f"ttft_p{each}": float(np.percentile(waits, each)) if waits else None for each in (50, 99)},
     }
 
 
@@ -235,10 +237,13 @@ def _show(args: argparse.Namespace, facts: Mapping[str, Any], figures: dict[str,
         each["of_base"] = each["tokens_per_second"] / base
     print_facts(facts)
     print()
-    columns = ("popularity", "adapters", "output tokens/s", "lowest", "highest", "of base")
+    columns = ("popularity", "adapters", "output tokens/s", "lowest", "highest", "of base", "TTFT p50, ms", "p99, ms")
     print(table(columns, [
-        (name, each["adapters"], each["tokens_per_second"], min(each["runs"]), max(each["runs"]), round(each["of_base"], 3))
+        (name, each["adapters"], each["tokens_per_second"], min(each["runs"]), max(each["runs"]), round(each["of_base"], 3),
+         *(1e3 * each[f"ttft_p{point}"] for point in (50, 99)))
         for name, each in figures.items()
     ]))  # fmt: skip
+    if failed := sum(each["failed"] for each in figures.values()):
+        print(f"{failed} requests failed.")
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "popularities": figures})

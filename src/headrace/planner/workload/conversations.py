@@ -43,10 +43,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """``arrival`` in seconds after the start; None = as soon as a client is free (closed loop)."""
+    """``arrival`` in seconds after the start; None = as soon as a client is free (closed loop). ``adapter``: its name."""
 
     turns: tuple[Turn, ...]
     arrival: float | None = None
+    adapter: str | None = None
 
 
 def conversations_of(asked: Sequence[LoadRequest], *, vocab_size: int, seed: int = 0) -> list[Conversation]:
