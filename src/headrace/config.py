@@ -85,6 +85,10 @@ class ModelConfig:
     load_format: str = option(
         "auto", "format of the weights; dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy")
     )
+    share_weights: bool = option(
+        False,
+        "on a CPU: hold the weights in shared memory, from which other processes of this host that serve the model take them",
+    )
     max_model_len: int | None = option(
         None, "maximum sequence length in tokens; default: what model and memory allow", size=True, minimum=2
     )

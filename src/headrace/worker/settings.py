@@ -18,6 +18,7 @@ from headrace.config import Decision, EngineConfig, resolve_kv_format
 from headrace.cost.shapes import multiplications
 from headrace.errors import ConfigError
 from headrace.models import families
+from headrace.sites import is_plain
 from headrace.spec import DecoderSpec, KVFormat, KVSpec, kv_groups
 from headrace.speculative.settings import SpeculativeSettings, read_settings
 from headrace.worker.draft_setup import DraftSetup
@@ -151,6 +152,19 @@ def resolve_setup(config: EngineConfig, spec: DecoderSpec) -> Setup:
         each for each in (dtype_decision, threads_decision, _kv_decision(kv, dtype, spec)) if each is not None
     )
     return Setup(config, spec, device, dtype, threads, decisions, kv)
+
+
+def check_sharing(setup: Setup) -> None:
+    """Raises ConfigError where processes cannot share weights."""
+    if setup.device.type != "cpu":
+        raise ConfigError(
+            "--share-weights shares host memory, but this model is on a GPU; leave it out, or use --device cpu."
+        )
+    if not is_plain(setup.spec):
+        raise ConfigError(
+            "--share-weights shares weights that are computed with as they are stored, but quantized ones are packed for "
+            "this CPU by each process; leave it out, or use --quantization none."
+        )
 
 
 def _check_pooling(config: EngineConfig, spec: DecoderSpec) -> None:

@@ -46,6 +46,7 @@ from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder, Tap
 from headrace.models.draft_head import DraftHead
 from headrace.models.kv_scales import load_kv_scales
+from headrace.models.shared_weights import share_weights
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
 from headrace.observe.progress import waiting
@@ -73,7 +74,7 @@ from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
-from headrace.worker.settings import Setup, resolve_setup
+from headrace.worker.settings import Setup, check_sharing, resolve_setup
 from headrace.worker.speculator import LookupProposer, Speculator
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
@@ -172,6 +173,9 @@ class Worker:
         self._lasting = nullcontext if self._sleeping is None else self._sleeping.keeping
         self._arena = create_arena(setup.device) if config.device.activation_arena else None
         disabled, off = frozenset(config.device.disabled_kernels), switched_off(config.device)
+        if config.model.share_weights:
+            check_sharing(setup)
+            disabled |= {"onednn"}  # it packs a copy of each weight
         self._kernels = Kernels(
             setup.device,
             strict=config.device.strict_kernels,
@@ -318,22 +322,44 @@ class Worker:
 
     def _fill(self, decoder: Decoder, source: ModelSource, spec: DecoderSpec) -> None:
         shared = self._cuts if decoder is self._decoder else {}  # a draft model every rank has whole
+        rank = self._group.rank if self._group is not None else 0
         if source.weights is WeightFormat.DUMMY:
             with waiting("Making random weights", "Made random weights"):
-                loader.fill_dummy(
-                    decoder, self._config.model.seed, shared, self._group.rank if self._group is not None else 0
-                )
+                self._share(decoder, source, lambda: loader.fill_dummy(decoder, self._config.model.seed, shared, rank))
             return
         checkpoint = open_checkpoint(source)
         try:
             rules, ignored = weight_rules(spec, shared), ignored_keys(spec)
-            loader.load_weights(decoder, checkpoint, rules, ignored, self._setup.dtype)
+            load = partial(loader.load_weights, decoder, checkpoint, rules, ignored, self._setup.dtype)
+            self._share(decoder, source, load)
             scales = load_kv_scales(decoder, checkpoint)
         finally:
             checkpoint.close()
         if decoder is self._decoder and self._setup.kv is not None and not self._setup.kv.scales:
             reason = f"{scales} scales of the checkpoint" if scales else "the checkpoint has none, so they are 1"
             self._formats = (*self._formats, Decision("kv_cache scales", "fp8", reason))
+
+    def _share(self, decoder: Decoder, source: ModelSource, fill: Callable[[], None]) -> None:
+        if not self._config.model.share_weights:
+            return fill()
+        group = None if self._group is None else (self._group.rank, self._group.size)
+        key = (
+            source.path.resolve(),
+            source.weights,
+            source.revision,
+            decoder.spec,
+            self._setup.dtype,
+            self._config.model.seed,
+            group,
+        )
+        found = share_weights(decoder, key, fill)
+        said = (
+            "another process of this host has them in memory"
+            if found
+            else "others that start now take them from memory"
+        )
+        self._formats = (*self._formats, Decision("weights", "shared", said))
+        return None
 
     def _fill_head(self, head: DraftHead, source: ModelSource) -> None:
         if source.weights is WeightFormat.DUMMY:
