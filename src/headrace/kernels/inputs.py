@@ -21,13 +21,27 @@ MOST_FEW = 16  # queries: rows of a matrix instruction
 
 
 @dataclass(frozen=True, slots=True)
+class TreeInputs:
+    """Tokens that stand behind one another as in a tree, not in a row (SpecInfer, Miao et al. 2024, §4.2).
+
+    A sequence's tree begins at the place ``first`` with its root; bit i of ``ancestors`` says that a token sees the key
+    at place ``first`` + i: its own and those of the tokens before it, parents before children. So it is the
+    ``first`` + (number of bits)-th token of its text. It sees all keys before ``first``, too. 0: the token is in no
+    tree, and nor are the others of its sequence.
+    """
+
+    first: Tensor  # [sequences], int32
+    ancestors: Tensor  # [tokens], int64
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """One KV group's view of a step: sequences are packed one after another, without padding between them.
 
     ``shared_tokens``: as StepPlan has it; too few, and nobody looks for keys that sequences share. ``leading``: so many
     sequences, which come first, have one query, and all behind them more than MOST_FEW; 0: who knows. ``chained``: some
     sequences are tokens of one and the same, each with one query, that see keys of those before them in this step: keys
-    are all written before any is read.
+    are all written before any is read. ``tree``: where tokens of some sequences are a tree's.
 
     Its tensors stay as they are while it is in use: what a kernel derives from them for the first layer holds for all.
     """
@@ -43,6 +57,7 @@ class AttentionInputs:
     shared_tokens: int | None = None
     leading: int = 0
     chained: bool = False
+    tree: TreeInputs | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

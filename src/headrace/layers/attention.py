@@ -89,7 +89,7 @@ class Attention(nn.Module):
         if self._whole is not None:
             q, k, v = whole.split_with_sizes(self._split, dim=1)
             return _picked(self._whole(q, k, v, inputs, self._scale).view(-1, self._width), wanted)
-        if self._rope_attend is not None and self._cos_sin is not None:
+        if self._rope_attend is not None and self._cos_sin is not None and inputs.tree is None:
             attended: Tensor | None = self._rope_attend(
                 whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale
             )

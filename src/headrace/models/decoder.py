@@ -180,6 +180,8 @@ class Decoder(nn.Module):
         tapped = self.tap is not None and self.tap.layers
         if self._step is None or inputs.adapters is not None or inputs.wanted is not None or tapped:
             return None
+        if inputs.attention[0].tree is not None:
+            return None
         return self._step(inputs, kv_caches)
 
     def _by_layer(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,8 @@
  * side by side in a vector), then softmax goes online (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) and the values follow.
  * Within a SPLIT (absolute multiples again) the running maximum starts afresh and splits are merged in order, whoever computed them
  * (flash decoding). Keys and values in fewer bits (kv_codes.h) are multiplied as codes; a key's scale multiplies its score, and a value's the
- * weight it gets, so nothing is rounded on the way. So a row's bits depend on neither the batch, nor the chunking of a prompt, nor the number of threads.
+ * weight it gets, so nothing is rounded on the way. A tree's queries share all chunks before its root; from there on each has its own keys, in
+ * the lanes that they would have if its ancestors stood in a row. So a row's bits depend on neither the batch, nor the chunking of a prompt, nor the number of threads.
  */
 #include "attention.h"
 #include "common.h"
@@ -43,22 +44,33 @@ static _Thread_local Workspace scratch; /* mapped at first touch, no larger than
 /* One work item: rows r = query * group + head of the queries first .. first + num_queries - 1 of a sequence. */
 typedef struct {
     const int32_t *table;
-    int64_t kv_head, token, position; /* packed index and position of the item's first query */
+    int64_t kv_head, token, position; /* packed index and position of the item's first query; of a tree's, the root's position */
+    int64_t high; /* keys before this one are seen by some query */
+    const int64_t *ancestors; /* of a tree's queries; else NULL */
     int64_t num_queries, group;
     int rows;
 } Item;
 
+static int64_t position_of(const Item *it, int64_t query) {
+    return it->ancestors ? it->position + __builtin_popcountll(it->ancestors[query]) - 1 : it->position + query;
+}
+
 /* ---- loading ---- */
 
-/* Of the chunk at `chunk`; only keys low .. high - 1 are ever touched. */
-static void find_lines(Lines *found, const Attention *a, const Item *it, int64_t chunk, int64_t low, int64_t high) {
+/* Of the chunk at `chunk`; only keys low .. high - 1 are ever touched. `behind`: where those from a tree's root on lie, as bits; 0: in a row. */
+static void find_lines(Lines *found, const Attention *a, const Item *it, int64_t chunk, int64_t low, int64_t high, uint64_t behind) {
     const int coded = is_coded(a->cache_type);
     const int64_t size = coded ? 1 : size_of(a->cache_type), line = row_bytes(a->dim, a->cache_type), scales = scale_bytes(a->cache_type);
     const int64_t k_line = coded ? line : a->k_token * size, v_line = coded ? line : a->v_token * size;
     int64_t index = chunk / a->block_size, offset = chunk % a->block_size;
+    for (int64_t key = it->position; behind && key < chunk; key++) behind &= behind - 1; /* seen in chunks before */
     for (int j = 0; j < CHUNK; j++, offset++) {
         found->keys[j] = found->values[j] = found->key_scales[j] = found->value_scales[j] = NULL;
         if (offset == a->block_size) offset = 0, index++;
+        if (behind && chunk + j >= it->position) {
+            const int64_t place = it->position + __builtin_ctzll(behind);
+            index = place / a->block_size, offset = place % a->block_size, behind &= behind - 1;
+        }
         if (chunk + j < low || chunk + j >= high) continue;
         const char *keys = a->k_cache + (it->table[index] * a->k_block + it->kv_head * a->k_head) * size;
         const char *values = a->v_cache + (it->table[index] * a->v_block + it->kv_head * a->v_head) * size;
@@ -310,14 +322,25 @@ static __attribute__((noinline)) void load_chunk(const Attention *a, const Item 
     }
 }
 
-static void attend_chunk(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int pairs) {
+/* The chunk that is found, by rows first .. end - 1. */
+static void attend_rows(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int pairs, int first, int end) {
     const int64_t dim = (a->dim + 15) / 16 * 16;
     load_chunk(a, it, w, pairs);
-    score(w->queries, w->keys, w->scores, dim, pairs ? a->dim / 2 : a->dim, it->rows, pairs);
-    int r = 0;
-    for (; r < it->rows; r++) soften_row(a, w, r, it->position + r / it->group, chunk, dim);
-    for (r = 0; r + 4 <= it->rows; r += 4) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 4);
-    for (; r < it->rows; r++) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 1);
+    score(w->queries + first * dim, w->keys, w->scores + first * CHUNK, dim, pairs ? a->dim / 2 : a->dim, end - first, pairs);
+    int r = first;
+    for (; r < end; r++) soften_row(a, w, r, position_of(it, r / it->group), chunk, dim);
+    for (r = first; r + 4 <= end; r += 4) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 4);
+    for (; r < end; r++) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 1);
+}
+
+/* A chunk at or behind a tree's root: each query sees other keys. */
+static void attend_branches(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int pairs, int64_t low) {
+    for (int64_t query = 0; query < it->num_queries; query++) {
+        const int64_t position = position_of(it, query);
+        if (position < chunk) continue;
+        find_lines(&w->now, a, it, chunk, low, position + 1, (uint64_t)it->ancestors[query]);
+        attend_rows(a, it, w, chunk, pairs, (int)(query * it->group), (int)((query + 1) * it->group));
+    }
 }
 
 /* ---- splits ---- */
@@ -346,10 +369,13 @@ static void attend_split(const Attention *a, const Item *it, Workspace *w, int64
     const int64_t dim = (a->dim + 15) / 16 * 16, end = split + SPLIT < high ? split + SPLIT : high;
     int64_t chunk = split > low ? split : low / CHUNK * CHUNK;
     clear_sums(w, it->rows, dim);
-    find_lines(&w->now, a, it, chunk, low, high);
+    find_lines(&w->now, a, it, chunk, low, high, 0);
     for (; chunk < end; chunk += CHUNK) {
-        find_lines(&w->next, a, it, chunk + CHUNK, low, high);
-        attend_chunk(a, it, w, chunk, can_pair(a));
+        find_lines(&w->next, a, it, chunk + CHUNK, low, high, 0);
+        if (it->ancestors && chunk + CHUNK > it->position)
+            attend_branches(a, it, w, chunk, can_pair(a), low);
+        else
+            attend_rows(a, it, w, chunk, can_pair(a), 0, it->rows);
         w->now = w->next;
     }
     if (a->cache_type == U4)
@@ -374,7 +400,7 @@ static void store_rows(const Attention *a, const Item *it, const float *sums, co
 
 static void attend_item(const Attention *a, const Item *it, Workspace *w) {
     const int64_t dim = (a->dim + 15) / 16 * 16;
-    const int64_t low = first_key(a, it->position), high = it->position + it->num_queries; /* keys anyone in the item sees */
+    const int64_t low = first_key(a, it->position), high = it->high; /* keys anyone in the item sees */
     load_queries(a, it, w, dim, can_pair(a));
     memset(w->merged, 0, it->rows * dim * sizeof(float));
     for (int r = 0; r < it->rows; r++) w->merged_top[r] = -INFINITY, w->merged_total[r] = 0.0f;
@@ -400,6 +426,13 @@ static int make_item(const Attention *a, int64_t index, int64_t tiles, int64_t q
     it->num_queries = length - first < queries ? length - first : queries;
     it->group = a->q_heads / a->kv_heads;
     it->rows = (int)(it->num_queries * it->group);
+    it->ancestors = a->ancestors && a->ancestors[it->token] ? a->ancestors + it->token : NULL;
+    if (it->ancestors) it->position = a->tree_first[sequence];
+    it->high = it->position + it->num_queries;
+    for (int64_t query = 0; it->ancestors && query < it->num_queries; query++) {
+        const int64_t end = position_of(it, query) + 1;
+        it->high = query && it->high > end ? it->high : end;
+    }
     return 1;
 }
 
@@ -421,7 +454,7 @@ static int attend_by_splits(const Attention *a, int64_t items, int64_t tiles, in
         for (int64_t i = 0; i < items * splits; i++) {
             Item it;
             if (!make_item(a, i / splits, tiles, queries, &it)) continue;
-            const int64_t low = first_key(a, it.position), high = it.position + it.num_queries, split = i % splits * SPLIT;
+            const int64_t low = first_key(a, it.position), high = it.high, split = i % splits * SPLIT;
             float *to = partial + i * item_size;
             load_queries(a, &it, w, dim, can_pair(a));
             clear_sums(w, it.rows, dim);

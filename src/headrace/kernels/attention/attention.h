@@ -17,6 +17,8 @@ typedef struct {
     int64_t max_query_len, max_context_len;
     int64_t window; /* keys a query sees, itself included; 0 = all */
     const float *k_scales, *v_scales; /* [kv_heads], or NULL for 1: of codes without scales of their own */
+    const int32_t *tree_first;  /* [sequences]: the place of each tree's root; NULL where no token is in a tree */
+    const int64_t *ancestors;   /* [tokens]: bit i: the token sees the key at tree_first + i; 0: it is in no tree */
     float scale, soft_cap; /* soft_cap 0 = none */
 } Attention;
 

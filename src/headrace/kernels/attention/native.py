@@ -21,7 +21,7 @@ from headrace.kernels.inputs import AttentionInputs, Quantized
 MAX_HEAD_DIM, MAX_GROUP = 512, 64  # attention.c: MAX_DIM, MAX_ROWS
 # The argument structs of the C file, field for field: i int, q int64, P pointer, f float.
 _ROTARY = Struct("@2i8q3P6q5P6q2P")
-_ATTENTION = Struct("@2i6q2P2q2P6q3P4q2P2f")
+_ATTENTION = Struct("@2i6q2P2q2P6q3P4q4P2f")
 _CODES = MappingProxyType({"int8": 3, "float8_e4m3fn": 4, "float8_e5m2": 5, "uint4": 6})  # kv_codes.h
 
 
@@ -93,6 +93,7 @@ def create_paged_attention(native: Native, site: CallSite[HeadFacts]) -> Any:
         out = empty(q.shape, q.dtype, q.device)
         table = inputs.block_table
         held, *scales = _held(k_cache, quantized)
+        tree = (0, 0) if (of := inputs.tree) is None else (of.first.data_ptr(), of.ancestors.data_ptr())
         failed = function(
             _ATTENTION.pack(
                 TYPES[q.dtype], held,
@@ -100,7 +101,7 @@ def create_paged_attention(native: Native, site: CallSite[HeadFacts]) -> Any:
                 q.data_ptr(), out.data_ptr(), *q.stride()[:2], k_cache.data_ptr(), v_cache.data_ptr(),
                 *k_cache.stride()[:3], *v_cache.stride()[:3],
                 table.data_ptr(), inputs.query_start.data_ptr(), inputs.context_len.data_ptr(),
-                table.stride(0), inputs.max_query_len, inputs.max_context_len, window or 0, *scales, scale, soft_cap or 0.0,
+                table.stride(0), inputs.max_query_len, inputs.max_context_len, window or 0, *scales, *tree, scale, soft_cap or 0.0,
             ),
             torch.get_num_threads(),
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.attention import kv_codes
-from headrace.kernels.inputs import AttentionInputs, Quantized
+from headrace.kernels.inputs import AttentionInputs, Quantized, TreeInputs
 
 
 def rotary_write(
@@ -68,8 +68,11 @@ def paged_attention(
     Query i of a sequence with Lq queries and context length Lc sits at position Lc - Lq + i and sees the positions up
     to its own, the last ``window`` of them. A query that sees nothing (padding: a negative position) yields zeros.
     Scores are capped as soft_cap · tanh(score / soft_cap). Only blocks that hold a visible key are read.
-    ``quantized``: as for ``rotary_write``; what codes mean is computed with in float32.
+    ``quantized``: as for ``rotary_write``; what codes mean is computed with in float32. A token of ``inputs.tree`` sees
+    what it would see if its ancestors stood in a row before it.
     """
+    if inputs.tree is not None:
+        return _tree_attention(q, k_cache, v_cache, inputs, inputs.tree, scale, window, soft_cap, quantized)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     starts, contexts = inputs.query_start.tolist(), inputs.context_len.tolist()
     for row, context in enumerate(contexts):
@@ -77,7 +80,7 @@ def paged_attention(
         first = max(0, context - (end - begin) + 1 - window) if window is not None else 0
         if end > begin and context > first:
             table = inputs.block_table[row]
-            k, v = _gather(k_cache, v_cache, table, first, context, q.shape[2], quantized)
+            k, v = _gather(k_cache, v_cache, table, torch.arange(first, context), q.shape[2], quantized)
             out[begin:end] = _attend(q[begin:end].float(), k, v, first, context, scale, window, soft_cap).to(q.dtype)
     return out
 
@@ -101,6 +104,26 @@ def whole_attention(
     return out
 
 
+def _tree_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, tree: TreeInputs, scale: float,
+    window: int | None, soft_cap: float | None, quantized: Quantized | None,
+) -> Tensor:  # fmt: skip
+    """Each query alone, over keys at the places that it sees."""
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    starts, contexts, firsts = inputs.query_start.tolist(), inputs.context_len.tolist(), tree.first.tolist()
+    for row, token in ((row, token) for row in range(len(contexts)) for token in range(starts[row], starts[row + 1])):
+        bits = int(tree.ancestors[token])
+        context = contexts[row] - starts[row + 1] + token + 1 if not bits else firsts[row]
+        places = [*range(context), *(firsts[row] + at for at in range(64) if bits >> at & 1)]
+        low = max(0, len(places) - window) if window is not None else 0
+        if places:
+            seen = torch.tensor(places[low:])
+            k, v = _gather(k_cache, v_cache, inputs.block_table[row], seen, q.shape[2], quantized)
+            one = q[token : token + 1].float()
+            out[token] = _attend(one, k, v, low, len(places), scale, window, soft_cap)[0].to(q.dtype)
+    return out
+
+
 def rope_attention(
     qkv: Tensor,  # [T, Hq + 2 Hk, D]
     positions: Tensor,  # [T], int64
@@ -121,10 +144,10 @@ def rope_attention(
 
 
 def _gather(
-    k_cache: Tensor, v_cache: Tensor, table: Tensor, first: int, end: int, head_dim: int, quantized: Quantized | None
+    k_cache: Tensor, v_cache: Tensor, table: Tensor, places: Tensor, head_dim: int, quantized: Quantized | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values at positions first … end - 1, as float32 [Hk, end - first, D]."""
-    positions, size = torch.arange(first, end, device=table.device), k_cache.shape[2]
+    """Keys and values at ``places`` [n] of a sequence, as float32 [Hk, n, D]."""
+    positions, size = places.to(table.device), k_cache.shape[2]
     at = table[torch.div(positions, size, rounding_mode="floor")].long(), positions % size
     if quantized is None:
         k, v = (cache[at[0], :, at[1]].float() for cache in (k_cache, v_cache))

@@ -95,7 +95,7 @@ static int attend(const Model *m, const Drafting *d, Pass *p, int64_t layer) {
                           keys, values, block, head, m->dim, block, head, m->dim, NULL, NULL};
     const Attention attention = {type, type, p->sequences, m->q_heads, m->kv_heads, m->dim, d->block_size, p->tokens, q, p->attended, line, m->dim,
                                  keys, values, block, head, m->dim, block, head, m->dim, p->table, p->query_start, p->context, d->table_row,
-                                 p->max_query, p->longest, 0, NULL, NULL, (float)m->scale, 0.0f};
+                                 p->max_query, p->longest, 0, NULL, NULL, NULL, NULL, (float)m->scale, 0.0f};
     return headrace_rotary_write(&write, 1) || headrace_attention(&attention, 1);
 }
 
