@@ -181,9 +181,9 @@ def _imposed(chance: float | None) -> Iterator[None]:
     place: Any = rule
     real, coin = place.accepted, random.Random(0)
 
-    def tossed(drafts: Sequence[int], samples: Sequence[int]) -> list[int]:
+    def tossed(drafts: Sequence[int], samples: Sequence[int]) -> tuple[list[int], range]:
         right = next((at for at in counted() if at >= len(drafts) or coin.random() >= chance), 0)
-        return list(samples[: right + 1])
+        return list(samples[: right + 1]), range(1, right + 1)
 
     place.accepted = tossed
     try:

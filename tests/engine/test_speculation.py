@@ -134,6 +134,34 @@ def test_another_model_drafts_and_changes_nothing(folders: dict[str, Path], plai
     assert _answers(llm) == plain("llama")
 
 
+@pytest.mark.parametrize(
+    ("name", "draft", "overlap", "more"),
+    [
+        ("llama", "llama", 0, {}),
+        ("llama", "qwen2", 1, {"max_logits_rows": 3}),
+        ("gemma2", "gemma2", 2, {}),
+        ("llama", "llama", 1, {"num_blocks": 20, "enable_prefix_caching": False}),
+    ],
+)
+def test_trees_change_no_bit(
+    name: str,
+    draft: str,
+    overlap: int,
+    more: dict[str, Any],
+    folders: dict[str, Path],
+    plain: Callable[[str], list[Any]],
+) -> None:
+    """A key of an accepted branch that is not moved, or moved to another place, would show in all that follows."""
+    llm = _engine(
+        folders[name], {"model": str(folders[draft]), "num_speculative_tokens": 7, "tree": 3}, overlap, **more
+    )
+    assert _answers(llm) == plain(name)
+    scheduler = _scheduler(llm)
+    counts = scheduler.speculation.counts  # type: ignore[union-attr]
+    assert counts.steps > 50 and sum(counts.accepted) > (1.4 * counts.steps if name == draft else 0)
+    assert (scheduler.counters.preemptions > 0) == bool(more.get("num_blocks"))
+
+
 GRAMMARS = (
     None,
     StructuredOutputs(regex="[a-z]{3,9} [0-9]{1,4}"),

@@ -54,6 +54,10 @@ from tests.support.hash_engine import (
         ('{"model": "a", "draft_memory": "1GiB"}', "whole number of bytes, or a share"),
         ('{"model": "a", "draft_memory": NaN}', "whole number of bytes, or a share"),
         ('{"method": "ngram", "draft_memory": 4096}', "but method is 'ngram'"),
+        ('{"method": "ngram", "tree": 2}', "method ngram grows no trees"),
+        ('{"model": "a", "tree": 0}', "tree is 0; give a whole number from 1 to 32"),
+        ('{"model": "a", "tree": 2, "num_speculative_tokens": 63}', "from 1 to 62"),
+        ('{"model": "a", "num_speculative_tokens": 17}', f"from 1 to {MOST_DRAFTS}"),
     ],
 )
 def test_what_cannot_be_meant_is_said(given: str, said: str) -> None:
@@ -67,13 +71,17 @@ def test_settings_are_json_or_a_mapping() -> None:
     config = SchedulerConfig(speculative_config={"model": "some/draft", "num_speculative_tokens": "auto"})  # type: ignore[arg-type]
     settings = read_settings(config.speculative_config)
     assert settings is not None and settings.method == "draft_model" and settings.num_speculative_tokens is None
+    tree = read_settings('{"model": "some/draft", "tree": 3, "num_speculative_tokens": "auto"}')
+    assert tree is not None and tree.fixed == tree.most == MOST_DRAFTS
 
 
 def test_samples_count_up_to_the_first_wrong_draft() -> None:
-    assert accepted([], [4]) == [4]
-    assert accepted([5, 6], [5, 6, 7]) == [5, 6, 7]
-    assert accepted([5, 9], [5, 6, 7]) == [5, 6]
-    assert accepted([9, 6], [5, 6, 7]) == [5]
+    assert accepted([], [4]) == ([4], range(1, 1))
+    assert accepted([5, 6], [5, 6, 7]) == ([5, 6, 7], range(1, 3))
+    assert accepted([5, 9], [5, 6, 7]) == ([5, 6], range(1, 2))
+    assert accepted([9, 6], [5, 6, 7]) == ([5], range(1, 1))
+    assert accepted([5, 6], [5, None, 7]) == ([5], range(1, 1))  # the next step finds it out again
+    assert accepted([5], [None, 7]) == ([], range(1, 0))
 
 
 def _ids(*values: int) -> np.ndarray:

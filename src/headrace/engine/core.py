@@ -521,7 +521,5 @@ def create_scheduler(
     )
     speculation = None
     if settings is not None:
-        speculation = Speculation(
-            info.max_drafts, settings.num_speculative_tokens, settings.disable_by_batch_size, forecast
-        )
+        speculation = Speculation(info.max_drafts, settings.fixed, settings.disable_by_batch_size, forecast)
     return Scheduler(config, limits, manager, eos_token_ids, forecast, speculation)

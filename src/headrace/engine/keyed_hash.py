@@ -222,7 +222,7 @@ class KeyedHashExecutor:
                 row.token_ids[position:] = array("i", (0,))  # the step behind, if it is there already, finds some token
                 continue
             drawn = [self._draw(head, row, mask) for head, mask in zip(heads[work], masks, strict=False)]
-            taken = accepted(row.token_ids[position : position + len(drawn) - 1], drawn)
+            taken, _ = accepted(row.token_ids[position : position + len(drawn) - 1], drawn)
             row.token_ids[position:] = array("i", taken)
             tokens.append(tuple(taken))
             if row.new.params.logprobs is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.speculative.tree import MOST
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 HEADS = ("eagle", "eagle3", "mtp")  # that go on from the target's hidden states
@@ -23,7 +24,8 @@ _ALSO_MTP = "_mtp"  # deepseek_mtp, mimo_mtp, qwen3_next_mtp …: the target say
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeSettings:
-    """``num_speculative_tokens`` None (``"auto"``): decided step by step. ``prompt_lookup_min`` to
+    """``num_speculative_tokens`` None (``"auto"``): decided step by step. ``tree``: a draft model's tokens form a tree,
+    with the best so many continuations of each looked at; the number is then a tree's. ``prompt_lookup_min`` to
     ``prompt_lookup_max``: how many tokens must stand elsewhere as they stand at the end, so that what follows there is
     proposed here. ``suffix_tokens``: of earlier answers that are kept for each tenant. ``disable_by_batch_size``: from
     so many running sequences on nothing is drafted. ``draft_memory``: all that a draft model or head may hold, in bytes,
@@ -34,6 +36,7 @@ class SpeculativeSettings:
     method: str
     model: str | None = None
     num_speculative_tokens: int | None = None
+    tree: int | None = None
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     suffix_tokens: int = 65_536
@@ -45,11 +48,19 @@ class SpeculativeSettings:
     @property
     def most(self) -> int:
         """Drafts of one row in one step."""
+        if self.tree is not None:
+            return self.num_speculative_tokens or MOST_DRAFTS
         return self.num_speculative_tokens or (MOST_DRAFTS // 2 if self.method in _COMPUTING else MOST_DRAFTS)
+
+    @property
+    def fixed(self) -> int | None:
+        """Drafts of each row and step; None: that is decided. Of a tree, what fewer would give is not known."""
+        return self.most if self.tree is not None else self.num_speculative_tokens
 
 
 _INTEGERS: Mapping[str, tuple[int, int]] = {
     "num_speculative_tokens": (1, MOST_DRAFTS),
+    "tree": (1, 32),
     "prompt_lookup_min": (1, 64),
     "prompt_lookup_max": (1, 64),
     "suffix_tokens": (64, 2**26),
@@ -90,6 +101,7 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
         del given["num_speculative_tokens"]
     for name, (low, high) in _INTEGERS.items():
         value = given.get(name)
+        high = MOST if name == "num_speculative_tokens" and given.get("tree") is not None else high
         if value is not None and (type(value) is not int or not low <= value <= high):
             raise ConfigError(
                 f"speculative_config.{name} is {str(value)[:80]}; give a whole number from {low} to {high}."
@@ -99,6 +111,10 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise ConfigError(f"speculative_config.{name} is {str(value)[:80]}; give a number from 0 to 1.")
     _check_memory(given)
+    if given.get("tree") is not None and given["method"] != "draft_model":
+        raise ConfigError(
+            f"speculative_config.tree is {given['tree']}, but method {given['method']} grows no trees; give a draft model, or leave it out."
+        )
     settings = SpeculativeSettings(**{name: value for name, value in given.items() if value is not None})
     if settings.prompt_lookup_min > settings.prompt_lookup_max:
         bounds = f"prompt_lookup_min is {settings.prompt_lookup_min} and prompt_lookup_max {settings.prompt_lookup_max}"

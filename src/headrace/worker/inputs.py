@@ -16,11 +16,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import Facts
-from headrace.kernels.inputs import MOST_FEW, AdapterRows, Alone, AttentionInputs, ForwardInputs, adapter_rows
+from headrace.kernels.inputs import (
+    MOST_FEW,
+    AdapterRows,
+    Alone,
+    AttentionInputs,
+    ForwardInputs,
+    TreeInputs,
+    adapter_rows,
+)
 from headrace.kernels.operations import GATHER_INPUTS
 from headrace.request import StepPlan
 from headrace.worker.rows import Ints, Rows, ship_all
@@ -29,6 +38,16 @@ LEAST_LEADING = 16  # sequences of one query before prompts, from which on they 
 # Tokens of a step, by device, from which on those that are wanted attend by themselves in the last layer: of fewer, all
 # do as quickly.
 LEAST_ALONE = {"cpu": 128, "cuda": 1024}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTree:
+    """Of a step in which chunks are trees, as ``TreeInputs`` has them: ``place``, where each packed token's id and key
+    lie, which is its position elsewhere."""
+
+    place: Ints  # [t]
+    first: Ints  # [w]
+    ancestors: NDArray[np.int64]  # [t]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +60,7 @@ class Packing:
     position: Ints  # [t]: its position in the sequence; -1 for dummies
     # [n]: the packed tokens whose hidden states are computed to the end, ascending; None: all
     wanted: Ints | None = None
+    tree: PackedTree | None = None
 
     @property
     def last(self) -> Ints:  # [w]: the packed index of each chunk's last token
@@ -119,21 +139,29 @@ class Gather:
             packing.chunk,
             packing.position,
         ]
+        tree, alone = packing.tree, len(packing.chunk) >= self._least_alone and packing.tree is None
         if packing.wanted is not None:
-            parts += [packing.wanted, *(packing.alone if len(packing.chunk) >= self._least_alone else ())]
+            parts += [packing.wanted, *(packing.alone if alone else ())]
+        if tree is not None:
+            parts += [tree.place, tree.first, tree.ancestors.view(np.int32)]
         row, query_start, context, chunk, position, *rest = ship_all(self._rows.device, *parts)
+        *rest, place, first, ancestors = rest if tree is not None else (*rest, position, position, position)
         longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
         gathered = self.gathered(
             row,
             query_start,
             context,
             chunk,
-            position,
+            place,
             longest_query,
             longest_context,
             plan.shared_tokens,
-            packing.leading,
+            packing.leading if tree is None else 0,
         )
+        if tree is not None:
+            seen = TreeInputs(first, ancestors.view(torch.int64))
+            attention = tuple(replace(each, tree=seen) for each in gathered.attention)
+            gathered = replace(gathered, positions=position.long(), attention=attention)
         adapters = None if slots is None else self._adapters(packing, slots)
         return replace(
             gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None, adapters=adapters

@@ -29,6 +29,7 @@ from headrace.lora.device import DeviceAdapters
 from headrace.models.decoder import Decoder
 from headrace.request import NO_SLOT, Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.worker.arena import Arena
+from headrace.worker.branches import branched
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
 from headrace.worker.prompt_graphs import PromptGraphs
@@ -271,6 +272,8 @@ class ModelRunner:
         """A step that goes on eagerly from its hidden states."""
         plan = step.plan
         packing = pack(plan, padded=self._padded, prune=self._prune) if plan.rows else None
+        if packing is not None and step.drafts is not None and step.drafts.trees:
+            packing = branched(packing, step.drafts.trees)
         if packing is not None and plan.drafts and self._verify_drawn(step, packing):
             return
         compute, graph_tokens = (None, 0) if packing is None else self._prepared(plan, packing)
@@ -299,6 +302,7 @@ class ModelRunner:
         if (
             self.graphs is None
             or plan.prompt_logprobs
+            or packing.tree is not None
             or not self.graphs.serves(tokens)
             or self._slots(plan.rows) is not None
         ):

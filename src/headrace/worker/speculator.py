@@ -23,7 +23,9 @@ from torch import Tensor
 
 from headrace.request import NewRow, StepPlan, TokenLogprobs
 from headrace.speculative.lookup import Lookup
+from headrace.speculative.tree import Tree
 from headrace.speculative.verify import accepted
+from headrace.worker.branches import Branch, keep_branches
 from headrace.worker.rows import Ints, Rows, ship_all
 
 Tokens = Sequence[tuple[int, ...]]
@@ -34,11 +36,12 @@ Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
 class Proposal:
     """``counts``: of each row. ``tokens``: those; or, of a device that has a queue, where they will be on the host when
     the step that verifies them has ended, [rows, at least the largest count] int32. ``stand``: they have been written
-    into the rows."""
+    into the rows. ``trees``: how each row's stand; None: one behind another."""
 
     counts: Ints
     tokens: list[list[int]] | Tensor
     stand: bool = False
+    trees: Sequence[Tree | None] = ()
 
     def lists(self) -> list[list[int]]:
         found = self.tokens.tolist() if isinstance(self.tokens, Tensor) else self.tokens
@@ -96,10 +99,11 @@ class LookupProposer(Proposer):
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Of a plan's samples, in their order: what was proposed behind each. ``which``: of the proposal's rows; -1:
-    nothing was."""
+    nothing was. ``trees``: by chunk, where they do not stand one behind another."""
 
     proposal: Proposal
     which: list[int]
+    trees: Mapping[int, Tree]
 
     @property
     def counts(self) -> list[int]:
@@ -112,10 +116,12 @@ class Drafts:
 
 
 class Speculator:
-    """Follows every plan of a worker, whether anything is drafted in it or not."""
+    """Follows every plan of a worker, whether anything is drafted in it or not. ``kv_caches``: the target's, in which
+    accepted branches of trees are moved."""
 
-    def __init__(self, rows: Rows, proposer: Proposer) -> None:
+    def __init__(self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = ()) -> None:
         self._rows = rows
+        self._kv_caches = kv_caches
         self._proposer = proposer
         self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
         self._taken: set[int] = set()  # rows that somebody has
@@ -173,7 +179,8 @@ class Speculator:
         drafts[which] = proposal.counts
         exact = _with_samples(replace(known, counts=_array(counts + drafts), drafts=_array(drafts)), work, drafts)
         places = {each: at for at, each in enumerate(which.tolist())}
-        return exact, Drafts(proposal, [places.get(each, -1) for each in plan.sample_work])
+        trees = {work: tree for work, tree in zip(which.tolist(), proposal.trees, strict=False) if tree is not None}
+        return exact, Drafts(proposal, [places.get(each, -1) for each in plan.sample_work], trees)
 
     def _write(self, rows: Ints, lengths: Ints, proposal: Proposal) -> None:
         """Drafts stand in their rows while they are verified."""
@@ -212,7 +219,7 @@ class Speculator:
             back -= refuted[work]
         counts, which = drafts.proposal.counts.copy(), np.array(drafts.which, dtype=np.int32)
         counts[which[which >= 0]] = kept[which >= 0]
-        left = Drafts(replace(drafts.proposal, counts=counts), drafts.which)
+        left = replace(drafts, proposal=replace(drafts.proposal, counts=counts))
         self._last = replace(plan, sample_back=_array(back), **changes)
         return self._last, left, at.tolist()
 
@@ -224,23 +231,23 @@ class Speculator:
         taken: list[tuple[int, ...]] = []
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         failed: dict[int, str] = {}
+        branches: list[Branch] = []
         first = 0
         for j, proposed in enumerate(drafts.lists()):
-            last = first + len(proposed)
-            usable = next((at for at in range(first, last + 1) if at in errors), last + 1) - first
-            if not usable:
+            samples = [None if at in errors else tokens[at][0] for at in range(first, first + len(proposed) + 1)]
+            row, tree = plan.sample_rows[first], drafts.trees.get(plan.sample_work[first])
+            mine, path = accepted(proposed, samples) if tree is None else tree.accepted(proposed, samples)
+            if not mine:
                 failed[j] = errors[first]
-            row = plan.sample_rows[first]
-            mine = (
-                accepted(proposed[: usable - 1], [token for (token,) in tokens[first : first + usable]])
-                if usable
-                else []
-            )
+            elif tree is not None:
+                branches.append(Branch(row, int(self._lengths[row]), path, mine))
             taken.append(tuple(mine))
             if first in logprobs:
-                scores[j] = tuple(entry for at in range(first, first + len(mine)) for entry in logprobs[at])
+                scores[j] = tuple(entry for at in (0, *path) for entry in logprobs[first + at])[: len(mine)]
             self._lengths[row] += max(1, len(mine))
-            first = last + 1
+            first += len(samples)
+        if branches:
+            keep_branches(self._rows, self._kv_caches, branches)
         return taken, scores, failed
 
 

@@ -63,7 +63,8 @@ from headrace.worker.arena import create_arena
 from headrace.worker.asleep import DeviceMemory, HostPages
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
-from headrace.worker.draft_setup import draft_memory, load_head, resolve_draft
+from headrace.worker.draft_setup import check_tree, draft_memory, load_head, resolve_draft
+from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.head_drafter import HeadDrafter
@@ -167,6 +168,7 @@ class Worker:
         if group is not None:
             setup = replace(setup, spec=share(setup.spec, group.size))
             self._cuts = cuts(self._whole, setup.spec, group.rank)
+        check_tree(config, setup.kv, setup.device)
         self._setup = setup = replace(setup, draft=resolve_draft(config, source, self._whole))
         self._cuda = setup.device.type == "cuda"
         self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
@@ -448,7 +450,7 @@ class Worker:
             prompt_graphs=graphs.prompts,
             arena=self._arena,
             speculator=self._create_speculator(
-                rows, self._draft_caches(kv_caches) if own is None else own, graphs.draft
+                rows, kv_caches, self._draft_caches(kv_caches) if own is None else own, graphs.draft
             ),
             adapters=self._adapters,
         )
@@ -482,13 +484,18 @@ class Worker:
             for group in draft.groups
         )
 
-    def _create_speculator(self, rows: Rows, own: Sequence[Tensor], graphs: DecodeGraphs | None) -> Speculator | None:
+    def _create_speculator(
+        self, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor], graphs: DecodeGraphs | None
+    ) -> Speculator | None:
         settings, draft = self._setup.speculative, self._setup.draft
         if settings is None:
             return None
         common = rows, self._kernels, self._config.scheduler.logits_rows, self._draft_blocks
         if self._draft is not None and draft is not None:
-            return Speculator(rows, DraftModel(self._draft, own, draft.groups, *common, graphs))
+            parts = self._draft, own, draft.groups, *common, graphs
+            if settings.tree is not None:
+                return Speculator(rows, TreeDrafts(*parts, topk=settings.tree), kv_caches)
+            return Speculator(rows, DraftModel(*parts))
         if draft is not None:
             tap = self._decoder.tap
             if self._head is None or tap is None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from headrace.kernels.attention import triton_decode as decode
 from headrace.kernels.attention import triton_plan as plan
 from headrace.kernels.attention import triton_prefill as prefill
+from headrace.kernels.attention import triton_tree as tree
 from headrace.kernels.attention.candidates import create_singles
 from headrace.kernels.attention.cuda_prefill import Prompts, why_not
 from headrace.kernels.attention.triton_cascade import Common, make_common
@@ -114,7 +115,8 @@ class PagedAttention:
     (triton_cascade.py). ``unified``: the decode kernel looks for no highest score where it need not (triton_decode.py);
     not for float16. ``prompts``: attends to sequences of many queries where there is no window and no cap, and keys and
     values lie as it wants; ``singles``: to those of one query beside them. ``kv``: calls come with ``quantized`` caches
-    of that format, uint8 (kv_codes.py). Calls of one object must follow each other
+    of that format, uint8 (kv_codes.py). Tokens of trees are computed again, by what they see (triton_tree.py). Calls of
+    one object must follow each other
     on the device.
     """
 
@@ -175,6 +177,8 @@ class PagedAttention:
             unified = self.unified and q.dtype is not torch.float16  # which holds no power above 15
             made = self._plan(inputs, window, few, k_cache.shape[1], small)
             decode.attend(call, few, small, made, self._scratch, self._common, unified)
+        if inputs.tree is not None:
+            tree.attend(call)
         return out
 
     def _for_singles(self, inputs: AttentionInputs, window: int | None, soft_cap: float | None) -> Singles | None:

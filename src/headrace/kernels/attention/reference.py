@@ -111,7 +111,8 @@ def _tree_attention(
     """Each query alone, over keys at the places that it sees."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     starts, contexts, firsts = inputs.query_start.tolist(), inputs.context_len.tolist(), tree.first.tolist()
-    for row, token in ((row, token) for row in range(len(contexts)) for token in range(starts[row], starts[row + 1])):
+    tokens = torch.repeat_interleave(torch.arange(len(contexts)), inputs.query_start.diff().cpu()).tolist()
+    for token, row in enumerate(tokens):
         bits = int(tree.ancestors[token])
         context = contexts[row] - starts[row + 1] + token + 1 if not bits else firsts[row]
         places = [*range(context), *(firsts[row] + at for at in range(64) if bits >> at & 1)]

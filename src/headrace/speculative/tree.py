@@ -1,0 +1,104 @@
+"""Trees of drafts: the most probable continuations by a draft model, within a budget of tokens (SpecExec, Svirschevski et
+al. 2024, arXiv 2406.02532, Alg. 1), verified at once (SpecInfer, Miao et al. 2024).
+
+A path's probability is the product of its tokens', so no token is more probable than the one before it: the best tokens
+of all that were looked at form a tree, and looking on only behind those among the best finds the best of all.
+
+What lives here: the tree, its growth, which path is accepted. What may not: torch, models, where keys lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MOST = 62  # tokens behind a root: their places are bits of one int64
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Token 0 is the row's last known one, token i + 1 the draft i, which stands behind token ``parents[i]`` ≤ i."""
+
+    parents: tuple[int, ...]
+
+    @property
+    def ancestors(self) -> list[int]:
+        """Of each token, as ``TreeInputs`` has them."""
+        masks = [1]
+        for parent in self.parents:
+            masks.append(masks[parent] | 1 << len(masks))
+        return masks
+
+    def accepted(self, drafts: Sequence[int], samples: Sequence[int | None]) -> tuple[list[int], list[int]]:
+        """From what was sampled behind each token (None: nothing usable): the tokens that count, and where in the tree
+        those stand that were right."""
+        behind = {(parent, draft): at + 1 for at, (parent, draft) in enumerate(zip(self.parents, drafts, strict=True))}
+        at: int | None = 0
+        tokens, path = list[int](), list[int]()
+        while at is not None and (token := samples[at]) is not None:
+            tokens.append(token)
+            at = behind.get((at, token))
+            path += [] if at is None else [at]
+        return tokens, path[: len(tokens) - 1] if tokens else []
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """``score``: the logarithm of its path's probability. ``place``: behind the root, where its key lies while the tree
+    grows; 0: it has none."""
+
+    token: int
+    parent: Node | None
+    score: float
+    depth: int
+    place: int = 0
+
+    @property
+    def ancestors(self) -> int:
+        """By places, as ``TreeInputs`` has them."""
+        node: Node | None = self
+        bits = 1
+        while node is not None:
+            bits |= 1 << node.place
+            node = node.parent
+        return bits
+
+
+class Growing:
+    """One row's tree of at most ``budget`` drafts. ``frontier``: those behind which it has yet to be looked."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._best: list[Node] = []  # by falling score; of equal ones those before the ones behind them
+        self.frontier: list[Node] = []
+
+    def plant(self, tokens: Iterable[int], scores: Iterable[float]) -> None:
+        """What may follow the root, and its logarithms of probability."""
+        self._take([Node(token, None, score, 1) for token, score in zip(tokens, scores, strict=True)])
+
+    def add(self, tokens: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> None:
+        """What may follow each of the frontier."""
+        self._take(
+            [
+                Node(token, parent, parent.score + min(score, 0.0), parent.depth + 1)
+                for parent, *found in zip(self.frontier, tokens, scores, strict=True)
+                for token, score in zip(*found, strict=True)
+            ]
+        )
+
+    def _take(self, found: list[Node]) -> None:
+        self._best = sorted([*self._best, *found], key=lambda node: -node.score)[: self._budget]
+        full, kept = len(self._best) == self._budget, set(map(id, self._best))
+        least = self._best[-1].score  # nothing behind a token of this score would be among the best
+        self.frontier = [node for node in found if id(node) in kept and not (full and node.score <= least)]
+        taken = {node.place for node in self._best}
+        free = (place for place in range(1, self._budget + 1) if place not in taken)
+        for node in self.frontier:
+            node.place = next(free)
+
+    def grown(self) -> tuple[list[int], Tree]:
+        """Its tokens, by depth, and where each stands."""
+        nodes = sorted(self._best, key=lambda node: node.depth)
+        at = {id(node): index + 1 for index, node in enumerate(nodes)}
+        parents = tuple(0 if node.parent is None else at[id(node.parent)] for node in nodes)
+        return [node.token for node in nodes], Tree(parents)
