@@ -250,10 +250,8 @@ class InputProcessor:
     ) -> ParsedPrompt:
         """What a reranker reads of two texts: as its tokenizer joins them, or a language model's template."""
         self.check_task("score")
-        tokenizer, keep = (
-            self.tokenizer,
-            None if truncate_prompt_tokens is None else self._num_kept(truncate_prompt_tokens),
-        )
+        tokenizer = self.tokenizer
+        keep = None if truncate_prompt_tokens is None else self._num_kept(truncate_prompt_tokens)
         if tokenizer is not None and not self.info.segments and tokenizer.chat_templates:
             return self._templated_pair(tokenizer, query, document, instruction, keep)
         if instruction is not None:

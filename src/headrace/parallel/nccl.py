@@ -78,9 +78,8 @@ class NCCLGroup:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
         _check(library, library.ncclCommInitRank(ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), rank))
-        self.all_reduce(
-            torch.zeros(2**20, device=self._device)
-        )  # connections are made, and their memory is taken, before anybody counts it
+        # connections are made, and their memory is taken, before anybody counts it
+        self.all_reduce(torch.zeros(2**20, device=self._device))
         self.all_gather(torch.zeros(1, 2**10, device=self._device), 2**10)
         torch.cuda.synchronize()
         if one_shot:

@@ -96,9 +96,8 @@ class OneShot:
                 seeded = torch.Generator(device=self._state.device).manual_seed(self._rank * 100 + turn)
                 x = torch.randint(-8, 8, (count,), generator=seeded, device=self._state.device).to(dtype)
                 own = self.add(x.clone(), stream) if self.takes(x) else other(x.clone())
-                good = (
-                    torch.equal(own, other(x)) and good
-                )  # all trials are taken, whatever comes of them: others take them, too
+                # all trials are taken, whatever comes of them: others take them, too
+                good = torch.equal(own, other(x)) and good
         return good
 
     def stop(self) -> None:
