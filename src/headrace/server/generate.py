@@ -204,10 +204,7 @@ async def encode_prompt(
 
 def _check_policy(service: Service, request: GenerationRequest[Any]) -> None:
     """What would change nothing here is refused."""
-    if request.body.priority and service.model.scheduling_policy != "priority":
-        raise InvalidRequest(
-            "priority needs a server started with --scheduling-policy priority; leave it out.", param="priority"
-        )
+    service.model.check_priority(request.body.priority)
     if request.expects != NO_EXPECTATIONS and service.model.scheduling_policy not in ("qoe", "deadline"):
         name = next(theirs for ours, theirs in EXPECTED_NAMES.items() if getattr(request.expects, ours) is not None)
         raise InvalidRequest(

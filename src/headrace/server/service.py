@@ -182,6 +182,12 @@ class Model:
         model = self.any_engine().generation_defaults
         return {**model, "repetition_detection": True} if self._config.repetition_detection else model
 
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidRequest for one that would change nothing."""
+        if priority and self.scheduling_policy != "priority":
+            told = "priority needs a server started with --scheduling-policy priority; leave it out."
+            raise InvalidRequest(told, param="priority")
+
     def check_model(self, name: str | None) -> str:
         """The model's name as answers show it. Raises NotFound for one that is not served."""
         served = self.any_engine().info.served_names

@@ -162,6 +162,24 @@ Ids = Annotated[
     Any, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _LARGEST}})
 ]  # may be packed
 
+_TEXT, _ID = {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": _LARGEST}
+
+
+def many(item: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """The schema of a list of these."""
+    return {"type": "array", "minItems": 1, "maxItems": most, "items": item}
+
+
+def prompts_schema(most: int) -> dict[str, Any]:
+    """Of what ``read_prompts`` takes."""
+    ids = {"type": "array", "minItems": 1, "items": _ID}
+    return {"anyOf": [_TEXT, ids, many(_TEXT, most), many(ids, most)]}
+
+
+def texts_schema(most: int) -> dict[str, Any]:
+    return {"anyOf": [_TEXT, many(_TEXT, most)]}
+
+
 TOLD = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 
 
@@ -221,6 +239,28 @@ def _plain(name: str, value: Any) -> Any:
     if name in OBJECTS and isinstance(value, dict):
         return {key: member for key, member in value.items() if member is not None}
     return value
+
+
+def check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"{name} holds {count} entries; send at most {most} at once.", param=name)
+
+
+def read_prompts(name: str, given: Any, most: int) -> list[str | array[int]]:
+    """One text, one list of ids, or a list of either (not both kinds)."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list | array) or not given:
+        told = f"{name} must be a text, token ids, or a list of either, and not empty."
+        raise InvalidRequest(told, param=name, code="invalid_type")
+    if isinstance(given[0], int):
+        return [read_ids(name, given)]
+    check_count(name, len(given), most)
+    if isinstance(given[0], str):
+        if not all(isinstance(each, str) for each in given):
+            raise InvalidRequest(f"{name} mixes texts with something else; give texts alone.", param=name)
+        return list(given)
+    return [read_ids(name, each) for each in given]
 
 
 def read_ids(name: str, value: Any) -> array[int]:

@@ -20,7 +20,7 @@ from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.server import generate
 from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
-from headrace.server.dialects.body import Refused, read_ids, refused
+from headrace.server.dialects.body import Refused, prompts_schema, read_prompts, refused
 from headrace.server.dialects.sampling import GenerationRequest, OlderBody, asked, model_defaults, older_shape
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
@@ -33,14 +33,9 @@ MAX_CHOICES = 2048  # prompts x n
 MAX_ALLOWED_IDS = 2**20  # prompts x allowed_token_ids: each prompt carries its own to the engine
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
-_TEXT = {"type": "string"}
-_PROMPTS = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
-_PROMPT = {"anyOf": [_TEXT, {**_IDS, "minItems": 1}, {**_PROMPTS, "items": _TEXT}, {**_PROMPTS, "items": _IDS}]}
-
 
 class CompletionBody(OlderBody, kw_only=True):
-    prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT)]
+    prompt: Annotated[Any, Meta(extra_json_schema=prompts_schema(MAX_PROMPTS))]
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     echo: bool = False
     logprobs: int | None = None
@@ -70,7 +65,7 @@ def parse_completion(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Com
         values["prompt_logprobs"] = body.logprobs
     read = asked(body, defaults, **values)
     shape = older_shape(body, logprobs=body.logprobs is not None)
-    prompts = _read_prompts(body.prompt)
+    prompts = read_prompts("prompt", body.prompt, MAX_PROMPTS)
     params = read["params"]
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(
@@ -83,25 +78,6 @@ def parse_completion(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Com
     if body.stream and body.echo and body.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not given in streams; set stream to false.", param="echo")
     return CompletionRequest(**read, shape=shape, prompts=prompts, discard=discard)
-
-
-def _read_prompts(prompt: Any) -> list[str | array[int]]:
-    """One text, one list of ids, or a list of either (not both kinds)."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list | array) or not prompt:
-        raise InvalidRequest(
-            "prompt must be a text, token ids, or a list of either, and not empty.", param="prompt", code="invalid_type"
-        )
-    if isinstance(prompt[0], int):
-        return [read_ids("prompt", prompt)]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt holds {len(prompt)} prompts; send at most {MAX_PROMPTS} at once.", param="prompt")
-    if isinstance(prompt[0], str):
-        if not all(isinstance(item, str) for item in prompt):
-            raise InvalidRequest("prompt mixes text with something else; give texts alone.", param="prompt")
-        return list(prompt)
-    return [read_ids("prompt", item) for item in prompt]
 
 
 async def completions(service: Service, exchange: Exchange) -> None:

@@ -298,11 +298,6 @@ def function_tool(name: str, description: str | None, schema: dict[str, Any] | N
     return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
-def check_count(name: str, count: int, most: int) -> None:
-    if count > most:
-        raise InvalidRequest(f"{name} holds {count} entries; send at most {most}.", param=name)
-
-
 def custom_function(name: str, description: str | None, grammar: Grammar | None) -> dict[str, Any]:
     """A custom tool as a function."""
     schema: dict[str, Any] = {"type": "string"}

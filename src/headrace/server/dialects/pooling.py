@@ -27,7 +27,16 @@ from headrace.request import Request
 from headrace.server.answer_types import PooledUsage
 from headrace.server.answers import Answer, ChoiceState, PromptState, Shape
 from headrace.server.auth import tenant_of
-from headrace.server.dialects.body import Body, Label, Refused, read_ids, refused
+from headrace.server.dialects.body import (
+    Body,
+    Label,
+    Refused,
+    check_count,
+    prompts_schema,
+    read_prompts,
+    refused,
+    texts_schema,
+)
 from headrace.server.dialects.sampling import MAX_SALT, MAX_USER
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
@@ -40,15 +49,7 @@ MAX_INPUTS = 2048  # OpenAI's
 _A_PLACE = 8  # prompts that take one place of the queue: each is done with once it is computed
 _FLOAT_BYTES = 24  # of a number in JSON, at most; base64 takes less
 
-_TEXT: dict[str, Any] = {"type": "string"}
-_MANY: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
-_IDS: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-}
-_INPUT = {"anyOf": [_TEXT, _IDS, {**_MANY, "items": _TEXT}, {**_MANY, "items": _IDS}]}
-Texts = Annotated[Any, Meta(extra_json_schema={"anyOf": [_TEXT, {**_MANY, "items": _TEXT}]})]
+Texts = Annotated[Any, Meta(extra_json_schema=texts_schema(MAX_INPUTS))]
 
 
 class TextDocument(Struct):
@@ -73,7 +74,7 @@ class PoolingBody(Body):
 
 
 class EmbeddingBody(PoolingBody, kw_only=True):
-    input: Annotated[Any, Meta(extra_json_schema=_INPUT)]
+    input: Annotated[Any, Meta(extra_json_schema=prompts_schema(MAX_INPUTS))]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
 
@@ -114,25 +115,7 @@ class Job:
 def parse_embedding(raw: Mapping[str, Any]) -> tuple[EmbeddingBody, list[str | array[int]]]:
     """Raises InvalidRequest naming the field."""
     body = EmbeddingBody.read(raw)
-    given = body.input
-    if isinstance(given, str):
-        return body, [given]
-    if not isinstance(given, list | array) or not len(given):
-        told = "input must be a text, token ids, or a list of either, and not empty."
-        raise InvalidRequest(told, param="input", code="invalid_type")
-    if isinstance(given[0], int):
-        return body, [read_ids("input", given)]
-    _check_count("input", len(given))
-    if isinstance(given[0], str):
-        if not all(isinstance(each, str) for each in given):
-            raise InvalidRequest("input mixes texts with something else; give texts alone.", param="input")
-        return body, list(given)
-    return body, [read_ids("input", each) for each in given]
-
-
-def _check_count(name: str, count: int) -> None:
-    if count > MAX_INPUTS:
-        raise InvalidRequest(f"{name} has {count} entries; send at most {MAX_INPUTS} at once.", param=name)
+    return body, read_prompts("input", body.input, MAX_INPUTS)
 
 
 def parse_rerank(raw: Mapping[str, Any]) -> tuple[RerankBody, list[tuple[str, str]]]:
@@ -150,7 +133,7 @@ def parse_score(raw: Mapping[str, Any]) -> tuple[ScoreBody, list[tuple[str, str]
     for name, texts in (("text_1", body.text_1), ("text_2", body.text_2)):
         if not isinstance(texts, str | list):
             raise InvalidRequest(f"{name} must be a text or a list of texts.", param=name, code="invalid_type")
-        _check_count(name, len(texts) if isinstance(texts, list) else 1)
+        check_count(name, len(texts) if isinstance(texts, list) else 1, MAX_INPUTS)
     return body, paired(body.text_1, body.text_2, ("text_1", "text_2"))
 
 
@@ -232,9 +215,7 @@ async def _deliver(
     """Checks every prompt, has all of them computed, and answers. ``bytes_each``: of the answer, for each prompt."""
     await service.model.learn(body.model)
     shape = Shape(model=service.model.check_model(body.model), fingerprint=service.model.fingerprint)
-    if body.priority and service.model.scheduling_policy != "priority":
-        told = "priority needs a server started with --scheduling-policy priority; leave it out."
-        raise InvalidRequest(told, param="priority")
+    service.model.check_priority(body.priority)
     count = len(job.prompts)
     cost = Price(bytes_each * count, 0, 0, 0, (job.param, f"{count} prompts of {bytes_each} bytes each"))
     service.limits.budget.check(cost)

@@ -13,14 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from headrace.errors import InvalidRequest
-from headrace.server.dialects.body import Refused, read, refused
+from headrace.server.dialects.body import Refused, check_count, read, refused
 from headrace.server.dialects.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Chat,
     FreeText,
     Grammar,
-    check_count,
     content_of,
     custom_function,
     function_tool,
