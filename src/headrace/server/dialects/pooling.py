@@ -11,7 +11,7 @@ import asyncio
 import base64
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -258,6 +258,10 @@ class PooledAnswer(Answer):
         tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         return PooledUsage(tokens, tokens)
 
+    def listed(self, data: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+        head = {"id": self.id, "object": "list", "created": self.created, "model": self.shape.model}
+        return encode_object({**head, "data": encode_list(data), "usage": self.usage()})
+
     def event(self, choice: int, delta: RequestDelta) -> str:
         raise NotImplementedError("these answers are sent whole")
 
@@ -281,16 +285,7 @@ class EmbeddingAnswer(PooledAnswer):
         self._params, self._encoding = params, encoding
 
     def pieces(self) -> Iterator[bytes]:
-        return encode_object(
-            {
-                "id": self.id,
-                "object": "list",
-                "created": self.created,
-                "model": self.shape.model,
-                "data": encode_list(map(self._item, range(len(self.results)))),
-                "usage": self.usage(),
-            }
-        )
+        return self.listed(map(self._item, range(len(self.results))))
 
     def _item(self, index: int) -> dict[str, Any]:
         values, self.results[index] = pooled.embedding(self.results[index], self.pooling, self._params), b""
@@ -328,8 +323,7 @@ class ScoreAnswer(PooledAnswer):
 
     def pieces(self) -> Iterator[bytes]:
         data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(self.scores())]
-        head = {"id": self.id, "object": "list", "created": self.created, "model": self.shape.model}
-        return encode_object({**head, "data": encode_list(data), "usage": self.usage()})
+        return self.listed(data)
 
 
 class RerankAnswer(ScoreAnswer):
