@@ -238,10 +238,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Progress],
         lora: Adapters = None,
     ) -> list[RequestOutput]:
-        one = lora is None or isinstance(lora, LoRARequest)
-        loras = _one_each(
-            "lora_request", [lora] * len(prompts) if one else list(cast("Sequence[Any]", lora)), len(prompts)
-        )
+        loras = _one_each("lora_request", lora, LoRARequest, len(prompts))
 
         def request(job: tuple[ParsedPrompt, LoRARequest | None]) -> Given:
             adapter = None if job[1] is None else self._adapter(job[1])
@@ -441,20 +438,16 @@ class LLM:
     ) -> list[Given]:
         """All validated before the first one runs."""
         count = len(prompts)
-        single = sampling_params is None or isinstance(sampling_params, SamplingParams)
-        params = [sampling_params] * count if single else list(cast("Sequence[SamplingParams]", sampling_params))
         jobs = zip(
             prompts,
-            _one_each("sampling_params", params, count),
-            _one_each("priority", [0] * count if priority is None else list(priority), count),
-            _one_each(
-                "lora_request", [lora] * count if lora is None or isinstance(lora, LoRARequest) else list(lora), count
-            ),
+            _one_each("sampling_params", sampling_params, SamplingParams, count),
+            _one_each("priority", priority, int, count),
+            _one_each("lora_request", lora, LoRARequest, count),
             strict=True,
         )
         return _for_each(
             list(jobs),
-            lambda job: (job[0], self._request(job[0], job[1], priority=job[2], truncate=truncate, lora=job[3])),
+            lambda job: (job[0], self._request(job[0], job[1], priority=job[2] or 0, truncate=truncate, lora=job[3])),
         )
 
     def _submit(self, request: Request, sink: Sink) -> None:
@@ -526,7 +519,9 @@ def _for_each(items: list[Any], work: Callable[[Any], Any]) -> list[Any]:
     return done
 
 
-def _one_each(name: str, values: list[Any], count: int) -> list[Any]:
+def _one_each(name: str, given: Any, kind: type, count: int) -> list[Any]:
+    """``given``: None, or one of this ``kind`` for all, or one for each."""
+    values = [given] * count if given is None or isinstance(given, kind) else list(given)
     if len(values) != count:
         raise InvalidRequest(
             f"{name} has {len(values)} entries for {count} prompts; give one for all or one for each.", param=name
