@@ -74,20 +74,32 @@ class Channels(_Row, frozen=True, kw_only=True):
     known: bool = False
 
 
-class ToolFormat(_Row, frozen=True, kw_only=True):
-    """The calls of one answer: ``section_begin call (separator call)* section_end``; white space is allowed between all
-    parts.
-
-    A call is ``begin``, then what ``style`` says, with ``name_end`` after a name that stands alone, then ``end``. Ends
-    may be missing. ``bare``: calls stand at the start of the answer, and its section need not begin; ``only``: and
-    nowhere else. ``loose``: a section may begin with its first call. ``signs``, ``unlike``: texts that are in the chat
-    templates of the family, and that are not.
-    """
+class _Format(_Row, frozen=True, kw_only=True):
+    """What a family writes. ``signs``, ``unlike``: texts that are in its chat templates, and that are not."""
 
     name: str
     aliases: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     unlike: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()  # texts around what the user reads, which are not of it
+    channels: Channels | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        channels = self.channels
+        headers = (channels.start, channels.header_end, *channels.ends) if channels is not None else ()
+        return (*self.wrappers, *headers)
+
+
+class ToolFormat(_Format, frozen=True, kw_only=True):
+    """The calls of one answer: ``section_begin call (separator call)* section_end``; white space is allowed between all
+    parts.
+
+    A call is ``begin``, then what ``style`` says, with ``name_end`` after a name that stands alone, then ``end``. Ends
+    may be missing. ``bare``: calls stand at the start of the answer, and its section need not begin; ``only``: and
+    nowhere else. ``loose``: a section may begin with its first call.
+    """
+
     section_begin: tuple[str, ...] = ()
     section_end: tuple[str, ...] = ()
     section_each: bool = False  # the family writes a section for each call
@@ -110,8 +122,6 @@ class ToolFormat(_Row, frozen=True, kw_only=True):
     name_form: tuple[str, str] = ("", "")  # what the family writes around a name: a text before, a pattern after
     id_length: int = 0  # letters and digits of a call's id, where the model's template insists on so many
     id_form: str = ""  # an id as the template wants it, of name and index; neither: call_ and more
-    wrappers: tuple[str, ...] = ()  # texts around what the user reads, which are not of it
-    channels: Channels | None = None
 
     @property
     def marker(self) -> str:
@@ -132,35 +142,25 @@ class ToolFormat(_Row, frozen=True, kw_only=True):
             self.name_end,
             quote,
         )
-        return (*own, *of_tags, *self.wrappers, *_markers(self.channels))
+        return (*own, *of_tags, *super().markers)
 
 
-class ReasoningFormat(_Row, frozen=True, kw_only=True):
+class ReasoningFormat(_Format, frozen=True, kw_only=True):
     """Reasoning comes first in an answer, between two markers. ``implied``: also where neither prompt nor answer begins
     it.
 
     ``answer``: written around what the user reads. ``next``: written between reasoning and what follows it.
     """
 
-    name: str
-    aliases: tuple[str, ...] = ()
-    signs: tuple[str, ...] = ()
-    unlike: tuple[str, ...] = ()
     begin: str = "<think>"
     end: str = "</think>"
     implied: bool = False
     next: str = ""
     answer: tuple[str, str] = ("", "")
-    wrappers: tuple[str, ...] = ()
-    channels: Channels | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.begin, self.end, self.next, *self.answer, *self.wrappers, *_markers(self.channels))
-
-
-def _markers(channels: Channels | None) -> tuple[str, ...]:
-    return (channels.start, channels.header_end, *channels.ends) if channels is not None else ()
+        return (self.begin, self.end, self.next, *self.answer, *super().markers)
 
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
