@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
+from headrace.quantize.gguf_recipe import MIXTURES, finer_layer
 from headrace.spec import DecoderSpec
 
 FORMATS = ("BF16", "Q4_0", "Q8_0", "Q4_K_M")
@@ -82,16 +83,13 @@ def _shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _kind(form: str, name: str, layers: int) -> str:
-    """The head is finer than the rest, and of K-quants' mixtures value and down in half of the layers."""
-    if form in ("BF16", "Q8_0"):
+    if form == "BF16":
         return form
+    most, fine, head = MIXTURES[form]
     if name in ("token_embd.weight", "output.weight"):
-        return "Q6_K"
-    if form == "Q4_0":
-        return form
-    layer = int(name.split(".")[1])
-    outer = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
-    return "Q6_K" if outer and ("attn_v" in name or "ffn_down" in name) else "Q4_K"
+        return head
+    finer = ("attn_v" in name or "ffn_down" in name) and finer_layer(int(name.split(".")[1]), layers)
+    return fine if finer else most
 
 
 def _random_blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> NDArray[np.uint8]:

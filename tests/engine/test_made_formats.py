@@ -17,6 +17,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model, read_json
 from headrace.models.widened import WidenedCheckpoint
+from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.outliers import OutlierColumns
 from headrace.quant.scaled import ScaledWeight
@@ -141,7 +142,9 @@ def test_outlier_columns_are_not_rounded(tmp_path: Path) -> None:
         chosen("int8-outliers", None, text=True),
         OutlierColumns(ScaledWeight("int8", (1, 0), activations=Activations("int8")), SHARE),
     )
-    made_up = maker_for(choice, group_size=None, asymmetric=False, scales=torch.float32).made(weight, seen, 1.0)
+    made_up = maker_for(choice, group_size=None, asymmetric=False, scales=torch.float32).made(
+        weight, seen, 1.0, Format()
+    )
     names = {suffix: each.name for each in form.tensors(24, 96) for suffix in each.on_disk}
     tensors = form.prepare({names[suffix]: each for suffix, each in made_up.items()})
     y = form.activated(x, tensors) @ form.dense(tensors, slice(None), torch.float32).T

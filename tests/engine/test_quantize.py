@@ -51,7 +51,9 @@ def made(
     torch.manual_seed(0)
     rows = torch.randint(0, VOCAB_SIZE, (10, 40)).tolist()
     runner = BlockRunner(spec, dtype=torch.float32, device=CPU, length=40)
-    recipe = maker_for(chosen(form, method, text=True), group_size=group, asymmetric=asymmetric, scales=torch.bfloat16)
+    recipe = maker_for(
+        chosen(form, method, text=True), group_size=group, asymmetric=asymmetric, scales=torch.bfloat16, spec=spec
+    )
     job = Job(
         spec, open_checkpoint(source), recipe, rows[:8] if method != "rtn" or form == "fp8-static" else [], rows[8:]
     )

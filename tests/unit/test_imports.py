@@ -153,6 +153,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "kernels": CORE,
     "quant": CORE,
     "quantize": {"torch"},
+    "quantize.gguf_file": {"torch", "gguf"},
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from headrace.errors import ModelError  # noqa: E402
-from headrace.quant import FormatError, Tensors  # noqa: E402
+from headrace.quant import Format, FormatError, Tensors  # noqa: E402
 from headrace.quant.config import read_quantization  # noqa: E402
 from headrace.quant.dfloat11 import LONGEST, DFloat11, canonical, code_lengths  # noqa: E402
 from headrace.quant.integers import PackedIntegers  # noqa: E402
@@ -146,7 +146,7 @@ def test_three_values_come_back_from_the_book() -> None:
     for scale in (1, 9):
         weight = torch.randn(64, 140, generator=torch.Generator().manual_seed(scale)).pow(scale)
         weight[7] = 0.0
-        made = TernaryRecipe("rtn").made(weight, None, 1.0)
+        made = TernaryRecipe("rtn").made(weight, None, 1.0, Format())
         want = fit(weight, Grid(2, 0, kind="ternary")).rounded(weight)
         assert torch.equal(form.dense(form.prepare(made), slice(None), torch.float32), want)
         assert torch.equal(form.dense(made, slice(32, 40), torch.float32), want[32:40])
@@ -165,7 +165,9 @@ def test_three_values_come_back_from_the_book() -> None:
     ],
 )
 def test_words_that_cannot_be_are_named(damage: Callable[[Tensors], None], said: str) -> None:
-    made = TernaryRecipe("rtn").made(torch.randn(64, 140, generator=torch.Generator().manual_seed(1)).pow(9), None, 1.0)
+    made = TernaryRecipe("rtn").made(
+        torch.randn(64, 140, generator=torch.Generator().manual_seed(1)).pow(9), None, 1.0, Format()
+    )
     damage(made)
     with pytest.raises(FormatError, match=said):
         Ternary().prepare(made)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headrace.models.checkpoint import Checkpoint
     from headrace.models.source import ModelSource
     from headrace.quantize.blocks import BlockRunner
+    from headrace.quantize.gguf_recipe import GGUFRecipe
     from headrace.quantize.names import Choice
     from headrace.quantize.run import Judged
     from headrace.quantize.shards import Shards
@@ -109,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         checkpoint.close()
     size = shards.write_index()
+    if plan.gather is not None:
+        size = plan.gather(args.output)
+        shards.remove()
     calibrated = {"calibrated with": f"{len(rows)} rows of {args.calibration_length} tokens"} if rows else {}
     facts = {"method": choice.method, **calibrated, **report(judged)}
     finish_folder(args.output, source, args.format, plan.config, plan.form, facts)
@@ -120,12 +124,14 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``said``: what a folder to be resumed must have been created with. ``config``, ``form``: of the folder."""
+    """``said``: what a folder to be resumed must have been created with. ``config``, ``form``: of the folder.
+    ``gather``: makes one file of all that was written to it, and returns its bytes."""
 
     said: str
-    config: dict[str, Any]
+    config: dict[str, Any] | None
     form: str
     run: Callable[[Rows, Rows, torch.device, Shards, Callable[[int], None]], Judged | None]
+    gather: Callable[[Path], int] | None = None
 
 
 def _plan(
@@ -141,6 +147,7 @@ def _plan(
         return _slicing(args, config, spec, checkpoint)
     import torch
 
+    from headrace.quantize.gguf_recipe import GGUFRecipe
     from headrace.quantize.layer import Job
     from headrace.quantize.makers import maker_for
     from headrace.quantize.run import ignored_modules, quantised_spec, quantize
@@ -148,14 +155,39 @@ def _plan(
     scales = (
         torch.float16 if source.config.get("torch_dtype", source.config.get("dtype")) == "float16" else torch.bfloat16
     )
-    recipe = maker_for(choice, group_size=args.group_size, asymmetric=args.asymmetric, scales=scales)
+    recipe = maker_for(choice, group_size=args.group_size, asymmetric=args.asymmetric, scales=scales, spec=spec)
     quantised_spec(spec, recipe)
 
     def run(rows: Rows, held: Rows, device: torch.device, shards: Shards, tell: Callable[[int], None]) -> Judged | None:
         return quantize(Job(spec, checkpoint, recipe, rows, held), _runner(spec, device, rows, held), shards, tell)
 
+    if isinstance(recipe, GGUFRecipe):
+        return _Plan(repr(recipe), None, recipe.form, run, _gathering(args, source, recipe))
     config["quantization_config"] = recipe.entry(ignored_modules(spec))
     return _Plan(repr(recipe), config, recipe.form, run)
+
+
+def _gathering(args: argparse.Namespace, source: ModelSource, recipe: GGUFRecipe) -> Callable[[Path], int]:
+    """Looks at the tokenizer first: a rule that GGUF has no name for is told before anything is made."""
+    from headrace.models.checkpoint import SafetensorsCheckpoint
+    from headrace.models.source import find_tokenizer_files
+    from headrace.quantize.gguf_file import write_gguf
+    from headrace.quantize.gguf_vocab import tokenizer_metadata
+
+    files = source.tokenizer_files() if args.tokenizer is None else find_tokenizer_files(args.tokenizer)
+    if files is None:
+        raise ConfigError(f"{args.model} has no tokenizer, which a .gguf file holds; give one: --tokenizer PATH.")
+    dict(tokenizer_metadata(source, files, source.config["vocab_size"]))
+
+    def gather(folder: Path) -> int:
+        made = SafetensorsCheckpoint(folder)
+        name = f"{source.path.resolve().name}-{recipe.layout}.gguf"
+        try:
+            return write_gguf(folder / name, source, made, recipe, files)
+        finally:
+            made.close()
+
+    return gather
 
 
 def _slicing(args: argparse.Namespace, config: dict[str, Any], spec: DecoderSpec, checkpoint: Checkpoint) -> _Plan:

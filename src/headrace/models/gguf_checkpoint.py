@@ -154,6 +154,14 @@ def _dequantised(data: Tensor, kind: int) -> Tensor:
     return torch.from_numpy(result).flatten()
 
 
+def converted(tensor: Tensor, origin: Origin) -> Tensor:
+    """As a converter writes what a checkpoint holds; of blocks, rows of bytes. Not of transposed tensors."""
+    if origin.change is Change.INTERLEAVED:
+        halves = tensor.reshape(origin.heads, 2, -1, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor.float() + 1.0 if origin.change is Change.PLUS_ONE else tensor
+
+
 def _restored(tensor: Tensor, origin: Origin) -> Tensor:
     if origin.change is Change.INTERLEAVED:
         # [heads, head_dim / 2, 2, …] → [heads, 2, head_dim / 2, …]: neighbours (2i, 2i + 1) become halves (i, i +

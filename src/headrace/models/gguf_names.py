@@ -6,6 +6,7 @@ What lives here: GGUF's names. What may not: torch, names in checkpoints (weight
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -71,6 +72,20 @@ def origins(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Origin]:
         if tensor not in _CONSTANTS:
             found.update(_named(file, tensor, config))
     return found
+
+
+def placed(name: str, config: Mapping[str, Any]) -> Origin:
+    """Where a converter puts a checkpoint's tensor: ``origins``, backwards. Raises KeyError for one that has no place."""
+    family = config["model_type"]
+    stem, _, suffix = name.rpartition(".")
+    words, prefix = {own: word for word, own in _checkpoint_words(family).items()}, ""
+    if stem.startswith(layer := f"{names_of(family).layer}."):
+        index, _, stem = stem.removeprefix(layer).partition(".")
+        prefix = f"blk.{index}."
+    expert = re.search(r"(?<=\.)\d+(?=\.)", stem)
+    word = words[stem if expert is None else f"{stem[: expert.start()]}{{}}{stem[expert.end() :]}"]
+    part = None if expert is None else int(expert[0])
+    return Origin(f"{prefix}{word}.{suffix}", _change(family, word, suffix), _heads(word, config), part)
 
 
 def _named(file: GGUFFile, tensor: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Origin]]:

@@ -16,8 +16,8 @@ from headrace.models.gguf_file import GGUFFile, read_gguf
 from headrace.models.source import TokenizerFiles
 from headrace.models.spm_vocab import Piece, PieceType, added_tokens, bpe_tokenizer
 
-_PREFIX = "tokenizer.ggml."
-_NAMED = {
+PREFIX = "tokenizer.ggml."
+NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -41,8 +41,8 @@ _GPT4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", r"\p{N}{1,3}")
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 # name → (patterns, applied one after another; NFC first; whole words skip the merges; BOS by default)
-_Split = tuple[tuple[str, ...], bool, bool, bool]
-_SPLITS: dict[str, _Split] = {
+Split = tuple[tuple[str, ...], bool, bool, bool]
+SPLITS: dict[str, Split] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((_GPT2,), False, False, False)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), ((_LLAMA3,), False, True, True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), ((_LLAMA3,), False, False, False)),
@@ -61,7 +61,7 @@ _SPLITS: dict[str, _Split] = {
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles | None:
     """None if the file has no vocabulary. Raises ModelError for a kind that is not supported."""
     file = read_gguf(path)
-    kind = file.get(_PREFIX + "model", str)
+    kind = file.get(PREFIX + "model", str)
     templates = _templates(file)
     whole = file.get("tokenizer.huggingface.json", str)
     if whole is not None:
@@ -79,15 +79,15 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles | None:
 
 def _config(file: GGUFFile, bos_by_default: bool | None) -> dict[str, Any]:
     """The equivalent of tokenizer_config.json, with special tokens named by their ids."""
-    tokens = file.get(_PREFIX + "tokens", list) or []
+    tokens = file.get(PREFIX + "tokens", list) or []
     found: dict[str, Any] = {}
-    for name, key in _NAMED.items():
-        token = file.get(_PREFIX + key, int)
+    for name, key in NAMED.items():
+        token = file.get(PREFIX + key, int)
         if token is not None and 0 <= token < len(tokens):
             found[name] = tokens[token]
     if bos_by_default is not None:
-        found["add_bos_token"] = file.get(_PREFIX + "add_bos_token", bool, bos_by_default)
-        found["add_eos_token"] = file.get(_PREFIX + "add_eos_token", bool, False)
+        found["add_bos_token"] = file.get(PREFIX + "add_bos_token", bool, bos_by_default)
+        found["add_eos_token"] = file.get(PREFIX + "add_eos_token", bool, False)
     return found
 
 
@@ -108,24 +108,24 @@ def _pieces(file: GGUFFile) -> list[Piece]:
 
 
 def _listed(file: GGUFFile, key: str, kind: type | tuple[type, ...]) -> list[Any]:
-    values = file.get(_PREFIX + key, list) or []
+    values = file.get(PREFIX + key, list) or []
     if not all(isinstance(value, kind) for value in values):
-        raise file.damaged(f"{_PREFIX}{key} holds values of the wrong type")
+        raise file.damaged(f"{PREFIX}{key} holds values of the wrong type")
     return values
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[dict[str, Any], bool]:
-    prefix = file.get(_PREFIX + "add_space_prefix", bool, True)
+    prefix = file.get(PREFIX + "add_space_prefix", bool, True)
     return bpe_tokenizer(_pieces(file), add_space_prefix=bool(prefix)), True
 
 
 def _byte_level(file: GGUFFile) -> tuple[dict[str, Any], bool]:
-    name = file.get(_PREFIX + "pre", str, "default") or "default"
-    if name not in _SPLITS:
+    name = file.get(PREFIX + "pre", str, "default") or "default"
+    if name not in SPLITS:
         raise ModelError(
             f"{file.path} uses the text-splitting rule {name[:40]!r}, which is not known; give the model's tokenizer.json with --tokenizer."
         )
-    patterns, nfc, whole_words, bos = _SPLITS[name]
+    patterns, nfc, whole_words, bos = SPLITS[name]
     pieces = _pieces(file)
     vocab: dict[str, int] = {}
     for index, piece in enumerate(pieces):
@@ -155,7 +155,7 @@ def _merges(file: GGUFFile) -> list[str]:
     """Pairs separated by a space, which tokenizer.json allows, too: byte-level tokens contain no space."""
     pairs: list[str] = _listed(file, "merges", str)
     if not pairs or any(pair.count(" ") != 1 for pair in pairs):
-        raise file.damaged(f"{_PREFIX}merges holds {len(pairs)} entries, not all of them pairs")
+        raise file.damaged(f"{PREFIX}merges holds {len(pairs)} entries, not all of them pairs")
     return pairs
 
 

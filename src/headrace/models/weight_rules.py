@@ -222,6 +222,11 @@ class StoredMatrix:
     part: int
 
 
+def disk_modules(spec: DecoderSpec, weight: Weight) -> tuple[tuple[str, ...], ...]:
+    """The modules on disk that make up each copy of a weight."""
+    return _modules(_names(spec), weight)
+
+
 def disk_name(spec: DecoderSpec, weight: Weight) -> str:
     """For one copy of a weight that is a single tensor on disk."""
     ((module,),) = _modules(_names(spec), weight)
@@ -237,7 +242,10 @@ def stored_matrices(spec: DecoderSpec) -> Iterator[StoredMatrix]:
             )
         if weight.formats and not weight.tied:
             for copy, merged in enumerate(_modules(_names(spec), weight)):
-                for part, (module, (outs, form)) in enumerate(zip(merged, weight.pieces, strict=True)):
+                pieces = weight.pieces
+                if len(pieces) < len(merged):  # held as one, stored apart
+                    pieces = tuple((outs, weight.formats[0]) for outs in weight.parts)
+                for part, (module, (outs, form)) in enumerate(zip(merged, pieces, strict=True)):
                     yield StoredMatrix(module, form, outs, weight.ins, weight, copy, part)
 
 

@@ -92,10 +92,10 @@ class BlockRunner:
         self._keys, self._values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self._table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
 
-    def ends(self, checkpoint: Checkpoint) -> Decoder:
-        """The parts before the first block and after the last."""
+    def ends(self, checkpoint: Checkpoint, spec: DecoderSpec | None = None) -> Decoder:
+        """The parts before the first block and after the last. ``spec``: the model's with formats."""
         bare = Decoder(
-            replace(self._spec, layers=()),
+            replace(spec or self._spec, layers=()),
             kernels=self._kernels,
             dtype=self.dtype,
             device=self.device,

@@ -44,13 +44,15 @@ def begin_folder(output: Path, source: ModelSource, how: Mapping[str, Any]) -> b
 
 
 def finish_folder(
-    output: Path, source: ModelSource, name: str, config: Mapping[str, Any], form: str, facts: Mapping[str, str]
+    output: Path, source: ModelSource, name: str, config: Mapping[str, Any] | None, form: str, facts: Mapping[str, str]
 ) -> None:
-    """``config``: the contents of config.json; ``form``: the checkpoint convention."""
-    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for file in sorted(source.path.iterdir()):
-        if file.is_file() and file.name != "config.json" and not file.name.endswith(_LEFT):
-            shutil.copyfile(file, output / file.name)
+    """``config``: the contents of config.json, None where a file of weights says all; ``form``: the checkpoint
+    convention."""
+    if config is not None:
+        (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for file in sorted(source.path.iterdir()):
+            if file.is_file() and file.name != "config.json" and not file.name.endswith(_LEFT):
+                shutil.copyfile(file, output / file.name)
     (output / "README.md").write_text(_card(source, name, form, facts))
     (output / _MADE).unlink(missing_ok=True)
 

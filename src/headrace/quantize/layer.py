@@ -17,6 +17,7 @@ from headrace.errors import ConfigError
 from headrace.models.checkpoint import Checkpoint
 from headrace.models.loader import KeyNames
 from headrace.models.weight_rules import StoredMatrix, disk_name, stored_matrices, weight_rules
+from headrace.quant import Format
 from headrace.quantize.blocks import BlockRunner, HeldTensors, Inputs, Seen
 from headrace.quantize.grid import Grid
 from headrace.quantize.scaling import activation_aware, smooth
@@ -48,9 +49,9 @@ class Maker(Protocol):
     def problem(self, outs: int, ins: int) -> str | None:
         """Why a matrix of this shape cannot be written in this format."""
 
-    def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
+    def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         """Its tensors, by the suffix of their names. ``weight`` [outs, ins], float32; ``seen``: its inputs during
-        calibration; ``most``: the largest weight among those merged with it."""
+        calibration; ``most``: the largest weight among those merged with it; ``form``: as an engine will hold it."""
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
         """``quantization_config`` of config.json."""
@@ -112,7 +113,7 @@ class Layer:
         merged = (each for each in self._matrices if (each.weight, each.copy) == (matrix.weight, matrix.copy))
         weight = self._weight(matrix)
         most = max(float(self._held[self._key(each)].abs().max()) for each in merged)
-        return self._job.recipe.made(weight, self._seen.get((matrix.weight.role, matrix.copy)), most)
+        return self._job.recipe.made(weight, self._seen.get((matrix.weight.role, matrix.copy)), most, matrix.form)
 
     def _weight(self, matrix: StoredMatrix) -> Tensor:  # [outs, ins], float32
         return finite(self._key(matrix), self._held[self._key(matrix)].to(self._runner.device).float())

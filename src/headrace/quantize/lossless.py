@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError
+from headrace.quant import Format
 from headrace.quant.dfloat11 import canonical, code_lengths
 from headrace.quantize.blocks import Inputs
 from headrace.quantize.grid import Grid
@@ -30,7 +31,7 @@ class LosslessRecipe:
     def problem(self, outs: int, ins: int) -> str | None:
         return None
 
-    def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
+    def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         narrow = weight.cpu().to(torch.bfloat16)
         if not torch.equal(narrow.float(), weight.cpu()):
             raise ConfigError(

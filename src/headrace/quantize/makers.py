@@ -8,21 +8,33 @@ from __future__ import annotations
 import torch
 
 from headrace.errors import ConfigError
+from headrace.quantize.gguf_recipe import gguf_recipe
 from headrace.quantize.layer import Maker
 from headrace.quantize.lossless import LosslessRecipe
-from headrace.quantize.names import Choice
+from headrace.quantize.names import Choice, is_gguf
 from headrace.quantize.outliers import OutlierRecipe
 from headrace.quantize.recipe import recipe_for
 from headrace.quantize.ternary import TernaryRecipe
+from headrace.spec import DecoderSpec
 
 
-def maker_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scales: torch.dtype) -> Maker:
-    """``scales``: the type in which the model is stored. Raises ConfigError."""
-    if choice.form in ("dfloat11", "qmoe"):
+def maker_for(
+    choice: Choice,
+    *,
+    group_size: int | None,
+    asymmetric: bool,
+    scales: torch.dtype,
+    spec: DecoderSpec | None = None,
+) -> Maker:
+    """``spec``: of the model, for GGUF; ``scales``: the type in which the model is stored. Raises ConfigError."""
+    if choice.form in ("dfloat11", "qmoe") or is_gguf(choice.form):
         if group_size is not None or asymmetric:
             raise ConfigError(
                 f"--group-size and --asymmetric are for low-bit integers, and {choice.form} has its own format; leave them out."
             )
+        if is_gguf(choice.form):
+            assert spec is not None, "which matrix gets which type depends on it"
+            return gguf_recipe(choice, spec)
         if choice.form == "qmoe":
             return TernaryRecipe(choice.method)
         if scales is not torch.bfloat16:

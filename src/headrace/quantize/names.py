@@ -12,6 +12,9 @@ from typing import Any
 
 from headrace.errors import ConfigError
 
+GGUF_TYPES = (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k",
+)  # fmt: skip
 FORMATS = {
     "fp8": "weights and inputs in FP8 (e4m3), one scale per output and per token",
     "fp8-static": "as fp8, but with one input scale, found by --calibration",
@@ -25,6 +28,7 @@ FORMATS = {
     "spqr": "only weights, in 3-bit integers; one in a hundred is stored unchanged (SpQR)",
     "qmoe": "experts in three values, less than one bit each (QMoE); the rest is unchanged",
     "slicegpt": "unquantized, with fewer dimensions (--keep; SliceGPT)",
+    "gguf-TYPE": f"a .gguf file for llama.cpp and Headrace; TYPE is one of {', '.join(GGUF_TYPES)}",
     "dfloat11": "bfloat16 in 11 bits, lossless (DFloat11)",
 }
 METHODS = {
@@ -32,6 +36,7 @@ METHODS = {
     "gptq": "codes that compensate for each other's errors (GPTQ)",
     "awq": "input channels scaled by their importance (AWQ)",
     "smooth": "outliers shifted from inputs to weights (SmoothQuant)",
+    "imatrix": "errors weighted by how much each input carries (llama.cpp's importance matrix)",
     "mr-gptq": "inputs and weights rotated in small blocks, then GPTQ (MR-GPTQ)",
 }
 _WIDTHS = re.compile(r"w(\d+)a(8|16)")
@@ -40,6 +45,7 @@ _METHODS = {
     "fp8": ("rtn", "smooth"), "fp8-static": ("rtn", "smooth"), "fp8-block": ("rtn", "smooth"), "w8a8": ("rtn", "smooth", "gptq", "awq"),
     "mxfp4": ("rtn", "gptq", "mr-gptq"), "nvfp4": ("rtn", "gptq", "mr-gptq"),
     "int8-outliers": ("rtn",), "spqr": ("gptq",), "dfloat11": ("rtn",), "qmoe": ("rtn", "gptq"), "slicegpt": ("rtn",),
+    **{f"gguf-{kind}": ("rtn", "imatrix") for kind in GGUF_TYPES},
 }  # fmt: skip
 
 
@@ -62,12 +68,16 @@ def chosen(form: str, method: str | None, *, text: bool) -> Choice:
     allowed = _METHODS.get(form, integers)
     if method is not None and method not in allowed:
         raise ConfigError(f"--method {method} is not for {form}: {METHODS[method]}. Give one of {', '.join(allowed)}.")
-    usual = "smooth" if form == "w8a8" else "gptq" if "gptq" in allowed else "rtn"
+    usual = "smooth" if form == "w8a8" else next((each for each in ("gptq", "imatrix") if each in allowed), "rtn")
     method = method or (usual if text else allowed[0])
     choice = Choice(form, method, int(widths[1]) if widths else 8, bool(widths and widths[2] == "8"))
     if not text and needs_text(choice):
         raise ConfigError(f"--format {form} by {method} needs a text to calibrate with; give one: --calibration FILE.")
     return choice
+
+
+def is_gguf(form: str) -> bool:
+    return form.startswith("gguf-")
 
 
 def needs_text(choice: Choice) -> bool:

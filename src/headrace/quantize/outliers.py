@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.quant import Format
 from headrace.quantize.blocks import Inputs
 from headrace.quantize.gptq import gptq, sensitivity
 from headrace.quantize.grid import Grid, fit
@@ -42,7 +43,7 @@ class OutlierRecipe:
     def problem(self, outs: int, ins: int) -> str | None:
         return self.inner.problem(outs, ins)
 
-    def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
+    def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         if seen is None or not seen.count:  # an expert that no row came to
             seen = Inputs(
                 1, torch.eye(weight.shape[1], device=weight.device), weight.abs().amax(0), weight.abs().amax(0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError
+from headrace.quant import Format
 from headrace.quant.codes import FP8_MAX
 from headrace.quant.rotated import rotated
 from headrace.quantize.blocks import Inputs
@@ -62,7 +63,7 @@ class Recipe:
 
     # --- one matrix
 
-    def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
+    def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         """A matrix's tensors, by the suffix of their names. ``weight`` [outs, ins], float32; ``seen``: its inputs
         during calibration; ``most``: the largest weight among those merged with it."""
         grid = replace(self.grid, whole=most / FP8_MAX / FP4_MAX or 1.0) if self.grid.kind == "nvfp4" else self.grid

@@ -25,7 +25,7 @@ from headrace.models.loader import KeyNames
 from headrace.models.weight_rules import disk_name, stored_matrices, weight_rules, with_formats
 from headrace.quant.config import read_quantization
 from headrace.quantize.blocks import BlockRunner, HeldTensors
-from headrace.quantize.layer import Job, Layer, Maker
+from headrace.quantize.layer import Job, Layer, Maker, finite
 from headrace.quantize.shards import Shards
 from headrace.sites import Role, is_plain, weights
 from headrace.spec import DecoderSpec
@@ -52,7 +52,8 @@ def ignored_modules(spec: DecoderSpec) -> list[str]:
 def quantised_spec(spec: DecoderSpec, recipe: Maker) -> DecoderSpec:
     """The spec that an engine will read from what ``recipe`` writes into config.json. Raises ConfigError,
     ModelError."""
-    found = with_formats(spec, read_quantization(recipe.entry(ignored_modules(spec))))
+    entry = recipe.entry(ignored_modules(spec))
+    found = with_formats(spec, read_quantization(entry), embeddings=entry["quant_method"] == "gguf")
     for matrix in stored_matrices(found):
         if (problem := recipe.problem(matrix.outs, matrix.ins)) is not None:
             raise ConfigError(
@@ -69,11 +70,12 @@ def quantize(job: Job, runner: BlockRunner, shards: Shards, tell: Callable[[int]
     target = quantised_spec(job.spec, job.recipe)
     moves = bool(job.rows or job.held)
     if not shards.there(0):
-        shards.write(0, _outside(job))
+        shards.write(0, _outside(job, target))
     ends = runner.ends(job.checkpoint) if moves else None
-    rows = [] if ends is None else runner.embedded(ends, job.rows)
-    after = [] if ends is None else runner.embedded(ends, job.held)
-    before = list(after)
+    changed = runner.ends(HeldTensors(shards.read(0)), target) if moves and target.formats else ends
+    rows = [] if changed is None else runner.embedded(changed, job.rows)
+    after = [] if changed is None else runner.embedded(changed, job.held)
+    before = [] if ends is None else runner.embedded(ends, job.held)
     for index in range(job.spec.num_layers):
         if not shards.there(index + 1):
             shards.write(index + 1, _layer(job, target, index, runner, rows))
@@ -82,11 +84,11 @@ def quantize(job: Job, runner: BlockRunner, shards: Shards, tell: Callable[[int]
             rows, after = runner.run(made, rows), runner.run(made, after)
             before = runner.run(runner.block(job.spec, index, job.checkpoint), before) if job.held else before
         tell(index + 1)
-    return None if ends is None or not job.held else judge(ends, ends, job.held, before, after)
+    return None if ends is None or changed is None or not job.held else judge(ends, changed, job.held, before, after)
 
 
-def _outside(job: Job) -> dict[str, Tensor]:
-    """Tensors outside the layers, unchanged."""
+def _outside(job: Job, target: DecoderSpec) -> dict[str, Tensor]:
+    """Tensors outside the layers: unchanged, but for an embedding and a head that have a format."""
     names = KeyNames(job.checkpoint.keys())
     mine = {
         names[source]
@@ -95,7 +97,14 @@ def _outside(job: Job) -> dict[str, Tensor]:
         for group in rule.sources
         for source in group
     }
-    return {key: job.checkpoint.read(key) for key in sorted(set(job.checkpoint.keys()) - mine)}
+    found = {key: job.checkpoint.read(key) for key in sorted(set(job.checkpoint.keys()) - mine)}
+    for matrix in stored_matrices(target):
+        if matrix.weight.layer is None:
+            key = names[f"{matrix.module}.weight"]
+            weight = finite(key, found.pop(key).float())
+            made = job.recipe.made(weight, None, float(weight.abs().max()), matrix.form)
+            found |= {f"{key.removesuffix('.weight')}.{name}": tensor for name, tensor in made.items()}
+    return found
 
 
 def _layer(job: Job, target: DecoderSpec, index: int, runner: BlockRunner, rows: Sequence[Tensor]) -> dict[str, Tensor]:

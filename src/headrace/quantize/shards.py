@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.models.safetensors_file import read_header, write_file
 
+_INDEX = "model.safetensors.index.json"
 _NAMES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64",
@@ -50,6 +51,11 @@ class Shards:
             for name, place in places.items()
         }
 
+    def remove(self) -> None:
+        for index in range(self.count):
+            self.path(index).unlink(missing_ok=True)
+        (self.folder / _INDEX).unlink(missing_ok=True)
+
     def write_index(self) -> int:
         """Returns the total bytes of all tensors."""
         places, size = {}, 0
@@ -58,7 +64,7 @@ class Shards:
                 places[name] = self.path(index).name
                 size += entry.num_bytes
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}, indent=1)
-        (self.folder / "model.safetensors.index.json").write_text(text + "\n")
+        (self.folder / _INDEX).write_text(text + "\n")
         return size
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.quant import Format
 from headrace.quant.ternary import WORDS, book
 from headrace.quantize.blocks import Inputs
 from headrace.quantize.gptq import gptq
@@ -31,7 +32,7 @@ class TernaryRecipe:
     def problem(self, outs: int, ins: int) -> str | None:
         return f"its {ins} inputs are not an even number" if ins % 2 else None
 
-    def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
+    def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         if self.method == "gptq" and seen is not None and seen.count:
             codes, found = gptq(weight, seen.gram.to(weight.device), self.grid)
         else:
