@@ -93,7 +93,7 @@ def test_every_form_of_input(embedder: tuple[Server, Any]) -> None:
         ({"input": "a " * 400}, "input", "maximum context length is 130 tokens, but the prompt has 402 tokens"),
         ({"input": "a " * 9_000_000}, "input", "maximum context length is 130 tokens"),
         ({"input": ["a"] * 2049}, "input", "holds 2049 entries; send at most 2048"),
-        ({"input": ["a"] * 600}, "prompt", "75 prompts are more than the whole queue"),
+        ({"input": ["a"] * 600}, "input", "600 prompts are more than the whole queue takes (512)"),
         ({"input": "a", "dimensions": 65}, "dimensions", "from 1 to 64"),
         ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64 or float"),

@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.planner.workload.conversations import Conversation, Turn, as_text
 from headrace.planner.workload.statistics import Sample
 
-ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "embeddings": "/v1/embeddings"}
 
 
 class BenchFailed(HeadraceError):
@@ -117,6 +117,9 @@ class LoadGenerator:
             due = None
 
     def _body(self, turn: Turn, history: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        if self._endpoint == "embeddings":
+            asked: Any = list(turn.new_ids) if self._as_ids else as_text(turn.new_ids)
+            return {"model": self.model, "input": asked, "encoding_format": "base64"}
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": turn.max_tokens,
@@ -143,7 +146,7 @@ class LoadGenerator:
         try:
             answer = await self._client.post(ROUTES[self._endpoint], body)
             sample.ended = time.perf_counter()
-            text = read_stream(answer, sample)
+            text = read_vector(answer, sample) if self._endpoint == "embeddings" else read_stream(answer, sample)
         except (OSError, TimeoutError, BrokenAnswer) as error:
             sample.ended, sample.error = time.perf_counter(), f"{type(error).__name__}: {error}"
         return sample, text
@@ -151,6 +154,17 @@ class LoadGenerator:
 
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+def read_vector(answer: Answer, sample: Sample) -> str:
+    """As ``read_stream``, of an embedding, which is there all at once."""
+    if answer.status != 200:
+        raise BrokenAnswer(f"status {answer.status}: {_error_message(answer.body)}")
+    if not answer.json().get("data"):
+        raise BrokenAnswer("the answer holds no embedding")
+    _take_usage(answer.json().get("usage"), sample)
+    sample.arrivals.append(sample.ended)
+    return ""
 
 
 def read_stream(answer: Answer, sample: Sample) -> str:

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--endpoint",
         choices=sorted(ROUTES),
         default="completions",
-        help="completions sends ids, chat text (default: completions)",
+        help="completions and embeddings send ids, chat text (default: completions)",
     )
     where.add_argument(
         "--timeout", type=positive, default=600.0, help="seconds before a request counts as failed (default: 600)"
@@ -172,7 +172,7 @@ class Outcome:
 
 async def _measure(args: argparse.Namespace, client: HttpClient, conversations: Sequence[Conversation]) -> Outcome:
     model = args.model or await first_model(client)
-    as_ids = args.endpoint == "completions" and args.workload != "conversation"  # whose history is text
+    as_ids = args.endpoint != "chat" and args.workload != "conversation"  # whose history is text
     generator = LoadGenerator(client, model, args.endpoint, _concurrency(args), as_ids=as_ids)
     await generator.warm_up(conversations, args.num_warmups)
     return await measure_load(client, generator, conversations)

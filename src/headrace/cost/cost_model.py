@@ -21,7 +21,7 @@ from headrace.cost.popularity import touched_experts
 from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
 from headrace.sites import Role, Split, Weight, head, matrices, weights
-from headrace.spec import DecoderSpec, KVSpec, MoESpec
+from headrace.spec import DecoderSpec, KVSpec, MoESpec, PoolHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,9 @@ class CostModel:
         self._rate = profile.gemm_rate(dtype)
         self.windows = tuple(group.window for group in groups)
         self._kv_token_bytes = tuple(float(g.token_bytes) for g in groups)
-        self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * len(g.layers) for g in groups)
+        # An encoder's group has no layers: all of them attend, to twice as many pairs.
+        layers = [len(g.layers) for g in groups] if spec.causal else [2 * spec.num_layers]
+        self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * each for each in layers)
         self._dense = _dense_operators(spec, weight_bytes)
         self._dense_bytes, self._dense_flops = (
             sum(held for _, held, _ in self._dense),
@@ -162,6 +164,8 @@ class CostModel:
         self._experts = _expert_operators(spec, weight_bytes)
         site = head(spec)
         self._head = site.label, site.num_bytes(weight_bytes), _flops([site])
+        if spec.pooling is not None and spec.pooling.head is not PoolHead.TOKENS:
+            self._head = site.label, 0.0, 0.0
         self._norm_bytes = _norm_elements(spec) * weight_bytes
         # embedding row, learned position row
         self._token_bytes = spec.hidden_size * weight_bytes * (1 if spec.rope else 2)

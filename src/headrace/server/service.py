@@ -242,13 +242,18 @@ class Limits:
         self._mean_seconds = 1.0  # of recent requests, for Retry-After
 
     @contextlib.contextmanager
-    def admit(self, exchange: Exchange, count: int, user: str = "") -> Iterator[None]:
-        """Holds ``count`` places of the queue. Raises Overloaded when there are not so many for this tenant."""
+    def admit(
+        self, exchange: Exchange, count: int, user: str = "", *, a_place: int = 1, param: str = "prompt"
+    ) -> Iterator[None]:
+        """Holds a place of the queue for every ``a_place`` of ``count`` prompts. Raises Overloaded when there are not so
+        many for this tenant."""
         cell = cell_of(self._config, exchange.key_name, user)
         most = most_places(self.max_queue, cell)
+        prompts, count = count, -(-count // a_place)
         if count > most:
             whose = "the whole queue takes" if cell is None else "one client gets of the queue"
-            raise InvalidRequest(f"{count} prompts are more than {whose} ({most}); send fewer at once.", param="prompt")
+            told = f"{prompts} prompts are more than {whose} ({most * a_place}); send fewer at once."
+            raise InvalidRequest(told, param=param)
         if not self.counters.try_hold(self.page, count, self.max_queue, cell):
             raise self._overloaded(cell)
         begun = time.perf_counter()

@@ -220,7 +220,7 @@ async def _deliver(
     cost = Price(bytes_each * count, 0, 0, 0, (job.param, f"{count} prompts of {bytes_each} bytes each"))
     service.limits.budget.check(cost)
     exchange.watch_disconnect()
-    with service.limits.admit(exchange, -(-count // _A_PLACE), body.user[:MAX_USER]):
+    with service.limits.admit(exchange, count, body.user[:MAX_USER], a_place=_A_PLACE, param=job.param):
         requests = []
         for make, size in zip(job.prompts, job.sizes, strict=True):
             prepare = partial(_request, service, exchange, body, job, make)
