@@ -13,7 +13,8 @@ import torch
 from headrace.engine.llm import LLM
 from headrace.engine.pooled import PoolingParams
 from headrace.errors import ContextLengthExceeded, HeadraceError, InvalidRequest
-from tests.support import tiny
+from headrace.request import LoRARequest
+from tests.support import adapters, tiny
 from tests.support.pooled import hidden_states, save_decoder_reranker, save_encoder, save_modules, unit
 
 CLOSE: dict[str, Any] = {"abs": 2e-6}
@@ -183,3 +184,34 @@ def test_a_prompt_that_breaks_the_model_harms_no_other(tmp_path: Path) -> None:
         with pytest.raises(HeadraceError, match="unusable"):
             embeddings(llm, [[5, 6], [95]])
         assert embeddings(llm, [[5, 6]])[0] == pytest.approx(unit(hidden_states(oracle, [5, 6])[0]), **CLOSE)
+
+
+@pytest.mark.parametrize("encodes", [False, True])
+def test_adapters_beside_the_model_itself(tmp_path: Path, *, encodes: bool) -> None:
+    """As PEFT writes them for a model without a head."""
+    if encodes:
+        oracle, targets = save_encoder("bert", tmp_path / "model"), ("query", "key", "value")
+    else:
+        oracle, targets = tiny.create("llama").base_model, adapters.LLAMA
+        tiny.save("llama", tmp_path / "model")
+    folder = adapters.write(tmp_path / "one", oracle, targets=targets, seed=1)
+    one = LoRARequest("one", 1, str(folder))
+    ids = prompts()[:3]
+    plain = [hidden_states(oracle, each) for each in ids]
+    with open_llm(tmp_path / "model", task="embed", enable_lora=True, max_lora_rank=8) as llm:
+        asked = [{"prompt_token_ids": each} for each in ids]
+        found = llm.embed(asked, lora_request=[one, None, one], use_tqdm=False)
+    merged = adapters.merge(oracle, folder)
+    changed = [hidden_states(merged, each) for each in ids]
+    place = 0 if encodes else -1
+    for each, states in zip(found, (changed[0], plain[1], changed[2]), strict=True):
+        assert each.outputs.embedding == pytest.approx(unit(states[place]), abs=1e-5)
+
+
+def test_a_sleeping_model_wakes_as_it_was(tmp_path: Path) -> None:
+    save_encoder("bert", tmp_path)
+    with open_llm(tmp_path, enable_sleep_mode=True) as llm:
+        before = embeddings(llm, prompts()[:2])
+        llm.sleep(2)
+        llm.wake_up()
+        assert embeddings(llm, prompts()[:2]) == before

@@ -20,7 +20,7 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.safetensors_file import TensorEntry, read_header
 from headrace.models.source import read_json
-from headrace.models.weight_rules import Module, adapted_modules
+from headrace.models.weight_rules import WRAPPERS, Module, adapted_modules
 from headrace.sites import Role
 from headrace.spec import DecoderSpec
 
@@ -118,7 +118,8 @@ def _by_module(folder: Path, spec: DecoderSpec) -> Mapping[str, tuple[Module, di
     for key, entry in read_header(file).items():
         match = _PART.fullmatch(key)
         name = "" if match is None else match["module"].removeprefix(_WRAPPER)
-        module = next((known[each] for each in (name, f"model.{name}", f"transformer.{name}") if each in known), None)
+        spelled = (name, *(wrapper + name for wrapper in WRAPPERS))
+        module = next((known[each] for each in spelled if each in known), None)
         if match is None or module is None:
             unknown.append(key)
             continue

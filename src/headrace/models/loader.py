@@ -20,12 +20,10 @@ from headrace.errors import ModelError
 from headrace.layers.packed import Piece
 from headrace.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from headrace.models.streaming import Source, stream
-from headrace.models.weight_rules import WeightRule
+from headrace.models.weight_rules import WRAPPERS, WeightRule
 from headrace.observe.progress import LoadingLine
 from headrace.parallel.shares import Cut
 
-# Checkpoints of the same model differ in whether names begin at the causal-LM wrapper or at the bare model.
-_WRAPPERS = ("model.", "transformer.", "bert.", "roberta.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -147,10 +145,10 @@ class KeyNames:
 def spellings(name: str) -> Iterator[str]:
     """A key as written, without its wrapper's prefix, and with one."""
     yield name
-    for wrapper in _WRAPPERS:
+    for wrapper in WRAPPERS:
         if name.startswith(wrapper):
             yield name.removeprefix(wrapper)
-    for wrapper in _WRAPPERS:
+    for wrapper in WRAPPERS:
         yield wrapper + name
 
 

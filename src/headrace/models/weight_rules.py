@@ -20,6 +20,9 @@ from headrace.quant.gguf import GGUFBlocks
 from headrace.sites import Role, Weight, is_plain, layer_weights, weights
 from headrace.spec import DecoderSpec, Formats
 
+# Checkpoints of the same model differ in whether names begin at a head's wrapper or at the bare model.
+WRAPPERS = ("model.", "transformer.", "bert.", "roberta.")
+
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
