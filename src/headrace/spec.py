@@ -96,7 +96,7 @@ class PoolingSpec:
 
     ``kind``: of its hidden states after the last norm, that of its "last" token, of its first ("cls"), or their "mean".
     ``normalize``: to length 1 (embeddings). ``tokens``: of TOKENS, the one that speaks for a match and the one that
-    speaks against it. ``sigmoid``: of a score, where nobody asks for the logit itself.
+    speaks against it. ``sigmoid``: of a score, where nobody asks for the logit itself. ``width``: numbers of a result.
     """
 
     kind: str = "last"
@@ -104,6 +104,7 @@ class PoolingSpec:
     head: PoolHead = PoolHead.NONE
     tokens: tuple[int, ...] = ()
     sigmoid: bool = True
+    width: int = 1
 
     @property
     def task(self) -> str:

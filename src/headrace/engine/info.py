@@ -34,7 +34,6 @@ class EngineInfo:
     can_sleep: bool = False
     task: str = "generate"  # or embed, or score
     pooling: PoolingSpec | None = None  # what becomes of prompts, where they are not answered
-    embedding_width: int = 0
     segments: int = 0  # kinds of tokens, of a model that tells the texts of a pair apart by them
 
 

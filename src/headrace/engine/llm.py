@@ -180,7 +180,7 @@ class LLM:
         of each (-1: as many as fit). Raises InvalidRequest, also for a model that does not embed."""
         self._inputs.check_task("embed")
         pooling, params = self._pooling, pooling_params or PoolingParams()
-        params.check(self.info.embedding_width)
+        params.check(pooling.width)
         found = self._pooled(_for_each(_as_list(prompts), parse_prompt), truncate_prompt_tokens, use_tqdm, lora_request)
         return [
             EmbeddingRequestOutput(

@@ -146,7 +146,6 @@ def describe(
         can_sleep=config.device.enable_sleep_mode,
         task="generate" if info.pooling is None else info.pooling.task,
         pooling=info.pooling,
-        embedding_width=_positive(source.config.get("hidden_size"), 0),
         segments=_positive(source.config.get("type_vocab_size"), 0),
         num_blocks=core.scheduler.cache.num_blocks,
         block_size=info.kv_groups[0].spec.block_size if info.kv_groups else 16,

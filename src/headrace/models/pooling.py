@@ -138,6 +138,8 @@ def with_pooling(spec: DecoderSpec, fields: Fields | None) -> DecoderSpec:
         tokens=fields.integers("tokens", high=spec.vocab_size - 1),
         sigmoid=fields.boolean("sigmoid", True),
     )
+    if pooling.head is PoolHead.NONE:
+        pooling = replace(pooling, width=spec.hidden_size)
     most = fields.integer("max_length", spec.max_positions)
     headless = pooling.head is not PoolHead.TOKENS
     spec = replace(

@@ -77,6 +77,12 @@ class Packing:
         tokens = self.last[np.asarray(plan.sample_work, dtype=np.int32)]
         return tokens - np.asarray(plan.sample_back, dtype=np.int32) if plan.sample_back else tokens
 
+    def begun(self, plan: StepPlan) -> Ints:  # [samples]
+        """The packed token that begins the chunk of each."""
+        work = np.asarray(plan.sample_work, dtype=np.int32)
+        begun: Ints = self.last[work] + 1 - np.asarray(plan.counts, dtype=np.int32)[work]
+        return begun
+
     def hidden_rows(self, tokens: Ints) -> Ints:
         """Where the hidden states of these packed tokens lie among those that were computed."""
         return tokens if self.wanted is None else np.searchsorted(self.wanted, tokens).astype(np.int32)
@@ -92,13 +98,14 @@ class Packing:
         return int(longer[0])
 
 
-def pack(plan: StepPlan, *, padded: bool, prune: bool = False) -> Packing:
-    """``prune``: only hidden states that are sampled from are wanted. A step that scores prompts wants all, and so does
-    one whose chunks are single tokens: graphs compute those, sampled or not."""
+def pack(plan: StepPlan, *, padded: bool, prune: bool = False, first: bool = False) -> Packing:
+    """``prune``: only hidden states that are sampled from are wanted, or with ``first`` those that begin their chunks.
+    A step that scores prompts wants all, and so does one whose chunks are single tokens: graphs compute those, sampled
+    or not."""
     packing = _pack(plan, padded)
     if not prune or plan.prompt_logprobs or len(packing.chunk) == len(plan.rows):
         return packing
-    wanted = np.unique(packing.sampled(plan))
+    wanted = np.unique(packing.begun(plan) if first else packing.sampled(plan))
     # kernels take no empty tensors
     return replace(packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32))
 

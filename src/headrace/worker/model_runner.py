@@ -160,7 +160,8 @@ class ModelRunner:
         self._max_logits_rows = max_logits_rows
         self._padded = padded
         pooling = decoder.spec.pooling
-        self._prune = prune and (pooling is None or pooling.kind == "last")
+        self._prune = prune and (pooling is None or pooling.kind != "mean")
+        self._first = pooling is not None and pooling.kind == "cls"
         self._clock = clock
         self._device_clock = DeviceClock()
         self._speculator = speculator
@@ -271,7 +272,7 @@ class ModelRunner:
     def _compute(self, step: Step) -> None:
         """A step that goes on eagerly from its hidden states."""
         plan = step.plan
-        packing = pack(plan, padded=self._padded, prune=self._prune) if plan.rows else None
+        packing = pack(plan, padded=self._padded, prune=self._prune, first=self._first) if plan.rows else None
         if packing is not None and step.drafts is not None and step.drafts.trees:
             packing = branched(packing, step.drafts.trees)
         if packing is not None and plan.drafts and self._verify_drawn(step, packing):
@@ -413,10 +414,9 @@ class ModelRunner:
         """Of the prompts that this step completes."""
         if not plan.sample_work:
             return None
-        last = packing.sampled(plan)
-        first = last + 1 - np.asarray(plan.counts, dtype=np.int32)[np.asarray(plan.sample_work, dtype=np.int32)]
+        first, last = packing.begun(plan), packing.sampled(plan)
         if packing.wanted is not None:  # nothing else was computed to the end
-            first = last = packing.hidden_rows(last)
+            first = last = packing.hidden_rows(first if self._first else last)
         places = ship_all(self._rows.device, first, last)
         return self._decoder.pooled(hidden, Pooled(places[0].long(), places[1].long()))
 

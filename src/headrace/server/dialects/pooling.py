@@ -143,13 +143,13 @@ def parse_score(raw: Mapping[str, Any]) -> tuple[ScoreBody, list[tuple[str, str]
 async def embeddings(service: Service, exchange: Exchange) -> None:
     body, given = await service.limits.bodies.read(exchange, parse_embedding)
     service.model.check_task("embed")
-    info = service.model.any_engine().info
+    spec = _pooling(service)
     params = PoolingParams(dimensions=body.dimensions)
-    params.check(info.embedding_width)
+    params.check(spec.width)
     truncate = body.truncate_prompt_tokens
     job = Job([partial(_plain, each) for each in given], [len(each) for each in given], "input", truncate)
-    answer = partial(EmbeddingAnswer, pooling=_pooling(service), params=params, encoding=body.encoding_format)
-    await _deliver(service, exchange, body, job, answer, _FLOAT_BYTES * (body.dimensions or info.embedding_width))
+    answer = partial(EmbeddingAnswer, pooling=spec, params=params, encoding=body.encoding_format)
+    await _deliver(service, exchange, body, job, answer, _FLOAT_BYTES * (body.dimensions or spec.width))
 
 
 async def rerank(service: Service, exchange: Exchange) -> None:
