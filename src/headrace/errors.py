@@ -31,10 +31,17 @@ class InvalidRequest(HeadraceError, ValueError):
 class ContextLengthExceeded(InvalidRequest):
     """The prompt (plus what was asked for) does not fit the model's context or the whole cache."""
 
-    def __init__(self, num_tokens: int, limit: int, *, param: str = "messages", what: str = "the prompt has") -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        limit: int,
+        *,
+        param: str = "messages",
+        what: str = "the prompt has",
+        remedy: str = "Shorten the prompt or ask for fewer tokens.",
+    ) -> None:
         super().__init__(
-            f"This model's maximum context length is {limit} tokens, but {what} {num_tokens} tokens. "
-            f"Shorten the prompt or ask for fewer tokens.",
+            f"This model's maximum context length is {limit} tokens, but {what} {num_tokens} tokens. {remedy}",
             param=param,
             code="context_length_exceeded",
         )

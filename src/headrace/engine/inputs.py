@@ -313,7 +313,11 @@ class InputProcessor:
 
     def _check_prompt_length(self, count: int, param: str) -> None:
         if count > self._longest_prompt:
-            raise ContextLengthExceeded(count, self.info.max_sequence_tokens, param=param)
+            limit = self.info.max_sequence_tokens
+            if self.info.pooling is None:
+                raise ContextLengthExceeded(count, limit, param=param)
+            remedy = "Shorten the text, or set truncate_prompt_tokens."
+            raise ContextLengthExceeded(count, limit, param=param, what="the text has", remedy=remedy)
 
     def tokenized(self, prompt: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:
         """A text prompt with its ids."""
