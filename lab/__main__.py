@@ -51,6 +51,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         "lab.speculation", "drafts on and off, in one engine, turn by turn", model=True, engine=True
     ),
     "train-head": Benchmark("lab.train_head", "a small EAGLE head for a target, trained on what it says itself"),
+    "trees": Benchmark(
+        "lab.trees", "accepted drafts of trees and of chains of as many tokens", model=True, engine=True
+    ),
     "control-plane": Benchmark("lab.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("lab.masks", "structured output: a schema's first mask, and each token's"),
     "stream-rate": Benchmark("lab.stream_rate", "tokens a second one server streams, nothing computed"),

@@ -193,15 +193,17 @@ def _imposed(chance: float | None) -> Iterator[None]:
 
 
 def _prompts(llm: Any, args: argparse.Namespace) -> list[list[int]]:
-    draw, vocab = random.Random(1), llm.info.vocab_size
-    size = COPIED if args.copying else PROMPT
-    many = max(args.requests, *args.batch)
-    if args.prompts is None:
-        found = [[draw.randrange(vocab) for _ in range(size)] for _ in range(many)]
-    else:
-        lines = (json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines())
-        found = [ids for line in lines for ids in _read(llm, line, size, many)][:many]
+    found = read_prompts(llm, args.prompts, max(args.requests, *args.batch), COPIED if args.copying else PROMPT)
     return [[*ids, *ids, *ids[:PROMPT]] for ids in found] if args.copying else found
+
+
+def read_prompts(llm: Any, lines: Path | None, many: int, size: int = PROMPT) -> list[list[int]]:
+    """``many`` prompts from a file of JSON lines, or of random tokens."""
+    if lines is None:
+        draw, vocab = random.Random(1), llm.info.vocab_size
+        return [[draw.randrange(vocab) for _ in range(size)] for _ in range(many)]
+    parts = (json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines())
+    return [ids for line in parts for ids in _read(llm, line, size, many)][:many]
 
 
 def _read(llm: Any, line: Mapping[str, Any], size: int, many: int) -> list[list[int]]:
