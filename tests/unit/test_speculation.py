@@ -223,10 +223,10 @@ def test_unused_blocks_come_back() -> None:
 
 
 def test_a_modelled_device_accepts_as_often_as_it_is_told() -> None:
-    def speed(drafts: int) -> float:
+    def speed(drafts: int, tree: int = 1) -> float:
         info, clock = keyed_hash_info(max_drafts=drafts), VirtualClock()
         executor = ModelledExecutor(
-            info, lambda plan: StepPrice(0.01, 0.0, 0.0, 0.0), clock, acceptance=0.8, draft_cost=0.1
+            info, lambda plan: StepPrice(0.01, 0.0, 0.0, 0.0), clock, acceptance=0.8, draft_cost=0.1, tree=tree
         )
         config = SchedulerConfig(max_num_seqs=8, speculative_config=FIXED % drafts if drafts else None)
         core = EngineCore(
@@ -245,6 +245,7 @@ def test_a_modelled_device_accepts_as_often_as_it_is_told() -> None:
 
     expected_gain = sum(0.8**n for n in range(5)) / 1.4
     assert abs(speed(4) / speed(0) / expected_gain - 1.0) < 0.05
+    assert speed(8, tree=2) == speed(4), "as deep, and twice as wide"
 
 
 def test_a_request_is_told_why_nothing_of_it_is_drafted() -> None:

@@ -78,7 +78,8 @@ class ModelledExecutor:
     """Takes the virtual time that ``price`` says; ``ratio``: how many times as long a step takes, by its number, when
     it begins and whether it is of single tokens alone. One device. Where plans draft, a draft is right as often as
     ``acceptance`` says (by a hash of its place), and proposing one more for all rows takes ``draft_cost`` of the
-    step."""
+    step. ``tree``: so many drafts stand side by side at each place, of which one is right as often as that, and one
+    pass proposes them."""
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class ModelledExecutor:
         ratio: Callable[[int, float, bool], float] | None = None,
         acceptance: float = 0.0,
         draft_cost: float = 0.0,
+        tree: int = 1,
     ) -> None:
         self.info = info
         self.counts = DeviceCounts()
@@ -98,6 +100,7 @@ class ModelledExecutor:
         self._clock = clock
         self._ratio = ratio
         self._host_seconds = host_seconds
+        self._tree = tree
         self._busy_until = 0.0
         self._rested_at = -math.inf
         self._sequences: dict[int, int] = {}  # row → where its tokens begin
@@ -112,7 +115,9 @@ class ModelledExecutor:
         if pause > RESTED:
             self._rested_at = now
         begin = max(self._busy_until, began)
-        seconds = self._felt(price, now, pause) * (1.0 + self._draft_cost * max(plan.drafts, default=0))
+        seconds = self._felt(price, now, pause) * (
+            1.0 + self._draft_cost * -(-max(plan.drafts, default=0) // self._tree)
+        )
         self._busy_until = begin + seconds
         if price.launch_seconds:  # it ends no sooner than its last kernel is launched
             self._busy_until = max(self._busy_until, began + price.launch_seconds)
@@ -138,7 +143,8 @@ class ModelledExecutor:
         """As many as are accepted, and the one behind them; rows are as long as they have got tokens."""
         vocab, found = self.info.vocab_size, []
         for work, row in zip(plan.sample_work, plan.sample_rows, strict=True):
-            first, length, drafts = self._sequences[row], self._lengths[row], plan.drafts[work] if plan.drafts else 0
+            first, length = self._sequences[row], self._lengths[row]
+            drafts = -(-plan.drafts[work] // self._tree) if plan.drafts else 0
             right = next(
                 (at for at in range(drafts) if _share(first + (length + at) * _POSITION) >= self._acceptance), drafts
             )

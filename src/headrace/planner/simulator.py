@@ -112,10 +112,10 @@ def create_core(
     clock = VirtualClock()
     ratio = disturbances.ratio if disturbances is not None else None
     settings = read_settings(config.scheduler.speculative_config)
-    drafting = {}
+    drafting: dict[str, Any] = {}
     if settings is not None:
         info = replace(info, max_drafts=settings.most)
-        drafting = {"acceptance": settings.acceptance, "draft_cost": settings.draft_cost}
+        drafting = {"acceptance": settings.acceptance, "draft_cost": settings.draft_cost, "tree": settings.tree or 1}
     executor = ModelledExecutor(info, step_time.of_plan, clock, ratio=ratio, **drafting)
     core = EngineCore(
         executor,

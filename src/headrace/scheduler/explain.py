@@ -138,7 +138,7 @@ def _drafts(scheduler: Scheduler, sequence: Sequence) -> str:
     if scheduler.speculation is None:
         return ""
     if not sequence.drafts:
-        return "none: it follows a grammar" if sequence.structured else "none: the request asks for none"
+        return "none: the request asks for none"
     length = scheduler.speculation.length(len(scheduler.roster.running))
     return (
         f"{length} tokens a step"

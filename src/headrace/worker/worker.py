@@ -553,6 +553,9 @@ class Worker:
         if self._setup.draft is not None:
             weights, states = self._setup.draft.weight_bytes(self._setup.dtype.itemsize), self._setup.draft_state_bytes
             yield draft_memory(weights, states, self._draft_kv, self._plan.groups, self._plan.draft_blocks)
+        if (settings := self._setup.speculative) is not None and settings.tree is not None:
+            said = f"{settings.most} tokens, {settings.tree} continuations of each"
+            yield Decision("draft tree", said, "the most probable; with penalties, biases or a grammar it is a chain")
         if self._adapters is not None:
             said = f"{self._adapters.slots.num_bytes / 2**20:.0f} MiB beside the weights, set aside for --max-loras and --max-lora-rank"
             yield Decision(
