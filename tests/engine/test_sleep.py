@@ -6,14 +6,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.config import CacheConfig, EngineConfig
 from headrace.engine.executor import Control, Sleep, Wake
 from headrace.engine.keyed_hash import keyed_hash_info
-from headrace.engine.sleeping import SleepingExecutor
+from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.errors import HeadraceError, InvalidRequest, OutOfMemory
 from headrace.request import FinishReason
 from tests.support.hash_engine import Answers, CheckedExecutor, assert_at_rest, engine, expected, request, run
@@ -154,6 +156,19 @@ def test_without_memory_it_stays_as_it_is() -> None:
     executor.lacks = ()
     core.wake()
     assert run(core).tokens[2, 0] == expected(request(2, range(9)))
+
+
+def test_the_same_size_again() -> None:
+    """An encoder has no KV, and what was counted is counted again."""
+    info, config = keyed_hash_info(num_blocks=64, max_model_len=100), EngineConfig()
+    again = of_same_size(config, info)
+    assert (again.cache.kv_cache_memory, again.model.max_model_len) == (
+        64 * info.kv_groups[0].spec.bytes_per_block,
+        100,
+    )
+    assert of_same_size(config, replace(info, kv_groups=())).cache == config.cache
+    counted = replace(config, cache=CacheConfig(num_blocks=64))
+    assert of_same_size(counted, info).cache == counted.cache
 
 
 def test_what_is_made_again_with_fewer_blocks_is_refused() -> None:

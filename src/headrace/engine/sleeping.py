@@ -19,10 +19,9 @@ from headrace.request import StepPlan, StepResult, TokenMasks
 def of_same_size(config: EngineConfig, info: ExecutorInfo) -> EngineConfig:
     """By which an executor is made once more with the same blocks and rows, whatever memory there is by then.
     ``config`` is resolved."""
-    size = max(
-        1, sum(group.num_blocks * group.spec.bytes_per_block for group in info.kv_groups)
-    )  # an encoder keeps none
-    cache = config.cache if config.cache.num_blocks is not None else replace(config.cache, kv_cache_memory=size)
+    size = sum(group.num_blocks * group.spec.bytes_per_block for group in info.kv_groups)
+    counted = config.cache.num_blocks is not None or not size  # an encoder has no KV
+    cache = config.cache if counted else replace(config.cache, kv_cache_memory=size)
     return replace(config, cache=cache, model=replace(config.model, max_model_len=info.max_model_len))
 
 
