@@ -202,9 +202,9 @@ def test_metrics_are_by_model_and_every_metric_stands_once(server: Server) -> No
             assert last not in seen
             seen.add(last)
         elif not line.startswith("#"):
-            assert line.startswith(last) and (
-                last.startswith(("process_", "headrace_memory_budget")) or "model_name=" in line
-            ), line
+            unnamed = last.startswith(("process_", "http_", "headrace_http_", "headrace_memory_budget"))
+            assert line.startswith(last) and unnamed != ("model_name=" in line), line
+    assert re.search(r'^headrace_http_responses_total{route="/v1/completions",status="2xx"} [1-9]', page, re.M)
     assert 'headrace_model_state{model_name="one",state="awake"} 1' in page
     assert "headrace_memory_budget_bytes 2000000" in page
     assert int(re.search(r'headrace_model_wakes_total{model_name="one"} (\d+)', page)[1]) > 3  # type: ignore[index]

@@ -351,19 +351,26 @@ def _started() -> float:
 # --- several models
 
 
-def merged(pages: Mapping[str, str]) -> str:
-    """One page of each model's: a metric stands in one place, and every sample has its model's name."""
+_OF_HTTP = ("http_", "headrace_http_")  # how the names of metrics begin that are counted before a model is known
+
+
+def merged(pages: Mapping[str, str], front: str) -> str:
+    """One page of each model's and of the front end that they share: a metric stands in one place, and every sample has
+    its model's name, but those of HTTP, which are the front end's."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
-    for model, page in pages.items():
-        label, name = f'model_name="{_escaped(model)}"', ""
+    for model, page in (*pages.items(), (None, front)):
+        label, name = f'model_name="{_escaped(model or "")}"', ""
         for line in page.splitlines(keepends=True):
+            name = line.split(" ", 3)[2] if line.startswith("#") else name
+            if name.startswith(_OF_HTTP) != (model is None):
+                continue
             if line.startswith("#"):
-                name = line.split(" ", 3)[2]
                 if line not in heads.setdefault(name, []):
                     heads[name].append(line)
                 continue
-            samples.setdefault(name, []).append(line if "model_name=" in line else _labelled(line, label))
+            known = model is None or "model_name=" in line
+            samples.setdefault(name, []).append(line if known else _labelled(line, label))
     return "".join("".join((*head, *samples.get(name, ()))) for name, head in heads.items())
 
 

@@ -149,7 +149,8 @@ async def metrics(board: Board, exchange: Exchange) -> None:
         each.name: {"condition": each.condition, "held": each.held, "need": each.need, "wakes": each.wakes}
         for each in board.members
     }
-    page = merged(pages) + render_members(told, board.keeper.budget) + render_process()
+    front = board.house.observed.total().render("", {}).decode()
+    page = merged(pages, front) + render_members(told, board.keeper.budget) + render_process()
     await exchange.reply(200, page.encode(), CONTENT_TYPE)
 
 
