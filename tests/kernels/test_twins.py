@@ -3,11 +3,16 @@ themselves."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from headrace.kernels.attention import reference as attention_twins
+from headrace.kernels.attention.vendor import sequence_attention
+from headrace.kernels.inputs import AttentionInputs
 from headrace.kernels.moe import reference as moe_twins
 from headrace.kernels.norm import reference as norm_twins
 from headrace.spec import Activation
@@ -38,6 +43,21 @@ def test_paged_attention_caps_scores() -> None:
     k, v = (cache[blocks, 0].reshape(-1, 4)[:9] for cache in (case.k_cache, case.v_cache))
     weights = torch.softmax(0.3 * torch.tanh(case.q[0] @ k.T * 0.5 / 0.3), -1)
     torch.testing.assert_close(case.run(attention_twins.paged_attention, None, 0.3)[0], weights @ v)
+
+
+@pytest.mark.parametrize("attend", [attention_twins.whole_attention, sequence_attention])
+def test_whole_attention_is_unmasked_attention_of_each_sequence(attend: Any) -> None:
+    """Neighbours that are equally long, an empty one, views of one matrix."""
+    torch.manual_seed(0)
+    starts = [0, 3, 6, 6, 7, 20]
+    q, k, v = torch.randn(20, 12, 8).split_with_sizes((4, 4, 4), dim=1)
+    edges = torch.tensor(starts, dtype=torch.int32)
+    inputs = AttentionInputs(edges, edges, edges.diff(), edges, 16, 13, 13)
+    out = attend(q, k, v, inputs, 0.3)
+    for begin, end in pairwise(starts):
+        heads = [each[begin:end].transpose(0, 1) for each in (q, k, v)]
+        want = torch.softmax(heads[0] @ heads[1].mT * 0.3, dim=-1) @ heads[2]
+        torch.testing.assert_close(out[begin:end], want.transpose(0, 1))
 
 
 def test_queries_that_see_nothing_give_zeros() -> None:

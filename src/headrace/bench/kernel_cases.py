@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ from headrace.sites import layer_matrices
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, RopeSpec
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 128}  # tokens, as engines choose them
+_TEXT = 64  # tokens of an encoder's text
 MANY_ROWS = 64  # more rows are one prompt, not a batch of decoding sequences
 ROWS_OF = {  # the least and the most rows that an operation is called with
     **dict.fromkeys(("fused_linear", "packed_fused_linear"), (1, MOST_ROWS)),
@@ -125,6 +126,7 @@ class CaseMaker:
             "gumbel_argmax": self._pick,
             "rope_attention": self._rope,
             "paged_attention": self._attention,
+            "whole_attention": self._whole_attention,
             "rotary_write": self._rotary,
             "decode_step": self._step,
             "draft_tokens": self._draft_tokens,
@@ -482,6 +484,24 @@ class CaseMaker:
         return KernelCase(
             "paged_attention", label, HeadFacts(*self._heads), self._bytes(keys + 2 * q.numel()), flops, calls
         )
+
+    def _whole_attention(self, rows: int) -> KernelCase:
+        """Sequences of two lengths in turn, as an encoder's texts are."""
+        spec, starts = self.spec, [0]
+        while starts[-1] < rows:
+            starts.append(min(rows, starts[-1] + (_TEXT if len(starts) % 2 else _TEXT // 2)))
+        lengths = [end - begin for begin, end in pairwise(starts)]
+        edges, none = torch.tensor(starts, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+        inputs = AttentionInputs(none, edges, edges.diff(), none, self.block_size, max(lengths), max(lengths))
+        heads, facts = (spec.num_heads, spec.head_dim), HeadFacts(self.dtype, spec.head_dim, *[spec.num_heads] * 2)
+        q, k, v = (self._random(rows, *heads) for _ in range(3))
+
+        def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(attend, q, k, v, inputs, spec.attention_scale)]
+
+        flops = 4 * sum(length**2 for length in lengths) * spec.num_heads * spec.head_dim
+        label = f"{len(lengths)} texts, {rows} tokens"
+        return KernelCase("whole_attention", label, facts, self._bytes(4 * q.numel()), flops, calls)
 
     def _step(self, rows: int) -> KernelCase:
         """One layer and the norm after it, with one sequence per row."""

@@ -140,8 +140,8 @@ PAGED_ATTENTION = (
     gpu.triton("attention.paged:create_paged_attention", _attentions, _refuses),
 )  # fmt: skip
 WHOLE_ATTENTION = (
-    Candidate("sdpa", create_sequence_attention),
+    Candidate("sdpa", create_sequence_attention, batch_invariant=False),
     Candidate("varlen", create_packed_attention, gpu.DEVICES, (torch.bfloat16, torch.float16), batch_invariant=False),
-    Candidate("sdpa_sequences", create_sequence_attention, gpu.DEVICES),
+    Candidate("sdpa_sequences", create_sequence_attention, gpu.DEVICES, batch_invariant=False),
 )  # fmt: skip
 ROPE_ATTENTION = (_rope(ROPE_CASCADE, "fused_rope_attention", "cascade_attention"), _rope(ROPE, "fused_rope_attention"))
