@@ -355,6 +355,9 @@ class DeviceConfig:
         True, "off: the last layer computes every token of a prompt, even those whose output is not used"
     )
     compressed_weights: bool = switch(False, "store bfloat16 weights losslessly in 12 bits, on a CPU with AVX-512 BF16")
+    joint_deltas: bool = switch(
+        False, "on a GPU: add adapters to few rows in one launch, whose CTAs wait for each other (not measured yet)"
+    )
     integer_products: bool = switch(
         True, "off: a CPU that computes in bfloat16 or float16 does not round the inputs of low-bit weights to 8 bits"
     )

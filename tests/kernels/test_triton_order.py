@@ -27,6 +27,7 @@ from headrace.kernels.linear.eight_bits import Maker
 from headrace.kernels.linear.flat_forms import FLAT, Form, vector
 from headrace.kernels.linear.flat_forms import flat as flat_form
 from headrace.kernels.linear.flat_linear import FusedLinear, Product, make_scratch
+from headrace.kernels.lora import triton_joint as joint
 from headrace.kernels.lora import triton_lora as lora
 from headrace.kernels.norm import triton_norm as norm
 from headrace.kernels.norm import triton_rounded as rounding
@@ -82,7 +83,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setattr(Builder, "create_masked_load", noted("load", load, 0, 1))
     monkeypatch.setattr(Builder, "create_masked_store", noted("store", store, 0, 2))
     monkeypatch.setattr(Builder, "create_atomic_rmw", noted("atomic", atomic, 1, 3))
-    for module in (codes, eight_bits, embedding, flat, lora, norm, rotary, rounding, rows, sampling):
+    for module in (codes, eight_bits, embedding, flat, joint, lora, norm, rotary, rounding, rows, sampling):
         monkeypatch.setattr(sys.modules[module.__name__], "gdc_wait", told.wait)
     return told
 
@@ -180,15 +181,14 @@ def test_what_stands_around_a_forward_pass_waits_before_it_touches_anything(
 
 def test_adapters_read_slots_ranks_and_factors_alone_before_they_wait(programs: Programs) -> None:
     """These are written by what is never launched early: copies, and the lookup of rows' slots at a step's begin."""
-    a, b, ranks = torch.randn(3, 2, 20, 64), torch.randn(3, 20, 40), torch.full((3, 2), 20).int()
+    a, b, ranks = torch.randn(3, 2, 16, 64), torch.randn(3, 16, 40), torch.full((3, 2), 16).int()
     slots, squares = torch.tensor([2, -1, 0, 2]).int(), torch.rand(3, 4) * 64
-    tickets = torch.zeros(64, dtype=torch.int32)
-    add = lora._adder(programmatic=True, invariant=False, tickets=tickets)
-    add(
-        torch.randn(4, 40), torch.randn(4, 64), a, b, ranks, (24, 16), AdapterRows(slots), torch.rand(3, 2, 40), squares
-    )
-    assert programs.early["load"]
-    assert_in_order(programs, [a, b, ranks, slots])
+    two = lora._adder(programmatic=True, invariant=False)
+    for add in (two, joint._joint(torch.zeros(64, dtype=torch.int32), two, programmatic=True)):
+        gains = torch.rand(3, 2, 40)
+        add(torch.randn(4, 40), torch.randn(4, 64), a, b, ranks, (24, 16), AdapterRows(slots), gains, squares)
+        assert programs.early["load"]
+        assert_in_order(programs, [a, b, ranks, slots])
 
 
 def test_a_step_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +218,7 @@ def test_no_other_kernel_begins_early() -> None:
         "eight_bits",
         "flat_linear",
         "triton_embedding",
+        "triton_joint",
         "triton_lora",
         "triton_norm",
         "triton_pick",

@@ -361,18 +361,19 @@ def moe(tokens: int) -> dict[str, dict[str, int]]:
     return record(module, kernels, lambda: run(x, router, gate_up, down, 8, True, Activation.SILU))
 
 
-def lora(tokens: int, rank: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+def lora(tokens: int, rank: int, dtype: torch.dtype, *, joint: bool = False) -> dict[str, dict[str, int]]:
     from headrace.kernels.inputs import AdapterRows
-    from headrace.kernels.lora import triton_lora
+    from headrace.kernels.lora import triton_joint, triton_lora
 
     parts, ints = (4096, 1024, 1024), partial(torch.zeros, dtype=torch.int32)
     x, y = torch.empty(tokens, 4096, dtype=dtype), torch.empty(tokens, sum(parts), dtype=dtype)
     a, b = torch.empty(4, 3, rank, 4096, dtype=dtype), torch.empty(4, rank, sum(parts), dtype=dtype)
-    chained = dtype != torch.float32
-    add = triton_lora._adder(programmatic=chained, invariant=False, tickets=ints(1536) if chained else None)
+    add = triton_lora._adder(programmatic=dtype != torch.float32, invariant=False)
     rest = torch.zeros(4, 2, sum(parts)), torch.zeros(48, tokens), 1e-5
-    kernels = ("_shrink_kernel", "_expand_kernel") if chained and tokens > 512 else ("_few_kernel",)
-    return record(triton_lora, kernels, lambda: add(y, x, a, b, ints(4, 3), parts, AdapterRows(ints(tokens)), *rest))
+    module, kernels = triton_lora, ("_shrink_kernel", "_expand_kernel")
+    if joint:
+        module, kernels, add = triton_joint, ("_joint_kernel",), triton_joint._joint(ints(1536), add, programmatic=True)
+    return record(module, kernels, lambda: add(y, x, a, b, ints(4, 3), parts, AdapterRows(ints(tokens)), *rest))
 
 
 CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
@@ -402,6 +403,7 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "linear, many": lambda: linear(4096),
     "lora, few": lambda: lora(64, 16, torch.bfloat16),
     "lora, few of rank 256": lambda: lora(64, 256, torch.bfloat16),
+    "lora, joint": lambda: lora(64, 16, torch.bfloat16, joint=True),
     "lora, many": lambda: lora(2048, 64, torch.bfloat16),
     "lora, float32": lambda: lora(2048, 64, torch.float32),
     "moe, one": lambda: moe(1),

@@ -96,5 +96,12 @@ def _looks_up(site: CallSite[DeltaFacts], run: Any, sizes: Sizes) -> Calls:
     yield "tokens", partial(look_up, TOKENS)
 
 
-ADD_DELTAS = (native(create_add_deltas), triton("lora.triton_lora:create_add_deltas", _adds))
+ADD_DELTAS = (
+    native(create_add_deltas),
+    triton(
+        "lora.triton_joint:create_joint_deltas", _adds,
+        name="joint", techniques=frozenset({"joint_deltas"}), batch_invariant=False, optional=True,
+    ),
+    triton("lora.triton_lora:create_add_deltas", _adds),
+)  # fmt: skip
 LOOK_UP_DELTAS = (triton("lora.triton_lora:look_up_deltas", _looks_up),)
