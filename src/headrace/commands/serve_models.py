@@ -30,9 +30,8 @@ from headrace.server.members.life import MembersConfig
 from headrace.server.members.member import MemberConfig
 
 KEYS = ("memory", "sleep-level", "models")
-OWN = frozenset(  # of the server's settings: what each model has for itself
-    ("tool_call_parser", "reasoning_parser", "repetition_detection", "max_queue")
-)
+# of the server's settings: what each model has for itself
+OWN = frozenset(("tool_call_parser", "reasoning_parser", "repetition_detection", "max_queue"))
 _MOST_KV = 4 * 2**30  # bytes for each model that does not say, and no more than a quarter of the budget
 _CARD_SHARE = 0.9
 

@@ -46,11 +46,9 @@ def create_executor(
     """As the worker's. ``ranks``: the others, begun and not launched; they are this executor's, and end with it."""
     if ranks is None:
         return create_alone(config, source, head_start, stages, meanwhile)
-    size, kind, stages = (
-        config.device.tensor_parallel_size,
-        device_kind(config.device.device),
-        stages or Stages(RealClock()),
-    )
+    size = config.device.tensor_parallel_size
+    kind = device_kind(config.device.device)
+    stages = stages or Stages(RealClock())
     config = replace(config, device=replace(config.device, device=kind))
     if kind == "cuda":
         check_devices(config.device, config.device.num_ranks)

@@ -57,9 +57,8 @@ class Drive:
         router: Router | None = None,
     ) -> None:
         self._cores, self._router = cores, router
-        self._brought: list[
-            tuple[float, int, Sequence[SequenceOutput]]
-        ] = []  # a heap: what steps brought, by their end
+        # a heap: what steps brought, by their end
+        self._brought: list[tuple[float, int, Sequence[SequenceOutput]]] = []
         self._asked = asked
         self._ids = ids
         self._room = len(asked) if room is None else room

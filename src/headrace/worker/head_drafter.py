@@ -91,9 +91,8 @@ class HeadDrafter(Drawing):
             return
         counts = (ends - begins)[chosen].astype(np.int32)
         inside = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
-        before = (
-            np.repeat((firsts + begins - starts)[chosen], counts) + inside - 1
-        )  # packed; what waited lies elsewhere
+        # packed; what waited lies elsewhere
+        before = np.repeat((firsts + begins - starts)[chosen], counts) + inside - 1
         places = np.flatnonzero((inside == 0) & np.repeat(waited[chosen], counts)).astype(np.int32)
         source, place, row = (part.long() for part in ship_all(
             self._rows.device, np.maximum(before, 0), places, rows[chosen][waited[chosen]]))  # fmt: skip
