@@ -1,25 +1,172 @@
 """The candidates for attention, rotary embedding and the cache write, best first.
 
 What lives here: the ordered lists, what declines a call site before anything is compiled, small calls that build what a
-model will launch. What may not: kernels.
+model will launch; calls of the library's own attention, and the C kernels (attention.c) as torch functions. What may
+not: Triton, CUDA, compiling (build/), mathematics.
 """
 
 from __future__ import annotations
 
+from ctypes import c_int
 from functools import partial
+from itertools import pairwise
+from struct import Struct
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from headrace.kernels.attention.native import create_paged_attention, create_rotary_write
-from headrace.kernels.attention.vendor import create_packed_attention, create_sequence_attention
 from headrace.kernels.build import gpu
-from headrace.kernels.build.native import native
+from headrace.kernels.build.c_compiler import Native
+from headrace.kernels.build.native import TYPES, function_of, native
 from headrace.kernels.build.rehearsals import heads, token_counts
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, HeadFacts, RopeFacts, Sizes
-from headrace.kernels.inputs import Quantized
+from headrace.kernels.inputs import AttentionInputs, Quantized
 from headrace.kernels.linear.around import MOST_ROWS
 from headrace.spec import attention_groups
+
+_MOST_HEAD_DIM = 256  # FlashAttention 2
+
+
+def create_sequence_attention(site: CallSite[HeadFacts]) -> Any:
+    """A call for each sequence, on a CPU: of runs of equal lengths, one for all."""
+    return sequence_attention
+
+
+def sequence_attention(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, scale: float) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for begin, end, length in _runs(inputs.query_start.tolist()):
+        # [sequences, H, length, D]
+        heads = [each[begin:end].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v)]
+        found = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], scale=scale)
+        out[begin:end] = found.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def _runs(starts: list[int]) -> list[tuple[int, int, int]]:
+    """(begin, end, length of each) of neighbours that are equally long; empty ones are left out."""
+    runs: list[tuple[int, int, int]] = []
+    for begin, end in pairwise(starts):
+        if runs and runs[-1][2] == end - begin:
+            runs[-1] = runs[-1][0], end, end - begin
+        elif end > begin:
+            runs.append((begin, end, end - begin))
+    return runs
+
+
+def create_packed_attention(site: CallSite[HeadFacts]) -> Any:
+    """One call for all sequences: FlashAttention over packed tokens (Dao 2023), in torch since 2.10."""
+    if site.facts.head_dim > _MOST_HEAD_DIM or site.facts.head_dim % 8:
+        return Declined(f"head_dim {site.facts.head_dim} is no multiple of 8 up to {_MOST_HEAD_DIM}")
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return Declined(f"torch {torch.__version__} has no varlen_attn")
+
+    def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, scale: float) -> Tensor:
+        starts, longest = inputs.query_start, inputs.max_query_len
+        found = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale)
+        assert isinstance(found, Tensor), "nothing beside it was asked for"
+        return found
+
+    return packed_attention
+
+
+_NATIVE_HEAD_DIM, _NATIVE_GROUP = 512, 64  # attention.c: MAX_DIM, MAX_ROWS
+# The argument structs of the C file, field for field: i int, q int64, P pointer, f float.
+_ROTARY = Struct("@2i8q3P6q5P6q2P")
+_ATTENTION = Struct("@2i6q2P2q2P6q3P4q4P2f")
+_CODES = MappingProxyType({"int8": 3, "float8_e4m3fn": 4, "float8_e5m2": 5, "uint4": 6})  # kv_codes.h
+
+
+def _held(cache: Tensor, quantized: Quantized | None) -> tuple[int, int, int]:
+    """The element type of a cache as C numbers it, and where the scales of its keys and its values are, 0 for none."""
+    if quantized is None:
+        return TYPES[cache.dtype], 0, 0
+    k, v = (0 if each is None else each.data_ptr() for each in (quantized.k_scales, quantized.v_scales))
+    return _CODES[quantized.format.codes], k, v
+
+
+def create_rotary_write(native: Native, site: CallSite[HeadFacts]) -> Any:
+    function = function_of(native, "headrace_rotary_write", "si", c_int)
+
+    def rotary_write(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        quantized: Quantized | None = None,
+    ) -> Tensor:
+        """In place on q and k, where their last dimension is contiguous."""
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        rotary_dim, max_positions, angles = (
+            (0, 0, None) if cos_sin is None else (cos_sin.shape[1], cos_sin.shape[0], cos_sin.data_ptr())
+        )
+        held, *scales = _held(k_cache, quantized)
+        failed = function(
+            _ROTARY.pack(
+                TYPES[q.dtype], held,
+                q.shape[0], q.shape[1], k.shape[1], q.shape[2], rotary_dim, max_positions, k_cache.shape[2], k_cache.shape[0],
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+                positions.data_ptr(), slots.data_ptr(), angles or 0, k_cache.data_ptr(), v_cache.data_ptr(),
+                *k_cache.stride()[:3], *v_cache.stride()[:3], *scales,
+            ),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise IndexError(
+                f"a position is not in 0 … {max_positions - 1} or a slot is beyond {k_cache.shape[0] * k_cache.shape[2]}"
+            )
+        return q
+
+    return rotary_write
+
+
+def create_paged_attention(native: Native, site: CallSite[HeadFacts]) -> Any:
+    if site.facts.head_dim > _NATIVE_HEAD_DIM:
+        return Declined(f"head_dim {site.facts.head_dim} is above {_NATIVE_HEAD_DIM}")
+    if (reason := site.facts.ungrouped(_NATIVE_GROUP)) is not None:
+        return Declined(reason)
+    function, empty = function_of(native, "headrace_attention", "si", c_int), site.empty
+
+    def paged_attention(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        quantized: Quantized | None = None,
+    ) -> Tensor:
+        q = q if q.stride(2) == 1 else q.contiguous()
+        out = empty(q.shape, q.dtype, q.device)
+        table = inputs.block_table
+        held, *scales = _held(k_cache, quantized)
+        tree = (0, 0) if (of := inputs.tree) is None else (of.first.data_ptr(), of.ancestors.data_ptr())
+        failed = function(
+            _ATTENTION.pack(
+                TYPES[q.dtype], held,
+                table.shape[0], q.shape[1], k_cache.shape[1], q.shape[2], inputs.block_size, q.shape[0],
+                q.data_ptr(), out.data_ptr(), *q.stride()[:2], k_cache.data_ptr(), v_cache.data_ptr(),
+                *k_cache.stride()[:3], *v_cache.stride()[:3],
+                table.data_ptr(), inputs.query_start.data_ptr(), inputs.context_len.data_ptr(),
+                table.stride(0), inputs.max_query_len, inputs.max_context_len, window or 0, *scales, *tree, scale, soft_cap or 0.0,
+            ),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no memory for the partial sums of attention over {inputs.max_context_len} tokens")
+        return out
+
+    return paged_attention
+
 
 CASCADE = "cascade"  # reads shared prefixes once
 ROPE = "rope"
