@@ -246,34 +246,48 @@ class Lifecycle:
         finally:
             await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
 
-    async def _drain(self, engine: AsyncLLM) -> int:
-        """New requests get 503 from now on; those that run may finish."""
-        service = self._service
-        service.model.state = State.DRAINING
-        running = len(service.limits.exchanges)
-        limit = service.config.shutdown_timeout
-        if running:
-            self._announce(f"Stopping: {running} running requests get up to {limit:g} s (press again to end them now).")
-        await until(lambda: not service.limits.exchanges or self._signals.count > 1 or engine.dead, limit)
-        if engine.dead:
+    async def _drain(self, engine: AsyncLLM | None = None) -> int:
+        """New requests get 503 from now on; those that run may finish. ``engine``: that all of them need."""
+        for each in self._services:
+            each.model.state = State.DRAINING
+        limit = self._service.config.shutdown_timeout
+        if count := running(self._services):
+            self._announce(f"Stopping: {count} running requests get up to {limit:g} s (press again to end them now).")
+
+        def died() -> bool:
+            return engine is not None and engine.dead
+
+        await until(lambda: not running(self._services) or self._signals.count > 1 or died(), limit)
+        if engine is not None and engine.dead:
             return await self._end_without_engine(engine)
         forced = self._signals.count >= 2
-        await self._cut(
-            Unavailable("The server is shutting down and could not wait for this request; send it to another.")
-        )
+        told = "The server is shutting down and could not wait for this request; send it to another."
+        await cut(self._services, Unavailable(told))
         return 1 if forced else 0
 
     async def _end_without_engine(self, engine: AsyncLLM) -> int:
-        self._service.model.state = State.DEAD
         if self._service.limits.counters.fd < 0:  # of front ends below a parent, that says it
             log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
-        await self._cut(EngineDead("The engine has died; the answer is incomplete. Send the request again."))
+        await end_dead(self._service)
         return 1
 
-    async def _cut(self, cause: HeadraceError) -> None:
-        """Every request that still runs ends with ``cause``, in its stream or as its answer."""
-        self._service.limits.end_all(cause)
-        await until(lambda: not self._service.limits.exchanges, LAST_WORDS_SECONDS)
+
+def running(services: Sequence[Service]) -> int:
+    """Requests of all of them."""
+    return sum(len(each.limits.exchanges) for each in services)
+
+
+async def cut(services: Sequence[Service], cause: HeadraceError) -> None:
+    """Every request that still runs ends with ``cause``, in its stream or as its answer."""
+    for each in services:
+        each.limits.end_all(cause)
+    await until(lambda: not running(services), LAST_WORDS_SECONDS)
+
+
+async def end_dead(service: Service) -> None:
+    """Its engine has died, and its requests with it."""
+    service.model.state = State.DEAD
+    await cut((service,), EngineDead("The engine has died; the answer is incomplete. Send the request again."))
 
 
 # --- connections

@@ -16,22 +16,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineConfig
-from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError, OutOfMemory, Unavailable
+from headrace.errors import ConfigError, HeadraceError, ModelError, OutOfMemory
 from headrace.server.auth import Guard
 from headrace.server.frontends.parent import FAILED_STARTS
 from headrace.server.lifecycle import (
     ENGINE_EXIT_SECONDS,
-    LAST_WORDS_SECONDS,
     Announce,
     Lifecycle,
-    until,
+    end_dead,
     watch_engine,
 )
 from headrace.server.members.budget import size
 from headrace.server.members.keeper import Keeper
 from headrace.server.members.member import Member, MemberConfig
 from headrace.server.members.routes import Board, routes_of
-from headrace.server.service import Service, State
+from headrace.server.service import Service
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
@@ -100,7 +99,7 @@ class MembersLife(Lifecycle):
             if not self._signals.count:
                 log.error("No model can be served, and the server ends.")
                 return 1
-            return await self._drain_all()
+            return await self._drain()
         finally:
             for life in lives:
                 life.cancel()
@@ -141,36 +140,9 @@ class MembersLife(Lifecycle):
     async def _bury(self, member: Member, engine: AsyncLLM) -> None:
         """Its requests end; others' go on."""
         log.error("The engine of %s has died or hangs, and starts again: %s", member.name, engine.ailment)
-        member.service.model.state = State.DEAD
-        member.service.limits.end_all(
-            EngineDead("The engine has died; the answer is incomplete. Send the request again.")
-        )
-        await until(lambda: not member.service.limits.exchanges, LAST_WORDS_SECONDS)
+        await end_dead(member.service)
         await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
         member.lose()
-
-    # --- the end
-
-    async def _drain_all(self) -> int:
-        services = [self._service, *(member.service for member in self._keeper.members)]
-        for service in services:
-            service.model.state = State.DRAINING
-
-        def running() -> int:
-            return sum(len(service.limits.exchanges) for service in services)
-
-        limit = self._service.config.shutdown_timeout
-        if running():
-            self._announce(
-                f"Stopping: {running()} running requests get up to {limit:g} s (press again to end them now)."
-            )
-        await until(lambda: not running() or self._signals.count > 1, limit)
-        forced = self._signals.count >= 2
-        cause = Unavailable("The server is shutting down and could not wait for this request; send it to another.")
-        for service in services:
-            service.limits.end_all(cause)
-        await until(lambda: not running(), LAST_WORDS_SECONDS)
-        return 1 if forced else 0
 
 
 def _lasts(error: HeadraceError) -> bool:
