@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import ModelError
-from headrace.models.source import refuse_lfs_pointer
+from headrace.models.source import reading, refuse_lfs_pointer
 
 MAX_ENTRIES = 1 << 17  # metadata keys or tensors; real files have a few thousand
 MAX_NAME = 1 << 10
@@ -83,12 +83,8 @@ class GGUFFile:
 def read_gguf(path: Path) -> GGUFFile:
     """Includes all shards if ``path`` is the first of several. Raises ModelError for anything that is not a complete
     GGUF header."""
-    try:
+    with reading(path):
         stat = path.stat()
-    except OSError as error:
-        raise ModelError(
-            f"cannot read {path}: {error.strerror or error}. Check the path and its permissions."
-        ) from error
     return _read_cached(path, stat.st_size, stat.st_mtime_ns)
 
 
@@ -127,15 +123,11 @@ def _with_shards(first: GGUFFile) -> GGUFFile:
 def _read_head(path: Path, size: int) -> GGUFFile:
     if size < 24:
         raise ModelError(f"{path} is not a GGUF file: it has {size} bytes. Download it again.")
-    try:
+    with reading(path):
         with path.open("rb") as stream:
             refuse_lfs_pointer(path, stream.read(1024))
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).file()
-    except OSError as error:
-        raise ModelError(
-            f"cannot read {path}: {error.strerror or error}. Check the path and its permissions."
-        ) from error
 
 
 class _Reader:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.models.source import MAX_INDEX_BYTES, read_json, refuse_lfs_pointer
+from headrace.models.source import MAX_INDEX_BYTES, read_json, reading, refuse_lfs_pointer
 
 # the largest checkpoints' have a hundredth; the format's own limit would take memory and seconds
 MAX_HEADER_BYTES = 16 * 2**20
@@ -43,7 +43,7 @@ class TensorEntry:
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one file. Raises ModelError for anything inconsistent."""
-    try:
+    with reading(file):
         size = file.stat().st_size
         with file.open("rb") as stream:
             beginning = stream.read(1024)
@@ -60,10 +60,6 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
                     f"{file} is not a safetensors file or is truncated: {size} bytes, a header of {length}. {_AGAIN}"
                 )
             text = stream.read(length)
-    except OSError as error:
-        raise ModelError(
-            f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
-        ) from error
     return _entries(file, _parse(file, text), length + 8, size)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -259,9 +260,20 @@ def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(found)
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raises ModelError where it cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
+        ) from error
+
+
 def read_bounded(file: Path, limit: int) -> str:
     """A small text file. Raises ModelError when it is missing, unreadable, over ``limit`` bytes or not UTF-8."""
-    try:
+    with reading(file):
         size = file.stat().st_size
         if size > limit:
             raise ModelError(
@@ -269,11 +281,8 @@ def read_bounded(file: Path, limit: int) -> str:
             )
         content = file.read_bytes()
         refuse_lfs_pointer(file, content[:1024])
+    try:
         return content.decode("utf-8")
-    except OSError as error:
-        raise ModelError(
-            f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
-        ) from error
     except UnicodeDecodeError as error:
         raise ModelError(
             f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again."

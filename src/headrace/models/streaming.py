@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ModelError
+from headrace.models.source import reading
 
 READERS = 8
 BUFFER_BYTES = 8 * 2**20
@@ -183,12 +184,8 @@ class _Lane:
 
     def _open(self, file: Path) -> int:
         if file not in self._files:
-            try:
+            with reading(file):
                 self._files[file] = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise ModelError(
-                    f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
-                ) from error
         return self._files[file]
 
 
