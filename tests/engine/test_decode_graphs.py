@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from headrace.clock import VirtualClock
-from headrace.config import CacheConfig, SchedulerConfig
-from headrace.engine.core import EngineCore
+from headrace.config import SchedulerConfig
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
 from headrace.kernels import Kernels
@@ -38,6 +37,7 @@ from headrace.worker.rows import Rows
 from headrace.worker.sampler import Draw
 from tests.support import hash_engine
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take
+from tests.support.hash_engine import create_core
 from tests.support.kernel_cases import called
 from tests.support.recorded_graphs import (
     VOCAB,
@@ -502,15 +502,7 @@ def serve(
 
         runner._forward = forward  # type: ignore[method-assign]
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
-        core = EngineCore(
-            executor,
-            scheduler=config,
-            cache=CacheConfig(),
-            eos_token_ids=frozenset(),
-            namespace=b"",
-            clock=VirtualClock(),
-            depth=depth,
-        )
+        core = create_core(executor, config, VirtualClock(), depth=depth)
         for turn in range(4000):
             if len(asked) < 40 and draw.random() < 0.5:
                 asked.append(request_of(draw, len(asked)))

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from headrace.clock import VirtualClock
-from headrace.config import CacheConfig, SchedulerConfig
-from headrace.engine.core import EngineCore
+from headrace.config import SchedulerConfig
 from headrace.request import Request
 from headrace.sampling_params import StructuredOutputs
 from headrace.worker.graphs import DecodeGraphs
-from tests.support.hash_engine import FIXED, assert_at_rest, request, run
+from tests.support.hash_engine import FIXED, assert_at_rest, create_core, request, run
 from tests.support.recorded_graphs import VOCAB, recorded_executor, without_a_gpu
 from tests.support.residue_masks import ResidueMasks
 
@@ -53,16 +52,7 @@ def _answers(
         _,
     ):
         config = SchedulerConfig(max_num_seqs=8, speculative_config=FIXED % drafts if drafts else None)
-        core = EngineCore(
-            executor,
-            scheduler=config,
-            cache=CacheConfig(),
-            eos_token_ids=frozenset(),
-            namespace=b"",
-            clock=VirtualClock(),
-            depth=depth,
-            masks=ResidueMasks(VOCAB),  # type: ignore[arg-type]
-        )
+        core = create_core(executor, config, VirtualClock(), depth=depth, masks=ResidueMasks(VOCAB))
         for each in _requests(asked):
             core.add(each)
         found = run(core)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
-from headrace.server.answers import PromptState, Shape
+from headrace.server.answers import PromptState
 from headrace.server.dialects.messages import CountBody, MessageAnswer, MessagesBody, parse_count_tokens, parse_messages
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from tests.support.segments import Scripted
+from tests.support.segments import SHAPE, Scripted, answered, named_events
 from tests.support.serving import Server, post_bytes, read_until_closed, serving, split_response
 
 DIES, STEP_FAILS, SEPARATORS, FAST = 1002, 1003, 1006, 1007
@@ -165,39 +164,7 @@ CALLS = [
 
 
 def answer(parser: Scripted | None, stops: tuple[str, ...] = ()) -> MessageAnswer:
-    shape = Shape(
-        model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False
-    )
-    return MessageAnswer(shape, PromptState([1, 2, 3]), parser, stops)
-
-
-def run(of: MessageAnswer, *texts: str, streamed: bool, reason: str = "stop", stop_reason: Any = None) -> Any:
-    """The whole message, or the streamed events' data."""
-    events = ""
-    for number, text in enumerate(texts):
-        delta = RequestDelta(0, text, (number,))
-        if number == 0:
-            delta.num_cached_tokens = 2
-        if number == len(texts) - 1:
-            delta.finish_reason, delta.stop_reason = reason, stop_reason
-        of.choice.count(delta)
-        if streamed:
-            events += of.event(0, delta)
-        else:
-            of.add(0, delta)
-    return events_of(events + of.closing()) if streamed else json.loads(b"".join(of.pieces()))
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """Checks that each event is named twice alike."""
-    found = []
-    for frame in text.removesuffix("\n\n").split("\n\n"):
-        if frame.startswith(":"):
-            continue
-        head, data = frame.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert head == f"event: {found[-1]['type']}" and data.startswith("data: ")
-    return found
+    return MessageAnswer(SHAPE, PromptState([1, 2, 3]), parser, stops)
 
 
 def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -225,7 +192,7 @@ def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_reasoning_text_and_calls_become_blocks(streamed: bool) -> None:
-    shown = run(answer(Scripted(*PIECES, end="tool_calls")), *"abcde", streamed=streamed)
+    shown = answered(answer(Scripted(*PIECES, end="tool_calls")), *"abcde", streamed=streamed, cached=2)
     if streamed:
         assert [shown[0]["type"], shown[1]["type"], shown[-1]["type"]] == ["message_start", "ping", "message_stop"]
         assert shown[0]["message"]["usage"] == {
@@ -256,7 +223,7 @@ def test_reasoning_text_and_calls_become_blocks(streamed: bool) -> None:
     ],
 )
 def test_ends(streamed: bool, reason: str, found: Any, expected: tuple[str, str | None]) -> None:
-    shown = run(answer(None, ("zz",)), "", streamed=streamed, reason=reason, stop_reason=found)
+    shown = answered(answer(None, ("zz",)), "", streamed=streamed, reason=reason, stop_reason=found)
     shown = folded(shown) if streamed else shown
     assert (shown["stop_reason"], shown["stop_sequence"]) == expected
     assert shown["content"] == [{"type": "text", "text": ""}]
@@ -264,7 +231,7 @@ def test_ends(streamed: bool, reason: str, found: Any, expected: tuple[str, str 
 
 def test_a_call_that_was_cut_has_no_input_and_says_max_tokens() -> None:
     pieces: list[Segment] = [ToolCallStart(0, "c", "f"), ToolCallArguments(0, '{"a"')]
-    shown = run(answer(Scripted(pieces, end="length")), "x", streamed=False, reason="length")
+    shown = answered(answer(Scripted(pieces, end="length")), "x", streamed=False, reason="length")
     assert (
         shown["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
         and shown["stop_reason"] == "max_tokens"
@@ -289,7 +256,7 @@ def stream(server: Server, **fields: Any) -> tuple[list[dict[str, Any]], bool]:
         post_bytes("/v1/messages", {**BODY, "stream": True, **fields}, "Connection: close", "x-api-key: sk-right")
     ) as sock:
         _, body, complete = split_response(read_until_closed(sock))
-    return events_of(body.decode("ascii")), complete
+    return named_events(body.decode("ascii")), complete
 
 
 def test_streamed_and_whole_are_the_same_message(server: Server) -> None:

@@ -11,20 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.output import RequestDelta
-from headrace.server.answers import PromptState, Shape
+from headrace.server.answers import PromptState
 from headrace.server.dialects.messages import MessageAnswer
-from headrace.server.dialects.parts import PartsAnswer
 from headrace.server.dialects.responses import ResponseAnswer
 from headrace.server.parsing import answer_format
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
 from headrace.server.parsing.parser import OutputParser
+from tests.support.segments import SHAPE, answered
 
 TEXT = (
     '<think>first\u2028this</think>So: <tool_call>{"name": "f", "arguments": {"a": [1, "é😀"]}}</tool_call>\n'
     '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
 )
-SHAPE = Shape(model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
 
 
 def parser() -> OutputParser | None:
@@ -41,23 +39,7 @@ def response() -> ResponseAnswer:
     return ResponseAnswer(SHAPE, PromptState([1, 2]), parser(), {})
 
 
-def run(answer: PartsAnswer, pieces: list[str], *, streamed: bool, reason: str) -> Any:
-    events = ""
-    for number, piece in enumerate(pieces):
-        delta = RequestDelta(0, piece, (number,), finish_reason=reason if number == len(pieces) - 1 else None)
-        answer.choice.count(delta)
-        if streamed:
-            events += answer.event(0, delta)
-        else:
-            answer.add(0, delta)
-    if not streamed:
-        return json.loads(b"".join(answer.pieces()))
-    text = events + answer.closing()
-    assert text.isascii()
-    return [json.loads(frame.partition("\ndata: ")[2]) for frame in text.removesuffix("\n\n").split("\n\n")]
-
-
-def said(parts: list[dict[str, Any]]) -> list[Any]:
+def content(parts: list[dict[str, Any]]) -> list[Any]:
     """What parts hold, whatever they are named."""
     names = ("type", "text", "thinking", "name", "input", "arguments", "content", "status")
     return [{name: part[name] for name in names if name in part} for part in parts]
@@ -94,13 +76,16 @@ def test_cuts_change_nothing(cuts: list[int], end: int, reason: str) -> None:
     text = TEXT[:end]
     edges = [0, *sorted(min(cut, end) for cut in cuts), end]
     pieces = [text[start:stop] for start, stop in pairwise(edges)]
-    whole = run(message(), [text], streamed=False, reason=reason)
-    events = run(message(), pieces, streamed=True, reason=reason)
-    assert said(folded(events)) == said(whole["content"]) and events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
-    whole = run(response(), [text], streamed=False, reason=reason)
-    events = run(response(), pieces, streamed=True, reason=reason)
+    whole = answered(message(), text, streamed=False, reason=reason)
+    events = answered(message(), *pieces, streamed=True, reason=reason)
+    assert (
+        content(folded(events)) == content(whole["content"])
+        and events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    )
+    whole = answered(response(), text, streamed=False, reason=reason)
+    events = answered(response(), *pieces, streamed=True, reason=reason)
     last = events[-1]["response"]
-    assert said(last["output"]) == said(whole["output"]) and last["status"] == whole["status"]
+    assert content(last["output"]) == content(whole["output"]) and last["status"] == whole["status"]
     deltas: dict[int, str] = {}
     for event in events:
         if event["type"].endswith(".delta"):
@@ -113,7 +98,7 @@ def test_cuts_change_nothing(cuts: list[int], end: int, reason: str) -> None:
 
 @pytest.mark.parametrize("make", [message, response])
 def test_the_whole_text_is_taken_apart(make: Any) -> None:
-    whole = run(make(), [TEXT], streamed=False, reason="stop")
+    whole = answered(make(), TEXT, streamed=False, reason="stop")
     parts = whole.get("content") or whole["output"]
     assert [part["type"] for part in parts] in (
         ["thinking", "text", "tool_use", "tool_use"],

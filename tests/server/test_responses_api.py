@@ -3,19 +3,17 @@ clients expect them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
-from headrace.server.answers import PromptState, Shape
+from headrace.server.answers import PromptState
 from headrace.server.dialects.responses import ResponseAnswer
 from headrace.server.dialects.responses_body import ResponsesBody, parse_responses
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from tests.support.segments import Scripted
+from tests.support.segments import SHAPE, Scripted, answered, named_events
 from tests.support.serving import Server, post_bytes, read_until_closed, serving, split_response
 
 DIES, STEP_FAILS, DEFECT, SEPARATORS, FAST = 1002, 1003, 1004, 1006, 1007
@@ -141,34 +139,12 @@ PIECES: tuple[list[Segment], ...] = (
 
 
 def answer(parser: Scripted | None) -> ResponseAnswer:
-    shape = Shape(
-        model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False
-    )
-    return ResponseAnswer(shape, PromptState([1, 2, 3]), parser, {"metadata": {"k": "v"}})
+    return ResponseAnswer(SHAPE, PromptState([1, 2, 3]), parser, {"metadata": {"k": "v"}})
 
 
-def run(of: ResponseAnswer, *texts: str, streamed: bool, reason: str = "stop") -> Any:
-    events = ""
-    for number, text in enumerate(texts):
-        delta = RequestDelta(0, text, (number,), finish_reason=reason if number == len(texts) - 1 else None)
-        of.choice.count(delta)
-        if streamed:
-            events += of.event(0, delta)
-        else:
-            of.add(0, delta)
-    return events_of(events + of.closing()) if streamed else json.loads(b"".join(of.pieces()))
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """Checks that each event is named twice alike, and the numbers."""
-    found = []
-    for number, frame in enumerate(
-        frame for frame in text.removesuffix("\n\n").split("\n\n") if not frame.startswith(":")
-    ):
-        head, data = frame.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert head == f"event: {found[-1]['type']}" and found[-1]["sequence_number"] == number
-    return found
+def numbered(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+    return events
 
 
 def plain(response: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +154,7 @@ def plain(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_reasoning_text_and_calls_become_items() -> None:
-    whole = run(answer(Scripted(*PIECES, end="tool_calls")), *"abcde", streamed=False)
+    whole = answered(answer(Scripted(*PIECES, end="tool_calls")), *"abcde", streamed=False)
     thought = {"type": "reasoning_text", "text": "hm"}
     said = {"type": "output_text", "text": "So: ", "annotations": [], "logprobs": []}
     assert plain(whole)["output"] == [
@@ -198,8 +174,8 @@ def test_reasoning_text_and_calls_become_items() -> None:
 
 
 def test_events_tell_the_same_as_the_whole() -> None:
-    whole = run(answer(Scripted(*PIECES, end="tool_calls")), *"abcde", streamed=False)
-    events = run(answer(Scripted(*PIECES, end="tool_calls")), *"abcde", streamed=True)
+    whole = answered(answer(Scripted(*PIECES, end="tool_calls")), *"abcde", streamed=False)
+    events = numbered(answered(answer(Scripted(*PIECES, end="tool_calls")), *"abcde", streamed=True))
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created", "in_progress",
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done", "content_part.done",
@@ -236,8 +212,8 @@ def test_events_tell_the_same_as_the_whole() -> None:
     ],
 )
 def test_ends(streamed: bool, reason: str, status: str, cause: str | None) -> None:
-    shown = run(answer(None), "", streamed=streamed, reason=reason)
-    response = shown[-1]["response"] if streamed else shown
+    shown = answered(answer(None), "", streamed=streamed, reason=reason)
+    response = numbered(shown)[-1]["response"] if streamed else shown
     assert response["status"] == status and (response["incomplete_details"] or {}).get("reason") == cause
     assert not streamed or shown[-1]["type"] == f"response.{status}"
     (item,) = response["output"]
@@ -257,7 +233,7 @@ def stream(server: Server, **fields: Any) -> tuple[list[dict[str, Any]], bool]:
     body = {"input": "hi", "max_output_tokens": 3, "stream": True, **fields}
     with server.raw(post_bytes("/v1/responses", body, "Connection: close")) as sock:
         _, received, complete = split_response(read_until_closed(sock))
-    return events_of(received.decode("ascii")), complete
+    return numbered(named_events(received.decode("ascii"))), complete
 
 
 def test_streamed_and_whole_are_the_same_response(server: Server) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace.clock import VirtualClock
+from headrace.clock import Clock, VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import ExecutorInfo, Ticket
+from headrace.engine.executor import Executor, ExecutorInfo, Ticket
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.keyed_hash import KeyedHashExecutor, Links, _HashRow, _HashTicket, _mix, keyed_hash_info
 from headrace.errors import StepFailed
@@ -109,6 +109,27 @@ class CheckedExecutor(KeyedHashExecutor):
                 )
 
 
+def create_core(
+    executor: Executor,
+    scheduler: SchedulerConfig,
+    clock: Clock,
+    *,
+    cache: CacheConfig | None = None,
+    ends: Iterable[int] = (),
+    **more: Any,
+) -> EngineCore:
+    """``ends``: tokens that end an answer; ``more``: as EngineCore has it."""
+    return EngineCore(
+        executor,
+        scheduler=scheduler,
+        cache=cache or CacheConfig(),
+        eos_token_ids=frozenset(ends),
+        namespace=b"",
+        clock=clock,
+        **more,
+    )
+
+
 def engine(
     *,
     depth: int = 0,
@@ -139,21 +160,14 @@ def engine(
         max_drafts=max_drafts,
     )
     info = replace(info, padded=padded)
-    return EngineCore(
-        executor or CheckedExecutor(info, clock=clock, check=check),
-        scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            speculative_config=FIXED % max_drafts if max_drafts else None,
-            **scheduler,  # type: ignore[arg-type]
-        ),
-        cache=cache or CacheConfig(),
-        eos_token_ids=frozenset({EOS}),
-        namespace=b"",
-        clock=clock,
-        depth=depth,
-        masks=masks,
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        speculative_config=FIXED % max_drafts if max_drafts else None,
+        **scheduler,  # type: ignore[arg-type]
     )
+    executor = executor or CheckedExecutor(info, clock=clock, check=check)
+    return create_core(executor, config, clock, cache=cache, ends={EOS}, depth=depth, masks=masks)
 
 
 def plans_of(core: EngineCore) -> list[StepPlan]:

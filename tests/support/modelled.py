@@ -22,6 +22,7 @@ from headrace.planner.executor import ModelledExecutor
 from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import StepTime
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+from tests.support.hash_engine import create_core
 
 SPEC = DecoderSpec(
     "llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16"
@@ -58,8 +59,15 @@ def machine(
     executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=Disturbances(steadiness, 1).ratio)
     config = SchedulerConfig(max_num_seqs=max_num_seqs, **{"max_num_batched_tokens": 512, **fields})
     recorder = StepRecorder(costs, promise=config.max_step_seconds)
-    core = EngineCore(
-        executor, scheduler=config, cache=cache or CacheConfig(block_size=16), eos_token_ids=frozenset({7}), namespace=b"", clock=clock, depth=depth,
-        observer=recorder, forecast=recorder.floors, speed=recorder.speed,
-    )  # fmt: skip
+    core = create_core(
+        executor,
+        config,
+        clock,
+        cache=cache or CacheConfig(block_size=16),
+        depth=depth,
+        observer=recorder,
+        forecast=recorder.floors,
+        speed=recorder.speed,
+        ends={7},
+    )
     return core, recorder

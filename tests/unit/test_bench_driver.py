@@ -6,25 +6,18 @@ import pytest
 
 from headrace.bench.driver import drive
 from headrace.clock import VirtualClock
-from headrace.config import CacheConfig, SchedulerConfig
+from headrace.config import SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.planner.workload.conversations import Conversation, Turn, random_conversations
 from headrace.planner.workload.load import Lengths
-from tests.support.hash_engine import CheckedExecutor
+from tests.support.hash_engine import CheckedExecutor, create_core
 
 
 def core(device_time: float = 0.01, **info: int) -> EngineCore:
     clock = VirtualClock(5.0)
     executor = CheckedExecutor(keyed_hash_info(**info), device_time=device_time, clock=clock, check=True)
-    return EngineCore(
-        executor,
-        scheduler=SchedulerConfig(),
-        cache=CacheConfig(),
-        eos_token_ids=frozenset({3}),
-        namespace=b"",
-        clock=clock,
-    )
+    return create_core(executor, SchedulerConfig(), clock, ends={3})
 
 
 def test_open_loop_sends_when_due_and_stamps_each_token() -> None:

@@ -23,6 +23,7 @@ from lab import policies, policies_served, simulated
 from lab.policy_cases import CASES, Case, Run
 
 DEMO = str(Path(headrace.__file__).parent / "data" / "demo")
+SIZES = ("--requests", "12", "--max-len", "60", "--input", "20", "40", "--output", "4", "8")
 
 
 def parsed(*flags: str, of: ModuleType = policies) -> argparse.Namespace:
@@ -54,20 +55,7 @@ def test_the_same_seed_is_the_same_load() -> None:
 
 def test_every_comparison_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "found.json"
-    sizes = (
-        "--requests",
-        "12",
-        "--max-len",
-        "60",
-        "--input",
-        "20",
-        "40",
-        "--output",
-        "4",
-        "8",
-        "--output-json",
-        str(written),
-    )
+    sizes = (*SIZES, "--output-json", str(written))
     for only, device in (("qoe", "l40s"), ("fair", "h200")):
         assert policies.run(parsed("--only", only, "--device", device, "--loads", "2", *sizes)) == 0
         assert [point["load"] for point in json.loads(written.read_text())[only]["points"]] == [2.0]
@@ -80,20 +68,7 @@ def test_preemptions_are_compared_by_the_share_of_readers_who_are_content(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = tmp_path / "found.json"
-    sizes = (
-        "--requests",
-        "12",
-        "--max-len",
-        "60",
-        "--input",
-        "20",
-        "40",
-        "--output",
-        "4",
-        "8",
-        "--output-json",
-        str(written),
-    )
+    sizes = (*SIZES, "--output-json", str(written))
     assert policies.run(parsed("--only", "qoe", "--loads", "2", "--preemptions", "0", "0.3", *sizes)) == 0
     (point,) = json.loads(written.read_text())["preemptions"]["points"]
     assert set(point) == {"load", *(f"{which}{name}" for which in ("", "p10 ") for name in ("fcfs", "0", "0.3"))}

@@ -22,7 +22,7 @@ from headrace import cli
 from headrace.bench.serve import parse_steps, step_figures
 from headrace.clock import VirtualClock
 from headrace.commands.simulate_calibrate import report
-from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.config import DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost import sharing
 from headrace.cost.calibrated import (
     SHIPPED,
@@ -43,7 +43,6 @@ from headrace.cost.run_facts import MEASURED_SWITCHES, facts_of
 from headrace.cost.shapes import multiplications
 from headrace.cost.sharing import SharedBlocks
 from headrace.cost.speed import CALIBRATED_EVERY, FadingError
-from headrace.engine.core import EngineCore
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
@@ -65,6 +64,7 @@ from headrace.request import NewRow, StepPlan, StepResult
 from headrace.sampling_params import SamplingParams
 from headrace.server.exposition import render_steps
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+from tests.support.hash_engine import create_core
 
 SPEC = DecoderSpec(
     "llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16"
@@ -123,15 +123,7 @@ def ran(
     step_time = StepTime(costs, prices, shapes=shapes if graphed else None)
     executor = ModelledExecutor(info, step_time.of_plan, clock)
     config = SchedulerConfig(max_num_batched_tokens=512)
-    core = EngineCore(
-        executor,
-        scheduler=config,
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
-        depth=depth,
-    )
+    core = create_core(executor, config, clock, depth=depth)
     facts = facts_of(costs, DeviceConfig(overlap=depth), model=model, engine="test")
     trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
     core.observe(trace)

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.bench.driver import drive
 from headrace.clock import VirtualClock
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.config import EngineConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.planner.devices import known_devices
@@ -24,6 +24,7 @@ from headrace.planner.workload.conversations import conversations_of
 from headrace.planner.workload.load import Lengths, LoadRequest, Prompts, arriving, conversing
 from headrace.request import Request
 from tests.support.command import status_of
+from tests.support.hash_engine import create_core
 from tests.support.specs import SMALL
 
 STEADY = StepPrice(0.125, 0.1, 1.0, 1.0)
@@ -37,15 +38,7 @@ def driven(
     clock = VirtualClock()
     info = keyed_hash_info(block_size=4, num_blocks=2000)
     executor = ModelledExecutor(info, lambda plan: STEADY, clock)
-    core = EngineCore(
-        executor,
-        scheduler=SchedulerConfig(max_num_batched_tokens=64),
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
-        depth=depth,
-    )
+    core = create_core(executor, SchedulerConfig(max_num_batched_tokens=64), clock, depth=depth)
     got: dict[int, Request] = {}
     add = core.add
     core.add = lambda request: (got.update({request.request_id: request}), add(request))[1]  # type: ignore[method-assign]
@@ -58,14 +51,7 @@ def test_a_turn_asks_with_all_that_was_said_and_finds_it_in_the_cache() -> None:
     answers: dict[int, array[int]] = {index: array("i") for index in range(4)}
     clock = VirtualClock()
     executor = ModelledExecutor(keyed_hash_info(block_size=4), lambda plan: STEADY, clock)
-    core = EngineCore(
-        executor,
-        scheduler=SchedulerConfig(),
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
-    )
+    core = create_core(executor, SchedulerConfig(), clock)
     prompts = Prompts(asked, executor.answer_ids, vocab_size=512, seed=0)
     said: list[array[int]] = []
     drive_ = Drive([core], asked, lambda index: (said.append(prompts(index)), said[-1])[1], room=None, max_queue=9)
@@ -97,15 +83,7 @@ def test_turns_come_when_the_driver_of_an_engine_would_send_them(rate: float | N
     mine, _, _ = driven(asked, room=room, depth=0)
     clock = VirtualClock()
     executor = ModelledExecutor(keyed_hash_info(block_size=4, num_blocks=2000), lambda plan: STEADY, clock)
-    core = EngineCore(
-        executor,
-        scheduler=SchedulerConfig(max_num_batched_tokens=64),
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
-        depth=0,
-    )
+    core = create_core(executor, SchedulerConfig(max_num_batched_tokens=64), clock, depth=0)
     theirs = drive(core, talks, max_concurrency=room)
     assert sorted(each.prompt_tokens for each in mine.samples) == sorted(each.prompt_tokens for each in theirs.samples)
     assert sum(each.output_tokens for each in mine.samples) == theirs.output_tokens

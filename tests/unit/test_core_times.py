@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 
 from headrace.clock import VirtualClock
-from headrace.config import CacheConfig, SchedulerConfig
-from headrace.engine.core import EngineCore
+from headrace.config import SchedulerConfig
 from headrace.engine.executor import Ticket
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.observe.metrics import StepTimes
 from headrace.request import Request, StepPlan, StepResult
 from headrace.sampling_params import SamplingParams
+from tests.support.hash_engine import create_core
 
 
 class CountingClock(VirtualClock):
@@ -56,16 +56,7 @@ class Notes:
 
 def run(depth: int, *, requests: int = 1) -> list[StepTimes]:
     clock, notes = CountingClock(), Notes()
-    core = EngineCore(
-        Busy(clock),
-        scheduler=SchedulerConfig(),
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
-        depth=depth,
-        observer=notes,
-    )
+    core = create_core(Busy(clock), SchedulerConfig(), clock, depth=depth, observer=notes)
     for number in range(requests):
         clock.used += 100.0  # whoever asks computes too: not the engine's business
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -26,7 +26,17 @@ from headrace.planner.workload.load import LoadRequest, arriving
 from headrace.planner.workload.statistics import meets
 from headrace.request import Finished, FinishReason, Request, StepPlan
 from headrace.sampling_params import Expectations
-from tests.support.hash_engine import EOS, VOCAB, Answers, CheckedExecutor, expected, plans_of, request, run
+from tests.support.hash_engine import (
+    EOS,
+    VOCAB,
+    Answers,
+    CheckedExecutor,
+    create_core,
+    expected,
+    plans_of,
+    request,
+    run,
+)
 from tests.support.journal import Journal, replay
 
 A_STEP, A_TOKEN = 0.01, 0.001
@@ -65,10 +75,7 @@ def core_of(
         "tpot_target_ms": 50.0,
     }
     scheduler = SchedulerConfig(**{**settings, **config})  # type: ignore[arg-type]
-    return EngineCore(
-        executor, scheduler=scheduler, cache=CacheConfig(), eos_token_ids=frozenset({EOS}), namespace=b"", clock=clock, depth=depth,
-        forecast=Forecast(), speed=StepSpeed,
-    )  # fmt: skip
+    return create_core(executor, scheduler, clock, depth=depth, forecast=Forecast(), speed=StepSpeed, ends={EOS})
 
 
 def ended(core: EngineCore, *requests: Request) -> dict[int, Finished]:
@@ -166,20 +173,15 @@ def test_settings_that_cannot_be_meant_are_refused(config: dict[str, object], sa
 def test_without_prices_a_budget_is_an_error_with_the_remedy() -> None:
     scheduler = SchedulerConfig(max_step_ms=20.0)
     with pytest.raises(ConfigError, match=r"--max-step-ms is 20.*doctor --profile"):
-        EngineCore(
-            KeyedHashExecutor(keyed_hash_info()),
-            scheduler=scheduler,
-            cache=CacheConfig(),
-            eos_token_ids=frozenset(),
-            namespace=b"",
-            clock=VirtualClock(),
-        )
+        create_core(KeyedHashExecutor(keyed_hash_info()), scheduler, VirtualClock())
     with pytest.raises(ConfigError, match="kv_caching"):
-        EngineCore(
-            KeyedHashExecutor(keyed_hash_info()), scheduler=scheduler, cache=CacheConfig(kv_caching=False), eos_token_ids=frozenset(),
-            namespace=b"",
-            clock=VirtualClock(), forecast=Forecast(),
-        )  # fmt: skip
+        create_core(
+            KeyedHashExecutor(keyed_hash_info()),
+            scheduler,
+            VirtualClock(),
+            cache=CacheConfig(kv_caching=False),
+            forecast=Forecast(),
+        )
 
 
 def test_deadline_bounds_its_steps_by_itself_and_says_so() -> None:

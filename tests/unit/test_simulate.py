@@ -35,6 +35,7 @@ from headrace.planner.workload.statistics import summarise
 from headrace.request import Request, StepPlan
 from headrace.sampling_params import SamplingParams
 from tests.support.command import status_of
+from tests.support.hash_engine import create_core
 from tests.support.outside import shared
 from tests.support.specs import SMALL
 
@@ -75,15 +76,7 @@ def driven(
     if plans is not None:
         submit = runner.submit
         runner.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
-    core = EngineCore(
-        runner,
-        scheduler=SchedulerConfig(max_num_batched_tokens=64),
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
-        depth=depth,
-    )
+    core = create_core(runner, SchedulerConfig(max_num_batched_tokens=64), clock, depth=depth)
     ids = partial(_ids, asked, facts.vocab_size)
     return Drive([core], asked, ids, room=room, max_queue=10_000).run(), core
 
@@ -139,15 +132,7 @@ def _answers(asked: Sequence[LoadRequest], *, depth: int, budget: int, num_block
     clock, found = VirtualClock(), {index: list[int]() for index in range(len(asked))}
     executor = ModelledExecutor(keyed_hash_info(num_blocks=num_blocks, max_model_len=200), by_tokens, clock)
     config = SchedulerConfig(max_num_batched_tokens=budget)
-    core = EngineCore(
-        executor,
-        scheduler=config,
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
-        depth=depth,
-    )
+    core = create_core(executor, config, clock, depth=depth)
     for index, each in enumerate(asked):
         params = SamplingParams(temperature=0.0, max_tokens=each.output, ignore_eos=True, detokenize=False)
         core.add(Request(request_id=index, prompt_token_ids=_ids(asked, 512, index), params=params))

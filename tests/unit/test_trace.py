@@ -16,30 +16,26 @@ from typing import Any
 import pytest
 
 from headrace.clock import RealClock
-from headrace.config import CacheConfig, SchedulerConfig
-from headrace.engine.core import EngineCore
+from headrace.config import SchedulerConfig
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams
-from tests.support.hash_engine import FIXED
+from tests.support.hash_engine import FIXED, create_core
 
 Events = list[dict[str, Any]]
 
 
 def traced_run(path: Path, depth: int, requests: int = 3, drafts: int = 0) -> tuple[StepTrace, StepRecorder]:
     clock, recorder = RealClock(), StepRecorder()
-    core = EngineCore(
+    core = create_core(
         KeyedHashExecutor(keyed_hash_info(max_drafts=drafts), device_time=0.0005, clock=clock, acceptance=0.7),
-        scheduler=SchedulerConfig(
+        SchedulerConfig(
             max_num_batched_tokens=16, max_num_seqs=2, speculative_config=FIXED % drafts if drafts else None
         ),
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
+        clock,
         depth=depth,
     )
     trace = StepTrace(TraceFile(str(path)), recorder, core.stats, name="test")

@@ -21,7 +21,6 @@ from headrace.cost.cost_model import CostModel
 from headrace.cost.prices import Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.cost.run_facts import facts_of
-from headrace.engine.core import EngineCore
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder
@@ -37,6 +36,7 @@ from lab.truth import _Bench, _calibrated, _measure, _Measured, _show
 from lab.truth_judge import Judged, judge
 from lab.truth_loads import Loads, Part, loads_for, repeated, sized, suited
 from lab.truth_run import Runner
+from tests.support.hash_engine import create_core
 
 SPEC = DecoderSpec(
     "llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16"
@@ -95,15 +95,7 @@ def machine(folder: Path, ratio: Callable[[int, float, bool], float]) -> Runner:
         vocab_size=SPEC.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096
     )
     executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=ratio)
-    core = EngineCore(
-        executor,
-        scheduler=CONFIG.scheduler,
-        cache=CacheConfig(),
-        eos_token_ids=frozenset(),
-        namespace=b"",
-        clock=clock,
-        depth=0,
-    )
+    core = create_core(executor, CONFIG.scheduler, clock, depth=0)
     facts, path, salts = (
         facts_of(costs, DeviceConfig(overlap=0), model="m", engine="test"),
         folder / "trace.json",
