@@ -198,6 +198,7 @@ class SlotDecoder:
         self.fault: Exception | None = None
         self.most_logits = 0  # rows at once
         self.draft_tokens = None
+        self.spec, self.pooler = SimpleNamespace(pooling=None), None
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         if self.fault is not None:

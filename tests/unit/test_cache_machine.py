@@ -203,6 +203,17 @@ def test_a_prefix_that_has_slid_out_of_every_window_leaves_no_trace() -> None:
     assert len(cache.tree._roots) == 0 and cache.num_used_blocks == 0
 
 
+def test_where_blocks_look_ahead_the_last_that_match_is_computed_again() -> None:
+    spec, tokens = KVSpec((0,), KVKind.FULL, 4, num_kv_heads=1, head_dim=1, dtype_bytes=8), array("i", range(16))
+    for lookahead, found in ((False, [12, 4, 0]), (True, [8, 0, 0])):
+        cache = CacheManager([KVGroup(spec, 32)], lookahead=lookahead, namespace=b"")
+        kv = cache.create()
+        assert cache.try_prepare(kv, 0, 16, 0, TableEdits(), 0)
+        cache.link(kv, tokens, 16, None)
+        cache.free(kv, -1)
+        assert [cache.lookup(cache.create(), tokens[:size]).num_tokens for size in (14, 5, 3)] == found
+
+
 def test_hashes_name_contents_and_their_context() -> None:
     """Equal ids under an equal parent have equal hashes in any engine; another salt, parent or namespace changes
     them."""
