@@ -137,7 +137,7 @@ def test_dimensions_and_truncation(tmp_path: Path) -> None:
         (short,) = llm.embed("a mill " * 9, pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
         (cut,) = llm.embed("a mill " * 90, truncate_prompt_tokens=-1, use_tqdm=False)
         similar = llm.score("a mill", ["a mill", "water"], use_tqdm=False)
-        with pytest.raises(ContextLengthExceeded, match=r"maximum context length is 48 tokens, but the prompt has \d+"):
+        with pytest.raises(ContextLengthExceeded, match=r"maximum context length is 48 tokens, but the text has \d+"):
             llm.embed("a mill " * 90, use_tqdm=False)
         with pytest.raises(InvalidRequest, match="dimensions is 65; give an integer from 1 to 64"):
             llm.embed("a", pooling_params=PoolingParams(dimensions=65), use_tqdm=False)

@@ -90,7 +90,7 @@ def test_every_form_of_input(embedder: tuple[Server, Any]) -> None:
         ({"input": [96]}, "input", "96"),
         ({"input": [-1]}, "input", "-1"),
         ({"input": {"a": 1}}, "input", "must be a text"),
-        ({"input": "a " * 400}, "input", "maximum context length is 130 tokens, but the prompt has 402 tokens"),
+        ({"input": "a " * 400}, "input", "maximum context length is 130 tokens, but the text has 402 tokens"),
         ({"input": "a " * 9_000_000}, "input", "maximum context length is 130 tokens"),
         ({"input": ["a"] * 2049}, "input", "holds 2049 entries; send at most 2048"),
         ({"input": ["a"] * 600}, "input", "600 prompts are more than the whole queue takes (512)"),
