@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.kernels.attention import kv_codes
 from headrace.kernels.candidate import (
     DeltaFacts,
     ExpertFacts,
@@ -29,7 +30,7 @@ from headrace.kernels.candidate import (
     StepFacts,
     WeightFacts,
 )
-from headrace.kernels.inputs import AttentionInputs, ForwardInputs, adapter_rows
+from headrace.kernels.inputs import AttentionInputs, ForwardInputs, Quantized, adapter_rows
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.norm import reference
 from headrace.kernels.step.reference import DraftRows, StepWeights, longest_context
@@ -41,7 +42,7 @@ from headrace.quant.gguf import GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.sites import layer_matrices
-from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, RopeSpec
+from headrace.spec import KV_FORMATS, Activation, DecoderSpec, KVFormat, LayerSpec, MoESpec, RopeSpec
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 128}  # tokens, as engines choose them
 _TEXT = 64  # tokens of an encoder's text
@@ -409,10 +410,20 @@ class CaseMaker:
     def _heads(self) -> tuple[torch.dtype, int, int, int]:
         return self.dtype, self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
 
-    def _cache(self, tokens: int) -> tuple[Tensor, Tensor]:
-        shape = (-(-tokens // self.block_size), 2, self.spec.num_kv_heads, self.block_size, self.spec.head_dim)
-        cache = self._random(*shape)
+    def _cache(self, tokens: int, form: KVFormat | None = None) -> tuple[Tensor, Tensor]:
+        """In a format: the same codes in every block, which is as slow to read as others are."""
+        blocks, spec = -(-tokens // self.block_size), self.spec
+        cache = self._random(1 if form else blocks, 2, spec.num_kv_heads, self.block_size, spec.head_dim)
+        if form is not None:
+            places, plain = torch.arange(self.block_size), cache
+            cache = torch.empty(*plain.shape[:-1], form.token_bytes(spec.head_dim), dtype=torch.uint8)
+            for half in (0, 1):
+                kv_codes.write(cache[:, half], plain[0, half].transpose(0, 1), places, form, None)
+            cache = cache.repeat(blocks, 1, 1, 1, 1)
         return cache[:, 0], cache[:, 1]
+
+    def _scales(self, form: KVFormat) -> Quantized:
+        return Quantized(form) if form.scales else Quantized(form, *torch.ones(2, self.spec.num_kv_heads))
 
     def _rotary(self, rows: int) -> KernelCase:
         spec = self.spec
@@ -457,7 +468,8 @@ class CaseMaker:
             calls,
         )
 
-    def _attention(self, rows: int) -> KernelCase:
+    def _attention(self, rows: int) -> Iterator[KernelCase]:
+        """Over keys and values as they come, and in each format of the cache."""
         spec, prompt = self.spec, rows > MANY_ROWS
         sequences, queries, context = (1, rows, max(rows, self.context)) if prompt else (rows, 1, self.context)
         per_row = -(-context // self.block_size)
@@ -471,19 +483,21 @@ class CaseMaker:
             max_context_len=context,
         )
         q = self._random(rows, spec.num_heads, spec.head_dim)
-        keys = 2 * sequences * context * spec.num_kv_heads * spec.head_dim
-        caches = [self._cache(sequences * per_row * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
-
-        def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(attend, q, k, v, inputs, spec.attention_scale, None, None) for k, v in caches]
-
         seen = sequences * sum(context - queries + i + 1 for i in range(queries))
         kind = "prefill" if prompt else "decode"
         flops = 4 * seen * spec.num_heads * spec.head_dim
-        label = f"{kind} {sequences}x{queries}, context {context}"
-        return KernelCase(
-            "paged_attention", label, HeadFacts(*self._heads), self._bytes(keys + 2 * q.numel()), flops, calls
-        )
+        for form in (None, *KV_FORMATS.values()):
+            held = self.dtype.itemsize * spec.head_dim if form is None else form.token_bytes(spec.head_dim)
+            keys = 2 * sequences * context * spec.num_kv_heads * held
+            caches = [self._cache(sequences * per_row * self.block_size, form) for _ in range(self._copies(keys))]
+            rest = (spec.attention_scale, None, None, *(() if form is None else (self._scales(form),)))
+
+            def calls(attend: Callable[..., Any], caches: Any = caches, rest: Any = rest) -> list[Callable[[], Any]]:
+                return [partial(attend, q, k, v, inputs, *rest) for k, v in caches]
+
+            label = f"{kind} {sequences}x{queries}, context {context}{'' if form is None else f', {form.name}'}"
+            facts = HeadFacts(*self._heads, kv=form)
+            yield KernelCase("paged_attention", label, facts, keys + self._bytes(2 * q.numel()), flops, calls)
 
     def _whole_attention(self, rows: int) -> KernelCase:
         """Sequences of two lengths in turn, as an encoder's texts are."""

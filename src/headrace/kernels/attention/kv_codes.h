@@ -32,12 +32,13 @@ INLINE b16 split_halves(uint64_t x) { /* eight bytes, the low half of each first
 
 /* Of one byte each. Every value is a bfloat16. */
 INLINE v16 widen_codes(b16 raw, const int type) {
-    if (type == I8) return __builtin_convertvector(__builtin_convertvector((s16)raw, i16), v16);
-    if (type == U4) return __builtin_convertvector(__builtin_convertvector(raw, i16), v16);
-    const h16 high = __builtin_convertvector(raw, h16) << 8;
+    const h16 wide = __builtin_convertvector(raw, h16); /* by way of 16 bits: compilers take 8 to 32 apart into single elements */
+    if (type == I8) return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector((s16)raw, sh16), i16), v16);
+    if (type == U4) return __builtin_convertvector(__builtin_convertvector(wide, i16), v16);
+    const h16 high = wide << 8;
     if (type == E5M2) return widen_f16(high); /* the upper half of a float16 */
-    const v16 x = widen_f16((h16)((sh16)high >> 1) & 0xBFFF) * 256.0f; /* an exponent of a bit less, biased by 8 less */
-    return pick((__builtin_convertvector(raw, i16) & 0x7F) == 0x7F, splat(NAN), x);
+    const h16 nan = (h16)((wide & 0x7F) == 0x7F) & 0x7C00;
+    return widen_f16(((h16)((sh16)high >> 1) & 0xBFFF) | nan) * 256.0f; /* an exponent of a bit less, biased by 8 less */
 }
 
 /* The codes of elements at .. at + 15 of a token's line, zeros from `left` on. */
