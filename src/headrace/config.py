@@ -321,7 +321,10 @@ class DeviceConfig:
         1, "number of devices that each layer is split across, one process each", flags=("-tp",), minimum=1
     )
     pipeline_parallel_size: int = option(
-        1, "number of devices that the layers are distributed over (only 1 so far)", flags=("-pp",), minimum=1
+        1, "number of stages that the layers are distributed over, one process each", flags=("-pp",), minimum=1
+    )
+    pipeline_layers: tuple[int, ...] = option(
+        (), "number of layers of each stage, in order; default: as even as their sizes allow", metavar="N"
     )
     data_parallel_size: int = option(
         1, "number of replicas of the model, each on devices of its own, behind one port", flags=("-dp",), minimum=1
@@ -397,18 +400,19 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.pipeline_parallel_size != 1:
+        if self.pipeline_parallel_size > MAX_STAGES:
             raise ConfigError(
-                f"pipeline_parallel_size is {self.pipeline_parallel_size}, which is not supported so far; leave it at 1."
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}; a model is split into at most {MAX_STAGES} stages; give fewer."
             )
         if self.data_parallel_size > MAX_REPLICAS:
             raise ConfigError(
                 f"data_parallel_size is {self.data_parallel_size}; one server takes at most {MAX_REPLICAS} replicas."
             )
-        if self.tensor_parallel_size != 1 and self.executor == "keyed-hash":
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, but keyed-hash computes no model; leave one of them out."
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1 and self.executor == "keyed-hash":
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but keyed-hash computes no model; leave one of them out."
+                )
 
     @property
     def num_ranks(self) -> int:
@@ -421,6 +425,7 @@ class DeviceConfig:
 
 
 MAX_REPLICAS = 64
+MAX_STAGES = 16
 MAX_FRONT_ENDS = 64
 _PARSERS = tomllib.loads((Path(__file__).parent / "data" / "parsers.toml").read_text(encoding="utf-8"))
 

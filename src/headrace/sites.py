@@ -140,16 +140,18 @@ class Weight:
 
 def weights(spec: DecoderSpec) -> Iterator[Weight]:
     """All of them, in the order in which they are used."""
-    yield embedding(spec)
-    if spec.rope is None:
+    if spec.embeds or (spec.answers and spec.tied_head):
+        yield embedding(spec)
+    if spec.rope is None and spec.embeds:
         rows = spec.position_rows or spec.max_positions
         yield _formatted(Weight("positions", Role.EMBEDDING, None, (rows,), spec.hidden_size), spec.formats)
     if spec.token_types:
         yield Weight("token_types", Role.EMBEDDING, None, (spec.token_types,), spec.hidden_size)
-    for index in range(spec.num_layers):
+    for index in spec.held_layers:
         yield from layer_weights(spec, index)
     yield _norm(spec, "norm", None)
-    yield head(spec)
+    if spec.answers:
+        yield head(spec)
     yield from classifier(spec)
 
 

@@ -129,7 +129,8 @@ class DecoderSpec:
     k · vocab_size. ``first_position``: the row of the first learned position, of ``position_rows`` (0: as many as
     ``max_positions``). ``formats``: of the matrices outside the layers. ``ranks`` share it: heads and inner widths
     are one rank's then (parallel/shares.py), and so are ``vocab_rows``. ``foretelling``: layers for multi-token
-    prediction that its checkpoint numbers behind its own.
+    prediction that its checkpoint numbers behind its own. ``held``: the first layer of a stage of a pipeline, and the one
+    behind its last (parallel/stages.py); None: all.
     """
 
     family: str
@@ -168,6 +169,21 @@ class DecoderSpec:
     formats: Formats = ()
     ranks: int = 1
     foretelling: int = 0
+    held: tuple[int, int] | None = None
+
+    @property
+    def held_layers(self) -> range:
+        return range(self.num_layers) if self.held is None else range(*self.held)
+
+    @property
+    def embeds(self) -> bool:
+        """It begins with token ids, not with another stage's hidden states."""
+        return self.held_layers.start == 0
+
+    @property
+    def answers(self) -> bool:
+        """It ends in logits."""
+        return self.held_layers.stop == self.num_layers
 
     @property
     def vocab_rows(self) -> int:
@@ -298,7 +314,9 @@ def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ..
         return ((None, ()),)
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):
-        by_window.setdefault(layer.window, []).append(index)
+        held = by_window.setdefault(layer.window, [])  # a stage has all groups, some without a layer
+        if index in spec.held_layers:
+            held.append(index)
     ordered = sorted(by_window.items(), key=lambda item: item[0] is not None)
     return tuple((window, tuple(layers)) for window, layers in ordered)
 

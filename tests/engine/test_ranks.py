@@ -88,17 +88,29 @@ def test_no_mode_of_two_ranks_changes_an_answer(model: str, oracle: modes.Oracle
     check(model, oracle, seed, 2)
 
 
+@pytest.mark.parametrize("seed", (7,))
+def test_no_mode_of_two_stages_changes_an_answer(model: str, oracle: modes.Oracle, seed: int) -> None:
+    check(model, oracle, seed, 1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 220))
+def test_no_mode_of_stages_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
+    check(model, oracle, seed, 1 + seed % 2, 2 + seed // 2 % 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", (1, *range(100, 120)))
 def test_no_mode_of_ranks_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
     check(model, oracle, seed, 2 + 2 * (seed % 2))
 
 
-def check(model: str, oracle: modes.Oracle, seed: int, size: int) -> None:
+def check(model: str, oracle: modes.Oracle, seed: int, size: int, stages: int = 1) -> None:
     rng = random.Random(seed)
     cases = modes.draw_cases(rng, oracle.vocab_size, 4)
     mode = modes.draw_mode(rng, failing=False)
-    mode.keywords |= {"tensor_parallel_size": size, "batch_invariant": mode.keywords["batch_invariant"] and size == 2}
+    mode.keywords |= {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    mode.keywords |= {"batch_invariant": mode.keywords["batch_invariant"] and size == 2}
     for case, found in zip(cases, modes.run_trial(model, mode, cases, rng, poison=False), strict=True):
         if found is not None:
             modes.compare(found, oracle.answer(case), may_fail=False)

@@ -129,7 +129,7 @@ def create_engine(
         eos_token_ids=frozenset(eos),
         clock=RealClock(),
         namespace=prefix_namespace(config, source, executor.info, decisions),
-        depth=config.device.overlap or 0,
+        depth=(config.device.overlap or 0) + config.device.pipeline_parallel_size - 1,
         observer=recorder,
         masks=masks,
         adapters=_create_desk(config, source, executor),
@@ -216,7 +216,7 @@ def _create_executor(
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
     mark = mark_of(config, source.config) if config.device.device != "cpu" else None
-    ranks = _begin_ranks(config, source, mark, lost) if config.device.tensor_parallel_size > 1 else None
+    ranks = _begin_ranks(config, source, mark, lost) if config.device.num_ranks > 1 else None
     prepare_for_torch()
     try:
         with (begin_head_start(mark) if mark is not None else None) or nullcontext() as head_start:

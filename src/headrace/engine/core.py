@@ -518,6 +518,7 @@ def create_scheduler(
         max_step_seconds=config.max_step_seconds,
         adapter_slots=info.adapter_slots,
         pooling=info.pooling is not None,
+        stages=info.stages,
     )
     speculation = None
     if settings is not None:

@@ -29,6 +29,7 @@ class ExecutorInfo:
     start_seconds: dict[str, float] = field(default_factory=dict)  # by stage, in order
     adapter_slots: int = 0  # adapters that one step may compute with; 0: the device holds none
     pooling: PoolingSpec | None = None  # what samples are, in place of tokens
+    stages: int = 1  # a sampled token is there so many steps later, if no step is to wait for another
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,20 +122,25 @@ class Decoder(nn.Module):
         self.spec = spec
         self._group = group
         tables = {site.name: site for site in weights(spec) if site.role is Role.EMBEDDING}
-        self.embedding = Embedding(tables["embedding"], context, scale=spec.embedding_scale)
+        self.embedding = (
+            Embedding(tables["embedding"], context, scale=spec.embedding_scale) if "embedding" in tables else None
+        )
         self.positions = Embedding(tables["positions"], context) if "positions" in tables else None
         self.token_types = Embedding(tables["token_types"], context) if "token_types" in tables else None
         cos_sin = None if spec.rope is None else rotary_table(spec.rope, max_model_len, device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
-        self.layers = nn.ModuleList(Block(spec, index, cos_sin, context) for index in range(spec.num_layers))
+        held = spec.held_layers  # other stages' layers keep their numbers
+        self.layers = nn.ModuleList(
+            Block(spec, index, cos_sin, context) if index in held else nn.Identity() for index in range(spec.num_layers)
+        )
         self.norm = _norm(spec, context)
-        self.head = _head(spec, context, self.embedding)
+        self.head = _head(spec, context, self.embedding) if spec.answers else None
         self.pooler = None if spec.pooling is None else Pooler(spec, context)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
         self._make_step = (
             kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv), reported=True)
-            if is_plain(spec) and group is None
+            if is_plain(spec) and group is None and spec.held is None
             else None
         )
         self._step: WholeStep | None = None
@@ -160,20 +165,20 @@ class Decoder(nn.Module):
         self._takes_norms = all(each.takes_norms for each in linears)
         self._takes_sums = all(each.takes_sums for each in linears)
 
-    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], hidden: Tensor | None = None) -> Tensor:
         """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm,
-        [tokens, hidden].
+        [tokens, hidden]; of a stage of a pipeline that is not the last, what the next goes on from: its ``hidden``.
 
         If ``inputs.wanted`` names tokens, only theirs are returned: for the others, the last block computes keys and
         values, and without ``inputs.alone`` attention, too. ``kv_caches``: one tensor per KV group, [blocks, layers, 2,
         kv_heads, block_size, head_dim], or bytes in place of the last (KVSpec).
         """
-        hidden = self._whole(inputs, kv_caches)
-        if hidden is None:
-            hidden = self._by_layer(inputs, kv_caches)
+        found = self._whole(inputs, kv_caches)
+        if found is None:
+            found = self._by_layer(inputs, kv_caches, hidden)
         if self.tap is not None and not self.tap.layers:
-            self.tap.take(hidden)
-        return hidden
+            self.tap.take(found)
+        return found
 
     def _whole(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:
         """In one launch, where that is possible."""
@@ -184,12 +189,13 @@ class Decoder(nn.Module):
             return None
         return self._step(inputs, kv_caches)
 
-    def _by_layer(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+    def _by_layer(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], hidden: Tensor | None) -> Tensor:
         halves = [
             cache.view(cache.shape[0], count, *cache.shape[3:]).unbind(1)
             for cache, count in zip(kv_caches, self._halves, strict=True)
         ]
-        stream = Stream(self.embedded(inputs), *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
+        begun = self.embedded(inputs) if hidden is None else hidden
+        stream = Stream(begun, *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
         stream.post_norm = self.spec.post_norm
         wanted = None if stream.takes_norms else inputs.wanted  # few rows are computed to the end
         tapped = () if self.tap is None else self.tap.layers
@@ -200,6 +206,8 @@ class Decoder(nn.Module):
             k, v = halves[group][place : place + 2] if self.spec.causal else (kv_caches[0], kv_caches[0])
             step = LayerStep(inputs.positions, inputs.attention[group], k, v, picked)
             block.forward(stream, step, following)
+        if not self.spec.answers:
+            return stream.sum if stream.pending is None else stream.sum + stream.pending
         if wanted is not inputs.wanted:
             stream.sum = stream.sum[inputs.wanted]
         return stream.normed(self.norm)
@@ -207,6 +215,7 @@ class Decoder(nn.Module):
     def embedded(self, inputs: ForwardInputs) -> Tensor:  # [tokens, hidden]
         """The input of the first block."""
         ids, spec = inputs.token_ids, self.spec
+        assert self.embedding is not None, "the first stage embeds"
         if self.token_types is None:
             x = self.embedding.forward(ids, inputs.adapters)
         else:
@@ -239,7 +248,8 @@ class Decoder(nn.Module):
 
     def _step_weights(self) -> StepWeights:
         """The weights for computing all layers in one launch."""
-        assert isinstance(self.cos_sin, Tensor) and self.embedding.weight is not None
+        assert isinstance(self.cos_sin, Tensor) and self.embedding is not None and self.head is not None
+        assert self.embedding.weight is not None
         layers = tuple(block.tensors for block in self.blocks)
         table = self.embedding.weight.data
         norm = self.norm.weight.data
@@ -259,6 +269,7 @@ class Decoder(nn.Module):
     ) -> Tensor:  # [n, hidden] → [n, vocab], float32, or as the head gives them
         """The LM head, for the rows whose logits are needed. Callers that only need the largest need no copy in
         float32."""
+        assert self.head is not None, "the last stage has logits"
         logits = self.head.forward(hidden, adapters)
         if self._group is not None:
             logits = self._group.all_gather(logits, self.spec.vocab_size)
@@ -287,11 +298,12 @@ def _norm(spec: DecoderSpec, context: LayerContext) -> RMSNorm | LayerNorm:
     return RMSNorm(spec.hidden_size, spec.norm_eps, context, offset=spec.norm_offset)
 
 
-def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding) -> Linear:
+def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding | None) -> Linear:
     """The LM head; a tied one is created without memory of its own."""
     site = head(spec)
     if not site.tied:
         return Linear(site, context)
+    assert embedding is not None, "the last stage holds a tied one, too"
     layer = Linear(site, replace(context, device=torch.device("meta")))
     layer.tie_weight(embedding.weight, embedding.pieces)
     return layer
@@ -300,6 +312,8 @@ def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding) -> Lin
 def _composes(spec: DecoderSpec) -> bool:
     """Whether norms, sums and activation can be fused into the adjacent GEMMs, in every block."""
     dense = all(layer.moe is None for layer in spec.layers)
+    if spec.held is not None:
+        return False
     return not spec.post_norm and dense and spec.gated_mlp and spec.norm is NormKind.RMS and not spec.sandwich_norm
 
 
@@ -312,7 +326,7 @@ def _steps(spec: DecoderSpec, layers: nn.ModuleList, last: Norm) -> tuple[tuple[
     }
     blocks = [block for block in layers if isinstance(block, Block)]
     norms = [*(block.attention_norm for block in blocks[1:]), last][: len(blocks)]
-    follow = enumerate(zip(blocks, norms, strict=True))
+    follow = zip(spec.held_layers, zip(blocks, norms, strict=True), strict=True)
     return tuple((block, norm, *places.get(index, (0, 0))) for index, (block, norm) in follow)  # an encoder's have none
 
 

@@ -46,6 +46,7 @@ class DraftHead(nn.Module):
         self.norm = self._norm("norm", context)
         self.head = Linear(sites["head"], context) if spec.own_head else None
         self._block = layer
+        assert target.embedding is not None, "no stage of a pipeline drafts"
         self._embed, self._logits = target.embedding.forward, target.logits
         self._device = context.device
         self._targets: Tensor | None = None  # [own tokens], int64: which of the target's each is

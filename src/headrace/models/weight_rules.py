@@ -6,6 +6,7 @@ What lives here: the rules that merge, stack and transpose, and formats by the n
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -104,8 +105,19 @@ def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
     found += [r"model\.mtp_layers\..*", r"mtp\..*"]
     found += [rf"model\.layers\.{spec.num_layers + index}\..*" for index in range(spec.foretelling)]
     found += [_OF_WHOLE] if spec.ranks > 1 else []
+    found += _of_other_stages(spec)
     found += _names(spec).ignored
     return (*found, _KV_SCALES) if is_plain(spec) else (*found, _KV_SCALES, _UNUSED_SCALES)
+
+
+def _of_other_stages(spec: DecoderSpec) -> Iterator[str]:
+    """Keys of what this stage of a pipeline does not hold."""
+    names, held = _names(spec), {weight.name for weight in weights(spec)}
+    for index in set(range(spec.num_layers)) - set(spec.held_layers):
+        yield rf"{re.escape(names.layer)}\.{index}\..*"
+    for weight in weights(replace(spec, held=None)) if spec.held is not None else ():
+        if weight.layer is None and weight.name not in held and not weight.tied:
+            yield from (rf"{re.escape(each)}\..*" for merged in _modules(names, weight) for each in merged)
 
 
 def kv_scale_names(spec: DecoderSpec, layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

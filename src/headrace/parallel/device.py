@@ -8,6 +8,7 @@ Each rank's process sees one GPU alone (CUDA_VISIBLE_DEVICES), so that nothing i
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
 from headrace.parallel.group import GlooGroup, Group
 from headrace.parallel.nccl import NCCLGroup
+from headrace.parallel.pipeline import GlooPipe, Pipe
 from headrace.parallel.ranks import device_of
 
 
@@ -30,6 +32,24 @@ def device_here(kind: str) -> str:
 def create_group(folder: str, id: bytes, rank: int, size: int, *, one_shot: bool = True) -> Group:
     """``folder``, ``id``: where ranks meet on CPUs, or on GPUs. ``one_shot``: see NCCLGroup."""
     return NCCLGroup(id, rank, size, one_shot=one_shot) if id else GlooGroup(Path(folder), rank, size)
+
+
+def meet(folder: str, ids: Sequence[bytes], rank: int, config: DeviceConfig) -> tuple[Group | None, Pipe | None]:
+    """What rank ``rank`` has in common with the others of its stage, and with the other stages; None where there are
+    none. ``ids``: of each stage's group and, last, of all ranks; none on CPUs."""
+    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    stage, place = divmod(rank, size)
+    pipe: Pipe | None = None
+    group: Group | None = None
+    if stages > 1:
+        pipe = GlooPipe(Path(folder), rank, size * stages, stages)
+    if size > 1 and ids:
+        group = create_group("", ids[stage], place, size, one_shot=config.one_shot_sums)
+    elif size > 1:
+        group = GlooGroup(Path(folder), place, size, f"stage-{stage}")
+    if pipe is not None:
+        pipe.least(0)  # once all are there, the folder may go
+    return group, pipe
 
 
 def check_devices(config: DeviceConfig, needed: int) -> None:

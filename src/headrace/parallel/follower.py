@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,17 +84,16 @@ class First:
 class Follower:
     """What each order does to this rank's executor."""
 
-    def __init__(self, first: First, executor: DeviceExecutor, group: Group) -> None:
+    def __init__(self, first: First, executor: DeviceExecutor, group: Group | None, reporter: Reporter | None) -> None:
         self._first, self._executor, self._group = first, executor, group
+        self._reporter = reporter
         self._plans = frames.PlanUnpacker()
         self._failed: list[int] = []
         self._adapters: set[str] = set()  # that are there
         executor.on_failure = self._tell_failure
         self._does: dict[type, Callable[[Any], object]] = {
             frames.Submit: self._submit,
-            frames.Sample: lambda order: executor.sample(
-                Ticket(order.step_id), TokenMasks(order.samples, order.words_each, order.words)
-            ),
+            frames.Sample: self._sample,
             frames.Collect: self._collect,
             frames.Recover: self._recover,
             frames.Prepare: lambda _: executor.prepare(),
@@ -107,7 +108,15 @@ class Follower:
         plan = self._plans.unpack(order)
         for _, name in plan.adapters:
             self._await_adapter(name)
-        self._executor.submit(plan)
+        ticket = self._executor.submit(plan)
+        if self._reporter is not None and not plan.masked:
+            self._reporter.expect(ticket)
+
+    def _sample(self, order: frames.Sample) -> None:
+        ticket = Ticket(order.step_id)
+        self._executor.sample(ticket, TokenMasks(order.samples, order.words_each, order.words))
+        if self._reporter is not None:
+            self._reporter.expect(ticket)
 
     def _await_adapter(self, name: str) -> None:
         """The first rank has it; so must this one."""
@@ -120,7 +129,8 @@ class Follower:
 
     def _collect(self, order: frames.Collect) -> None:
         with suppress(StepFailed):  # that has been told
-            self._executor.collect(Ticket(order.step_id))
+            if self._reporter is None:
+                self._executor.collect(Ticket(order.step_id))
 
     def _tell_failure(self, step_id: int, failure: StepFailed) -> None:
         self._failed.append(step_id)
@@ -128,7 +138,7 @@ class Follower:
 
     def _recover(self, order: frames.Recover) -> None:
         self._executor.recover()
-        self._first.tell(frames.Recovered(self._group.meetings, tuple(self._failed)))
+        self._first.tell(frames.Recovered(self._group.meetings if self._group else 0, tuple(self._failed)))
         self._failed.clear()
 
     def _control(self, order: frames.Control) -> None:
@@ -143,6 +153,25 @@ class Follower:
         raise FirstGone
 
 
+class Reporter:
+    """Tells the first rank what the last stage has sampled, as soon as that is there: in a thread, for the next step may
+    be computed meanwhile."""
+
+    def __init__(self, first: First, executor: DeviceExecutor) -> None:
+        self._first, self._executor = first, executor
+        self._tickets: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        threading.Thread(target=self._report_forever, daemon=True, name="reporter").start()
+
+    def expect(self, ticket: Ticket) -> None:
+        self._tickets.put(ticket)
+
+    def _report_forever(self) -> None:
+        while True:
+            with suppress(StepFailed):  # that has been told
+                found = self._executor.collect(self._tickets.get())
+                self._first.tell(frames.Result(replace(found, tokens=list(found.tokens), drafted=list(found.drafted))))
+
+
 def _start(first: First, mark: str) -> Follower:
     from headrace.torch_environment import prepare_for_torch
     from headrace.worker.head_start import begin_head_start
@@ -151,20 +180,19 @@ def _start(first: First, mark: str) -> Follower:
     with (begin_head_start(Path(mark)) if mark else None) or nullcontext() as head_start:
         with no_collections():
             from headrace.engine.resolve import find_source
-            from headrace.parallel.device import create_group, device_here
+            from headrace.parallel.device import device_here, meet
             from headrace.worker.executor import DeviceExecutor
             from headrace.worker.worker import create_executor
 
         launch = first.hear(frames.Launch)
         config, device = launch.config, launch.config.device
         first.tell(frames.Here(device_here(device.device)))
-        meet = first.hear(frames.Meet)
-        group = create_group(
-            meet.folder, meet.id, launch.rank, device.tensor_parallel_size, one_shot=device.one_shot_sums
-        )
-        executor, _ = create_executor(config, find_source(config), head_start, group=group)
+        place = first.hear(frames.Meet)
+        group, pipe = meet(place.folder, place.ids, launch.rank, device)
+        executor, _ = create_executor(config, find_source(config), head_start, group=group, pipe=pipe)
         assert isinstance(executor, DeviceExecutor)
-        return Follower(first, executor, group)
+        reports = pipe is not None and launch.rank == (pipe.stages - 1) * device.tensor_parallel_size
+        return Follower(first, executor, group, Reporter(first, executor) if reports else None)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from headrace.config import EngineConfig
 from headrace.engine.executor import DropAdapter, LoadAdapter, Sleep, Wake
 from headrace.processes.messages import Frame, pack
-from headrace.request import StepPlan
+from headrace.request import StepPlan, StepResult
 
 _KEPT = ("rows", "counts", "sample_work", "sample_rows")  # of a plan: often the very arrays of the one before
 _NOTHING = array("i")
@@ -38,10 +38,10 @@ class Launch(Frame):
 
 
 class Meet(Frame):
-    """``folder``: of CPUs. ``id``: NCCL's of the group."""
+    """``folder``: of CPUs. ``ids``: NCCL's of groups (device.py)."""
 
     folder: str
-    id: bytes
+    ids: tuple[bytes, ...]
 
 
 class Submit(Frame):
@@ -106,6 +106,12 @@ class StepBroke(Frame):
     message: str
 
 
+class Result(Frame):
+    """Of a step, from the last stage of a pipeline."""
+
+    result: StepResult
+
+
 class Recovered(Frame):
     """``meetings``: of the group so far. ``failed``: steps since the last time."""
 
@@ -120,7 +126,7 @@ class Failed(Frame):
     message: str
 
 
-Report = Here | Ready | Beat | StepBroke | Recovered | Failed
+Report = Here | Ready | Beat | StepBroke | Result | Recovered | Failed
 
 
 class PlanPacker:

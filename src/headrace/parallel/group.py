@@ -56,15 +56,20 @@ class GlooGroup:
 
     account = "gloo"
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, name: str = "meeting") -> None:
         self.rank, self.size, self.meetings = rank, size, 0
         options = _dist.ProcessGroupGloo._Options()
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = _PATIENCE
-        store = _dist.FileStore(str(folder / "meeting"), size)
+        store = _dist.FileStore(str(folder / name), size)
         store.set_timeout(_MEETING)
         self._group = _dist.ProcessGroupGloo(store, rank, size, options)
         self.least(0)  # once all are there, the folder may go
+
+    @property
+    def exchange(self) -> Any:
+        """What sends from rank to rank."""
+        return self._group
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.meetings += 1

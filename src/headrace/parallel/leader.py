@@ -18,12 +18,15 @@ from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
 from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, Executor, LoadAdapter, Sleep, Ticket, Wake
 from headrace.errors import ConfigError, StepFailed
+from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource
 from headrace.parallel import frames
-from headrace.parallel.device import check_devices, create_group, device_here
+from headrace.parallel.device import check_devices, device_here, meet
 from headrace.parallel.group import Group
 from headrace.parallel.nccl import create_id
+from headrace.parallel.pipeline import Pipe
 from headrace.parallel.ranks import Ranks
+from headrace.parallel.stages import split_layers
 from headrace.processes.messages import pack
 from headrace.processes.scratch import Scratch
 from headrace.request import StepPlan, StepResult, TokenMasks
@@ -46,48 +49,73 @@ def create_executor(
     """As the worker's. ``ranks``: the others, begun and not launched; they are this executor's, and end with it."""
     if ranks is None:
         return create_alone(config, source, head_start, stages, meanwhile)
-    size = config.device.tensor_parallel_size
+    size = config.device.num_ranks
     kind = device_kind(config.device.device)
     stages = stages or Stages(RealClock())
     config = replace(config, device=replace(config.device, device=kind))
     if kind == "cuda":
+        if config.device.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"--pipeline-parallel-size is {config.device.pipeline_parallel_size}, but stages meet on CPUs only so far. "
+                "Use --tensor-parallel-size on GPUs."
+            )
         check_devices(config.device, config.device.num_ranks)
     try:
         ranks.launch(config)
-        group = _meet(ranks, kind, config)
-        ranks.abort = group.abort
+        group, pipe = _meet(ranks, kind, config)
+        ranks.abort = _abort(group, pipe)
         stages.done("ranks")
-        executor, decisions = create_alone(config, source, head_start, stages, meanwhile, group)
+        executor, decisions = create_alone(config, source, head_start, stages, meanwhile, group, pipe)
         assert isinstance(executor, DeviceExecutor)
         ranks.hear(frames.Ready)
     except Exception:
         if ranks.settle(1.0) is not None:
             ranks.check()
         raise
-    said = Decision("ranks", size, f"each a process with a device of its own; over {group.account}")
-    return RankedExecutor(executor, ranks, group), (said, *decisions)
+    over = pipe.account if group is None and pipe is not None else group.account if group is not None else ""
+    said = [Decision("ranks", size, f"each a process with a device of its own; over {over}")]
+    if pipe is not None:
+        said.append(_split(config, source, pipe.stages))
+    return RankedExecutor(executor, ranks, group, size, pipe), (*said, *decisions)
 
 
-def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Group:
-    size = config.device.tensor_parallel_size
+def _split(config: EngineConfig, source: ModelSource, stages: int) -> Decision:
+    bounds = split_layers(spec_from_config(source.config), stages, config.device.pipeline_layers)
+    counts = " + ".join(str(end - begin) for begin, end in bounds)
+    return Decision("stages", stages, f"of {counts} layers; so many steps are in flight")
+
+
+def _abort(*meetings: Group | Pipe | None) -> Callable[[], None]:
+    def abort() -> None:
+        for each in meetings:
+            if each is not None:
+                each.abort()
+
+    return abort
+
+
+def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> tuple[Group | None, Pipe | None]:
+    size, stages = config.device.num_ranks, config.device.pipeline_parallel_size
     here, others = device_here(kind), ranks.hear(frames.Here)
     if mixed := [each.device for each in others if each.device != here]:
         raise ConfigError(
-            f"--tensor-parallel-size needs {size} equal devices, but the first is {here} and another {mixed[0]}. Use equal ones."
+            f"Ranks need {size} equal devices, but the first is {here} and another {mixed[0]}. Use equal ones."
         )
     with ExitStack() as stack:
-        place = (str(stack.enter_context(Scratch())), b"") if kind == "cpu" else ("", create_id())
-        ranks.tell(pack(frames.Meet(*place)))
-        return create_group(*place, 0, size, one_shot=config.device.one_shot_sums)
+        folder = str(stack.enter_context(Scratch())) if kind == "cpu" else ""
+        ids = () if kind == "cpu" else tuple(create_id() for _ in range(stages + (stages > 1)))
+        ranks.tell(pack(frames.Meet(folder, ids)))
+        return meet(folder, ids, 0, config.device)
 
 
 class RankedExecutor:
     """``inner``: the first rank's. Calls go to all ranks in one order; what a rank fails in alone is the end of all
     (EngineDead)."""
 
-    def __init__(self, inner: DeviceExecutor, ranks: Ranks, group: Group) -> None:
-        self.info = replace(inner.info, device=f"{inner.info.device} × {group.size}")
-        self._inner, self._ranks, self._group = inner, ranks, group
+    def __init__(self, inner: DeviceExecutor, ranks: Ranks, group: Group | None, size: int, pipe: Pipe | None) -> None:
+        """``pipe``: where the last stage samples, and tells what."""
+        self.info = replace(inner.info, device=f"{inner.info.device} × {size}")
+        self._inner, self._ranks, self._group, self._pipe = inner, ranks, group, pipe
         self._plans = frames.PlanPacker()
         inner.on_failure = lambda step_id, _: ranks.fail_too(step_id)
 
@@ -109,12 +137,12 @@ class RankedExecutor:
         except StepFailed as failure:
             raise StepFailed(self._ranks.settle() or failure.message) from failure
         self._ranks.check()  # a wait that was cut short brings nonsense
-        return result
+        return result if self._pipe is None else self._ranks.result(ticket.step_id)
 
     def recover(self) -> None:
         self._ranks.tell(pack(frames.Recover()))
         self._inner.recover()
-        self._ranks.agree(self._group.meetings)
+        self._ranks.agree(0 if self._group is None else self._group.meetings)
 
     def prepare(self) -> bool:
         self._ranks.tell(pack(frames.Prepare()))

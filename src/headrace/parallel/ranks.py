@@ -27,8 +27,10 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError
 from headrace.parallel import frames
 from headrace.parallel.shares import share
+from headrace.parallel.stages import staged
 from headrace.processes.child import start
 from headrace.processes.messages import BadFrame, Unpacker, pack
+from headrace.request import StepResult
 from headrace.spec import DecoderSpec
 
 log = logging.getLogger(__name__)
@@ -58,12 +60,13 @@ def begin_ranks(config: EngineConfig, spec: DecoderSpec, mark: str, lost: Callab
     """The processes of all ranks but this one, which import what they need while this one does. Raises ConfigError
     before anything is started where the model cannot be shared out."""
     size = config.device.tensor_parallel_size
-    share(spec, size)
+    for stage in range(config.device.pipeline_parallel_size):
+        share(staged(spec, config, stage * size), size)
     if config.device.batch_invariant and size > 2:
         raise ConfigError(
             f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out."
         )
-    return Ranks(size - 1, mark, lost)
+    return Ranks(config.device.num_ranks - 1, mark, lost)
 
 
 def device_of(number: int) -> dict[str, str]:
@@ -86,6 +89,7 @@ class Ranks:
         self._on_loss = lost
         self._closing = False
         self._own_failures: set[int] = set()
+        self._results: dict[int, StepResult] = {}  # of steps, from the last stage, and not asked for yet
         self.abort: Callable[[], None] = lambda: None
         self._ranks = [self._begin(number, mark) for number in range(1, count + 1)]
         self._thread = threading.Thread(target=self._watch, name="headrace-ranks", daemon=True)
@@ -134,6 +138,14 @@ class Ranks:
             found = [rank.said.pop(0) for rank in self._ranks]
         assert all(isinstance(each, kind) for each in found), found
         return found
+
+    def result(self, step_id: int) -> StepResult:
+        """What the last stage has sampled, once it has."""
+        with self._changed:
+            while self._lost is None and step_id not in self._results:
+                self._changed.wait(1.0)
+            self.check()
+            return self._results.pop(step_id)
 
     def check(self) -> None:
         if self._lost is not None:
@@ -206,6 +218,10 @@ class Ranks:
         rank.silent = 0
         if isinstance(report, frames.Failed):
             self._lose(f"{rank}: {report.message}", report.kind)
+        elif isinstance(report, frames.Result):
+            with self._changed:
+                self._results[report.result.step_id] = report.result
+                self._changed.notify_all()
         elif isinstance(report, frames.StepBroke):
             _later(ALONE_SECONDS, self._judge, rank, report)
         elif not isinstance(report, frames.Beat):

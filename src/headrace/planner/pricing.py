@@ -108,6 +108,10 @@ class Priced:
 def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: Sequence[float] = ()) -> Priced:
     """``popularity``: how often tokens pick each expert. Of ranks, one and its share. Raises ConfigError for switches
     whose worth nobody knows."""
+    if config.device.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {config.device.pipeline_parallel_size}, but stages are not simulated so far; leave it out."
+        )
     config, decisions = resolve_config(config, device.kind)
     spec = share(spec, config.device.tensor_parallel_size)
     dtype = dtype_of(spec, config, device)

@@ -229,7 +229,7 @@ class Scheduler:
             and self.limits.kv_caching
             and not self.limits.padded
         )
-        alike = alike and plan.drafts is None
+        alike = alike and plan.drafts is None and self.limits.stages == 1
         self._alike = self._alike + 1 if alike else 0
         if (
             self._alike <= STEPS_ALIKE

@@ -10,7 +10,7 @@ What lives here: order, budgets, admission, preemption. What may not: what resul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -149,7 +149,7 @@ class StepPlanner:
         """Those who make way in this step because their masks would hold up all others, in the order of their turns:
         whoever was planned longest ago goes first, and one never makes way. A request that is alone holds up nobody."""
         left, late = MASK_SECONDS, dict[Sequence, float]()
-        if not mask_seconds or len(self.roster.requests) == 1:
+        if not mask_seconds or len(self.roster.requests) == 1 or self.limits.stages > 1:
             return late
         wanted = [each for each in self.roster.running if each.structured and each.num_tokens > each.num_prompt_tokens]
         for place, sequence in enumerate(sorted(wanted, key=lambda each: each.last_step)):
@@ -179,7 +179,8 @@ class StepPlanner:
         forced: list[Sequence] = []
         step_id, room = plan.step_id, plan.room
         work, starts, sampled = plan.work, plan.starts, plan.sampled
-        for sequence in self.roster.running:  # only its tail may be popped meanwhile (preemption)
+        # only its tail may be popped meanwhile (preemption)
+        for sequence in self.roster.running if self.limits.stages == 1 else self._in_turn(plan):
             total = sequence.num_tokens
             if len(work) >= room:
                 break
@@ -202,6 +203,23 @@ class StepPlanner:
                 longer.append(sequence)
         plan.complete_plain_work()
         return [*forced, *late, *longer]
+
+    def _in_turn(self, plan: PlanBuilder) -> Iterator[Sequence]:
+        """Of those that run, where a pipeline's stages compute as many steps at once: each that goes on from a token is
+        planned again once that token is with the first stage, ``stages`` steps later, and each step takes its share of
+        them, so that no step is left with none."""
+        there = plan.step_id - self.limits.stages
+        single = [each.num_tokens - each.num_computed_tokens == 1 for each in self.roster.running]
+        room = -(-sum(single) // self.limits.stages)
+        for sequence, is_single in zip(self.roster.running, single, strict=False):
+            known = len(sequence.token_ids) + len(sequence.certain)
+            if sequence.num_tokens > known and sequence.last_step > there:
+                continue
+            if not is_single:
+                yield sequence
+            elif room:
+                room -= 1
+                yield sequence
 
     def _drafts_each(self) -> int:
         """Drafts of each sequence in this step: as many as are worth it, and as the budget has beside one token of

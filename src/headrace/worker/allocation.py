@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from headrace.errors import OutOfMemory
 from headrace.kernels.linear.around import LEAST_ADDED
 from headrace.parallel.group import Group
+from headrace.parallel.pipeline import Pipe
 from headrace.spec import KVGroup
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, measured_peak, set_aside
 from headrace.worker.failure import out_of_memory
@@ -75,8 +76,8 @@ CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Sequence[Captures]]
 class Allocation:
     """One engine's share of a device. Made before anything is allocated there: on a GPU it makes the context."""
 
-    def __init__(self, setup: Setup, head_start: HeadStart | None = None, group: Group | None = None) -> None:
-        """``group``: of ranks, which all have as much as the one that has the least."""
+    def __init__(self, setup: Setup, head_start: HeadStart | None = None, group: Group | Pipe | None = None) -> None:
+        """``group``: of ranks, which all have as many blocks as the one that has the least room for them."""
         self._setup = setup
         self._group = group
         self._meter = None if setup.on_cpu else DeviceMeter(setup.device, head_start)
@@ -97,7 +98,7 @@ class Allocation:
         sizes: dict[str, Any] = {"max_positions": setup.spec.max_positions, "on_cpu": setup.on_cpu}
         plan = plan_kv(setup.kv_specs, setup.config, room, **sizes)
         if draft is None or setup.speculative is None or setup.speculative.draft_memory is None:
-            return plan
+            return self._agreed(plan)
         specs, held = setup.draft_kv_specs, setup.draft_bytes
         whole = sum(group.spec.beside * group.num_blocks for group in plan.groups)
         blocks = draft.bounded_blocks(setup.speculative.draft_memory, plan.num_bytes, held, specs)
@@ -106,6 +107,13 @@ class Allocation:
             return plan
         plan = plan_kv(setup.target_kv_specs, setup.config, room, **sizes, reserved=blocks * each)
         return replace(plan, draft_blocks=blocks)
+
+    def _agreed(self, plan: KVPlan) -> KVPlan:
+        """Stages have bytes of their own for a block, and as many blocks as the one with the fewest."""
+        if self._group is None or self._setup.spec.held is None:
+            return plan
+        groups = tuple(replace(each, num_blocks=self._group.least(each.num_blocks)) for each in plan.groups)
+        return replace(plan, groups=groups, max_model_len=self._group.least(plan.max_model_len))
 
     def measure(
         self, decoder: nn.Module, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs

@@ -27,6 +27,7 @@ from headrace.kernels.inputs import AdapterRows, ForwardInputs, adapter_rows
 from headrace.layers.pooling import Pooled
 from headrace.lora.device import DeviceAdapters
 from headrace.models.decoder import Decoder
+from headrace.parallel.pipeline import Pipe
 from headrace.request import NO_SLOT, Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.worker.arena import Arena
 from headrace.worker.branches import branched
@@ -40,7 +41,7 @@ from headrace.worker.speculator import Drafts, Speculator
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 _NO_MASKS = TokenMasks()
-_MOST_IN_FLIGHT = 8  # steps whose events are looked at: more than there ever are, and the one before them
+_MOST_IN_FLIGHT = 24  # steps whose events are looked at: more than there ever are, and the one before them
 UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or every token ruled out); check its biases and the checkpoint"
 
 
@@ -79,6 +80,7 @@ class Step:
     plan: StepPlan  # where drafts are verified, as it is computed
     started: float  # seconds, the runner's clock
     events: Events | None = None  # around the step and its copies to the host; None on a CPU
+    number: int = 0  # of the runner's steps
     begun: bool = False  # the first of them is recorded
     packing: Packing | None = None
     hidden: Tensor | None = None  # [tokens, hidden], until it is sampled from
@@ -95,6 +97,15 @@ class Step:
     drafts: Drafts | None = None
     pooled: Tensor | None = None  # [samples, width], float32: in place of samples
     result: StepResult | None = None  # of a device without a queue, at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """Tokens of a step that another stage samples, and where they go."""
+
+    number: int  # of the runner's steps
+    rows: Ints  # [samples]
+    positions: Ints  # [samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +158,13 @@ class ModelRunner:
         adapters: DeviceAdapters | None = None,
         queued: bool | None = None,  # by the rows' device
         speculator: Speculator | None = None,
+        pipe: Pipe | None = None,
     ) -> None:
+        """``pipe``: between the stages of a pipeline, of which this decoder is one."""
         self._decoder = decoder
+        self._pipe = pipe
+        self._awaited: deque[_Awaited] = deque()  # of the first stage: tokens that are sampled in the last
+        self._number = self._collected = 0
         self._arena = arena
         self._adapters = adapters
         self.graphs = graphs
@@ -160,7 +176,7 @@ class ModelRunner:
         self._max_logits_rows = max_logits_rows
         self._padded = padded
         pooling = decoder.spec.pooling
-        self._prune = prune and (pooling is None or pooling.kind != "mean")
+        self._prune = prune and (pooling is None or pooling.kind != "mean") and decoder.spec.answers
         self._first = pooling is not None and pooling.kind == "cls"
         self._clock = clock
         self._device_clock = DeviceClock()
@@ -182,6 +198,8 @@ class ModelRunner:
         """The step, or where samples wait for their masks, the step as far as its hidden states. A queue is waited for
         by ``collect`` alone."""
         with torch.inference_mode():
+            self._number += 1
+            self._take_tokens()
             step = self._forward(plan)
             return step if plan.masked else self._sample(step, _NO_MASKS)
 
@@ -200,7 +218,22 @@ class ModelRunner:
         """Waits for the device, and brings the step's results to the host."""
         if step.result is None:
             step.result = self._read(step)
+        self._collected = step.number
         return step.result
+
+    def _take_tokens(self, *, all: bool = False) -> None:
+        """What the last stage has sampled in steps so long ago, or collected already, that this one may go on from
+        it. (A plan names no row whose token may still be on its way: Scheduler, ``stages``.)"""
+        pipe = self._pipe
+        while self._awaited and pipe is not None:
+            awaited = self._awaited[0]
+            if not (all or awaited.number <= max(self._collected, self._number - pipe.stages)):
+                return
+            picked = torch.empty(len(awaited.rows), 2, dtype=torch.int32, device=self._rows.device)
+            tokens = pipe.receive_tokens(picked)[:, 0]
+            rows, positions = ship_all(self._rows.device, awaited.rows, awaited.positions)
+            self._rows.token_ids[rows.long(), positions.long()] = tokens
+            self._awaited.popleft()
 
     def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         """All of it. ``masks``: of a plan that waits for them."""
@@ -211,7 +244,8 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> Step:
         """Edits rows, copies blocks, computes every planned token."""
-        step = Step(plan, self._clock.now(), None if self._stream is None else next(self._events))
+        events = None if self._stream is None else next(self._events)
+        step = Step(plan, self._clock.now(), events, number=self._number)
         if self._speculator is not None:
             self._await_lengths()
             self._speculator.leave(plan)
@@ -353,6 +387,8 @@ class ModelRunner:
     def _computed(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states. Nothing else of the forward pass is read when another has been queued."""
         compute = partial(self._decoder.forward, inputs, self._kv_caches)
+        if self._pipe is not None:
+            return self._through(self._pipe, inputs)
         if self._arena is None:
             return compute()
         wanted = None if inputs.wanted is None else len(inputs.wanted)
@@ -360,6 +396,17 @@ class ModelRunner:
         changed = 0 if inputs.adapters is None or self._adapters is None else self._adapters.slots.changed
         kind = self._decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None, changed
         return self._arena.run(compute, tokens, wanted, kind=kind)
+
+    def _through(self, pipe: Pipe, inputs: ForwardInputs) -> Tensor:
+        """The same of one stage."""
+        spec, begun = self._decoder.spec, None
+        if not spec.embeds:
+            shape = len(inputs.token_ids), spec.hidden_size
+            begun = pipe.receive(torch.empty(shape, dtype=self._kv_caches[0].dtype, device=self._rows.device))
+        hidden = self._decoder.forward(inputs, self._kv_caches, begun)
+        if not spec.answers:
+            pipe.send(hidden)
+        return hidden
 
     # --- from there to the host
 
@@ -401,6 +448,9 @@ class ModelRunner:
         if self._decoder.pooler is not None:
             step.pooled = self._pool(plan, packing, hidden)
             return
+        if not self._decoder.spec.answers:
+            self._await_tokens(step, packing)
+            return
         pieces = self._pieces(len(plan.sample_rows))
         step.samples = tuple(self._sample_piece(plan, packing, hidden, piece, masks) for piece in pieces)
         scored = (
@@ -409,6 +459,15 @@ class ModelRunner:
             for score in self._score_prompt(plan, packing, hidden, index)
         )
         step.prompt = tuple(scored)
+        if self._pipe is not None and step.samples:
+            self._pipe.send_tokens(torch.cat([torch.as_tensor(each.picked) for each in step.samples]))
+
+    def _await_tokens(self, step: Step, packing: Packing) -> None:
+        """The first stage goes on from them; those between have no use for them."""
+        plan = step.plan
+        if self._decoder.spec.embeds and plan.sample_rows:
+            rows = np.asarray(plan.sample_rows, dtype=np.int32)
+            self._awaited.append(_Awaited(step.number, rows, packing.position[packing.sampled(plan)] + 1))
 
     def _pool(self, plan: StepPlan, packing: Packing, hidden: Tensor) -> Tensor | None:  # [samples, width], float32
         """Of the prompts that this step completes."""
@@ -456,6 +515,7 @@ class ModelRunner:
 
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are, and what happened so far is no step's idle time."""
+        self._take_tokens(all=True)
         self._rows.clear()
         self._verifying.clear()
         if self._speculator is not None:

@@ -92,7 +92,9 @@ class Setup:
 
     @property
     def graphs(self) -> bool:
-        return self.device.type == "cuda" and not self.config.device.enforce_eager and self.spec.pooling is None
+        device = self.config.device
+        eager = device.enforce_eager or device.pipeline_parallel_size > 1 or self.spec.pooling is not None
+        return self.device.type == "cuda" and not eager
 
     @property
     def draft_bytes(self) -> int:

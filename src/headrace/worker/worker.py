@@ -51,7 +51,9 @@ from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
 from headrace.observe.progress import waiting
 from headrace.parallel.group import Group
+from headrace.parallel.pipeline import Pipe
 from headrace.parallel.shares import Cut, cuts, share
+from headrace.parallel.stages import staged
 from headrace.processes.builders import Builders
 from headrace.quant import lossless
 from headrace.sites import is_plain, weights
@@ -116,14 +118,15 @@ def create_executor(
     stages: Stages | None = None,
     meanwhile: Callable[[], object] = lambda: None,
     group: Group | None = None,
+    pipe: Pipe | None = None,
 ) -> tuple[Executor, tuple[Decision, ...]]:
     """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far. ``meanwhile`` is
     called once on a GPU, where the start waits for the last of its kernels and the device has nothing to do. ``group``:
-    of ranks that do the same.
+    of ranks that do the same. ``pipe``: between stages.
 
     ``config`` is resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    worker = Worker(config, source, head_start, stages or Stages(RealClock()), group)
+    worker = Worker(config, source, head_start, stages or Stages(RealClock()), group, pipe)
     try:
         room = worker.prepare(meanwhile)
         worker.allocate(room)
@@ -148,6 +151,7 @@ class Worker:
         head_start: HeadStart | None,
         stages: Stages,
         group: Group | None = None,
+        pipe: Pipe | None = None,
     ) -> None:
         self._config = config
         self._source = source
@@ -164,6 +168,10 @@ class Worker:
             None  # blocks of a draft's caches, once they are known to be fewer than the target's
         )
         self._draft_blocks: tuple[DraftBlocks, ...] = ()
+        self._pipe = pipe
+        if pipe is not None:
+            ranks = config.device.tensor_parallel_size
+            setup = replace(setup, spec=staged(setup.spec, config, pipe.stage * ranks))
         self._whole = setup.spec
         if group is not None:
             setup = replace(setup, spec=share(setup.spec, group.size))
@@ -204,7 +212,7 @@ class Worker:
 
     def prepare(self, meanwhile: Callable[[], object]) -> Room:
         """The model is loaded, kernels are built, what steps hold is known: the room there is for KV."""
-        self._memory = Allocation(self._setup, self._head_start, self._group)
+        self._memory = Allocation(self._setup, self._head_start, self._pipe or self._group)
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
         with self._memory.explaining("weights"), self._lasting():
@@ -445,6 +453,7 @@ class Worker:
             max_logits_rows=self._config.scheduler.logits_rows,
             padded=not self._config.device.token_concatenation,
             prune=self._prunes,
+            pipe=self._pipe,
             clock=RealClock(),
             graphs=graphs.decode,
             prompt_graphs=graphs.prompts,
@@ -519,6 +528,7 @@ class Worker:
             memory=memory,
             padded=not self._config.device.token_concatenation,
             start_seconds=self._stages.seconds,
+            stages=1 if self._pipe is None else self._pipe.stages,
             max_drafts=setup.speculative.most if setup.speculative is not None else 0,
             adapter_slots=self._config.adapters.slots,
             pooling=setup.spec.pooling,

@@ -1,0 +1,89 @@
+"""How the stages of a pipeline pass on what they have computed, on CPUs: hidden states to the next stage, sampled
+tokens from the last to the first.
+
+What lives here: the protocol, its implementation over torch's gloo. What may not: which layers a stage holds
+(stages.py), a GPU's (nccl.py), when tokens are wanted (worker/model_runner.py).
+
+A stage never waits for another's host (EnergonAI, Du et al. 2022, section 4.2): a send returns at once, and a stage waits
+only for what it computes with. Ranks of a stage are neighbours: rank = stage · ranks of a stage + place in it; each
+speaks to the rank at its own place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.parallel.group import GlooGroup
+
+_HIDDEN, _TOKENS = 1, 2
+
+
+class Pipe(Protocol):
+    stage: int
+    stages: int
+    account: str  # how they meet, for people
+
+    def send(self, hidden: Tensor) -> None:  # [tokens, hidden]
+        """To the next stage."""
+        ...
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """From the stage before, into ``hidden``."""
+        ...
+
+    def send_tokens(self, picked: Tensor) -> None:  # [samples, 2], int32
+        """From the last stage to the first."""
+        ...
+
+    def receive_tokens(self, picked: Tensor) -> Tensor: ...
+
+    def least(self, value: int) -> int:
+        """The smallest of what all ranks of all stages give."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class GlooPipe:
+    """Over loopback."""
+
+    account = "gloo"
+
+    def __init__(self, folder: Path, rank: int, size: int, stages: int) -> None:
+        self._all, self._width = GlooGroup(folder, rank, size), size // stages
+        self.stage, self.stages = rank // self._width, stages
+        self._rank, self._first = rank, rank % self._width
+        self._group: Any = self._all.exchange
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, hidden: Tensor) -> None:
+        self._send(hidden, self._rank + self._width, _HIDDEN)
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        self._group.recv([hidden], self._rank - self._width, _HIDDEN).wait()
+        return hidden
+
+    def send_tokens(self, picked: Tensor) -> None:
+        self._send(picked, self._first, _TOKENS)
+
+    def receive_tokens(self, picked: Tensor) -> Tensor:
+        self._group.recv([picked], self._rank + (self.stages - 1) * self._width, _TOKENS).wait()
+        return picked
+
+    def _send(self, x: Tensor, to: int, tag: int) -> None:
+        """What is sent is held until it has arrived: of steps so long ago everything has."""
+        held = x.detach().clone(memory_format=torch.contiguous_format)
+        self._sent.append((self._group.send([held], to, tag), held))
+        while len(self._sent) > 2 * self.stages + 4:
+            self._sent.popleft()[0].wait()
+
+    def least(self, value: int) -> int:
+        return self._all.least(value)
+
+    def abort(self) -> None:
+        self._all.abort()

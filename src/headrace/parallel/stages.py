@@ -1,0 +1,79 @@
+"""Which layers each stage of a pipeline holds.
+
+What lives here: that split, and what does not divide. What may not: torch, how stages meet (pipeline.py), how ranks
+share a layer (shares.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.sites import head, layer_weights
+from headrace.spec import DecoderSpec
+
+_ELEMENT_BYTES = 2
+
+
+def split_layers(spec: DecoderSpec, stages: int, counts: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """(first, behind the last) of each stage. ``counts``: as asked for; none: the largest sum of bytes that a stage reads
+    for a token is as small as can be, the LM head counted with the last layer. Raises ConfigError."""
+    layers = spec.num_layers
+    if stages > layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {stages}, but the model has {layers} layers. Give at most {layers}."
+        )
+    if counts:
+        if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+            raise ConfigError(
+                f"--pipeline-layers is {' '.join(map(str, counts))}, but {stages} stages have {layers} layers between them. "
+                f"Give {stages} numbers above 0 whose sum is {layers}."
+            )
+        return list(pairwise(accumulate(counts, initial=0)))
+    costs = [sum(each.num_bytes(_ELEMENT_BYTES) for each in layer_weights(spec, index)) for index in range(layers)]
+    costs[-1] += head(spec).num_bytes(_ELEMENT_BYTES)
+    return list(pairwise(_bounds(costs, stages)))
+
+
+def _bounds(costs: Sequence[float], parts: int) -> list[int]:
+    """Where to cut a row of costs into so many parts, none empty, that the dearest is cheapest."""
+    sums = list(accumulate(costs, initial=0.0))
+    # best[n]: (the dearest part of the first n, where its last part begins …)
+    best: list[tuple[float, tuple[int, ...]]] = [(total, (0,)) for total in sums]
+    for part in range(2, parts + 1):
+        best = [
+            min(
+                ((max(best[cut][0], sums[n] - sums[cut]), (*best[cut][1], cut)) for cut in range(part - 1, n)),
+                default=best[n],
+            )
+            for n in range(len(sums))
+        ]
+    return [*best[-1][1], len(costs)]
+
+
+def staged(spec: DecoderSpec, config: EngineConfig, rank: int) -> DecoderSpec:
+    """What the stage of one rank holds, whole as far as ranks of that stage are concerned. ``rank``: of all. Raises
+    ConfigError where the model cannot be computed in stages."""
+    device = config.device
+    if device.pipeline_parallel_size == 1:
+        return spec
+    if problem := next(iter(_problems(spec, config)), None):
+        raise ConfigError(
+            f"--pipeline-parallel-size is {device.pipeline_parallel_size}, but {problem}. Use --tensor-parallel-size."
+        )
+    stages = split_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
+    return replace(spec, held=stages[rank // device.tensor_parallel_size])
+
+
+def _problems(spec: DecoderSpec, config: EngineConfig) -> list[str]:
+    found = {
+        "this model's prompts are pooled": spec.pooling is not None or not spec.causal,
+        "drafts are not verified in stages": config.scheduler.speculative_config is not None,
+        "adapters are not held in stages": bool(config.adapters.slots),
+        "a cache in FP8 is not held in stages": config.cache.kv_cache_dtype.startswith("fp8"),
+        "--enable-sleep-mode puts no stages to sleep": config.device.enable_sleep_mode,
+    }
+    return [problem for problem, is_so in found.items() if is_so]
