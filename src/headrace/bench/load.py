@@ -37,7 +37,7 @@ async def first_model(client: HttpClient) -> str:
     try:
         answer = await client.get("/v1/models")
         if answer.status != 200:
-            said = _error_message(answer.body).rstrip(".")
+            said = error_message(answer.body).rstrip(".")
             raise BenchFailed(f"{where} answers with status {answer.status}: {said}. {_remedy(answer.status)}")
         return str(answer.json()["data"][0]["id"])
     except (OSError, TimeoutError, BrokenAnswer) as error:
@@ -159,7 +159,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 def read_vector(answer: Answer, sample: Sample) -> str:
     """As ``read_stream``, of an embedding, which is there all at once."""
     if answer.status != 200:
-        raise BrokenAnswer(f"status {answer.status}: {_error_message(answer.body)}")
+        raise BrokenAnswer(f"status {answer.status}: {error_message(answer.body)}")
     if not answer.json().get("data"):
         raise BrokenAnswer("the answer holds no embedding")
     _take_usage(answer.json().get("usage"), sample)
@@ -170,7 +170,7 @@ def read_vector(answer: Answer, sample: Sample) -> str:
 def read_stream(answer: Answer, sample: Sample) -> str:
     """Fills the sample from an answer's events; returns the text. Raises BrokenAnswer if the stream is incomplete."""
     if answer.status != 200:
-        raise BrokenAnswer(f"status {answer.status}: {_error_message(answer.body)}")
+        raise BrokenAnswer(f"status {answer.status}: {error_message(answer.body)}")
     if not answer.events or answer.events[-1][1] != b"[DONE]":
         raise BrokenAnswer("the stream ended without [DONE]")
     pieces: list[str] = []
@@ -178,7 +178,7 @@ def read_stream(answer: Answer, sample: Sample) -> str:
     for when, data in answer.events[:-1]:
         event = json.loads(data)
         if "error" in event:
-            raise BrokenAnswer(f"an error event: {_error_message(data)}")
+            raise BrokenAnswer(f"an error event: {error_message(data)}")
         _take_usage(event.get("usage"), sample)
         for choice in event.get("choices", ()):
             piece = choice["text"] if "text" in choice else _delta_text(choice["delta"])
@@ -206,7 +206,7 @@ def _take_usage(usage: Mapping[str, Any] | None, sample: Sample) -> None:
         sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def _error_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):

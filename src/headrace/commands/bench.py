@@ -60,6 +60,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         engine=True,
     ),
     "serve": Benchmark("headrace.bench.serve", "load on any OpenAI-compatible server"),
+    "mixed": Benchmark("headrace.bench.mixed", "kinds of clients at once, and how many met their objective"),
     "startup": Benchmark("headrace.bench.startup", "the time from the command to readiness, by stage"),
     "kernels": Benchmark(
         "headrace.bench.kernels",

@@ -1,0 +1,266 @@
+"""``headrace bench mixed``: kinds of clients at once on one server, each with an objective of its own, and the share of
+its requests that met it (ConsumerBench, Gu et al. 2025, and its service-level objectives by application).
+
+    chat         conversations with pauses to read         time to the first token, time per token
+    agents       turns in quick succession, one system     time of a whole turn
+    batch        long requests, a few clients              time of a whole request
+    embeddings   short texts (with --embedding-model)      time of a whole request
+
+What lives here: the kinds, running them together and one by one, attainment. What may not: sending (load.py), drawing
+requests (planner/workload/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace.bench.arguments import add_key_argument, count, natural, output, positive
+from headrace.bench.load import BrokenAnswer, HttpClient, LoadGenerator, error_message, first_model
+from headrace.bench.serve import limits_of
+from headrace.errors import ConfigError
+from headrace.observe.report import machine_facts, print_facts, table, write_json
+from headrace.planner.workload.conversations import Conversation, Turn, as_text, conversations_of
+from headrace.planner.workload.load import Lengths, LoadRequest, arriving, conversing, drawn
+from headrace.planner.workload.statistics import Sample, failure_reasons, meets, parse_goodput, spread_of
+
+EMBEDDINGS = "embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """``requests``: so many conversations or requests without --requests. ``clients``: of a closed loop; None: they come
+    at random times. ``objective``: as --goodput has it. ``endpoint``: that of ``bench serve``, or embeddings."""
+
+    requests: int
+    prompt: int
+    output: int
+    objective: tuple[str, ...]
+    endpoint: str = "chat"
+    turns: int = 1
+    system: int = 0
+    think: float = 0.0
+    clients: int | None = None
+
+    def asked(self, many: int, rate: float, scale: float, seed: int) -> list[LoadRequest]:
+        prompt, answer, system = (math.ceil(size * scale) for size in (self.prompt, self.output, self.system))
+        lengths = Lengths(prompt, answer, 0.25)
+        if self.turns > 1:
+            found = conversing(many, self.turns, lengths, system=system, think=self.think, seed=seed)
+        else:
+            found = drawn(many, lengths, seed=seed)
+        return found if self.clients is not None else arriving(found, rate, seed=seed)
+
+
+KINDS: Mapping[str, Kind] = {
+    "chat": Kind(12, 48, 64, ("ttft:1000", "tpot:200"), turns=3, think=1.0),
+    "agents": Kind(4, 64, 32, ("e2el:5000",), turns=6, system=256, think=0.05),
+    "batch": Kind(24, 256, 128, ("e2el:60000",), "completions", clients=4),
+    EMBEDDINGS: Kind(32, 64, 1, ("e2el:500",), EMBEDDINGS),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
+    )
+    add_key_argument(parser)
+    parser.add_argument("--model", help="model name to request (default: the first one that the server lists)")
+    parser.add_argument(
+        "--embedding-model", metavar="NAME", help="model that embeds texts; without it, nobody asks for that"
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        help="who asks (default: chat, agents and batch; with --embedding-model, all)",
+    )
+    parser.add_argument(
+        "--requests", nargs="+", default=[], metavar="KIND=N", help="conversations or requests of a kind, like chat=20"
+    )
+    parser.add_argument(
+        "--objective",
+        nargs="+",
+        default=[],
+        metavar="KIND=METRIC:MS",
+        help="in place of a kind's own, like chat=ttft:500 chat=tpot:50; metrics: ttft, tpot, e2el",
+    )
+    parser.add_argument(
+        "--priorities",
+        nargs="+",
+        default=[],
+        metavar="KIND=N",
+        help="priority to send with a kind's requests, like batch=10 (lower runs first; the server needs --scheduling-policy priority)",
+    )
+    parser.add_argument(
+        "--request-rate",
+        type=positive,
+        default=2.0,
+        help="conversations, or texts to embed, per second and kind, at random times (default: 2)",
+    )
+    parser.add_argument("--scale", type=positive, default=1.0, help="of all lengths in tokens (default: 1)")
+    parser.add_argument(
+        "--alone", action="store_true", help="also run each kind by itself first, to show what the others cost it"
+    )
+    parser.add_argument(
+        "--vocab-size", type=count, default=1000, help="token ids are drawn below this number (default: 1000)"
+    )
+    parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument(
+        "--timeout", type=positive, default=600.0, help="seconds before a request counts as failed (default: 600)"
+    )
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 1 if every request failed."""
+    names = args.kinds or [name for name in KINDS if name != EMBEDDINGS or args.embedding_model]
+    if EMBEDDINGS in names and not args.embedding_model:
+        raise ConfigError("--kinds has embeddings; name who computes them with --embedding-model.")
+    shares = [_share(args, name) for name in dict.fromkeys(names)]
+    limits_here = limits_of(HttpClient(args.base_url).host)
+    found, seconds, model = asyncio.run(_measure(args, shares))
+    facts = machine_facts(
+        limits_here, shape=f"{', '.join(names)} at once, in {seconds:.1f} s", server=f"{args.base_url}, model {model}"
+    )
+    _show(args, facts, shares, found)
+    return 0 if any(each["completed"] for each in found["together"].values()) else 1
+
+
+# --- who asks for what
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one kind sends. ``limits``: of its objective, in seconds."""
+
+    name: str
+    kind: Kind
+    conversations: Sequence[Conversation]
+    limits: Mapping[str, float]
+    extra: Mapping[str, Any]
+
+
+def _share(args: argparse.Namespace, name: str) -> Share:
+    kind = KINDS[name]
+    many = _whole(_of_kind(args.requests, name, "requests"), "requests") or kind.requests
+    priority = _whole(_of_kind(args.priorities, name, "priorities"), "priorities")
+    seed = args.seed + list(KINDS).index(name)
+    asked = kind.asked(many, args.request_rate, args.scale, seed)
+    limits = parse_goodput(_of_kind(args.objective, name, "objective") or kind.objective)
+    extra = {} if priority is None else {"priority": priority}
+    return Share(name, kind, conversations_of(asked, vocab_size=args.vocab_size, seed=seed), limits, extra)
+
+
+def _of_kind(entries: Sequence[str], name: str, flag: str) -> list[str]:
+    """What is said of one kind. Raises ConfigError for an unknown one."""
+    found = []
+    for entry in entries:
+        kind, there, value = entry.partition("=")
+        if kind not in KINDS or not there:
+            raise ConfigError(f"--{flag} has {entry[:80]!r}; give KIND=VALUE with one of {', '.join(KINDS)}.")
+        found += [value] if kind == name else []
+    return found
+
+
+def _whole(values: Sequence[str], flag: str) -> int | None:
+    if not values:
+        return None
+    if not (values[-1].isascii() and values[-1].isdecimal()):
+        raise ConfigError(f"--{flag} has {values[-1][:80]!r}; give a whole number.")
+    return int(values[-1])
+
+
+# --- measuring
+
+
+class _Sender(LoadGenerator):
+    """One kind's. An embedding is one event: its first token and its last."""
+
+    def __init__(self, client: HttpClient, model: str, share: Share) -> None:
+        embeds, clients = share.kind.endpoint == EMBEDDINGS, share.kind.clients
+        endpoint = "completions" if embeds else share.kind.endpoint
+        super().__init__(
+            client, model, endpoint, math.inf if clients is None else clients, as_ids=endpoint == "completions"
+        )
+        self._share, self._embeds = share, embeds
+
+    def _body(self, turn: Turn, history: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        if self._embeds:
+            return {"model": self.model, "input": as_text(turn.new_ids), **self._share.extra}
+        return {**super()._body(turn, history), **self._share.extra}
+
+    async def _request(self, body: Mapping[str, Any], due: float | None) -> tuple[Sample, str]:
+        if not self._embeds:
+            return await super()._request(body, due)
+        sample = Sample(sent=time.perf_counter(), due=due)
+        try:
+            answer = await self._client.post("/v1/embeddings", body)
+            if answer.status != 200:
+                raise BrokenAnswer(f"status {answer.status}: {error_message(answer.body)}")
+            sample.prompt_tokens = answer.json()["usage"]["prompt_tokens"]
+            sample.arrivals.append(time.perf_counter())
+        except (OSError, TimeoutError, BrokenAnswer, KeyError, TypeError) as error:
+            sample.error = f"{type(error).__name__}: {error}"
+        sample.ended = time.perf_counter()
+        return sample, ""
+
+
+async def _measure(args: argparse.Namespace, shares: Sequence[Share]) -> tuple[dict[str, Any], float, str]:
+    client = HttpClient(args.base_url, api_key=args.api_key, timeout=args.timeout)
+    model = args.model or await first_model(client)
+    models = {share.name: args.embedding_model if share.kind.endpoint == EMBEDDINGS else model for share in shares}
+    found: dict[str, Any] = {"alone": {}, "together": {}}
+    try:
+        for share in shares:
+            await _Sender(client, models[share.name], share).warm_up(share.conversations, 1)
+        for share in shares if args.alone else ():
+            found["alone"][share.name] = await _run(_Sender(client, models[share.name], share), share)
+        begin = time.perf_counter()
+        together = (_run(_Sender(client, models[share.name], share), share) for share in shares)
+        found["together"] = dict(zip((share.name for share in shares), await asyncio.gather(*together), strict=True))
+        return found, time.perf_counter() - begin, model
+    finally:
+        await client.close()
+
+
+async def _run(sender: _Sender, share: Share) -> dict[str, Any]:
+    """Its figures. ``attainment``: of all its requests; a failed one has not met anything."""
+    await sender.run(share.conversations)
+    good = [sample for sample in sender.samples if sample.error is None and sample.arrivals]
+    return {
+        "completed": len(good),
+        "failed": len(sender.samples) - len(good),
+        "attainment": sum(meets(sample, share.limits) for sample in good) / max(1, len(sender.samples)),
+        **spread_of([sample.ttft for sample in good], "ttft"),
+        **spread_of([sample.e2e for sample in good], "e2el"),
+        "reasons": failure_reasons(sender.samples),
+        "requests": [asdict(sample) for sample in sender.samples],
+    }
+
+
+def _show(
+    args: argparse.Namespace, facts: Mapping[str, Any], shares: Sequence[Share], found: Mapping[str, Any]
+) -> None:
+    print_facts(facts)
+    print()
+    columns = ("kind", "requests", "failed", "objective", "attainment", "alone", "TTFT p50, ms", "p99", "E2E p50, ms", "p99")  # fmt: skip
+    rows = []
+    for share in shares:
+        each = found["together"][share.name]
+        objective = ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in share.limits.items())
+        alone = found["alone"].get(share.name, {}).get("attainment")
+        spread = (each[f"{what}_{name}_ms"] for name in ("ttft", "e2el") for what in ("median", "p99"))
+        asked, met = each["completed"] + each["failed"], round(each["attainment"], 3)
+        rows.append((share.name, asked, each["failed"], objective, met, alone, *spread))
+    print(table(columns, rows))
+    for share in shares:
+        for reason, times in found["together"][share.name]["reasons"].items():
+            print(f"{share.name} failed: {times} x {reason}")
+    if args.output_json:
+        write_json(args.output_json, {"facts": facts, **found})
