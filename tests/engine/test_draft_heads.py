@@ -198,43 +198,11 @@ def test_what_a_head_holds_is_said_to_the_byte(target: Path, heads: dict[str, Pa
         assert said.value == f"{held / 2**20:.1f} MiB"
 
 
-def _foreseeing(folder: Path, method: str) -> tuple[Path, Path]:
-    """A target whose next token follows from the last one alone, by a permutation, and a head that takes nothing but
-    hidden states: it sees two tokens ahead of them."""
-    size, made = 48, torch.Generator().manual_seed(4)
-    fields = {"vocab_size": size, "hidden_size": size, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    target = tiny.save("llama", folder / "target", tokenizer=False, **fields, **ids)
-    stored, after = load_file(target / "model.safetensors"), torch.randperm(size, generator=made)
-    one = torch.eye(size)
-    for name, each in stored.items():
-        silent = "o_proj" in name or "down_proj" in name
-        stored[name] = torch.zeros_like(each) if silent else torch.ones_like(each) if "norm" in name else each
-    stored["model.embed_tokens.weight"], stored["lm_head.weight"] = one, one[after].T  # logits of t: one at after[t]
-    base = json.loads((target / "config.json").read_text())
-    tiny_heads.save(target, base, stored)
-    head = tiny_heads.tensors(method, size, size)
-    for name, each in head.items():
-        head[name] = torch.zeros_like(each) if "o_proj" in name or "down_proj" in name or "bias" in name else each
-        head[name] = torch.ones_like(each) if "norm" in name else head[name]
-    step = one[after].T  # the hidden states of t → those of after[t]
-    more: dict[str, Any] = {}
-    if method == "eagle":
-        head["fc.weight"] = torch.cat([torch.zeros(size, size), step], dim=1)
-    else:  # by a map that reverses nothing but the order in which tokens are drawn
-        drawn = torch.arange(size).flip(0)
-        head |= {"fc.weight": torch.cat([step, step, step], dim=1), "embed_tokens.weight": one}
-        head |= {"d2t": drawn - torch.arange(size), "t2d": torch.ones(size, dtype=torch.bool)}
-        head["lm_head.weight"] = one[after].T.flip(0)
-        more = {"draft_vocab_size": size, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-    return target, tiny_heads.save(folder / "head", tiny_heads.config(base, **more), tiny_heads.published(method, head))
-
-
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_a_head_that_foresees_is_always_right(method: str, tmp_path: Path) -> None:
     """Hidden states of another place, or another token's, would make it wrong. (Later entries of eagle3 go on from its
     own results, which its residual stream carries unchanged: they say the first one's token again.)"""
-    target, head = _foreseeing(tmp_path, method)
+    target, head = tiny_heads.save_foreseeing(tmp_path, method)
     count = 3 if method == "eagle" else 1
     llm = _engine(target, {"method": method, "model": str(head), "num_speculative_tokens": count}, 1)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -324,6 +292,8 @@ def test_a_head_is_asked_for_by_its_own_method(target: Path, heads: dict[str, Pa
     for method, other in (("eagle", "eagle3"), ("eagle3", "eagle")):
         with pytest.raises(ModelError, match=f"give method {other}"):
             _engine(target, {"method": method, "model": str(heads[other])})
+        with pytest.raises(ModelError, match=f"is a draft head, no model of its own; give method {method} beside"):
+            _engine(target, {"model": str(heads[method])})
 
 
 def _plan(rows: dict[int, tuple[int, list[tuple[int, int]]]], dropped: tuple[int, ...] = ()) -> StepPlan:

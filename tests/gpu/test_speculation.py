@@ -14,6 +14,7 @@ import pytest
 
 import headrace
 from headrace import LLM, SamplingParams
+from tests.support import tiny_heads
 from tests.support.card import STRICT, Judge, params, require_card, runner_of
 
 require_card()
@@ -87,3 +88,18 @@ def test_a_draft_of_the_same_weights_in_bfloat16_is_right(judge: Judge) -> None:
     with LLM(**{**STRICT, "dtype": "bfloat16", "max_num_seqs": 2, "speculative_config": OWN}) as llm:
         _ask(llm, ASKED[0])
         assert _right(llm) > 0.8
+
+
+@pytest.mark.parametrize("more", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_that_foresees_is_right_on_the_card(method: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Hidden states that a graph leaves elsewhere, or too late, would make it wrong."""
+    target, head = tiny_heads.save_foreseeing(tmp_path, method)
+    drafts = {"method": method, "model": str(head), "num_speculative_tokens": 3 if method == "eagle" else 1}
+    answers = []
+    for config in (None, drafts):
+        with LLM(str(target), **{**STRICT, **more, "speculative_config": config, "max_model_len": 200}) as llm:
+            asked = [{"prompt_token_ids": [3, 9, 27, each]} for each in range(4, 9)]
+            answers.append([list(each.outputs[0].token_ids) for each in llm.generate(asked, ASKED[0], use_tqdm=False)])
+            right = config is None or _right(llm) > 0.9
+    assert answers[0] == answers[1] and right

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.support import tiny
 
 HEADS, KV_HEADS, EPS = 4, 2, 1e-5
 DRAWN = 200  # tokens that an EAGLE-3 head draws from
@@ -106,6 +108,41 @@ def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
         folder / "model.safetensors",
     )
     return folder
+
+
+def save_foreseeing(folder: Path, method: str, size: int = 64) -> tuple[Path, Path]:
+    """A target of ``size`` tokens whose next token follows from the last one alone, by a permutation, and a head that
+    takes nothing but hidden states: it sees two tokens ahead of them."""
+    fields = {"vocab_size": size, "hidden_size": size, "num_attention_heads": HEADS, "num_hidden_layers": 4}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    target = tiny.save("llama", folder / "target", tokenizer=False, **fields, **ids)
+    base = json.loads((target / "config.json").read_text())
+    after, one = torch.randperm(size, generator=torch.Generator().manual_seed(4)), torch.eye(size)
+    step = one[after].T  # the hidden states of t → those of after[t], or its logits
+    stored = _silent(load_file(target / "model.safetensors"))
+    save(target, base, stored | {"model.embed_tokens.weight": one, "lm_head.weight": step})
+    head, more = _silent(tensors(method, size, size)), dict[str, Any]()
+    if method == "eagle":
+        head["fc.weight"] = torch.cat([torch.zeros(size, size), step], dim=1)
+    else:  # its own tokens are the target's in reverse
+        drawn = torch.arange(size).flip(0)
+        head |= {"fc.weight": torch.cat([step, step, step], dim=1), "embed_tokens.weight": one}
+        head |= {"lm_head.weight": step.flip(0), "d2t": drawn - torch.arange(size), "t2d": torch.ones(size).bool()}
+        more = {"draft_vocab_size": size, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    return target, save(folder / "head", config(base, **more), published(method, head))
+
+
+def _silent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Layers that add nothing to the residual stream, and norms that only scale."""
+    quiet = ("o_proj", "down_proj", "bias")
+    return {
+        name: torch.zeros_like(each)
+        if any(word in name for word in quiet)
+        else torch.ones_like(each)
+        if "norm" in name
+        else each
+        for name, each in tensors.items()
+    }
 
 
 class Oracle:

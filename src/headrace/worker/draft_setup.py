@@ -96,6 +96,7 @@ def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) 
         source = find_model(replace(config.model, model=settings.model, load_format=load_format, quantization=None))
         if settings.method in HEADS:
             return _head_setup(source, settings.method, target, spec)
+        _refuse_head(source)
         draft = families.spec_from_config(source.config)
     except ModelError as error:
         raise _named(error) from error
@@ -126,6 +127,13 @@ def check_tree(config: EngineConfig, kv: KVFormat | None, device: torch.device) 
 
 def _named(error: ModelError, field: str = _FIELD) -> ModelError:
     return ModelError(f"{field}: {error.message}", param=error.param)
+
+
+def _refuse_head(source: ModelSource) -> None:
+    keys = read_sharded(source.path) if source.weights is WeightFormat.SAFETENSORS else {}
+    if "fc.weight" in keys or "model.fc.weight" in keys:
+        method = "eagle3" if any(".hidden_norm." in key for key in keys) else "eagle"
+        raise ModelError(f"{source.name} is a draft head, no model of its own; give method {method} beside it.")
 
 
 def _head_setup(source: ModelSource, method: str, target: ModelSource, spec: DecoderSpec) -> DraftSetup:
