@@ -9,10 +9,11 @@ What lives here: the tree, its growth, which path is accepted. What may not: tor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST = 62  # tokens behind a root: their places are bits of one int64
+_PACE, _LEAST_SURE, _SUREST = 0.02, 0.5, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,39 @@ class Tree:
         return tokens, path[: len(tokens) - 1] if tokens else []
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What may follow a token: the best ``tokens``, with the logarithms of their probabilities as they are believed
+    (``scores``) and as the draft model gives them (``given``), whose mean as believed is ``expected``."""
+
+    tokens: Sequence[int]
+    scores: Sequence[float]
+    given: Sequence[float]
+    expected: float
+
+
+class Belief:
+    """How sure a draft model may be taken to be: its probabilities are raised to ``exponent``, which follows the
+    likelihood of what is sampled. Greedy answers agree with its best token more often than it says."""
+
+    def __init__(self) -> None:
+        self.exponent = 1.0
+
+    def learn(self, tokens: Sequence[int], drafts: Sequence[int], tree: Tree, found: Sequence[Found | None]) -> None:
+        """``tokens``: what the text goes on with; ``found``: by token of the tree. One that was not among the best is
+        taken to be the least of them."""
+        behind = {(parent, draft): at + 1 for at, (parent, draft) in enumerate(zip(tree.parents, drafts, strict=True))}
+        at: int | None = 0
+        for token in tokens:
+            here = None if at is None else found[at]
+            if here is None:
+                return
+            place = here.tokens.index(token) if token in here.tokens else -1
+            slope = here.given[place] - here.expected
+            self.exponent = min(_SUREST, max(_LEAST_SURE, self.exponent + _PACE * slope))
+            at = behind.get((at or 0, token))
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """``score``: the logarithm of its path's probability. ``place``: behind the root, where its key lies while the tree
@@ -52,6 +86,7 @@ class Node:
     score: float
     depth: int
     place: int = 0
+    found: Found | None = None
 
     @property
     def ancestors(self) -> int:
@@ -70,21 +105,18 @@ class Growing:
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._best: list[Node] = []  # by falling score; of equal ones those before the ones behind them
-        self.frontier: list[Node] = []
+        self._root = Node(-1, None, 0.0, 0)
+        self.frontier = [self._root]
 
-    def plant(self, tokens: Iterable[int], scores: Iterable[float]) -> None:
-        """What may follow the root, and its logarithms of probability."""
-        self._take([Node(token, None, score, 1) for token, score in zip(tokens, scores, strict=True)])
-
-    def add(self, tokens: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> None:
+    def add(self, found: Sequence[Found]) -> None:
         """What may follow each of the frontier."""
-        self._take(
-            [
-                Node(token, parent, parent.score + min(score, 0.0), parent.depth + 1)
-                for parent, *found in zip(self.frontier, tokens, scores, strict=True)
-                for token, score in zip(*found, strict=True)
-            ]
-        )
+        new = []
+        for parent, each in zip(self.frontier, found, strict=True):
+            parent.found = each
+            for token, score in zip(each.tokens, each.scores, strict=True):
+                before = None if parent is self._root else parent
+                new.append(Node(token, before, parent.score + min(score, 0.0), parent.depth + 1))
+        self._take(new)
 
     def _take(self, found: list[Node]) -> None:
         self._best = sorted([*self._best, *found], key=lambda node: -node.score)[: self._budget]
@@ -96,9 +128,10 @@ class Growing:
         for node in self.frontier:
             node.place = next(free)
 
-    def grown(self) -> tuple[list[int], Tree]:
-        """Its tokens, by depth, and where each stands."""
+    def grown(self) -> tuple[list[int], Tree, list[Found | None]]:
+        """Its tokens, by depth, where each stands, and what may follow the root and each of them, as far as it was
+        looked at."""
         nodes = sorted(self._best, key=lambda node: node.depth)
         at = {id(node): index + 1 for index, node in enumerate(nodes)}
         parents = tuple(0 if node.parent is None else at[id(node.parent)] for node in nodes)
-        return [node.token for node in nodes], Tree(parents)
+        return [node.token for node in nodes], Tree(parents), [node.found for node in (self._root, *nodes)]

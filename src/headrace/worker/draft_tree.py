@@ -10,7 +10,7 @@ What lives here: passes over trees. What may not: which tokens are the best, how
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,23 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.sampling.reference import vocabulary_noise
-from headrace.speculative.tree import Growing, Node, Tree
+from headrace.speculative.tree import Belief, Found, Growing, Node, Tree
 from headrace.worker.draft_model import DraftModel, chunk_plan
 from headrace.worker.inputs import PackedTree, Packing
 from headrace.worker.rows import Ints, Trait, ship_all
 from headrace.worker.speculator import Proposal
 
 _GROWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """A row's tree behind its first ``length`` tokens, as ``Growing`` gives it."""
+
+    length: int
+    drafts: list[int]
+    tree: Tree
+    found: list[Found | None]
 
 
 class TreeDrafts(DraftModel):
@@ -34,11 +44,20 @@ class TreeDrafts(DraftModel):
         super().__init__(*parts)
         self._topk = topk
         self._trees: dict[int, Tree] = {}  # of the last proposal, by row
+        self._grown: dict[int, _Grown] = {}  # the last of each row
+        self._beliefs = Belief(), Belief()  # of greedy rows, and of those with a temperature
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         self._trees = {}
         proposal = super().propose(rows, lengths, most)
         return replace(proposal, trees=[self._trees.get(row) for row in rows.tolist()])
+
+    def left(self, row: int, length: int) -> None:
+        self._grown.pop(row, None)
+
+    def forget(self) -> None:
+        super().forget()
+        self._grown.clear()
 
     def _draw_drafts(self, rows: Ints, lengths: Ints, most: Ints) -> None:
         grown = ((self._rows.traits[rows] & ~_GROWN) == 0) & (most > 1)
@@ -48,18 +67,31 @@ class TreeDrafts(DraftModel):
             self._grow(rows[grown], lengths[grown], most[grown])
 
     def _grow(self, rows: Ints, lengths: Ints, most: Ints) -> None:
+        self._learn(rows, lengths)
         starts: Ints = np.minimum(self._computed[rows], lengths - 1)
         growing = [Growing(int(budget)) for budget in most]
-        tokens, scores = self._best(self._hidden(rows, starts, lengths - starts), rows, lengths)
-        for each, first, chances in zip(growing, tokens, scores, strict=True):
-            each.plant(first, chances)
+        found = self._best(self._hidden(rows, starts, lengths - starts), rows, lengths)
+        for tree, each in zip(growing, found, strict=True):
+            tree.add([each])
         while len(live := np.array([at for at, each in enumerate(growing) if each.frontier], dtype=np.int32)):
             nodes = [growing[at].frontier for at in live]
             self._look_behind(rows[live], lengths[live], most[live], nodes, growing, live)
         self._computed[rows] = lengths
-        grown = [each.grown() for each in growing]
-        self._trees.update(zip(rows.tolist(), (tree for _, tree in grown), strict=True))
-        self._write(rows, lengths, [range(len(ids)) for ids, _ in grown], [ids for ids, _ in grown])
+        for row, length, tree in zip(rows.tolist(), lengths.tolist(), growing, strict=True):
+            made = self._grown[row] = _Grown(length, *tree.grown())
+            self._trees[row] = made.tree
+        drafts = [self._grown[row].drafts for row in rows.tolist()]
+        self._write(rows, lengths, [range(len(each)) for each in drafts], drafts)
+
+    def _learn(self, rows: Ints, lengths: Ints) -> None:
+        """From what rows have got since their last trees."""
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            if (last := self._grown.get(row)) is not None:
+                tokens = self._rows.token_ids[row, last.length : length].tolist()
+                self._beliefs[self._is_random(row)].learn(tokens, last.drafts, last.tree, last.found)
+
+    def _is_random(self, row: int) -> bool:
+        return bool(self._rows.traits[row] & Trait.RANDOM)
 
     def _look_behind(
         self,
@@ -83,21 +115,25 @@ class TreeDrafts(DraftModel):
         inputs = self._gather.inputs(chunk_plan(rows, root, counts), packing)
         attention = tuple(inputs.attention[group] for group in self._groups)
         hidden = self._decoder.forward(replace(inputs, attention=attention), self._kv_caches)
-        tokens, scores = self._best(hidden, rows[chunk], lengths[chunk] + depth)
+        found = self._best(hidden, rows[chunk], lengths[chunk] + depth)
         for at, begin, end in zip(live, starts, starts[1:], strict=False):
-            growing[at].add(tokens[begin:end], scores[begin:end])
+            growing[at].add(found[begin:end])
 
-    def _best(self, hidden: Tensor, rows: Ints, positions: Ints) -> tuple[list[list[int]], list[list[float]]]:
-        """Of each row of ``hidden``: the most probable tokens at its position, and their logarithms of probability."""
-        tokens, scores = list[list[int]](), list[list[float]]()
+    def _best(self, hidden: Tensor, rows: Ints, positions: Ints) -> list[Found]:
+        """For each row of ``hidden``, the most probable tokens at its position."""
+        made = list[Found]()
         for first in range(0, len(rows), self._most_logits):
             piece = slice(first, first + self._most_logits)
             logits = self._decoder.logits(hidden[piece]).float()
             self._add_noise(logits, rows[piece], positions[piece])
-            best = torch.log_softmax(logits, dim=-1).topk(min(self._topk, logits.shape[1]), dim=-1)
-            tokens += best.indices.tolist()
-            scores += best.values.tolist()
-        return tokens, scores
+            exponents = [self._beliefs[self._is_random(row)].exponent for row in rows[piece].tolist()]
+            given = torch.log_softmax(logits, dim=-1)
+            believed = torch.log_softmax(given * torch.tensor(exponents, device=given.device)[:, None], dim=-1)
+            best = believed.topk(min(self._topk, logits.shape[1]), dim=-1)
+            expected = (believed.exp() * given).sum(-1)
+            columns = best.indices, best.values, given.gather(1, best.indices), expected
+            made += [Found(*parts) for parts in zip(*(each.tolist() for each in columns), strict=True)]
+        return made
 
     def _add_noise(self, logits: Tensor, rows: Ints, positions: Ints) -> None:
         """Where a row has a temperature: its own, of these places."""
