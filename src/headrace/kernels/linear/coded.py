@@ -40,11 +40,9 @@ def lay(pieces: Sequence[PackedMatrix], *, gated: bool) -> tuple[Packed, ...] | 
     """The weight, laid out for good: as few matrices as there can be, one below another. None: some cannot be, and all
     stay as they are."""
     if not all(piece.laid for piece in pieces):
-        try:
-            parts = _gate(pieces) if gated else _parts(pieces)
-        except ValueError:  # what only its tensors tell: groups of several sizes
+        if not all(piece.has_codes() for piece in pieces):
             return None
-        for packed, own in parts:
+        for packed, own in _gate(pieces) if gated else _parts(pieces):
             first = 0
             for piece in own:
                 piece.lay(packed, first)

@@ -23,7 +23,7 @@ from headrace.kernels.linear.coded import constants, reader, views
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, joined, pack
 from headrace.kernels.linear.triton_codes import _product, _split
-from headrace.kernels.moe.triton_moe import _combine_kernel, _routed, _unit
+from headrace.kernels.moe.triton_moe import _combined, _grid, _routed, _unit
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
@@ -201,11 +201,7 @@ class CodedMoe:
             expanded, *views(_all(down, experts)), _table(down), contracted, counts, listed, tokens, down.blocks.shape[1], len(down.blocks),
             **constants(down.coding), **named,
         )  # fmt: skip
-        block = min(1024, triton.next_power_of_2(hidden))
-        _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-            contracted, weights, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=False, num_warps=4
-        )
-        return out
+        return _combined(contracted, weights, out)
 
 
 def _all(packed: Packed, experts: int) -> Packed:
@@ -216,11 +212,6 @@ def _all(packed: Packed, experts: int) -> Packed:
 
 def _table(packed: Packed) -> Tensor:
     return packed.factor if packed.table is None else packed.table
-
-
-def _grid(pairs: int, experts: int, rows: int, across: int) -> tuple[int]:
-    """As many programs as there are tiles at most, however the pairs are spread."""
-    return ((pairs // rows + min(experts, pairs)) * across,)
 
 
 def create_moe(site: CallSite[ExpertFacts]) -> CodedMoe:

@@ -276,14 +276,20 @@ def moe_grouped(
     contracted = empty((tokens, top_k, hidden), x.dtype, device)
     weights, counts, listed = _routed(router_logits, top_k, renormalize)
     map_, product = _product(gate_up, tiles.expand, bulk)
-    _expand_kernel[_grid(tokens * top_k, num_experts, tiles.expand, inner)](
+    _expand_kernel[_grid(tokens * top_k, num_experts, tiles.expand.rows, triton.cdiv(inner, tiles.expand.columns))](
         x, gate_up, map_, expanded, counts, listed, x.stride(0), tokens, TOP_K=top_k, HIDDEN=hidden, INNER=inner, KIND=KINDS[kind], PDL=False,
         **product,
     )  # fmt: skip
     map_, product = _product(down, tiles.contract, bulk)
-    _contract_kernel[_grid(tokens * top_k, num_experts, tiles.contract, hidden)](
-        expanded, down, map_, contracted, counts, listed, tokens, HIDDEN=hidden, INNER=inner, PDL=False, **product
-    )
+    _contract_kernel[
+        _grid(tokens * top_k, num_experts, tiles.contract.rows, triton.cdiv(hidden, tiles.contract.columns))
+    ](expanded, down, map_, contracted, counts, listed, tokens, HIDDEN=hidden, INNER=inner, PDL=False, **product)
+    return _combined(contracted, weights, out)
+
+
+def _combined(contracted: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """``out`` [T, H]: the weighted sum of each token's experts, ``contracted`` [T, top_k, H]."""
+    tokens, top_k, hidden = contracted.shape
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         contracted, weights, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=False, num_warps=4
@@ -291,9 +297,10 @@ def moe_grouped(
     return out
 
 
-def _grid(pairs: int, num_experts: int, tile: Tile, columns: int) -> tuple[int]:
-    """As many programs as there are tiles at most, however the pairs are spread."""
-    return ((pairs // tile.rows + min(num_experts, pairs)) * triton.cdiv(columns, tile.columns),)
+def _grid(pairs: int, experts: int, rows: int, across: int) -> tuple[int]:
+    """As many programs as there are tiles at most, however the pairs are spread. ``rows``: pairs a tile; ``across``:
+    tiles beside one another."""
+    return ((pairs // rows + min(experts, pairs)) * across,)
 
 
 def _product(weight: Tensor, tile: Tile, bulk: bool) -> tuple[Any, dict[str, Any]]:
