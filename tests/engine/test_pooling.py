@@ -15,6 +15,7 @@ from headrace.engine.pooled import PoolingParams
 from headrace.errors import ContextLengthExceeded, HeadraceError, InvalidRequest
 from headrace.request import LoRARequest
 from tests.support import adapters, tiny
+from tests.support.gguf_files import write_gguf
 from tests.support.pooled import hidden_states, save_decoder_reranker, save_encoder, save_modules, unit
 
 CLOSE: dict[str, Any] = {"abs": 2e-6}
@@ -215,3 +216,14 @@ def test_a_sleeping_model_wakes_as_it_was(tmp_path: Path) -> None:
         llm.sleep(2)
         llm.wake_up()
         assert embeddings(llm, prompts()[:2]) == before
+
+
+def test_a_gguf_file_says_how_it_is_pooled(tmp_path: Path) -> None:
+    folder = tiny.save("qwen3", tmp_path / "folder")
+    file = write_gguf(folder, tmp_path / "m.gguf", metadata={"qwen3.pooling_type": 3})
+    oracle = tiny.create("qwen3").base_model
+    with open_llm(file) as llm:
+        (vector,) = embeddings(llm, [[3, 4, 5]])
+    assert vector == pytest.approx(unit(hidden_states(oracle, [3, 4, 5])[-1]), **CLOSE)
+    with open_llm(file, task="generate") as llm:
+        assert llm.info.task == "generate"

@@ -84,7 +84,7 @@ def write_gguf(
     _write_rope(writer, config)
     _write_byte_level(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     for key, value in (metadata or {}).items():
-        writer.add_string(key, value)
+        (writer.add_uint32 if isinstance(value, int) else writer.add_string)(key, value)
     for name, values in _converted(folder, config):
         _add(writer, name, values, kind if isinstance(kind, Q) else kind(name))
     _finish(writer)

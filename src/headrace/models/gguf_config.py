@@ -16,9 +16,13 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.gguf_file import BF16, F16, F32, GGUFFile, read_gguf
 from headrace.models.gguf_names import origins
+from headrace.models.pooling import KEY
 
 _NUMBER = (int, float)
 _TYPE_NAMES = {F32: "float32", F16: "float16", BF16: "bfloat16"}
+
+
+_POOLED = {1: "mean", 2: "cls", 3: "last"}  # as llama.cpp numbers them; its server normalizes
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -30,7 +34,10 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ModelError(
             f"{path} has the GGUF architecture {architecture[:40]!r}, which is not supported; supported are {known}. Use one of those."
         )
-    config = {**_common(file), **ARCHITECTURES[architecture](_Values(file, architecture))}
+    values = _Values(file, architecture)
+    config = {**_common(file), **ARCHITECTURES[architecture](values)}
+    if (kind := _POOLED.get(values.integer("pooling_type") or 0)) is not None:
+        config[KEY] = {"kind": kind, "normalize": True}
     if types := _packed_types(file, config):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     ids: dict[str, Any] = {

@@ -109,9 +109,12 @@ def _pooled(source: ModelSource, task: str) -> ModelSource:
     def parse(file: Path) -> Any:
         return parse_any_json(read_bounded(file, MAX_JSON_BYTES), str(file))
 
-    folder = source.path if source.path.is_dir() else source.path.parent / "nowhere"
-    pooling = read_pooling(source.config, task, json_reader(folder, parse), token_ids)
-    return source if pooling is None else replace(source, config={**source.config, KEY: pooling})
+    plain = {name: value for name, value in source.config.items() if name != KEY}
+    pooling = source.pooling if task in ("auto", "embed", "pooling") else None  # as a GGUF file says
+    if pooling is None:
+        folder = source.path if source.path.is_dir() else source.path.parent / "nowhere"
+        pooling = read_pooling(plain, task, json_reader(folder, parse), token_ids)
+    return replace(source, config=plain if pooling is None else {**plain, KEY: pooling})
 
 
 def _quantised_as_asked(source: ModelSource, asked: str | None) -> ModelSource:
