@@ -17,6 +17,7 @@ from headrace.engine.executor import Control, Sleep, Wake
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.errors import HeadraceError, InvalidRequest, OutOfMemory
+from headrace.lora.registry import AdapterDesk
 from headrace.request import FinishReason
 from tests.support.hash_engine import Answers, CheckedExecutor, assert_at_rest, engine, expected, request, run
 
@@ -107,9 +108,24 @@ def test_who_has_waited_is_served_however_soon_it_sleeps_again() -> None:
     core.wake()
     core.sleep(1)
     core.add(request(2, range(9)))
-    assert core.request_ids == [1, 2]
+    assert sorted(core.request_ids) == [1, 2]
     found = run(core)
     assert found.tokens[1, 0] == expected(request(1, range(9))) and core.asleep and core.request_ids == [2]
+
+
+def test_who_still_waits_for_an_adapter_came_before() -> None:
+    executor = CheckedExecutor(keyed_hash_info(num_blocks=64, adapter_slots=2), check=False)
+    core = engine(executor=executor)
+    core.adapters = AdapterDesk(lambda folder: None, executor.control, 2)
+    for name in ("a", "b"):
+        core.adapters.register(name, "folder")
+    core.add(request(1, range(9), adapter="a"))
+    core.sleep(2)
+    core.add(request(2, range(9), adapter="b"))
+    found = run(core)
+    assert len(found.tokens[1, 0]) == 8 and core.asleep and core.request_ids == [2]
+    core.wake()
+    assert len(run(core).tokens[2, 0]) == 8
 
 
 def test_woken_before_it_sleeps_goes_on() -> None:

@@ -317,6 +317,19 @@ async def loaded(log: list[str], keeper: Keeper, **sizes: int) -> None:
         await keeper.load(member, lambda name=member.name: _made(Engine(log, name, sizes[name])))  # type: ignore[misc]
 
 
+def test_who_came_just_before_is_not_forgotten() -> None:
+    async def play() -> None:
+        log, sizes = list[str](), {"a": 4, "b": 4}
+        keeper, members = house(log, 4, **sizes)
+        await loaded(log, keeper, **sizes)
+        members["b"].engine.num_streams = 1  # type: ignore[union-attr]  # it came before b was told to sleep
+        keeper.use(members["a"])
+        await asyncio.sleep(0.05)
+        assert log == ["-a", "-b", "+a", "-a", "+b"]
+
+    asyncio.run(play())
+
+
 async def _made(engine: Any) -> Any:
     return engine
 

@@ -133,7 +133,7 @@ class EngineCore:
         self.asleep = 0  # the level at which the device sleeps; 0: it is awake
         self.bedtime = 0  # the level at which it shall: requests wait
         self._sleepless = ""  # why it could not
-        self._in_time: list[Event] = []  # that were told before, and take effect before it sleeps
+        self._held: dict[int, Request] = {}  # that came since, by id
         self._standing: tuple[int, Standing] | None = None  # of this turn, with so many events
         self._fifo: deque[_Submitted] = deque()
         self._had_work = False  # when the last step was collected
@@ -144,7 +144,7 @@ class EngineCore:
         if self._dead is not None:
             return False
         if self.bedtime:
-            return self.falls_asleep or not self.settled
+            return self.falls_asleep or bool(self._events)
         return bool(self._events or self._fifo) or self.scheduler.has_work or self._prepares
 
     @property
@@ -155,8 +155,8 @@ class EngineCore:
     @property
     def request_ids(self) -> list[int]:
         """Of all requests that have not ended, but those whose grammars are being compiled."""
-        entered = (event.request for event in (*self._in_time, *self._events) if isinstance(event, AddRequest))
-        return [*(each.request_id for each in chain(self._unread, entered)), *self.scheduler.requests]
+        entered = (event.request for event in self._events if isinstance(event, AddRequest))
+        return [*self._held, *(each.request_id for each in chain(self._unread, entered)), *self.scheduler.requests]
 
     @property
     def begins_in_order(self) -> bool:
@@ -181,7 +181,9 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Takes effect at the next step, like every event; with a grammar, once that is compiled; with an adapter, once
         that is read. Raises InvalidRequest where none can be."""
-        if request.params.structured_outputs is None:
+        if self.bedtime:
+            self._held[request.request_id] = request
+        elif request.params.structured_outputs is None:
             self._enter(request)
         elif self._masks is None:
             raise InvalidRequest("this engine follows no grammars: it has no tokenizer.", param="structured_outputs")
@@ -201,12 +203,7 @@ class EngineCore:
 
     def abort(self, request_id: int) -> None:
         """Ends a request without telling anybody; unknown ids are no error (it may just have ended)."""
-        if self.bedtime:
-            self._events = [
-                each
-                for each in self._events
-                if not (isinstance(each, AddRequest) and each.request.request_id == request_id)
-            ]
+        self._held.pop(request_id, None)
         self._events.append(AbortRequest(request_id))
         if self._masks is not None:
             self._masks.drop(request_id)
@@ -223,10 +220,8 @@ class EngineCore:
 
     @property
     def settled(self) -> bool:
-        """Everything that was told so far has taken effect, but requests that wait for the engine to wake."""
-        if self._in_time:
-            return False
-        return not self._events or (bool(self.bedtime) and all(isinstance(each, AddRequest) for each in self._events))
+        """Everything that was told so far has taken effect."""
+        return not self._events
 
     # --- sleep
 
@@ -234,8 +229,6 @@ class EngineCore:
         """Requests that come from now on wait until it is awake again. Those that came before go on, and once they have
         ended, a step puts the device to sleep: whoever has waited is served, however often it is woken and put to
         sleep. One that sleeps can sleep deeper, and not lighter."""
-        if not self.bedtime:
-            self._in_time, self._events = self._events, []
         self.bedtime, self._sleepless = max(level, self.bedtime), ""
 
     @property
@@ -248,7 +241,16 @@ class EngineCore:
         if self.asleep:
             self.executor.control(Wake())
         self.asleep = self.bedtime = 0
-        self._events, self._in_time = [*self._in_time, *self._events], []
+        self._release()
+
+    def _release(self) -> None:
+        """Those who waited come."""
+        held, self._held = self._held, {}
+        for request in held.values():
+            try:
+                self.add(request)
+            except InvalidRequest as error:
+                self._events.append(RefuseRequest(request, error.message, error.param))
 
     def check_asleep(self) -> None:
         """Raises HeadraceError where it is awake after all."""
@@ -262,6 +264,8 @@ class EngineCore:
             self.executor.control(Sleep(level))
         except HeadraceError as error:
             self.bedtime, self._sleepless = self.asleep, error.message
+            if not self.bedtime:
+                self._release()
             return
         self.asleep = level
         self.scheduler.schedule(self.clock.now(), [ForgetPrefixes()])
@@ -282,12 +286,12 @@ class EngineCore:
 
     def _step(self) -> Sequence[SequenceOutput]:
         self._standing = None
-        if self.falls_asleep and not self._fifo and not self.scheduler.has_work and self.settled:
+        if self.falls_asleep and self._idle and not self._prepares:
             self._fall_asleep()
             return self.scheduler.take_rejected()
         if self._masks is not None:
             self._take_compiled(self._masks)
-        if self.adapters is not None and self.adapters.busy and not self.bedtime:
+        if self.adapters is not None and self.adapters.busy and not self.asleep:
             self._take_adapted(self.adapters)
         open_step = bool(self._fifo) and self._fifo[-1].waits
         submitted = (
@@ -352,10 +356,6 @@ class EngineCore:
         if not self._had_work:  # what happened while there was nothing to do is no step's
             self._host_mark = self.clock.thread_seconds()
         events, self._events = self._events, []
-        if self.bedtime:
-            self._events = [each for each in events if isinstance(each, AddRequest)]
-            events = [*self._in_time, *(each for each in events if not isinstance(each, AddRequest))]
-            self._in_time = []
         speed = self._speed() if self._speed is not None else None
         mask_seconds = NO_MASKS if self._masks is None else self._masks.seconds
         plan = self.scheduler.schedule(begin, events, speed, mask_seconds)
@@ -426,22 +426,20 @@ class EngineCore:
         """Where all of them stand. Until the next turn, and while nobody comes or goes, it is the same: many may ask
         about a long queue."""
         unread = self._unread
-        coming = len(self._events) + len(unread)
+        coming = len(self._events) + len(unread) + len(self._held)
         if self._standing is None or self._standing[0] != coming:
             arriving = [event.request for event in self._events if isinstance(event, AddRequest)]
             waits = {each.request_id: Wait("adapter", 1, self.scheduler.limits.adapter_slots) for each in unread}
-            if self.bedtime:
-                waits = {each.request_id: Wait("asleep") for each in (*arriving, *unread)}
-            self._standing = (coming, Standing(self.scheduler, [*arriving, *unread], waits))
+            waits |= dict.fromkeys(self._held, Wait("asleep"))
+            self._standing = (coming, Standing(self.scheduler, [*arriving, *unread, *self._held.values()], waits))
         return self._standing[1]
 
     def stats(self) -> EngineStats:
         cache, roster = self.scheduler.cache, self.scheduler.roster
-        held = sum(isinstance(each, AddRequest) for each in self._events) if self.bedtime else 0
         return EngineStats(
             num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting + held,
-            num_held=held,
+            num_waiting=self.scheduler.num_waiting + len(self._held),
+            num_held=len(self._held),
             asleep=self.asleep,
             num_blocks=cache.num_blocks,
             num_used_blocks=cache.num_used_blocks,

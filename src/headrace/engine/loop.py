@@ -492,6 +492,8 @@ class EngineLoop:
 
     def _load_adapter(self, link: Link, command: frames.LoadAdapter) -> None:
         try:
+            if self._core.bedtime:
+                raise InvalidRequest("The model sleeps; wake it first (POST /wake_up).")
             self._desk.require(command.name, command.folder)
             self._loading.append((link, command.number, command.name, self._desk.preload(command.name)))
         except HeadraceError as error:

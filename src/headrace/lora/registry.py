@@ -104,9 +104,7 @@ class AdapterDesk:
 
     def forget_held(self) -> None:
         """What is in host memory is gone: whoever wants one brings it again."""
-        self._wanted |= self._coming
         self._held.clear()
-        self._coming.clear()
 
     def preload(self, name: str) -> str:
         """Brings it into host memory though nobody asks for it yet; ``verdict`` of the key tells how that went."""

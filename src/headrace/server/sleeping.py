@@ -40,6 +40,8 @@ async def sleep(service: Service, exchange: Exchange) -> None:
     if query.mode == "abort":
         end_running(service)
     await engine.sleep(query.level)
+    if engine.num_streams:  # some came before it was known that it would sleep
+        engine.used()
     await exchange.reply_json({"status": "ok"})
 
 

@@ -85,6 +85,7 @@ class Keeper:
         began = time.monotonic()
         try:
             await member.sleep()
+            self._look_after(member)
             log.info("%s sleeps after %.2f s", member.name, time.monotonic() - began)
         except EngineDead:  # then it holds nothing
             member.held = 0
@@ -138,3 +139,11 @@ class Keeper:
     async def sleep(self, member: Member, level: int) -> None:
         async with self._turn:
             await member.sleep(level)
+            self._look_after(member)
+
+    def _look_after(self, member: Member) -> None:
+        """Some may have come to it before it was known that it would sleep."""
+        if member.engine is not None and member.engine.num_streams:
+            used = member.used
+            self.use(member)
+            member.used = used
