@@ -125,6 +125,22 @@ def ranked(model: str, **more: Any) -> LLM:
     return LLM(model, **{**modes.PLAIN, "num_blocks": 32, "max_num_seqs": 4, "tensor_parallel_size": 2, **more})
 
 
+def test_ranks_that_wait_for_each_other_are_told_of_and_end(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, where no server watches: the first rank meets the other once more than that one knows of."""
+    monkeypatch.setattr(ranks, "STALL", 2)
+    with ranked(llama) as llm:
+        executor = llm.engine.core.executor
+        runner, group = executor._inner._runner, executor._group  # type: ignore[attr-defined]
+        submit = runner.submit
+        runner.submit = lambda plan: (submit(plan), group.all_reduce(torch.zeros(1)))[0]
+        begun = time.monotonic()
+        with pytest.raises(
+            EngineDead, match=r"step \d+ has not moved for 2 s; meetings so far: rank 0 \d+, rank 1 \d+"
+        ):
+            llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY, use_tqdm=False)
+        assert time.monotonic() - begun < 30
+
+
 def pids(llm: LLM) -> list[int]:
     return [rank.process.pid for rank in llm.engine.core.executor._ranks._ranks]  # type: ignore[attr-defined]
 

@@ -16,7 +16,7 @@ import torch
 from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
 from headrace.parallel.group import GlooGroup, Group
-from headrace.parallel.nccl import NCCLGroup
+from headrace.parallel.nccl import NCCLGroup, NCCLPipe
 from headrace.parallel.pipeline import GlooPipe, Pipe
 from headrace.parallel.ranks import device_of
 
@@ -34,14 +34,21 @@ def create_group(folder: str, id: bytes, rank: int, size: int, *, one_shot: bool
     return NCCLGroup(id, rank, size, one_shot=one_shot) if id else GlooGroup(Path(folder), rank, size)
 
 
+def count_ids(config: DeviceConfig) -> int:
+    stages = config.pipeline_parallel_size
+    return stages if stages == 1 else stages + config.num_ranks + 1
+
+
 def meet(folder: str, ids: Sequence[bytes], rank: int, config: DeviceConfig) -> tuple[Group | None, Pipe | None]:
     """What rank ``rank`` has in common with the others of its stage, and with the other stages; None where there are
-    none. ``ids``: of each stage's group and, last, of all ranks; none on CPUs."""
+    none. ``ids``: on GPUs, as ``count_ids`` counts them: of each stage's group, then those of the pipe (nccl.py)."""
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, place = divmod(rank, size)
     pipe: Pipe | None = None
     group: Group | None = None
-    if stages > 1:
+    if stages > 1 and ids:
+        pipe = NCCLPipe(ids[stages:], rank, size * stages, stages)
+    elif stages > 1:
         pipe = GlooPipe(Path(folder), rank, size * stages, stages)
     if size > 1 and ids:
         group = create_group("", ids[stage], place, size, one_shot=config.one_shot_sums)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from headrace.engine.executor import Ticket
 from headrace.errors import HeadraceError, ModelError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.parallel import frames
+from headrace.parallel.ranks import meetings_of
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import freeze_start, no_collections
@@ -51,6 +53,7 @@ class First:
         self._sock = sock
         self._lock = threading.Lock()
         self._orders = Unpacker(frames.Order)
+        self.meetings: Callable[[], int] = lambda: 0
 
     def tell(self, report: frames.Report) -> None:
         """From any thread."""
@@ -65,7 +68,7 @@ class First:
         while True:
             time.sleep(BEAT_SECONDS)
             try:
-                self.tell(frames.Beat())
+                self.tell(frames.Beat(self.meetings()))
             except FirstGone:
                 os._exit(1)
 
@@ -189,6 +192,7 @@ def _start(first: First, mark: str) -> Follower:
         first.tell(frames.Here(device_here(device.device)))
         place = first.hear(frames.Meet)
         group, pipe = meet(place.folder, place.ids, launch.rank, device)
+        first.meetings = partial(meetings_of, group, pipe)
         executor, _ = create_executor(config, find_source(config), head_start, group=group, pipe=pipe)
         assert isinstance(executor, DeviceExecutor)
         reports = pipe is not None and launch.rank == (pipe.stages - 1) * device.tensor_parallel_size

@@ -98,7 +98,9 @@ class Ready(Frame):
 
 
 class Beat(Frame):
-    pass
+    """``meetings``: of its groups so far."""
+
+    meetings: int = 0
 
 
 class StepBroke(Frame):

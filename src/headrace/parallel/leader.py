@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headrace.clock import RealClock
@@ -21,11 +22,11 @@ from headrace.errors import ConfigError, StepFailed
 from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource
 from headrace.parallel import frames
-from headrace.parallel.device import check_devices, device_here, meet
+from headrace.parallel.device import check_devices, count_ids, device_here, meet
 from headrace.parallel.group import Group
 from headrace.parallel.nccl import create_id
 from headrace.parallel.pipeline import Pipe
-from headrace.parallel.ranks import Ranks
+from headrace.parallel.ranks import Ranks, meetings_of
 from headrace.parallel.stages import split_layers
 from headrace.processes.messages import pack
 from headrace.processes.scratch import Scratch
@@ -54,11 +55,6 @@ def create_executor(
     stages = stages or Stages(RealClock())
     config = replace(config, device=replace(config.device, device=kind))
     if kind == "cuda":
-        if config.device.pipeline_parallel_size > 1:
-            raise ConfigError(
-                f"--pipeline-parallel-size is {config.device.pipeline_parallel_size}, but stages meet on CPUs only so far. "
-                "Use --tensor-parallel-size on GPUs."
-            )
         check_devices(config.device, config.device.num_ranks)
     try:
         ranks.launch(config)
@@ -95,7 +91,7 @@ def _abort(*meetings: Group | Pipe | None) -> Callable[[], None]:
 
 
 def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> tuple[Group | None, Pipe | None]:
-    size, stages = config.device.num_ranks, config.device.pipeline_parallel_size
+    size = config.device.num_ranks
     here, others = device_here(kind), ranks.hear(frames.Here)
     if mixed := [each.device for each in others if each.device != here]:
         raise ConfigError(
@@ -103,7 +99,7 @@ def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> tuple[Group | None, 
         )
     with ExitStack() as stack:
         folder = str(stack.enter_context(Scratch())) if kind == "cpu" else ""
-        ids = () if kind == "cpu" else tuple(create_id() for _ in range(stages + (stages > 1)))
+        ids = () if kind == "cpu" else tuple(create_id() for _ in range(count_ids(config.device)))
         ranks.tell(pack(frames.Meet(folder, ids)))
         return meet(folder, ids, 0, config.device)
 
@@ -117,11 +113,13 @@ class RankedExecutor:
         self.info = replace(inner.info, device=f"{inner.info.device} × {size}")
         self._inner, self._ranks, self._group, self._pipe = inner, ranks, group, pipe
         self._plans = frames.PlanPacker()
+        self._meetings = partial(meetings_of, group, pipe)
         inner.on_failure = lambda step_id, _: ranks.fail_too(step_id)
 
     def submit(self, plan: StepPlan) -> Ticket:
         self._ranks.tell(self._plans.pack(plan))
-        return self._inner.submit(plan)
+        with self._ranks.watched(f"step {plan.step_id}", self._meetings):
+            return self._inner.submit(plan)
 
     def drafts(self, ticket: Ticket) -> Sequence[Sequence[int]]:
         return self._inner.drafts(ticket)  # every rank proposes the same
@@ -132,12 +130,13 @@ class RankedExecutor:
 
     def collect(self, ticket: Ticket) -> StepResult:
         self._ranks.tell(pack(frames.Collect(ticket.step_id)))
-        try:
-            result = self._inner.collect(ticket)
-        except StepFailed as failure:
-            raise StepFailed(self._ranks.settle() or failure.message) from failure
-        self._ranks.check()  # a wait that was cut short brings nonsense
-        return result if self._pipe is None else self._ranks.result(ticket.step_id)
+        with self._ranks.watched(f"step {ticket.step_id}", self._meetings):
+            try:
+                result = self._inner.collect(ticket)
+            except StepFailed as failure:
+                raise StepFailed(self._ranks.settle() or failure.message) from failure
+            self._ranks.check()  # a wait that was cut short brings nonsense
+            return result if self._pipe is None else self._ranks.result(ticket.step_id)
 
     def recover(self) -> None:
         self._ranks.tell(pack(frames.Recover()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ from headrace.parallel.one_shot import OneShot
 _log = logging.getLogger(__name__)
 
 _ID_BYTES = 128
-_TYPES = {torch.uint8: 1, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
+_TYPES = {
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
 _SUM, _MIN = 0, 3
 
 
@@ -43,13 +52,15 @@ def _library() -> Any:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
         raise ConfigError(
-            f"--tensor-parallel-size needs NCCL, which cannot be loaded ({error}). Install a CUDA build of torch."
+            f"Several GPUs need NCCL, which cannot be loaded ({error}). Install a CUDA build of torch."
         ) from error
     library.ncclGetErrorString.restype = ctypes.c_char_p
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), ctypes.c_int, _Id, ctypes.c_int]
     library.ncclAllReduce.argtypes = [pointer, pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer]
     library.ncclAllGather.argtypes = [pointer, pointer, size, ctypes.c_int, pointer, pointer]
+    for passing in (library.ncclSend, library.ncclRecv):
+        passing.argtypes = [pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer]
     library.ncclCommAbort.argtypes = [pointer]
     return library
 
@@ -149,3 +160,79 @@ class NCCLGroup:
     @property
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+class NCCLLink:
+    """One way from one rank to another, with a communicator and a stream of its own: what is sent waits for nobody's
+    computing, and a receiver that is late holds up no kernel of the sender."""
+
+    def __init__(self, id: bytes, rank: int) -> None:
+        """``rank``: 0 sends, 1 receives."""
+        self._library = library = _library()
+        self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
+        _check(library, library.ncclCommInitRank(ctypes.byref(self._comm), 2, _Id.from_buffer_copy(id), rank))
+        self._side = torch.cuda.Stream() if rank == 0 else None
+        first = torch.zeros(2**20, device="cuda")  # connections are made before anybody counts their memory
+        self.send(first) if rank == 0 else self.receive(first)
+        torch.cuda.synchronize()
+
+    def send(self, x: Tensor) -> None:
+        assert self._side is not None and x.is_contiguous()
+        self._side.wait_stream(torch.cuda.current_stream())
+        x.record_stream(self._side)
+        how = x.data_ptr(), x.numel(), _TYPES[x.dtype], 1, self._comm, self._side.cuda_stream
+        _check(self._library, self._library.ncclSend(*how))
+
+    def receive(self, x: Tensor) -> Tensor:
+        how = x.data_ptr(), x.numel(), _TYPES[x.dtype], 0, self._comm, torch.cuda.current_stream().cuda_stream
+        _check(self._library, self._library.ncclRecv(*how))
+        return x
+
+    def abort(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self._library.ncclCommAbort(comm)
+
+
+class NCCLPipe:
+    """Between the stages of a pipeline on GPUs. ``ids``: of the links, those of a place in the stages together, from
+    each stage to the next and from the last to the first; then of all ranks."""
+
+    account = "NCCL"
+
+    def __init__(self, ids: Sequence[bytes], rank: int, size: int, stages: int) -> None:
+        self.stage, place = divmod(rank, size // stages)
+        self.stages = stages
+        mine = ids[place * stages : (place + 1) * stages]
+        self._out: dict[str, NCCLLink] = {}
+        self._in: dict[str, NCCLLink] = {}
+        for at, id in enumerate(mine):  # in one order on all ranks
+            name = "hidden" if at < stages - 1 else "tokens"
+            if self.stage == at:
+                self._out[name] = NCCLLink(id, 0)
+            elif self.stage == (at + 1) % stages:
+                self._in[name] = NCCLLink(id, 1)
+        self._all = NCCLGroup(ids[-1], rank, size, one_shot=False)
+        self.meetings = 0
+
+    def send(self, hidden: Tensor) -> None:
+        self.meetings += 1
+        self._out["hidden"].send(hidden.contiguous())
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        self.meetings += 1
+        return self._in["hidden"].receive(hidden)
+
+    def send_tokens(self, picked: Tensor) -> None:
+        self._out["tokens"].send(picked.contiguous())
+
+    def receive_tokens(self, picked: Tensor) -> Tensor:
+        return self._in["tokens"].receive(picked)
+
+    def least(self, value: int) -> int:
+        return self._all.least(value)
+
+    def abort(self) -> None:
+        for link in (*self._out.values(), *self._in.values()):
+            link.abort()
+        self._all.abort()

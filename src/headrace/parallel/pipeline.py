@@ -27,6 +27,7 @@ class Pipe(Protocol):
     stage: int
     stages: int
     account: str  # how they meet, for people
+    meetings: int  # so far: what has been sent and received
 
     def send(self, hidden: Tensor) -> None:  # [tokens, hidden]
         """To the next stage."""
@@ -59,24 +60,29 @@ class GlooPipe:
         self.stage, self.stages = rank // self._width, stages
         self._rank, self._first = rank, rank % self._width
         self._group: Any = self._all.exchange
+        self.meetings = 0
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, hidden: Tensor) -> None:
         self._send(hidden, self._rank + self._width, _HIDDEN)
 
     def receive(self, hidden: Tensor) -> Tensor:
-        self._group.recv([hidden], self._rank - self._width, _HIDDEN).wait()
-        return hidden
+        return self._receive(hidden, self._rank - self._width, _HIDDEN)
 
     def send_tokens(self, picked: Tensor) -> None:
         self._send(picked, self._first, _TOKENS)
 
     def receive_tokens(self, picked: Tensor) -> Tensor:
-        self._group.recv([picked], self._rank + (self.stages - 1) * self._width, _TOKENS).wait()
-        return picked
+        return self._receive(picked, self._rank + (self.stages - 1) * self._width, _TOKENS)
+
+    def _receive(self, x: Tensor, source: int, tag: int) -> Tensor:
+        self._group.recv([x], source, tag).wait()
+        self.meetings += 1
+        return x
 
     def _send(self, x: Tensor, to: int, tag: int) -> None:
         """What is sent is held until it has arrived: of steps so long ago everything has."""
+        self.meetings += 1
         held = x.detach().clone(memory_format=torch.contiguous_format)
         self._sent.append((self._group.send([held], to, tag), held))
         while len(self._sent) > 2 * self.stages + 4:

@@ -17,10 +17,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace import errors
 from headrace.config import EngineConfig
@@ -33,8 +33,13 @@ from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.request import StepResult
 from headrace.spec import DecoderSpec
 
+if TYPE_CHECKING:
+    from headrace.parallel.group import Group
+    from headrace.parallel.pipeline import Pipe
+
 log = logging.getLogger(__name__)
 
+STALL = 120  # seconds of a step in which no rank has met another: they wait for each other
 SILENCE = 20  # seconds without a beat, counted in looks: a process that was stopped itself has missed nothing
 ALONE_SECONDS = 1.5  # within which a step that failed on one rank has failed on the first, too
 AGREE_SECONDS = 4.0  # for all to be where the first is, after a step that failed
@@ -51,6 +56,7 @@ class _Rank:
     reports: Unpacker = field(default_factory=lambda: Unpacker(frames.Report))
     said: list[frames.Report] = field(default_factory=list)  # and not asked for yet
     silent: int = 0  # looks
+    meetings: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.number} (process {self.process.pid})"
@@ -67,6 +73,10 @@ def begin_ranks(config: EngineConfig, spec: DecoderSpec, mark: str, lost: Callab
             f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out."
         )
     return Ranks(config.device.num_ranks - 1, mark, lost)
+
+
+def meetings_of(*groups: Group | Pipe | None) -> int:
+    return sum(each.meetings for each in groups if each is not None)
 
 
 def device_of(number: int) -> dict[str, str]:
@@ -89,6 +99,9 @@ class Ranks:
         self._on_loss = lost
         self._closing = False
         self._own_failures: set[int] = set()
+        self._step: tuple[str, Callable[[], int]] | None = None  # that the first rank is in
+        self._stalled = 0  # looks
+        self._met: tuple[int, ...] = ()
         self._results: dict[int, StepResult] = {}  # of steps, from the last stage, and not asked for yet
         self.abort: Callable[[], None] = lambda: None
         self._ranks = [self._begin(number, mark) for number in range(1, count + 1)]
@@ -146,6 +159,15 @@ class Ranks:
                 self._changed.wait(1.0)
             self.check()
             return self._results.pop(step_id)
+
+    @contextmanager
+    def watched(self, step: str, meetings: Callable[[], int]) -> Iterator[None]:
+        """While the first rank is in a step, ranks that wait for each other are lost. ``meetings``: its own."""
+        self._step = step, meetings
+        try:
+            yield
+        finally:
+            self._step = None
 
     def check(self) -> None:
         if self._lost is not None:
@@ -224,7 +246,9 @@ class Ranks:
                 self._changed.notify_all()
         elif isinstance(report, frames.StepBroke):
             _later(ALONE_SECONDS, self._judge, rank, report)
-        elif not isinstance(report, frames.Beat):
+        elif isinstance(report, frames.Beat):
+            rank.meetings = report.meetings
+        else:
             with self._changed:
                 rank.said.append(report)
                 self._changed.notify_all()
@@ -239,6 +263,19 @@ class Ranks:
             rank.silent += 1
             if rank.silent > SILENCE and not self._closing:
                 self._lose(f"{rank} has been silent for {SILENCE} s")
+        self._look_at_step()
+
+    def _look_at_step(self) -> None:
+        """Ranks that do not compute the same meet at different places, and wait there for ever. (Looks, not seconds: a
+        process that was stopped itself has missed nothing.)"""
+        if (step := self._step) is None or self._closing:
+            self._stalled = 0
+            return
+        met = (step[1](), *(rank.meetings for rank in self._ranks))
+        self._stalled, self._met = (self._stalled + 1 if met == self._met else 0), met
+        if self._stalled >= STALL:
+            where = ", ".join(f"rank {number} {count}" for number, count in enumerate(met))
+            self._lose(f"{step[0]} has not moved for {STALL} s; meetings so far: {where}")
 
     @staticmethod
     def _end_of(rank: _Rank) -> str:

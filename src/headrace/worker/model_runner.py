@@ -238,7 +238,9 @@ class ModelRunner:
     def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         """All of it. ``masks``: of a plan that waits for them."""
         step = self.submit(plan)
-        return self.collect(step if masks is None else self.sample(step, masks))
+        result = self.collect(step if masks is None else self.sample(step, masks))
+        self._take_tokens(all=True)  # another runner may follow this one
+        return result
 
     # --- as far as hidden states
 
