@@ -117,6 +117,25 @@ def test_drafts_are_what_the_head_says(
     )
 
 
+def test_a_head_as_speculators_writes_it(target: Path, tmp_path: Path, proposed: list[Any]) -> None:
+    """Nested config, another hidden size than the target's, the residual stream behind a norm, layers.0."""
+    base = json.loads((target / "config.json").read_text())
+    layer = tiny_heads.config({**base, "hidden_size": 48})
+    config = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.1",
+        "transformer_layer_config": layer, "target_hidden_size": 64, "norm_before_residual": True,
+        "draft_vocab_size": tiny_heads.DRAWN, "eagle_aux_hidden_state_layer_ids": list(TAPS), "embed_requires_grad": False,
+        "speculators_config": {"algorithm": "eagle3"}, "has_no_defaults_at_init": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    tensors = tiny_heads.tensors("eagle3", 48, 320, target=64)
+    head = tiny_heads.save(tmp_path, config, tiny_heads.published("speculators", tensors))
+    llm = _engine(target, {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": list(range(each, each + 9))} for each in range(10)], params)
+    model = tiny.create("llama", num_hidden_layers=LAYERS)
+    _compare(proposed, tiny_heads.Oracle(model, "eagle3", tensors, TAPS, normed_residual=True))
+
+
 def _compare(proposed: list[Any], oracle: tiny_heads.Oracle) -> None:
     assert len(proposed) > 100
     for ids, drafted in proposed[:: -(-len(proposed) // 60)]:

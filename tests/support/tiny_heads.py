@@ -37,6 +37,7 @@ def config(target: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 PUBLISHED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "eagle": ("layers.0.", {}),
     "eagle3": ("midlayer.", {"hidden_norm": "+hidden_norm"}),
+    "speculators": ("layers.0.", {"hidden_norm": "+hidden_norm"}),
     "mimo": (
         "model.mtp_layers.0.",
         {"fc": "+input_proj", "embedding_norm": "+token_layernorm", "hidden_norm": "+hidden_layernorm", "norm": "+final_layernorm"},
@@ -63,8 +64,8 @@ def published(method: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name(own): each for own, each in tensors.items()}
 
 
-def tensors(method: str, hidden: int, vocab: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random ones."""
+def tensors(method: str, hidden: int, vocab: int, seed: int = 0, target: int | None = None) -> dict[str, Tensor]:
+    """Random ones. ``target``: its hidden size, where it is another."""
     make, inner, head = torch.Generator().manual_seed(seed), 80, hidden // HEADS
 
     def matrix(outs: int, ins: int) -> Tensor:
@@ -75,7 +76,7 @@ def tensors(method: str, hidden: int, vocab: int, seed: int = 0) -> dict[str, Te
 
     wide = 2 * hidden if method == "eagle3" else hidden
     found = {
-        "fc.weight": matrix(hidden, (3 if method == "eagle3" else 2) * hidden),
+        "fc.weight": matrix(hidden, 3 * (target or hidden) if method == "eagle3" else 2 * hidden),
         "layer.self_attn.q_proj.weight": matrix(HEADS * head, wide),
         "layer.self_attn.k_proj.weight": matrix(KV_HEADS * head, wide),
         "layer.self_attn.v_proj.weight": matrix(KV_HEADS * head, wide),
@@ -148,7 +149,15 @@ def _silent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Oracle:
     """``propose(ids, n)``: what a head drafts behind ``ids``, greedily."""
 
-    def __init__(self, target: Any, method: str, tensors: Mapping[str, Tensor], taps: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        target: Any,
+        method: str,
+        tensors: Mapping[str, Tensor],
+        taps: tuple[int, ...] = (),
+        normed_residual: bool = False,
+    ) -> None:
+        self._normed_residual = normed_residual
         self._target, self._method, self._taps, self._t = target, method, taps, dict(tensors)
 
     def propose(self, ids: list[int], count: int) -> list[int]:
@@ -184,7 +193,8 @@ class Oracle:
         embedded = t.get("embed_tokens.weight", self._target.model.embed_tokens.weight)[torch.tensor(ids)]
         hidden = self._norm(carried, "hidden_norm")
         if self._method == "eagle3":
-            stream, x = carried, torch.cat([self._norm(embedded, "layer.input_layernorm"), hidden], -1)
+            stream = hidden if self._normed_residual else carried
+            x = torch.cat([self._norm(embedded, "layer.input_layernorm"), hidden], -1)
         else:
             pair = [self._norm(embedded, "embedding_norm"), hidden]
             stream = self._fc(torch.cat(pair[::-1] if self._method == "mimo" else pair, -1))

@@ -68,7 +68,7 @@ _NESTED = ("model", "transformer_layer_config")  # in which some tools write the
 _OF_HEADS = (  # fields of a head's config that are no decoder's
     "draft_vocab_size", "target_hidden_size", "target_vocab_size", "norm_before_residual", "eagle_config", "bias",
     "eagle_aux_hidden_state_layer_ids", "target_model_type", "truncated_vocab_size", "speculators_model_type",
-    "speculators_version", "speculators_config", "embed_requires_grad", "num_lookahead_tokens", "method", "architectures",
+    "speculators_version", "speculators_config", "embed_requires_grad", "has_no_defaults_at_init", "num_lookahead_tokens", "method", "architectures",
     *_NESTED,
 )  # fmt: skip
 
