@@ -18,6 +18,7 @@ from headrace.models.heads import head_bytes
 from headrace.request import StepPlan
 from headrace.sites import count_bytes
 from headrace.worker.draft_blocks import DraftBlocks
+from headrace.worker.draft_setup import MOST_PENDING
 from headrace.worker.head_drafter import HeadDrafter
 from tests.engine.test_speculation import _answers, _engine, _scheduler
 from tests.support import tiny, tiny_heads
@@ -145,14 +146,21 @@ def _compare(proposed: list[Any], oracle: tiny_heads.Oracle) -> None:
 PLACES = 40
 
 
+def _states(drafter: Any) -> int:
+    """Bytes of hidden states that are kept, or may be."""
+    pending = MOST_PENDING * drafter._head.spec.carried * 4
+    return int(drafter._held.nbytes + drafter._tap.out.nbytes + pending)
+
+
 def _bound(target: Path, drafts: dict[str, Any]) -> int:
     """Bytes for so many blocks of the draft, and a bit of one more."""
     executor: Any = _engine(target, drafts).engine.core.executor
     drafter, (group,) = executor._runner._speculator._proposer, executor.info.kv_groups
-    if "method" in drafts:
-        held = head_bytes(drafter._head.spec, 4) + drafter._held.nbytes + drafter._tap.out.nbytes
-    else:
-        held = count_bytes(drafter._decoder.spec, 4)
+    held = (
+        head_bytes(drafter._head.spec, 4) + _states(drafter)
+        if "method" in drafts
+        else count_bytes(drafter._decoder.spec, 4)
+    )
     return int(held + (PLACES + 0.5) * group.spec.beside)
 
 
@@ -213,7 +221,7 @@ def test_what_a_head_holds_is_said_to_the_byte(target: Path, heads: dict[str, Pa
         weights = sum(each.nbytes for name, each in stored.items() if name not in ("t2d", "embed_tokens.weight"))
         weights += stored["embed_tokens.weight"].nbytes if method == "eagle3" else 0
         assert (head.embedding is not None) == (method == "eagle3")
-        held = weights + drafter._kv_cache.nbytes + drafter._held.nbytes + drafter._tap.out.nbytes
+        held = weights + drafter._kv_cache.nbytes + _states(drafter)
         assert said.value == f"{held / 2**20:.1f} MiB"
 
 

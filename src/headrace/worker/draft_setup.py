@@ -29,6 +29,7 @@ from headrace.speculative.settings import HEADS, read_settings
 
 _FIELD, _METHOD = "speculative_config.model", "speculative_config.method"
 _MIB = 2**20
+MOST_PENDING = 256  # tokens whose entries a head has yet to write
 _LEAST_TOKENS = 256  # that a bounded draft must be able to keep
 _ROWS = 4096  # of embeddings that are compared together
 
@@ -47,8 +48,10 @@ class DraftSetup:
         return count_bytes(self.spec, dtype_bytes) if self.head is None else head_bytes(self.head, dtype_bytes)
 
     def state_bytes(self, tokens: int, rows: int, dtype_bytes: int) -> int:
-        """Hidden states that are kept for a head: of a step's tokens, and of each row's last one."""
-        return 0 if self.head is None else (tokens * self.head.tapped + rows * self.head.carried) * dtype_bytes
+        """Hidden states that are kept for a head: of a step's tokens, of each row's last one, and what is pending."""
+        if self.head is None:
+            return 0
+        return (tokens * self.head.tapped + (rows + MOST_PENDING) * self.head.carried) * dtype_bytes
 
     def kv_specs(self, block_size: int, dtype_bytes: int) -> tuple[KVSpec, ...]:
         return kv_groups(self.spec, block_size, dtype_bytes)

@@ -5,8 +5,9 @@
     head's entries     s-1    s     ...   e-2   (e-1)          entry i: hidden states of i, token i + 1
 
 An entry lies where the target keeps the keys of its position, so the last entry of a chunk waits, with its hidden
-states (``held``), for the token that follows. Once a step is over, keys and values of all other entries are written; the
-first pass of a draft computes the one that waited, and each later one goes on from the pass before. Entries of drafts
+states (``held``), for the token that follows. Once a step is over, keys and values of all other entries can be written, and
+are when somebody may need them, or when there are many (``pending``): steps that draft nothing cost less so. The first
+pass of a draft computes the one that waited, and each later one goes on from the pass before. Entries of drafts
 that were refuted are written over. A block's last entry depends on the first token of the next block: whoever finds
 blocks in the cache therefore leaves out the last one (CacheManager.lookahead).
 
@@ -29,6 +30,7 @@ from headrace.models.draft_head import DraftHead
 from headrace.request import StepPlan
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import Drawing, chunk_plan
+from headrace.worker.draft_setup import MOST_PENDING
 from headrace.worker.inputs import pack
 from headrace.worker.rows import Ints, Rows, ship_all
 from headrace.worker.speculator import Proposal
@@ -58,18 +60,25 @@ class HeadDrafter(Drawing):
         self._held = tap.out.new_zeros(len(rows.traits), head.spec.carried)  # of each row's last computed position
         self._at = np.full(len(rows.traits), _NOTHING, dtype=np.int32)  # which that is
 
+        self._pending: list[tuple[Ints, Ints, Ints, Tensor]] = []  # rows, starts, counts, and what their entries take
+
     def forget(self) -> None:
         super().forget()
+        self._pending.clear()
         self._at[:] = _NOTHING
 
     def begins(self, plan: StepPlan) -> None:
         self._at[list(plan.rows_dropped)] = _NOTHING
         self._follow(plan, (self._group,), (self._kv_cache,))
 
-    def settles(self, plan: StepPlan, lengths: Ints) -> None:
+    def settles(self, plan: StepPlan, lengths: Ints, coming: StepPlan) -> None:
         """Entries of all tokens that the step computed and that are true; what its last ones left is held."""
-        if not plan.rows:
-            return
+        if plan.rows:
+            self._settle(plan, lengths)
+        if coming.rows_dropped or coming.rows_added or coming.copy_group or self._blocks:  # tables will be others
+            self._flush()
+
+    def _settle(self, plan: StepPlan, lengths: Ints) -> None:
         rows, starts, counts = (np.asarray(column, dtype=np.int32) for column in (plan.rows, plan.starts, plan.counts))
         drafts = np.asarray(plan.drafts, dtype=np.int32) if plan.drafts else np.zeros_like(rows)
         ends = np.where(drafts > 0, lengths[rows] - 1, starts + counts).astype(np.int32)
@@ -98,10 +107,23 @@ class HeadDrafter(Drawing):
             self._rows.device, np.maximum(before, 0), places, rows[chosen][waited[chosen]]))  # fmt: skip
         taken = carried[source]
         taken[place] = self._held[row]
-        self._head.write(self._inputs(rows[chosen], begins[chosen] - 1, counts), taken, self._kv_cache)
+        if sum(len(each[3]) for each in self._pending) + len(taken) > MOST_PENDING:
+            self._flush()
+        self._pending.append((rows[chosen], (begins[chosen] - 1).astype(np.int32), counts, taken))
+        if len(taken) > MOST_PENDING:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Keys and values of what is pending. A row's entries may be several chunks: none looks at another's."""
+        if self._pending:
+            rows, starts, counts = (np.concatenate([each[at] for each in self._pending]) for at in range(3))
+            taken = torch.cat([each[3] for each in self._pending])
+            self._pending.clear()
+            self._head.write(self._inputs(rows, starts, counts), taken, self._kv_cache)
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         """A row whose last entry cannot be made gets none."""
+        self._flush()
         counts = np.where((self._at[rows] == lengths - 2) & self._may_draft(rows), most, 0).astype(np.int32)
         live, carried = np.flatnonzero(counts), self._held
         if not len(live):

@@ -52,7 +52,7 @@ class Proposer:
     """Who drafts. ``begins``: a plan's rows are built, its chunks begin where it says, and nothing of it is computed.
     ``propose``: at most ``most[i]`` tokens behind the ``lengths[i]`` that row ``rows[i]`` has. ``left``: a row's
     sequence has ended, or begins anew. ``settles``: the step before, as it was computed, is over, and nothing of the
-    next has been done; rows have ``lengths`` tokens. ``forget``: all rows are gone."""
+    next, ``coming``, has been done; rows have ``lengths`` tokens. ``forget``: all rows are gone."""
 
     def begins(self, plan: StepPlan) -> None:
         """Nothing."""
@@ -63,7 +63,7 @@ class Proposer:
     def left(self, row: int, length: int) -> None:
         """Nothing is kept of rows but what lies in their blocks, unless a proposer says otherwise."""
 
-    def settles(self, plan: StepPlan, lengths: Ints) -> None:
+    def settles(self, plan: StepPlan, lengths: Ints, coming: StepPlan) -> None:
         """Nothing."""
 
     def forget(self) -> None:
@@ -130,7 +130,7 @@ class Speculator:
     def leave(self, plan: StepPlan) -> None:
         """Before the plan's rows are built: whose rows go."""
         if self._last is not None:
-            self._proposer.settles(self._last, self._lengths)
+            self._proposer.settles(self._last, self._lengths, plan)
             self._last = None
         for row in {*plan.rows_dropped, *(new.row for new in plan.rows_added)} & self._taken:
             self._taken.discard(row)
