@@ -24,9 +24,8 @@ from headrace.quant.scaled import ScaledWeight
 from headrace.quantize.blocks import BlockRunner, Inputs
 from headrace.quantize.folder import finish_folder
 from headrace.quantize.layer import Job
-from headrace.quantize.makers import maker_for
+from headrace.quantize.makers import SHARE, maker_for
 from headrace.quantize.names import chosen
-from headrace.quantize.outliers import SHARE
 from headrace.quantize.run import ignored_modules, quantize
 from headrace.quantize.shards import Shards
 from headrace.quantize.slicing import Slicing, sliced_config

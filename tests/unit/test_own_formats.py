@@ -18,8 +18,7 @@ from headrace.quant.rotated import Rotated, rotated  # noqa: E402
 from headrace.quant.scaled import ScaledWeight  # noqa: E402
 from headrace.quant.ternary import Ternary  # noqa: E402
 from headrace.quantize.grid import Grid, fit  # noqa: E402
-from headrace.quantize.lossless import encoded  # noqa: E402
-from headrace.quantize.ternary import TernaryRecipe  # noqa: E402
+from headrace.quantize.makers import TernaryRecipe, huffman_coded  # noqa: E402
 
 
 def bfloat16(kind: str) -> torch.Tensor:
@@ -35,11 +34,11 @@ def bfloat16(kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["usual", "rare exponents", "one exponent", "every pattern"])
 def test_every_bit_of_bfloat16_comes_back(kind: str) -> None:
     weight, form = bfloat16(kind), DFloat11()
-    tensors = form.prepare(encoded(weight))
+    tensors = form.prepare(huffman_coded(weight))
     for rows in (slice(None), slice(32, 64), torch.tensor([5, 0, 6, 5])):
         assert torch.equal(form.dense(tensors, rows, torch.bfloat16).view(torch.int16), weight[rows].view(torch.int16))
     if kind == "usual":
-        assert len(encoded(weight)["encoded_exponent"]) * 8 / weight.numel() < 3.0
+        assert len(huffman_coded(weight)["encoded_exponent"]) * 8 / weight.numel() < 3.0
 
 
 def test_codes_are_a_prefix_code_and_short_enough() -> None:
@@ -133,7 +132,7 @@ def test_columns_that_cannot_be_are_named() -> None:
     ],
 )
 def test_a_stream_that_cannot_be_is_named(damage: Callable[[Tensors], None], said: str) -> None:
-    tensors = encoded(bfloat16("usual"))
+    tensors = huffman_coded(bfloat16("usual"))
     damage(tensors)
     with pytest.raises(FormatError, match=said):
         DFloat11().prepare(tensors)

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from headrace.quant.floats import E2M1  # noqa: E402
 from headrace.quantize.gptq import gptq, output_error  # noqa: E402
 from headrace.quantize.grid import Grid, fit  # noqa: E402
-from headrace.quantize.scaling import activation_aware, smooth  # noqa: E402
+from headrace.quantize.layer import activation_aware, smooth  # noqa: E402
 
 GRIDS = [
     Grid(bits, group, symmetric)

@@ -1,21 +1,179 @@
-"""Selects the maker of matrices for the requested format.
+"""Selects the maker of matrices for the requested format, and makes those of formats that only this project reads.
 
-What lives here: that choice. What may not: how any of them does it.
+What lives here: that choice; what is kept whole beside integers (quant/outliers.py), bfloat16 without loss
+(quant/dfloat11.py), experts of three levels (quant/ternary.py). What may not: the formats themselves, grids.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from headrace.errors import ConfigError
+from headrace.quant import Format
+from headrace.quant.dfloat11 import canonical, code_lengths
+from headrace.quant.ternary import WORDS, book
+from headrace.quantize.blocks import Inputs
 from headrace.quantize.gguf_recipe import gguf_recipe
+from headrace.quantize.gptq import gptq, sensitivity
+from headrace.quantize.grid import Grid, fit
 from headrace.quantize.layer import Maker
-from headrace.quantize.lossless import LosslessRecipe
-from headrace.quantize.names import Choice, is_gguf
-from headrace.quantize.outliers import OutlierRecipe
-from headrace.quantize.recipe import recipe_for
-from headrace.quantize.ternary import TernaryRecipe
+from headrace.quantize.names import Choice, is_gguf, own_entry
+from headrace.quantize.recipe import Recipe, recipe_for
 from headrace.spec import DecoderSpec
+
+SHARE = 0.01  # of the weights are outliers, or of the columns
+
+
+@dataclass(frozen=True, slots=True)
+class OutlierRecipe:
+    """``layout``: "outlier-columns" with int8, or "sparse-outliers" with low-bit integers."""
+
+    inner: Recipe
+    name: str
+    layout: str
+    form: str = "headrace"
+
+    @property
+    def method(self) -> str:
+        return self.inner.method
+
+    @property
+    def grid(self) -> Grid:
+        return self.inner.grid
+
+    def problem(self, outs: int, ins: int) -> str | None:
+        return self.inner.problem(outs, ins)
+
+    def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
+        if seen is None or not seen.count:  # an expert that no row came to
+            seen = Inputs(
+                1, torch.eye(weight.shape[1], device=weight.device), weight.abs().amax(0), weight.abs().amax(0)
+            )
+        return self._columns(weight, seen) if self.layout == "outlier-columns" else self._sparse(weight, seen)
+
+    def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
+        return own_entry(self.layout, ignored, bits=self.grid.bits, group_size=self.grid.group, share=SHARE)
+
+    def _columns(self, weight: Tensor, seen: Inputs) -> dict[str, Tensor]:
+        index = seen.most.topk(math.ceil(weight.shape[1] * SHARE)).indices.sort().values.to(weight.device)
+        rest = weight.index_fill(1, index, 0.0)
+        found = fit(rest, self.grid)
+        apart = {"outlier_index": index.cpu(), "outlier_weight": weight[:, index].to(self.grid.scales).cpu()}
+        return self.inner.stored(found.codes(rest).cpu(), found) | apart
+
+    def _sparse(self, weight: Tensor, seen: Inputs) -> dict[str, Tensor]:
+        gram = seen.gram.to(weight.device)
+        hurt = (fit(weight, self.grid, clip=True).rounded(weight) - weight).square() * sensitivity(gram)
+        apart = torch.zeros_like(weight, dtype=torch.bool)
+        apart.view(-1)[hurt.flatten().topk(max(1, int(weight.numel() * SHARE))).indices] = True
+        left = torch.zeros_like(weight)
+        codes, found = gptq(weight, gram, self.grid, apart=apart, left=left)
+        tensors = {
+            "outlier_rows": torch.nn.functional.pad(apart.sum(1).cumsum(0), (1, 0)).int().cpu(),
+            "outlier_columns": apart.nonzero()[:, 1].int().cpu(),
+            "outlier_values": left[apart].cpu(),
+        }
+        return self.inner.stored(codes.cpu(), found) | tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LosslessRecipe:
+    """bfloat16, each exponent in as many bits as it is rare."""
+
+    name: str = "dfloat11"
+    form: str = "headrace"
+    layout: str = "dfloat11"
+    method: str = "rtn"
+    grid: Grid = Grid(16)  # noqa: RUF009 - a frozen value
+
+    def problem(self, outs: int, ins: int) -> str | None:
+        return None
+
+    def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
+        narrow = weight.cpu().to(torch.bfloat16)
+        if not torch.equal(narrow.float(), weight.cpu()):
+            raise ConfigError(
+                "--format dfloat11 is lossless for bfloat16 only, and this model has weights of more bits; give another."
+            )
+        return huffman_coded(narrow)
+
+    def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
+        return own_entry(self.layout, ignored)
+
+
+def huffman_coded(weight: Tensor) -> dict[str, Tensor]:
+    """``weight`` [outs, ins], bfloat16."""
+    bits = weight.contiguous().view(torch.int16).int() & 0xFFFF
+    exponents = (bits >> 7 & 255).flatten()
+    lengths = code_lengths(exponents.bincount(minlength=256).tolist())
+    sizes, codes = torch.tensor(lengths), torch.zeros(256, dtype=torch.int64)
+    for exponent, code in canonical(lengths):
+        codes[exponent] = code
+    own = sizes[exponents]
+    ends = own.cumsum(0)
+    places = torch.arange(int(ends[-1])) - (ends - own).repeat_interleave(own)
+    stream = (codes[exponents].repeat_interleave(own) >> (own.repeat_interleave(own) - 1 - places)) & 1
+    octets = torch.nn.functional.pad(stream, (0, -len(stream) % 8)).view(-1, 8) << torch.arange(7, -1, -1)
+    return {
+        "sign_mantissa": (bits >> 8 & 128 | bits & 127).to(torch.uint8),
+        "encoded_exponent": octets.sum(1).to(torch.uint8),
+        "row_starts": (ends - own).view(weight.shape)[:, 0].clone(),
+        "code_lengths": sizes.to(torch.uint8),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class TernaryRecipe:
+    """Three levels per row, chosen so that errors compensate each other."""
+
+    method: str
+    name: str = "qmoe"
+    form: str = "headrace"
+    layout: str = "ternary"
+    grid: Grid = Grid(2, 0, kind="ternary")  # noqa: RUF009 - a frozen value
+
+    def problem(self, outs: int, ins: int) -> str | None:
+        return f"its {ins} inputs are not an even number" if ins % 2 else None
+
+    def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
+        if self.method == "gptq" and seen is not None and seen.count:
+            codes, found = gptq(weight, seen.gram.to(weight.device), self.grid)
+        else:
+            found = fit(weight, self.grid)
+            codes = found.codes(weight)
+        words, ends = ternary_words(codes.cpu().to(torch.int64))
+        assert found.zero is not None
+        return {
+            "words": torch.stack([words & 255, words >> 8], 1).flatten().to(torch.uint8),
+            "row_words": ends.int(),
+            "levels": torch.cat([found.zero, found.scale], 1).cpu(),
+            "shape": torch.tensor(weight.shape, dtype=torch.int64),
+        }
+
+    def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
+        return own_entry(self.layout, ignored)
+
+
+def ternary_words(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """(words, words before each row and after the last) of -1, 0, 1 [outs, ins]: each word as long as the book allows,
+    all rows at once."""
+    following, pairs = book().following, (3 * codes[:, ::2] + codes[:, 1::2] + 4).T
+    at, found, done = torch.full((len(codes),), WORDS), [], []
+    for pair in pairs:
+        longer = following[at, pair]
+        full = longer < 0
+        found.append(at)
+        done.append(full)
+        at = torch.where(full, following[WORDS, pair], longer)
+    words = torch.stack([*found[1:], at], 1)
+    ends = torch.stack([*done[1:], torch.ones_like(done[0])], 1)
+    return words[ends], torch.nn.functional.pad(ends.sum(1).cumsum(0), (1, 0))
 
 
 def maker_for(
