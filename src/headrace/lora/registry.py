@@ -176,24 +176,22 @@ class AdapterDesk:
         """Loads begin in the order of their requests, as far as there is room."""
         if self._closing is not None and not self._is_lacking(self._closing):
             self._closing = None
-        folders = {each.key: each.folder for each in self._known.values()}
         wanted = [request.adapter or "" for request in self.waiting]
         for key in dict.fromkeys((*wanted, *self._wanted)):
             if key in self._held or key in self._failed:
                 self._wanted.discard(key)
                 continue
-            if key not in folders:
-                self._failed[key] = (
-                    f"The adapter {key.partition('#')[0]!r} was unloaded before its turn. Load it again."
-                )
+            known = self._known.get(name := key.partition("#")[0])  # no name has one
+            if known is None or known.key != key:
+                self._failed[key] = f"The adapter {name!r} was unloaded before its turn. Load it again."
                 continue
             if len(self._held) >= self._most_held and not self._evict(in_use):
                 return
-            self._held[key] = folders[key]
+            self._held[key] = known.folder
             self._coming.add(key)
             self._wanted.discard(key)
             self.num_loads += 1
-            self._control(LoadAdapter(key, folders[key]))
+            self._control(LoadAdapter(key, known.folder))
 
     def _is_lacking(self, closing: str) -> bool:
         return closing in self._held and any(request.adapter not in self._held for request in self._waiting.values())
