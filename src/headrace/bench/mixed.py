@@ -137,11 +137,13 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one kind sends. ``limits``: of its objective, in seconds."""
+    """What one kind sends, together with the others and ``alone``: other words of the same lengths, so that none finds
+    its prefixes cached. ``limits``: of its objective, in seconds."""
 
     name: str
     kind: Kind
-    conversations: Sequence[Conversation]
+    together: Sequence[Conversation]
+    alone: Sequence[Conversation]
     limits: Mapping[str, float]
     extra: Mapping[str, Any]
 
@@ -154,7 +156,8 @@ def _share(args: argparse.Namespace, name: str) -> Share:
     asked = kind.asked(many, args.request_rate, args.scale, seed)
     limits = parse_goodput(_of_kind(args.objective, name, "objective") or kind.objective)
     extra = {} if priority is None else {"priority": priority}
-    return Share(name, kind, conversations_of(asked, vocab_size=args.vocab_size, seed=seed), limits, extra)
+    together, alone = (conversations_of(asked, vocab_size=args.vocab_size, seed=seed + apart) for apart in (0, 1000))
+    return Share(name, kind, together, alone, limits, extra)
 
 
 def _of_kind(entries: Sequence[str], name: str, flag: str) -> list[str]:
@@ -218,20 +221,20 @@ async def _measure(args: argparse.Namespace, shares: Sequence[Share]) -> tuple[d
     found: dict[str, Any] = {"alone": {}, "together": {}}
     try:
         for share in shares:
-            await _Sender(client, models[share.name], share).warm_up(share.conversations, 1)
+            await _Sender(client, models[share.name], share).warm_up(share.together, 1)
         for share in shares if args.alone else ():
-            found["alone"][share.name] = await _run(_Sender(client, models[share.name], share), share)
+            found["alone"][share.name] = await _run(_Sender(client, models[share.name], share), share, share.alone)
         begin = time.perf_counter()
-        together = (_run(_Sender(client, models[share.name], share), share) for share in shares)
+        together = (_run(_Sender(client, models[share.name], share), share, share.together) for share in shares)
         found["together"] = dict(zip((share.name for share in shares), await asyncio.gather(*together), strict=True))
         return found, time.perf_counter() - begin, model
     finally:
         await client.close()
 
 
-async def _run(sender: _Sender, share: Share) -> dict[str, Any]:
+async def _run(sender: _Sender, share: Share, conversations: Sequence[Conversation]) -> dict[str, Any]:
     """Its figures. ``attainment``: of all its requests; a failed one has not met anything."""
-    await sender.run(share.conversations)
+    await sender.run(conversations)
     good = [sample for sample in sender.samples if sample.error is None and sample.arrivals]
     return {
         "completed": len(good),
