@@ -20,7 +20,7 @@ from headrace.parallel import ranks
 from headrace.processes import child
 from tests.support import adapters, modes, quantised, tiny
 from tests.support.forward import PagedRun, load_decoder
-from tests.support.ranks import ThreadGroup, load_share, together
+from tests.support.ranks import Staged, ThreadGroup, load_share, together
 
 STEPS = ({"a": list(range(30)), "b": [7, 8, 9]}, {"a": [3], "b": [4]}, {"a": [5], "b": list(range(40, 52))})
 UNSHARED = ("gptq-act-order", "nf4", "nf4-nested")  # by inputs their parts are not stored apart
@@ -43,6 +43,17 @@ def test_ranks_of_every_family_compute_what_one_does(tmp_path: Path, name: str, 
         for got, want in zip(found, wanted, strict=True):
             for sequence, logits in want.items():
                 torch.testing.assert_close(got[sequence], logits, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_stages_of_every_family_compute_what_one_device_does(tmp_path: Path, name: str) -> None:
+    """To the bit, as many stages as there are layers: each tensor of the checkpoint is read by one of them."""
+    folder = tiny.save(name, tmp_path, tokenizer=False)
+    alone = PagedRun(load_decoder(folder, max_model_len=64))
+    staged = PagedRun(Staged(folder, alone.decoder.spec.num_layers))  # type: ignore[arg-type]
+    for index, step in enumerate(STEPS):
+        wanted, found = (each.step(step, last=index == 1) for each in (alone, staged))
+        assert all(torch.equal(found[sequence], wanted[sequence]) for sequence in step)
 
 
 @pytest.mark.parametrize("name", quantised.RECIPES)

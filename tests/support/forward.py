@@ -33,9 +33,11 @@ def load_decoder(
     max_model_len: int | None = None,
     kernels: Kernels | None = None,
     kv: KVFormat | None = None,
+    held: tuple[int, int] | None = None,
 ) -> Decoder:
-    """A decoder ready to compute, from a Hugging Face checkpoint folder."""
+    """A decoder ready to compute, from a Hugging Face checkpoint folder. ``held``: of one stage of a pipeline."""
     spec = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    spec = replace(spec, held=held)
     length = max_model_len or spec.max_positions
     decoder = Decoder(spec, kernels=kernels or Kernels(CPU), dtype=dtype, device=CPU, max_model_len=length, kv=kv)
     checkpoint = SafetensorsCheckpoint(folder)

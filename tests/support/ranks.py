@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
+from headrace.kernels.inputs import ForwardInputs
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
@@ -23,7 +25,9 @@ from headrace.models.loader import load_weights
 from headrace.models.weight_rules import ignored_keys, weight_rules
 from headrace.parallel.group import side_by_side
 from headrace.parallel.shares import cuts, share
-from tests.support.forward import CPU
+from headrace.parallel.stages import split_layers
+from headrace.spec import attention_groups
+from tests.support.forward import CPU, load_decoder
 
 Result = TypeVar("Result")
 
@@ -73,6 +77,26 @@ def together(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
+
+
+class Staged:
+    """The stages of a pipeline one after the other, in place of a decoder; each has its layers' part of the caches."""
+
+    def __init__(self, folder: Path, stages: int) -> None:
+        self.spec = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        bounds = split_layers(self.spec, stages)
+        self._parts = [load_decoder(folder, max_model_len=64, held=held) for held in bounds]
+        self.embedding, self.logits = self._parts[0].embedding, self._parts[-1].logits
+
+    def __call__(self, inputs: ForwardInputs, caches: Sequence[Tensor]) -> Tensor:
+        hidden, begun = None, [0] * len(caches)
+        for part in self._parts:
+            counts = [len(layers) for _, layers in attention_groups(part.spec)]
+            own = [cache[:, at : at + count] for cache, at, count in zip(caches, begun, counts, strict=True)]
+            begun = [at + count for at, count in zip(begun, counts, strict=True)]
+            hidden = part(inputs if part.spec.answers else replace(inputs, wanted=None, alone=None), own, hidden)
+        assert hidden is not None and begun == [cache.shape[1] for cache in caches]
+        return hidden
 
 
 def load_share(folder: Path, group: ThreadGroup, *, max_model_len: int = 64) -> Decoder:
