@@ -105,13 +105,14 @@ def test_others_read_what_is_written(form: str, method: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("model", "form", "method"),
     [
-        ("llama", "mxfp4", "mr-gptq"), ("llama", "spqr", "gptq"), ("llama", "dfloat11", "rtn"),
-        ("qwen3-moe", "mxfp4", "mr-gptq"), ("qwen3-moe", "spqr", "gptq"), ("qwen3-moe", "w3a16", "gptq"), ("qwen3-moe", "qmoe", "gptq"),
+        ("llama", "mxfp4", "mr-gptq"), ("llama", "spqr", "gptq"), ("llama", "dfloat11", "rtn"), ("llama", "w1a16", "gptq"),
+        ("qwen3-moe", "mxfp4", "mr-gptq"), ("qwen3-moe", "spqr", "gptq"), ("qwen3-moe", "w3a16", "gptq"),
+        ("qwen3-moe", "qmoe", "gptq"), ("qwen3-moe", "w1a16", "rtn"),
     ],
 )  # fmt: skip
 def test_packed_is_what_it_means(model: str, form: str, method: str, tmp_path: Path) -> None:
     """Computed with as it is, and widened while it is read (``--quantization none``)."""
-    folder = made(model, tmp_path / "made", form, method, 32 if form in ("spqr", "w3a16") else None)
+    folder = made(model, tmp_path / "made", form, method, 32 if form in ("spqr", "w3a16", "w1a16") else None)
     packed = logits(folder)
     source = find_model(ModelConfig(model=str(folder), quantization="none"))
     wide = WidenedCheckpoint(SafetensorsCheckpoint(folder), source)

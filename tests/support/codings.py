@@ -10,6 +10,7 @@ from headrace.quant import Format
 from headrace.quant.floats import MXFP4, NVFP4, NormalFloat
 from headrace.quant.gguf import BLOCKS, GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
+from headrace.quant.levels import TwoLevels
 from headrace.quant.scaled import WHOLE, ScaledWeight
 
 CODINGS = (
@@ -77,7 +78,7 @@ FORMATS: tuple[Format, ...] = (  # every one that is codes in groups
     PackedIntegers(4, 64, act_order=True),
     ScaledWeight("float8_e4m3fn", (WHOLE, WHOLE)), ScaledWeight("float8_e4m3fn", (1, WHOLE)), ScaledWeight("float8_e4m3fn", (128, 128)),
     ScaledWeight("int8", (1, WHOLE), factor=1 / 127), ScaledWeight("int8", (1, 32), zero=True),
-    MXFP4(), NVFP4(inverse=True), NormalFloat("nf4", nested=True), *(GGUFBlocks(kind) for kind in BLOCKS),
+    TwoLevels(32), TwoLevels(128), MXFP4(), NVFP4(inverse=True), NormalFloat("nf4", nested=True), *(GGUFBlocks(kind) for kind in BLOCKS),
 )  # fmt: skip
 
 

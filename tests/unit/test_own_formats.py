@@ -8,17 +8,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from headrace.errors import ModelError  # noqa: E402
+from headrace.errors import ConfigError, ModelError  # noqa: E402
 from headrace.quant import Format, FormatError, Tensors  # noqa: E402
 from headrace.quant.config import read_quantization  # noqa: E402
 from headrace.quant.dfloat11 import LONGEST, DFloat11, canonical, code_lengths  # noqa: E402
 from headrace.quant.integers import PackedIntegers  # noqa: E402
+from headrace.quant.levels import TwoLevels  # noqa: E402
 from headrace.quant.outliers import OutlierColumns, SparseOutliers  # noqa: E402
 from headrace.quant.rotated import Rotated, rotated  # noqa: E402
 from headrace.quant.scaled import ScaledWeight  # noqa: E402
 from headrace.quant.ternary import Ternary  # noqa: E402
 from headrace.quantize.grid import Grid, fit  # noqa: E402
+from headrace.quantize.levels import levels_recipe  # noqa: E402
 from headrace.quantize.makers import TernaryRecipe, huffman_coded  # noqa: E402
+from headrace.quantize.names import Choice  # noqa: E402
 
 
 def bfloat16(kind: str) -> torch.Tensor:
@@ -49,6 +52,38 @@ def test_codes_are_a_prefix_code_and_short_enough() -> None:
     codes = {f"{code:0{lengths[exponent]}b}" for exponent, code in canonical(lengths)}
     assert max(lengths) <= LONGEST and len(codes) == 40
     assert not any(other != code and other.startswith(code) for code in codes for other in codes)
+
+
+def test_two_levels_are_those_that_lie_nearest() -> None:
+    """Against all ways to part 8 weights in two; and what is stored is that."""
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
+    weight[0], weight[1, :32] = 0.25, 0.0
+    found = fit(weight[:, :8].contiguous(), Grid(1, 8, kind="levels", scales=torch.float32))
+    for row, levels in zip(weight[:, :8], found.rounded(weight[:, :8].contiguous()), strict=True):
+        ranked = row.sort().values
+        parted = [
+            float(sum((part - part.mean()).square().sum() for part in (ranked[:at], ranked[at:]) if len(part)))
+            for at in range(8)
+        ]
+        assert float((row - levels).square().sum()) <= 1.35 * min(parted) + 1e-6
+    recipe = levels_recipe(Choice("w1a16", "rtn", 1), group_size=32, asymmetric=False)
+    made, form = recipe.made(weight, None, 1.0, Format()), TwoLevels(32)
+    tensors = form.prepare(made)
+    assert {each.name: each.shape for each in form.tensors(4, 64)} == {
+        name: tuple(each.shape) for name, each in made.items()
+    }
+    torch.testing.assert_close(
+        form.dense(tensors, slice(None), torch.float32), fit(weight, recipe.grid).rounded(weight)
+    )
+    made["weight_low"][1, 1] = float("nan")
+    with pytest.raises(FormatError, match="1 of 8 values of weight_low are no scales"):
+        form.prepare(made)
+    with pytest.raises(ConfigError, match="give --group-size one of them"):
+        levels_recipe(Choice("w1a16", "rtn", 1), group_size=0, asymmetric=False)
+    config = {"quant_method": "headrace", "format": "two-levels", "ignore": []}
+    assert read_quantization({**config, "group_size": 64})("model.layers.0.mlp.up_proj") == TwoLevels(64)
+    with pytest.raises(ModelError):
+        read_quantization({**config, "group_size": 48})
 
 
 @pytest.mark.parametrize("size", [2, 16, 32, 128])

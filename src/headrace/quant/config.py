@@ -18,6 +18,7 @@ from headrace.quant.dfloat11 import DFloat11
 from headrace.quant.floats import MXFP4, NVFP4, NormalFloat
 from headrace.quant.gguf import BLOCKS, GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
+from headrace.quant.levels import TwoLevels
 from headrace.quant.outliers import OutlierColumns, SparseOutliers
 from headrace.quant.rotated import Rotated
 from headrace.quant.scaled import WHOLE, ScaledWeight
@@ -373,8 +374,10 @@ def _mxfp4(config: _Config) -> Choose:
 
 def _own(config: _Config) -> Choose:
     """What ``headrace quantize`` writes where there is no form that others read."""
-    kind = _of(config, "format", ("outlier-columns", "sparse-outliers", "dfloat11", "ternary"), None)
+    kind = _of(config, "format", ("outlier-columns", "sparse-outliers", "dfloat11", "ternary", "two-levels"), None)
     form: Format = DFloat11() if kind == "dfloat11" else Ternary()
+    if kind == "two-levels":
+        form = TwoLevels(_of(config, "group_size", (32, 64, 128), None))
     if kind in ("outlier-columns", "sparse-outliers"):
         share = config.get("share")
         if not isinstance(share, float) or not 0 < share < 0.5:

@@ -26,7 +26,8 @@ _MX_PLAIN = 6.0 / 8.0  # the largest value lies in [4, 8) of its power of two (O
 @dataclass(frozen=True, slots=True)
 class Grid:
     """``kind``: "int" of ``bits``, "fp8" (e4m3), or e2m1 with scales as MXFP4 or NVFP4 store them ("mxfp4", "nvfp4");
-    "ternary": -1, 0, 1, where -1 stands for a row's ``zero`` and 1 for its ``scale``.
+    "ternary": -1, 0, 1, where -1 stands for a row's ``zero`` and 1 for its ``scale``; "levels": 0 for a group's
+    ``zero``, 1 for ``scale`` more.
 
     ``group``: inputs that share a scale, 0 for all of an output's; ``rows``: outputs, likewise. ``symmetric``: zero is
     a code in the middle; otherwise each group has its own zero. ``scales``: the type in which scales are stored.
@@ -89,6 +90,10 @@ class Fit:
         if self.grid.kind == "ternary":
             assert self.zero is not None
             return (weight > self.scale / 2).float() - (weight < self.zero / 2).float()
+        if self.grid.kind == "levels":
+            assert self.zero is not None
+            high = self._spread(self.zero + self.scale / 2, weight.shape[1])
+            return (weight > high).float()
         scaled = weight / self._spread(self.scale, weight.shape[1])
         if self.grid.kind == "fp8":
             return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
@@ -102,6 +107,8 @@ class Fit:
             assert self.zero is not None
             return codes.clamp(min=0) * self.scale - codes.clamp(max=0) * self.zero
         zero = 0 if self.zero is None else self._spread(self.zero, codes.shape[1])
+        if self.grid.kind == "levels":
+            return codes * self._spread(self.scale, codes.shape[1]) + zero
         return (codes - zero) * self._spread(self.scale, codes.shape[1])
 
     def rounded(self, weight: Tensor) -> Tensor:
@@ -121,7 +128,7 @@ def fit(weight: Tensor, grid: Grid, *, clip: bool = False) -> Fit:
     is smallest."""
     plain = _MX_PLAIN if grid.kind == "mxfp4" else 1.0
     found = _fit(weight, grid, plain)
-    if not clip or grid.kind in ("fp8", "ternary"):
+    if not clip or grid.kind in ("fp8", "ternary", "levels"):
         return found
     least = _errors(weight, found)
     for share in (1.0, 0.5) if grid.kind == "mxfp4" else _CLIPS:
@@ -138,6 +145,8 @@ def _fit(weight: Tensor, grid: Grid, share: float) -> Fit:
     groups = _by_group(weight, grid)
     if grid.kind == "ternary":
         return Fit(grid, weight.amax(1, keepdim=True).clamp(min=0.0), weight.amin(1, keepdim=True).clamp(max=0.0))
+    if grid.kind == "levels":
+        return _levels(groups, grid)
     if grid.kind != "int":
         return Fit(grid, grid.stored(_by_rows(groups.abs().amax(-1), grid) * share / grid.most), None)
     if grid.symmetric:
@@ -145,6 +154,20 @@ def _fit(weight: Tensor, grid: Grid, share: float) -> Fit:
     low, high = groups.amin(-1).clamp(max=0.0) * share, groups.amax(-1).clamp(min=0.0) * share
     scale = grid.stored((high - low) / (2**grid.bits - 1))
     return Fit(grid, scale, (-low / scale).round().clamp(0, grid.highest))
+
+
+def _levels(groups: Tensor, grid: Grid) -> Fit:
+    """The two means that are nearest to all of a group (Lloyd 1982), from above and below its own mean."""
+    between = groups.mean(-1, keepdim=True)
+    for _ in range(8):
+        above = groups > between
+        count = above.sum(-1, keepdim=True)
+        high = (groups * above).sum(-1, keepdim=True) / count.clamp(min=1)
+        low = (groups * ~above).sum(-1, keepdim=True) / (groups.shape[-1] - count).clamp(min=1)
+        high = torch.where(count > 0, high, low)
+        between = (low + high) / 2
+    low = low.squeeze(-1).to(grid.scales).float()
+    return Fit(grid, (high.squeeze(-1) - low).clamp(min=0.0).to(grid.scales).float(), low)
 
 
 def _by_rows(most: Tensor, grid: Grid) -> Tensor:

@@ -23,6 +23,7 @@ from headrace.quantize.gguf_recipe import gguf_recipe
 from headrace.quantize.gptq import gptq, sensitivity
 from headrace.quantize.grid import Grid, fit
 from headrace.quantize.layer import Maker
+from headrace.quantize.levels import levels_recipe
 from headrace.quantize.names import Choice, is_gguf, own_entry
 from headrace.quantize.recipe import Recipe, recipe_for
 from headrace.spec import DecoderSpec
@@ -200,6 +201,8 @@ def maker_for(
                 f"--format dfloat11 holds bfloat16, and this model is stored in {str(scales).removeprefix('torch.')}; give another."
             )
         return LosslessRecipe()
+    if choice.form == "w1a16":
+        return levels_recipe(choice, group_size=group_size, asymmetric=asymmetric)
     recipe = recipe_for(choice, group_size=group_size, asymmetric=asymmetric, scales=scales)
     layout = {"int8-outliers": "outlier-columns", "spqr": "sparse-outliers"}.get(choice.form)
     return recipe if layout is None else OutlierRecipe(recipe, choice.form, layout)

@@ -21,6 +21,7 @@ FORMATS = {
     "fp8-block": "as fp8, but with one scale per 128 x 128 weights and per 128 inputs of a token",
     "w8a8": "weights and inputs in 8-bit integers, one scale per output and per token",
     "wNa16": "only weights, in integers of N bits, 2 to 8; one scale per 128 inputs (with 8 bits: for all)",
+    "w1a16": "only weights, on one of two levels; both per 64 inputs",
     "wNa8": "as wNa16, with inputs in 8-bit integers",
     "mxfp4": "only weights, in 4-bit floats with a power of two per 32",
     "nvfp4": "only weights, in 4-bit floats with an FP8 scale per 16",
@@ -44,7 +45,7 @@ _INTEGERS = ("rtn", "gptq", "awq")
 _METHODS = {
     "fp8": ("rtn", "smooth"), "fp8-static": ("rtn", "smooth"), "fp8-block": ("rtn", "smooth"), "w8a8": ("rtn", "smooth", "gptq", "awq"),
     "mxfp4": ("rtn", "gptq", "mr-gptq"), "nvfp4": ("rtn", "gptq", "mr-gptq"),
-    "int8-outliers": ("rtn",), "spqr": ("gptq",), "dfloat11": ("rtn",), "qmoe": ("rtn", "gptq"), "slicegpt": ("rtn",),
+    "w1a16": ("rtn", "gptq"), "int8-outliers": ("rtn",), "spqr": ("gptq",), "dfloat11": ("rtn",), "qmoe": ("rtn", "gptq"), "slicegpt": ("rtn",),
     **{f"gguf-{kind}": ("rtn", "imatrix") for kind in GGUF_TYPES},
 }  # fmt: skip
 
