@@ -30,6 +30,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "ranks": Benchmark(
         "lab.ranks", "one model over several numbers of ranks, and their sums alone", model=True, engine=True
     ),
+    "embeddings": Benchmark(
+        "lab.embeddings", "texts embedded by the engine and in a torch loop, in turn", model=True, engine=True
+    ),
     "sleep": Benchmark("lab.sleep", "asleep and awake again, beside the link's time", model=True, engine=True),
     "skip": Benchmark("lab.skip", "does the device wait for launches, or they for it (GPU)", model=True, engine=True),
     "rival": Benchmark("lab.rival", "the same shape on llama.cpp, both sides in turn", model=True, engine=True),
