@@ -132,6 +132,6 @@ def _request(draw: random.Random, openings: Sequence[str]) -> tuple[str, Samplin
     for chance, more in choices:
         if draw.random() < chance:
             fields |= more
-    if draw.random() < 0.1:
+    if draw.random() < 0.2:
         fields |= {"structured_outputs": StructuredOutputs(**draw.choice(_GRAMMARS)), "bad_words": ()}
     return text, SamplingParams(**fields)

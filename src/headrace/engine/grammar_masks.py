@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -264,16 +264,14 @@ class GrammarMasks:
         assert self._bridge is not None
         begin = time.perf_counter()
         firsts, spent = self._first_masks(wanted, self._bridge)
-        samples, words = list[int](), list[bytes]()
-        for (j, sequence), first, seconds in zip(wanted, firsts, spent, strict=True):
-            since = time.perf_counter()
-            path = [first, *self._behind(first, sequence, drafts.get(j, ()), self._bridge)]
-            samples += [j] * len(path)
-            words += [mask.tobytes() for mask in path]
-            self._note_seconds(sequence.request_id, seconds + time.perf_counter() - since)
+        paths = [[first] for first in firsts]
+        self._follow(wanted, drafts, paths, spent, self._bridge)
+        for (_, sequence), seconds in zip(wanted, spent, strict=True):
+            self._note_seconds(sequence.request_id, seconds)
+        samples = tuple(j for (j, _), path in zip(wanted, paths, strict=True) for _ in path)
         self._stats.masks += len(samples)
         self._stats.mask_seconds += time.perf_counter() - begin
-        return TokenMasks(tuple(samples), self._bridge.words, b"".join(words))
+        return TokenMasks(samples, self._bridge.words, b"".join([mask.tobytes() for path in paths for mask in path]))
 
     def _first_masks(
         self, wanted: Sequence[tuple[int, LiveSequence]], bridge: _Bridge
@@ -295,21 +293,38 @@ class GrammarMasks:
             self._hold_open(words[row], sequence, bridge.eos)
         return words, spent
 
-    def _behind(
-        self, mask: NDArray[np.uint32], sequence: LiveSequence, drafts: Sequence[int], bridge: _Bridge
-    ) -> Iterator[NDArray[np.uint32]]:
-        """The mask behind each draft, as it is when the answer has these tokens. ``mask``: of the first one's place."""
-        if not drafts:
-            return
-        walker = self._caught_up(sequence)[1].matcher.deep_copy()  # as in ``forced_run``
-        for offset, token in enumerate(drafts, start=1):
-            if token in sequence.stop_ids or not _allows(mask, token) or not walker.consume_token(token):
-                return
-            mask = np.frombuffer(walker.compute_bitmask(), dtype=np.uint32, count=bridge.words).copy()
-            self._hold_open(mask, sequence, bridge.eos, offset)
-            if walker.is_error() or not mask.any():
-                return
-            yield mask
+    def _follow(
+        self,
+        wanted: Sequence[tuple[int, LiveSequence]],
+        drafts: Mapping[int, Sequence[int]],
+        paths: list[list[NDArray[np.uint32]]],
+        spent: list[float],
+        bridge: _Bridge,
+    ) -> None:
+        """Lengthens ``paths`` by the mask behind each draft, as it is when the answer has these tokens; all rows'
+        first ones, then the second …"""
+        walkers = {  # copies, as in ``forced_run``
+            row: self._caught_up(sequence)[1].matcher.deep_copy()
+            for row, (j, sequence) in enumerate(wanted)
+            if drafts.get(j)
+        }
+        depth = 0
+        while walkers:
+            walkers = {
+                row: walker
+                for row, walker in walkers.items()
+                if _goes_on(walker, drafts[wanted[row][0]], depth, paths[row][-1], wanted[row][1])
+            }
+            words = np.zeros((len(walkers), bridge.words), dtype=np.uint32)
+            depth += 1
+            times = self._fill(words, [(walker, place) for place, walker in enumerate(walkers.values())])
+            for row, mask, seconds in zip(tuple(walkers), words, times, strict=True):
+                spent[row] += seconds
+                self._hold_open(mask, wanted[row][1], bridge.eos, depth)
+                if mask.any():
+                    paths[row].append(mask)
+                else:
+                    del walkers[row]
 
     def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
         """Of samples that were just given their masks: those that can be but one token, with the tokens that must
@@ -380,8 +395,13 @@ class GrammarMasks:
             mask[:] = before
 
 
-def _allows(mask: NDArray[np.uint32], token: int) -> bool:
-    return token < 32 * len(mask) and bool(mask[token >> 5] >> (token & 31) & 1)
+def _goes_on(
+    walker: LLMatcher, drafts: Sequence[int], depth: int, mask: NDArray[np.uint32], sequence: LiveSequence
+) -> bool:
+    """Whether a draft may stand where ``mask`` is for and does not end the answer; then it has been followed."""
+    if depth == len(drafts) or (token := drafts[depth]) in sequence.stop_ids or token >= 32 * len(mask):
+        return False
+    return bool(mask[token >> 5] >> (token & 31) & 1) and walker.consume_token(token)
 
 
 def _probe(bridge: _Bridge, matcher: LLMatcher) -> float:

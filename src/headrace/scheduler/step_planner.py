@@ -256,9 +256,8 @@ class StepPlanner:
         return self._try_plan(sequence, plan, 1 + most, most)
 
     def _plan_decode(self, sequence: Sequence, plan: PlanBuilder) -> None:
-        """One token that needs a block, a copy, or is the last: makes room by preempting from the tail. Whether it is
-        the last is known once drafts in flight are verified."""
-        if sequence.slack and sequence.num_tokens + 1 >= sequence.max_num_tokens:
+        """One token that needs a block, a copy, or is the last: makes room by preempting from the tail."""
+        if _may_be_last(sequence):
             return
         self._trim(sequence, sequence.num_computed_tokens)
         while not self._try_plan(sequence, plan, 1):
@@ -273,7 +272,7 @@ class StepPlanner:
 
     def _plan_longer(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """A prompt under way takes what is free; it may push out a later sequence that this step does not name."""
-        if sequence.status is not SequenceStatus.RUNNING or plan.room <= 0:
+        if sequence.status is not SequenceStatus.RUNNING or plan.room <= 0 or _may_be_last(sequence):
             return
         while not self._try_chunk(sequence, plan):
             victim = self.roster.running[-1]
@@ -586,6 +585,11 @@ class StepPlanner:
         if not exact:
             blocks = [taken - idle for taken, idle in zip(blocks, self.cache.idle_blocks(match), strict=True)]
         return _Claim(blocks, sequence.num_tokens - match.num_tokens)
+
+
+def _may_be_last(sequence: Sequence) -> bool:
+    """Whether its next token is its last is known once drafts in flight are verified."""
+    return sequence.slack > 0 and sequence.num_tokens + 1 >= sequence.max_num_tokens
 
 
 def _is_answering(sequence: Sequence) -> bool:

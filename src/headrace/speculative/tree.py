@@ -30,10 +30,14 @@ class Tree:
             masks.append(masks[parent] | 1 << len(masks))
         return masks
 
+    def behind(self, drafts: Sequence[int]) -> dict[tuple[int, int], int]:
+        """By where a token stands, and which it is: the one behind it."""
+        return {(parent, draft): at + 1 for at, (parent, draft) in enumerate(zip(self.parents, drafts, strict=True))}
+
     def accepted(self, drafts: Sequence[int], samples: Sequence[int | None]) -> tuple[list[int], list[int]]:
         """From what was sampled behind each token (None: nothing usable): the tokens that count, and where in the tree
         those stand that were right."""
-        behind = {(parent, draft): at + 1 for at, (parent, draft) in enumerate(zip(self.parents, drafts, strict=True))}
+        behind = self.behind(drafts)
         at: int | None = 0
         tokens, path = list[int](), list[int]()
         while at is not None and (token := samples[at]) is not None:
@@ -64,7 +68,7 @@ class Belief:
     def learn(self, tokens: Sequence[int], drafts: Sequence[int], tree: Tree, found: Sequence[Found | None]) -> None:
         """``tokens``: what the text goes on with; ``found``: by token of the tree. One that was not among the best is
         taken to be the least of them."""
-        behind = {(parent, draft): at + 1 for at, (parent, draft) in enumerate(zip(tree.parents, drafts, strict=True))}
+        behind = tree.behind(drafts)
         at: int | None = 0
         for token in tokens:
             here = None if at is None else found[at]
