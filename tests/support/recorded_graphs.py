@@ -31,7 +31,7 @@ from headrace.kernels.operations import PICK_TOKENS, STORE_TOKENS, Operation
 from headrace.kernels.rows.reference import store_tokens
 from headrace.kernels.sampling import reference as sampling
 from headrace.request import StepPlan
-from headrace.spec import KVGroup, KVKind, KVSpec
+from headrace.spec import DecoderSpec, KVGroup, KVKind, KVSpec, LayerSpec
 from headrace.worker import model_runner, recorder
 from headrace.worker.draft_model import DraftModel
 from headrace.worker.executor import DeviceExecutor
@@ -185,6 +185,9 @@ def _copied(step: Step) -> None:
     step.samples = tuple(replace(each, picked=torch.as_tensor(each.picked).clone()) for each in step.samples)
 
 
+STAND_IN = DecoderSpec("stand-in", 64, 8, 1, 1, 8, 8, (LayerSpec(),), 64, None)
+
+
 class SlotDecoder:
     """Its cache holds (token, position) of every slot; a hidden state is a sum over the slots that the block table says
     a token sees.
@@ -198,7 +201,7 @@ class SlotDecoder:
         self.fault: Exception | None = None
         self.most_logits = 0  # rows at once
         self.draft_tokens = None
-        self.spec, self.pooler = SimpleNamespace(pooling=None), None
+        self.spec, self.pooler = STAND_IN, None
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         if self.fault is not None:
