@@ -15,6 +15,9 @@ from headrace.cost.cost_model import CostModel, StepLoad, load_of
 from headrace.cost.popularity import touched_experts
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.models.families import spec_from_config
+from headrace.models.weight_rules import with_formats
+from headrace.quant.codes import Activations
+from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVKind, KVSpec, LayerSpec, MoESpec, kv_groups
 from tests.support.outside import shared
@@ -79,6 +82,18 @@ def test_operators_of_a_tiny_model_by_hand() -> None:
     assert cost["LM head"] == (10 * 4 * 2, 2 * 40 * 2)
     assert cost["norms"][0] == 7 * 4 * 2
     assert cost["embedding"][0] == 5 * 4 * 2
+
+
+def test_products_of_8_bit_numbers_may_be_twice_as_fast() -> None:
+    """As a limit, which a measured step must not exceed; of weights whose inputs are not rounded, not."""
+    device = profile(bandwidth=1e30, rate=1.0)
+    flops = []
+    for inputs in (None, Activations("fp8")):
+        form = ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=inputs)
+        spec = with_formats(TINY, lambda name, form=form: None if name == "lm_head" else form)
+        flops.append(by_name(model(spec, device), StepLoad(8, 0, (0.0,), (0.0,))))
+    for name in ("qkv", "output", "down"):
+        assert flops[1][name][1] == flops[0][name][1] / 2 > 0
 
 
 def test_floor_is_a_sum_of_maxima_and_overlap_a_maximum_of_sums() -> None:

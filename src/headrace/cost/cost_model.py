@@ -287,8 +287,11 @@ def _expert_operators(spec: DecoderSpec, weight_bytes: float) -> tuple[_Experts,
 
 
 def _flops(sites: Sequence[Weight]) -> float:
-    """Per token."""
-    return 2.0 * sum(site.multiplications for site in sites)
+    """Per token; of 8-bit numbers a half counts, since their rate is not measured and is at most twice 16-bit ones'."""
+    return sum(
+        (1.0 if site.formats and all(form.rounds_inputs for form in site.formats) else 2.0) * site.multiplications
+        for site in sites
+    )
 
 
 def _norm_elements(spec: DecoderSpec) -> int:

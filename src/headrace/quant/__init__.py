@@ -106,6 +106,11 @@ class Format:
         return self.coding
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether products are of 8-bit numbers, of which a chip multiplies up to twice as many as of 16-bit ones."""
+        return False
+
+    @property
     def eight(self) -> EightBits | None:
         """Where inputs are rounded to 8 bits and weights have as many: what kernels multiply so."""
         return None

@@ -80,6 +80,10 @@ class ScaledWeight(Format):
         return None if sets is None else Coding(8, sets, zeros=self.zero, floats=self.dtype != "int8")
 
     @property
+    def rounds_inputs(self) -> bool:
+        return self.activations is not None
+
+    @property
     def eight(self) -> EightBits | None:
         from headrace.kernels.candidate import EightBits
 
