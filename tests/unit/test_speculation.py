@@ -245,7 +245,7 @@ def test_a_modelled_device_accepts_as_often_as_it_is_told() -> None:
 
     expected_gain = sum(0.8**n for n in range(5)) / 1.4
     assert abs(speed(4) / speed(0) / expected_gain - 1.0) < 0.05
-    assert speed(8, tree=2) == speed(4), "as deep, and twice as wide"
+    assert abs(speed(8, tree=2) / speed(4) - 1.0) < 0.02, "as deep, and twice as wide"
 
 
 def test_a_request_is_told_why_nothing_of_it_is_drafted() -> None:
