@@ -36,7 +36,6 @@ from headrace.engine.pooled import (
     paired,
     score,
 )
-from headrace.engine.replicated import create_replicated
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed
 from headrace.observe.progress import Progress, ProgressLine
@@ -80,14 +79,17 @@ class LLM:
         llm._open(config, texts=texts)
         return llm
 
+    @staticmethod
+    def _create(config: EngineConfig, texts: bool) -> Engine:
+        if config.device.data_parallel_size == 1:
+            return create_engine(config, watched=False, texts=texts)
+        from headrace.engine.replicated import create_replicated  # and with it msgspec, which one engine can do without
+
+        return cast(Engine, create_replicated(config, texts))
+
     def _open(self, config: EngineConfig, *, texts: bool = False) -> None:
         self._engine: Engine | None = None
-        engine: Engine = (
-            create_engine(config, watched=False, texts=texts)
-            if config.device.data_parallel_size == 1
-            else cast(Engine, create_replicated(config, texts))
-        )
-        self._engine = engine
+        engine = self._engine = self._create(config, texts)
         self._inputs = InputProcessor(
             engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer), _all_below
         )
