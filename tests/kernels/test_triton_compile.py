@@ -28,7 +28,6 @@ ADAPTERS = (
     "lora, many",
     "lora, float32",
     "lora, joint",
-    "lora, joint of rank 256",
 )
 PRODUCTS = ("_expand_kernel", "_contract_kernel")  # of experts
 # 128 rows by four warps: measured 3 % (a prompt of 8,192) to 18 % (of 2,048) faster than by eight, which spill nothing
