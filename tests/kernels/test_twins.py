@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.attention import reference as attention_twins
-from headrace.kernels.attention.vendor import sequence_attention
+from headrace.kernels.attention.candidates import sequence_attention
 from headrace.kernels.inputs import AttentionInputs
 from headrace.kernels.moe import reference as moe_twins
 from headrace.kernels.norm import reference as norm_twins
