@@ -308,7 +308,8 @@ def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        loader = Loader(path.read_text(encoding="utf-8"))
+        content = loader.get_single_data()
     except OSError as error:
         raise ConfigError(
             f"The config file {path} cannot be read: {error.strerror}. Give --config an existing YAML file."

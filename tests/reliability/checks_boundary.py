@@ -37,7 +37,7 @@ RAW = (b"NaN", b"Infinity", b"-Infinity", b"1e400", b"0x1", b"01")
 # What a field needs to hold so that its route answers at all, and answers soon.
 FILLED: Mapping[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "tokens": [9, 10], "max_tokens": 16, "max_output_tokens": 16,
-    "lora_name": "a", "lora_path": "/none",
+    "lora_name": "a", "lora_path": "/none", "query": "hi", "documents": ["hi"], "text_1": "hi", "text_2": "hi",
 }  # fmt: skip
 
 

@@ -72,12 +72,12 @@ def test_strangers_stay_outside() -> None:
 
 def test_a_door_to_the_inside_is_noticed() -> None:
     defect = """
-        import socket
+        import itertools, os, socket
         from headrace.engine import connection
-        pair = socket.socketpair
+        pair, number = socket.socketpair, itertools.count()
         def named():
             pairs = pair()
-            pairs[0].bind("\\0planted" + str(pairs[0].fileno()))
+            pairs[0].bind(f"\\0planted {os.getpid()} {next(number)}")
             return pairs
         connection.socket.socketpair = named
     """
