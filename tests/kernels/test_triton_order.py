@@ -139,7 +139,8 @@ def test_products_with_quantised_weights_read_those_alone_before_they_wait(ways:
     )
     assert eight is not None
     eight.fused(torch.randn(3, 256).bfloat16(), around)
-    rounding.rounded(torch.randn(4, 96).bfloat16(), torch.int8, squares=torch.rand(70, 4), eps=1e-5, programmatic=True)
+    rounder = rounding.Rounding(EightBits("int8"))
+    rounder.rows(torch.randn(4, 96).bfloat16(), torch.rand(70, 4), 1e-5, programmatic=True)
     held = (packed.blocks, packed.factor, coded.bias, eight.weight, eight.scale, eight.bias)
     assert_in_order(programs, [each for each in held if each is not None])
 
