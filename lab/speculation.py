@@ -33,13 +33,18 @@ from headrace.sampling_params import SamplingParams, StructuredOutputs
 PROMPT, COPIED = 48, 192  # tokens
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prompts_flag(parser: argparse.ArgumentParser) -> None:
+    """What ``read_prompts`` reads."""
     parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
         help="JSON lines with 'text' to go on from, or 'messages' (default: random tokens)",
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_prompts_flag(parser)
     parser.add_argument(
         "--copying", action="store_true", help="each prompt says its text twice, and the answer begins a third time"
     )

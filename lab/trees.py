@@ -12,7 +12,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from headrace.bench.arguments import count, output
@@ -21,16 +20,11 @@ from headrace.errors import ConfigError
 from headrace.observe.report import machine_facts, print_facts, table, write_json
 from headrace.sampling_params import SamplingParams
 from headrace.speculative.settings import read_settings
-from lab.speculation import read_prompts
+from lab.speculation import add_prompts_flag, read_prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines with 'text' to go on from, or 'messages' (default: random tokens)",
-    )
+    add_prompts_flag(parser)
     parser.add_argument("--requests", type=count, default=8, help="(default: 8)")
     parser.add_argument("--tokens", type=count, default=64, help="of each answer (default: 64)")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="in turn (default: 0)")

@@ -312,7 +312,7 @@ def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
         content = loader.get_single_data()
     except OSError as error:
         raise ConfigError(
-            f"The config file {path} cannot be read: {error.strerror}. Give --config an existing YAML file."
+            f"The config file {path} cannot be read: {error.strerror}. Give an existing YAML file."
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"The config file {path} is not YAML: {error}. Mend that place.") from error

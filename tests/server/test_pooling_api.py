@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import base64
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 import tokenizers
 import torch
 
+from headrace.errors import InvalidRequest
+from headrace.server.dialects.pooling import ScoreBody, parse_score
+from headrace.server.limits import _parse_known
 from tests.support.pooled import hidden_states, save_encoder, save_modules, unit
 from tests.support.serving import SERVE, Server, serving
 
@@ -162,3 +166,13 @@ def test_what_is_counted(embedder: tuple[Server, Any]) -> None:
     assert success is not None and float(success[1]) >= 2
     assert generated is not None and float(generated[1]) == 0
     assert server.ask("GET", "/v1/models").json["data"][0]["max_model_len"] == 130
+
+
+def test_other_names_of_the_two_texts_are_no_unknown_fields() -> None:
+    """Of which ``--unknown-fields ignore`` leaves out the others alone."""
+    for first, second in (("queries", "documents"), ("data_1", "data_2"), ("text_1", "text_2")):
+        raw = bytearray(json.dumps({first: "a", second: ["b", "c"], "unheard": 1}).encode())
+        (body, pairs), left_out = _parse_known(raw, ScoreBody, parse_score)
+        assert (pairs, left_out) == ([("a", "b"), ("a", "c")], ["unheard"]) and body.text_1 == "a"
+    with pytest.raises(InvalidRequest, match="'queries' is not a field"):
+        parse_score({"text_1": "a", "text_2": "b", "queries": "c"})

@@ -362,7 +362,7 @@ def _parse_known(
     body: bytearray, kind: type[Body], parse: Callable[[dict[str, Any]], Parsed]
 ) -> tuple[Parsed, list[str]]:
     """And the names of fields that were left out, for ``kind`` knows none of these."""
-    raw, known = decode_object(body, pack=True), kind.names()
+    raw, known = decode_object(body, pack=True), {*kind.names(), *kind.aliases}
     return parse({name: value for name, value in raw.items() if name in known}), [
         name for name in raw if name not in known
     ]

@@ -207,6 +207,7 @@ class Body(Struct):
 
     refused: ClassVar[Mapping[str, Refused]] = {}
     one_of: ClassVar[tuple[str, ...]] = ()  # fields of which exactly one is given
+    aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields, where these are not given by their own
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -217,7 +218,9 @@ class Body(Struct):
     def read(cls, raw: Mapping[str, Any]) -> Self:
         """Raises InvalidRequest naming the field."""
         taken, given = cls.__struct_fields__, {}
-        for name, value in raw.items():
+        for called, value in raw.items():
+            meant = cls.aliases.get(called, called)
+            name = called if meant in raw else meant
             if name in taken:
                 if value is not None:
                     given[name] = _plain(name, value)

@@ -96,6 +96,11 @@ class RerankBody(PairsBody, kw_only=True):
 
 
 class ScoreBody(PairsBody, kw_only=True):
+    """Under any of the names that vLLM has had for the two texts."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "queries": "text_1", "data_1": "text_1", "documents": "text_2", "data_2": "text_2"
+    }  # fmt: skip
     text_1: Texts
     text_2: Texts
 
@@ -125,10 +130,7 @@ def parse_rerank(raw: Mapping[str, Any]) -> tuple[RerankBody, list[tuple[str, st
 
 
 def parse_score(raw: Mapping[str, Any]) -> tuple[ScoreBody, list[tuple[str, str]]]:
-    """Under any of the names that vLLM has had for the two texts. Raises InvalidRequest naming the field."""
-    for names in (("queries", "documents"), ("data_1", "data_2")):
-        if set(names) <= set(raw) and not {"text_1", "text_2"} & set(raw):
-            raw = {dict(zip(names, ("text_1", "text_2"), strict=True)).get(name, name): raw[name] for name in raw}
+    """Raises InvalidRequest naming the field."""
     body = ScoreBody.read(raw)
     for name, texts in (("text_1", body.text_1), ("text_2", body.text_2)):
         if not isinstance(texts, str | list):
