@@ -20,6 +20,7 @@ from headrace.errors import HeadraceError
 from headrace.observe.report import write_json
 
 SHAPES = Path(__file__).parent / "shapes"
+LARGE_SHAPES = Path(__file__).parent / "large_shapes"  # of models for several devices, which the table leaves out
 LONGEST = 16384  # positions: what the longest row of the table needs and some; a model with fewer keeps its own
 
 _Part = TypeVar("_Part")
@@ -32,7 +33,8 @@ def known_shapes() -> list[str]:
 
 def config_for(model: str, config: EngineConfig) -> EngineConfig:
     """The engine of one model: random weights unless said otherwise, strict kernels whatever is said."""
-    path = SHAPES / model if (SHAPES / model).is_dir() and not Path(model).exists() else Path(model)
+    shapes = [folder / model for folder in (SHAPES, LARGE_SHAPES) if (folder / model).is_dir()]
+    path = shapes[0] if shapes and not Path(model).exists() else Path(model)
     given = config.model
     chosen = replace(
         given,

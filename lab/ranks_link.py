@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from headrace.config import EngineConfig
@@ -20,30 +22,48 @@ from headrace.processes.child import environment
 from headrace.processes.scratch import Scratch
 from lab.jobs import child_main
 
-SIZES = (2**13, 2**15, 2**17, 2**19, 2**21, 2**23, 2**26)  # bytes
-_CALLS = 40
+SIZES = (2**13, 2**15, 2**16, 2**17, 2**18, 2**19, 2**21, 2**23, 2**26)  # bytes
+_CALLS, _REPEATS = 40, 12
 
 
 def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
-    """``job``: size, device, result (a file)."""
+    """``job``: sizes, device, result (a file)."""
     from headrace.bench.offline import limits_here
     from headrace.config import DeviceConfig
-    from headrace.parallel.device import check_devices, create_group
-    from headrace.parallel.nccl import create_id
-    from headrace.parallel.ranks import device_of
+    from headrace.parallel.device import check_devices, device_here
     from headrace.worker.settings import device_kind
 
-    kind, size = device_kind(job["device"]), job["size"]
+    kind, sizes = device_kind(job["device"]), job["sizes"]
     limits = limits_here(job["device"])
-    result: dict[str, Any] = {"limits": str(limits), "sums": []}
+    result: dict[str, Any] = {"limits": str(limits), "cards": 0, "device": device_here(kind), "sums": []}
+    if kind == "cuda":
+        import torch
+
+        result["cards"] = torch.cuda.device_count()
+        check_devices(DeviceConfig(tensor_parallel_size=max(sizes, default=1)), max(sizes, default=1))
     say(f"one device: {limits}")
     write_json(Path(job["result"]), result)
-    if size == 1:
-        return
+    for size in sizes:
+        for each in _of_ranks(kind, size):
+            say(said(each))
+            result["sums"].append(each)
+            write_json(Path(job["result"]), result)
+
+
+def said(each: Mapping[str, Any]) -> str:
+    """Microseconds: the median, the least and the most."""
+    found = {"a call": each["us"], "in a graph": each["graphed_us"]}
+    spreads = [f"{how} {median(us):.1f} us ({min(us):.1f} to {max(us):.1f})" for how, us in found.items() if us]
+    return f"{each['ranks']} ranks, {each['way']}, {each['bytes'] / 1024:g} KiB: {', '.join(spreads)}"
+
+
+def _of_ranks(kind: str, size: int) -> Iterator[dict[str, Any]]:
+    from headrace.parallel.device import create_group
+    from headrace.parallel.nccl import create_id
+    from headrace.parallel.ranks import device_of
+
     with Scratch() as folder:
         place = (str(folder), "") if kind == "cpu" else ("", create_id().hex())
-        if kind == "cuda":
-            check_devices(DeviceConfig(tensor_parallel_size=size), size)
         others = [
             subprocess.Popen(
                 [sys.executable, "-m", "lab.ranks_link", str(rank), str(size), *place],
@@ -54,27 +74,22 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
         try:
             group = create_group(place[0], bytes.fromhex(place[1]), 0, size)
             say(f"{size} ranks: {group.account}")
-            for way, num_bytes, seconds, graphed in _sums(group, kind):
-                said = f"{way}, {num_bytes / 1024:g} KiB: {seconds * 1e6:.1f} us" + (
-                    f", in a graph {graphed * 1e6:.1f} us" if graphed else ""
-                )
-                say(said)
-                result["sums"].append((size, said))
-                write_json(Path(job["result"]), result)
+            yield from _sums(group, kind)
         finally:
             for each in others:
                 each.kill()
+                each.wait()
 
 
-def _sums(group: Any, kind: str) -> Iterator[tuple[str, int, float, float]]:
-    """(way, bytes, seconds a call, seconds in a graph): as the engine would, and through NCCL alone."""
+def _sums(group: Any, kind: str) -> Iterator[dict[str, Any]]:
+    """As the engine would, and through NCCL alone."""
     yield from _sums_of(group, kind, group.account.partition(",")[0] if kind == "cpu" else "as it comes")
     if kind == "cuda" and group._one_shot is not None:
         group._one_shot = None
         yield from _sums_of(group, kind, "NCCL alone")
 
 
-def _sums_of(group: Any, kind: str, way: str) -> Iterator[tuple[str, int, float, float]]:
+def _sums_of(group: Any, kind: str, way: str) -> Iterator[dict[str, Any]]:
     import torch
 
     for num_bytes in SIZES:
@@ -86,28 +101,40 @@ def _sums_of(group: Any, kind: str, way: str) -> Iterator[tuple[str, int, float,
                 group.all_reduce(x)
 
         group.least(0)
-        seconds = _timed(some, kind) / calls
-        graphed = 0.0
+        us, graphed = _timed(some, kind, calls), list[float]()
         if kind == "cuda":
             cuda: Any = torch.cuda
             graph, stream = cuda.CUDAGraph(), cuda.Stream()  # type: Any, Any
             stream.wait_stream(cuda.current_stream())
             with cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 some()
-            graphed = _timed(graph.replay, kind) / calls
-        yield way, num_bytes, seconds, graphed
+            group.least(0)
+            graphed = _timed(graph.replay, kind, calls)
+        yield {"way": way, "ranks": group.size, "bytes": num_bytes, "us": us, "graphed_us": graphed}
 
 
-def _timed(call: Callable[[], object], kind: str) -> float:
+def _timed(call: Callable[[], object], kind: str, calls: int) -> list[float]:
+    """Microseconds of one of the ``calls`` in ``call``, repeated. On a GPU all are queued before one is waited for, by
+    its own clock: a rank whose host is late delays the first of them alone."""
     import torch
 
-    wait: Callable[[], object] = torch.cuda.synchronize if kind == "cuda" else lambda: None
     call()
-    wait()
-    begin = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - begin
+    repeats = _REPEATS if kind == "cuda" else 3
+    if kind == "cpu":
+        seconds = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
+        return [1e6 * each / calls for each in seconds]
+    cuda: Any = torch.cuda
+    events = [cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    cuda.synchronize()
+    return [1e3 * before.elapsed_time(after) / calls for before, after in pairwise(events)]
 
 
 def other(rank: str, size: str, folder: str, id: str) -> int:

@@ -99,7 +99,7 @@ class _Power:
 @dataclass(slots=True)
 class TableBench:
     """Runs rows on one LLM. ``now`` is the clock in seconds; ``joules``: what the device has used, where that is
-    counted."""
+    counted. ``stages``: of a pipeline, whose steps share a batch between them."""
 
     llm: Generates
     vocab_size: int
@@ -107,6 +107,7 @@ class TableBench:
     repeats: int = 3
     now: Callable[[], float] = time.perf_counter
     joules: Callable[[], float | None] = lambda: None
+    stages: int = 1
     _seeds: itertools.count[int] = field(default_factory=itertools.count)
     _power: _Power = field(default_factory=_Power)
 
@@ -127,7 +128,11 @@ class TableBench:
             output_tokens=asked.output_tokens,
             watts=self._power.watts,
         )
-        return replace(measured, **self._of_decode_steps(row.count, taken)) if row.group == "decode" else measured
+        return (
+            replace(measured, **self._of_decode_steps(-(-row.count // self.stages), taken))
+            if row.group == "decode"
+            else measured
+        )
 
     def _warm_up(self, row: Row) -> None:
         """What compiles, captures or grows at first use does it here; the same lengths as later, of a row of many

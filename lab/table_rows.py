@@ -4,6 +4,7 @@
     prefill-NxL     ms until every prompt has its first token (one token out)
     mixed           s until the last of many requests of different lengths has ended, all given at once
     shared-prefix   s until the last of many requests that begin with the same ids has ended, all given at once
+    answers-NxLxM   ms until each of N prompts of L tokens has M, by that name alone (not in the table)
     start           s from the command until the engine is ready, the caches of compiled kernels empty (bench startup)
     start-warm      the same with what the start before it left in these caches
 
@@ -15,6 +16,7 @@ What lives here: rows and their requests. What may not: torch, clocks, engines.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +42,7 @@ class Row:
 
     @property
     def unit(self) -> str:
-        return "ms" if self.group in ("decode", "prefill") else "s"
+        return "ms" if self.group in ("decode", "prefill", "answers") else "s"
 
 
 def _decode(batch: int, output: int) -> Row:
@@ -57,6 +59,12 @@ def _prefill(count: int, length: int) -> Row:
     )
 
 
+def _answers(count: int, length: int, output: int) -> Row:
+    says = f"{count} × {length:,} tokens in, {output:,} out (ms)"
+    return Row(f"answers-{count}x{length}x{output}", "answers", says, count, (length, length), (output, output))
+
+
+_ANSWERS = re.compile("answers-([1-9][0-9]{0,4})x([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 ROWS = (
     _decode(1, 256),
     *(_decode(batch, 128) for batch in (8, 32, 128, 256)),
@@ -81,12 +89,14 @@ ROWS = (
 def select_rows(names: Sequence[str]) -> tuple[Row, ...]:
     """Rows by name, or by the word before its hyphen; all of them for no names. Raises ConfigError with the names there
     are."""
+    answers = tuple(_answers(*map(int, found.groups())) for name in names if (found := _ANSWERS.fullmatch(name)))
     for name in names:
-        if not any(_is_called(row, name) for row in ROWS):
+        if not any(_is_called(row, name) for row in (*ROWS, *answers)):
             raise ConfigError(
-                f"There is no row {name!r}; choose of decode, prefill, {', '.join(row.name for row in ROWS)}."
+                f"There is no row {name!r}; choose of decode, prefill, {', '.join(row.name for row in ROWS)}, "
+                f"or answers-NxLxM."
             )
-    return tuple(row for row in ROWS if not names or any(_is_called(row, name) for name in names))
+    return (*(row for row in ROWS if not names or any(_is_called(row, name) for name in names)), *answers)
 
 
 def _is_called(row: Row, name: str) -> bool:

@@ -221,11 +221,12 @@ def _device(requested: str) -> tuple[str, GPU | None]:
     return "cuda" if gpu.problem is None else "cpu", gpu
 
 
-def takes_long_steps(kind: str, model: Mapping[str, Any]) -> bool:
+def takes_long_steps(kind: str, model: Mapping[str, Any], memory: int | None = None) -> bool:
     """Whether very long steps are quicker a token than steps of whole rounds of tiles (a sparse model's read experts
     less often, those of a model with small layers launch less), and their activations a small part of the device's
-    memory. ``model``: its config.json. Who reads along is another matter."""
-    if kind != "cuda" or torch.cuda.get_device_properties(0).total_memory < _ROOMY:
+    memory. ``model``: its config.json; ``memory``: bytes of another device than this one. Who reads along is another
+    matter."""
+    if kind != "cuda" or (memory or torch.cuda.get_device_properties(0).total_memory) < _ROOMY:
         return False
     spec = families.spec_from_config(model)
     return any(layer.moe for layer in spec.layers) or multiplications(spec) < _LARGE_LAYER
