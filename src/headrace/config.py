@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from headrace.errors import ConfigError
-from headrace.spec import KV_FORMATS, KVFormat
+from headrace.spec import KV_FORMATS, AdapterSpace, KVFormat
 
 Config = TypeVar("Config")
 
@@ -572,9 +572,9 @@ class AdapterConfig:
             object.__setattr__(self, "enable_lora", True)
 
     @property
-    def slots(self) -> int:
-        """Of a device; 0: it serves no adapters."""
-        return self.max_loras if self.enable_lora else 0
+    def space(self) -> AdapterSpace | None:
+        """Of a device, in blocks of the KV cache."""
+        return AdapterSpace(self.most_held, self.max_loras) if self.enable_lora else None
 
     @property
     def most_held(self) -> int:

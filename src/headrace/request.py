@@ -91,7 +91,7 @@ def _nothing() -> array[int]:
 class StepPlan:
     """One step, as a delta on the workers' rows; all arrays are flat ``array('i')``, equal for every rank.
 
-    In this order a worker: brings ``adapters`` (slot, name) in, drops rows, builds rows, applies block-table edits,
+    In this order a worker: brings ``adapters`` (slot, name, blocks) in, drops rows, builds rows, applies block-table edits,
     copies blocks, computes, samples. A row that is built again without having been dropped keeps its block tables.
     ``rows[i]`` computes ``counts[i]`` tokens from position ``starts[i]``; a token id the scheduler does not know yet is
     taken from the worker's row, where the step that sampled it wrote it. ``sample_work[j]`` indexes ``rows``: the
@@ -130,7 +130,7 @@ class StepPlan:
     prompt_logprobs: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
     shared_tokens: int | None = None
-    adapters: tuple[tuple[int, str], ...] = ()
+    adapters: tuple[tuple[int, str, tuple[int, ...]], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -307,6 +307,16 @@ class KVGroup:
     num_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSpace:
+    """How a device holds LoRA adapters: up to ``slots`` at once, ``most`` of them in one step, in so many ``blocks`` of
+    their own; 0: in blocks of the first KV group."""
+
+    slots: int
+    most: int
+    blocks: int = 0
+
+
 def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
     """(window, layers) of each KV group: layers that keep the same keys. Full attention first, windows in order of
     first appearance. An encoder keeps none: its one group counts tokens that are under way."""

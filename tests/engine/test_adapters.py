@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from headrace import LLM, LoRARequest, SamplingParams
+from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.prefix_tree import PrefixTree
 from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.lora import peft
-from headrace.lora.residency import Residency
 from headrace.lora.slots import AdapterSlots
 from headrace.worker.inputs import Gather
 from tests.support import adapters, tiny
@@ -197,9 +197,18 @@ def crowd(llama: tuple[Any, Path]) -> list[list[int]]:
     return _crowd(llama)
 
 
-_bring, _claims, _find, _ensure, _scale, _rows_of = (
-    AdapterSlots.bring, Residency.claims, PrefixTree.find_root, PrefixTree.ensure_root, peft._scale, Gather._adapters
+_bring, _place, _find, _ensure, _scale, _rows_of = (
+    AdapterSlots.bring, AdapterBlocks._place, PrefixTree.find_root, PrefixTree.ensure_root, peft._scale, Gather._adapters
 )  # fmt: skip
+
+
+def _placed_first(self: AdapterBlocks, name: str) -> Any:
+    """In a slot that is in use."""
+    held = _place(self, name)
+    held.slot = 0
+    return held
+
+
 DEFECTS: dict[str, dict[tuple[Any, str], Any]] = {
     "brought into the slot beside its own": {
         (AdapterSlots, "bring"): lambda self, slot, adapter: _bring(self, (slot + 1) % 2, adapter)
@@ -210,7 +219,7 @@ DEFECTS: dict[str, dict[tuple[Any, str], Any]] = {
     "scaled by a rank too many": {
         (peft, "_scale"): lambda folder, config, module, rank: _scale(folder, config, module, rank + 1)
     },
-    "evicted while in use": {(Residency, "claims"): lambda self, running: _claims(self, ())},
+    "in a slot that is in use": {(AdapterBlocks, "_place"): _placed_first},
     "prefixes of all adapters are one": {
         (PrefixTree, "find_root"): lambda self, salt, adapter: _find(self, salt, None),
         (PrefixTree, "ensure_root"): lambda self, salt, adapter: _ensure(self, salt, None),

@@ -18,7 +18,7 @@ from tests.support.rooms import below, modules
 TORCH_FREE = (
     "request", "sampling_params", "sequence", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
     "cost", "scheduler", "cache", "server", "planner",
-    "lora.peft", "lora.registry", "lora.residency",
+    "lora.peft", "lora.registry",
     "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
 )  # fmt: skip
 WEB_FREE = tuple(name for name in TORCH_FREE if name != "server")

@@ -31,7 +31,7 @@ from tests.support.simulation.sweep import find, replays, sweep
 EVENTS = 100  # a seed, here; the command's have 500
 SCHEDULES = sorted((Path(__file__).parent / "schedules").glob("*.json"))
 HAPPENINGS = (
-    "aborts", "cohort", "copies", "error", "failed", "fell with a step", "hits", "journals", "length", "loops", "preemptions", "rebuilds",
+    "aborts", "adapters", "cohort", "copies", "error", "failed", "fell with a step", "hits", "journals", "length", "loops", "preemptions", "rebuilds",
     "stop", "stops", "turned away",
 )  # fmt: skip
 

@@ -6,6 +6,7 @@ What lives here: builders and the oracle of the keyed-hash executor. What may no
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -257,6 +258,30 @@ def assert_at_rest(core: EngineCore) -> None:
     assert len(core.scheduler.roster.free_rows) == core.scheduler.limits.max_num_seqs
 
 
+def _check_adapters(core: EngineCore, holders: dict[int, int]) -> None:
+    """Each has as many users as there are sequences that have it or leave it; while it has some, it holds its blocks,
+    once."""
+    books = core.scheduler.cache.adapters
+    if books is None:
+        return
+    having = [each.kv.resident for siblings in core.scheduler.roster.requests.values() for each in siblings]
+    users = Counter(id(each) for each in [*having, *(held for _, held in books._leaving)] if each is not None)
+    known = {
+        id(each): each for each in [*having, *books._resident.values(), *(held for _, held in books._leaving)] if each
+    }
+    slots = [each.slot for each in books._resident.values()]
+    assert len({*slots, *books._free_slots}) == len(slots) + len(books._free_slots), "a slot has one adapter"
+    own = holders if books.is_shared else dict[int, int]()
+    for key, each in known.items():
+        assert each.users == users[key], f"{each} has {users[key]} users"
+        for block in each.blocks:
+            own[block] = own.get(block, 0) + (each.users > 0)
+            assert each.users or books.pool.is_cached(block) or books.pool.references(block) == 0
+    for block, owner in books._owners.items():
+        assert books._resident[owner.name] is owner and block in owner.blocks
+    assert all(books.pool.references(block) == count for block, count in own.items() if not books.is_shared)
+
+
 def check_books(core: EngineCore) -> None:
     """The invariants that hold between any two turns of the loop."""
     scheduler, cache = core.scheduler, core.scheduler.cache
@@ -269,6 +294,7 @@ def check_books(core: EngineCore) -> None:
                         holders[group][block] = holders[group].get(block, 0) + 1
     for _, group, block in cache._leaving:
         holders[group][block] = holders[group].get(block, 0) + 1
+    _check_adapters(core, holders[0])
     for group, pool in enumerate(cache.pools):
         assert pool.num_used + pool.num_cached + len(pool._free) == pool.num_blocks
         assert len(set(pool._free)) == len(pool._free)

@@ -10,17 +10,30 @@ from typing import Any
 
 import pytest
 
+from headrace.cache.adapters import AdapterBlocks
+from headrace.cache.block_pool import BlockPool
 from headrace.config import AdapterConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import AdapterOutcome, LoadAdapter
-from headrace.engine.keyed_hash import keyed_hash_info
+from headrace.engine.keyed_hash import adapter_blocks, keyed_hash_info
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest, ModelError, NotFound
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk, adapter_folder
-from headrace.lora.residency import Residency
 from headrace.models.families import spec_from_config
 from headrace.request import FinishReason
-from tests.support.hash_engine import VOCAB, Answers, CheckedExecutor, assert_at_rest, engine, plans_of, request, run
+from headrace.scheduler.claims import Claims
+from headrace.spec import AdapterSpace
+from tests.support.hash_engine import (
+    VOCAB,
+    Answers,
+    CheckedExecutor,
+    assert_at_rest,
+    check_books,
+    engine,
+    plans_of,
+    request,
+    run,
+)
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -30,9 +43,12 @@ SPEC = spec_from_config(LLAMA)
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def core_with(slots: int, held: int = 64, names: int = 9, fault: Any = None, **more: Any) -> EngineCore:
+def core_with(
+    most: int, held: int = 64, names: int = 9, fault: Any = None, num_blocks: int = 64, own: int = 0, **more: Any
+) -> EngineCore:
+    space = AdapterSpace(max(most, held if own else 2 * most), most, own)
     info = keyed_hash_info(
-        vocab_size=VOCAB, max_model_len=200, max_num_seqs=8, num_blocks=64, block_size=4, adapter_slots=slots
+        vocab_size=VOCAB, max_model_len=200, max_num_seqs=8, num_blocks=num_blocks, block_size=4, adapters=space
     )
     executor = CheckedExecutor(info, fault=fault)
     core = engine(info=info, executor=executor, **more)
@@ -49,23 +65,26 @@ def alone(adapter: str | None, prompt: list[int], tokens: int = 6) -> tuple[int,
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize(("slots", "held"), [(1, 1), (2, 3), (8, 9)])
-def test_every_answer_is_that_of_its_adapter_alone(depth: int, slots: int, held: int) -> None:
-    core, wanted = core_with(slots, held, depth=depth), {}
+@pytest.mark.parametrize(
+    ("most", "held", "blocks", "own"), [(1, 1, 64, 0), (2, 3, 12, 0), (2, 3, 64, 6), (8, 9, 24, 0)]
+)
+def test_every_answer_is_that_of_its_adapter_alone(depth: int, most: int, held: int, blocks: int, own: int) -> None:
+    """In blocks of the KV cache, which are few, and in some of their own."""
+    core, wanted = core_with(most, held, num_blocks=blocks, own=own, depth=depth), {}
     plans = plans_of(core)
     for number in range(24):
         adapter = None if number % 5 == 4 else f"a{number * 7 % 9}"
         prompt = [1, 2, 3, 4, 5, 6, 7, 8, number % 3]  # prefixes that would be shared
         core.add(request(number, prompt, adapter=adapter, max_tokens=6, n=1 + number % 2))
         wanted[number] = alone(adapter, prompt) if number % 2 == 0 else None
-    answers = run(core)
+    answers = run(core, each_step=lambda core, _: check_books(core))
     assert all(tuple(answers.tokens[number, 0]) == tokens for number, tokens in wanted.items() if tokens is not None)
     assert len({tokens for tokens in wanted.values()}) > 6
     assert_at_rest(core)
     slot_of: dict[int, int] = {}
     for plan in plans:
         slot_of.update({new.row: new.adapter_slot for new in plan.rows_added})
-        assert len({slot_of[row] for row in plan.rows} - {-1}) <= slots
+        assert len({slot_of[row] for row in plan.rows} - {-1}) <= most
 
 
 def test_others_pass_one_that_waits_and_it_is_not_starved() -> None:
@@ -102,22 +121,113 @@ def test_a_failed_step_brings_its_adapters_in_again(depth: int) -> None:
     assert_at_rest(core)
 
 
-def test_slots_go_to_who_has_waited_longest_and_from_who_was_used_longest_ago() -> None:
-    residency = Residency(2)
-    claims = residency.claims(())
-    for step, name in enumerate(("x", "y")):
-        slot = claims.find(name)
-        assert slot is not None
-        claims.take(name, slot)
-        assert residency.place(name, slot, step)
-    assert residency.slots == ["x", "y"] and not residency.place("x", 0, 2)
-    assert residency.claims(("x",)).find("z") == 1, "nobody uses it"
-    assert residency.claims(()).find("z") == 1, "used longest ago"
-    full = residency.claims(("x", "x", "y"))
-    assert full.find("z") is None and full.find("y") is None and full.find("x") == 0, (
-        "z has claimed y's: that has fewer"
+def books_of(slots: int, blocks: int, **sizes: int) -> tuple[AdapterBlocks, BlockPool]:
+    """Adapters of so many blocks each, in a pool that sequences share."""
+    pool = BlockPool(blocks, lambda block: books.evict(block))
+    books = AdapterBlocks(AdapterSpace(slots, slots), pool)
+    for name, size in sizes.items():
+        books.expect(name, size)
+    return books, pool
+
+
+def test_blocks_of_an_idle_adapter_are_taken_from_the_one_used_longest_ago() -> None:
+    books, pool = books_of(3, 8, x=3, y=2, z=4)
+    x, missing = books.take("x")
+    y, _ = books.take("y")
+    assert missing and pool.num_available == 3 and books.to_take("x") == 0 and books.to_take("z") == 4
+    books.release(x, -1)
+    books.release(y, -1)
+    assert pool.num_available == 8 and (pool.num_cached, books.num_resident) == (5, 2)
+    assert books.take("x") == (x, False), "it is still there"
+    books.release(x, -1)
+    z, _ = books.take("z")
+    assert not books.is_resident("y") and books.is_resident("x"), (
+        "one of y's blocks was wanted, so all of them are free"
     )
-    assert full.find("w") is None and full.find("x") is None
+    assert len({x.slot, z.slot}) == 2 and set(x.blocks).isdisjoint(z.blocks) and pool.num_available == 4
+    for _ in range(4):
+        pool.allocate()
+    assert not books.is_resident("x") and pool.num_available == 0 and books.is_resident("z"), (
+        "a sequence's turn to take"
+    )
+    assert books.num_brought == 3
+
+
+def test_an_adapter_in_flight_keeps_its_blocks_and_gives_its_slot_when_there_is_no_other() -> None:
+    books, pool = books_of(1, 8, x=3, y=2)
+    x, _ = books.take("x")
+    assert books.join(x) is x
+    books.release(x, 5)
+    books.release(x, 6)
+    assert books.num_leaving == 3 and not books.can_place("y") and pool.num_available == 5
+    books.retire(5)
+    assert books.num_leaving == 3 and books.to_take("x") == 0
+    books.retire(6)
+    assert books.num_leaving == 0 and books.can_place("y") and books.to_take("x") == 3
+    y, _ = books.take("y")
+    assert (y.slot, books.num_resident, pool.num_available) == (x.slot, 1, 6)
+
+
+def test_what_a_device_has_lost_is_forgotten_while_sequences_still_have_it() -> None:
+    books, pool = books_of(2, 8, x=3)
+    x, _ = books.take("x")
+    books.clear()
+    again, missing = books.take("x")
+    assert missing and set(again.blocks).isdisjoint(x.blocks) and pool.num_available == 2
+    books.release(x, -1)
+    assert pool.num_available == 5 and books.is_resident("x")
+    books.release(again, -1)
+    assert pool.num_available == 8 and (pool.num_cached, pool.num_free) == (3, 5)
+
+
+def test_the_first_that_waits_claims_the_adapter_with_the_fewest_sequences() -> None:
+    books, _ = books_of(2, 8, x=1, y=1, z=1, w=1)
+    for name in "xy":
+        books.take(name)
+    assert Claims(books, 2, ("x",)).to_take("z") == 1 and Claims(books, 2, ("x", None)).admits("x")
+    full = Claims(books, 2, ("x", "x", "y"))
+    assert not full.admits("z") and not full.admits("y") and full.admits("x"), "z has claimed y's: that has fewer"
+    assert not full.admits("w") and not full.admits("x") and full.admits(None)
+
+
+def test_an_adapter_takes_its_blocks_beside_its_sequences() -> None:
+    """A request that fits alone and not beside its adapter is told; one that fits beside it is answered."""
+    core = core_with(2, num_blocks=8)
+    sizes = {f"a{number}": adapter_blocks(f"a{number}") for number in range(9)}
+    large = max(sizes, key=sizes.__getitem__)
+    assert sizes[large] == 3
+    core.add(request(0, range(21), adapter=large))
+    core.add(request(1, range(10), adapter=large, max_tokens=50))
+    core.add(request(2, range(21)))
+    answers = run(core, each_step=lambda core, _: check_books(core))
+    assert answers.finished[0, 0].reason is FinishReason.ERROR
+    assert "takes 1 to 19 beside adapter" in str(answers.finished[0, 0].message)
+    assert len(answers.tokens[1, 0]) == 10 and len(answers.tokens[2, 0]) == 8
+    assert_at_rest(core)
+
+
+def test_the_adapter_of_the_first_that_waits_is_brought_ahead_of_its_turn() -> None:
+    core = core_with(4, max_num_seqs=1)
+    plans = plans_of(core)
+    core.add(request(0, [1, 2], adapter="a0", max_tokens=9))
+    core.add(request(1, [1, 2], adapter="a1", max_tokens=2))
+    run(core)
+    brought = {name: plan.step_id for plan in plans for _, name, _ in plan.adapters}
+    begun = {new.sequence_id: plan.step_id for plan in plans for new in plan.rows_added}
+    assert brought["a0"] == begun[0] and begun[0] <= brought["a1"] < begun[1]
+    assert_at_rest(core)
+
+
+def test_asleep_a_device_keeps_no_adapter() -> None:
+    core = core_with(2)
+    for level in (1, 2):
+        core.add(request(level, [1, 2, 3], adapter="a0"))
+        core.sleep(level)
+        answers = run(core)
+        assert core.asleep == level and core.stats().adapters is not None and core.stats().adapters.resident == 0
+        assert tuple(answers.tokens[level, 0]) == alone("a0", [1, 2, 3], 8)
+        core.wake()
+    assert_at_rest(core)
 
 
 def test_the_desk_reads_ahead_and_makes_room_in_order() -> None:
@@ -164,8 +274,8 @@ def test_names_stay_within_their_folder(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_be() -> None:
     assert (
-        AdapterConfig().slots == 0
-        and AdapterConfig(lora_modules=("x=/y",)).slots == 8
+        AdapterConfig().space is None
+        and AdapterConfig(lora_modules=("x=/y",)).space == AdapterSpace(32, 8)
         and AdapterConfig(lora_dir="/y").enable_lora
     )
     for wrong, said in (

@@ -79,9 +79,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker.settings",
     },
     "sequence": {"cache"},
-    "scheduler": {"cache", "sequence", "speculative.length", "lora.residency"},
+    "scheduler": {"cache", "sequence", "speculative.length"},
     "lora": {"engine.executor", "scheduler.events", "models", "layers", "kernels", "parallel.shares"},
-    "lora.residency": set(),
     "speculative": set(),
     "cache": set(),
     "worker": {

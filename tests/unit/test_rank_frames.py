@@ -22,7 +22,13 @@ def test_plans_arrive_as_they_were() -> None:
     same = {"rows": ROWS, "counts": ONES, "sample_work": ROWS, "sample_rows": ROWS}
     plans = [
         StepPlan(
-            0, rows_added=(added,), **same, starts=ROWS, prompt_logprobs=(3,), masked=(0, 1), adapters=((0, "one"),)
+            0,
+            rows_added=(added,),
+            **same,
+            starts=ROWS,
+            prompt_logprobs=(3,),
+            masked=(0, 1),
+            adapters=((0, "one", (3, 5)),),
         ),
         StepPlan(1, **same, starts=ONES, rows_dropped=array("i", [4]), shared_tokens=9),
         StepPlan(2, **{**same, "rows": array("i", range(200))}, starts=ROWS),

@@ -34,6 +34,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_free(self) -> int:
+        """Those that nothing is lost with."""
+        return len(self._free)
+
+    @property
     def num_cached(self) -> int:
         return len(self._cached)
 

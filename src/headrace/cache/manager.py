@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from headrace.cache.adapters import AdapterBlocks, ResidentAdapter
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.prefix_tree import Blocks, PrefixNode, PrefixTree
-from headrace.spec import KVGroup, KVSpec
+from headrace.spec import AdapterSpace, KVGroup, KVSpec
 
 BlockTable = list[int | None]  # None: behind a sliding window, given back
 _NEVER = 2**62  # as many linked blocks no sequence has: it names none
@@ -39,6 +40,7 @@ class SequenceKV:
     num_linked_blocks: int = 0
     num_matched_blocks: int = 0  # of those, found and not written by this sequence
     tail_shared: bool = False  # the last, partly filled block may have other holders: copy before writing
+    resident: ResidentAdapter | None = None  # its adapter's blocks, while it runs
 
 
 @dataclass(slots=True)
@@ -91,12 +93,15 @@ class CacheManager:
         sliding: bool = True,
         lookahead: bool = False,
         namespace: bytes,
+        adapters: AdapterSpace | None = None,
     ) -> None:
-        """``lookahead``: what lies in a block depends on the first token behind it, too."""
+        """``lookahead``: what lies in a block depends on the first token behind it, too. ``adapters``: None: where
+        sequences' adapters lie is not asked."""
         self.specs: tuple[KVSpec, ...] = tuple(group.spec for group in groups)
         self.prefix_caching = prefix_caching
         self._lookahead = lookahead
         self.pools = [BlockPool(group.num_blocks, self._evict_from(index)) for index, group in enumerate(groups)]
+        self.adapters = None if adapters is None else AdapterBlocks(adapters, self.pools[0])
         self.tree = PrefixTree(len(groups), namespace)
         self.block_tokens = math.lcm(*(spec.block_size for spec in self.specs))  # tokens of one prefix node
         self._node_of: list[dict[int, PrefixNode]] = [{} for _ in groups]
@@ -113,12 +118,13 @@ class CacheManager:
 
     # --- sizes
 
-    def capacity_tokens(self, max_chunk: int) -> int:
-        """The longest sequence that fits into the cache on its own, when at most ``max_chunk`` tokens are computed at a
-        time."""
-        longest = 2**31 - 1
+    def capacity_tokens(self, max_chunk: int, adapter: str | None = None) -> int:
+        """The longest sequence that fits into the cache on its own, beside its ``adapter``, when at most ``max_chunk``
+        tokens are computed at a time."""
+        longest, books = 2**31 - 1, self.adapters
         for spec, pool, window in zip(self.specs, self.pools, self._windows, strict=True):
-            whole = pool.num_blocks * spec.block_size
+            beside = books.size(adapter) if adapter is not None and books is not None and books.pool is pool else 0
+            whole = (pool.num_blocks - beside) * spec.block_size
             slides = window is not None and whole >= window + min(max_chunk, spec.block_size) + 2 * spec.block_size
             longest = longest if slides else min(longest, whole)
         return longest
@@ -144,7 +150,7 @@ class CacheManager:
     @property
     def num_leaving(self) -> int:
         """Blocks that return once the steps in flight that use them have been collected."""
-        return len(self._leaving)
+        return len(self._leaving) + (0 if self.adapters is None else self.adapters.num_leaving)
 
     def num_coming(self) -> list[int]:
         """How many of the leaving blocks other sequences can then have, by group. Excluded are blocks that slid out of
@@ -155,6 +161,8 @@ class CacheManager:
         entries = Counter(entry[1:] for entry in self._leaving) if freed else {}
         for group, block in freed:
             coming[group] += self.pools[group].references(block) == entries[group, block]
+        if self.adapters is not None and self.adapters.is_shared:
+            coming[0] += self.adapters.num_leaving
         return coming
 
     def create(self, salt: str = "", adapter: str | None = None) -> SequenceKV:
@@ -294,6 +302,9 @@ class CacheManager:
 
     def _evict_from(self, group: int) -> Callable[[int], None]:
         def evict(block: int) -> None:
+            if not group and self.adapters is not None and self.adapters.owns(block) and self.adapters.is_shared:
+                self.adapters.evict(block)
+                return
             node = self._node_of[group][block]
             if self._windows[group] is None:
                 self.forget(node)  # nothing below can be reached without it
@@ -472,6 +483,9 @@ class CacheManager:
         kv.tables = [[] for _ in self.specs]
         kv.capacity = kv.num_linked_blocks = kv.num_matched_blocks = 0
         kv.node, kv.tail_shared = None, False
+        if kv.resident is not None and self.adapters is not None:
+            self.adapters.release(kv.resident, last_step)
+            kv.resident = None
 
     def _leave(self, last_step: int, group: int, block: int) -> None:
         if last_step <= self._retired:
@@ -484,6 +498,8 @@ class CacheManager:
     def retire(self, step_id: int) -> None:
         """A step was collected: its writes are complete, and blocks that waited for it are released."""
         self._retired = step_id
+        if self.adapters is not None:
+            self.adapters.retire(step_id)
         self._written.pop(step_id, None)
         if self._copies:
             self._copies = [copy for copy in self._copies if copy[0] > step_id]

@@ -146,7 +146,7 @@ def create_engine(
 def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) -> AdapterDesk | None:
     """Raises ModelError for a folder of ``lora_modules`` that is no adapter of this model."""
     adapters = config.adapters
-    if not executor.info.adapter_slots:
+    if executor.info.adapters is None:
         return None
     spec = spec_from_config(source.config)
     desk = AdapterDesk(

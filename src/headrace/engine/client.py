@@ -386,7 +386,7 @@ class AsyncLLM:
 
     async def adapters(self) -> list[str]:
         """All names that a request may give now."""
-        if not self.config.adapters.slots:
+        if not self.config.adapters.enable_lora:
             return []
         self._adapters = frozenset((await self._connection.ask(frames.AskAdapters))["names"])
         folder = self.config.adapters.lora_dir
@@ -403,7 +403,7 @@ class AsyncLLM:
         await self._tell(lambda number: frames.UnloadAdapter(number, name))
 
     async def _tell(self, question: Callable[[int], frames.LoadAdapter | frames.UnloadAdapter]) -> None:
-        if not self.config.adapters.slots:
+        if not self.config.adapters.enable_lora:
             raise InvalidRequest("This server serves no adapters; start it with --enable-lora.")
         if (error := (await self._connection.ask(question)).get("error")) is not None:
             raise InvalidRequest(error, param="lora_name")

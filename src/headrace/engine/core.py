@@ -269,8 +269,9 @@ class EngineCore:
             return
         self.asleep = level
         self.scheduler.schedule(self.clock.now(), [ForgetPrefixes()])
-        if level > 1 and self.adapters is not None and self.scheduler.residency is not None:
-            self.scheduler.residency.clear()
+        if self.scheduler.cache.adapters is not None:
+            self.scheduler.cache.adapters.clear()
+        if level > 1 and self.adapters is not None:
             self.adapters.forget_held()
 
     def step(self) -> Sequence[SequenceOutput]:
@@ -429,7 +430,7 @@ class EngineCore:
         coming = len(self._events) + len(unread) + len(self._held)
         if self._standing is None or self._standing[0] != coming:
             arriving = [event.request for event in self._events if isinstance(event, AddRequest)]
-            waits = {each.request_id: Wait("adapter", 1, self.scheduler.limits.adapter_slots) for each in unread}
+            waits = {each.request_id: Wait("adapter", 1, self.scheduler.limits.max_adapters) for each in unread}
             waits |= dict.fromkeys(self._held, Wait("asleep"))
             self._standing = (coming, Standing(self.scheduler, [*arriving, *unread, *self._held.values()], waits))
         return self._standing[1]
@@ -455,15 +456,13 @@ class EngineCore:
         )
 
     def _adapter_stats(self, desk: AdapterDesk) -> AdapterStats:
-        residency, roster = self.scheduler.residency, self.scheduler.roster
+        books, roster = self.scheduler.cache.adapters, self.scheduler.roster
         running = Counter(each.request.adapter for each in roster.running if each.request.adapter is not None)
         waits = chain((each.request for each in roster.waiting), desk.waiting)
         waiting = Counter(each.adapter for each in waits if each.adapter is not None)
-        resident, brought = (
-            (0, 0) if residency is None else (sum(each is not None for each in residency.slots), residency.num_brought)
-        )
+        resident, brought = (0, 0) if books is None else (books.num_resident, books.num_brought)
         return AdapterStats(
-            self.scheduler.limits.adapter_slots,
+            self.scheduler.limits.max_adapters,
             len(desk.names),
             desk.num_held,
             resident,
@@ -504,6 +503,7 @@ def create_scheduler(
         sliding=cache.kv_caching and cache.paged_allocation and not info.padded,
         lookahead=settings is not None and settings.method in HEADS,
         namespace=namespace,
+        adapters=info.adapters,
     )
     limits = SchedulerLimits(
         max_model_len=info.max_model_len,
@@ -514,7 +514,7 @@ def create_scheduler(
         kv_caching=cache.kv_caching,
         padded=info.padded,
         max_step_seconds=config.max_step_seconds,
-        adapter_slots=info.adapter_slots,
+        max_adapters=0 if info.adapters is None else info.adapters.most,
         pooling=info.pooling is not None,
         stages=info.stages,
     )

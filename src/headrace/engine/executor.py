@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.request import StepPlan, StepResult, TokenMasks
-from headrace.spec import KVGroup, PoolingSpec
+from headrace.spec import AdapterSpace, KVGroup, PoolingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ExecutorInfo:
     padded: bool = False  # a step costs its longest chunk times its chunks, not their sum
     max_drafts: int = 0  # tokens that it can propose behind a row's last one, in one step; 0: it does not
     start_seconds: dict[str, float] = field(default_factory=dict)  # by stage, in order
-    adapter_slots: int = 0  # adapters that one step may compute with; 0: the device holds none
+    adapters: AdapterSpace | None = None  # None: the device holds none
     pooling: PoolingSpec | None = None  # what samples are, in place of tokens
     stages: int = 1  # a sampled token is there so many steps later, if no step is to wait for another
 
@@ -65,10 +65,11 @@ Control = LoadAdapter | DropAdapter | Sleep | Wake
 
 @dataclass(frozen=True, slots=True)
 class AdapterOutcome:
-    """What came of loading one."""
+    """What came of loading one. ``blocks``: that it takes on the device."""
 
     name: str
     error: str | None = None
+    blocks: int = 0
 
 
 @dataclass(slots=True)

@@ -10,12 +10,13 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 
 from headrace.clock import Clock, RealClock
 from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, ExecutorInfo, LoadAdapter, Sleep, Ticket
 from headrace.request import NO_SLOT, NewRow, StepPlan, StepResult, TokenLogprobs, TokenMasks
-from headrace.spec import KVGroup, KVKind, KVSpec
+from headrace.spec import AdapterSpace, KVGroup, KVKind, KVSpec
 from headrace.speculative.verify import accepted
 
 _MASK = 2**64 - 1
@@ -72,7 +73,9 @@ class KeyedHashExecutor:
         ]
         self._busy_until = 0.0
         self._adapters: set[str] = set()  # in host memory
-        self._slots: dict[int, str] = {}
+        self._slots: dict[int, tuple[str, tuple[int, ...]]] = {}  # the adapter of each, and its blocks
+        own = 0 if info.adapters is None else info.adapters.blocks
+        self._pages = [array("Q", (0,)) for _ in range(own)] if own else self._kv[0]  # where adapters lie
         self._outcomes: list[AdapterOutcome] = []
 
     def submit(self, plan: StepPlan) -> _HashTicket:
@@ -161,7 +164,7 @@ class KeyedHashExecutor:
     def control(self, order: Control) -> None:
         if isinstance(order, LoadAdapter):
             self._adapters.add(order.name)
-            self._outcomes.append(AdapterOutcome(order.name))
+            self._outcomes.append(AdapterOutcome(order.name, blocks=adapter_blocks(order.name)))
         elif isinstance(order, Sleep):
             self._rows.clear()
             for blocks in self._kv:
@@ -174,14 +177,21 @@ class KeyedHashExecutor:
         return told
 
     def _start_of(self, row: _HashRow) -> int:
-        """Of its chain: with an adapter it is another model's."""
-        slot = row.new.adapter_slot
-        return self._key if slot == NO_SLOT else _mix(self._key, zlib.crc32(self._slots[slot].encode()))
+        """Of its chain: with an adapter it is another model's, which must still lie in all of its blocks."""
+        if row.new.adapter_slot == NO_SLOT:
+            return self._key
+        name, blocks = self._slots[row.new.adapter_slot]
+        right = [*map(partial(_mix, adapter_key(name)), range(len(blocks)))]
+        held = [self._pages[block][-1] for block in blocks]
+        assert held == right, f"adapter {name} does not lie in its blocks {blocks} any more"
+        return _mix(self._key, adapter_key(name))
 
     def _apply(self, plan: StepPlan) -> None:
-        for slot, name in plan.adapters:
+        for slot, name, blocks in plan.adapters:
             assert name in self._adapters, f"adapter {name} is not in host memory"
-            self._slots[slot] = name
+            self._slots[slot] = (name, blocks)
+            for place, block in enumerate(blocks):
+                self._pages[block][:] = array("Q", [_mix(adapter_key(name), place)] * len(self._pages[block]))
         for row in plan.rows_dropped:
             self._rows.pop(row, None)
         for new in plan.rows_added:
@@ -197,10 +207,10 @@ class KeyedHashExecutor:
 
     def _compute(self, row: _HashRow, start: int, count: int) -> int:
         """Writes the chain of tokens [start, start + count) to every group; returns the last link."""
-        head, ids = 0, row.token_ids
+        head, ids, first = 0, row.token_ids, self._start_of(row)
         for spec, blocks, table in zip(self._specs, self._kv, row.tables, strict=True):
             size = spec.block_size
-            head = blocks[table[(start - 1) // size]][(start - 1) % size] if start else self._start_of(row)
+            head = blocks[table[(start - 1) // size]][(start - 1) % size] if start else first
             for position in range(start, start + count):
                 blocks[table[position // size]][position % size] = head = _mix(head, ids[position])
         return head
@@ -247,6 +257,15 @@ class KeyedHashExecutor:
         )
 
 
+def adapter_key(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+def adapter_blocks(name: str) -> int:
+    """That it takes."""
+    return 1 + adapter_key(name) % 3
+
+
 def _set_bit(bits: int, number: int, width: int) -> int:
     """Where the so many-th of the set bits is."""
     place = 0
@@ -269,12 +288,12 @@ def keyed_hash_info(
     block_size: int = 16,
     window: int | None = None,
     max_drafts: int = 0,
-    adapter_slots: int = 0,
+    adapters: AdapterSpace | None = None,
 ) -> ExecutorInfo:
     """A one-group executor's facts, for an engine without a model."""
     kind = KVKind.FULL if window is None else KVKind.SLIDING
     spec = KVSpec((0,), kind, block_size, num_kv_heads=1, head_dim=1, dtype_bytes=8, window=window)
     return ExecutorInfo(
         vocab_size, max_model_len, max_num_seqs, (KVGroup(spec, num_blocks),), "none (keyed hash)",
-        max_drafts=max_drafts, adapter_slots=adapter_slots,
+        max_drafts=max_drafts, adapters=adapters,
     )  # fmt: skip

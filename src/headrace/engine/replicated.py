@@ -39,7 +39,7 @@ class ReplicatedCore:
         self._arrived: list[SequenceOutput] = []
         self._news = asyncio.Event()
         self._open: dict[int, set[int]] = {}  # answers that have not ended, by request
-        self.adapters = self if config.adapters.slots else None
+        self.adapters = self if config.adapters.enable_lora else None
         try:
             self.engine = self._run(self._start(config))
         except BaseException:

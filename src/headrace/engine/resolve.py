@@ -111,7 +111,7 @@ def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHash
         num_blocks=num_blocks,
         block_size=block_size,
         max_drafts=settings.most if settings is not None else 0,
-        adapter_slots=config.adapters.slots,
+        adapters=config.adapters.space,
     )
     info = replace(
         info, memory={"kv_cache": sum(each.num_blocks * each.spec.bytes_per_block for each in info.kv_groups)}

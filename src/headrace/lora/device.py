@@ -1,7 +1,7 @@
 """The adapters of one worker: those in host memory, and the slots of its device.
 
 What lives here: loading ahead in a thread, what has come of it, bringing adapters into slots as plans say. What may
-not: when and which (residency.py, registry.py).
+not: when and which (cache/adapters.py, registry.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.lora.peft import read_adapter
 from headrace.lora.reading import HostAdapter, read_factors
 from headrace.lora.slots import AdapterSlots
 from headrace.parallel.shares import Cut
-from headrace.spec import DecoderSpec
+from headrace.spec import AdapterSpace, DecoderSpec
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class DeviceAdapters:
     def __init__(self, slots: AdapterSlots, reading: Reading) -> None:
         self.slots = slots
         self._reading = reading
+        self.space = AdapterSpace(slots.count, slots.count, slots.count)
         self._held: dict[str, HostAdapter] = {}
         self._coming: dict[str, Future[HostAdapter]] = {}
         self._pool = ThreadPoolExecutor(1, "headrace-adapters")
@@ -74,11 +75,11 @@ class DeviceAdapters:
         except Exception as error:  # whatever is wrong with it, it is this adapter's failure
             _log.exception("adapter %s could not be read", name)
             return AdapterOutcome(name, f"adapter {name} could not be read: {type(error).__name__}: {error}")
-        return AdapterOutcome(name)
+        return AdapterOutcome(name, blocks=1)
 
-    def bring(self, adapters: Iterable[tuple[int, str]]) -> bool:
+    def bring(self, adapters: Iterable[tuple[int, str, tuple[int, ...]]]) -> bool:
         """Whether graphs of steps with adapters are not what they were."""
-        return any([self.slots.bring(slot, self._held[name]) for slot, name in adapters])
+        return any([self.slots.bring(slot, self._held[name]) for slot, name, _ in adapters])
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
 """The adapters that an engine knows, and the requests that wait until theirs is in host memory.
 
 What lives here: names, loading ahead of a request's turn, who makes room for whom. What may not: torch, files (peft.py
-behind ``check``), slots of the device (residency.py).
+behind ``check``), slots of the device (cache/adapters.py).
 
 A name that is taken away and comes back stands for other weights, perhaps; so each registration has a key of its own,
 and that is what prefixes are cached under.
@@ -53,6 +53,7 @@ class AdapterDesk:
         self._waiting: dict[int, Request] = {}  # by id, in order of arrival; ``adapter`` is a key already
         self._wanted: set[str] = set()  # keys that nobody asks for yet, but somebody waits to hear of
         self._failed: dict[str, str] = {}
+        self._blocks: dict[str, int] = {}  # of a device, that each takes which was ever read
         self._closing: str | None = None
         self._used_keys: set[str] = set()
         self.num_loads = 0
@@ -156,6 +157,7 @@ class AdapterDesk:
         """Those whose adapter has come, or could not. ``in_use``: keys of requests that have not ended."""
         for outcome in outcomes:
             self._coming.discard(outcome.name)
+            self._blocks[outcome.name] = outcome.blocks
             if outcome.error is not None:
                 self._failed[outcome.name] = outcome.error
                 self._held.pop(outcome.name, None)
@@ -166,7 +168,7 @@ class AdapterDesk:
                 ready.append(RefuseRequest(request, self._failed[key], param="model"))
             elif key in self._held and key not in self._coming and key != self._closing:
                 self._held[key] = self._held.pop(key)  # used last
-                ready.append(AddRequest(request))
+                ready.append(AddRequest(request, self._blocks[key]))
         for event in ready:
             del self._waiting[event.request.request_id]
         self._make_room({*in_use, *(event.request.adapter or "" for event in ready)})

@@ -1,6 +1,6 @@
 """The adapters that a device holds: so many slots, each with room for one of the largest rank, at every weight.
 
-What lives here: the slots' memory, bringing an adapter in. What may not: who goes in and out (residency.py decides, a
+What lives here: the slots' memory, bringing an adapter in. What may not: who goes in and out (cache/adapters.py decides, a
 plan says so), reading files (reading.py).
 """
 
@@ -45,6 +45,7 @@ class AdapterSlots:
     """Made once the decoder is loaded; its layers get what they add from here."""
 
     def __init__(self, decoder: Decoder, spec: DecoderSpec, slots: int, rank: int, context: LayerContext) -> None:
+        self.count = slots
         self._deltas: dict[str, tuple[Delta, Linear | Embedding]] = {}
         for weight, parts, ins in slot_shapes(spec):
             layer = decoder.get_submodule(weight.name)

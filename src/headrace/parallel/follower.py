@@ -109,7 +109,7 @@ class Follower:
 
     def _submit(self, order: frames.Submit) -> None:
         plan = self._plans.unpack(order)
-        for _, name in plan.adapters:
+        for _, name, _ in plan.adapters:
             self._await_adapter(name)
         ticket = self._executor.submit(plan)
         if self._reporter is not None and not plan.masked:

@@ -12,7 +12,10 @@ from headrace.request import Request
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
+    """``adapter_blocks``: that its adapter takes on the device."""
+
     request: Request
+    adapter_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

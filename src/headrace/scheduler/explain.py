@@ -158,11 +158,11 @@ def _next_step(scheduler: Scheduler, queue: Seq[Sequence]) -> tuple[int, Wait]:
         if isinstance(found, Wait):
             return count, found
         headroom = len(roster.running) + before.running
-        taken = planner.blocks_to_take(sequence, found, headroom)
+        taken = planner.blocks_to_take(sequence, found, headroom, before)
         plan.add_work(sequence, found.num_tokens, planner.chunk(sequence, found.num_tokens, plan))
         before.blocks = [each + more for each, more in zip(before.blocks, taken, strict=True)]
-        if before.adapters is not None and (adapter := sequence.request.adapter) is not None:
-            before.adapters.take(adapter, before.adapter_slot(sequence) or 0)
+        if before.adapters is not None:
+            before.adapters.take(sequence.request.adapter)
         before.rows, before.running = before.rows + rows_wanted(sequence), before.running + 1
     return len(queue), Wait("next_step")
 

@@ -55,7 +55,7 @@ class PlanBuilder:
         self.counts: list[int] = []
         self.sample_work: list[int] = []
         self.sampled: list[Sequence] = []
-        self.adapters: list[tuple[int, str]] = []
+        self.adapters: list[tuple[int, str, tuple[int, ...]]] = []
         self.rows_added: list[NewRow] = []
         self.edits = TableEdits()
         self.prompt_logprobs: list[int] = []

@@ -116,8 +116,7 @@ class Roster:
         self.cache = cache
         self.limits = limits
         self.eos_token_ids = eos_token_ids
-        longest = min(limits.max_model_len, cache.capacity_tokens(limits.max_num_batched_tokens))
-        self.max_sequence_tokens = longest + limits.pooling
+        self.max_sequence_tokens = self.longest(None)
         self.requests: dict[int, list[Sequence]] = {}
         self.waiting = WaitingQueue() if policy is None else policy.create_queue()
         self.running: list[Sequence] = []
@@ -141,18 +140,22 @@ class Roster:
 
     # --- coming
 
+    def longest(self, adapter: str | None) -> int:
+        """The longest sequence that model and cache allow."""
+        capacity = self.cache.capacity_tokens(self.limits.max_num_batched_tokens, adapter)
+        return min(self.limits.max_model_len, capacity) + self.limits.pooling
+
     def create(self, request: Request, index: int, order: tuple[float, ...]) -> Sequence:
         """A waiting sequence, not yet entered."""
         params = request.params
         loops = params.repetition_detection
-        asked = (
-            self.max_sequence_tokens if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
-        )
+        longest = self.max_sequence_tokens if request.adapter is None else self.longest(request.adapter)
+        asked = longest if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
         return Sequence(
             request=request,
             index=index,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if _outlives_eos(params) else self.eos_token_ids),
-            max_num_tokens=min(asked, self.max_sequence_tokens),
+            max_num_tokens=min(asked, longest),
             order=order,
             kv=self.cache.create(request.cache_salt, request.adapter),
             token_ids=request.prompt_token_ids[:],
@@ -179,6 +182,8 @@ class Roster:
             twin = self.create(sequence.request, index, sequence.order)
             if self.limits.kv_caching:  # else each recomputes everything into blocks of its own
                 twin.kv = self.cache.fork(sequence.kv, sequence.num_computed_tokens)
+            if self.cache.adapters is not None:
+                twin.kv.resident = self.cache.adapters.join(sequence.kv.resident)
             twin.num_computed_tokens = sequence.num_computed_tokens
             twin.status, twin.row, twin.forked = SequenceStatus.RUNNING, row, True
             twin.adapter_slot = sequence.adapter_slot

@@ -28,7 +28,6 @@ from headrace.cache.manager import CacheManager
 from headrace.config import SchedulerConfig
 from headrace.cost.speed import StepSpeed
 from headrace.errors import ConfigError
-from headrace.lora.residency import Residency
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
@@ -65,7 +64,6 @@ class Scheduler:
         forecast: Forecast | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self.residency = Residency(limits.adapter_slots) if limits.adapter_slots else None
         self.limits = limits
         self.cache = cache
         if limits.max_step_seconds is not None and forecast is None:
@@ -83,7 +81,7 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()
         self._longest_first = config.longest_first
         self.serves_by_arrival = isinstance(self.policy, FirstComeFirstServed) and config.continuous_batching
-        self.planner = StepPlanner(config, limits, self.roster, cache, self.policy, forecast, self.residency)
+        self.planner = StepPlanner(config, limits, self.roster, cache, self.policy, forecast)
         self.speculation = self.planner.speculation = speculation
         self._next_step = 0
         self._num_requests = 0
@@ -257,6 +255,8 @@ class Scheduler:
 
     def _apply(self, event: Event, now: float) -> None:
         if isinstance(event, AddRequest):
+            if event.request.adapter is not None and self.cache.adapters is not None:
+                self.cache.adapters.expect(event.request.adapter, event.adapter_blocks)
             self._add(event.request, now)
             return
         if isinstance(event, RefuseRequest):
@@ -313,8 +313,10 @@ class Scheduler:
         prompt = len(request.prompt_token_ids)
         if request.request_id in self.roster.requests:
             return Refusal(f"request id {request.request_id} is in use")
-        if not 1 <= prompt < self.max_sequence_tokens:
-            return Refusal(f"the prompt has {prompt} tokens; this engine takes 1 to {self.max_sequence_tokens - 1}")
+        longest = self.roster.longest(request.adapter)
+        if not 1 <= prompt < longest:
+            beside = "" if longest == self.max_sequence_tokens else f" beside adapter {request.adapter}"
+            return Refusal(f"the prompt has {prompt} tokens; this engine takes 1 to {max(0, longest - 1)}{beside}")
         if request.params.n > self.limits.max_num_seqs:
             return Refusal(f"n is {request.params.n}, but only {self.limits.max_num_seqs} sequences can run at once")
         return None
@@ -364,8 +366,8 @@ class Scheduler:
         step = self.in_flight.popleft()
         self.roster.log.add("failed", -1, len(step.work))
         self.cache.fail(step.plan.step_id)
-        if self.residency is not None:
-            self.residency.clear()
+        if self.cache.adapters is not None:
+            self.cache.adapters.clear()
         outputs = self.take_rejected() + take_failure(self.roster, step, message, now)
         self.roster.roll_back_all(through=self._next_step - 1)
         self.roster.retire(step.plan.step_id)

@@ -19,8 +19,8 @@ from typing import Literal
 
 from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
-from headrace.lora.residency import Claims, Residency
-from headrace.request import NO_SLOT, SequenceStatus
+from headrace.request import SequenceStatus
+from headrace.scheduler.claims import Claims
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import Policy
@@ -56,18 +56,17 @@ class Wait:
 
 @dataclass(slots=True)
 class Starting:
-    """What those take who start before it, where no books show that yet: rows, blocks by group, slots of adapters; and
-    how many they are."""
+    """What those take who start before it, where no books show that yet: rows, blocks by group, adapters; and how many
+    they are."""
 
     blocks: list[int]
     rows: int = 0
     running: int = 0
     adapters: Claims | None = None
 
-    def adapter_slot(self, sequence: Sequence) -> int | None:
-        """That it starts with; None: it waits for one."""
-        adapter = sequence.request.adapter
-        return NO_SLOT if adapter is None or self.adapters is None else self.adapters.find(adapter)
+    def admits(self, sequence: Sequence) -> bool:
+        """As far as its adapter goes."""
+        return self.adapters is None or self.adapters.admits(sequence.request.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +88,8 @@ class StepPlanner:
         cache: CacheManager,
         policy: Policy,
         forecast: Forecast | None = None,
-        residency: Residency | None = None,
     ) -> None:
-        """``residency``: where requests' adapters take slots of a device."""
         self.config = config
-        self.residency = residency
         self.limits = limits
         self.roster = roster
         self.cache = cache
@@ -418,14 +414,23 @@ class StepPlanner:
             aside.append(waiting.pop())  # others may go on meanwhile
         for sequence in aside:
             waiting.push(sequence)
+        if plan.work and before is not None and (head := waiting.peek()) is not None:
+            self._bring_ahead(head, plan)
+
+    def _bring_ahead(self, head: Sequence, plan: PlanBuilder) -> None:
+        """The adapter of the first that waits, into blocks that are free and that nobody who runs is about to need."""
+        adapter, books = head.request.adapter, self.cache.adapters
+        if adapter is None or books is None or books.is_resident(adapter) or not books.can_place(adapter):
+            return
+        if books.pool.num_free >= books.size(adapter) + len(self.roster.running):
+            held, _ = books.take(adapter)
+            books.release(held, plan.step_id)
+            plan.adapters.append((held.slot, adapter, held.blocks))
 
     def no_claims(self) -> Starting:
         """Before the first of those who wait."""
-        claims = (
-            None
-            if self.residency is None
-            else self.residency.claims(each.request.adapter for each in self.roster.running)
-        )
+        books, running = self.cache.adapters, (each.request.adapter for each in self.roster.running)
+        claims = None if books is None else Claims(books, self.limits.max_adapters, running)
         return Starting([0] * len(self.cache.pools), adapters=claims)
 
     def find_start(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> PrefixMatch | Wait:
@@ -438,8 +443,8 @@ class StepPlanner:
         wanted, free = rows_wanted(sequence), len(self.roster.free_rows) - before.rows
         if free < wanted:
             return Wait("rows", wanted, free)
-        if before.adapter_slot(sequence) is None:
-            return Wait("adapter", 1, self.limits.adapter_slots)
+        if not before.admits(sequence):
+            return Wait("adapter", 1, self.limits.max_adapters)
         match = self.lookup(sequence)
         if self.chunk(sequence, match.num_tokens, plan) == 0:
             if self.max_step_seconds is not None and plan.meter is not None and plan.meter.bound:
@@ -453,19 +458,23 @@ class StepPlanner:
         spare, needed, have = min(
             (pool.num_available - taken - wanted - headroom, wanted + headroom, pool.num_available - taken)
             for pool, taken, wanted in zip(
-                self.cache.pools, before.blocks, self.blocks_to_take(sequence, match, headroom), strict=True
+                self.cache.pools, before.blocks, self.blocks_to_take(sequence, match, headroom, before), strict=True
             )
         )
         return Wait("blocks", needed, have) if spare < 0 else None
 
-    def blocks_to_take(self, sequence: Sequence, match: PrefixMatch, headroom: int) -> list[int]:
-        """By group, of those that nobody holds. Beside those who run, where prompts go whole, it wants its own all at
-        once, those behind a window too. (Alone it may go in parts.)"""
-        if not self.limits.paged_allocation:
-            return self.cache.blocks_to_take(match, sequence.max_num_tokens)
-        return self.cache.blocks_to_take(
-            match, sequence.num_tokens, whole=headroom > 0 and not self.config.chunked_prefill
+    def blocks_to_take(self, sequence: Sequence, match: PrefixMatch, headroom: int, before: Starting) -> list[int]:
+        """By group, of those that nobody holds, its adapter's among them. Beside those who run, where prompts go whole,
+        it wants its own all at once, those behind a window too. (Alone it may go in parts.)"""
+        paged = self.limits.paged_allocation
+        wanted = self.cache.blocks_to_take(
+            match,
+            sequence.num_tokens if paged else sequence.max_num_tokens,
+            whole=paged and headroom > 0 and not self.config.chunked_prefill,
         )
+        if before.adapters is not None:
+            wanted[0] += before.adapters.to_take(sequence.request.adapter)
+        return wanted
 
     def _log_wait(self, sequence: Sequence, wait: Wait) -> None:
         log, request_id = self.roster.log, sequence.request_id
@@ -507,8 +516,8 @@ class StepPlanner:
         sequence = self.roster.admit_head(rows_wanted(head))
         assert sequence.row is not None
         self.batch_quota -= 1
-        self._take_slot(sequence, plan, before)
-        self.cache.attach(sequence.kv, match)
+        self.cache.attach(sequence.kv, match)  # before blocks for its adapter could be taken from it
+        self._take_adapter(sequence, plan, before)
         sequence.num_computed_tokens = match.num_tokens
         if sequence.first_scheduled is None:
             sequence.first_scheduled = now
@@ -527,14 +536,15 @@ class StepPlanner:
             )
         self.roster.refresh(sequence)
 
-    def _take_slot(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> None:
-        adapter, slot = sequence.request.adapter, before.adapter_slot(sequence)
-        if adapter is None or before.adapters is None or self.residency is None or slot is None:
+    def _take_adapter(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> None:
+        adapter, books = sequence.request.adapter, self.cache.adapters
+        if adapter is None or before.adapters is None or books is None:
             return
-        sequence.adapter_slot = slot
-        before.adapters.take(adapter, slot)
-        if self.residency.place(adapter, slot, plan.step_id):
-            plan.adapters.append((slot, adapter))
+        before.adapters.take(adapter)
+        held, missing = books.take(adapter)
+        sequence.kv.resident, sequence.adapter_slot = held, held.slot
+        if missing:
+            plan.adapters.append((held.slot, adapter, held.blocks))
 
     def _preempt_for_waiting(self, plan: PlanBuilder) -> None:
         """Lets waiting sequences of a better class take the places of the last ones running, where the policy says so:
@@ -542,16 +552,19 @@ class StepPlanner:
         roster, head = self.roster, self.roster.waiting.peek()
         if head is None or head.last_step > roster.retired or not (self.batch_is_open or not roster.running):
             return
-        if self.residency is not None and self.no_claims().adapter_slot(head) is None:
+        before = self.no_claims()
+        if not before.admits(head):
             return  # room would not help it
         budget = self.limits.max_num_batched_tokens * (plan.step_id - roster.retired)
         claims: dict[Sequence, _Claim] = {}
         while (
-            roster.running and self.policy.preempts(head, roster.running[-1]) and self._lacks_room(head, budget, claims)
+            roster.running
+            and self.policy.preempts(head, roster.running[-1])
+            and self._lacks_room(head, budget, claims, before)
         ):
             roster.preempt_last()
 
-    def _lacks_room(self, head: Sequence, budget: int, claims: dict[Sequence, _Claim]) -> bool:
+    def _lacks_room(self, head: Sequence, budget: int, claims: dict[Sequence, _Claim], before: Starting) -> bool:
         """Whether those who may push out the last one running want more rows or blocks than are free or on their way.
         Those whose prompts ``budget`` tokens are enough for: the others could not begin by then. ``claims``: of those
         that were looked at."""
@@ -565,7 +578,7 @@ class StepPlanner:
             rows -= rows_wanted(sequence)
             if rows < 0:
                 return True
-            claim = claims[sequence] = claims.get(sequence) or self._claim(sequence, exact=sequence is head)
+            claim = claims[sequence] = claims.get(sequence) or self._claim(sequence, before, exact=sequence is head)
             blocks = [have - wanted for have, wanted in zip(blocks, claim.blocks, strict=True)]
             if min(blocks) < headroom and not known_to_come:
                 blocks = [have + more for have, more in zip(blocks, self.cache.num_coming(), strict=True)]
@@ -577,11 +590,11 @@ class StepPlanner:
                 return False
         return False
 
-    def _claim(self, sequence: Sequence, *, exact: bool) -> _Claim:
+    def _claim(self, sequence: Sequence, before: Starting, *, exact: bool) -> _Claim:
         """Exact: with the blocks that its prefix takes from those that nobody holds. (Several may share them, so only
         one counts them.)"""
         match, others = self.lookup(sequence), len(self.roster.running)
-        blocks = self.blocks_to_take(sequence, match, others)
+        blocks = self.blocks_to_take(sequence, match, others, before)
         if not exact:
             blocks = [taken - idle for taken, idle in zip(blocks, self.cache.idle_blocks(match), strict=True)]
         return _Claim(blocks, sequence.num_tokens - match.num_tokens)

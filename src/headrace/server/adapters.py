@@ -26,7 +26,7 @@ class UnloadAdapterBody(Body, kw_only=True):
 
 
 async def names(service: Service) -> list[str]:
-    return await service.model.any_engine().adapters() if service.model.engine_config.adapters.slots else []
+    return await service.model.any_engine().adapters() if service.model.engine_config.adapters.enable_lora else []
 
 
 async def load(service: Service, exchange: Exchange) -> None:

@@ -211,7 +211,7 @@ class Model:
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request's model names; None: it names the base."""
         engine = self.any_engine()
-        if name is None or name in engine.info.served_names or not self.engine_config.adapters.slots:
+        if name is None or name in engine.info.served_names or not self.engine_config.adapters.enable_lora:
             return None
         return name if engine.has_adapter(name) else None
 
@@ -221,7 +221,7 @@ class Model:
         if (
             name is not None
             and name not in engine.info.served_names
-            and self.engine_config.adapters.slots
+            and self.engine_config.adapters.enable_lora
             and not engine.has_adapter(name)
         ):
             await engine.adapters()

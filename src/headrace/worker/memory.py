@@ -123,7 +123,9 @@ def bounds(spec: DecoderSpec, config: EngineConfig, dtype_bytes: int) -> dict[st
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens or 1
     logits_rows = min(scheduler.logits_rows, max(scheduler.rows, tokens))
-    adapters = slots_bytes(spec, config.adapters.slots, config.adapters.max_lora_rank, dtype_bytes)
+    adapters = slots_bytes(
+        spec, config.adapters.max_loras * config.adapters.enable_lora, config.adapters.max_lora_rank, dtype_bytes
+    )
     return {
         "weights": count_bytes(spec, dtype_bytes) + adapters,
         "activations": activation_bytes(spec, tokens, logits_rows, dtype_bytes),

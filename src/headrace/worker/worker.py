@@ -322,10 +322,10 @@ class Worker:
     def _create_adapters(self) -> DeviceAdapters | None:
         """Slots beside the weights, for as many as a step may compute with."""
         setup, config = self._setup, self._config.adapters
-        if not config.slots:
+        if not config.enable_lora:
             return None
         context = LayerContext(setup.dtype, setup.device, self._kernels)
-        slots = AdapterSlots(self._decoder, setup.spec, config.slots, config.max_lora_rank, context)
+        slots = AdapterSlots(self._decoder, setup.spec, config.max_loras, config.max_lora_rank, context)
         return DeviceAdapters(
             slots, Reading(self._whole, config.max_lora_rank, setup.dtype, pinned=self._cuda, cuts=self._cuts)
         )
@@ -530,7 +530,7 @@ class Worker:
             start_seconds=self._stages.seconds,
             stages=1 if self._pipe is None else self._pipe.stages,
             max_drafts=setup.speculative.most if setup.speculative is not None else 0,
-            adapter_slots=self._config.adapters.slots,
+            adapters=None if self._adapters is None else self._adapters.space,
             pooling=setup.spec.pooling,
         )
         parts: dict[str, Any] = {"adapters": self._adapters, "asleep": self._sleeping}
@@ -569,7 +569,9 @@ class Worker:
         if self._adapters is not None:
             said = f"{self._adapters.slots.num_bytes / 2**20:.0f} MiB beside the weights, set aside for --max-loras and --max-lora-rank"
             yield Decision(
-                "adapters", f"{self._config.adapters.slots} slots of rank {self._config.adapters.max_lora_rank}", said
+                "adapters",
+                f"{self._config.adapters.max_loras} slots of rank {self._config.adapters.max_lora_rank}",
+                said,
             )
         yield from self._formats
         yield from _kernel_decisions(self._kernels)

@@ -8,6 +8,7 @@ engine's inside.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.request import REPETITION, Finished, FinishReason, SequenceOutput
@@ -33,10 +34,12 @@ class Standing:
 
 
 class Answers:
-    """``limit``: tokens a sequence may have. ``there``: the requests that the scheduler must know. ``seen``: counts
+    """``limit``: tokens that a sequence of a request may have. ``there``: the requests that the scheduler must know. ``seen``: counts
     what happens."""
 
-    def __init__(self, setting: Setting, device: Device, watch: OrderWatch, limit: int, seen: Counter[str]) -> None:
+    def __init__(
+        self, setting: Setting, device: Device, watch: OrderWatch, limit: Callable[[Asked], int], seen: Counter[str]
+    ) -> None:
         self.standing: dict[int, Standing] = {}
         self.lines: dict[tuple[int, int], Line] = {}
         self.there: set[int] = set()
@@ -50,9 +53,9 @@ class Answers:
     # --- what is asked
 
     def ask(self, number: int, asked: Asked) -> None:
-        prompt = oracle.chain(asked.prompt)
+        prompt = oracle.chain(asked.prompt, oracle.root(asked.adapter if self._setting.adapters else None))
         for index in range(asked.n):
-            self.lines[number, index] = line = Line(asked, index, prompt, self._limit)
+            self.lines[number, index] = line = Line(asked, index, prompt, self._limit(asked))
             self._library.add(line)
         self.standing[number] = Standing(number, asked, set(range(asked.n)))
 
@@ -68,7 +71,7 @@ class Answers:
         """A part of what it must be refused with; empty where it must not be."""
         if asked.refused:
             return REFUSAL
-        if not 1 <= len(asked.prompt) < self._limit:
+        if not 1 <= len(asked.prompt) < self._limit(asked):
             return "the prompt has"
         return "n is" if asked.n > self._setting.rows else ""
 

@@ -17,6 +17,7 @@ What lives here: looking. What may not: order and starvation (order.py), answers
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import chain as joined
 from itertools import repeat
@@ -77,6 +78,7 @@ class Books:
         if len(everybody) - len(running) != len(roster.waiting):
             raise Broken("queue", f"{len(roster.waiting)} are said to wait, {len(everybody) - len(running)} do")
         self._check_blocks(running)
+        self._check_users()
         self._check_names()
         self._check_rows(running)
         self._check_tokens(everybody, running, lines)
@@ -99,6 +101,8 @@ class Books:
     def _count_owners(self, group: int, tables: list[BlockTable]) -> list[int]:
         pool = self._scheduler.cache.pools[group]
         owners = [0] * pool.num_blocks
+        for block in self._adapters_blocks(group):
+            owners[block] += 1
         for block in joined.from_iterable(tables):
             if block is not None:
                 owners[block] += 1
@@ -110,6 +114,51 @@ class Books:
             raise Broken("references", f"group {group}: (block, owners, references) {wrong}")
         return owners
 
+    def _adapters_blocks(self, group: int) -> list[int]:
+        """That some sequence has, or has had for a step in flight."""
+        books = self._scheduler.cache.adapters
+        if books is None or not books.is_shared or group:
+            return []
+        held = {id(each): each for each in [*books._resident.values(), *(left for _, left in books._leaving)]}
+        for siblings in self._scheduler.roster.requests.values():
+            held |= {id(each.kv.resident): each.kv.resident for each in siblings if each.kv.resident is not None}
+        return [block for each in held.values() if each.users for block in each.blocks]
+
+    def _check_users(self) -> None:
+        """Whoever runs has its adapter, and nobody else; slots have one adapter each, or none."""
+        books, roster = self._scheduler.cache.adapters, self._scheduler.roster
+        if books is None:
+            return
+        having = [(each, each.kv.resident) for siblings in roster.requests.values() for each in siblings]
+        users = Counter(id(held) for _, held in having if held is not None)
+        users.update(id(held) for _, held in books._leaving)
+        for sequence, held in having:
+            wanted = sequence.request.adapter if sequence.row is not None else None
+            if (None if held is None else held.name) != wanted or (
+                held is not None and sequence.adapter_slot != held.slot
+            ):
+                raise Broken("adapters", f"{_name(sequence)} wants {wanted} and has {held}")
+        for held in [*books._resident.values(), *(held for _, held in having if held is not None)]:
+            if held.users != users[id(held)]:
+                raise Broken("adapters", f"{held} has {users[id(held)]} users")
+        slots = [each.slot for each in books._resident.values()]
+        if sorted([*slots, *books._free_slots]) != list(range(len(oracle.ADAPTERS))):
+            raise Broken("adapters", f"slots {slots} are taken and {books._free_slots} free")
+        idle = books.pool.num_blocks - books.pool.num_available
+        if not books.is_shared and idle != sum(
+            len(each.blocks)
+            for each in {
+                id(e): e
+                for e in [
+                    *books._resident.values(),
+                    *(held for _, held in having if held is not None),
+                    *(held for _, held in books._leaving),
+                ]
+            }.values()
+            if each.users
+        ):
+            raise Broken("adapters", f"{idle} blocks of adapters are used")
+
     def _check_pool(self, group: int) -> None:
         """Whoever nobody owns is free or cached, once; a cached one is named, a free one is not."""
         pool, named, owners = (
@@ -117,6 +166,11 @@ class Books:
             self._scheduler.cache._node_of[group],
             self._owners[group],
         )
+        books = self._scheduler.cache.adapters
+        if books is not None and books.is_shared and not group:
+            if not named.keys().isdisjoint(books._owners):
+                raise Broken("names", f"blocks {named.keys() & books._owners.keys()} have a prefix and an adapter")
+            named = {**named, **books._owners}  # type: ignore[dict-item]
         state = (owners, pool._free, [*pool._cached], [*named], pool._named)
         if state == self._pools[group]:
             return
@@ -168,9 +222,14 @@ class Books:
         links = self._links.get(node)
         if links is None:
             parent = node.parent
-            head = oracle.ROOT if parent is None or not parent.key else self._links_of(parent)[-1]
+            top = parent is None or not parent.key
+            head = self._root_of(parent) if top else self._links_of(parent)[-1]
             links = self._links[node] = oracle.chain(array("i", node.key), head)
         return links
+
+    def _root_of(self, top: PrefixNode | None) -> int:
+        cache = self._scheduler.cache
+        return oracle.root(cache.tree._name_of[top][1] if top is not None and cache.adapters is not None else None)
 
     # --- rows
 

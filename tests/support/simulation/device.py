@@ -19,13 +19,14 @@ from itertools import repeat
 from headrace.clock import VirtualClock
 from headrace.engine.executor import ExecutorInfo, Ticket
 from headrace.engine.keyed_hash import Links, _HashRow, _mix
-from headrace.request import StepPlan, StepResult
-from headrace.spec import KVGroup, KVKind, KVSpec
+from headrace.request import NO_SLOT, StepPlan, StepResult
+from headrace.spec import AdapterSpace, KVGroup, KVKind, KVSpec
 from tests.support.hash_engine import CheckedExecutor
 from tests.support.simulation.broken import Broken
-from tests.support.simulation.oracle import VOCAB
+from tests.support.simulation.oracle import ADAPTERS, VOCAB, root
 from tests.support.simulation.schedule import Setting
 
+ADAPTER = -1  # whoever reads one: no request
 UNUSABLE = "the logits of this row were not finite"
 
 Touched = list[dict[int, int]]  # of a step, by group: block → the request that it is read or written for
@@ -54,6 +55,7 @@ def info_of(setting: Setting) -> ExecutorInfo:
         "none (keyed hash)",
         padded=setting.padded,
         max_drafts=setting.drafts,
+        adapters=AdapterSpace(len(ADAPTERS), setting.adapters, setting.own_blocks) if setting.adapters else None,
     )
 
 
@@ -117,6 +119,7 @@ class Device(CheckedExecutor):
         self.result: StepResult | None = None  # its result
         self._accounts: dict[int, _Account] = {}  # by row
         self._only: dict[int, int] = {}  # row → what it said that its tokens may be
+        self._adapters.update(ADAPTERS)
 
     @property
     def broken(self) -> bool:
@@ -172,10 +175,14 @@ class Device(CheckedExecutor):
             raise Broken("logits", f"{scored} positions are scored, {setting.logits_rows} may be")
 
     def _apply(self, plan: StepPlan) -> None:
+        self._judge_adapters(plan)
+        coming = {slot: (name, blocks) for slot, name, blocks in plan.adapters}
         for new in plan.rows_added:
             kept = self._accounts.get(new.row) if new.row in self._rows and new.row not in plan.rows_dropped else None
             self._accounts[new.row] = _Account(
-                [[] for _ in self._specs], self._key, computed=kept.computed if kept else None
+                [[] for _ in self._specs],
+                root(None if new.adapter_slot == NO_SLOT else {**self._slots, **coming}[new.adapter_slot][0]),
+                computed=kept.computed if kept else None,
             )
             self._only.pop(new.row, None)
             if new.params.allowed_token_ids is not None:
@@ -184,6 +191,17 @@ class Device(CheckedExecutor):
         for group, target in zip(plan.copy_group, plan.copy_target, strict=True):
             self.written[group].add(target)
             self.unusable.discard((group, target))
+
+    def _judge_adapters(self, plan: StepPlan) -> None:
+        """Blocks that one is brought into are read by no step in flight."""
+        for _, name, blocks in plan.adapters:
+            for other, touched in self.in_flight:
+                if not self._setting.own_blocks and other is not plan and not touched[0].keys().isdisjoint(blocks):
+                    raise Broken(
+                        "in flight", f"adapter {name} comes into {blocks}, some of which step {other.step_id} uses"
+                    )
+            if not self._setting.own_blocks:
+                self.written[0].update(blocks)
 
     def _execute(self, plan: StepPlan) -> list[Links]:
         if self._broken:
@@ -264,6 +282,8 @@ class Device(CheckedExecutor):
             touched[group].update(dict.fromkeys(blocks, who))
             self.written[group].update(own)
             seen.append((first, blocks))
+        if row.new.adapter_slot != NO_SLOT and not self._setting.own_blocks:
+            touched[0].update(dict.fromkeys(self._slots[row.new.adapter_slot][1], ADAPTER))
         return seen
 
     def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, Sequence[int]]) -> StepResult:

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from headrace.scheduler.policies import POLICIES
-from tests.support.simulation.oracle import VOCAB, Line, chain
+from tests.support.simulation.oracle import ADAPTERS, VOCAB, Line, chain
 from tests.support.simulation.schedule import (
     TURN,
     Abort,
@@ -45,12 +45,20 @@ def draw(seed: int, events: int = 500, policy: str | None = None) -> Schedule:
     rng = random.Random(seed)
     setting = draw_setting(rng, policy)
     schedule = Schedule(f"seed {seed}, {events} events", setting, _Story(rng, setting, events).write())
+    if setting.adapters:
+        rng = random.Random(f"adapters of {schedule.name}")
+        adapted = (_with_adapter(rng, event) if isinstance(event, Add) else event for event in schedule.events)
+        schedule = replace(schedule, events=tuple(adapted))
     if seed % BY_LENGTH:
         return schedule
     rng = random.Random(schedule.name)
     return replace(
         schedule, events=tuple(_by_length(rng, event) if isinstance(event, Add) else event for event in schedule.events)
     )
+
+
+def _with_adapter(rng: random.Random, event: Add) -> Add:
+    return Add(event.number, _with(event.asked, {"adapter": rng.choice((None, *ADAPTERS))}))
 
 
 def _by_length(rng: random.Random, event: Add) -> Add:
@@ -92,6 +100,8 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
         drafts=own.choice((0, 0, 1, 2, 4, 7)),
         acceptance=own.choice((0.0, 0.4, 0.7, 0.9, 1.0)),
         automatic=own.random() < 0.4,
+        adapters=own.choice((0, 0, 1, 2, 3)),
+        own_blocks=own.choice((0, 0, 0, 9)),
         step_seconds=step_seconds,
         settled=mostly(0.5),
         journalled=mostly(0.1),

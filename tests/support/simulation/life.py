@@ -19,8 +19,10 @@ from pathlib import Path
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
+from headrace.engine.keyed_hash import adapter_blocks
 from headrace.request import Request, SequenceOutput, StepPlan
 from headrace.sampling_params import Expectations, RepetitionDetection, SamplingParams, StructuredOutputs
+from headrace.scheduler.events import AddRequest
 from tests.support.journal import Journal, replay
 from tests.support.rows import rebuild_rows
 from tests.support.simulation import oracle
@@ -101,6 +103,21 @@ def _kind(error: Exception) -> str:
     return f"{type(error).__name__} in {frames[-1].name if frames else '?'}"
 
 
+class _Desk:
+    """All adapters are in host memory."""
+
+    busy, waiting, names, num_held, num_loads = False, (), oracle.ADAPTERS, len(oracle.ADAPTERS), 0
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def begin(self, request: Request) -> None:
+        self._core._events.append(AddRequest(request, adapter_blocks(request.adapter or "")))
+
+    def drop(self, request_id: int) -> None:
+        pass
+
+
 class Life:
     """See the module."""
 
@@ -108,7 +125,7 @@ class Life:
         self.setting = setting
         self.clock = JumpingClock(1e6)
         self.device = Device(setting, self.clock, self._rows_told)
-        self.masks = HashMasks(self._grammar_of, self._arrived)
+        self.masks = HashMasks(self._grammar_of, self._arrived, adapted=setting.adapters > 0)
         self.forecast = Forecast(setting) if setting.forecast else None
         self.plans: list[StepPlan] = []  # where there is a journal
         self.core = self._create_core()
@@ -118,15 +135,18 @@ class Life:
         self.turns = 0
         self.began = 0.0  # the last turn, on the clock
         self.seen: Counter[str] = Counter()
-        self.answers = Answers(setting, self.device, self.watch, self.core.scheduler.max_sequence_tokens, self.seen)
+        self.answers = Answers(setting, self.device, self.watch, self._limit_of, self.seen)
         self._trace = hashlib.sha256() if traced else None
 
     @property
     def trace(self) -> str:
         return self._trace.hexdigest() if self._trace is not None else ""
 
+    def _limit_of(self, asked: Asked) -> int:
+        return self.core.scheduler.roster.longest(asked.adapter)
+
     def _create_core(self) -> EngineCore:
-        return EngineCore(
+        core = EngineCore(
             self.device,
             scheduler=_scheduler_config(self.setting),
             cache=_cache_config(self.setting),
@@ -137,6 +157,11 @@ class Life:
             masks=self.masks,
             forecast=self.forecast,
         )
+        if (books := core.scheduler.cache.adapters) is not None:
+            core.adapters = _Desk(core)  # type: ignore[assignment]
+            for name in oracle.ADAPTERS:
+                books.expect(name, adapter_blocks(name))
+        return core
 
     # --- events
 
@@ -210,7 +235,9 @@ class Life:
 
     def _rebuild(self) -> None:
         if not self.core.scheduler.in_flight:
+            adapters = dict(self.device._slots)
             self.device.recover()
+            self.device._slots.update(adapters)
             rebuild_rows(self.core.scheduler)
             self.seen["rebuilds"] += 1
 
@@ -269,6 +296,7 @@ class Life:
         for new in plan.rows_added:
             self.watch.admitted(new.sequence_id)
         self.seen["drafts"] += sum(plan.drafts)
+        self.seen["adapters"] += len(plan.adapters)
         if plan.copy_source:
             self.seen["copies"] += len(plan.copy_source)
         if self.journal is not None:

@@ -15,18 +15,21 @@ from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.step_planner import MASK_SECONDS
 from headrace.sequence import Sequence as LiveSequence
 from tests.support.simulation.broken import hold
-from tests.support.simulation.oracle import WORDS, allowed, chain, forced, mask_words
+from tests.support.simulation.oracle import WORDS, allowed, chain, forced, mask_words, root
 
 REFUSAL = "the grammar cannot be followed"
 
 
 class HashMasks:
     """``arrived``: called with each request when it is handed over. ``turns_of(request_id)``: how long its grammar
-    takes; refused or not."""
+    takes; refused or not. ``adapted``: adapters change what a context's hash is."""
 
-    def __init__(self, turns_of: Callable[[int], tuple[int, bool]], arrived: Callable[[Request], None]) -> None:
+    def __init__(
+        self, turns_of: Callable[[int], tuple[int, bool]], arrived: Callable[[Request], None], *, adapted: bool
+    ) -> None:
         self._turns_of = turns_of
         self._arrived = arrived
+        self._adapted = adapted
         self._compiling: dict[int, tuple[Request, int]] = {}
         self._followed: set[int] = set()
         self._turn = 0
@@ -83,17 +86,21 @@ class HashMasks:
                 "masks",
                 f"request {sequence.request_id} has been forgotten and asks for a mask",
             )
-        paths = [(j, head) for j, sequence in wanted for head in _heads(sequence, drafts.get(j, ()))]
+        paths = [
+            (j, head) for j, sequence in wanted for head in _heads(sequence, self._head(sequence), drafts.get(j, ()))
+        ]
         return TokenMasks(tuple(j for j, _ in paths), WORDS, b"".join(mask_words(head) for _, head in paths))
 
     def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
-        runs = {j: forced(chain(s.token_ids)[-1]) for j, s in wanted if s.request.params.logprobs is None}
+        runs = {j: forced(self._head(s)) for j, s in wanted if s.request.params.logprobs is None}
         return {j: run for j, run in runs.items() if len(run) > 1}
 
+    def _head(self, sequence: LiveSequence) -> int:
+        return chain(sequence.token_ids, root(sequence.request.adapter if self._adapted else None))[-1]
 
-def _heads(sequence: LiveSequence, drafts: Sequence[int]) -> Iterator[int]:
+
+def _heads(sequence: LiveSequence, head: int, drafts: Sequence[int]) -> Iterator[int]:
     """What is known as a hash, and behind each draft that may stand there, as long as something may follow."""
-    head = chain(sequence.token_ids)[-1]
     yield head
     for token in drafts:
         fine, head = token in allowed(head) and token not in sequence.stop_ids, _mix(head, token)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from headrace.engine.keyed_hash import _mix  # shared with the executor on purpose; tables and rows are not
+from headrace.engine.keyed_hash import _mix, adapter_key  # shared with the executor on purpose; tables and rows are not
 from headrace.request import REPETITION, FinishReason
 from headrace.sampling_params import RepetitionDetection
 from tests.support.simulation.schedule import Asked
@@ -27,6 +27,14 @@ _FORKED = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 End = tuple[FinishReason, int | str | None]  # with its stop reason, or the message of an error
+
+
+ADAPTERS = ("one", "two", "three")
+
+
+def root(adapter: str | None) -> int:
+    """The hash of nothing: with an adapter that lies on the device it is another model's."""
+    return ROOT if adapter is None else _mix(ROOT, adapter_key(adapter))
 
 
 def chain(tokens: Sequence[int], head: int = ROOT) -> array[int]:

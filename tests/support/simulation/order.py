@@ -6,12 +6,14 @@ What lives here: watching. What may not: the promises (bounds.py), blocks and to
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from headrace.request import SequenceStatus
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sequence import Sequence
 from tests.support.simulation.bounds import BOUNDS, UNKNOWN, Came
 from tests.support.simulation.broken import Broken
+from tests.support.simulation.oracle import ADAPTERS
 from tests.support.simulation.schedule import Asked, Setting
 
 
@@ -20,6 +22,8 @@ class OrderWatch:
 
     def __init__(self, setting: Setting) -> None:
         self.bound = BOUNDS.get(setting.policy, UNKNOWN)
+        if 0 < setting.adapters < len(ADAPTERS):  # others pass one whose adapter may not be in the step
+            self.bound = replace(UNKNOWN, refuses=self.bound.refuses)
         self.live: dict[int, Came] = {}  # in order of arrival
         self.waiting: dict[int, Came] = {}  # of those, never admitted yet
         self._fresh: list[Came] = []  # which no step has met yet

@@ -32,7 +32,9 @@ class Setting:
     ``weighted``: one tenant has more weight than others. ``settled``: records are looked at as they should be after
     every event; else as they lie there, so that what is made up for late (plan_builder.py) stays late. ``journalled``:
     in the end a fresh scheduler must plan the same. ``drafts``: that the device proposes for a row, at most;
-    ``acceptance``: how often one is right; ``automatic``: how many is the scheduler's choice.
+    ``acceptance``: how often one is right; ``automatic``: how many is the scheduler's choice. ``adapters``: that may be
+    in one step; 0: they are names of prefixes, and nothing else; ``own_blocks``: that they lie in; 0: in those of the
+    first group.
     """
 
     depth: int = 0
@@ -54,6 +56,8 @@ class Setting:
     drafts: int = 0
     acceptance: float = 0.7
     automatic: bool = False
+    adapters: int = 0
+    own_blocks: int = 0
     step_seconds: float = 0.0
     settled: bool = True
     journalled: bool = False
