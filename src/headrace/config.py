@@ -320,6 +320,16 @@ class DeviceConfig:
     tensor_parallel_size: int = option(
         1, "number of devices that each layer is split across, one process each", flags=("-tp",), minimum=1
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "with several devices, each holds whole experts instead of a part of each; attention stays split",
+        technique=True,
+    )
+    expert_placement: str | None = option(
+        None,
+        "with --enable-expert-parallel: recorded routing to balance experts by, or the experts of each device (JSON)",
+        metavar="FILE",
+    )
     pipeline_parallel_size: int = option(
         1, "number of stages that the layers are distributed over, one process each", flags=("-pp",), minimum=1
     )
@@ -407,6 +417,10 @@ class DeviceConfig:
         if self.data_parallel_size > MAX_REPLICAS:
             raise ConfigError(
                 f"data_parallel_size is {self.data_parallel_size}; one server takes at most {MAX_REPLICAS} replicas."
+            )
+        if self.expert_placement is not None and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"expert_placement is {self.expert_placement!r}, but enable_expert_parallel is off; turn it on, or leave the placement out."
             )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1 and self.executor == "keyed-hash":

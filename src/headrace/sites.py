@@ -39,6 +39,7 @@ class Split(Enum):
     VOCABULARY = (
         "each has some tokens: their rows of an embedding, which are summed, or their logits, which are gathered"
     )
+    EXPERTS = "each holds some of its copies whole, and the results are summed onto the residual stream"
     NONE = "each holds it whole"
 
 
@@ -74,17 +75,17 @@ class Weight:
     @property
     def inner(self) -> int:
         """The width on the side away from the residual stream: what ranks share."""
-        return self.ins if self.split is Split.ROW else self.outs
+        return self.ins if self.role in (Role.OUTPUT, Role.DOWN) else self.outs
 
     @property
     def used(self) -> int:
-        """How many of its copies a token goes through."""
+        """How many of its copies a token goes through, on all ranks and perhaps on this one."""
         return 1 if self.moe is None else self.moe.top_k
 
     @property
     def multiplications(self) -> int:
-        """Of a token."""
-        return self.used * self.outs * self.ins
+        """Of a token, in the mean where its experts are on several ranks."""
+        return round(self.used * (1.0 if self.moe is None else self.moe.part) * self.outs * self.ins)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -105,7 +106,7 @@ class Weight:
     @property
     def stacked(self) -> tuple[int, ...]:
         """How many copies of it there are, in front of each tensor's shape."""
-        return () if self.moe is None else (self.moe.num_experts,)
+        return () if self.moe is None else (len(self.moe.experts),)
 
     @property
     def pieces(self) -> tuple[tuple[int, Format], ...]:
@@ -198,8 +199,9 @@ def _layer_weights(spec: DecoderSpec, index: int) -> Iterator[Weight]:
         yield Weight(at + "feed_forward.router", Role.ROUTER, index, (moe.num_experts,), hidden)
     inner, bias = (spec.intermediate_size, spec.mlp_bias) if moe is None else (moe.intermediate_size, False)
     up = (inner, inner) if spec.gated_mlp or moe is not None else (inner,)
-    yield Weight(at + "feed_forward.up", Role.UP, index, up, hidden, Split.COLUMN, bias, moe)
-    yield Weight(at + "feed_forward.down", Role.DOWN, index, (hidden,), inner, Split.ROW, bias, moe)
+    wide, narrow = (Split.COLUMN, Split.ROW) if moe is None or moe.held is None else (Split.EXPERTS, Split.EXPERTS)
+    yield Weight(at + "feed_forward.up", Role.UP, index, up, hidden, wide, bias, moe)
+    yield Weight(at + "feed_forward.down", Role.DOWN, index, (hidden,), inner, narrow, bias, moe)
     if spec.sandwich_norm:
         yield _norm(spec, at + "post_feed_forward_norm", index)
 

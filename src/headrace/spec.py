@@ -58,13 +58,35 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """An expert that a rank holds. Of ``copies`` on as many ranks it is number ``copy``, which computes every
+    ``copies``-th row of a step."""
+
+    expert: int
+    copy: int = 0
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class MoESpec:
-    """Sparse feed-forward: ``top_k`` of ``num_experts`` experts a token; router weights renormalised or not."""
+    """Sparse feed-forward: ``top_k`` of ``num_experts`` experts a token; router weights renormalised or not. ``held``:
+    what a rank has of the experts, if each has whole ones (parallel/placement.py); None: all of them, or a part of each."""
 
     num_experts: int
     top_k: int
     intermediate_size: int
     renormalize: bool
+    held: tuple[Held, ...] | None = None
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Whose weights are here, in the order in which they are stacked."""
+        return tuple(range(self.num_experts)) if self.held is None else tuple(each.expert for each in self.held)
+
+    @property
+    def part(self) -> float:
+        """Of all pairs of token and expert that are computed here, if tokens pick experts evenly."""
+        return 1.0 if self.held is None else sum(1.0 / each.copies for each in self.held) / self.num_experts
 
 
 @dataclass(frozen=True, slots=True)

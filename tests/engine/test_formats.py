@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace import LLM, SamplingParams
 from headrace.config import ModelConfig
@@ -363,26 +361,5 @@ def test_random_weights_of_a_quantised_model_are_weights(name: str, written: Cal
 
 
 def test_experts_in_one_tensor_as_gpt_oss_stores_them(tmp_path: Path) -> None:
-    """Rows of gate and up take turns; what its blocks mean is what transformers makes of them."""
-    plain = tiny.save("qwen3-moe", tmp_path / "plain")
-    stored, dense = (load_file(plain / "model.safetensors") for _ in range(2))
-    random = torch.Generator().manual_seed(0)
-    for layer, (word, parts) in itertools.product(
-        range(3), (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
-    ):
-        at = f"model.layers.{layer}.mlp.experts."
-        outs, ins = dense[f"{at}0.{parts[0]}.weight"].shape
-        blocks = torch.randint(0, 256, (8, len(parts) * outs, ins // 32, 16), dtype=torch.uint8, generator=random)
-        scales = torch.randint(122, 126, blocks.shape[:3], dtype=torch.uint8, generator=random)
-        meant = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-        stored |= {f"{at}{word}_blocks": blocks, f"{at}{word}_scales": scales}
-        for expert, (index, part) in itertools.product(range(8), enumerate(parts)):
-            del stored[f"{at}{expert}.{part}.weight"]
-            dense[f"{at}{expert}.{part}.weight"] = meant[expert, index :: len(parts)].contiguous()
-    (tmp_path / "packed").mkdir()
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
-    save_file(stored, tmp_path / "packed" / "model.safetensors")
-    save_file(dense, plain / "model.safetensors")
-    torch.testing.assert_close(logits(tmp_path / "packed"), logits(plain), rtol=1e-4, atol=1e-4)
+    folder, plain = quantised.write_stacked(tmp_path)
+    torch.testing.assert_close(logits(folder), logits(plain), rtol=1e-4, atol=1e-4)

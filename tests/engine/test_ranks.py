@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -15,15 +16,21 @@ import pytest
 import torch
 
 from headrace import LLM, LoRARequest, SamplingParams
+from headrace.config import DeviceConfig
 from headrace.errors import ConfigError, EngineDead
 from headrace.parallel import ranks
 from headrace.processes import child
+from headrace.spec import DecoderSpec
 from tests.support import adapters, modes, quantised, tiny
 from tests.support.forward import PagedRun, load_decoder
 from tests.support.ranks import Staged, ThreadGroup, load_share, together
 
 STEPS = ({"a": list(range(30)), "b": [7, 8, 9]}, {"a": [3], "b": [4]}, {"a": [5], "b": list(range(40, 52))})
 UNSHARED = ("gptq-act-order", "nf4", "nf4-nested")  # by inputs their parts are not stored apart
+WHOLE_FORMATS = (  # whose inputs' rounding, if any, does not depend on the split of attention
+    "fp8-blocks", "modelopt-fp8", "compressed-w4a16", "compressed-nvfp4", "compressed-mxfp4", "gptq-4", "awq", "stacked",
+)  # fmt: skip
+SPARSE = ("qwen3-moe", "qwen3-moe-mixed", "mixtral")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -43,6 +50,38 @@ def test_ranks_of_every_family_compute_what_one_does(tmp_path: Path, name: str, 
         for got, want in zip(found, wanted, strict=True):
             for sequence, logits in want.items():
                 torch.testing.assert_close(got[sequence], logits, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", SPARSE)
+def test_ranks_of_whole_experts_compute_what_one_does(tmp_path: Path, name: str, size: int) -> None:
+    """Neighbours together, even where the number does not divide; and with copies, of one expert on every rank."""
+    folder = tiny.save(name, tmp_path, tokenizer=False, hidden_size=96, num_attention_heads=12, num_key_value_heads=12)
+    alone = PagedRun(load_decoder(folder, max_model_len=64))
+    wanted = [alone.step(step, last=index == 1) for index, step in enumerate(STEPS)]
+    for path in (None, copies(tmp_path, alone.decoder.spec, size)):
+        device = DeviceConfig(tensor_parallel_size=size, enable_expert_parallel=True, expert_placement=path)
+
+        def run(group: ThreadGroup, device: DeviceConfig = device) -> list[dict[str, torch.Tensor]]:
+            paged = PagedRun(load_share(folder, group, device=device))
+            return [paged.step(step, last=index == 1) for index, step in enumerate(STEPS)]
+
+        for found in together(size, run):
+            for got, want in zip(found, wanted, strict=True):
+                for sequence, logits in want.items():
+                    torch.testing.assert_close(got[sequence], logits, rtol=1e-4, atol=2e-4)
+
+
+def copies(folder: Path, spec: DecoderSpec, ranks: int) -> str:
+    """A placement with the first expert everywhere, and the second on two ranks."""
+    layers = {}
+    for index, layer in enumerate(spec.layers):
+        if layer.moe is not None:
+            held = [[*range(rank, layer.moe.num_experts, ranks)] for rank in range(ranks)]
+            layers[index] = [sorted({0, *rank, *((1,) if at == 0 else ())}) for at, rank in enumerate(held)]
+    path = folder / "experts.json"
+    path.write_text(json.dumps({"experts": layers}), encoding="utf-8")
+    return str(path)
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
@@ -79,6 +118,29 @@ def test_ranks_of_a_quantised_checkpoint_compute_what_one_does_or_say_why_not(
         )
 
 
+@pytest.mark.parametrize("name", WHOLE_FORMATS)
+def test_ranks_of_whole_experts_in_formats_compute_what_one_does(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "stacked":
+        folder, _ = quantised.write_stacked(tmp_path)
+    else:
+        recipe = quantised.RECIPES[name]
+        gates = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(3)]
+        plain = {
+            key: [*(recipe.config.get(key) or ()), *gates] for key in ("modules_to_not_convert", "exclude_modules")
+        }
+        config = {**recipe.config, **(plain if recipe.config["quant_method"] in ("fp8", "modelopt") else {})}
+        own = replace(recipe, config=config, fields={"head_dim": 32, "intermediate_size": 128})
+        monkeypatch.setitem(quantised.RECIPES, name, own)  # type: ignore[arg-type]
+        folder, _ = quantised.write(name, tmp_path, model="mixtral")
+    device = DeviceConfig(tensor_parallel_size=2, enable_expert_parallel=True)
+    wanted = PagedRun(load_decoder(folder, max_model_len=64)).step(STEPS[0])
+    found = together(2, lambda group: PagedRun(load_share(folder, group, device=device)).step(STEPS[0]))
+    for sequence, logits in wanted.items():
+        torch.testing.assert_close(found[0][sequence], logits, rtol=1e-4, atol=2e-4)
+
+
 # --- as processes -----------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +161,35 @@ def test_no_mode_of_two_ranks_changes_an_answer(model: str, oracle: modes.Oracle
     check(model, oracle, seed, 2)
 
 
+@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
+def test_no_mode_of_two_ranks_of_whole_experts_changes_an_answer(model: str, oracle: modes.Oracle) -> None:
+    check(model, oracle, 3, 2, enable_expert_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "qwen3-moe-mixed"], indirect=True)
+@pytest.mark.parametrize("seed", range(300, 308))
+def test_no_mode_of_whole_experts_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
+    """On two or four ranks, which seed by seed are those of two stages too."""
+    check(model, oracle, seed, 2 + 2 * (seed % 2), 1 + seed // 4 % 2, enable_expert_parallel=True)
+
+
+def test_ranks_of_whole_experts_answer_with_adapters_and_drafts_as_one_does(tmp_path: Path) -> None:
+    made = tiny.create("mixtral", seed=3, vocab_size=319)
+    made.save_pretrained(tmp_path / "base")
+    lora = adapters.write(tmp_path / "one", made, targets=("q_proj", "o_proj"), seed=1)
+    asked = [LoRARequest("one"), None]
+
+    def answers(**more: Any) -> list[list[int]]:
+        drafts = {"method": "ngram", "num_speculative_tokens": 3}
+        keywords = {"lora_modules": [f"one={lora}"], "speculative_config": drafts, **more}
+        with ranked(str(tmp_path / "base"), **keywords) as llm:
+            found = llm.generate([[5, 9, 200, 31] * 5, [7, 8]], GREEDY, use_tqdm=False, lora_request=asked)
+        return [each.outputs[0].token_ids for each in found]
+
+    assert answers(enable_expert_parallel=True) == answers(tensor_parallel_size=1)
+
+
 @pytest.mark.parametrize("seed", (7,))
 def test_no_mode_of_two_stages_changes_an_answer(model: str, oracle: modes.Oracle, seed: int) -> None:
     check(model, oracle, seed, 1, 2)
@@ -116,11 +207,11 @@ def test_no_mode_of_ranks_changes_an_answer_at_length(model: str, oracle: modes.
     check(model, oracle, seed, 2 + 2 * (seed % 2))
 
 
-def check(model: str, oracle: modes.Oracle, seed: int, size: int, stages: int = 1) -> None:
+def check(model: str, oracle: modes.Oracle, seed: int, size: int, stages: int = 1, **more: Any) -> None:
     rng = random.Random(seed)
     cases = modes.draw_cases(rng, oracle.vocab_size, 4)
     mode = modes.draw_mode(rng, failing=False)
-    mode.keywords |= {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    mode.keywords |= {"tensor_parallel_size": size, "pipeline_parallel_size": stages, **more}
     mode.keywords |= {"batch_invariant": mode.keywords["batch_invariant"] and size == 2}
     for case, found in zip(cases, modes.run_trial(model, mode, cases, rng, poison=False), strict=True):
         if found is not None:
@@ -285,6 +376,8 @@ def test_what_cannot_be_shared_out_is_said_before_anything_starts(llama: str) ->
     begun = time.monotonic()
     with pytest.raises(ConfigError, match="--tensor-parallel-size is 3, but 4 attention heads do not divide by 3"):
         ranked(llama, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="--enable-expert-parallel is on, but this model has no experts"):
+        ranked(llama, enable_expert_parallel=True)
     with pytest.raises(ConfigError, match="--batch-invariant holds for sums of up to 2 ranks"):
         ranked(llama, tensor_parallel_size=4, batch_invariant=True)
     assert time.monotonic() - begun < 2

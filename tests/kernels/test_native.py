@@ -13,6 +13,7 @@ from headrace.kernels.attention import reference as attention_twins
 from headrace.kernels.moe import reference as moe_twins
 from headrace.kernels.norm import reference as norm_twins
 from headrace.spec import Activation
+from tests.support.expert_ranks import COPIED, UNEVEN, parts
 from tests.support.kernel_cases import DTYPES, PagedCase, assert_close, native
 
 
@@ -176,6 +177,23 @@ def test_moe_equals_its_twin(
     assert_close(
         native("moe", dtype=dtype, num_experts=experts, top_k=top_k)(*arguments), moe_twins.moe(*arguments), dtype
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 23])
+def test_ranks_of_whole_experts_add_up_to_all_of_them(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    x, router = torch.randn(tokens, 40).to(dtype), torch.randn(tokens, 6).to(dtype)
+    gate_up, down = ((torch.randn(shape) * 0.2).to(dtype) for shape in ((6, 72, 40), (6, 40, 36)))
+    rest = (2, True, Activation.SILU)
+    for layer in (UNEVEN, COPIED):
+        total = torch.zeros(x.shape)
+        for experts, places in parts(layer, 6):
+            arguments = (x, router, gate_up[experts], down[experts], *rest, places)
+            got = native("moe", dtype=dtype, num_experts=6, top_k=2, held=len(experts))(*arguments)
+            assert_close(got, moe_twins.moe(*arguments), dtype)
+            total += got
+        assert_close(total.to(dtype), moe_twins.moe(x, router, gate_up, down, *rest), dtype)
 
 
 def test_moe_reads_only_chosen_experts() -> None:

@@ -18,6 +18,7 @@ from headrace.quant.integers import AWQ, PackedIntegers
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
 from tests.support.codings import random_piece
+from tests.support.expert_ranks import COPIED, parts
 from tests.support.kernel_cases import assert_close
 
 EXPERTS, TOP_K, HIDDEN, INNER = 5, 2, 256, 160
@@ -73,3 +74,18 @@ def test_many_tokens_of_few_experts_fill_several_tiles() -> None:
     codings = tuple(each.form.rounded_coding for each in (*up, *down))
     moe = CodedMoe(ExpertFacts(torch.bfloat16, 2, 1, eights=(None, None), rounded=codings))
     assert_close(moe(x, router, up, down, 1, False, Activation.GELU), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.label)
+def test_ranks_of_whole_experts_equal_the_twin(form: Format) -> None:
+    torch.manual_seed(7)
+    x, router = torch.randn(9, HIDDEN).bfloat16(), torch.randn(9, EXPERTS + 1).bfloat16()
+    for experts, places in parts(COPIED, EXPERTS + 1):
+        up = [random_piece(form, INNER, HIDDEN, seed=seed, copies=len(experts)) for seed in (1, 2)]
+        down = [random_piece(form, HIDDEN, INNER, seed=3, copies=len(experts))]
+        want = packed_moe(x, router, up, down, TOP_K, True, Activation.SILU, places)
+        codings, eights = (
+            tuple(getattr(each.form, name) for each in (*up, *down)) for name in ("rounded_coding", "eight")
+        )
+        facts = ExpertFacts(torch.bfloat16, EXPERTS + 1, TOP_K, eights=eights, rounded=codings, held=len(experts))
+        assert_close(CodedMoe(facts)(x, router, up, down, TOP_K, True, Activation.SILU, places), want, torch.bfloat16)

@@ -11,6 +11,7 @@ import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fix
 from headrace.kernels.moe import reference
 from headrace.kernels.moe.triton_moe import Moe, _routed, tiles_for
 from headrace.spec import Activation
+from tests.support.expert_ranks import COPIED, UNEVEN, parts
 from tests.support.kernel_cases import TOLERANCE
 
 
@@ -53,6 +54,25 @@ def test_every_tile_of_uneven_experts_equals_the_twin(experts: int, batch_invari
     arguments = (x, router, gate_up, down, 2, True, Activation.SILU)
     got, want = Moe(batch_invariant, True)(*arguments).float(), reference.moe(*arguments).float()
     assert float((got - want).abs().max()) <= 2 * TOLERANCE[torch.bfloat16] * float(want.abs().max())
+
+
+@pytest.mark.parametrize("layer", [UNEVEN, COPIED], ids=["uneven", "copied"])
+@pytest.mark.parametrize("tokens", [1, 4, 23])
+def test_ranks_of_whole_experts_add_up_to_all_of_them(layer: tuple[tuple[int, ...], ...], tokens: int) -> None:
+    """Each as its twin; what no program wrote is not read."""
+    x, router, gate_up, down = inputs(tokens, torch.float32)
+    rest = (2, True, Activation.SILU)
+
+    def broken(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    total = torch.zeros_like(x)
+    for experts, places in parts(layer, 6):
+        arguments = (x, router, gate_up[experts], down[experts], *rest, places)
+        got, want = Moe(False, empty=broken)(*arguments), reference.moe(*arguments)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        total += got
+    torch.testing.assert_close(total, reference.moe(x, router, gate_up, down, *rest), atol=1e-5, rtol=1e-5)
 
 
 def test_equal_experts_are_taken_in_order_and_unchosen_ones_are_not_read() -> None:

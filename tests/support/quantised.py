@@ -9,6 +9,7 @@ means.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -339,3 +340,32 @@ def write(name: str, folder: Path, *, model: str = "llama", seed: int = 0) -> tu
     save_file({key: tensor.contiguous() for key, tensor in stored.items()}, quantised / "model.safetensors")
     save_file({key: tensor.contiguous() for key, tensor in dense.items()}, plain / "model.safetensors")
     return quantised, plain
+
+
+def write_stacked(folder: Path) -> tuple[Path, Path]:
+    """Experts in one tensor, as gpt-oss stores them: rows of gate and up take turns; what its blocks mean is what
+    transformers makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # slow
+
+    plain = tiny.save("qwen3-moe", folder / "plain")
+    stored, dense = (load_file(plain / "model.safetensors") for _ in range(2))
+    random = torch.Generator().manual_seed(0)
+    for layer, (word, parts) in itertools.product(
+        range(3), (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+    ):
+        at = f"model.layers.{layer}.mlp.experts."
+        outs, ins = dense[f"{at}0.{parts[0]}.weight"].shape
+        blocks = torch.randint(0, 256, (8, len(parts) * outs, ins // 32, 16), dtype=torch.uint8, generator=random)
+        scales = torch.randint(122, 126, blocks.shape[:3], dtype=torch.uint8, generator=random)
+        meant = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+        stored |= {f"{at}{word}_blocks": blocks, f"{at}{word}_scales": scales}
+        for expert, (index, part) in itertools.product(range(8), enumerate(parts)):
+            del stored[f"{at}{expert}.{part}.weight"]
+            dense[f"{at}{expert}.{part}.weight"] = meant[expert, index :: len(parts)].contiguous()
+    (folder / "packed").mkdir()
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "packed" / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / "packed" / "model.safetensors")
+    save_file(dense, plain / "model.safetensors")
+    return folder / "packed", plain

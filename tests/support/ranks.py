@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from headrace.config import DeviceConfig
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
 from headrace.models import families
@@ -24,6 +25,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.loader import load_weights
 from headrace.models.weight_rules import ignored_keys, weight_rules
 from headrace.parallel.group import side_by_side
+from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import cuts, share
 from headrace.parallel.stages import split_layers
 from headrace.spec import attention_groups
@@ -99,10 +101,12 @@ class Staged:
         return hidden
 
 
-def load_share(folder: Path, group: ThreadGroup, *, max_model_len: int = 64) -> Decoder:
-    """As ``load_decoder``, what one rank holds of it."""
+def load_share(
+    folder: Path, group: ThreadGroup, *, max_model_len: int = 64, device: DeviceConfig | None = None
+) -> Decoder:
+    """As ``load_decoder``, what one rank holds of it. ``device``: where ranks hold whole experts."""
     whole = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    mine = share(whole, group.size)
+    mine = share(whole, group.size, None if device is None else held_experts(whole, device, group.rank))
     decoder = Decoder(
         mine, kernels=Kernels(CPU), dtype=torch.float32, device=CPU, max_model_len=max_model_len, group=group
     )

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace.cost.links import Link, traffic_of
-from headrace.cost.popularity import touched_experts
+from headrace.cost.popularity import share_of_rows, touched_experts
 from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
 from headrace.sites import Role, Split, Weight, head, matrices, weights
-from headrace.spec import DecoderSpec, KVSpec, MoESpec, PoolHead
+from headrace.spec import DecoderSpec, Held, KVSpec, MoESpec, PoolHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class CostModel:
             sum(held for _, held, _ in self._dense),
             sum(flops for _, _, flops in self._dense),
         )
-        self._experts = _expert_operators(spec, weight_bytes)
+        self._experts = _expert_operators(spec, weight_bytes, self._popularity)
         site = head(spec)
         self._head = site.label, site.num_bytes(weight_bytes), _flops([site])
         if spec.pooling is not None and spec.pooling.head is not PoolHead.TOKENS:
@@ -234,11 +234,9 @@ class CostModel:
         return (decode, decode_flops), (prompts, prompt_flops)
 
     def _expert_bytes(self, op: _Experts, tokens: int) -> float:
-        return (
-            op.num_layers
-            * op.expert_bytes
-            * touched_experts(op.spec.num_experts, op.spec.top_k, tokens, self._popularity)
-        )
+        moe = op.spec
+        touched = touched_experts(moe.num_experts, moe.top_k, tokens, self._popularity, moe.held)
+        return op.num_layers * op.expert_bytes * touched
 
     def costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
         """(name, bytes, FLOPs) of every operator in the floor."""
@@ -269,21 +267,29 @@ def _dense_operators(spec: DecoderSpec, weight_bytes: float) -> list[tuple[str, 
     return [(name, sum(site.num_bytes(weight_bytes) for site in sites), _flops(sites)) for name, sites in found.items()]
 
 
-def _expert_operators(spec: DecoderSpec, weight_bytes: float) -> tuple[_Experts, ...]:
-    """Sparse layers, grouped by shape."""
+def _expert_operators(spec: DecoderSpec, weight_bytes: float, popularity: tuple[float, ...]) -> tuple[_Experts, ...]:
+    """Sparse layers, grouped by shape, and by which experts a rank holds if it matters which."""
     found: dict[MoESpec, list[Weight]] = {}
     for site in matrices(spec):
         if site.moe is not None:
-            found.setdefault(site.moe, []).append(site)
+            found.setdefault(site.moe if popularity else _like(site.moe), []).append(site)
     return tuple(
         _Experts(
             moe,
             len(sites) // 2,
-            sum(site.num_bytes(weight_bytes) for site in sites) / len(sites) * 2 / moe.num_experts,
-            _flops(sites),
+            sum(site.num_bytes(weight_bytes) for site in sites) / len(sites) * 2 / len(moe.experts),
+            _flops(sites) * share_of_rows(moe.num_experts, moe.top_k, popularity, moe.held) / moe.part,
         )
         for moe, sites in found.items()
     )
+
+
+def _like(moe: MoESpec) -> MoESpec:
+    """With as many experts, and as many copies of them, whichever they are."""
+    if moe.held is None:
+        return moe
+    copies = sorted(each.copies for each in moe.held)
+    return replace(moe, held=tuple(Held(index, copies=each) for index, each in enumerate(copies)))
 
 
 def _flops(sites: Sequence[Weight]) -> float:
@@ -300,5 +306,9 @@ def _norm_elements(spec: DecoderSpec) -> int:
 
 def _activation_elements(spec: DecoderSpec) -> int:
     """Elements per token that pass between unfused operators, written once and read once, over all layers."""
-    between = sum(site.used * site.inner for site in matrices(spec) if site.split is not Split.NONE)
+    between = sum(
+        int(site.used * site.inner * (1.0 if site.moe is None else site.moe.part))
+        for site in matrices(spec)
+        if site.split is not Split.NONE
+    )
     return 2 * between + 8 * spec.num_layers * spec.hidden_size  # and two norms with their residual sums

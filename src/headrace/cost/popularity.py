@@ -19,22 +19,47 @@ from pathlib import Path
 from typing import Annotated
 
 from headrace.errors import ConfigError
+from headrace.spec import Held
 
 _ROUNDS = 200  # of bisection: to the last bit of a float
 MOST_SKEW = 10.0
 
 
-def touched_experts(num_experts: int, top_k: int, tokens: int, popularity: Sequence[float] = ()) -> float:
-    """Distinct experts that ``tokens`` tokens touch. ``popularity``: one weight per expert, in any order and unit;
-    empty: all equal."""
-    if not popularity:
+def touched_experts(
+    num_experts: int,
+    top_k: int,
+    tokens: int,
+    popularity: Sequence[float] = (),
+    held: tuple[Held, ...] | None = None,
+) -> float:
+    """Distinct experts that ``tokens`` tokens touch. ``popularity``: one weight per expert, in any unit; empty: all
+    equal. ``held``: of those that a rank has, each with its part of the tokens; None: of all."""
+    if not popularity and held is None:
         return num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens)
-    return _touched(top_k, tokens, tuple(popularity))
+    return _touched(num_experts, top_k, tokens, tuple(popularity), held)
 
 
 @lru_cache(maxsize=4096)
-def _touched(top_k: int, tokens: int, popularity: tuple[float, ...]) -> float:
-    return sum(1.0 - (1.0 - each) ** tokens for each in picked(popularity, top_k))
+def _touched(
+    num_experts: int, top_k: int, tokens: int, popularity: tuple[float, ...], held: tuple[Held, ...] | None
+) -> float:
+    chances = _chances(num_experts, top_k, popularity, held)
+    return sum(1.0 - math.pow(1.0 - each, tokens / copies) for each, copies in chances)
+
+
+def share_of_rows(num_experts: int, top_k: int, popularity: Sequence[float], held: tuple[Held, ...] | None) -> float:
+    """Of all pairs of token and expert, those that a rank with these experts computes."""
+    return sum(each / copies for each, copies in _chances(num_experts, top_k, tuple(popularity), held)) / top_k
+
+
+def _chances(
+    num_experts: int, top_k: int, popularity: tuple[float, ...], held: tuple[Held, ...] | None
+) -> list[tuple[float, int]]:
+    """(how probably a token picks it, ranks that share its tokens) of each expert."""
+    chances = picked(popularity, top_k) if popularity else (top_k / num_experts,) * num_experts
+    if held is None:
+        return [(each, 1) for each in chances]
+    return [(chances[each.expert], each.copies) for each in held]
 
 
 @lru_cache(maxsize=64)

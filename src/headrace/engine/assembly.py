@@ -260,7 +260,5 @@ def _load(
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
     told: dict[str, Any] = {"device": device, "dtype": dtype, "promise": promise, "switches": switches}
-    recorder, profile = create_recorder(
-        source.config, executor.info, limits(), **told, ranks=config.device.tensor_parallel_size
-    )
+    recorder, profile = create_recorder(source.config, executor.info, limits(), **told, ranks=config.device)
     return config, executor, (*(() if found is None else (found,)), *pooled, *decisions, *loaded, profile), recorder

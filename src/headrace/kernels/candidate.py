@@ -140,12 +140,15 @@ class RopeFacts(HeadFacts):
 
 @dataclass(frozen=True, slots=True)
 class ExpertFacts(Facts):
+    """``held``: how many of the experts this rank has, where each has whole ones; None: all are here."""
+
     num_experts: int
     top_k: int
     formats: tuple[str, ...] = ()
     codings: tuple[Coding | None, ...] = ()
     eights: tuple[EightBits | None, ...] = ()
     rounded: tuple[Coding | None, ...] = ()  # codings where inputs may have to be rounded by row first
+    held: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ What lives here: the layer that holds them. What may not: routing and expert pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headrace.kernels.candidate import ExpertFacts
@@ -30,13 +32,15 @@ class SparseFeedForward(nn.Module):
         self.router = Linear(sites[Role.ROUTER], context)
         self.up, self.down = (_stacked(sites[role], context) for role in (Role.UP, Role.DOWN))
         self._spec = moe
+        self._places = places_of(moe, context.device)
         self._sum = None if context.group is None else context.group.all_reduce
         self._activation = activation
         forms = [form for role in (Role.UP, Role.DOWN) for form in sites[role].formats]
         formats = tuple(form.label for form in forms)
         codings, eights = tuple(form.coding for form in forms), tuple(form.eight for form in forms)
         rounded = tuple(form.rounded_coding for form in forms)
-        facts = ExpertFacts(context.dtype, moe.num_experts, moe.top_k, formats, codings, eights, rounded)
+        held = None if moe.held is None else len(moe.held)
+        facts = ExpertFacts(context.dtype, moe.num_experts, moe.top_k, formats, codings, eights, rounded, held)
         kernels = context.kernels
         self._moe: Callable[..., Tensor] = kernels.choose(PACKED_MOE, facts) if formats else kernels.choose(MOE, facts)
 
@@ -67,8 +71,21 @@ class SparseFeedForward(nn.Module):
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
         """Norm, this, and onto the stream. ``following``: the norm behind it."""
         spec, x = self._spec, stream.normed(norm)
-        y = self._moe(x, self.router.forward(x), self.up, self.down, spec.top_k, spec.renormalize, self._activation)
+        y = self._moe(
+            x, self.router.forward(x), self.up, self.down, spec.top_k, spec.renormalize, self._activation, self._places
+        )
         stream.pending = y if self._sum is None else self._sum(y)
+
+
+def places_of(moe: MoESpec, device: torch.device) -> Tensor | None:
+    """Where the experts that a rank holds lie among its weights, for each turn of the rows, [turns, experts] int32; -1:
+    on another rank."""
+    if moe.held is None:
+        return None
+    table = torch.full((math.lcm(*(each.copies for each in moe.held)), moe.num_experts), -1, dtype=torch.int32)
+    for place, each in enumerate(moe.held):
+        table[each.copy :: each.copies, each.expert] = place
+    return table.to(device)
 
 
 class Experts(nn.Module):

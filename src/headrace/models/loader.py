@@ -243,7 +243,8 @@ def _cut_copies(
     """Of a tensor [out, …] that holds rows ``first`` … of the whole: what belongs to the cut."""
     if target.dim() == 1 and not cut.bias:
         return
-    columns = (slice(cut.columns.start, cut.columns.stop),) if target.dim() > 1 else ()
+    columns = [slice(cut.columns.start, cut.columns.stop)] if target.dim() > 1 else []
+    columns += [slice(0, size) for size in shape[2:]]
     for place, rows in cut.pieces(first, shape[0]):
         box, turn = (rows, *columns), -1 if transpose else 1
         yield _Copy(key, target.narrow(0, place, rows.stop - rows.start), transpose, box[::turn], shape[::turn])

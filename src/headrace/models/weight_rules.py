@@ -106,6 +106,7 @@ def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
     found += [rf"model\.layers\.{spec.num_layers + index}\..*" for index in range(spec.foretelling)]
     found += [_OF_WHOLE] if spec.ranks > 1 else []
     found += _of_other_stages(spec)
+    found += _of_other_ranks(spec)
     found += _names(spec).ignored
     return (*found, _KV_SCALES) if is_plain(spec) else (*found, _KV_SCALES, _UNUSED_SCALES)
 
@@ -118,6 +119,18 @@ def _of_other_stages(spec: DecoderSpec) -> Iterator[str]:
     for weight in weights(replace(spec, held=None)) if spec.held is not None else ():
         if weight.layer is None and weight.name not in held and not weight.tied:
             yield from (rf"{re.escape(each)}\..*" for merged in _modules(names, weight) for each in merged)
+
+
+def _of_other_ranks(spec: DecoderSpec) -> Iterator[str]:
+    """Keys of experts that this rank does not hold; layers with the same ones have one pattern."""
+    names, layers = _names(spec), dict[str, list[str]]()
+    for index in spec.held_layers:
+        if (moe := spec.layers[index].moe) is not None and moe.held is not None:
+            others = "|".join(str(each) for each in range(moe.num_experts) if each not in moe.experts)
+            layers.setdefault(others, []).append(str(index))
+    for others, indices in layers.items():
+        (experts,) = names.words["experts"]
+        yield rf"{re.escape(names.layer)}\.({'|'.join(indices)})\.{re.escape(experts)}\.({others})\..*"
 
 
 def kv_scale_names(spec: DecoderSpec, layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -156,13 +169,16 @@ def rules_of(names: Names, weight: Weight, cut: Cut | None = None, at: str | Non
 
 
 def _stacked_rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
-    """All experts in one tensor, as in gpt-oss."""
+    """All experts in one tensor, as in gpt-oss; a rank takes its own out of it."""
+    assert weight.moe is not None
+    held, count = weight.moe.experts, weight.moe.num_experts
     word = "gate_up_proj" if weight.role is Role.UP else "down_proj"
     for index, each in weight.stored:
         source = f"{names.layer}.{weight.layer}.{names.words['experts'][0]}.{word}_{each.on_disk[0]}"
-        yield WeightRule(
-            f"{weight.name}.pieces.{index}.{each.name}", ((source,),), (*weight.stacked, *each.shape), stored=each
-        )
+        target, shape = f"{weight.name}.pieces.{index}.{each.name}", (*weight.stacked, *each.shape)
+        rows = tuple(range(expert, expert + 1) for expert in held)
+        cut = Cut(rows, range(each.shape[0]), (count, *each.shape), (count,), bias=True) if len(held) < count else None
+        yield WeightRule(target, ((source,),), shape, stored=each, cut=cut)
 
 
 def _packed_rules(modules: tuple[tuple[str, ...], ...], weight: Weight, cut: Cut | None) -> Iterator[WeightRule]:
@@ -195,7 +211,7 @@ def _modules(names: Names, weight: Weight, at: str | None = None) -> tuple[tuple
     if weight.moe is None:
         return (tuple(at + word for word in names.words[own]),)
     words, (experts,) = names.words[own.replace("feed_forward", "experts")], names.words["experts"]
-    return tuple(tuple(f"{at}{experts}.{expert}.{word}" for word in words) for expert in range(weight.moe.num_experts))
+    return tuple(tuple(f"{at}{experts}.{expert}.{word}" for word in words) for expert in weight.moe.experts)
 
 
 @dataclass(frozen=True, slots=True)

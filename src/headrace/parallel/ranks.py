@@ -26,6 +26,7 @@ from headrace import errors
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError
 from headrace.parallel import frames
+from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
 from headrace.parallel.stages import staged
 from headrace.processes.child import start
@@ -67,7 +68,8 @@ def begin_ranks(config: EngineConfig, spec: DecoderSpec, mark: str, lost: Callab
     before anything is started where the model cannot be shared out."""
     size = config.device.tensor_parallel_size
     for stage in range(config.device.pipeline_parallel_size):
-        share(staged(spec, config, stage * size), size)
+        part = staged(spec, config, stage * size)
+        share(part, size, held_experts(part, config.device, 0))
     if config.device.batch_invariant and size > 2:
         raise ConfigError(
             f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out."

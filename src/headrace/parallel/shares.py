@@ -5,6 +5,8 @@ What lives here: that arithmetic, and what does not divide. What may not: torch,
     q        | heads of rank 0 | heads of rank 1 | …       a column split: rows of [outs, ins], of each merged part
     k, v     | rank 0 | rank 1 | …                         where there are more ranks than KV heads, neighbours hold the
     same one
+    experts  | all of some         | all of others           with --enable-expert-parallel; else their inner values
+    are split
     output,    rank 0 | rank 1 | …                         a row split: columns of [outs, ins]; a bias is the first
     rank's alone
     down
@@ -14,16 +16,19 @@ What lives here: that arithmetic, and what does not divide. What may not: torch,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headrace.errors import ConfigError
 from headrace.sites import Split, Weight, is_plain, weights
-from headrace.spec import DecoderSpec
+from headrace.spec import DecoderSpec, Held
 
 if TYPE_CHECKING:
     from headrace.quant import Format
+
+
+_WHOLE = (Split.NONE, Split.EXPERTS)  # what a rank has of these it has whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +76,23 @@ class Cut:
             place += len(rows)
 
 
-def share(spec: DecoderSpec, ranks: int) -> DecoderSpec:
-    """What each of so many ranks computes. Raises ConfigError where that cannot be."""
+def share(spec: DecoderSpec, ranks: int, experts: Sequence[tuple[Held, ...]] | None = None) -> DecoderSpec:
+    """What each of so many ranks computes. ``experts``: those that one rank holds whole, by layer (placement.py); None:
+    each has a part of every expert. Raises ConfigError where that cannot be."""
     if ranks == 1:
         return spec
-    if problem := next(_problems(spec, ranks), None):
+    if problem := next(_problems(spec, ranks, whole_experts=experts is not None), None):
         raise ConfigError(f"--tensor-parallel-size is {ranks}, but {problem}. Choose another number of ranks.")
     layers = tuple(
         layer
         if layer.moe is None
-        else replace(layer, moe=replace(layer.moe, intermediate_size=layer.moe.intermediate_size // ranks))
-        for layer in spec.layers
+        else replace(
+            layer,
+            moe=replace(layer.moe, intermediate_size=layer.moe.intermediate_size // ranks)
+            if experts is None
+            else replace(layer.moe, held=experts[index]),
+        )
+        for index, layer in enumerate(spec.layers)
     )
     heads, kv_heads = spec.num_heads // ranks, max(1, spec.num_kv_heads // ranks)
     inner = spec.intermediate_size // ranks
@@ -96,7 +107,7 @@ def share(spec: DecoderSpec, ranks: int) -> DecoderSpec:
 def _unshared(whole: DecoderSpec, mine: DecoderSpec) -> Iterator[str]:
     """Matrices in a format of which a part is no matrix in it."""
     for weight, own in zip(weights(whole), weights(mine), strict=True):
-        if not weight.formats or weight.split is Split.NONE:
+        if not weight.formats or own.split in _WHOLE:
             continue
         cut = _cut(weight, own, 0, mine.ranks)
         for index, (outs, form) in enumerate(own.pieces):
@@ -127,7 +138,7 @@ def _scaled(held: range, size: int, of: int) -> range:
     return range(held.start * size // of, held.stop * size // of)
 
 
-def _problems(spec: DecoderSpec, ranks: int) -> Iterator[str]:
+def _problems(spec: DecoderSpec, ranks: int, *, whole_experts: bool) -> Iterator[str]:
     if spec.num_heads % ranks:
         yield f"{spec.num_heads} attention heads do not divide by {ranks}"
     if spec.num_kv_heads % ranks and ranks % spec.num_kv_heads:
@@ -135,7 +146,7 @@ def _problems(spec: DecoderSpec, ranks: int) -> Iterator[str]:
     if any(layer.moe is None for layer in spec.layers) and spec.intermediate_size % ranks:
         yield f"the feed-forward's {spec.intermediate_size} inner values do not divide by {ranks}"
     for moe in {layer.moe for layer in spec.layers if layer.moe is not None}:
-        if moe.intermediate_size % ranks:
+        if moe.intermediate_size % ranks and not whole_experts:
             yield f"an expert's {moe.intermediate_size} inner values do not divide by {ranks}"
     if spec.vocab_size < ranks:
         yield f"there are no more than {spec.vocab_size} tokens"
@@ -145,7 +156,7 @@ def cuts(whole: DecoderSpec, mine: DecoderSpec, rank: int) -> dict[str, Cut]:
     """What rank ``rank`` holds of every weight that is not everybody's, by the weight's name. ``mine``: of
     ``share``."""
     pairs = zip(weights(whole), weights(mine), strict=True)
-    return {all.name: _cut(all, own, rank, mine.ranks) for all, own in pairs if all.split is not Split.NONE}
+    return {all.name: _cut(all, own, rank, mine.ranks) for all, own in pairs if own.split not in _WHOLE}
 
 
 def _cut(whole: Weight, mine: Weight, rank: int, ranks: int) -> Cut:

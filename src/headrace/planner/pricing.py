@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.config import Decision, EngineConfig, resolve_kv_format
+from headrace.config import Decision, DeviceConfig, EngineConfig, resolve_kv_format
 from headrace.cost.calibrated import CalibratedSteps, Covered, best_calibrated
 from headrace.cost.cost_model import CostModel, StepLoad
+from headrace.cost.popularity import share_of_rows
 from headrace.cost.prices import FrontPrices, StepPrices
 from headrace.cost.prompt_shapes import PromptShapes, ShapeBounds
 from headrace.cost.run_facts import cascades, switches_of
@@ -25,6 +26,7 @@ from headrace.cost.sharing import SharedBlocks
 from headrace.engine.executor import ExecutorInfo
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
+from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
 from headrace.planner.devices import GIB, Device, known_devices
 from headrace.planner.steadiness import Disturbances
@@ -113,7 +115,7 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
             f"--pipeline-parallel-size is {config.device.pipeline_parallel_size}, but stages are not simulated so far; leave it out."
         )
     config, decisions = resolve_config(config, device.kind)
-    spec = share(spec, config.device.tensor_parallel_size)
+    spec = _busiest(spec, config.device, tuple(popularity))
     dtype = dtype_of(spec, config, device)
     cost_model, groups = cost_model_of(spec, config, device, dtype, popularity)
     return Priced(
@@ -125,6 +127,21 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
         groups,
         cost_model,
         choose_prices(device, config, cost_model, groups),
+    )
+
+
+def _busiest(spec: DecoderSpec, device: DeviceConfig, popularity: tuple[float, ...]) -> DecoderSpec:
+    """The share of the rank that all wait for: where ranks hold whole experts, the one with most rows."""
+    size = device.tensor_parallel_size
+    if held_experts(spec, device, 0) is None:
+        return share(spec, size)
+    return max(
+        (share(spec, size, held_experts(spec, device, rank)) for rank in range(size)),
+        key=lambda mine: sum(
+            share_of_rows(each.moe.num_experts, each.moe.top_k, popularity, each.moe.held)
+            for each in mine.layers
+            if each.moe is not None
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.config import Decision
+from headrace.config import Decision, DeviceConfig
 from headrace.cost.calibrated import SHIPPED, best_calibrated, find_calibrated, price_of
 from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.profile import (
@@ -39,6 +39,7 @@ from headrace.engine.executor import ExecutorInfo
 from headrace.errors import ConfigError
 from headrace.models import families
 from headrace.observe.metrics import StepRecorder
+from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
 from headrace.sites import count_bytes
 from headrace.spec import ELEMENT_BYTES, DecoderSpec
@@ -241,17 +242,20 @@ def create_recorder(
     dtype: str,
     promise: float | None = None,
     switches: Mapping[str, Any] | None = None,
-    ranks: int = 1,
+    ranks: DeviceConfig | None = None,
 ) -> tuple[StepRecorder, Decision]:
     """``limits``: of the ``device`` ("cpu" or "cuda"), as ``resolve_profile`` has them. ``dtype`` is the one weights
     are held in; ``promise``: seconds a step may take (--max-step-ms); ``switches``: as run_facts.py has them;
-    ``ranks``: of which the device is one."""
+    ``ranks``: of which the device is the first."""
     profile, decision = limits
-    energy = create_energy_meter(device, ranks).read
+    ranks = ranks or DeviceConfig()
+    size = ranks.tensor_parallel_size
+    energy = create_energy_meter(device, size).read
     if profile is None:
         return StepRecorder(promise=promise, energy=energy), decision
     groups = [group.spec for group in info.kv_groups]
-    spec = share(families.spec_from_config(model_config), ranks)
+    whole = families.spec_from_config(model_config)
+    spec = share(whole, size, held_experts(whole, ranks, 0))
     cost_model = CostModel(spec, groups, profile, weight_bytes=_bytes_a_weight(spec, info, dtype), dtype=dtype)
     # what prices were fitted with
     plain = CostModel(spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)

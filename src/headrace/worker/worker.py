@@ -52,6 +52,7 @@ from headrace.models.weight_rules import ignored_keys, weight_rules, with_format
 from headrace.observe.progress import waiting
 from headrace.parallel.group import Group
 from headrace.parallel.pipeline import Pipe
+from headrace.parallel.placement import explained, held_experts
 from headrace.parallel.shares import Cut, cuts, share
 from headrace.parallel.stages import staged
 from headrace.processes.builders import Builders
@@ -174,7 +175,13 @@ class Worker:
             setup = replace(setup, spec=staged(setup.spec, config, pipe.stage * ranks))
         self._whole = setup.spec
         if group is not None:
-            setup = replace(setup, spec=share(setup.spec, group.size))
+            experts = held_experts(self._whole, config.device, group.rank)
+            setup = replace(setup, spec=share(self._whole, group.size, experts))
+            if experts is not None:
+                self._formats = (
+                    *self._formats,
+                    Decision("expert placement", *explained(self._whole, config.device)),
+                )
             self._cuts = cuts(self._whole, setup.spec, group.rank)
         check_tree(config, setup.kv, setup.device)
         self._setup = setup = replace(setup, draft=resolve_draft(config, source, self._whole))

@@ -17,7 +17,7 @@ from headrace.kernels.candidate import EightBits
 from headrace.kernels.linear.around import Around, Fused
 from headrace.kernels.linear.packing import Codes, Coding, Packed
 from headrace.kernels.linear.reference import fused_linear
-from headrace.kernels.moe.reference import route
+from headrace.kernels.moe.reference import here, route
 from headrace.kernels.norm.reference import gated_activation, rms_norm
 from headrace.spec import Activation
 
@@ -148,12 +148,15 @@ def packed_moe(
     top_k: int,
     renormalize: bool,
     kind: Activation,
+    places: Tensor | None = None,  # [turns, E], int32
+    *,
     multiply: Multiply = widened,
 ) -> Tensor:
     """As ``moe``: each token's ``top_k`` experts, weighted. Returns [T, H]; other experts are not read."""
     weights, experts = route(router_logits, top_k, renormalize)
+    experts = here(experts, places)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(experts).tolist():
+    for expert in torch.unique(experts[experts >= 0]).tolist():
         tokens, choice = torch.where(experts == expert)
         both = torch.cat([multiply(x[tokens], piece, expert) for piece in gate_up], -1)
         inner = gated_activation(both.to(x.dtype), kind)

@@ -27,7 +27,7 @@ from headrace.kernels.moe import reference
 from headrace.sites import matrices
 from headrace.spec import Activation
 
-_SPARSE = Struct("@2i5q5P2q2i")  # the argument struct of the C file, field for field: i int, q int64, P pointer
+_SPARSE = Struct("@2i5q5P2q2iP2q")  # the argument struct of the C file, field for field: i int, q int64, P pointer
 
 
 def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
@@ -37,15 +37,17 @@ def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
     always = invariant or site.facts.dtype is torch.float16
 
     def few(
-        x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation
-    ) -> Tensor:
+        x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation,
+        places: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         x, router_logits, gate_up, down = rows_of(x), rows_of(router_logits), gate_up.contiguous(), down.contiguous()
         out = empty(x.shape, x.dtype, x.device)
         failed = function(
             _SPARSE.pack(
-                TYPES[x.dtype], ACTIVATIONS[kind], x.shape[0], x.shape[1], down.shape[2], gate_up.shape[0], top_k,
+                TYPES[x.dtype], ACTIVATIONS[kind], x.shape[0], x.shape[1], down.shape[2], num_experts, top_k,
                 x.data_ptr(), router_logits.data_ptr(), gate_up.data_ptr(), down.data_ptr(), out.data_ptr(),
                 x.stride(0), router_logits.stride(0), renormalize, invariant,
+                0 if places is None else places.data_ptr(), 1 if places is None else len(places), gate_up.shape[0],
             ),
             torch.get_num_threads(),
         )  # fmt: skip
@@ -54,12 +56,13 @@ def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
         return out
 
     def moe(
-        x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation
-    ) -> Tensor:
+        x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation,
+        places: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if always or x.shape[0] * top_k <= FEW_ROWS * num_experts:
-            return few(x, router_logits, gate_up, down, renormalize, kind)
+            return few(x, router_logits, gate_up, down, renormalize, kind, places)
         # many tokens an expert: torch's blocked product
-        return reference.moe(x, router_logits, gate_up, down, top_k, renormalize, kind)
+        return reference.moe(x, router_logits, gate_up, down, top_k, renormalize, kind, places)
 
     return moe
 
@@ -71,6 +74,11 @@ def _refuses(site: CallSite[ExpertFacts]) -> str | None:
     return None
 
 
+def _places(site: CallSite[ExpertFacts]) -> Tensor | None:
+    """Where ranks have whole experts: all of them are the first that is here."""
+    return None if site.facts.held is None else site.zeros(1, site.facts.num_experts, dtype=torch.int32)
+
+
 def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
     """A few tokens, then 4, 16 and 64 pairs an expert: what tiles are chosen by. Routing all to the same experts
     changes no launch."""
@@ -79,12 +87,13 @@ def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
     moe = up.moe
     assert moe is not None
     shapes = (each.tensors[each.name] for each in (up, down))
+    places = _places(site)
     # for all calls: the largest layer
     gate_up, narrow = (torch.empty(shape, dtype=site.facts.dtype, device=site.device) for shape in shapes)
 
     def compute(tokens: int) -> object:
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
-        return run(x, router, gate_up, narrow, moe.top_k, moe.renormalize, spec.activation)
+        return run(x, router, gate_up, narrow, moe.top_k, moe.renormalize, spec.activation, places)
 
     for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (4, 16, 64))):
         yield f"{tokens} tokens", partial(compute, min(tokens, sizes.max_num_batched_tokens))
@@ -113,17 +122,17 @@ def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
 
     def compute(tokens: int) -> object:
         wide = (
-            (empty(codings[0], up.outs, up.ins, site.device, gated=True, ordered=False, copies=moe.num_experts))
+            (empty(codings[0], up.outs, up.ins, site.device, gated=True, ordered=False, copies=len(moe.experts)))
             if codings[0]
             else None
         )
         narrow = (
-            (empty(codings[-1], down.outs, down.ins, site.device, gated=False, ordered=False, copies=moe.num_experts))
+            (empty(codings[-1], down.outs, down.ins, site.device, gated=False, ordered=False, copies=len(moe.experts)))
             if codings[-1]
             else None
         )
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
-        return run.computed(x, router, wide, narrow, moe.top_k, moe.renormalize, spec.activation)
+        return run.computed(x, router, wide, narrow, moe.top_k, moe.renormalize, spec.activation, _places(site))
 
     for tokens in (TOKENS, *(-(-pairs * moe.num_experts // moe.top_k) for pairs in (8, 32))):
         yield (

@@ -11,10 +11,12 @@
 typedef struct {
     int type, activation;
     int64_t tokens, hidden, inner, experts, top_k;
-    const char *x, *router, *gate_up, *down; /* [tokens, hidden], [tokens, experts], [experts, 2 inner, hidden], [experts, hidden, inner] */
+    const char *x, *router, *gate_up, *down; /* [tokens, hidden], [tokens, experts], [held, 2 inner, hidden], [held, hidden, inner] */
     char *out;                               /* [tokens, hidden] */
     int64_t x_row, router_row;               /* strides, elements; the others are contiguous */
     int renormalize, invariant;
+    const int32_t *places; /* [turns, experts]: of a token t, where in the weights each expert of its turn, t mod turns, lies; -1: on another rank; NULL: in order */
+    int64_t turns, held;   /* held: experts in the weights */
 } Sparse;
 
 typedef struct {
@@ -48,24 +50,28 @@ static void choose_experts(const Sparse *a, Routing *r, int64_t token) {
         kept += r->weight[j];
         r->scores[best] = -1.0f;
     }
-    if (a->renormalize)
-        for (int64_t j = token * a->top_k; j < (token + 1) * a->top_k; j++) r->weight[j] /= kept;
+    for (int64_t j = token * a->top_k; j < (token + 1) * a->top_k; j++) {
+        if (a->renormalize) r->weight[j] /= kept;
+        if (a->places) r->expert[j] = a->places[token % a->turns * a->experts + r->expert[j]];
+    }
 }
 
-/* Sorts the pairs by expert and gathers their tokens' rows. */
+/* Sorts the pairs by expert and gathers their tokens' rows; those of other ranks' experts have no place. */
 static void sort_pairs(const Sparse *a, Routing *r) {
     const int64_t pairs = a->tokens * a->top_k, line = a->hidden * size_of(a->type);
-    memset(r->start, 0, (a->experts + 1) * sizeof(int64_t));
-    for (int64_t i = 0; i < pairs; i++) r->start[r->expert[i] + 1]++;
+    memset(r->start, 0, (a->held + 1) * sizeof(int64_t));
+    for (int64_t i = 0; i < pairs; i++)
+        if (r->expert[i] >= 0) r->start[r->expert[i] + 1]++;
     r->num_active = 0;
-    for (int64_t e = 0; e < a->experts; e++) {
+    for (int64_t e = 0; e < a->held; e++) {
         if (r->start[e + 1]) r->active[r->num_active++] = e;
         r->start[e + 1] += r->start[e];
     }
-    for (int64_t i = 0; i < pairs; i++) r->place[i] = r->start[r->expert[i]]++;
-    for (int64_t e = a->experts; e > 0; e--) r->start[e] = r->start[e - 1];
+    for (int64_t i = 0; i < pairs; i++) r->place[i] = r->expert[i] >= 0 ? r->start[r->expert[i]]++ : -1;
+    for (int64_t e = a->held; e > 0; e--) r->start[e] = r->start[e - 1];
     r->start[0] = 0;
-    for (int64_t i = 0; i < pairs; i++) memcpy(r->rows + r->place[i] * line, a->x + i / a->top_k * a->x_row * size_of(a->type), line);
+    for (int64_t i = 0; i < pairs; i++)
+        if (r->place[i] >= 0) memcpy(r->rows + r->place[i] * line, a->x + i / a->top_k * a->x_row * size_of(a->type), line);
 }
 
 /* One chunk of columns of y = x . w[expert]^T over an expert's pairs. */
@@ -81,13 +87,13 @@ static void weighted_sum(const Sparse *a, const Routing *r, int64_t token) {
     for (int64_t i = 0; i < a->hidden; i += 16) {
         v16 sum = splat(0.0f);
         for (int64_t j = token * a->top_k; j < (token + 1) * a->top_k; j++)
-            sum += r->weight[j] * load_upto(r->answers + r->place[j] * a->hidden * size, i, a->hidden - i, a->type);
+            if (r->place[j] >= 0) sum += r->weight[j] * load_upto(r->answers + r->place[j] * a->hidden * size, i, a->hidden - i, a->type);
         store_upto(a->out + token * a->hidden * size, i, a->hidden - i, sum, a->type);
     }
 }
 
 static void compute(const Sparse *a, const Routing *r, int threads) {
-    const int64_t size = size_of(a->type), pairs = a->tokens * a->top_k;
+    const int64_t size = size_of(a->type), pairs = r->start[a->held];
     const int64_t wide_chunks = (2 * a->inner + CHUNK_N - 1) / CHUNK_N, down_chunks = (a->hidden + CHUNK_N - 1) / CHUNK_N;
 #pragma omp parallel num_threads(threads) if (threads > 1 && pairs * a->inner * a->hidden > 65536)
     {

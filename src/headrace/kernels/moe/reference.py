@@ -26,20 +26,31 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
     return weights, experts
 
 
+def here(experts: Tensor, places: Tensor | None) -> Tensor:
+    """Where the experts of each token, [T, top_k], lie on this rank; -1: on another. ``places`` [turns, E] int32 says so
+    for rows t with the same t mod turns; None: all are here, in their order."""
+    if places is None:
+        return experts
+    turn = torch.arange(len(experts), device=experts.device) % len(places)
+    return places.long()[turn.unsqueeze(1), experts]
+
+
 def moe(
     x: Tensor,  # [T, H]
     router_logits: Tensor,  # [T, E]
-    gate_up: Tensor,  # [E, 2I, H]
-    down: Tensor,  # [E, H, I]
+    gate_up: Tensor,  # [E, 2I, H], of experts that are here
+    down: Tensor,  # [E, H, I], likewise
     top_k: int,
     renormalize: bool,
     kind: Activation,
+    places: Tensor | None = None,  # [turns, E], int32
 ) -> Tensor:
     """Sparse feed-forward (Shazeer et al. 2017): each token's ``top_k`` experts, weighted. Returns [T, H]; other
-    experts are not read."""
+    experts are not read. With ``places`` (see ``here``), what this rank's experts contribute."""
     weights, experts = route(router_logits, top_k, renormalize)
+    experts = here(experts, places)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(experts).tolist():
+    for expert in torch.unique(experts[experts >= 0]).tolist():
         tokens, choice = torch.where(experts == expert)
         inner = gated_activation(F.linear(x[tokens], gate_up[expert]), kind)
         out.index_add_(0, tokens, F.linear(inner, down[expert]).float() * weights[tokens, choice].unsqueeze(1))

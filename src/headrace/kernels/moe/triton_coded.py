@@ -154,7 +154,7 @@ class CodedMoe:
 
     def __call__(
         self, x: Tensor, router_logits: Tensor, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix], top_k: int, renormalize: bool,
-        kind: Activation,
+        kind: Activation, places: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         up, narrow = list(gate_up), list(down)
         codings = self.facts.rounded
@@ -167,22 +167,25 @@ class CodedMoe:
             top_k,
             renormalize,
             kind,
+            places,
         )
 
     def computed(
-        self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation
-    ) -> Tensor:
+        self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation,
+        places: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """``up``, ``down``: the first expert's, behind which the others lie."""
-        (tokens, hidden), inner, experts, device = x.shape, down.ins, self.facts.num_experts, x.device
+        (tokens, hidden), inner, device = x.shape, down.ins, x.device
+        experts = self.facts.num_experts if self.facts.held is None else self.facts.held
         if not tokens:
             return torch.empty_like(x)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         out = self.empty((tokens, hidden), x.dtype, device)
         expanded = self.empty((tokens, top_k, inner), x.dtype, device)
         contracted = self.empty((tokens, top_k, hidden), x.dtype, device)
-        weights, counts, listed = _routed(logits, top_k, renormalize)
+        weights, counts, listed = _routed(logits, top_k, renormalize, places, experts)
         pairs = tokens * top_k
-        rows = next(rows for mean, rows in _TILES if pairs <= mean * experts)
+        rows = next(rows for mean, rows in _TILES if pairs <= mean * self.facts.num_experts)
         named: dict[str, Any] = {
             "EXPERTS": experts,
             "BLOCK_E": triton.next_power_of_2(experts),

@@ -19,16 +19,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.candidate import Empty, plainly_empty
-from headrace.kernels.moe.triton_routing import order_of, share_of
+from headrace.kernels.moe.triton_routing import order_of, place_of, share_of
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.spec import Activation
 
 
-@launchable()
+@launchable(do_not_specialize=["turns"])
 def _expand_few_kernel(
-    x_ptr, logits_ptr, weight_ptr, inner_ptr, weights_ptr, experts_ptr, x_row, logits_row, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+    x_ptr, logits_ptr, weight_ptr, inner_ptr, weights_ptr, experts_ptr, places_ptr, x_row, logits_row, turns,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
@@ -41,14 +42,17 @@ def _expand_few_kernel(
         own, total = tl.where(place == choice, best, own), total + share_of(best, BLOCK_E)
         order = tl.where(order == best, -1, order)
     expert = (BLOCK_E - 1 - own % BLOCK_E).to(tl.int32)
+    if PLACED:
+        expert = place_of(places_ptr, token, turns, expert, EXPERTS)
     if tl.program_id(0) == 0:
         weight = share_of(own, BLOCK_E)
         tl.store(weights_ptr + pair, weight / total if RENORMALIZE else weight)
         tl.store(experts_ptr + pair, expert)
     column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    end = tl.where(expert < 0, 0, HIDDEN) if PLACED else HIDDEN  # nothing to compute of another rank's pair
     gate_at = weight_ptr + expert.to(tl.int64) * (2 * INNER * HIDDEN) + column[:, None] * HIDDEN + step[None, :]
     gate, up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k in tl.range(0, HIDDEN, BLOCK_K, num_stages=STAGES):
+    for k in tl.range(0, end, BLOCK_K, num_stages=STAGES):
         there = (column < INNER)[:, None] & (k + step < HIDDEN)[None, :]
         x = tl.load(x_ptr + token * x_row + k + step, mask=k + step < HIDDEN, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(gate_at + k, mask=there, other=0.0).to(tl.float32) * x
@@ -75,7 +79,7 @@ def _contract_few_kernel(
         expert, share = tl.load(experts_ptr + pair).to(tl.int64), tl.load(weights_ptr + pair)
         weight_at = weight_ptr + expert * (HIDDEN * INNER) + column[:, None] * INNER + step[None, :]
         for k in tl.static_range(0, INNER, BLOCK_K):
-            there = (column < HIDDEN)[:, None] & (k + step < INNER)[None, :]
+            there = (column < HIDDEN)[:, None] & (k + step < INNER)[None, :] & (expert >= 0)
             x = tl.load(inner_ptr + pair * INNER + k + step, mask=k + step < INNER, other=0.0).to(tl.float32)
             total += tl.load(weight_at + k, mask=there, other=0.0).to(tl.float32) * (x * share)[None, :]
     out = tl.sum(total, 1).to(out_ptr.dtype.element_ty)
@@ -92,20 +96,22 @@ def moe_few(
     top_k: int,
     renormalize: bool,
     kind: Activation,
+    places: Tensor | None = None,
     empty: Empty = plainly_empty,
 ) -> Tensor:
     """The sparse feed-forward as triton_moe.py defines it. An expert's weights are read once for each token that takes
     it."""
-    (tokens, hidden), (num_experts, _, inner), device = x.shape, down.shape, x.device
+    (tokens, hidden), num_experts, inner, device = x.shape, router_logits.shape[1], down.shape[2], x.device
     pairs = tokens * top_k
     out = empty((tokens, hidden), x.dtype, device)
     expanded = empty((tokens, top_k, inner), x.dtype, device)
     weights = torch.empty(pairs, dtype=torch.float32, device=device)
     experts = torch.empty(pairs, dtype=torch.int32, device=device)
+    table, turns = (experts, 1) if places is None else (places, len(places))
     _expand_few_kernel[(triton.cdiv(inner, 8), pairs)](
-        x, router_logits, gate_up, expanded, weights, experts, x.stride(0), router_logits.stride(0),
+        x, router_logits, gate_up, expanded, weights, experts, table, x.stride(0), router_logits.stride(0), turns,
         EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize, HIDDEN=hidden, INNER=inner,
-        KIND=KINDS[kind], BLOCK_N=8, BLOCK_K=min(128, triton.next_power_of_2(hidden)), STAGES=4, PDL=False, num_warps=1,
+        KIND=KINDS[kind], BLOCK_N=8, BLOCK_K=min(128, triton.next_power_of_2(hidden)), STAGES=4, PLACED=places is not None, PDL=False, num_warps=1,
     )  # fmt: skip
     _contract_few_kernel[(triton.cdiv(hidden, 2), tokens)](
         expanded, down, out, weights, experts, TOP_K=top_k, HIDDEN=hidden, INNER=inner,

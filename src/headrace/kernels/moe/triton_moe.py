@@ -175,10 +175,10 @@ def _combine_kernel(
         gdc_wait()
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
-        x = tl.load(pairs_ptr + (token * TOP_K + choice) * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(
-            tl.float32
-        )
-        total += x * tl.load(weights_ptr + token * TOP_K + choice)
+        share = tl.load(weights_ptr + token * TOP_K + choice)
+        mine = column < tl.where(share == -1.0, 0, HIDDEN)  # -1: another rank's pair, which nothing was written of
+        x = tl.load(pairs_ptr + (token * TOP_K + choice) * HIDDEN + column, mask=mine, other=0.0).to(tl.float32)
+        total += x * share
     tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
     if PDL:
         gdc_launch_dependents()
@@ -229,7 +229,8 @@ class Moe:
 
     ``x`` [T, H], ``router_logits`` [T, E], ``gate_up`` [E, 2I, H], ``down`` [E, H, I], one type of float32, bfloat16,
     float16 → [T, H]. p = softmax over all experts in float32, of equals the lower index first, divided by their sum
-    with ``renormalize``. ``bulk``: the device has a copy engine (compute capability 9), which brings the weights; it
+    with ``renormalize``. With ``places`` [turns, E], e are those of this rank, whose weights are in ``gate_up`` and
+    ``down`` (reference.py, ``here``). ``bulk``: the device has a copy engine (compute capability 9), which brings the weights; it
     may read, but never uses, rows beside a column tile. The weights of other experts are not used.
     """
 
@@ -246,15 +247,18 @@ class Moe:
         top_k: int,
         renormalize: bool,
         kind: Activation,
+        places: Tensor | None = None,
     ) -> Tensor:
         x, router_logits = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (x, router_logits))
         gate_up, down = gate_up.contiguous(), down.contiguous()
         if x.shape[0] == 0:
             return torch.empty_like(x)
         if x.shape[0] <= _FEW and not self.batch_invariant:
-            return moe_few(x, router_logits, gate_up, down, top_k, renormalize, kind, self.empty)
-        tiles = tiles_for(x.dtype, x.shape[0] * top_k, down.shape[0], invariant=self.batch_invariant)
-        return moe_grouped(x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk, self.empty)
+            return moe_few(x, router_logits, gate_up, down, top_k, renormalize, kind, places, self.empty)
+        tiles = tiles_for(x.dtype, x.shape[0] * top_k, router_logits.shape[1], invariant=self.batch_invariant)
+        return moe_grouped(
+            x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk, places, self.empty
+        )
 
 
 def moe_grouped(
@@ -267,6 +271,7 @@ def moe_grouped(
     kind: Activation,
     tiles: Tiles,
     bulk: bool,
+    places: Tensor | None = None,
     empty: Empty = plainly_empty,
 ) -> Tensor:
     """As ``Moe``, with these tiles."""
@@ -274,7 +279,7 @@ def moe_grouped(
     out = empty((tokens, hidden), x.dtype, device)
     expanded = empty((tokens, top_k, inner), x.dtype, device)
     contracted = empty((tokens, top_k, hidden), x.dtype, device)
-    weights, counts, listed = _routed(router_logits, top_k, renormalize)
+    weights, counts, listed = _routed(router_logits, top_k, renormalize, places, num_experts)
     map_, product = _product(gate_up, tiles.expand, bulk)
     _expand_kernel[_grid(tokens * top_k, num_experts, tiles.expand.rows, triton.cdiv(inner, tiles.expand.columns))](
         x, gate_up, map_, expanded, counts, listed, x.stride(0), tokens, TOP_K=top_k, HIDDEN=hidden, INNER=inner, KIND=KINDS[kind], PDL=False,
@@ -322,16 +327,20 @@ def _product(weight: Tensor, tile: Tile, bulk: bool) -> tuple[Any, dict[str, Any
     }
 
 
-def _routed(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [T, top_k]; how many pairs each expert has [E]; which ones [E, T], in any order."""
+def _routed(
+    router_logits: Tensor, top_k: int, renormalize: bool, places: Tensor | None = None, held: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [T, top_k]; how many pairs each of the ``held`` experts has (None: of all); which ones [held, T], in any order."""
     (tokens, num_experts), device = router_logits.shape, router_logits.device
+    held = held or num_experts
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
-    listed = torch.empty((num_experts, tokens), dtype=torch.int32, device=device)
+    counts = torch.zeros(held, dtype=torch.int32, device=device)
+    listed = torch.empty((held, tokens), dtype=torch.int32, device=device)
+    table, turns = (counts, 1) if places is None else (places, len(places))
     _route_kernel[(tokens,)](
-        router_logits, weights, counts, listed, router_logits.stride(0), tokens, EXPERTS=num_experts,
+        router_logits, weights, counts, listed, table, router_logits.stride(0), tokens, turns, EXPERTS=num_experts,
         BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
-        PDL=False, num_warps=1 if num_experts <= 256 else 4,
+        PLACED=places is not None, PDL=False, num_warps=1 if num_experts <= 256 else 4,
     )  # fmt: skip
     return weights, counts, listed
 

@@ -33,11 +33,19 @@ def share_of(order, BLOCK_E: tl.constexpr):
     return (order // BLOCK_E).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@launchable(do_not_specialize=["room"])
+@triton.jit
+def place_of(places_ptr, token, turns, expert, EXPERTS: tl.constexpr):
+    """Where its expert lies on this rank, below 0: on another (reference.py, ``here``)."""
+    return tl.load(places_ptr + (token % turns) * EXPERTS + expert)
+
+
+@launchable(do_not_specialize=["room", "turns"])
 def _route_kernel(
-    logits_ptr, weights_ptr, counts_ptr, listed_ptr, row_stride, room, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, weights_ptr, counts_ptr, listed_ptr, places_ptr, row_stride, room, turns,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, RENORMALIZE: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The weight of a pair that is another rank's is -1."""
     token, choice = tl.program_id(0), tl.arange(0, BLOCK_K)
     if PDL:
         gdc_wait()
@@ -50,9 +58,13 @@ def _route_kernel(
         order = tl.where(order == best, -1, order)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, 0)
-    pair = token * TOP_K + choice
+    pair, mine = token * TOP_K + choice, choice < TOP_K
+    if PLACED:
+        chosen = place_of(places_ptr, token, turns, chosen, EXPERTS)
+        mine &= chosen >= 0
+        weights = tl.where(chosen >= 0, weights, -1.0)
     tl.store(weights_ptr + pair, weights, mask=choice < TOP_K)
-    rank = tl.atomic_add(counts_ptr + chosen, 1, mask=choice < TOP_K, sem="relaxed")
-    tl.store(listed_ptr + chosen.to(tl.int64) * room + rank, pair, mask=choice < TOP_K)
+    rank = tl.atomic_add(counts_ptr + chosen, 1, mask=mine, sem="relaxed")
+    tl.store(listed_ptr + chosen.to(tl.int64) * room + rank, pair, mask=mine)
     if PDL:
         gdc_launch_dependents()
