@@ -22,6 +22,7 @@ from headrace.kernels.linear.packing import Coding, Packed
 from headrace.kernels.norm.reference import gated_activation, rms_norm
 from headrace.quant import Format
 from headrace.quant.codes import Activations
+from headrace.quant.integers import PackedIntegers
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
 from tests.support.card import check, require_card
@@ -45,6 +46,9 @@ EIGHTS = (
     ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=Activations("fp8")),
     ScaledWeight("float8_e4m3fn", (128, 128), activations=Activations("fp8", group=128)),
     ScaledWeight("int8", (1, WHOLE), activations=Activations("int8")),
+    PackedIntegers(4, 128, zero=False, activations=Activations("int8")),
+    PackedIntegers(6, 128, zero=False, activations=Activations("int8")),
+    PackedIntegers(4, 128, activations=Activations("int8")),
 )
 
 
@@ -151,8 +155,8 @@ def gates(form: Format) -> None:
     fused = kernels.choose(*called("packed_fused_linear", dtype=torch.bfloat16, **facts))(pieces, None)
     product = kernels.choose(*called("packed_linear", dtype=torch.bfloat16, **facts))(pieces, None)
     name, ring = (
-        "w8a8" if form.eight else "codes",
-        form.eight is not None or (form.coding is not None and form.coding.ring),
+        "codes" if form.coding else "w8a8",
+        form.coding is None or (form.eight is None and form.coding.ring),
     )
     assert {choice.chosen for choice in kernels.choices} == {f"{name}_ring" if ring else name}
     x = torch.randn(16, ins, device=CUDA).bfloat16()
@@ -182,7 +186,8 @@ def composed(product: Callable[[torch.Tensor], torch.Tensor], pieces: list[Piece
         kernels.choose(*called(op, dtype=torch.bfloat16, **facts))(pieces, None)
         for op in ("normed_linear", "activated_linear")
     )
-    assert all(choice.chosen == "w8a8_ring" for choice in kernels.choices)
+    wanted = "codes" if any(facts["codings"]) else "w8a8_ring"
+    assert all(choice.chosen == wanted for choice in kernels.choices)
     for tokens in (1, 100, 1000):
         x, residual, gate, up = torch.randn(4, tokens, facts["in_features"], device=CUDA).bfloat16()
         y, total = rms_norm(x, x[0], 1e-5, residual)

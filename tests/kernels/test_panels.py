@@ -42,10 +42,15 @@ from tests.support.kernel_cases import assert_close, called
 CPU = torch.device("cpu")
 FP8 = "float8_e4m3fn"
 W8A8 = ScaledWeight("int8", (1, WHOLE), activations=Activations("int8"))
+INT8_INPUTS = Activations("int8")
+W4A8, W6A8 = (PackedIntegers(bits, 128, False, activations=INT8_INPUTS) for bits in (4, 6))
 FORMS: tuple[Format, ...] = (
     *(GGUFBlocks(kind) for kind in BLOCKS),
     GPTQ(2, 32), GPTQ(3, 64), GPTQ(4, 128, act_order=True), GPTQ(8, 0), AWQ(4, 128),
     PackedIntegers(4, 32), PackedIntegers(5, 0, False), PackedIntegers(6, 64), PackedIntegers(7, 32, False), PackedIntegers(8, 32),
+    W4A8, W6A8, PackedIntegers(4, 32, activations=INT8_INPUTS), PackedIntegers(3, 0, False, activations=INT8_INPUTS),
+    PackedIntegers(4, 64, act_order=True, activations=INT8_INPUTS), PackedIntegers(8, 0, activations=INT8_INPUTS),
+    PackedIntegers(4, 128, False, activations=Activations("int8", static=True)),
     ScaledWeight("int8", (1, WHOLE)), ScaledWeight("int8", (1, 64)), W8A8,
     ScaledWeight("int8", (1, WHOLE), activations=Activations("int8", static=True)),
     ScaledWeight(FP8, (32, 128)), ScaledWeight(FP8, (1, WHOLE), activations=Activations("fp8")),
@@ -75,7 +80,7 @@ def piece_of(form: Format, outs: int = 96, ins: int = 512, *stacked: int, dtype:
             and held.element_size() > 1
         ):
             held.data.mul_(torch.rand(held.shape, generator=random).to(held.dtype) + 0.5)
-        if name == "g_idx":
+        if name in ("g_idx", "weight_g_idx"):
             held.data = held.data[..., torch.randperm(ins, generator=random)]
     piece.finish_loading()
     return piece
@@ -167,7 +172,7 @@ def test_the_switch_leaves_inputs_as_they_are() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_pieces_of_several_formats_are_one_weight(dtype: torch.dtype) -> None:
     """With a bias, outputs that fill no panel, inputs that fill no block, strided rows, and shapes of any rank."""
-    forms = GGUFBlocks("Q8_0"), GGUFBlocks("Q4_0"), ScaledWeight(FP8, (1, WHOLE)), W8A8
+    forms = GGUFBlocks("Q8_0"), PackedIntegers(4, 32, activations=INT8_INPUTS), ScaledWeight(FP8, (1, WHOLE)), W8A8
     pieces = [piece_of(form, outs, 288, dtype=dtype) for form, outs in zip(forms, (33, 64, 7, 20), strict=True)]
     bias, twin = drawn(124, dtype=dtype), packed.packed_linear([*pieces], None)
     want = {rows: (twin(drawn(rows, 300, dtype=dtype)[:, :288].float()) + bias.float()) for rows in (1, 6, 40)}
@@ -190,7 +195,12 @@ def test_inputs_that_fill_no_block() -> None:
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [(GGUFBlocks("Q4_K"), torch.float32), (GGUFBlocks("Q4_K"), torch.bfloat16), (W8A8, torch.bfloat16)],
+    [
+        (GGUFBlocks("Q4_K"), torch.float32),
+        (GGUFBlocks("Q4_K"), torch.bfloat16),
+        (W8A8, torch.bfloat16),
+        (W4A8, torch.bfloat16),
+    ],
 )
 def test_rows_have_the_same_bits_in_any_company(form: Format, dtype: torch.dtype) -> None:
     chosen = "native" if dtype is torch.float32 else "integer"
@@ -322,15 +332,17 @@ def test_other_processors_compute_the_same(name: str, tmp_path: Path) -> None:
         NVFP4(inverse=True),
         PackedIntegers(3, 64),
         W8A8,
+        W4A8,
+        W6A8,
     ):
         piece, twin = piece_of(form, ins=256), piece_of(form, ins=256)
         assert panels.relaid(other, piece)
         weight = twin.dense(slice(0, 96), torch.float32)
         for rows in (1, 5):
             x = drawn(rows, 256)
-            inputs = twin.activated(x) if form is W8A8 else rounded(x)
+            inputs = twin.activated(x) if form in (W8A8, W4A8, W6A8) else rounded(x)
             assert_same(panels.PanelProduct(other, function, True, False, False)(x, piece, 0), inputs @ weight.t())
-            if form is not W8A8:
+            if form not in (W8A8, W4A8, W6A8):
                 assert_same(panels.PanelProduct(other, function, False, False, False)(x, piece, 0), x @ weight.t())
 
 

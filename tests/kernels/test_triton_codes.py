@@ -9,15 +9,20 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
-from headrace.kernels.candidate import Shape
+from headrace.kernels.candidate import CallSite, EightBits, Shape, WeightFacts
 from headrace.kernels.linear import coded, reference
 from headrace.kernels.linear.around import Around
-from headrace.kernels.linear.coded import CodedFused, CodedLinear, CodedProduct, lay
+from headrace.kernels.linear.candidates import _uncoded
+from headrace.kernels.linear.coded import TALL, CodedFused, CodedLinear, CodedProduct, lay
 from headrace.kernels.linear.coded_forms import ROWS, candidate_forms, forms_for
+from headrace.kernels.linear.eight_bits import Composed
 from headrace.kernels.linear.flat_forms import FLAT, Form
 from headrace.kernels.linear.flat_linear import make_scratch
+from headrace.kernels.norm.reference import rms_norm
+from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.layers.packed import Piece
 from headrace.quant import Format
+from headrace.quant.codes import Activations
 from headrace.quant.gguf import GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
 from headrace.quant.scaled import WHOLE, ScaledWeight
@@ -171,3 +176,77 @@ def test_every_shape_has_forms_that_fit(shape: Shape) -> None:
                 assert form.stages * (form.columns * 16 * coding.bits + form.rows * 256) <= 220_000, form
         for most in ROWS:
             assert all(form.rows == most for form in candidate_forms(shape, outs, coding, most))
+
+
+INT8_INPUTS = Activations("int8")
+ROUNDED = (
+    PackedIntegers(4, 128, zero=False, activations=INT8_INPUTS), PackedIntegers(6, 128, zero=False, activations=INT8_INPUTS),
+    PackedIntegers(3, 0, zero=False, activations=INT8_INPUTS), PackedIntegers(4, 128, activations=INT8_INPUTS),
+    PackedIntegers(7, 128, activations=INT8_INPUTS), PackedIntegers(8, 0, zero=False, activations=INT8_INPUTS),
+)  # fmt: skip
+
+
+def whole(product: CodedProduct) -> CodedProduct:
+    return replace(product, rounding=Rounding(EightBits("int8"), dealt=True))
+
+
+@pytest.mark.parametrize("form", ROUNDED, ids=lambda each: each.label)
+@pytest.mark.parametrize("kernel", [ONE, SHARED], ids=["whole", "shared"])
+def test_rounded_inputs_are_multiplied_by_whole_numbers(
+    form: PackedIntegers, kernel: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and with a norm, a sum and what the next norm wants: what the format means with inputs rounded by row."""
+    tests.support.triton_interpreter.shuffle_programs(monkeypatch, 3)
+    torch.manual_seed(5)
+    pieces = [random_piece(form, 160, 512)]
+    assert form.coding is not None and form.coding.whole and form.eight == EightBits("int8")
+    (found,), weight = products(pieces, kernel, bias=True)
+    product, x = whole(found), torch.randn(13, 512).bfloat16()
+    x[4] = 0
+    twin, inputs = reference.fused_linear(weight, product.bias), form.activated(x, {})
+    for around in (Around(), Around(residual=torch.randn(13, 160).bfloat16(), scale=torch.rand(160))):
+        got, want = CodedFused(product)(x, around), twin(inputs, around)
+        assert_close(got[0], want[0], torch.bfloat16)
+        if around.scale is not None:
+            assert got[1] is not None and got[2] is not None and want[1] is not None
+            assert_close(got[1], want[1], torch.bfloat16)
+            assert_close(got[2].sum(0), got[0].float().square().sum(1), torch.float32)
+    squares = torch.rand(70, 13) * 8
+    normed = (x.float() * torch.rsqrt(squares.sum(0) / 512 + 1e-5).unsqueeze(1)).bfloat16()
+    assert_close(CodedFused(product)(x, Around(squares, 1e-5))[0], product(normed), torch.bfloat16)
+
+
+def test_rounded_inputs_meet_gates_and_any_number_of_rows() -> None:
+    torch.manual_seed(6)
+    form = ROUNDED[0]
+    pieces = [random_piece(form, 96, 256, seed=seed) for seed in (7, 8)]
+    (found,), weight = products(pieces, SHARED, gated=True)
+    product, x = replace(whole(found), forms=((1000, TALL),)), torch.randn(130, 256).bfloat16()
+    inputs, around = form.activated(x, {}), Around(gate=Activation.SILU)
+    want = reference.fused_linear(weight, None)(inputs, around)[0]
+    assert_close(CodedFused(whole(found))(x[:5], around)[0], want[:5], torch.bfloat16)
+    y = (inputs.float() @ weight.T).bfloat16()
+    assert_close(product(x), y, torch.bfloat16)
+    residual, norm = torch.randn(130, 256).bfloat16(), torch.randn(256).bfloat16()
+    composed = Composed(whole(found).rounding or Rounding(EightBits("int8")), product.multiplied)
+    got, total = composed.normed(x, norm, 1e-5, residual)
+    normed, summed = rms_norm(x, norm, 1e-5, residual)
+    assert_close(got, (form.activated(normed, {}).float() @ weight.T).bfloat16(), torch.bfloat16)
+    assert torch.equal(total, summed) and product(x[:0]).shape == composed.multiplied(
+        x[:0].to(torch.int8), torch.ones(0, 1), torch.bfloat16
+    ).shape == (0, 192)
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (PackedIntegers(4, 32, zero=False, activations=INT8_INPUTS), "a scale for 128 and more"),
+        (PackedIntegers(8, 128, activations=INT8_INPUTS), "a scale for 128 and more"),
+        (PackedIntegers(4, 128, zero=False, activations=Activations("int8", static=True)), "by scales of their rows alone"),
+        (PackedIntegers(4, 128, zero=False, activations=Activations("int8", group=128)), "computes with codes in groups"),
+    ],
+    ids=["groups of 32", "8 bits with zeros", "static", "groups of inputs"],
+)  # fmt: skip
+def test_what_whole_numbers_cannot_mean_is_declined(form: PackedIntegers, why: str) -> None:
+    facts = WeightFacts(torch.bfloat16, 256, 96, formats=(form.label,), codings=(form.coding,), eights=(form.eight,))
+    assert why in str(_uncoded(CallSite("packed_linear", torch.device("cpu"), facts)))

@@ -273,6 +273,10 @@ RECIPES: Mapping[str, Recipe] = {
         inputs=_fp8_rows,
     ),
     "compressed-w4a16": Recipe(packed_integers, compressed("pack-quantized", _ints(4))),
+    "compressed-w4a8": Recipe(packed_integers, compressed("pack-quantized", _ints(4), _TOKEN), inputs=_int8_rows),
+    "compressed-w6a8": Recipe(
+        lambda w: packed_integers(w, 6, 0), compressed("pack-quantized", _ints(6, strategy="channel", group_size=None), _TOKEN), inputs=_int8_rows
+    ),
     "compressed-w8a16": Recipe(lambda w: packed_integers(w, 8, 0), compressed("pack-quantized", _ints(8, strategy="channel", group_size=None))),
     "compressed-zeros": Recipe(lambda w: packed_integers(w, zeros=True), compressed("pack-quantized", _ints(4, symmetric=False))),
     "compressed-ignore": Recipe(

@@ -53,6 +53,21 @@ def figures_of(coding: Coding, most: int, around: Around, *, ordered: bool = Fal
     return record(coded, ("_codes_kernel",), lambda: product.launch(form, x, around))["_codes_kernel"]
 
 
+def whole(coding: Coding, most: int, around: Around) -> dict[str, int]:
+    """Codes that int8 inputs multiply."""
+    gated = around.gate is not None
+    outs = 2048 if gated else 1024
+    forms = (*forms_for(Shape(1024, 2048, gated), outs, coding, 132, {}), (2**31, coded.TALL))
+    packed = empty(coding, outs, 2048, torch.device("cpu"), gated=gated, ordered=False)
+    scratch = make_scratch(Shape(outs, 2048), forms, "cpu")
+    rounding = Rounding(EightBits("int8"), dealt=True)
+    product = CodedProduct(packed, None, forms, scratch, programmatic=True, rounding=rounding)
+    codes, own, form = torch.zeros(1, 2048, dtype=torch.int8), torch.zeros(1, 1), product.form(most)
+    assert form is not None
+    launch = product._launch
+    return record(coded, ("_codes_kernel",), lambda: launch(form, codes, own, around, torch.bfloat16))["_codes_kernel"]
+
+
 def few_rows(form: Form, around: Around) -> dict[str, int]:
     gated = around.gate is not None
     shape, forms = Shape(1024, 2048, gated), ((64, form),)
@@ -107,6 +122,10 @@ def of_codes() -> dict[str, dict[str, int]]:
     for name in ("W4", "FP8", "Q4_K"):
         found |= {f"{name}, {rows} rows": figures_of(CODINGS[name], rows, PLACES["alone"]) for rows in (32, 64, 128)}
         found[f"{name}, widened"] = widened(CODINGS[name])
+    for name, rows, around in (
+        ("W4", 16, GATE), ("W4", 999, Around()), ("W4, zeros", 16, Around()), ("W6", 999, Around()),
+    ):  # fmt: skip
+        found[f"{name}, int8 inputs, {rows} rows"] = whole(CODINGS[name], rows, around)
     found["W4, in order, 16 rows"] = figures_of(Coding(4, zeros=True, ordered=True), 16, PLACES["alone"], ordered=True)
     return found
 

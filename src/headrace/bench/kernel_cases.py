@@ -270,6 +270,8 @@ class CaseMaker:
             yield lossless.Lossless()
         yield ScaledWeight("float8_e4m3fn", (1, WHOLE))
         yield ScaledWeight("int8", (1, WHOLE), activations=Activations("int8"))
+        if self.spec.intermediate_size % 128 == 0:
+            yield from (PackedIntegers(bits, 128, zero=False, activations=Activations("int8")) for bits in (4, 6))
         if self.spec.intermediate_size % 32 == 0:
             yield from (GGUFBlocks("Q8_0"), GGUFBlocks("Q4_0"))
         yield from self._coded_formats()

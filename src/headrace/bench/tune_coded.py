@@ -137,8 +137,10 @@ class EightBitRings(_Rings):
 def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
     """One for each table in which a quantized model's GEMMs are looked up."""
     formats = [form for site in matrices(spec) if site.moe is None for form in site.formats]
-    codings = [each for each in dict.fromkeys(form.coding for form in formats) if each is not None]
-    eights = [each for each in dict.fromkeys(form.eight for form in formats) if each is not None]
+    codings = [
+        each for each in dict.fromkeys(form.coding for form in formats if form.eight is None) if each is not None
+    ]
+    eights = [each for each in dict.fromkeys(form.eight for form in formats if form.coding is None) if each is not None]
     kinds: list[Kind] = [CodedProducts(spec.activation, each) for each in codings]
     kinds += [CodedRings(spec.activation, each) for each in codings if each.ring]
     kinds += [EightBitRings(spec.activation, each) for each in eights]

@@ -97,7 +97,7 @@ class Format:
 
     @property
     def coding(self) -> Coding | None:
-        """What its codes mean to kernels, where it is codes in groups of inputs, and inputs are not rounded."""
+        """What its codes mean to kernels, where it is codes in groups of inputs; ``eight``: these are rounded before."""
         return None
 
     @property
@@ -112,7 +112,8 @@ class Format:
 
     @property
     def eight(self) -> EightBits | None:
-        """Where inputs are rounded to 8 bits and weights have as many: what kernels multiply so."""
+        """Where inputs are rounded to 8 bits, row by row: what kernels multiply so. Weights have as many where there is
+        no ``coding``."""
         return None
 
     def has_codes(self, tensors: Tensors) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from headrace.kernels.candidate import EightBits
     from headrace.kernels.linear.packing import Codes, Coding
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight outputs lies in its word
@@ -269,7 +270,20 @@ class PackedIntegers(_Grouped):
 
     @property
     def coding(self) -> Coding | None:
-        return self._coding if self.activations is None else None
+        return self._coding if self.activations is None or self.eight is not None else None
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.activations is not None
+
+    @property
+    def eight(self) -> EightBits | None:
+        from headrace.kernels.candidate import EightBits
+
+        inputs = self.activations
+        if inputs is None or inputs.kind != "int8" or inputs.group or self._coding is None:
+            return None
+        return EightBits("int8", static=inputs.static)
 
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
         return _in_codes(*self._parts(tensors, rows), tensors.get("weight_g_idx"), self.group)

@@ -180,6 +180,8 @@ def create_ring_of_codes(site: CallSite[WeightFacts], create: str = "create_code
     if (declined := _served(site)) is not None:
         return declined
     coding = site.facts.codings[0]
+    if any(site.facts.eights):
+        return Declined("multiplies bfloat16; rounded inputs are multiplied by Triton's kernel")
     if len(set(site.facts.codings)) != 1 or coding is None or not coding.ring or site.facts.in_features % 8:
         return Declined("multiplies by codes of 4 or 8 bits in groups of 32 and more with scales in 16 bits alone")
     return gpu.load(f"linear.rings:{create}")(site)
@@ -254,7 +256,7 @@ def _not_eight(site: CallSite[WeightFacts]) -> str | None:
     facts = site.facts
     if facts.shared:
         return "an embedding reads single rows of the same weight"
-    if len(set(facts.eights)) != 1 or None in facts.eights:
+    if len(set(facts.eights)) != 1 or None in facts.eights or any(facts.codings):
         return "computes with inputs and weights of one 8-bit type alone, with a scale a row or blocks of 128"
     if facts.in_features % 16 or facts.out_features % 16:
         return f"{facts.in_features} to {facts.out_features} is no weight that the vendor's product takes"
@@ -328,8 +330,9 @@ def _composed_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Call
     """What rounds the inputs that it computes, for rows of the layer's width; products are those of PACKED_LINEAR."""
     facts, spec, eight = site.facts, sizes.spec, site.facts.eights[0]
     static = torch.ones((), device=site.device) if eight is not None and eight.static else None
-    rounding = gpu.load("norm.triton_rounded:Rounding")(eight, static)
-    width, name = facts.in_features, f"{eight}, {facts.in_features}"
+    dealt = any(facts.codings)
+    rounding = gpu.load("norm.triton_rounded:Rounding")(eight, static, dealt=dealt)
+    width, name = facts.in_features, f"{eight}, {facts.in_features}{', dealt' * dealt}"
     if site.op == "activated_linear":
         yield f"gate, {name}", lambda: rounding.activated(site.zeros(1, 2 * width), spec.activation)
         return
@@ -350,14 +353,25 @@ def _uncoded(site: CallSite[WeightFacts]) -> str | None:
     if not facts.codings or None in facts.codings:
         odd = [label for label, coding in zip(facts.formats, facts.codings, strict=True) if coding is None]
         return f"computes with codes in groups of 16, 32, 64, or multiples of 128 inputs, not with {', '.join(dict.fromkeys(odd)) or 'this'}"
+    return _unrounded(facts) if any(facts.eights) else None
+
+
+def _unrounded(facts: WeightFacts) -> str | None:
+    """What is not served of codes whose inputs are rounded."""
+    first = facts.eights[0]
+    if first is None or first.static or set(facts.eights) != {first}:
+        return "rounds inputs by scales of their rows alone, and alike for all parts"
+    if facts.in_features % 16 or not all(each is not None and each.whole for each in facts.codings):
+        return "multiplies int8 inputs by integers in their own order with a scale for 128 and more, or all, alone"
     return None
 
 
 def coded_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
     """The product alone in every form, and the kernel that widens."""
+    yield from _coded_roundings(site, run, normed=False)
     for biased in {False, _biased(sizes)}:
         for coding, product in _coded_corners(site, run, biased=biased):
-            if not biased:
+            if not biased and product.rounding is None:
                 yield (
                     f"{coding}, widened{', gate' * product.packed.gated}",
                     partial(product.widen, 0, 64, site.facts.dtype),
@@ -375,6 +389,7 @@ def coded_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Ca
         for each in matrices(spec)
         if (each.outs, each.ins) == (facts.out_features, facts.in_features)
     }
+    yield from _coded_roundings(site, run, normed=True)
     for split, biased in places:
         for coding, product in _coded_corners(site, run, biased=biased):
             if facts.gated:
@@ -386,6 +401,16 @@ def coded_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Ca
             else:
                 behind = lambda outs: Around(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
                 yield from _coded_form_calls(site, coding, product, "added", behind)
+
+
+def _coded_roundings(site: CallSite[WeightFacts], run: Any, *, normed: bool) -> Calls:
+    """Of rows of the layer's width, where inputs are rounded."""
+    if not any(site.facts.eights):
+        return
+    width, squares = site.facts.in_features, site.zeros(1, 1, dtype=torch.float32) if normed else None
+    rounding = gpu.load("norm.triton_rounded:Rounding")(site.facts.eights[0], dealt=True)
+    call = partial(rounding.rows, site.zeros(1, width), squares, programmatic=site.programmatic)
+    yield f"rounded, dealt, {width}, {normed}", call
 
 
 def _coded_corners(site: CallSite[WeightFacts], run: Any, *, biased: bool) -> Iterator[tuple[str, Any]]:
@@ -437,9 +462,15 @@ def _tuned(create: str) -> Candidate[WeightFacts]:
     return _hopper(TUNED, lambda site: gpu.load(f"linear.tuned:{create}")(site), "tuned_products", dtypes=_HALVES)
 
 
-def _coded(create: str, rehearse: Any, dtypes: tuple[torch.dtype, ...], *techniques: str) -> Candidate[WeightFacts]:
+def _unrounding(site: CallSite[WeightFacts]) -> str | None:
+    return _uncoded(site) if any(site.facts.eights) else "inputs are not rounded"
+
+
+def _coded(
+    create: str, rehearse: Any, dtypes: tuple[torch.dtype, ...], *techniques: str, rounds: bool = False
+) -> Candidate[WeightFacts]:
     return gpu.triton(
-        f"linear.coded:{create}", rehearse, _uncoded,
+        f"linear.coded:{create}", rehearse, _unrounding if rounds else _uncoded,
         name=CODED, dtypes=dtypes, techniques=frozenset({"quantized_gemm", *techniques}), batch_invariant=False, optional=True,
     )  # fmt: skip
 
@@ -523,6 +554,7 @@ NORMED_LINEAR, ACTIVATED_LINEAR = (
             rehearse=_composed_calls,
         ),
         _eight(f"create_{place}", _composed_calls, _HALVES, "deep_fusion"),
+        _coded(f"create_{place}", _composed_calls, _HALVES, "deep_fusion", rounds=True),
     )
     for place in ("normed", "activated")
 )

@@ -6,13 +6,16 @@ form is best (coded_forms.py), what formats mean (quant/).
 
 A few rows, and tiles of some more, are multiplied by codes that are widened in registers. For many rows a part of the
 weight is widened, once for all of them, into memory that the second-level cache holds, and the vendor's product reads
-that.
+that. Where inputs are rounded to int8 (W4A8, W6A8), codes become int8 in registers, whatever the number of rows, and
+8-bit products are summed in whole numbers, of which the chip does twice as many (COMET, Liu et al. 2025, for one without
+INT4 units; FlexQ, Zhang et al. 2025).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,13 +27,16 @@ from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, Empty, WeightFacts, plainly_empty
 from headrace.kernels.linear.around import Around, Fused
 from headrace.kernels.linear.coded_forms import forms_for, measured
-from headrace.kernels.linear.flat_forms import Form, Forms
+from headrace.kernels.linear.eight_bits import Composed, MakeActivated, MakeNormed, activated, normed
+from headrace.kernels.linear.flat_forms import FLAT, Form, Forms
 from headrace.kernels.linear.flat_linear import Scratch, make_scratch
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
-from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, Read, pack, stack
+from headrace.kernels.linear.packing import DEPTH, ROWS, Codes, Coding, Packed, Read, pack, stack
 from headrace.kernels.linear.triton_codes import _codes_kernel, _widen_kernel
 from headrace.kernels.norm.triton_activation import KINDS
+from headrace.kernels.norm.triton_rounded import Rounding
 
+TALL = Form(FLAT, 128, 128, DEPTH, 1, 8, 3)  # of rounded inputs, any number of rows
 WIDENED = 2**24  # elements of a weight, widened at once
 _PIECES = 64  # partial sums of squares that are loaded early
 _ALONE = Around()
@@ -132,6 +138,7 @@ class CodedProduct:
     scratch: Scratch
     programmatic: bool
     empty: Empty = plainly_empty
+    rounding: Rounding | None = None  # of inputs, to int8; then codes are multiplied as whole numbers
 
     def form(self, tokens: int) -> Form | None:
         return next((form for most, form in self.forms if tokens <= most), None)
@@ -141,10 +148,25 @@ class CodedProduct:
         return self.widened(x) if form is None else self.launch(form, x, _ALONE)[0]
 
     def launch(self, form: Form, x: Tensor, around: Around) -> Fused:
+        if self.rounding is None:
+            return self._launch(form, x, None, around, x.dtype)
+        codes, own = self.rounding.rows(x, around.squares, around.eps, programmatic=self.programmatic)
+        return self._launch(form, codes, own, replace(around, squares=None), x.dtype)
+
+    def multiplied(self, codes: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """As ``EightBitLinear``'s."""
+        form = self.form(len(codes))
+        assert form is not None, "any number of rows has one where inputs are rounded"
+        if not len(codes):
+            return self.empty((0, self.packed.outs), dtype, codes.device)
+        return self._launch(form, codes, own, _ALONE, dtype)[0]
+
+    def _launch(self, form: Form, x: Tensor, own: Tensor | None, around: Around, dtype: torch.dtype) -> Fused:
+        """``own``: scales of the rows of ``x``, which is int8 then, [T, 1]."""
         packed, tokens, gated = self.packed, len(x), around.gate is not None
         outs, blocks = packed.outs // 2 if gated else packed.outs, form.columns // ROWS
         tiles, steps = triton.cdiv(packed.outs, form.columns), packed.blocks.shape[1]
-        y = self.empty((tokens, outs), x.dtype, x.device)
+        y = self.empty((tokens, outs), dtype, x.device)
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty(y.shape, y.dtype, y.device)
@@ -155,12 +177,13 @@ class CodedProduct:
         behind = (squares, self.bias, around.residual, around.scale, y, scaled, sums)
         pointers = tuple(y if each is None else each for each in (*given, *behind))
         _codes_kernel[(tiles * form.ways, triton.cdiv(tokens, form.rows))](
-            x, *views(packed), *pointers, pieces, tokens, outs, packed.ins, steps, triton.cdiv(steps, form.ways), around.eps,
+            x, x if own is None else own, *views(packed), *pointers,
+            pieces, tokens, outs, packed.ins, steps, triton.cdiv(steps, form.ways), around.eps,
             **constants(packed.coding), ORDERED=packed.order is not None, TURNED=packed.gated,
             NORMED=around.squares is not None, HAS_BIAS=self.bias is not None, GATED=gated, KIND=0 if around.gate is None else KINDS[around.gate],
             RESIDUAL=around.residual is not None, NEXT=around.scale is not None, PIECES=1 if around.squares is None else _PIECES,
             BLOCK_M=form.rows, BLOCKS=blocks, WAYS=form.ways, LATE=form.late, PDL=self.programmatic,
-            num_warps=form.warps, num_stages=form.stages, **dependent(self.programmatic),
+            WHOLE=own is not None, num_warps=form.warps, num_stages=form.stages, **dependent(self.programmatic),
         )  # fmt: skip
         return y, scaled, sums
 
@@ -241,13 +264,21 @@ class Coded:
         name = torch.cuda.get_device_name(device)
         outs = facts.out_features
         codings = [each for each in facts.codings if each is not None]
-        forms = {each: forms_for(facts.shape, outs, each, processors, measured(each).table(name)) for each in codings}
+        whole = any(facts.eights)
+        forms = {
+            each: forms_for(facts.shape, outs, each, processors, {} if whole else measured(each).table(name))
+            + (((sys.maxsize, TALL),) if whole else ())
+            for each in codings
+        }
         scratches = [make_scratch(facts.laid, each, device) for each in forms.values()]
         return cls(site, forms, max(scratches, key=lambda each: each.parts.numel() + each.tickets.numel()))
 
     def product(self, packed: Packed, bias: Tensor | None) -> CodedProduct:
+        site = self.site
+        eight = next(iter(site.facts.eights), None)
+        rounding = None if eight is None else Rounding(eight, empty=site.empty, dealt=True)
         return CodedProduct(
-            packed, bias, self.forms[packed.coding], self.scratch, self.site.programmatic, self.site.empty
+            packed, bias, self.forms[packed.coding], self.scratch, site.programmatic, site.empty, rounding
         )
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -260,10 +291,16 @@ class Coded:
 
     def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> CodedFused | None:
         """None where there is more than one matrix to multiply by."""
+        product = self._single(pieces, bias)
+        return None if product is None or product.packed.gated != self.site.facts.gated else CodedFused(product)
+
+    def composed(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Composed | None:
+        product = self._single(pieces, bias)
+        return None if product is None or product.rounding is None else Composed(product.rounding, product.multiplied)
+
+    def _single(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> CodedProduct | None:
         parts = lay(pieces, gated=self.site.facts.gated)
-        if parts is None or len(parts) > 1 or parts[0].gated != self.site.facts.gated:
-            return None
-        return CodedFused(self.product(parts[0], bias))
+        return None if parts is None or len(parts) > 1 else self.product(parts[0], bias)
 
 
 def create_linear(
@@ -274,3 +311,11 @@ def create_linear(
 
 def create_fused(site: CallSite[WeightFacts]) -> Callable[[Sequence[PackedMatrix], Tensor | None], CodedFused | None]:
     return Coded.at(site).fused
+
+
+def create_normed(site: CallSite[WeightFacts]) -> MakeNormed:
+    return normed(Coded.at(site).composed)
+
+
+def create_activated(site: CallSite[WeightFacts]) -> MakeActivated:
+    return activated(Coded.at(site).composed)

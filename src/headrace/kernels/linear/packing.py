@@ -86,6 +86,12 @@ class Coding:
             self.bits in (4, 8) and self.sets <= 4 and self.scales is Scales.HALF and not self.shifts and not self.table
         )
 
+    @property
+    def whole(self) -> bool:
+        """Whether triton_codes.py multiplies it by int8: numbers of up to 8 bits with a sign, and one scale a block."""
+        numbers = not (self.floats or self.table or self.shifts or self.ordered) and (self.bits < 8 or not self.zeros)
+        return numbers and self.sets == 1 and self.scales is Scales.HALF
+
     def blocks(self, outs: int, ins: int) -> tuple[int, int]:
         """One below another, one behind another."""
         return -(-outs // (_TILES * ROWS)) * _TILES, -(-ins // DEPTH)

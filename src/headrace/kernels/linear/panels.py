@@ -329,10 +329,11 @@ class PanelProduct:
                 )
             return Way(widened=True)
         weight, eight = piece.relaid[0], piece.form.eight
+        own = str(index) if "order" in weight.tensors else ""
         if eight is None:
-            return Way(self.rounds and weight.whole, rounding=str(index) if "order" in weight.tensors else "")
+            return Way(self.rounds and weight.whole, rounding=own)
         if eight.kind == "int8" and not eight.static:
-            return Way(whole=True, by_row=True)
+            return Way(whole=True, by_row=True, rounding=own)
         return Way(rounding=str(index) if eight.static else piece.form.label)
 
     def multiply(self, x: Tensor, runs: Sequence[Run], copy: int = 0) -> Tensor:

@@ -145,6 +145,56 @@ def _values(
 
 
 @triton.jit
+def _wholes(
+    words_ptr, shorts_ptr, bytes_ptr, at, below, zero, BITS: tl.constexpr, ZEROS: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Integer codes around their middle or (``ZEROS``) their ``zero``, int8 [64 · BLOCKS, 128]; those of 4 bits without
+    zeros 16 times as large: in the upper half of a byte two operations give four of them. A thread's four of 16 columns
+    are side by side, as the instruction for bytes has them; ``dealt`` rows (norm/triton_rounded.py) lie like that."""
+    if BITS == 8:
+        element = tl.arange(0, BLOCKS * 2048)
+        words = tl.load(words_ptr + at // 4 + element // 2048 * (below // 4) + element % 2048)
+        found = tl.join(
+            tl.join(words & 255, words >> 16 & 255), tl.join(words >> 8 & 255, words >> 24 & 255)
+        )  # h, e behind
+        # block, piece, warp, g, t, sixteen, side, e, h
+        found = found.reshape(BLOCKS, 4, 4, 8, 4, 2, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 4, 7, 6)
+    else:
+        element = tl.arange(0, BLOCKS * 1024)
+        block, element = at + element // 1024 * below, element % 1024
+        most: tl.constexpr = 4 if BITS & 4 else 2 if BITS & 2 else 1
+        least: tl.constexpr = 2 if (BITS - most) & 2 else 1
+        first = _plane(words_ptr, shorts_ptr, bytes_ptr, (block, element), most)
+        second, third = first, first
+        if most < BITS:
+            second = _plane(words_ptr, shorts_ptr, bytes_ptr, (block + most * 1024, element), least)
+        if most + least < BITS:
+            third = _plane(words_ptr, shorts_ptr, bytes_ptr, (block + (most + least) * 1024, element), 1)
+        if BITS == 4 and not ZEROS:
+            high = (first ^ -0x77777778) & -0x0F0F0F10
+            low = (first << 4 ^ -0x77777778) & -0x0F0F0F10
+            upper = tl.join(tl.join(low, low >> 16), tl.join(low >> 8, low >> 24))
+            lower = tl.join(tl.join(high, high >> 16), tl.join(high >> 8, high >> 24))
+        else:
+            upper = tl.join(
+                tl.join(_code(first, second, third, 0, BITS), _code(first, second, third, 4, BITS)),
+                tl.join(_code(first, second, third, 2, BITS), _code(first, second, third, 6, BITS)),
+            )
+            lower = tl.join(
+                tl.join(_code(first, second, third, 1, BITS), _code(first, second, third, 5, BITS)),
+                tl.join(_code(first, second, third, 3, BITS), _code(first, second, third, 7, BITS)),
+            )
+        # block, piece, warp, g, t, sixteen, e, side, h
+        found = tl.join(upper, lower).reshape(BLOCKS, 2, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 4, 6, 7)
+    found = found.reshape(BLOCKS * 64, 128)
+    if ZEROS:
+        found -= zero.to(tl.int32) - 128
+    elif BITS != 4:
+        found -= 1 << (BITS - 1)
+    return found.to(tl.int8)
+
+
+@triton.jit
 def _section(shorts_ptr, bytes_ptr, at, row, set, SCALES: tl.constexpr):
     """Scales or shifts, float32. ``at``: of each row, where its block's begin, in bytes; ``row`` within the block."""
     if SCALES == HALF:
@@ -235,9 +285,11 @@ def _product(
     x_at, there, order_ptr, words_ptr, shorts_ptr, bytes_ptr, table_ptr, factor, first, begin, end, steps, ins,
     BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr, ORDERED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """Steps ``begin`` to ``end`` of K: [64 · BLOCKS, BLOCK_M]. ``x_at``: where rows of x begin, [BLOCK_M, 1];
-    ``first``: the weight's rows, bytes."""
+    ``first``: the weight's rows, bytes. ``WHOLE``: x is dealt int8, and so do codes become; of one set, without shifts,
+    floats, tables and zeros of 8 bits."""
     SUMS: tl.constexpr = SETS == 1 and not SHIFTS  # are scaled, of a block
     below, depth = steps * BLOCK_BYTES, tl.arange(0, 128)
     scale, other = _beside(
@@ -249,14 +301,19 @@ def _product(
         k = step * 128 + depth
         if ORDERED:
             k = tl.load(order_ptr + k, mask=k < ins, other=ins)
-        x = tl.load(x_at + k[None, :], mask=there[:, None] & (k < ins)[None, :], other=0.0)
-        values = _values(words_ptr, shorts_ptr, bytes_ptr, table_ptr, at, below, BITS, FLOATS, TABLE, BLOCKS)
+        x = tl.load(x_at + k[None, :], mask=there[:, None] & (k < ins)[None, :], other=0)
+        if WHOLE:
+            values = _wholes(words_ptr, shorts_ptr, bytes_ptr, at, below, other, BITS, ZEROS, BLOCKS)
+        else:
+            values = _values(words_ptr, shorts_ptr, bytes_ptr, table_ptr, at, below, BITS, FLOATS, TABLE, BLOCKS)
         # of the next step: nobody else brings them in time
         following = first + tl.minimum(step + 1, steps - 1) * BLOCK_BYTES
         next_scale, next_other = _beside(
             shorts_ptr, bytes_ptr, factor, following, below, BITS, SETS, ZEROS, SHIFTS, SCALES, BLOCKS
         )
-        if SUMS:
+        if WHOLE:
+            total += tl.dot(values, tl.trans(x), out_dtype=tl.int32).to(tl.float32) * scale
+        elif SUMS:
             weight = _centred(values, other, BITS, SETS, ZEROS, RAW).to(x.dtype)
             total += tl.dot(weight, tl.trans(x)) * scale
         else:
@@ -268,15 +325,18 @@ def _product(
 
 @launchable(do_not_specialize=("tokens", "pieces", "steps", "share"))
 def _codes_kernel(
-    x_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, order_ptr, part_ptr, ticket_ptr,
+    x_ptr, own_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, order_ptr, part_ptr, ticket_ptr,
     squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr,
     pieces, tokens, outs, ins, steps, share, eps,
     BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr,
     NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
     PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, WAYS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """``WAYS`` programs a tile of 64 · ``BLOCKS`` rows of the weight and BLOCK_M of x, each with ``share`` steps of K.
+    """``WHOLE``: rows of x are int8, each with a scale of its own.
+
+    ``WAYS`` programs a tile of 64 · ``BLOCKS`` rows of the weight and BLOCK_M of x, each with ``share`` steps of K.
     ``outs``: of y's rows; where rows of the weight take turns (``TURNED``) without ``GATED``, half of them."""
     tile, part, band = tl.program_id(0) // WAYS, tl.program_id(0) % WAYS, tl.program_id(1)
     row, laid = band * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCKS * 64)
@@ -294,8 +354,11 @@ def _codes_kernel(
     )
     total = _product(
         x_ptr + row.to(tl.int64)[:, None] * ins, there, order_ptr, words_ptr, shorts_ptr, bytes_ptr, table_ptr, factor, first, begin, end, steps, ins,
-        BITS, SETS, ZEROS, SHIFTS, FLOATS, TABLE, SCALES, RAW, BLOCK_BYTES, ORDERED, BLOCKS, BLOCK_M,
+        BITS, SETS, ZEROS, SHIFTS, FLOATS, TABLE, SCALES, RAW, BLOCK_BYTES, ORDERED, BLOCKS, BLOCK_M, WHOLE,
     )  # fmt: skip
+    if WHOLE:
+        own = tl.load(own_ptr + row, mask=there, other=0.0)
+        total *= (own * 0.0625 if BITS == 4 and not ZEROS else own)[None, :]
     if PDL and LATE:
         gdc_launch_dependents()
     complete, total = _summed(

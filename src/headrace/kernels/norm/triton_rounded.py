@@ -30,7 +30,7 @@ _LEAST: tl.constexpr = tl.constexpr(1e-10)  # of a row's largest input, as in qu
 @triton.jit
 def _store(
     x, row, static_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
-    POWERS: tl.constexpr, STATIC: tl.constexpr,
+    POWERS: tl.constexpr, STATIC: tl.constexpr, DEALT: tl.constexpr,
 ):  # fmt: skip
     """``x`` [BLOCK] of this row, float32, of which ``WIDTH`` count. ``GROUP`` elements have a scale, BLOCK: all."""
     column = tl.arange(0, BLOCK)
@@ -49,7 +49,8 @@ def _store(
     else:
         nearest = (codes + 12582912.0) - 12582912.0  # ties to even: behind 1.5 · 2^23 no fraction fits
         narrow = nearest.to(tl.int8).to(tl.uint8, bitcast=True)
-    tl.store(codes_ptr + row * WIDTH + column, narrow, mask=column < WIDTH)
+    place = column // 16 * 16 + column % 8 // 2 * 4 + column % 2 * 2 + column % 16 // 8 if DEALT else column
+    tl.store(codes_ptr + row * WIDTH + place, narrow, mask=column < WIDTH)
     groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     group = tl.arange(0, BLOCK // GROUP)
     tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)
@@ -59,6 +60,7 @@ def _store(
 def _rounded_kernel(
     x_ptr, squares_ptr, pieces, tokens, eps, static_ptr, codes_ptr, scale_ptr, NORMED: tl.constexpr, PDL: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr,
+    DEALT: tl.constexpr,
 ):  # fmt: skip
     """A program a row, of ``WIDTH``."""
     row = tl.program_id(0)
@@ -75,13 +77,14 @@ def _rounded_kernel(
             piece = first + tl.arange(0, 64)
             total += tl.sum(tl.load(squares_ptr + piece * tokens + row, mask=piece < pieces, other=0.0), 0)
         x = (x * tl.rsqrt(total / WIDTH + eps)).to(kind).to(tl.float32)  # as a norm leaves it
-    _store(x, row.to(tl.int64), static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC)
+    _store(x, row.to(tl.int64), static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC, DEALT)
 
 
 @launchable()
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, eps, static_ptr, codes_ptr, scale_ptr, RESIDUAL: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr,
+    DEALT: tl.constexpr,
 ):  # fmt: skip
     """A program a row; every value is rounded as triton_norm.py leaves it in memory."""
     row = tl.program_id(0).to(tl.int64)
@@ -96,13 +99,14 @@ def _norm_kernel(
         tl.store(total_ptr + row * WIDTH + column, narrow, mask=there)
     x = narrow.to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight).to(kind).to(tl.float32)
-    _store(x, row, static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC)
+    _store(x, row, static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC, DEALT)
 
 
 @launchable()
 def _gate_kernel(
     x_ptr, static_ptr, codes_ptr, scale_ptr, KIND: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr,
+    DEALT: tl.constexpr,
 ):  # fmt: skip
     """A program a row of 2 · ``WIDTH``: the gate, and what it gates."""
     row = tl.program_id(0).to(tl.int64)
@@ -111,17 +115,19 @@ def _gate_kernel(
     gate = tl.load(x_ptr + row * (2 * WIDTH) + column, mask=there, other=0.0)
     up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + column, mask=there, other=0.0)
     x = (act(gate.to(tl.float32), KIND) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    _store(x, row, static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC)
+    _store(x, row, static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC, DEALT)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """Rows of bfloat16 or float16, one behind the other, in 8 bits: codes [T, H], float8_e4m3fn or int8, and scales
-    [T, groups], float32. ``static``: the scale of all."""
+    [T, groups], float32. ``static``: the scale of all. ``dealt``: of 16 codes, columns 2t, 2t + 8, 2t + 1, 2t + 9 lie
+    side by side (whole sixteens), as triton_codes.py multiplies them."""
 
     eight: EightBits
     static: Tensor | None = None
     empty: Empty = plainly_empty
+    dealt: bool = False
 
     def rows(
         self, x: Tensor, squares: Tensor | None = None, eps: float = 0.0, *, programmatic: bool = False
@@ -169,7 +175,7 @@ class Rounding:
         }
         warps = min(16, max(4, block // 512))
         return (scale if self.static is None else self.static, codes, scale), {
-            **how, "STATIC": self.static is not None, "num_warps": warps,
+            **how, "STATIC": self.static is not None, "DEALT": self.dealt, "num_warps": warps,
         }  # fmt: skip
 
     def _found(self, behind: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
