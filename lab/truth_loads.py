@@ -176,7 +176,8 @@ def _card_loads(scale: float) -> Loads:
     prompts = (8, 16, 40, 70, 100, 200, 300, 450, 700, 1100, 1600, 2500, 4000, 6000, 8000)
     fitted += [Part(f"prompt-{prompt}", 2, prompt, 2, clients=1, seed=prompt) for prompt in prompts]
     fitted += [Part("mixed", 150, 350, 80, 0.9, clients=48, seed=1), Part("open", 100, 500, 70, 0.9, rate=30.0, seed=3)]
-    fitted += [Part("shared", 96, 100, 30, prefix=1100, seed=4)]
+    # steps so quick that a front end falls behind, and sends tokens of several at once
+    fitted += [Part("stream-240", 240, 16, 120, seed=6), Part("shared", 96, 100, 30, prefix=1100, seed=4)]
     held = (
         Part("closed", 128, 1000, 120, 0.3, clients=64, seed=12),
         Part("open", 84, 700, 150, 0.5, rate=12.0, seed=11),

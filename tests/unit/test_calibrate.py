@@ -453,7 +453,7 @@ def burst(found: CalibratedSteps, front: FrontPrices) -> dict[str, Any]:
     return simulate(SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=front),)), load).figures
 
 
-def test_a_burst_passes_the_front_end_one_after_another_and_its_tokens_last(found: CalibratedSteps) -> None:
+def test_tokens_of_a_burst_leave_once_all_of_it_has_passed_the_front_end(found: CalibratedSteps) -> None:
     assert burst(found, FrontPrices(0.01, 1e-4))["median_ttft_ms"] == pytest.approx(41 * (10 + 2), rel=0.1)
     working = FrontPrices(0.01, 1e-4, FrontWork(0.005, 1e-4))
     assert burst(found, working)["median_ttft_ms"] == pytest.approx(41 * (5 + 2), rel=0.1)
@@ -468,17 +468,26 @@ def test_tokens_leave_no_faster_than_the_front_end_streams(found: CalibratedStep
 
 def test_a_front_ends_work_is_found_again(tmp_path: Path) -> None:
     paths = []
-    names = ("completed", "total_input_tokens", "total_output_tokens", "steps")
-    loads = [(10, 90, 60, 60), (200, 9000, 4000, 20), (32, 64000, 900, 30), (7, 7, 700, 100), (1, 8000, 64, 64)]
+    names = ("completed", "total_input_tokens", "total_output_tokens", "messages", "steps")
+    loads = [
+        (10, 90, 60, 60, 60),
+        (200, 9000, 4000, 500, 20),
+        (32, 64000, 900, 900, 30),
+        (7, 7, 700, 30, 100),
+        (1, 8000, 64, 64, 64),
+        (90, 400, 9000, 100, 200),
+    ]
     for number, load in enumerate(loads):
-        seconds = sum(times * price for times, price in zip(load, (1e-3, 2e-6, 1e-5, 3e-5), strict=True))
-        figures = dict(zip(names, load, strict=True))
+        seconds = sum(times * price for times, price in zip(load, (1e-3, 2e-6, 1e-6, 1e-5, 3e-5), strict=True))
+        figures: dict[str, Any] = dict(zip(names, load, strict=True))
+        messages = [float(number) for number in range(figures.pop("messages"))]
+        figures["requests"] = [{"arrivals": messages + messages[:1]}]
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(json.dumps(figures | {"front_cpu_seconds": seconds}))
     work = front_work(paths)
     assert work is not None
     assert (work.request, work.prompt_token) == pytest.approx((1e-3, 2e-6), rel=0.05)
-    assert (work.output_token, work.step) == pytest.approx((1e-5, 3e-5), rel=0.05)
+    assert (work.output_token, work.message, work.step) == pytest.approx((1e-6, 1e-5, 3e-5), rel=0.05)
     assert front_work(paths[:3]) is None
 
 

@@ -554,7 +554,7 @@ def test_conversations_find_their_prefixes_where_requests_in_turn_do_not() -> No
         how: simulate(SPEC, _replicated(2, how), tiny_device(), Load(talks)).figures["prefix_hit_share"]
         for how in ("prefix", "turns")
     }
-    assert shares["prefix"] > 0.5 > 0.4 > shares["turns"]
+    assert shares["prefix"] > 0.5 > 0.45 > shares["turns"]
 
 
 def _replicated(count: int, routing: str = "prefix") -> EngineConfig:

@@ -137,13 +137,14 @@ def report(found: CalibratedSteps) -> Iterator[str]:
         prices = f"{found.front.request * 1e3:.2f} ms per request and {found.front.token * 1e6:.2f} µs per prompt token"
         yield f"a front end: {prices} (2 fitted parameters)"
         if (work := found.front.work) is not None:
-            tokens = (
-                f"{work.prompt_token * 1e6:.2f} µs per prompt token, {work.output_token * 1e6:.2f} µs per output token"
-            )
-            yield (
-                f"of it its own work: {work.request * 1e3:.2f} ms per request, {tokens} and {work.step * 1e6:.2f} µs per step "
-                "(4 fitted parameters)"
-            )
+            tokens = {
+                "prompt token": work.prompt_token,
+                "output token": work.output_token,
+                "message": work.message,
+                "step": work.step,
+            }
+            rest = ", ".join(f"{seconds * 1e6:.2f} µs per {name}" for name, seconds in tokens.items())
+            yield f"of it its own work: {work.request * 1e3:.2f} ms per request, {rest} (5 fitted parameters)"
 
 
 def _row(each: Parameter) -> list[str | float]:

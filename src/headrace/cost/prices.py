@@ -65,12 +65,13 @@ class HostPrices:
 
 @dataclass(frozen=True, slots=True)
 class FrontWork:
-    """CPU seconds of a front end's one event loop: per request, prompt token, output token and step whose tokens it
-    sends on."""
+    """CPU seconds of a front end's one event loop: per request, prompt token, output token, message (tokens of one
+    request, sent on together) and step."""
 
     request: float = 0.0
     prompt_token: float = 0.0
     output_token: float = 0.0
+    message: float = 0.0
     step: float = 0.0
 
 
@@ -87,12 +88,22 @@ class FrontPrices:
         return self.request + self.token * prompt_tokens
 
     def working(self, prompt_tokens: int) -> float:
-        """While the next request and all tokens wait."""
+        """While everything else waits."""
         work = self.work or FrontWork(self.request, self.token)
         return work.request + work.prompt_token * prompt_tokens
 
-    def streaming(self, tokens: int) -> float:
-        return self.work.step + self.work.output_token * tokens if self.work is not None and tokens else 0.0
+    def resting(self, prompt_tokens: int) -> float:
+        """The rest of a request's seconds."""
+        return max(0.0, self.seconds(prompt_tokens) - self.working(prompt_tokens))
+
+    @property
+    def waking(self) -> float:
+        """To take what steps brought."""
+        return self.work.step if self.work is not None else 0.0
+
+    def sending(self, tokens: int) -> float:
+        """One message of so many tokens."""
+        return self.work.message + self.work.output_token * tokens if self.work is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -323,20 +324,22 @@ def front_of(prompts: list[int], late: list[float]) -> FrontPrices:
     return FrontPrices(float(values[0]), float(values[1]) if len(values) > 1 else 0.0)
 
 
-# Figures of a load, in the order of FrontWork's prices.
-_WORK = ("completed", "total_input_tokens", "total_output_tokens", "steps")
-
-
 def front_work(loads: Sequence[Path]) -> FrontWork | None:
-    """seconds ≈ the sum of FrontWork's four prices, each times how often it was due, none negative; None where fewer
-    than four results say how long the front end computed."""
+    """seconds ≈ the sum of FrontWork's prices, each times how often it was due, none negative; None where fewer results
+    than there are prices say how long the front end computed. Tokens that a client saw at one time were one message."""
     rows = [json.loads(path.read_bytes()) for path in loads]
     rows = [row for row in rows if row.get("front_cpu_seconds")]
-    if len(rows) < len(_WORK):
+    if len(rows) < len(fields(FrontWork)):
         return None
-    design = np.array([[row[name] for name in _WORK] for row in rows], dtype=np.float64)
+    design = np.array([_dues(row) for row in rows], dtype=np.float64)
     values = least_absolute(design, np.array([row["front_cpu_seconds"] for row in rows]), floor=_FLOOR)
     return FrontWork(*map(float, values))
+
+
+def _dues(row: Mapping[str, Any]) -> tuple[float, ...]:
+    """How often each of FrontWork's prices was due, in its order."""
+    messages = sum(len(set(each["arrivals"])) for each in row["requests"])
+    return row["completed"], row["total_input_tokens"], row["total_output_tokens"], messages, row["steps"]
 
 
 def _requests(path: Path) -> list[Sample]:

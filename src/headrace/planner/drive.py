@@ -10,18 +10,20 @@ What lives here: the loop that adds what is due and steps. What may not: figures
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.cost.prices import FrontPrices
 from headrace.engine.core import EngineCore
 from headrace.engine.routing import Router
+from headrace.planner.front import FrontEnd
 from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
-from headrace.request import FinishReason, Request, SequenceOutput, TokenOutputs
+from headrace.request import FinishReason, Request, SequenceOutput
 from headrace.sampling_params import SamplingParams
 
 
@@ -41,9 +43,7 @@ class Outcome:
 
 class Drive:
     """One run over the replicas ``cores``, which ``router`` chooses from. ``room``: requests under way at once that
-    clients keep to; ``max_queue``: beyond so many the server says 429. ``front``: the front end, which takes one request
-    after another, and tokens after the requests that reached it before them: in a burst, first tokens come at its end.
-    None: none."""
+    clients keep to; ``max_queue``: beyond so many the server says 429. ``front``: prices of the front end; None: none."""
 
     def __init__(
         self,
@@ -63,16 +63,18 @@ class Drive:
         self._ids = ids
         self._room = len(asked) if room is None else room
         self._max_queue = max_queue
-        self._front = front
-        self._front_free = 0.0  # when the front end has done with all that were sent
-        self._seen = 0.0  # when clients saw the last tokens
-        self._coming: deque[tuple[float, int]] = deque()  # when a request that was sent is in the core, in that order
+        self._front = None if front is None else FrontEnd(front)
+        # heaps: messages on their way to clients, by when they see them; and when a request that was sent is in the core
+        self._messages: list[tuple[float, int, list[SequenceOutput]]] = []
+        self._coming: list[tuple[float, int]] = []
+        self._sent_on = itertools.count()
         self._first = deque(index for index, each in enumerate(asked) if each.follows is None)
         self._turn_after = {each.follows: index for index, each in enumerate(asked) if each.follows is not None}
         self._later: list[tuple[float, int]] = []  # a heap: when a turn whose predecessor has ended is due
         # arrivals come by the clock, not when a client is free
         self._open = any(asked[index].at is not None for index in self._first)
-        self._clients = 0  # closed loop: conversations under way, those that think included
+        # closed loop: since when each client that is in no conversation has been free
+        self._free = [] if self._open else [0.0] * min(self._room, len(asked))
         self._full_until = 0.0  # as many as there is room for were under way
         self._now = 0.0
         self._live: dict[int, Sample] = {}
@@ -82,13 +84,10 @@ class Drive:
     def run(self) -> Outcome:
         while self._first or self._later or self._live:
             core, now = self._next_step()
-            if self._brought and self._brought[0][0] <= now:
-                self._now, _, outputs = heapq.heappop(self._brought)
-                self._take(outputs, self._now)
-            elif (event := min(self._next_due(), self._next_coming())) <= now:
-                self._now = max(self._now, event)
-                self._send_due(self._now)
-                self._deliver(self._now)
+            at, happens = min(self._events(), key=lambda event: event[0])
+            if at <= now:
+                self._now = max(self._now, at)
+                happens()
             else:
                 self._now = now
                 self._step(core)
@@ -96,6 +95,14 @@ class Drive:
             while core.has_work:  # steps still in flight
                 core.step()
         return self._outcome
+
+    def _events(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """What comes next of each kind, and when; of those at one time the first happens first."""
+        yield (self._brought[0][0] if self._brought else math.inf), self._end_step
+        yield (self._messages[0][0] if self._messages else math.inf), self._show
+        yield self._next_due(), self._send_due
+        yield (self._front.due if self._front is not None else math.inf), self._turn
+        yield (self._coming[0][0] if self._coming else math.inf), self._deliver
 
     def _next_step(self) -> tuple[EngineCore, float]:
         """The core whose step begins next, and when; infinitely late where none has work."""
@@ -117,53 +124,50 @@ class Drive:
         """Queues whose head may be sent once it is due. In a closed loop a later turn has its client already."""
         has_room = len(self._live) < self._room
         found = [self._later] if self._later and (has_room or not self._open) else []
-        if self._first and (has_room if self._open else self._clients < self._room):
-            found.append([(self._asked[self._first[0]].at or 0.0, self._first[0])])
+        if self._first and (has_room if self._open else self._free):
+            at = self._asked[self._first[0]].at or 0.0
+            found.append([(at if self._open else max(at, self._free[0]), self._first[0])])
         return found
 
-    @property
-    def _last_coming(self) -> float:
-        return self._coming[-1][0] if self._coming else 0.0
+    def _deliver(self) -> None:
+        self._add(heapq.heappop(self._coming)[1])
 
-    def _next_coming(self) -> float:
-        return self._coming[0][0] if self._coming else math.inf
+    def _send_due(self) -> None:
+        queue = min(self._sendable())
+        due, index = heapq.heappop(queue)
+        if queue is not self._later:
+            self._first.popleft()
+            if not self._open:
+                heapq.heappop(self._free)
+        asked, sent = self._asked[index], max(due, self._full_until) if self._open else due
+        wanted = asked.at if asked.follows is None else due if asked.think else None
+        self._send(index, sent, wanted)
 
-    def _deliver(self, now: float) -> None:
-        while self._coming and self._coming[0][0] <= now:
-            self._add(self._coming.popleft()[1])
-
-    def _send_due(self, now: float) -> None:
-        while queues := self._sendable():
-            queue = min(queues)
-            if queue[0][0] > now:
-                return
-            due, index = heapq.heappop(queue)
-            if queue is not self._later:
-                self._clients += 1
-                self._first.popleft()
-            asked = self._asked[index]
-            self._send(index, now, asked.at if asked.follows is None else due if asked.think else None)
-
-    def _send(self, index: int, now: float, due: float | None) -> None:
-        """A client that had to wait for another's end sends late."""
+    def _send(self, index: int, sent: float, due: float | None) -> None:
+        """``sent``: a client that had to wait for another's end sends later than it was due."""
         asked = self._asked[index]
-        sent = max(now, self._seen) if due is None else max(due, self._full_until if self._open else 0.0)
         sample = Sample(sent=sent, due=due, prompt_tokens=asked.prompt)
         self._outcome.samples.append(sample)
         self._outcome.tenants.append(asked.tenant)
         self._outcome.priorities.append(asked.priority)
         if len(self._live) >= self._max_queue:
             sample.error = f"429: {len(self._live)} requests wait or run"
-            self._clients -= 1
+            self._leave(sent)
             return
         self._live[index] = sample
         self._outcome.most_running = max(self._outcome.most_running, len(self._live))
         if self._front is None:
             self._add(index)
         else:
-            begun = max(self._front_free, sent)
-            self._front_free = begun + self._front.working(asked.prompt)
-            self._coming.append((max(begun + self._front.seconds(asked.prompt), self._last_coming), index))
+            self._front.take(sent, index, asked.prompt)
+
+    def _turn(self) -> None:
+        assert self._front is not None
+        messages, taken = self._front.turn()
+        for at, outputs in messages:
+            heapq.heappush(self._messages, (at, next(self._sent_on), outputs))
+        for coming in taken:
+            heapq.heappush(self._coming, coming)
 
     def _add(self, index: int) -> None:
         asked, sent = self._asked[index], self._live[index].sent
@@ -188,14 +192,18 @@ class Drive:
             )
         return self._params[max_tokens]
 
+    def _end_step(self) -> None:
+        at, _, outputs = heapq.heappop(self._brought)
+        if self._front is None:
+            self._take(outputs, at)
+        else:
+            self._front.bring(at, outputs)
+
+    def _show(self) -> None:
+        at, _, outputs = heapq.heappop(self._messages)
+        self._take(outputs, at)
+
     def _take(self, outputs: Sequence[SequenceOutput], now: float) -> None:
-        if self._front is not None:
-            now = self._front_free = max(now, self._front_free) + self._front.streaming(len(outputs))
-        self._seen = now
-        if isinstance(outputs, TokenOutputs):
-            for request_id in outputs.request_ids:
-                self._live[request_id].arrivals.append(now)
-            return
         for output in outputs:
             sample = self._live[output.request_id]
             if output.token_ids:
@@ -224,6 +232,11 @@ class Drive:
         """The next turn of the conversation, once its client has thought; one that failed is over."""
         follower = self._turn_after.get(index)
         if follower is None or sample.error is not None:
-            self._clients -= 1
+            self._leave(now)
         else:
             heapq.heappush(self._later, (now + self._asked[follower].think, follower))
+
+    def _leave(self, now: float) -> None:
+        """A conversation is over."""
+        if not self._open:
+            heapq.heappush(self._free, now)
