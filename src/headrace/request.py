@@ -187,11 +187,22 @@ def column_of(tokens: Seq[tuple[int, ...]]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsAhead:
+    """Drafts that were drawn while those before them were verified. ``used``: in this step; ``refuted``: drawn before
+    it, for nothing; ``spared``: not drawn, because a run was cancelled first."""
+
+    used: int = 0
+    refuted: int = 0
+    spared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step produced. ``tokens[j]`` belongs to ``plan.sample_rows[j]``: 0 to k+1 ids (more than one only with
     speculation).
 
-    ``drafted[j]``: so many of them were proposed; empty: none anywhere."""
+    ``drafted[j]``: so many of them were proposed; empty: none anywhere. ``ahead``: of them, where drafts are drawn
+    ahead."""
 
     step_id: int
     tokens: Seq[tuple[int, ...]]
@@ -208,6 +219,7 @@ class StepResult:
     # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
     lent_seconds: float = 0.0
     drafted: Seq[int] = ()
+    ahead: DraftsAhead | None = None
     pooled: Mapping[int, bytes] = field(default_factory=dict)
     # j → float32, of a model that pools: a vector or a score; its token is none
 

@@ -103,3 +103,40 @@ def test_a_head_that_foresees_is_right_on_the_card(method: str, more: dict[str, 
             answers.append([list(each.outputs[0].token_ids) for each in llm.generate(asked, ASKED[0], use_tqdm=False)])
             right = config is None or _right(llm) > 0.9
     assert answers[0] == answers[1] and right
+
+
+ON_CPU, ON_CARD = {**OWN, "device": "cpu"}, {**OWN, "device": "cuda"}
+APART: dict[str, dict[str, Any]] = {
+    "draft on the CPU": {"speculative_config": ON_CPU},
+    "draft on the CPU, overlap 2": {"speculative_config": ON_CPU, "overlap": 2},
+    "draft on the CPU, not ahead": {"speculative_config": ON_CPU, "drafts_ahead": False},
+    "draft on the CPU, preempted": {"speculative_config": ON_CPU, "num_blocks": 14, "block_size": 16},
+    "draft on the card": {"speculative_config": ON_CARD, "device": "cpu", "strict_kernels": False},
+    "draft on the card, overlap 2": {
+        "speculative_config": ON_CARD,
+        "device": "cpu",
+        "strict_kernels": False,
+        "overlap": 2,
+    },
+    "draft on the card, trees": {
+        "speculative_config": {**ON_CARD, "tree": 3, "num_speculative_tokens": 7},
+        "device": "cpu",
+        "strict_kernels": False,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", APART)
+def test_tokens_are_those_without_drafts_where_the_draft_is_on_the_other_device(judge: Judge, mode: str) -> None:
+    """Token ids alone pass between the two; float32 on both, so what is drafted is mostly right."""
+    with LLM(**{**STRICT, **APART[mode]}) as llm:
+        for asked in ASKED:
+            for prompt, found in zip(PROMPTS, _ask(llm, asked), strict=True):
+                judge.check(prompt, asked, found)
+        right, counts, drafter = _right(llm), llm.engine.core.stats().drafts, runner_of(llm)._speculator._proposer
+        (said,) = (each.reason for each in llm.info.decisions if each.name == "draft memory")
+    other = "cpu" if "CPU" in mode else "cuda"
+    assert drafter.side.rows.device.type == other != drafter._target.device.type and said.endswith(f"; on {other}")
+    assert counts is not None and bool(counts.ahead) == ("ahead" not in mode and "trees" not in mode)
+    if "trees" not in mode:
+        assert right > (0.6 if "preempted" in mode else 0.85)

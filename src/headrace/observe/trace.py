@@ -227,7 +227,8 @@ def _drafts(result: StepResult | None) -> dict[str, Any]:
     right = sum(
         max(0, len(tokens) - 1) for drafted, tokens in zip(result.drafted, result.tokens, strict=True) if drafted
     )
-    return {"drafted": sum(result.drafted), "accepted": right}
+    ahead = {} if result.ahead is None else {"drafted ahead": result.ahead.used, "refuted ahead": result.ahead.refuted}
+    return {"drafted": sum(result.drafted), "accepted": right, **ahead}
 
 
 def _of_gauges(gauges: EngineStats, times: StepTimes) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -191,6 +191,7 @@ class ServerMetrics:
                 "drafted": sum(drafts["drafted"]),
                 "accepted": sum(drafts["accepted"]),
                 "by_position": dict(enumerate(drafts["accepted"])),
+                "ahead": drafts["ahead"],
             }
             if drafts
             else None,

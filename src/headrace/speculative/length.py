@@ -15,7 +15,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.request import StepPlan, StepResult
+from headrace.request import DraftsAhead, StepPlan, StepResult
 
 FIRST = 4  # drafts, while nothing is known
 HOPE = 0.7  # of each, likewise, that it is accepted when those before are
@@ -55,11 +55,16 @@ class _Cost:
 @dataclass(slots=True)
 class DraftCounts:
     """Since the start. ``steps``: rows that verified something, step by step; by position: how often a draft stood
-    there, and was right."""
+    there, and was right; ``ahead``: drafts drawn while others were verified, as DraftsAhead has them."""
 
     steps: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    ahead: dict[str, int] = field(default_factory=dict)
+
+    def add_ahead(self, ahead: DraftsAhead) -> None:
+        for name in ("used", "refuted", "spared"):
+            self.ahead[name] = self.ahead.get(name, 0) + getattr(ahead, name)
 
     def add(self, drafted: int, accepted: int) -> None:
         self.steps += 1
@@ -119,6 +124,8 @@ class Speculation:
         """One step that was collected."""
         if result.drafted:
             self._count(plan, result)
+        if result.ahead is not None:
+            self.counts.add_ahead(result.ahead)
         if plan.counts and self._fixed is None:
             self._time(plan, result)
 

@@ -16,6 +16,7 @@ from headrace.speculative.tree import MOST
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 HEADS = ("eagle", "eagle3", "mtp")  # that go on from the target's hidden states
 MOST_DRAFTS = 16  # a row and step: what verification was tested with
+DEVICES = ("cpu", "cuda")
 _ELSEWHERE = ("medusa", "mlp_speculator")
 _COMPUTING = ("draft_model", *HEADS)
 _WITH_MODEL = ("draft_model", "eagle", "eagle3")
@@ -42,6 +43,7 @@ class SpeculativeSettings:
     suffix_tokens: int = 65_536
     disable_by_batch_size: int | None = None
     draft_memory: float | None = None
+    device: str | None = None
     acceptance: float = 0.7
     draft_cost: float = 0.0
 
@@ -111,6 +113,7 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise ConfigError(f"speculative_config.{name} is {str(value)[:80]}; give a number from 0 to 1.")
     _check_memory(given)
+    _check_device(given)
     if given.get("tree") is not None and given["method"] != "draft_model":
         raise ConfigError(
             f"speculative_config.tree is {given['tree']}, but method {given['method']} grows no trees; give a draft model, or leave it out."
@@ -133,6 +136,18 @@ def _check_memory(given: Mapping[str, Any]) -> None:
     if given["method"] not in _COMPUTING:
         raise ConfigError(
             f"speculative_config.draft_memory bounds a draft model or head, but method is {given['method']!r}; leave it out."
+        )
+
+
+def _check_device(given: Mapping[str, Any]) -> None:
+    value = given.get("device")
+    if value is None:
+        return
+    if value not in DEVICES:
+        raise ConfigError(f"speculative_config.device is {str(value)[:80]!r}; give one of {', '.join(DEVICES)}.")
+    if given["method"] != "draft_model":
+        raise ConfigError(
+            f"speculative_config.device is where a draft model computes, but method is {given['method']!r}; leave it out."
         )
 
 

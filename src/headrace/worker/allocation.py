@@ -94,7 +94,7 @@ class Allocation:
 
     def plan(self, room: Room) -> KVPlan:
         """How ``room`` is divided. Raises ConfigError or OutOfMemory."""
-        setup, draft = self._setup, self._setup.draft
+        setup, draft = self._setup, self._setup.beside
         sizes: dict[str, Any] = {"max_positions": setup.spec.max_positions, "on_cpu": setup.on_cpu}
         plan = plan_kv(setup.kv_specs, setup.config, room, **sizes)
         if draft is None or setup.speculative is None or setup.speculative.draft_memory is None:
@@ -192,7 +192,7 @@ class Allocation:
 
     def _bounds(self) -> dict[str, int]:
         setup = self._setup
-        draft = {} if setup.draft is None else {"draft model": setup.draft_bytes}
+        draft = {} if setup.beside is None else {"draft model": setup.draft_bytes}
         return {**bounds(setup.spec, setup.config, setup.dtype.itemsize), **draft}
 
     def _available(self) -> int:

@@ -119,37 +119,71 @@ class DraftModel(Drawing):
         max_logits_rows: int,
         blocks: Sequence[DraftBlocks] = (),
         graphs: DecodeGraphs | None = None,
+        *,
+        told: bool = False,
     ) -> None:
+        """``told``: by ``correct``, what of its rows was wrong; else it takes what was drafted beyond a row's end for
+        refuted."""
         super().__init__(rows, kernels, max_logits_rows, blocks)
         self._decoder = decoder
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(groups)
         self._graphs = graphs
+        self._told = told
         self._computed = np.full(len(rows.traits), _UNKNOWN, dtype=np.int32)  # tokens of each row whose keys are there
 
-    def begins(self, plan: StepPlan) -> None:
-        """Computes what is new of prompts. Of a new row its first chunk says what was found in the cache: whoever
+    def begins(self, plan: StepPlan, *, compute: bool = True) -> None:
+        """Computes what is new of prompts, or leaves that to ``propose``. Of a new row its first chunk says what was found in the cache: whoever
         computed that, drafted."""
         self._follow(plan, self._groups, self._kv_caches)
         self._computed[list(plan.rows_dropped)] = _UNKNOWN  # one that is built again without has its keys
         if not plan.rows:
             return
         rows, starts, counts = (np.asarray(column, dtype=np.int32) for column in (plan.rows, plan.starts, plan.counts))
-        computed = self._computed[rows]
-        begin = np.where(computed == _UNKNOWN, starts, np.minimum(computed, starts))
+        computed, long = self._computed[rows], counts > 1
+        true = np.where(long, starts, computed) if self._told else starts
+        begin = np.where(computed == _UNKNOWN, starts, np.minimum(computed, true))
         self._computed[rows] = begin
-        longer = np.flatnonzero((counts > 1) & self._may_draft(rows))
-        if len(longer):
+        longer = np.flatnonzero(long & self._may_draft(rows))
+        if len(longer) and compute:
             ends = (starts + counts)[longer]
             self._hidden(rows[longer], begin[longer], ends - begin[longer])
             self._computed[rows[longer]] = ends
 
-    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
-        """Its own next tokens, one after another; the first pass catches up."""
+    def propose(self, rows: Ints, lengths: Ints, most: Ints, ready: Ints | None = None) -> Proposal:
+        """Its own next tokens, one after another; the first pass catches up. ``ready``: so many of each row are
+        drawn."""
         counts = np.where(self._may_draft(rows), most, 0).astype(np.int32)
-        if live := np.flatnonzero(counts).tolist():
-            self._draw_drafts(rows[live], lengths[live], counts[live])
+        begun = lengths if ready is None else (lengths + np.minimum(ready, counts)).astype(np.int32)
+        left = lengths + counts - begun
+        if live := np.flatnonzero(left).tolist():
+            self._draw_drafts(rows[live], begun[live], left[live])
         return Proposal(counts, self._drafted(rows, lengths, int(counts.max())), stand=True)
+
+    def correct(self, rows: Ints, true: Ints) -> None:
+        """Of each row no more than so many tokens are what it took them for."""
+        self._computed[rows] = np.minimum(self._computed[rows], true)
+
+    def count(self, rows: Ints, tokens: Sequence[Sequence[int]]) -> None:
+        """Tokens that the target has sampled."""
+        self._sampler.count(rows.tolist(), tokens)
+
+    def may_go_on(self, rows: Ints) -> NDArray[np.bool_]:
+        """Whose next draft needs no more than the tokens before it."""
+        plain: NDArray[np.bool_] = (self._rows.traits[rows] & ~_DRAWN) == 0
+        return plain & self._may_draft(rows)
+
+    def go_on(self, rows: Ints, lengths: Ints) -> None:
+        """One token more, behind the drafts that end at ``lengths``."""
+        self._draw_drafts(rows, lengths, np.ones_like(lengths))
+
+    def catch_up(self, rows: Ints, lengths: Ints, most: int) -> None:
+        """Until no more than ``most`` tokens wait for a row's next draft, so many at once."""
+        for row, length in zip(rows[self._may_draft(rows)], lengths[self._may_draft(rows)], strict=True):
+            while length - 1 - self._computed[row] > most:
+                begin = self._computed[row : row + 1]
+                self._hidden(np.array([row], dtype=np.int32), begin.copy(), np.array([most], dtype=np.int32))
+                self._computed[row] += most
 
     def _draw_drafts(self, rows: Ints, lengths: Ints, most: Ints) -> None:
         # what was drafted beyond was refuted, or is sampled anew

@@ -35,14 +35,27 @@ _ROWS = 4096  # of embeddings that are compared together
 
 
 @dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """Where a draft model computes that has a thread of its own. ``threads``: of a CPU; ``elsewhere``: in memory that
+    is not the target's."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    elsewhere: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSetup:
     """``groups``: for each of the draft's KV groups the target's group whose block table it uses. ``head``: what goes on
-    from the target's hidden states, ``spec`` is then its one layer; None: a model of its own."""
+    from the target's hidden states, ``spec`` is then its one layer; None: a model of its own. ``place``: where it
+    computes; None: beside the target."""
 
     source: ModelSource
     spec: DecoderSpec
     groups: tuple[int, ...]
     head: HeadSpec | None = None
+    place: DraftPlace | None = None
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         return count_bytes(self.spec, dtype_bytes) if self.head is None else head_bytes(self.head, dtype_bytes)
@@ -192,11 +205,16 @@ def load_head(head: DraftHead, source: ModelSource, dtype: torch.dtype) -> None:
 
 
 def draft_memory(
-    weights: int, states: int, caches: Sequence[Tensor], groups: Sequence[KVGroup], places: int | None = None
+    weights: int,
+    states: int,
+    caches: Sequence[Tensor],
+    groups: Sequence[KVGroup],
+    places: int | None = None,
+    elsewhere: str | None = None,
 ) -> Decision:
     """All that a draft model or head holds, allocated at start: a bound that no load exceeds, and what it costs, in
     bytes. ``states``: hidden states that are kept for it; ``groups``: the target's; ``places``: blocks that it has,
-    where these are fewer."""
+    where these are fewer; ``elsewhere``: the device that has it, where the target has another."""
     keys = sum(cache.nbytes for cache in caches)
     plain = sum((group.spec.bytes_per_block - group.spec.beside) * group.num_blocks for group in groups)
     tokens = max(group.num_blocks * group.spec.block_size for group in groups)
@@ -205,8 +223,10 @@ def draft_memory(
     hidden = f", {states / _MIB:.1f} MiB of hidden states" if states else ""
     parts = f"{weights / _MIB:.1f} MiB of weights{hidden} and {keys / _MIB:.1f} MiB of keys and values"
     if places is not None:
-        parts += f" of {places * groups[0].spec.block_size} tokens, as draft_memory bounds it: longer or more sequences go without"
-    reason = f"{parts}, allocated now and never more; the target could keep {more} more tokens in it"
+        bound = "draft_memory bounds it" if elsewhere is None else "there is room"
+        parts += f" of {places * groups[0].spec.block_size} tokens, as {bound}: longer or more sequences go without"
+    costs = f"the target could keep {more} more tokens in it" if elsewhere is None else f"on {elsewhere}"
+    reason = f"{parts}, allocated now and never more; {costs}"
     return Decision("draft memory", f"{held / _MIB:.1f} MiB", reason)
 
 

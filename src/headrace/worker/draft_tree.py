@@ -47,9 +47,9 @@ class TreeDrafts(DraftModel):
         self._grown: dict[int, _Grown] = {}  # the last of each row
         self._beliefs = Belief(), Belief()  # of greedy rows, and of those with a temperature
 
-    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
+    def propose(self, rows: Ints, lengths: Ints, most: Ints, ready: Ints | None = None) -> Proposal:
         self._trees = {}
-        proposal = super().propose(rows, lengths, most)
+        proposal = super().propose(rows, lengths, most, ready)
         return replace(proposal, trees=[self._trees.get(row) for row in rows.tolist()])
 
     def left(self, row: int, length: int) -> None:

@@ -490,6 +490,7 @@ class ModelRunner:
         scores: Mapping[int, tuple[TokenLogprobs, ...]] = logprobs
         wrong: Mapping[int, str] = errors
         drafted: Sequence[int] = ()
+        ahead = None if step.drafts is None else step.drafts.proposal.ahead
         if step.drafts is not None and self._speculator is not None:
             drafted = step.drafts.counts
             firsts = accumulate((1 + each for each in drafted[:-1]), initial=0) if drafted else ()
@@ -499,7 +500,7 @@ class ModelRunner:
         found = step.plan.step_id, tokens, scores, _read_prompt(step) if step.plan.prompt_logprobs else {}, wrong
         if taken is None:  # a device without a clock of its own
             seconds = self._clock.now() - step.started
-            return StepResult(*found, device_seconds=seconds, drafted=drafted, pooled=pooled)
+            return StepResult(*found, device_seconds=seconds, drafted=drafted, ahead=ahead, pooled=pooled)
         clock = taken.device, taken.idle
         return StepResult(
             *found,
@@ -507,6 +508,7 @@ class ModelRunner:
             step.graph_tokens,
             step.recorded_graph,
             drafted=drafted,
+            ahead=ahead,
             lent_seconds=taken.lent,
             pooled=pooled,
         )

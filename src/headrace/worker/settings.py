@@ -97,10 +97,20 @@ class Setup:
         return self.device.type == "cuda" and not eager
 
     @property
+    def beside(self) -> DraftSetup | None:
+        """A draft that lies in the target's memory."""
+        draft = self.draft
+        return None if draft is None or (draft.place is not None and draft.place.elsewhere) else draft
+
+    @property
+    def draft_dtype(self) -> torch.dtype:
+        return self.dtype if self.draft is None or self.draft.place is None else self.draft.place.dtype
+
+    @property
     def draft_bytes(self) -> int:
         """Of a draft model or head, with the hidden states that are kept for it, but without keys and values."""
         assert self.draft is not None
-        return self.draft.weight_bytes(self.dtype.itemsize) + self.draft_state_bytes
+        return self.draft.weight_bytes(self.draft_dtype.itemsize) + self.draft_state_bytes
 
     @property
     def draft_state_bytes(self) -> int:
@@ -117,13 +127,13 @@ class Setup:
 
     @property
     def draft_kv_specs(self) -> tuple[KVSpec, ...]:
-        return () if self.draft is None else self.draft.kv_specs(self.block_size, self.dtype.itemsize)
+        return () if self.draft is None else self.draft.kv_specs(self.block_size, self.draft_dtype.itemsize)
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """With what a draft keeps under the same numbers."""
-        specs = self.target_kv_specs
-        return specs if self.draft is None else self.draft.beside(specs, self.block_size, self.dtype.itemsize)
+        specs, draft = self.target_kv_specs, self.beside
+        return specs if draft is None else draft.beside(specs, self.block_size, self.draft_dtype.itemsize)
 
     @property
     def block_sizes(self) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from headrace.request import NewRow, StepPlan, TokenLogprobs
+from headrace.request import DraftsAhead, NewRow, StepPlan, TokenLogprobs
 from headrace.speculative.lookup import Lookup
 from headrace.speculative.tree import Tree
 from headrace.speculative.verify import accepted
@@ -36,12 +36,14 @@ Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
 class Proposal:
     """``counts``: of each row. ``tokens``: those; or, of a device that has a queue, where they will be on the host when
     the step that verifies them has ended, [rows, at least the largest count] int32. ``stand``: they have been written
-    into the rows. ``trees``: how each row's stand; None: one behind another."""
+    into the rows. ``trees``: how each row's stand; None: one behind another. ``ahead``: of them, and of what was drawn
+    for nothing, where drafts are drawn while others are verified."""
 
     counts: Ints
     tokens: list[list[int]] | Tensor
     stand: bool = False
     trees: Sequence[Tree | None] = ()
+    ahead: DraftsAhead | None = None
 
     def lists(self) -> list[list[int]]:
         found = self.tokens.tolist() if isinstance(self.tokens, Tensor) else self.tokens

@@ -62,11 +62,13 @@ from headrace.spec import DecoderSpec, KVGroup
 from headrace.speculative.lookup import Lookup
 from headrace.techniques import switched_off
 from headrace.worker.allocation import Allocation, allocate_kv
+from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.arena import create_arena
 from headrace.worker.asleep import DeviceMemory, HostPages
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
-from headrace.worker.draft_setup import check_tree, draft_memory, load_head, resolve_draft
+from headrace.worker.draft_place import place_draft, places_elsewhere
+from headrace.worker.draft_setup import DraftPlace, check_tree, draft_memory, load_head, resolve_draft
 from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
@@ -184,7 +186,7 @@ class Worker:
                 )
             self._cuts = cuts(self._whole, setup.spec, group.rank)
         check_tree(config, setup.kv, setup.device)
-        self._setup = setup = replace(setup, draft=resolve_draft(config, source, self._whole))
+        self._setup = setup = place_draft(replace(setup, draft=resolve_draft(config, source, self._whole)))
         self._cuda = setup.device.type == "cuda"
         self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
         self._lasting = nullcontext if self._sleeping is None else self._sleeping.keeping
@@ -206,9 +208,20 @@ class Worker:
             empty=plainly_empty if self._arena is None else self._arena.empty,
         )
         builders = None if head_start is None else head_start.builders
+        self._draft_kernels = self._create_draft_kernels(disabled)
         self._ahead = create_ahead(
             setup.device, strict=config.device.strict_kernels, builders=builders, later=group is None
         )
+
+    def _create_draft_kernels(self, disabled: frozenset[str]) -> Kernels:
+        """Of a draft that has a thread of its own; else the target's."""
+        place = None if self._setup.draft is None else self._setup.draft.place
+        if place is None:
+            return self._kernels
+        if place.device.type == "cuda" and gpu.missing(place.device) is None:
+            gpu.prepare_compiler()
+            gpu.prepare_kernels(place.device)
+        return Kernels(place.device, disabled=disabled, off=switched_off(self._config.device), cuda_prefill=True)
 
     def close(self) -> None:
         """The start is over."""
@@ -222,6 +235,8 @@ class Worker:
         self._memory = Allocation(self._setup, self._head_start, self._pipe or self._group)
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
+        if self._apart is not None and self._apart.elsewhere:
+            self._draft_places = places_elsewhere(self._setup, longest)
         with self._memory.explaining("weights"), self._lasting():
             self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, group=self._group)
             self._draft, self._head = self._create_draft(longest), self._create_head(longest)
@@ -246,6 +261,10 @@ class Worker:
             self._rows = Rows(
                 setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write
             )
+        if self._draft_places is not None:
+            most = max(group.num_blocks for group in plan.groups)
+            fewer = None if self._draft_places >= most else self._draft_places
+            self._plan = plan = replace(plan, draft_blocks=fewer)
         self._draft_places, self._draft_blocks = plan.draft_blocks, self._create_draft_blocks(plan)
         fleeting = nullcontext if self._sleeping is None else self._sleeping.giving_up
         with memory.explaining("KV blocks", plan.num_bytes), fleeting():
@@ -278,19 +297,27 @@ class Worker:
 
     # --- parts of prepare
 
+    @property
+    def _apart(self) -> DraftPlace | None:
+        """Where a draft model computes that has a thread of its own."""
+        return None if self._setup.draft is None else self._setup.draft.place
+
+    @property
+    def _draft_device(self) -> torch.device:
+        return self._setup.device if self._apart is None else self._apart.device
+
     def _create_decoder(self, spec: DecoderSpec, longest: int, **more: Any) -> Decoder:
         """``more``: as Decoder has it."""
-        setup = self._setup
-        return Decoder(
-            spec, kernels=self._kernels, dtype=setup.dtype, device=setup.device, max_model_len=longest, **more
-        )
+        given = {"kernels": self._kernels, "dtype": self._setup.dtype, "device": self._setup.device, **more}
+        return Decoder(spec, max_model_len=longest, **given)
 
     def _create_draft(self, longest: int) -> Decoder | None:
         draft = self._setup.draft
         if draft is None or draft.head is not None:
             return None
         draft.check_length(longest)
-        return self._create_decoder(draft.spec, longest, drafts=True)
+        place = {"kernels": self._draft_kernels, "dtype": self._setup.draft_dtype, "device": self._draft_device}
+        return self._create_decoder(draft.spec, longest, drafts=True, **place)
 
     def _create_head(self, longest: int) -> DraftHead | None:
         """The target leaves its hidden states for it from now on, but where nothing is ever drafted."""
@@ -347,7 +374,7 @@ class Worker:
         checkpoint = open_checkpoint(source)
         try:
             rules, ignored = weight_rules(spec, shared), ignored_keys(spec)
-            load = partial(loader.load_weights, decoder, checkpoint, rules, ignored, self._setup.dtype)
+            load = partial(loader.load_weights, decoder, checkpoint, rules, ignored, self._dtype_of(decoder))
             self._share(decoder, source, load)
             scales = load_kv_scales(decoder, checkpoint)
         finally:
@@ -355,6 +382,9 @@ class Worker:
         if decoder is self._decoder and self._setup.kv is not None and not self._setup.kv.scales:
             reason = f"{scales} scales of the checkpoint" if scales else "the checkpoint has none, so they are 1"
             self._formats = (*self._formats, Decision("kv_cache scales", "fp8", reason))
+
+    def _dtype_of(self, decoder: Decoder) -> torch.dtype:
+        return self._setup.draft_dtype if decoder is self._draft else self._setup.dtype
 
     def _share(self, decoder: Decoder, source: ModelSource, fill: Callable[[], None]) -> None:
         if not self._config.model.share_weights:
@@ -365,7 +395,7 @@ class Worker:
             source.weights,
             source.revision,
             decoder.spec,
-            self._setup.dtype,
+            self._dtype_of(decoder),
             self._config.model.seed,
             group,
         )
@@ -412,7 +442,8 @@ class Worker:
 
     def _multiply(self, sizes: Sequence[int]) -> None:
         with self._memory.explaining("activations"):
-            for decoder in filter(None, (self._decoder, self._draft, self._head)):
+            here = self._draft if self._apart is None else None
+            for decoder in filter(None, (self._decoder, here, self._head)):
                 warm_linears(decoder, self._setup.device, sizes, max_num_seqs=self._setup.most_verified)
         self._stages.done("matrix products")
 
@@ -438,7 +469,7 @@ class Worker:
             "max_logits_rows": config.scheduler.logits_rows,
         }
         decode, draft = DecodeGraphs(recorder, **most), None
-        if self._draft is not None and setup.draft is not None:
+        if self._draft is not None and setup.draft is not None and self._apart is None:
             most |= {"max_num_seqs": min(setup.most_rows, MOST_DRAFTING), "built": False}
             tables = draft_tables(rows, self._draft_blocks)
             draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups, tables), **most)
@@ -484,7 +515,7 @@ class Worker:
         bound = self._draft_places
         counts = (kv_caches[at].shape[0] if bound is None else bound for at in draft.groups)
         groups = (KVGroup(spec, count) for spec, count in zip(setup.draft_kv_specs, counts, strict=True))
-        found = [allocate_kv(group, setup.dtype, setup.device) for group in groups]
+        found = [allocate_kv(group, setup.draft_dtype, self._draft_device) for group in groups]
         if self._cuda and draft.head is not None:  # what was never written may be seen, and must not be NaN
             for cache in found:
                 cache.zero_()
@@ -496,7 +527,13 @@ class Worker:
             return ()
         sizes = self._setup.block_sizes
         return tuple(
-            DraftBlocks(group, plan.groups[group].num_blocks, places, self._rows.tables[group], sizes[group])
+            DraftBlocks(
+                group,
+                plan.groups[group].num_blocks,
+                places,
+                self._rows.tables[group].to(self._draft_device),
+                sizes[group],
+            )
             for group in draft.groups
         )
 
@@ -506,12 +543,18 @@ class Worker:
         settings, draft = self._setup.speculative, self._setup.draft
         if settings is None:
             return None
-        common = rows, self._kernels, self._config.scheduler.logits_rows, self._draft_blocks
+        mirror = rows if self._apart is None else self._mirror(rows, self._apart.device)
+        common = mirror, self._draft_kernels, self._config.scheduler.logits_rows, self._draft_blocks
         if self._draft is not None and draft is not None:
             parts = self._draft, own, draft.groups, *common, graphs
-            if settings.tree is not None:
-                return Speculator(rows, TreeDrafts(*parts, topk=settings.tree), kv_caches)
-            return Speculator(rows, DraftModel(*parts))
+            ahead = settings.tree is None and draft.place is not None
+            model = DraftModel(*parts, told=ahead) if settings.tree is None else TreeDrafts(*parts, topk=settings.tree)
+            if self._apart is None:
+                return Speculator(rows, model, kv_caches)
+            size = min(self._setup.block_sizes[group] for group in draft.groups)
+            side = DraftSide(model, mirror, size, ahead=ahead and self._config.device.drafts_ahead)
+            most_tokens, threads = self._setup.tokens_a_step, self._apart.threads
+            return Speculator(rows, ApartDrafts(rows, side, threads=threads, most_tokens=most_tokens), kv_caches)
         if draft is not None:
             tap = self._decoder.tap
             if self._head is None or tap is None:
@@ -523,6 +566,12 @@ class Worker:
             settings.suffix_tokens if settings.method == "suffix" else 0,
         )
         return Speculator(rows, LookupProposer(rows, lookup))
+
+    def _mirror(self, rows: Rows, device: torch.device) -> Rows:
+        """The draft's own of the target's ``rows``."""
+        write = self._draft_kernels.choose(WRITE_ROWS, Facts(torch.int32))
+        count, length = rows.token_ids.shape
+        return Rows(count, length, self._setup.spec.vocab_size, rows.block_sizes, device, write)
 
     def _create_executor(self, memory: dict[str, int]) -> Executor:
         setup = self._setup
@@ -568,8 +617,18 @@ class Worker:
             folder, problem = self._ahead.prepared
             yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
         if self._setup.draft is not None:
-            weights, states = self._setup.draft.weight_bytes(self._setup.dtype.itemsize), self._setup.draft_state_bytes
-            yield draft_memory(weights, states, self._draft_kv, self._plan.groups, self._plan.draft_blocks)
+            weights, states = (
+                self._setup.draft.weight_bytes(self._setup.draft_dtype.itemsize),
+                self._setup.draft_state_bytes,
+            )
+            yield draft_memory(
+                weights,
+                states,
+                self._draft_kv,
+                self._plan.groups,
+                self._plan.draft_blocks,
+                self._draft_device.type if self._setup.beside is None else None,
+            )
         if (settings := self._setup.speculative) is not None and settings.tree is not None:
             said = f"{settings.most} tokens, {settings.tree} continuations of each"
             yield Decision("draft tree", said, "the most probable; with penalties, biases or a grammar it is a chain")
