@@ -1,7 +1,7 @@
 """``python -m lab ranks``: models laid out over several devices, each engine in a process of its own, beside what a
 simulation says of the same requests.
 
-    tp2   pp4   tp2xpp2   dp2            tensor, pipeline and data parallel sizes
+    tp2   ep2   pp4   tp2xpp2   dp2      tensor (ep: whole experts), pipeline and data parallel sizes
     NAME:tp4=decode,mixed                of another model, other rows
 
 Layouts take cards in their order, as many at once as there are cards for; on a CPU one comes after another.
@@ -36,8 +36,13 @@ from lab.table_rows import scaled, select_rows
 from lab.table_run import measured_row
 
 ROWS = ("decode", "prefill")
-_KINDS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
-_PART = "(?:tp|pp|dp)[1-9][0-9]?"
+_KINDS = {
+    "tp": "tensor_parallel_size",
+    "ep": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+}
+_PART = "(?:tp|ep|pp|dp)[1-9][0-9]?"
 _LAYOUT = re.compile(rf"(?:(?P<model>.+):)?(?P<parts>{_PART}(?:x{_PART})*)(?:=(?P<rows>.+))?")
 _LEAST_SECONDS = 15.0  # no engine is started for less
 
@@ -60,11 +65,13 @@ def layout(text: str) -> Layout:
     """Raises ArgumentTypeError."""
     found = _LAYOUT.fullmatch(text)
     parts = re.findall(f"({'|'.join(_KINDS)})([0-9]+)", found["parts"]) if found else []
-    if found is None or len(dict(parts)) < len(parts):
+    sizes: dict[str, Any] = {_KINDS[kind]: int(size) for kind, size in parts}
+    if found is None or len(sizes) < len(parts):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no layout such as tp2, tp2xpp2 or NAME:pp4=decode,mixed, each of {', '.join(_KINDS)} at most once"
         )
-    sizes = {_KINDS[kind]: int(size) for kind, size in parts}
+    if "ep" in dict(parts):
+        sizes["enable_expert_parallel"] = True
     return Layout(text, found["model"] or "", sizes, tuple((found["rows"] or "").split(",")) if found["rows"] else ())
 
 

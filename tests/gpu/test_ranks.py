@@ -1,5 +1,5 @@
-"""Two ranks on two cards, against the same requests one by one on the CPU: float32, so tokens are equal; and a rank
-that is killed."""
+"""Ranks and stages on several cards, against the same requests one by one on the CPU: float32, so tokens are equal; and
+a rank that is killed."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ MODES: dict[str, dict[str, Any]] = {
     "eager, chunks of 33": {"enforce_eager": True, "max_num_batched_tokens": 33},
     "preempted, overlap 2": {"num_blocks": 24, "block_size": 16, "overlap": 2},
 }
+# tensor parallel, pipeline parallel
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2xpp2": (2, 2), "pp4": (1, 4)}
+
+
+def sizes(layout: str) -> dict[str, int]:
+    """Skips where there are too few cards."""
+    ranks, stages = LAYOUTS[layout]
+    if torch.cuda.device_count() < ranks * stages:
+        pytest.skip(f"needs {ranks * stages} cards")
+    return {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +55,17 @@ def ask(llm: LLM, asked: SamplingParams) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_those_of_the_cpu(judge: Judge, mode: str) -> None:
-    with LLM(**{**STRICT, **MODES[mode], "tensor_parallel_size": 2}) as llm:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_of_the_cpu(judge: Judge, layout: str, mode: str) -> None:
+    with LLM(**{**STRICT, **MODES[mode], **sizes(layout)}) as llm:
         for asked in ASKED:
             for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
                 judge.check(prompt, asked, found)
 
 
-def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named() -> None:
-    with LLM(**{**STRICT, "tensor_parallel_size": 2}) as llm:
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named(layout: str) -> None:
+    with LLM(**{**STRICT, **sizes(layout)}) as llm:
         ask(llm, ASKED[0])
         (rank,) = llm.engine.core.executor._ranks._ranks  # type: ignore[attr-defined]
         collector = llm.submit([5, 6, 7], params(max_tokens=400))

@@ -24,10 +24,13 @@ def test_a_layout_is_sizes_a_model_and_rows() -> None:
     device = layout("Llama-3.1-8B:tp2xpp4").config(EngineConfig()).device
     assert (device.tensor_parallel_size, device.pipeline_parallel_size, device.num_ranks) == (2, 4, 8)
     assert layout("Llama-3.3-70B:tp4").config(EngineConfig()).model.model == str(LARGE_SHAPES / "Llama-3.3-70B")
+    assert layout("ep2").config(EngineConfig()).device.enable_expert_parallel and not device.enable_expert_parallel
     assert layout("dp2").config(EngineConfig()).device.data_parallel_size == 2
 
 
-@pytest.mark.parametrize("text", ["", "tp", "tp0", "tp2xtp2", "2", "tp2 pp2", "tp2=", ":tp2", "tp1000", "tp2x"])
+@pytest.mark.parametrize(
+    "text", ["", "tp", "tp0", "tp2xtp2", "2", "tp2 pp2", "tp2=", ":tp2", "tp1000", "tp2x", "tp2xep2"]
+)
 def test_what_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no layout"):
         layout(text)

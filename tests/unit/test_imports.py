@@ -76,6 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models",
         "parallel.placement",
         "parallel.shares",
+        "parallel.stages",
         "worker.memory",
         "worker.settings",
     },

@@ -155,10 +155,10 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
 
 def _linked(args: argparse.Namespace, config: EngineConfig, device: Device) -> Device:
     """With the link that ranks have. Raises ConfigError where nobody knows it, or there are no ranks."""
-    ranks, asked = config.device.tensor_parallel_size, args.link_bandwidth is not None or args.link_latency is not None
+    ranks, asked = config.device.num_ranks, args.link_bandwidth is not None or args.link_latency is not None
     if asked and ranks == 1:
         raise ConfigError(
-            "--link-bandwidth and --link-latency are of ranks; give --tensor-parallel-size, too, or leave them out."
+            "--link-bandwidth and --link-latency are of ranks; give --tensor-parallel-size or --pipeline-parallel-size, too, or leave them out."
         )
     if ranks == 1:
         return device

@@ -164,7 +164,7 @@ class CostModel:
         self._experts = _expert_operators(spec, weight_bytes, self._popularity)
         site = head(spec)
         self._head = site.label, site.num_bytes(weight_bytes), _flops([site])
-        if spec.pooling is not None and spec.pooling.head is not PoolHead.TOKENS:
+        if not spec.answers or (spec.pooling is not None and spec.pooling.head is not PoolHead.TOKENS):
             self._head = site.label, 0.0, 0.0
         self._norm_bytes = _norm_elements(spec) * weight_bytes
         # embedding row, learned position row
@@ -311,4 +311,4 @@ def _activation_elements(spec: DecoderSpec) -> int:
         for site in matrices(spec)
         if site.split is not Split.NONE
     )
-    return 2 * between + 8 * spec.num_layers * spec.hidden_size  # and two norms with their residual sums
+    return 2 * between + 8 * len(spec.held_layers) * spec.hidden_size  # and two norms with their residual sums

@@ -39,10 +39,10 @@ class Traffic:
 
 
 def traffic_of(spec: DecoderSpec, element_bytes: float) -> Traffic:
-    """``spec``: one rank's share. Behind both halves of every layer, of the embedding, and of the logits."""
+    """``spec``: one rank's share, of a stage or of all. Behind both halves of every layer, of the embedding, and of the
+    logits."""
     if spec.ranks == 1:
         return Traffic(0, 0.0, 0.0)
-    sums, share = 2 * spec.num_layers + 1, (spec.ranks - 1) / spec.ranks
-    return Traffic(
-        sums + 1, 2 * share * sums * spec.hidden_size * element_bytes, share * spec.vocab_size * element_bytes
-    )
+    sums, share = 2 * len(spec.held_layers) + spec.embeds, (spec.ranks - 1) / spec.ranks
+    logits = share * spec.vocab_size * element_bytes if spec.answers else 0.0
+    return Traffic(sums + spec.answers, 2 * share * sums * spec.hidden_size * element_bytes, logits)

@@ -74,6 +74,8 @@ def begin_ranks(config: EngineConfig, spec: DecoderSpec, mark: str, lost: Callab
         raise ConfigError(
             f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out."
         )
+    if config.device.pipeline_parallel_size > 1:  # what is sent queues behind nothing else; read with the context
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return Ranks(config.device.num_ranks - 1, mark, lost)
 
 

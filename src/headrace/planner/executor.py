@@ -101,7 +101,8 @@ class ModelledExecutor:
         self._ratio = ratio
         self._host_seconds = host_seconds
         self._tree = tree
-        self._busy_until = 0.0
+        self._busy = [0.0] * info.stages  # until when
+        self._ends: deque[float] = deque(maxlen=info.stages)  # of so many steps, whose tokens the next one goes on from
         self._rested_at = -math.inf
         self._sequences: dict[int, int] = {}  # row → where its tokens begin
         self._lengths: dict[int, int] = {}  # row → its tokens, where some are drafted
@@ -111,17 +112,13 @@ class ModelledExecutor:
         price = self._price(plan)
         now = self._clock.now()
         began = now + self._host_seconds + price.host_seconds
-        pause = now - self._busy_until if now > self._busy_until + PAUSE else 0.0
+        pause = now - self._busy[0] if now > self._busy[0] + PAUSE else 0.0
         if pause > RESTED:
             self._rested_at = now
-        begin = max(self._busy_until, began)
         seconds = self._felt(price, now, pause) * (
             1.0 + self._draft_cost * -(-max(plan.drafts, default=0) // self._tree)
         )
-        self._busy_until = begin + seconds
-        if price.launch_seconds:  # it ends no sooner than its last kernel is launched
-            self._busy_until = max(self._busy_until, began + price.launch_seconds)
-            seconds = self._busy_until - begin
+        seconds, end = self._computed(price, seconds, began, goes_on=1 in plan.counts)
         self._clock.sleep_until(began + price.launch_seconds + price.record_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price, seconds)
         for new in plan.rows_added:
@@ -130,9 +127,26 @@ class ModelledExecutor:
         recorded = price.record_seconds > 0.0
         result = StepResult(plan.step_id, tokens, device_seconds=seconds, graph_tokens=graph, recorded_graph=recorded,
                             drafted=[plan.drafts[work] for work in plan.sample_work] if plan.drafts else ())  # fmt: skip
-        ticket = _Timed(plan.step_id, result, self._busy_until)
+        ticket = _Timed(plan.step_id, result, end)
         self._in_flight.append(ticket)
         return ticket
+
+    def _computed(self, price: StepPrice, seconds: float, began: float, *, goes_on: bool) -> tuple[float, float]:
+        """(seconds that a device is at it, when the last has ended). A stage begins when it has what the one before
+        computed; a step, once the tokens that it ``goes_on`` from are there."""
+        slower = seconds / price.seconds if price.stages else 1.0
+        each, hop = [slower * every for every in price.stages] or [seconds], price.hop_seconds
+        first = self._ends[0] + hop if price.stages and goes_on and len(self._ends) == len(each) else 0.0
+        end = max(began, first)
+        for stage, taken in enumerate(each):
+            begin = max(self._busy[stage], end + (hop if stage else 0.0))
+            end = begin + taken
+            if end < began + price.launch_seconds:  # it ends no sooner than its last kernel is launched
+                end = began + price.launch_seconds
+                each[stage] = end - begin
+            self._busy[stage] = end
+        self._ends.append(end)
+        return sum(each) / len(each), end
 
     def _felt(self, price: StepPrice, now: float, pause: float) -> float:
         """Seconds that the step takes at this moment."""

@@ -28,9 +28,10 @@ from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
+from headrace.parallel.stages import staged
 from headrace.planner.devices import GIB, Device, known_devices
 from headrace.planner.steadiness import Disturbances
-from headrace.planner.step_time import Most, StepTime
+from headrace.planner.step_time import Most, StagedTime, StepTime
 from headrace.spec import ELEMENT_BYTES, DecoderSpec, KVSpec, kv_groups
 
 
@@ -38,7 +39,7 @@ from headrace.spec import ELEMENT_BYTES, DecoderSpec, KVSpec, kv_groups
 class Pricing:
     """``other``: in what the calibration is another's; it is an extrapolation then, whatever the load."""
 
-    step_time: StepTime
+    step_time: StepTime | StagedTime
     front: FrontPrices | None
     calibrated: CalibratedSteps | None
     other: tuple[str, ...]
@@ -73,7 +74,8 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A model on a device. ``config`` is resolved, by ``decisions``."""
+    """A model on a device; of a pipeline, its first stage, unless ``stages`` (a rank of each, and its KV groups) count.
+    ``config`` is resolved, by ``decisions``."""
 
     spec: DecoderSpec
     config: EngineConfig
@@ -83,14 +85,18 @@ class Priced:
     groups: tuple[KVSpec, ...]
     cost_model: CostModel
     pricing: Pricing
+    stages: Sequence[tuple[DecoderSpec, tuple[KVSpec, ...]]]
 
     @property
-    def step_time(self) -> StepTime:
+    def step_time(self) -> StepTime | StagedTime:
         return self.pricing.step_time
 
     def placed(self) -> ExecutorInfo:
-        """Raises ConfigError or OutOfMemory where it does not fit."""
-        return place(self.spec, self.config, self.device, self.dtype, self.groups)
+        """On the stage that has room for the fewest blocks. Raises ConfigError or OutOfMemory where it does not fit."""
+        found = [place(spec, self.config, self.device, self.dtype, groups) for spec, groups in self.stages]
+        least = min(found, key=lambda each: [group.num_blocks for group in each.kv_groups])
+        longest = min(each.max_model_len for each in found)
+        return replace(least, max_model_len=longest, stages=len(found))
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of one sequence's keys and values, to the token."""
@@ -103,30 +109,38 @@ class Priced:
         return [_blocks_of(group, context) for group in self.groups]
 
     def decode_seconds(self, rows: int, context: int) -> float:
-        """A step that gives ``rows`` sequences, each of ``context`` tokens, one token more."""
-        return self.step_time.of_load(decode_load(self.groups, rows, context), rows=rows).seconds
+        """Until each of ``rows`` sequences of ``context`` tokens has one token more; in a pipeline they share its steps."""
+        rows = -(-rows // len(self.stages))
+        price = self.step_time.of_load(decode_load(self.groups, rows, context), rows=rows)
+        return max(price.seconds, len(self.stages) * max(price.stages, default=0.0))
 
 
 def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: Sequence[float] = ()) -> Priced:
-    """``popularity``: how often tokens pick each expert. Of ranks, one and its share. Raises ConfigError for switches
-    whose worth nobody knows."""
-    if config.device.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"--pipeline-parallel-size is {config.device.pipeline_parallel_size}, but stages are not simulated so far; leave it out."
-        )
+    """``popularity``: how often tokens pick each expert. Of ranks, one and its share, of each stage. Raises ConfigError
+    for switches whose worth nobody knows."""
+    size = config.device.tensor_parallel_size
     config, decisions = resolve_config(config, device.kind)
-    spec = _busiest(spec, config.device, tuple(popularity))
+    ranks = range(0, config.device.num_ranks, size)
+    parts = [_busiest(staged(spec, config, rank), config.device, tuple(popularity)) for rank in ranks]
     dtype = dtype_of(spec, config, device)
-    cost_model, groups = cost_model_of(spec, config, device, dtype, popularity)
+    models = [cost_model_of(part, config, device, dtype, popularity) for part in parts]
+    prices = [choose_prices(device, config, *model) for model in models]
+    pricing = prices[0]
+    if len(parts) > 1:
+        hidden = spec.hidden_size * ELEMENT_BYTES[dtype]
+        times = [each.step_time for each in prices if isinstance(each.step_time, StepTime)]
+        pricing = replace(pricing, step_time=StagedTime(times, device.link, hidden))
+    stages = [(part, groups) for part, (_, groups) in zip(parts, models, strict=True)]
     return Priced(
-        spec,
+        parts[0],
         config,
         tuple(decisions),
         device,
         dtype,
-        groups,
-        cost_model,
-        choose_prices(device, config, cost_model, groups),
+        models[0][1],
+        models[0][0],
+        pricing,
+        stages,
     )
 
 
@@ -182,10 +196,10 @@ def choose_prices(device: Device, config: EngineConfig, cost_model: CostModel, g
     )
     if found is None:
         prices = device.efficiency.prices(
-            spec.num_layers, step_seconds=profile.step_overhead, host_seconds=device.host_seconds
+            len(spec.held_layers), step_seconds=profile.step_overhead, host_seconds=device.host_seconds
         )
         return Pricing(StepTime(cost_model, prices, sharing=sharing), None, None, (), device.efficiency.origin)
-    prices = _for_layers(found.prices, spec.num_layers / found.shape.layers)
+    prices = _for_layers(found.prices, len(spec.held_layers) / found.shape.layers)
     rate = found.rate if found.dtype == cost_model.dtype else profile.gemm_rate(cost_model.dtype)
     graphed = device.kind != "cpu" and config.device.prompt_graphs and not config.device.enforce_eager
     shapes = _prompt_shapes(config, spec) if graphed else None

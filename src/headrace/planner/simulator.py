@@ -24,7 +24,7 @@ from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import DeviceCounts, ModelledExecutor
 from headrace.planner.pricing import Pricing, priced
 from headrace.planner.steadiness import Disturbances
-from headrace.planner.step_time import StepTime
+from headrace.planner.step_time import StagedTime, StepTime
 from headrace.planner.tenants import priority_figures, tenant_figures
 from headrace.planner.workload.load import LoadRequest, Prompts, check_lengths
 from headrace.planner.workload.statistics import Reader, Sample, experiences, summarise
@@ -103,7 +103,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
 def create_core(
     info: ExecutorInfo,
     config: EngineConfig,
-    step_time: StepTime,
+    step_time: StepTime | StagedTime,
     recorder: StepRecorder,
     disturbances: Disturbances | None = None,
 ) -> tuple[EngineCore, ModelledExecutor]:
@@ -124,7 +124,7 @@ def create_core(
         eos_token_ids=frozenset(),
         namespace=b"",
         clock=clock,
-        depth=config.device.overlap or 0,
+        depth=(config.device.overlap or 0) + info.stages - 1,
         forecast=recorder.floors,
         speed=recorder.speed,
     )

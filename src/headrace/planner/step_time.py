@@ -9,10 +9,11 @@ What lives here: a step's price. What may not: counting bytes, prices (cost/), d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.cost.cost_model import CostModel, StepLoad, Work
+from headrace.cost.links import Link
 from headrace.cost.prices import StepPrices
 from headrace.cost.prompt_shapes import PromptShapes
 from headrace.cost.sharing import SharedBlocks
@@ -35,6 +36,8 @@ class StepPrice:
     after: Callable[[float, float], float] | None = None
     alone: bool = True  # every sequence computes a single token
     graph_tokens: int = 0  # see StepResult
+    stages: tuple[float, ...] = ()  # of a pipeline: seconds of each; all else is their mean or, seconds, their sum
+    hop_seconds: float = 0.0  # from each stage to the next
 
 
 @dataclass(slots=True)
@@ -124,6 +127,41 @@ class StepTime:
         """Seconds of the least step there is: one token that sees itself."""
         ones = (1.0,) * groups
         return self.of_load(StepLoad(1, 1, ones, ones, ones)).seconds
+
+
+class StagedTime:
+    """The same of a pipeline, one of ``stages`` behind the other. ``link``: between two of them; None: nothing is sent.
+    ``hidden``: bytes of a token's hidden states."""
+
+    def __init__(self, stages: Sequence[StepTime], link: Link | None, hidden: float) -> None:
+        self._stages, self._link, self._hidden = stages, link, hidden
+        self.most = stages[0].most
+
+    def of_plan(self, plan: StepPlan) -> StepPrice:
+        return self._joined([each.of_plan(plan) for each in self._stages], plan.num_tokens)
+
+    def of_load(self, load: StepLoad, *, rows: int = 1, alone: bool = True) -> StepPrice:
+        return self._joined([each.of_load(load, rows=rows, alone=alone) for each in self._stages], load.tokens)
+
+    def shortest(self, groups: int) -> float:
+        return sum(each.shortest(groups) for each in self._stages)
+
+    def _joined(self, prices: Sequence[StepPrice], tokens: int) -> StepPrice:
+        count, link = len(prices), self._link
+        hop = 0.0 if link is None or not tokens else link.latency + tokens * self._hidden / link.bandwidth
+        stages = tuple(each.seconds for each in prices)
+        floor, moved, flops = (
+            sum(getattr(each, name) for each in prices) / count for name in ("floor_seconds", "bytes", "flops")
+        )
+        return replace(
+            prices[0],
+            seconds=sum(stages) + (count - 1) * hop,
+            floor_seconds=floor,
+            bytes=moved,
+            flops=flops,
+            stages=stages,
+            hop_seconds=hop,
+        )
 
 
 def _floor(work: Work, bandwidth: float, rate: float) -> tuple[float, float, float]:

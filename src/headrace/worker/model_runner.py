@@ -313,8 +313,9 @@ class ModelRunner:
             packing = branched(packing, step.drafts.trees)
         if packing is not None and plan.drafts and self._verify_drawn(step, packing):
             return
-        compute, graph_tokens = (None, 0) if packing is None else self._prepared(plan, packing)
-        self._begin(step)
+        compute, graph_tokens = (None, 0) if packing is None else self._prepared(step, packing)
+        if packing is None or self._decoder.spec.embeds:  # else it begins once it has what it goes on from
+            self._begin(step)
         if compute is not None:
             step.packing, step.hidden, step.graph_tokens = packing, compute(), graph_tokens
 
@@ -346,9 +347,10 @@ class ModelRunner:
             return False
         return not self._padded and np.array_equal(packing.sampled(plan), np.arange(tokens))
 
-    def _prepared(self, plan: StepPlan, packing: Packing) -> tuple[Callable[[], Tensor], int]:
+    def _prepared(self, step: Step, packing: Packing) -> tuple[Callable[[], Tensor], int]:
         """The step's inputs on their way to the device; what computes its hidden states from them, and the tokens of a
         prompt graph that does."""
+        plan = step.plan
         graphs, prompts, slots = self.graphs, self.prompt_graphs, self._slots(plan.rows)
         if (
             graphs is not None
@@ -368,7 +370,7 @@ class ModelRunner:
             adapted = slots is not None
             compute = partial(prompts.compute, shape, len(wanted), adapted=adapted)
             return compute, shape.tokens if prompts.replays(shape, adapted=adapted) else 0
-        return partial(self._computed, self._gather.inputs(plan, packing, slots)), 0
+        return partial(self._computed, step, self._gather.inputs(plan, packing, slots)), 0
 
     @staticmethod
     def _serves(graphs: DecodeGraphs, count: int, *, adapted: bool) -> bool:
@@ -386,11 +388,11 @@ class ModelRunner:
         slots = self._slots(rows) if self._adapters is not None and self._adapters.slots.head_touched else None
         return None if slots is None else adapter_rows(slots, self._rows.device)
 
-    def _computed(self, inputs: ForwardInputs) -> Tensor:
+    def _computed(self, step: Step, inputs: ForwardInputs) -> Tensor:
         """Hidden states. Nothing else of the forward pass is read when another has been queued."""
         compute = partial(self._decoder.forward, inputs, self._kv_caches)
         if self._pipe is not None:
-            return self._through(self._pipe, inputs)
+            return self._through(self._pipe, step, inputs)
         if self._arena is None:
             return compute()
         wanted = None if inputs.wanted is None else len(inputs.wanted)
@@ -399,12 +401,13 @@ class ModelRunner:
         kind = self._decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None, changed
         return self._arena.run(compute, tokens, wanted, kind=kind)
 
-    def _through(self, pipe: Pipe, inputs: ForwardInputs) -> Tensor:
-        """The same of one stage."""
+    def _through(self, pipe: Pipe, step: Step, inputs: ForwardInputs) -> Tensor:
+        """The same of one stage. What it waits for the one before is idle time."""
         spec, begun = self._decoder.spec, None
         if not spec.embeds:
             shape = len(inputs.token_ids), spec.hidden_size
             begun = pipe.receive(torch.empty(shape, dtype=self._kv_caches[0].dtype, device=self._rows.device))
+            self._begin(step)
         hidden = self._decoder.forward(inputs, self._kv_caches, begun)
         if not spec.answers:
             pipe.send(hidden)
