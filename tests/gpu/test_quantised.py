@@ -22,7 +22,9 @@ from headrace.kernels.linear.packing import Coding, Packed
 from headrace.kernels.norm.reference import gated_activation, rms_norm
 from headrace.quant import Format
 from headrace.quant.codes import Activations
+from headrace.quant.floats import MXFP4
 from headrace.quant.integers import PackedIntegers
+from headrace.quant.rotated import Rotated
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
 from tests.support.card import check, require_card
@@ -41,6 +43,7 @@ CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(CUDA).multi_processor_count
 SIZES = ((1024, 4096), (1056, 1280))
 pytestmark = pytest.mark.timeout(240)  # the first one builds for all
+ROTATED = Rotated(MXFP4(), 32)
 EIGHTS = (
     ScaledWeight("float8_e4m3fn", (WHOLE, WHOLE), activations=Activations("fp8", static=True)),
     ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=Activations("fp8")),
@@ -98,7 +101,7 @@ def build(test: Callable[..., None], form: Format) -> None:
 def built() -> None:
     """One behind the other they would take ten minutes."""
     wanted = {(multiplies, form.coding): form for form in FORMATS} | {
-        (gates, (form.coding, form.eight)): form for form in (*FORMATS, *EIGHTS)
+        (gates, (form.coding, form.eight)): form for form in (*FORMATS, *EIGHTS, ROTATED)
     }
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(build, test, form) for (test, _), form in wanted.items()]:
@@ -134,7 +137,7 @@ def multiplies_by(form: Format, outs: int, ins: int) -> None:
     check(replace(product, forms=((0, None),))(x), (x.float() @ weight.T).bfloat16())
 
 
-@pytest.mark.parametrize("form", (*FORMATS, *EIGHTS), ids=lambda each: each.label)
+@pytest.mark.parametrize("form", (*FORMATS, *EIGHTS, ROTATED), ids=lambda each: each.label)
 def test_gates_through_the_registry(form: Format, built: None) -> None:
     gates(form)
 
@@ -165,7 +168,7 @@ def gates(form: Format) -> None:
         if around.squares is not None
         else x
     )
-    inputs = form.activated(normed, pieces[0].tensors[0]) if form.eight else normed
+    inputs = form.activated(normed, pieces[0].tensors[0])
     assert (fused is None) == (form.label.startswith("bitsandbytes")), (
         "each half has a random table of its own: no one matrix"
     )
@@ -173,7 +176,7 @@ def gates(form: Format) -> None:
         check(fused(x, around)[0], reference.fused_linear(weight, None)(inputs, Around(gate=Activation.SILU))[0])
     for tokens in (1, 16, 64, 128, 1000):
         x = torch.randn(tokens, ins, device=CUDA).bfloat16()
-        inputs = form.activated(x, pieces[0].tensors[0]) if form.eight else x
+        inputs = form.activated(x, pieces[0].tensors[0])
         check(product(x), (inputs.float() @ weight.T).bfloat16())
     if form.eight:
         composed(product, pieces, facts)

@@ -35,6 +35,7 @@ from headrace.quant.codes import Activations
 from headrace.quant.floats import MXFP4, NVFP4, NormalFloat
 from headrace.quant.gguf import BLOCKS, GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
+from headrace.quant.rotated import Rotated
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
 from tests.support.kernel_cases import assert_close, called
@@ -55,6 +56,7 @@ FORMS: tuple[Format, ...] = (
     ScaledWeight("int8", (1, WHOLE), activations=Activations("int8", static=True)),
     ScaledWeight(FP8, (32, 128)), ScaledWeight(FP8, (1, WHOLE), activations=Activations("fp8")),
     ScaledWeight(FP8, (WHOLE, WHOLE), activations=Activations("fp8", static=True)),
+    Rotated(MXFP4(), 32), Rotated(NVFP4(inverse=True), 16), Rotated(MXFP4(), 128), Rotated(PackedIntegers(4, 64, act_order=True), 32),
     MXFP4(), NVFP4(inverse=True), NVFP4(inverse=False), NormalFloat("nf4", nested=False), NormalFloat("nf4", nested=True),
 )  # fmt: skip
 ROWS = (1, 2, 3, 7, 70)
@@ -150,6 +152,17 @@ def test_inputs_are_rounded_where_codes_are_whole_numbers(form: Format) -> None:
         assert_close(
             linear(x.bfloat16()).float(), packed.packed_linear([piece], None)(x.bfloat16().float()), torch.bfloat16
         )
+
+
+@pytest.mark.parametrize("size", [2, 8, 32, 128])
+def test_inputs_are_rotated_to_the_bit(size: int) -> None:
+    """In the type that the model computes in, before they are rounded."""
+    form = Rotated(MXFP4(), size)
+    piece, plain = (piece_of(each, dtype=torch.bfloat16) for each in (form, form.inner))
+    for rows in (1, 9):
+        x = drawn(rows, 512, dtype=torch.bfloat16)
+        want = made([plain], None, torch.bfloat16, "integer")(form.activated(x, {}))
+        assert torch.equal(made([piece], None, torch.bfloat16, "integer")(x), want)
 
 
 def panels_of(piece: Piece) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
-from headrace.kernels.candidate import CallSite, EightBits, Shape, WeightFacts
+from headrace.kernels.candidate import CallSite, EightBits, Shape, WeightFacts, plainly_empty
 from headrace.kernels.linear import coded, reference
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.candidates import _uncoded
@@ -19,12 +19,15 @@ from headrace.kernels.linear.eight_bits import Composed
 from headrace.kernels.linear.flat_forms import FLAT, Form
 from headrace.kernels.linear.flat_linear import make_scratch
 from headrace.kernels.norm.reference import rms_norm
+from headrace.kernels.norm.triton_rotated import rotate
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.layers.packed import Piece
 from headrace.quant import Format
 from headrace.quant.codes import Activations
+from headrace.quant.floats import MXFP4
 from headrace.quant.gguf import GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
+from headrace.quant.rotated import Rotated, rotated
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
 from tests.support.codings import FORMATS, random_piece
@@ -176,6 +179,29 @@ def test_every_shape_has_forms_that_fit(shape: Shape) -> None:
                 assert form.stages * (form.columns * 16 * coding.bits + form.rows * 256) <= 220_000, form
         for most in ROWS:
             assert all(form.rows == most for form in candidate_forms(shape, outs, coding, most))
+
+
+@pytest.mark.parametrize("size", [2, 32, 256])
+def test_rows_are_rotated_to_the_bit(size: int) -> None:
+    torch.manual_seed(8)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(3, 1280).to(dtype)
+        got = rotate(x, size, plainly_empty, programmatic=True)
+        assert torch.equal(got, rotated(x, size).to(dtype))
+    assert rotate(x[:0], size, plainly_empty, programmatic=False).shape == (0, 1280)
+
+
+def test_rotated_weights_meet_rotated_inputs() -> None:
+    """Alone, widened, and where the norm before is half done."""
+    torch.manual_seed(9)
+    form = Rotated(MXFP4(), 32)
+    (product,), weight = products([random_piece(form, 96, 256)], ONE)
+    x, squares = torch.randn(3, 256).bfloat16(), torch.rand(70, 3) * 8
+    want = (form.activated(x, {}).float() @ weight.T).bfloat16()
+    assert_close(product(x), want, torch.bfloat16)
+    assert_close(replace(product, forms=((0, None),))(x), want, torch.bfloat16)
+    twin = reference.fused_linear(weight, None)(form.activated(x, {}), Around(squares, 1e-5))
+    assert_close(CodedFused(product)(x, Around(squares, 1e-5))[0], twin[0], torch.bfloat16)
 
 
 INT8_INPUTS = Activations("int8")

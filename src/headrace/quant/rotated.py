@@ -7,7 +7,7 @@ stand in a config (config.py), choosing codes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.quant import Format, StoredTensor, Tensors
@@ -15,6 +15,8 @@ from headrace.quant import Format, StoredTensor, Tensors
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from headrace.kernels.linear.packing import Codes, Coding
 
 
 def rotated(x: Tensor, size: int) -> Tensor:
@@ -74,6 +76,17 @@ class Rotated(Format):
 
     def meant(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         return rotated(self.inner.meant(tensors, dtype), self.size).to(dtype)
+
+    @property
+    def coding(self) -> Coding | None:
+        inner = self.inner.coding
+        return None if inner is None or self.inner.rounds_inputs else replace(inner, rotation=self.size)
+
+    def has_codes(self, tensors: Tensors) -> bool:
+        return self.coding is not None and self.inner.has_codes(tensors)
+
+    def codes(self, tensors: Tensors, rows: slice) -> Codes:
+        return self.inner.codes(tensors, rows)
 
     def activated(self, x: Tensor, tensors: Tensors) -> Tensor:
         return self.inner.activated(rotated(x, self.size).to(x.dtype), tensors)

@@ -353,6 +353,8 @@ def _uncoded(site: CallSite[WeightFacts]) -> str | None:
     if not facts.codings or None in facts.codings:
         odd = [label for label, coding in zip(facts.formats, facts.codings, strict=True) if coding is None]
         return f"computes with codes in groups of 16, 32, 64, or multiples of 128 inputs, not with {', '.join(dict.fromkeys(odd)) or 'this'}"
+    if any(each is not None and each.rotation > 256 for each in facts.codings):
+        return "rotates up to 256 inputs together"
     return _unrounded(facts) if any(facts.eights) else None
 
 
@@ -404,10 +406,14 @@ def coded_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Ca
 
 
 def _coded_roundings(site: CallSite[WeightFacts], run: Any, *, normed: bool) -> Calls:
-    """Of rows of the layer's width, where inputs are rounded."""
+    """Of rows of the layer's width, where inputs are rounded, or rotated."""
+    width = site.facts.in_features
+    for size in {each.rotation for each in site.facts.codings if each is not None and each.rotation}:
+        turn, x = gpu.load("norm.triton_rotated:rotate"), site.zeros(1, width)
+        yield f"rotated by {size}, {width}", partial(turn, x, size, site.empty, programmatic=site.programmatic)
     if not any(site.facts.eights):
         return
-    width, squares = site.facts.in_features, site.zeros(1, 1, dtype=torch.float32) if normed else None
+    squares = site.zeros(1, 1, dtype=torch.float32) if normed else None
     rounding = gpu.load("norm.triton_rounded:Rounding")(site.facts.eights[0], dealt=True)
     call = partial(rounding.rows, site.zeros(1, width), squares, programmatic=site.programmatic)
     yield f"rounded, dealt, {width}, {normed}", call

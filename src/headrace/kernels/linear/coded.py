@@ -34,6 +34,7 @@ from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.packing import DEPTH, ROWS, Codes, Coding, Packed, Read, pack, stack
 from headrace.kernels.linear.triton_codes import _codes_kernel, _widen_kernel
 from headrace.kernels.norm.triton_activation import KINDS
+from headrace.kernels.norm.triton_rotated import rotate
 from headrace.kernels.norm.triton_rounded import Rounding
 
 TALL = Form(FLAT, 128, 128, DEPTH, 1, 8, 3)  # of rounded inputs, any number of rows
@@ -149,9 +150,14 @@ class CodedProduct:
 
     def launch(self, form: Form, x: Tensor, around: Around) -> Fused:
         if self.rounding is None:
-            return self._launch(form, x, None, around, x.dtype)
+            return self._launch(form, self.turned(x), None, around, x.dtype)
         codes, own = self.rounding.rows(x, around.squares, around.eps, programmatic=self.programmatic)
         return self._launch(form, codes, own, replace(around, squares=None), x.dtype)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """A norm's division does not mind being done behind a rotation."""
+        size = self.packed.coding.rotation
+        return x if not size else rotate(x, size, self.empty, programmatic=self.programmatic)
 
     def multiplied(self, codes: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
         """As ``EightBitLinear``'s."""
@@ -190,6 +196,7 @@ class CodedProduct:
     def widened(self, x: Tensor) -> Tensor:
         """By the vendor's product, a part of the weight at a time."""
         packed, tokens, halves = self.packed, len(x), 2 if self.packed.gated else 1
+        x = self.turned(x)
         x = x if packed.order is None else x.index_select(1, packed.order)
         y = self.empty((tokens, packed.outs), x.dtype, x.device)
         step = max(1, WIDENED // (ROWS * packed.ins)) * ROWS

@@ -45,7 +45,8 @@ class Coding:
     of 16.
 
     ``sets``: groups of K in a block, each with a scale (1, 2, 4 or 8): of 128 and more, of 64, of 32, of 16.
-    ``ordered``: columns may be in another order than inputs.
+    ``ordered``: columns may be in another order than inputs. ``rotation``: of inputs so many are rotated together
+    before (quant/rotated.py).
     """
 
     bits: int
@@ -56,6 +57,7 @@ class Coding:
     table: bool = False
     scales: Scales = Scales.HALF
     ordered: bool = False
+    rotation: int = 0
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -83,13 +85,20 @@ class Coding:
     def ring(self) -> bool:
         """Whether packed.cuh multiplies it."""
         return (
-            self.bits in (4, 8) and self.sets <= 4 and self.scales is Scales.HALF and not self.shifts and not self.table
+            self.bits in (4, 8)
+            and not self.rotation
+            and self.sets <= 4
+            and self.scales is Scales.HALF
+            and not self.shifts
+            and not self.table
         )
 
     @property
     def whole(self) -> bool:
         """Whether triton_codes.py multiplies it by int8: numbers of up to 8 bits with a sign, and one scale a block."""
-        numbers = not (self.floats or self.table or self.shifts or self.ordered) and (self.bits < 8 or not self.zeros)
+        numbers = not (self.floats or self.table or self.shifts or self.ordered or self.rotation) and (
+            self.bits < 8 or not self.zeros
+        )
         return numbers and self.sets == 1 and self.scales is Scales.HALF
 
     def blocks(self, outs: int, ins: int) -> tuple[int, int]:

@@ -97,16 +97,32 @@ typedef struct {
 } Plain;
 
 typedef struct { /* of x */
-    int type, by_row;              /* by_row: rounded by a scale of the row's own instead of a block's */
+    int type, by_row, rotation;    /* by_row: rounded by a scale of the row's own instead of a block's; rotation: inputs, 0 to 32 */
     int64_t rows, row, ins, there; /* row: stride; there: inputs, which fill up to ins, a multiple of BLOCK */
     const void *x;
 } Inputs;
 
+/* By Hadamard matrices of `size` inputs, as quant/rotated.py has it, and rounded to `type`. */
+static void rotate_block(v16 *halves, int size, int type) {
+    float x[BLOCK];
+    const float factor = (float)(1.0 / sqrt((double)size));
+    memcpy(x, halves, sizeof x);
+    for (int half = 1; half < size; half *= 2)
+        for (int i = 0; i < BLOCK; i += 2 * half)
+            for (int j = i; j < i + half; j++) {
+                const float low = x[j], high = x[j + half];
+                x[j] = low + high, x[j + half] = low - high;
+            }
+    for (int i = 0; i < BLOCK; i++) x[i] *= factor;
+    for (int i = 0; i < 2; i++) store16(halves + i, 0, *(v16u *)(x + 16 * i), type), halves[i] = load16(halves + i, 0, type);
+}
+
 INLINE void load_block(const Inputs *in, int64_t row, int64_t k, v16 *halves) {
-    for (int i = 0; i < 2; i++, k += 16) {
-        const int64_t left = in->there - k;
-        halves[i] = left > 0 ? load_upto(in->x, row * in->row + k, left, in->type) : splat(0.0f);
+    for (int i = 0; i < 2; i++) {
+        const int64_t left = in->there - k - 16 * i;
+        halves[i] = left > 0 ? load_upto(in->x, row * in->row + k + 16 * i, left, in->type) : splat(0.0f);
     }
+    if (in->rotation) rotate_block(halves, in->rotation, in->type);
 }
 
 INLINE v16 magnitude(v16 x) { return (v16)((i16)x & 0x7fffffff); }

@@ -61,6 +61,7 @@ class _Inputs(Structure):
     _fields_ = [
         ("type", c_int),
         ("by_row", c_int),
+        ("rotation", c_int),
         *((name, c_int64) for name in ("rows", "row", "ins", "there")),
         ("x", c_void_p),
     ]
@@ -265,11 +266,12 @@ def relaid(native: Native, piece: PackedMatrix) -> bool:
 @dataclass(frozen=True, slots=True)
 class Way:
     """How a piece's inputs are given. ``whole``: rounded to 8 bits, by blocks of 32 or (``by_row``) by row;
-    ``rounding``: what its format does to them before, or which piece this is where no other shares them;
-    ``widened``: it has no panels."""
+    ``rotation``: so many are rotated together first; ``rounding``: what its format does to them before, or which piece
+    this is where no other shares them; ``widened``: it has no panels."""
 
     whole: bool = False
     by_row: bool = False
+    rotation: int = 0
     rounding: str = ""
     widened: bool = False
 
@@ -331,7 +333,10 @@ class PanelProduct:
         weight, eight = piece.relaid[0], piece.form.eight
         own = str(index) if "order" in weight.tensors else ""
         if eight is None:
-            return Way(self.rounds and weight.whole, rounding=own)
+            turned = 0 if piece.coding is None else piece.coding.rotation
+            if turned > BLOCK or own:
+                turned, own = 0, own or f"rotated by {turned}"
+            return Way(self.rounds and weight.whole, rotation=turned, rounding=own)
         if eight.kind == "int8" and not eight.static:
             return Way(whole=True, by_row=True, rounding=own)
         return Way(rounding=str(index) if eight.static else piece.form.label)
@@ -347,12 +352,13 @@ class PanelProduct:
         return y
 
     def _call(self, x: Tensor, run: Run, outputs: Array[_Output], y: Tensor, copy: int) -> None:
-        piece, weight, by_row = run.pieces[0], run.weights[0], run.way.by_row
-        inputs = rows_of(x if by_row else piece.activated(x, copy))
+        piece, weight, by_row, turned = run.pieces[0], run.weights[0], run.way.by_row, run.way.rotation
+        inputs = rows_of(x if by_row or turned else piece.activated(x, copy))
         if (order := weight.tensors.get("order")) is not None:
             inputs = inputs[:, order]
         rows, there = inputs.shape
-        given = _Inputs(TYPES[x.dtype], by_row, rows, inputs.stride(0), weight.pointers.ins, there, inputs.data_ptr())
+        places = inputs.stride(0), weight.pointers.ins, there, inputs.data_ptr()
+        given = _Inputs(TYPES[x.dtype], by_row, turned, rows, *places)
         if self.function(
             len(outputs), outputs, byref(given), y.data_ptr(), y.stride(0), run.way.whole, torch.get_num_threads()
         ):

@@ -105,7 +105,7 @@ def _uncoded(site: CallSite[ExpertFacts]) -> str | None:
     half = len(facts.rounded) - 1
     if not facts.rounded or None in facts.rounded or len(set(facts.rounded[:half])) != 1:
         return "computes with codes in groups of 16, 32, 64, or multiples of 128 inputs, of gate and up the same"
-    if any(each is not None and (each.ordered or each.table) for each in facts.rounded):
+    if any(each is not None and (each.ordered or each.table or each.rotation) for each in facts.rounded):
         return "computes with inputs in their own order, and codes that are numbers"
     rounds = [label for label in facts.formats if "inputs" in label]
     if any(each is not None and each.static for each in facts.eights) or (rounds and None in facts.eights):
