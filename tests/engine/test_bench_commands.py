@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace import LLM, SamplingParams
 from headrace.bench import offline, startup
 from headrace.commands.bench import BENCHMARKS
 from lab import __main__ as lab
@@ -113,6 +114,41 @@ def test_adapters_are_asked_for_by_popularity_beside_the_base(
     assert zipf["adapters"] > 2 and zipf["failed"] == 0 and base["adapters"] == 0
     assert run("lora", model, *ENGINE, *sizes, "--targets", "k_proj", "gates") == 2
     assert "gates, which the model does not have" in capsys.readouterr().err
+
+
+def test_experts_are_recorded_placed_and_held_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What two ranks record, of which each computes half, is what one does; the engine takes either file."""
+    folder, text = tiny.save("mixtral", tmp_path), tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, again and again. " * 60, encoding="utf-8")
+    words = [str(folder), "--calibration", str(text), "--calibration-rows", "14", "--calibration-length", "24"]
+    words += ["--output-len", "5", "--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-model-len", "64"]
+    recorded = []
+    for more in (["--ranks", "2", "4"], ["--ranks", "2", "--tensor-parallel-size", "2", "--enable-expert-parallel"]):
+        found = figures(tmp_path, "experts", *words, *more, "--output", str(tmp_path / "counts.json"))
+        recorded.append(json.loads((tmp_path / "counts.json").read_text())["counts"])
+        for each in found["figures"]:
+            plain, balanced = (each["placements"][name] for name in ("neighbours together", "balanced"))
+            assert 1 <= each["bound"] <= balanced["recorded"] + 1e-9 <= plain["recorded"] + 2e-9
+            assert plain["steps of 16"] >= plain["all"] >= 1
+    assert recorded[0] == recorded[1] and set(recorded[0]) == {"0", "1", "2"}
+    assert all(sum(each) == 14 * (24 + 5 - 1) * 2 for each in recorded[0].values())  # 2 experts a row
+    copies = ["--copies", "1", "--ranks", "2", "--output", str(tmp_path / "placed.json")]
+    assert run("experts", *words, *copies) == 0 and "with 1 copies" in capsys.readouterr().out
+    placed = json.loads((tmp_path / "placed.json").read_text())["experts"]
+    assert all(sorted(map(len, layer)) == [2, 3] for layer in placed.values())
+    keywords: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 64}
+    answers = []
+    for own in (None, "counts.json", "placed.json"):
+        ranks = {
+            "tensor_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "expert_placement": str(tmp_path / str(own)),
+        }
+        with LLM(str(folder), **keywords, **(ranks if own else {})) as llm:
+            asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            answers.append(llm.generate([[1, 2, 3], [7] * 9], asked, use_tqdm=False))
+    tokens = [[each.outputs[0].token_ids for each in some] for some in answers]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_the_table_runs_each_model_in_its_own_process(

@@ -10,8 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from headrace.bench.experts import _steps
 from headrace.config import DeviceConfig, EngineConfig
 from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.errors import ConfigError
@@ -83,6 +85,13 @@ def test_skewed_experts_are_balanced_and_a_hot_one_only_with_copies() -> None:
     least = lower_bound(skewed, 8) * 8 / sum(skewed)  # the first expert, and as many of the last as a rank must hold
     assert least > 1.05 and imbalance(skewed, balanced(skewed, 8)) == pytest.approx(least)
     assert imbalance(skewed, contiguous(128, 8)) > 2.5
+
+
+def test_steps_wait_for_their_busiest_rank_and_copies_take_turns() -> None:
+    """Of two rows a step: loads 4, 0 and 2, 2; where both ranks hold expert 0, its second row goes to the second."""
+    choices = np.array([[0, 1], [0, 1], [0, 2], [1, 3]], dtype=np.int16)
+    assert _steps(choices, ((0, 1), (2, 3)), 2) == (4 + 2) / 4 and _steps(choices, ((0, 1), (2, 3)), 0) == 6 / 4
+    assert _steps(choices, ((0, 1), (0, 2, 3)), 2) == (3 + 2) / 4  # 0, 1, 1 | 0; then 0, 1 | 2, 3
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(8, 2), (7, 2), (9, 4), (128, 8), (4, 4)])

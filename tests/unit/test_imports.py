@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": {"flags", "server", "engine", "bench", "planner", "worker", "models", "kernels", "quantize"},
     "commands.completion": {"cli", "flags"},  # all commands' parsers
     "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant", "planner.workload"},
+    "bench.experts": {"engine", "worker", "quantize.texts", "parallel.placement", "parallel.balance"},
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
     "server": {"engine"},
     "engine": {"models.source", "scheduler", "cache", "sequence", "speculative"},
@@ -139,6 +140,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "commands.doctor": {"torch"},
     "commands.quantize": {"torch"},
     "bench": CORE,
+    "bench.experts": {"numpy"},
     "bench.load": {"httptools"},
     "observe": set(),
     "observe.report": {"matplotlib"},

@@ -71,6 +71,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     "lora": Benchmark(
         "headrace.bench.lora", "tokens per second with adapters beside the base model's", model=True, engine=True
     ),
+    "experts": Benchmark(
+        "headrace.bench.experts",
+        "which experts tokens choose, and how evenly placements of them fill several devices",
+        model=True,
+        engine=True,
+    ),
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a full load curve", engine=True),
 }
 

@@ -19,6 +19,7 @@ from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
 from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, Executor, LoadAdapter, Sleep, Ticket, Wake
 from headrace.errors import ConfigError, StepFailed
+from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource
 from headrace.parallel import frames
@@ -115,6 +116,11 @@ class RankedExecutor:
         self._plans = frames.PlanPacker()
         self._meetings = partial(meetings_of, group, pipe)
         inner.on_failure = lambda step_id, _: ranks.fail_too(step_id)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The first rank's."""
+        return self._inner.decoder
 
     def submit(self, plan: StepPlan) -> Ticket:
         self._ranks.tell(self._plans.pack(plan))

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 Layer = tuple[tuple[int, ...], ...]  # the experts of each rank
 _LARGEST_FILE = 2**26
-_WANTED = 'Give {"counts": {layer: [rows of each expert]}} or {"experts": {layer: [[experts of rank 0], …]}} as JSON.'
+_WANTED = (
+    'Give {"counts": {layer: [rows of each expert]}} or {"experts": {layer: [[experts of rank 0], …]}} as JSON; '
+    "headrace bench experts writes both."
+)
 
 
 def contiguous(num_experts: int, ranks: int) -> Layer:

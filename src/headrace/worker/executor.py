@@ -21,6 +21,7 @@ from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, Load
 from headrace.errors import StepFailed
 from headrace.kernels.build.ahead import Behind
 from headrace.lora.device import DeviceAdapters
+from headrace.models.decoder import Decoder
 from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker.asleep import Asleep
 from headrace.worker.failure import failure_of
@@ -72,6 +73,11 @@ class DeviceExecutor:
         self._pool = (
             None if threads is None else ThreadPoolExecutor(1, "headrace-worker", torch.set_num_threads, (threads,))
         )
+
+    @property
+    def decoder(self) -> Decoder:
+        assert self._runner is not None, "a closed executor has none"
+        return self._runner.decoder
 
     def submit(self, plan: StepPlan) -> Ticket:
         assert self._runner is not None, "a closed executor runs nothing"

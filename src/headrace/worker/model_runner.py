@@ -190,6 +190,10 @@ class ModelRunner:
         self._stream = torch.cuda.current_stream(rows.device) if queued else None
 
     @property
+    def decoder(self) -> Decoder:
+        return self._decoder
+
+    @property
     def queued(self) -> bool:
         """Whether steps wait in a queue of the device until they are collected."""
         return self._stream is not None

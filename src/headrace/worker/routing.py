@@ -1,0 +1,39 @@
+"""Which experts rows choose, written down while an engine runs.
+
+What lives here: that record. What may not: what is made of it (parallel/balance.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.moe.reference import route
+from headrace.layers.moe import SparseFeedForward
+from headrace.models.decoder import Decoder
+
+
+class Routing:
+    """From now on, of every row that the sparse layers of ``decoder`` compute. Rows that graphs compute are not seen:
+    the engine must launch its kernels one by one."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._seen: dict[int, list[Tensor]] = {}
+        for index, block in zip(decoder.spec.held_layers, decoder.layers, strict=True):
+            layer, moe = block.feed_forward, decoder.spec.layers[index].moe
+            if isinstance(layer, SparseFeedForward) and moe is not None:
+                self._seen[index] = []
+                layer.watch(partial(self._see, self._seen[index], moe.top_k))
+
+    def take(self) -> Iterator[tuple[int, Tensor]]:
+        """(layer, choices [rows, top_k] int16) of what was computed since the last time."""
+        for index, seen in self._seen.items():
+            yield index, torch.cat(seen) if seen else torch.empty(0, 1, dtype=torch.int16)
+            seen.clear()
+
+    @staticmethod
+    def _see(seen: list[Tensor], top_k: int, x: Tensor, router_logits: Tensor) -> None:
+        seen.append(route(router_logits, top_k, renormalize=False)[1].to("cpu", torch.int16))
