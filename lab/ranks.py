@@ -2,7 +2,7 @@
 simulation says of the same requests.
 
     tp2   ep2   pp4   tp2xpp2   dp2      tensor (ep: whole experts), pipeline and data parallel sizes
-    NAME:tp4=decode,mixed                of another model, other rows
+    NAME:tp4-eager=decode,mixed          of another model, other rows; -eager: without CUDA graphs
 
 Layouts take cards in their order, as many at once as there are cards for; on a CPU one comes after another.
 
@@ -43,7 +43,7 @@ _KINDS = {
     "dp": "data_parallel_size",
 }
 _PART = "(?:tp|ep|pp|dp)[1-9][0-9]?"
-_LAYOUT = re.compile(rf"(?:(?P<model>.+):)?(?P<parts>{_PART}(?:x{_PART})*)(?:=(?P<rows>.+))?")
+_LAYOUT = re.compile(rf"(?:(?P<model>.+):)?(?P<parts>{_PART}(?:x{_PART})*)(?P<eager>-eager)?(?:=(?P<rows>.+))?")
 _LEAST_SECONDS = 15.0  # no engine is started for less
 
 
@@ -72,6 +72,8 @@ def layout(text: str) -> Layout:
         )
     if "ep" in dict(parts):
         sizes["enable_expert_parallel"] = True
+    if found["eager"]:
+        sizes["enforce_eager"] = True
     return Layout(text, found["model"] or "", sizes, tuple((found["rows"] or "").split(",")) if found["rows"] else ())
 
 

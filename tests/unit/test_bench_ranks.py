@@ -25,6 +25,7 @@ def test_a_layout_is_sizes_a_model_and_rows() -> None:
     assert (device.tensor_parallel_size, device.pipeline_parallel_size, device.num_ranks) == (2, 4, 8)
     assert layout("Llama-3.3-70B:tp4").config(EngineConfig()).model.model == str(LARGE_SHAPES / "Llama-3.3-70B")
     assert layout("ep2").config(EngineConfig()).device.enable_expert_parallel and not device.enable_expert_parallel
+    assert layout("pp2-eager=decode").config(EngineConfig()).device.enforce_eager and not device.enforce_eager
     assert layout("dp2").config(EngineConfig()).device.data_parallel_size == 2
 
 

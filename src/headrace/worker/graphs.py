@@ -74,10 +74,19 @@ class DecodeGraphs:
     """Empty, and then of no use, until ``capture_all``."""
 
     def __init__(
-        self, recorder: Recorder, *, max_num_seqs: int, max_model_len: int, max_logits_rows: int, built: bool = True
+        self,
+        recorder: Recorder,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_logits_rows: int,
+        built: bool = True,
+        stages: int = 1,
     ) -> None:
-        """``built``: so are the decoder's kernels for every bucket; else each is run once before it is captured."""
+        """``built``: so are the decoder's kernels for every bucket; else each is run once before it is captured.
+        ``stages``: of a pipeline, whose last one samples eagerly, for it sends what it samples."""
         self._recorder = recorder
+        self._stages = stages
         self._built = built
         self._rows = rows = recorder.rows
         self._max_model_len = max_model_len
@@ -92,7 +101,9 @@ class DecodeGraphs:
         self._chained = False  # whether rows of it are tokens of one sequence
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
         self._fetch = recorder.kernels.choose(FETCH_STEP, Facts(torch.int32))
-        self._mailbox = Mailbox((_LINES, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device))
+        self._mailbox = Mailbox(
+            (_LINES, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device), _SLOTS + stages - 1
+        )
         for slot in self._mailbox.slots:  # until a step writes there, rows of no sequence
             slot[_POSITION] = -1
         self._shipped = torch.zeros((3, width), dtype=torch.int32, device=rows.device)
@@ -245,6 +256,13 @@ class DecodeGraphs:
         self.compute(bucket)
         return self._captured[bucket].hidden[:count]
 
+    def entry(self, bucket: int, count: int) -> Tensor:
+        """Of a stage: where what the step just written goes on from must be before it is computed, [count, hidden]."""
+        entry = self._recorder.entry
+        assert entry is not None, "the first stage begins with tokens"
+        entry[count:bucket].zero_()  # what rows of no sequence go on from must not grow from step to step
+        return entry[:count]
+
     def draw(self, bucket: int, count: int, how: Draw) -> Ints:
         """Tokens of the step just computed, written into its rows. Returns where (token, usable) of each will be on the
         host once the step has ended, [count, 2] int32, until more steps are queued than can be in flight."""
@@ -257,8 +275,8 @@ class DecodeGraphs:
         return self._buckets[at] if at < len(self._buckets) and self._buckets[at] in self._captured else None
 
     def _draws_of(self, bucket: int) -> Sequence[Draw]:
-        """None where the logits of so many rows must not exist at once: they are sampled in pieces."""
-        return tuple(Draw) if bucket <= self._max_logits_rows else ()
+        """None where the logits of so many rows must not exist at once (they are sampled in pieces), nor in a pipeline."""
+        return tuple(Draw) if bucket <= self._max_logits_rows and self._stages == 1 else ()
 
     def _columns(self, bucket: int) -> Tensor:
         """[3, bucket]: what was fetched; each column begins at 16 bytes, so that a kernel is compiled once for all

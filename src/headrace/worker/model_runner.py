@@ -363,7 +363,7 @@ class ModelRunner:
         ):
             rows, shared = np.asarray(plan.rows, dtype=np.int32), plan.shared_tokens
             bucket = graphs.write(rows, packing.context, shared_tokens=shared, adapted=slots is not None)
-            return partial(graphs.hidden, bucket, len(plan.rows)), 0
+            return partial(self._replayed, step, graphs, bucket, len(rows)), 0
         if graphs is not None and plan.drafts and self._chains(plan, packing):
             rows = np.asarray(plan.rows, dtype=np.int32)[packing.chunk]
             bucket = graphs.write(rows, packing.position + 1, shared_tokens=0, chained=True)
@@ -396,7 +396,9 @@ class ModelRunner:
         """Hidden states. Nothing else of the forward pass is read when another has been queued."""
         compute = partial(self._decoder.forward, inputs, self._kv_caches)
         if self._pipe is not None:
-            return self._through(self._pipe, step, inputs)
+            shape = len(inputs.token_ids), self._decoder.spec.hidden_size
+            entry = partial(torch.empty, shape, dtype=self._kv_caches[0].dtype, device=self._rows.device)
+            return self._through(self._pipe, step, entry, partial(self._decoder.forward, inputs, self._kv_caches))
         if self._arena is None:
             return compute()
         wanted = None if inputs.wanted is None else len(inputs.wanted)
@@ -405,15 +407,28 @@ class ModelRunner:
         kind = self._decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None, changed
         return self._arena.run(compute, tokens, wanted, kind=kind)
 
-    def _through(self, pipe: Pipe, step: Step, inputs: ForwardInputs) -> Tensor:
-        """The same of one stage. What it waits for the one before is idle time."""
-        spec, begun = self._decoder.spec, None
-        if not spec.embeds:
-            shape = len(inputs.token_ids), spec.hidden_size
-            begun = pipe.receive(torch.empty(shape, dtype=self._kv_caches[0].dtype, device=self._rows.device))
+    def _replayed(self, step: Step, graphs: DecodeGraphs, bucket: int, count: int) -> Tensor:
+        """The same of a step that a graph computes."""
+        if self._pipe is None:
+            return graphs.hidden(bucket, count)
+
+        def compute(_: Tensor | None) -> Tensor:
+            hidden = graphs.hidden(bucket, count)
+            return hidden if self._decoder.spec.answers else hidden.clone()  # the next replay may be before it is sent
+
+        return self._through(self._pipe, step, partial(graphs.entry, bucket, count), compute)
+
+    def _through(
+        self, pipe: Pipe, step: Step, entry: Callable[[], Tensor], compute: Callable[[Tensor | None], Tensor]
+    ) -> Tensor:
+        """What one stage computes, from what comes to lie in ``entry``. What it waits for the one before is idle
+        time."""
+        begun = None
+        if not self._decoder.spec.embeds:
+            begun = pipe.receive(entry())
             self._begin(step)
-        hidden = self._decoder.forward(inputs, self._kv_caches, begun)
-        if not spec.answers:
+        hidden = compute(begun)
+        if not self._decoder.spec.answers:
             pipe.send(hidden)
         return hidden
 

@@ -33,21 +33,24 @@ class Recorder:
         kv_caches: Sequence[Tensor],
         groups: Sequence[int] | None = None,
         tables: Sequence[Tensor] | None = None,
+        entry: Tensor | None = None,  # [most tokens, hidden]
     ) -> None:
         """``groups``: which of the rows' block tables each cache is read by; None: its own. ``tables``: instead of
-        these."""
+        these. ``entry``: of a stage, where the hidden states will be that it goes on from."""
         self.decoder = decoder
         self.kernels = kernels
         self.rows = rows
         self.gather = Gather(rows, kernels, tables)
+        self.entry = entry
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(range(len(kv_caches))) if groups is None else tuple(groups)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(rows.device)
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
+        begun = () if self.entry is None else (self.entry[: len(inputs.token_ids)],)
         return self.decoder.forward(
-            replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches
+            replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches, *begun
         )
 
     @contextmanager

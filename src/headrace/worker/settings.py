@@ -93,7 +93,7 @@ class Setup:
     @property
     def graphs(self) -> bool:
         device = self.config.device
-        eager = device.enforce_eager or device.pipeline_parallel_size > 1 or self.spec.pooling is not None
+        eager = device.enforce_eager or self.spec.pooling is not None
         return self.device.type == "cuda" and not eager
 
     @property

@@ -71,7 +71,7 @@ from headrace.worker.draft_place import place_draft, places_elsewhere
 from headrace.worker.draft_setup import DraftPlace, check_tree, draft_memory, load_head, resolve_draft
 from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.executor import DeviceExecutor
-from headrace.worker.graphs import DecodeGraphs
+from headrace.worker.graphs import DecodeGraphs, buckets_up_to
 from headrace.worker.head_drafter import HeadDrafter
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
@@ -461,19 +461,24 @@ class Worker:
         setup, config = self._setup, self._config
         if not setup.graphs or not self._kernels.graphable:
             return Graphs()
-        recorder = Recorder(self._decoder, self._kernels, rows, kv_caches)
+        entry = None
+        if not setup.spec.embeds:
+            most_rows = buckets_up_to(setup.most_verified)[-1]
+            entry = torch.zeros((most_rows, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
+        recorder = Recorder(self._decoder, self._kernels, rows, kv_caches, entry=entry)
         lengths = {"max_num_seqs": setup.most_rows, "max_model_len": max_model_len}
         most: dict[str, Any] = {
             "max_num_seqs": setup.most_verified,
             "max_model_len": max_model_len,
             "max_logits_rows": config.scheduler.logits_rows,
         }
-        decode, draft = DecodeGraphs(recorder, **most), None
+        stages = config.device.pipeline_parallel_size
+        decode, draft = DecodeGraphs(recorder, **most, stages=stages), None
         if self._draft is not None and setup.draft is not None and self._apart is None:
             most |= {"max_num_seqs": min(setup.most_rows, MOST_DRAFTING), "built": False}
             tables = draft_tables(rows, self._draft_blocks)
             draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups, tables), **most)
-        if not config.device.prompt_graphs:
+        if not config.device.prompt_graphs or stages > 1:
             return Graphs(decode, None, draft)
         products = multiplications(setup.spec)
         bounds = Bounds(**lengths, tokens_a_step=setup.tokens_a_step, products=products, prune=self._prunes)
