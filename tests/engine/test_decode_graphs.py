@@ -21,6 +21,7 @@ import torch
 
 from headrace.clock import VirtualClock
 from headrace.config import SchedulerConfig
+from headrace.cost.prompt_shapes import AGAIN_SERVED
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
 from headrace.kernels import Kernels
@@ -31,7 +32,7 @@ from headrace.request import NO_SLOT, FinishReason, TokenMasks
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.spec import Activation
 from headrace.worker import device_memory, model_runner, recorder
-from headrace.worker.graphs import DecodeGraphs, buckets_up_to
+from headrace.worker.graphs import DecodeGraphs, Kind, buckets_up_to
 from headrace.worker.inputs import Gather
 from headrace.worker.rows import Rows
 from headrace.worker.sampler import Draw
@@ -191,10 +192,40 @@ def test_rows_that_share_enough_have_a_graph_that_looks_for_it_from_the_first_su
         chosen = []
         for count, shared in ((8, 7), (8, 8), (8, None), (8, 0), (2, 1000)):
             bucket = graphs.write(rows[:count], rows[:count] + 3, shared_tokens=shared)
-            chosen.append(graphs._graph_of(bucket))
+            chosen.append(graphs._graph_of(graphs._captured[bucket]))
             graphs.compute(bucket)
         assert chosen[1] is chosen[2] and chosen[0] is chosen[3] and chosen[0] is not chosen[1]
         assert told == [None], "captured once, and only where the decoder asks for it"
+
+
+def test_a_batch_that_empties_uses_the_graph_of_a_larger_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a bucket has been asked for often, or the engine is idle. One of more than twice as many rows is not used:
+    its steps would take longer."""
+    captured: list[int] = []
+    real = DecodeGraphs._capture_kind
+
+    def capture(self: DecodeGraphs, bucket: int, kind: Kind) -> None:
+        captured.append(bucket)
+        real(self, bucket, kind)
+
+    monkeypatch.setattr(DecodeGraphs, "_capture_kind", capture)
+    monkeypatch.setattr(SlotDecoder, "least_shared", lambda self, rows: 8)
+    with recorded_executor(graphed=True) as (_, runner, _), torch.inference_mode():
+        graphs = runner.graphs
+        assert graphs is not None and not graphs.prepare(), "no step of a kind has come yet"
+        rows = np.arange(8, dtype=np.int32)
+
+        def step(count: int) -> int:
+            bucket = graphs.write(rows[:count], rows[:count] + 3, shared_tokens=8)
+            graphs.compute(bucket)
+            return bucket
+
+        assert [step(count) for count in (8, 4, 3, 2)] == [8, 8, 8, 2]
+        assert captured == [8, 2]
+        assert [step(4) for _ in range(AGAIN_SERVED)][-1] == 4 and captured == [8, 2, 4]
+        while graphs.prepare():
+            pass
+        assert captured == [8, 2, 4], "larger ones serve what is left"
 
 
 def test_where_that_graph_cannot_be_captured_each_row_reads_its_own_keys(
@@ -235,7 +266,7 @@ def test_steps_with_adapters_have_graphs_that_hold_for_any_rows(
                 decode(executor, planner, draw.sample(running, draw.choice((1, 2, 3, 5, 8))))
             found.append([each.output for each in running])
             if runner.graphs is not None:
-                assert any(each.adapted is not None for each in runner.graphs._captured.values())
+                assert any(each.of(Kind.ADAPTED) is not None for each in runner.graphs._captured.values())
                 adapted = replays
     assert found[0] == found[1]
     assert (len(adapted) >= 15) != head_touched
@@ -717,7 +748,7 @@ def test_the_same_rows_are_looked_at_once_and_again_when_one_of_them_is_built_an
         take(run(executor, planner.plan([(anew, 0, 4)])), [anew])
         again = planner.plan([each.next for each in (one, anew)])
         take(run(executor, replace(again, **shared)), [one, anew])
-        assert len(looks) == 2
+        assert len(looks) == 3, "the prompt's sample was drawn, too"
     assert [anew.output] == alone([anew])
 
 

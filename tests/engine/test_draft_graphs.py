@@ -13,7 +13,7 @@ from headrace.clock import VirtualClock
 from headrace.config import SchedulerConfig
 from headrace.request import Request
 from headrace.sampling_params import StructuredOutputs
-from headrace.worker.graphs import DecodeGraphs
+from headrace.worker.graphs import DecodeGraphs, Kind
 from tests.support.hash_engine import FIXED, assert_at_rest, create_core, request, run
 from tests.support.recorded_graphs import VOCAB, recorded_executor, without_a_gpu
 from tests.support.residue_masks import ResidueMasks
@@ -74,13 +74,13 @@ def test_graphs_draft_and_verify_what_eager_steps_compute(drafts: int, depth: in
 
 def test_steps_that_verify_are_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[int] = []
-    real = DecodeGraphs._try_again
+    real = DecodeGraphs._capture_kind
 
-    def count(self: DecodeGraphs, bucket: int, what: str, *shared: Any, **kind: bool) -> Any:
-        captured.extend([bucket] if "chained" in kind else [])
-        return real(self, bucket, what, *shared, **kind)
+    def count(self: DecodeGraphs, bucket: int, kind: Kind) -> None:
+        captured.extend([bucket] if kind is Kind.CHAINED else [])
+        real(self, bucket, kind)
 
-    monkeypatch.setattr(DecodeGraphs, "_try_again", count)
+    monkeypatch.setattr(DecodeGraphs, "_capture_kind", count)
     _, right = _answers(ASKED[:1] * 3, graphed=True, drafts=3)
     assert right > 0.75 and captured and len(captured) <= 2 * len(set(captured))  # the target's and the draft's
 

@@ -23,6 +23,7 @@ from headrace.request import NO_SLOT
 from headrace.sampling_params import SamplingParams
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import PromptGraphs, _fill, _places
+from headrace.worker.sampler import Sampler
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, run, take
 from tests.support.recorded_graphs import VOCAB, RecordedGraph, SlotDecoder, recorded_executor, without_a_gpu
 
@@ -88,6 +89,28 @@ def test_graphs_give_what_eager_steps_give(served: int, least: int, monkeypatch:
     with executor() as (made, runner, _, planner):
         assert [answer(made, planner, *batch) for batch in batches(60)] == expected
         assert len(graphs_of(runner).captured) >= least, "shapes that came again"
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_graphs_of_decode_steps_draw_the_tokens_too(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts that end in the step, beside one that goes on."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("sampled eagerly")
+
+    found = []
+    for graphed in (False, True):
+        with executor(graphed=graphed) as (made, _, _, planner):
+            if graphed:
+                monkeypatch.setattr(Sampler, "sample", never)
+            each, other, long = (prompt(row, length, params=params) for row, length in enumerate((9, 14, 30)))
+            for planned in (each, other, long):
+                planner.add(planned)
+            work = [(each, 0, 9), (long, 0, 20), (other, 0, 14)]
+            take(run(made, planner.plan(work, samples=[(0, each), (2, other)])), [each, other])
+            take(run(made, planner.plan([(long, 20, 10), each.next, other.next])), [long, each, other])
+            found.append([planned.output for planned in (each, other, long)])
+    assert found[0] == found[1]
 
 
 def test_mixed_steps_are_replayed_too() -> None:
@@ -307,7 +330,7 @@ def _reading(_: Shape) -> None:
 
 @pytest.mark.parametrize(("seqs", "budget"), [(1, 8192), (512, 8192), (3, 100), (8, 5)])
 def test_every_step_has_a_shape_and_little_is_padded(seqs: int, budget: int) -> None:
-    bounds = ShapeBounds(seqs, budget, 1.0)
+    bounds = ShapeBounds(seqs, budget, 1.0, 1.0)
     assert list(bounds.tokens) == sorted(set(bounds.tokens)) and list(bounds.sequences) == sorted(set(bounds.sequences))
     assert bounds.tokens[-1] == min(budget, MOST_TOKENS) and bounds.sequences[-1] == seqs
     for lower, upper in zip(bounds.tokens, bounds.tokens[1:], strict=False):
@@ -315,14 +338,14 @@ def test_every_step_has_a_shape_and_little_is_padded(seqs: int, budget: int) -> 
 
 
 def test_steps_that_the_device_bounds_are_padded_by_a_hair() -> None:
-    shapes = PromptShapes(ShapeBounds(8, 64, 1.4e11 / 40))
+    shapes = PromptShapes(ShapeBounds(8, 64, 1.4e11 / 40, 1.0))
     rounded = {tokens: shapes.rounded(tokens, 1) for tokens in (20, 39, 47, 62, 63, 64, 65)}
     expected = {20: 32, 39: None, 47: 48, 62: None, 63: 64, 64: 64, 65: None}
     assert rounded == {tokens: size and Shape(size, 1) for tokens, size in expected.items()}
 
 
 def test_what_an_idle_engine_records_is_bounded_and_of_shapes_there_are() -> None:
-    bounds = ShapeBounds(512, 16384, 6e7)
+    bounds = ShapeBounds(512, 16384, 6e7, 4096.0)
     shapes = PromptShapes(bounds)
     shapes.add(shapes.first)
     recorded = []

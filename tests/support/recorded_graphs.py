@@ -306,7 +306,9 @@ def recorded_executor(
         captured = DecodeGraphs(made, **limits)
         captured.capture_all()
     if graphed and prompts:
-        bounds = Bounds(max_num_seqs, max_model_len=max_model_len, tokens_a_step=64, products=1e6, prune=True)
+        bounds = Bounds(
+            max_num_seqs, max_model_len=max_model_len, tokens_a_step=64, products=1e6, key_bytes=2.1e8, prune=True
+        )
         hidden = torch.zeros((bounds.most_wanted, 1), dtype=torch.int64)
         prompt_graphs = PromptGraphs(made, bounds, hidden)
         prompt_graphs.capture_all()

@@ -118,7 +118,7 @@ def ran(
     info = keyed_hash_info(
         vocab_size=spec.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096
     )
-    shapes = PromptShapes(ShapeBounds(64, 512, multiplications(spec)))  # none was recorded ahead
+    shapes = PromptShapes(ShapeBounds(64, 512, multiplications(spec), 1.0))  # none was recorded ahead
     shapes.add(shapes.first)
     step_time = StepTime(costs, prices, shapes=shapes if graphed else None)
     executor = ModelledExecutor(info, step_time.of_plan, clock)

@@ -43,6 +43,7 @@ AGAIN_SERVED = 16
 # Multiplications by a layer's weights that an H200 does while the host launches a layer (0.4 ms, at 700 TFLOP/s): with
 # fewer the host is what a step waits for, and padding costs nothing. With more it may be so much of a step at most.
 _HOST_BOUND = 1.4e11
+_KEYS_BOUND = 1.6e9  # bytes of keys and values that it reads meanwhile
 _HAIR = 1 / 32
 
 
@@ -56,11 +57,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ShapeBounds:
-    """Bounds on steps. ``products``: multiplications by a layer's weights, for each token."""
+    """Bounds on steps. ``products``: multiplications by a layer's weights, for each token; ``key_bytes``: of its keys
+    and values in a layer."""
 
     max_num_seqs: int
     tokens_a_step: int
     products: float
+    key_bytes: float
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -125,6 +128,11 @@ class PromptShapes:
         self._seen[shape] += 1
         due = self._seen[shape] >= (AGAIN if larger is None else AGAIN_SERVED)
         return shape if due and shape not in self._refused and len(self.captured) < self.most else larger
+
+    def reads_less(self, saved_tokens: float) -> bool:
+        """Whether a step without a graph, which reads keys that sequences share once for all of them, saves more than
+        launching its kernels takes. ``saved_tokens``: what it does not read again."""
+        return saved_tokens * self._bounds.key_bytes > _KEYS_BOUND
 
     def rounded(self, tokens: int, sequences: int) -> Shape | None:
         """The shape of such a step, or None if it is too large or would be padded too much and never gets one."""

@@ -202,16 +202,17 @@ def choose_prices(device: Device, config: EngineConfig, cost_model: CostModel, g
     prices = _for_layers(found.prices, len(spec.held_layers) / found.shape.layers)
     rate = found.rate if found.dtype == cost_model.dtype else profile.gemm_rate(cost_model.dtype)
     graphed = device.kind != "cpu" and config.device.prompt_graphs and not config.device.enforce_eager
-    shapes = _prompt_shapes(config, spec) if graphed else None
+    shapes = _prompt_shapes(config, cost_model.spec, groups) if graphed else None
     step_time = StepTime(cost_model, prices, bandwidth=found.bandwidth, rate=rate, sharing=sharing, shapes=shapes)
     return Pricing(step_time, found.front, found, other, device.efficiency.origin)
 
 
-def _prompt_shapes(config: EngineConfig, spec: DecoderSpec) -> PromptShapes:
+def _prompt_shapes(config: EngineConfig, spec: DecoderSpec, groups: Sequence[KVSpec]) -> PromptShapes:
     """Of an engine that was idle before its first request: it has recorded ahead what it records then."""
     tokens = config.scheduler.max_num_batched_tokens
     assert tokens is not None, "resolved"
-    shapes = PromptShapes(ShapeBounds(config.scheduler.rows, tokens, multiplications(spec)))
+    keys = sum(group.token_bytes for group in groups) / spec.num_layers
+    shapes = PromptShapes(ShapeBounds(config.scheduler.rows, tokens, multiplications(spec), keys))
     shapes.add(shapes.first)
     while (coming := shapes.next_ahead()) is not None:
         shapes.add((coming,))

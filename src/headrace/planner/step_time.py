@@ -92,11 +92,13 @@ class StepTime:
         return self._price(load, rows, alone)
 
     def _graphed(self, load: StepLoad, rows: int) -> tuple[StepLoad, bool]:
-        """The load as a graph computes it, and whether one is recorded behind the step; steps that share keys have
-        none."""
-        shape = None if self._shapes is None or load.shares else self._shapes.shape_of(load.tokens, rows)
-        if self._shapes is None or shape is None:
+        """The load as a graph computes it, and whether one is recorded behind the step; none reads shared keys once."""
+        if self._shapes is None or self._shapes.reads_less(sum(load.saved)):
             return load, False
+        shape = self._shapes.shape_of(load.tokens, rows)
+        if shape is None:
+            return load, False
+        load = replace(load, saved=())
         if shape in self._shapes.captured:
             return replace(load, filled=shape.tokens), False
         self._shapes.add((shape,))

@@ -7,10 +7,15 @@ the host. For every batch bucket graphs are captured when an engine starts: one 
 and delivered to the host, one for each kind of draw (rows that ask for more are sampled eagerly, and so are buckets
 whose logits would be more than a step may hold). Where the forward pass is one megakernel, one graph does both for
 greedy steps: from graph to graph the device waits some microseconds, and no kernel begins early. Rows that fill a batch
-up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token. Steps whose rows share
-keys that are worth reading once for all have a graph of their own, captured when the first of them comes. So have steps
-that verify drafts: each token of a sequence is a row of the batch, whichever sequence it is of, so rows with more and
-fewer drafts share one.
+up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token.
+
+Three kinds of step have graphs of their own: those whose rows share keys that are worth reading once for all, those
+with adapters, and those that verify drafts (each token of a sequence is a row of the batch, whichever sequence it is
+of, so rows with more and fewer drafts share one). A capture takes as long as ten steps, and a batch that empties passes
+through every bucket: where a bucket of up to twice as many rows has the graph, that serves, until the bucket has been
+asked for often or the engine has nothing to do.
+
+Hidden states that something else has computed (prompt_graphs.py) are drawn from by the same graphs.
 
 What lives here: the buckets, their static inputs, what host and graphs tell each other, capture and replay. What may
 not: what a step computes (models/), row state.
@@ -20,13 +25,17 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.cost.prompt_shapes import AGAIN_SERVED
 from headrace.kernels.candidate import Facts
 from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.operations import FETCH_STEP
@@ -50,6 +59,14 @@ def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= enough)
 
 
+class Kind(Enum):
+    """Steps with a graph of their own, captured when such a step comes."""
+
+    SHARED = "shared keys"
+    ADAPTED = "adapters"
+    CHAINED = "drafts"  # rows that see each other's keys
+
+
 @dataclass(slots=True)
 class _Bucket:
     """What computes steps of so many rows. Every graph of a forward pass writes the same hidden states."""
@@ -61,13 +78,11 @@ class _Bucket:
     draws: dict[Draw, torch.cuda.CUDAGraph] = field(default_factory=dict)
     greedy: torch.cuda.CUDAGraph | None = None  # the megakernel and the greedy draw
     least_shared: int | None = None  # from how many shared tokens on another graph computes them; None: never
-    shared: torch.cuda.CUDAGraph | None = None  # that graph, captured when the first such step comes
-    shared_tried: bool = False
-    adapted: torch.cuda.CUDAGraph | None = None  # of steps with adapters, captured when the first such step comes
-    adapted_tried: bool = False
-    # of rows that see each other's keys, captured behind the first such step
-    chained: torch.cuda.CUDAGraph | None = None
-    chained_tried: bool = False
+    kinds: dict[Kind, torch.cuda.CUDAGraph | None] = field(default_factory=dict)  # None: it could not be captured
+    asked: Counter[Kind] = field(default_factory=Counter)  # how often, while there was none
+
+    def of(self, kind: Kind | None) -> torch.cuda.CUDAGraph | None:
+        return None if kind is None else self.kinds.get(kind)
 
 
 class DecodeGraphs:
@@ -96,9 +111,7 @@ class DecodeGraphs:
         self._captured: dict[int, _Bucket] = {}
         self._drawn_already = False  # the step just computed has its tokens
         self._longest = 0  # context of the step just written
-        self._shares = False  # whether the step just written has many shared tokens
-        self._adapted = False  # whether it has adapters
-        self._chained = False  # whether rows of it are tokens of one sequence
+        self._kind: Kind | None = None  # of the step just written
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
         self._fetch = recorder.kernels.choose(FETCH_STEP, Facts(torch.int32))
         self._mailbox = Mailbox(
@@ -149,22 +162,48 @@ class DecodeGraphs:
         return self._bucket(count) is not None
 
     def adapts(self, count: int) -> bool:
-        """Whether there is a graph for a step of so many rows with adapters. It is captured when it is first asked for:
-        some milliseconds, once a bucket."""
+        """Whether there is a graph for a step of so many rows with adapters."""
         bucket = self._bucket(count)
-        if bucket is None:
-            return False
-        found = self._captured[bucket]
-        if not found.adapted_tried:
-            found.adapted_tried, found.adapted = True, self._try_again(bucket, "adapters", adapted=True)
-        return found.adapted is not None
+        return bucket is not None and self._serving(bucket, Kind.ADAPTED) is not None
 
     def forget_adapted(self) -> None:
         """Adapters change more than those that graphs were captured with."""
-        if any(found.adapted is not None for found in self._captured.values()):
+        if any(found.of(Kind.ADAPTED) is not None for found in self._captured.values()):
             torch.cuda.synchronize(self._rows.device)  # none is under way
         for found in self._captured.values():
-            found.adapted, found.adapted_tried = None, False
+            found.kinds.pop(Kind.ADAPTED, None)
+
+    def prepare(self) -> bool:
+        """Captures a graph that steps of a kind that has come may need, while nothing is computed; whether it did."""
+        for kind in (Kind.SHARED, Kind.ADAPTED):
+            if any(found.of(kind) is not None for found in self._captured.values()):
+                for bucket in self._captured:
+                    if kind not in self._captured[bucket].kinds and self._larger(bucket, kind) is None:
+                        self._capture_kind(bucket, kind)
+                        return True
+        return False
+
+    def _serving(self, bucket: int, kind: Kind) -> int | None:
+        """The bucket whose graph computes a step of that kind; it is captured where none does. None: it cannot be."""
+        found = self._captured[bucket]
+        if kind not in found.kinds:
+            found.asked[kind] += 1
+            if found.asked[kind] < AGAIN_SERVED and (larger := self._larger(bucket, kind)) is not None:
+                return larger
+            self._capture_kind(bucket, kind)
+        return None if found.kinds[kind] is None else bucket
+
+    def _larger(self, bucket: int, kind: Kind) -> int | None:
+        """The next larger bucket that has such a graph, and draws as this one does."""
+        mine = self._captured[bucket]
+        return min(
+            (
+                size
+                for size, found in self._captured.items()
+                if bucket < size <= 2 * bucket and found.of(kind) is not None and bool(found.draws) == bool(mine.draws)
+            ),
+            default=None,
+        )
 
     def draws(self, count: int) -> bool:
         """Whether there are graphs for the tokens of so many rows too."""
@@ -192,63 +231,90 @@ class DecodeGraphs:
 
         Returns the bucket. There must be a graph for so many.
         """
-        count, bucket = len(rows), self._bucket(len(rows))
-        assert bucket is not None, f"no graph serves {count} rows"
-        found = self._captured[bucket]
-        self._longest = int(contexts.max()) if found.long is not None else 0
-        self._adapted, self._chained = adapted, chained
-        self._shares = (
-            not adapted
-            and found.least_shared is not None
-            and (shared_tokens is None or shared_tokens >= found.least_shared)
-        )
-        host = self._mailbox.next()
-        host[_ROW, :count] = rows
-        np.subtract(contexts, 1, out=host[_POSITION, :count])
-        host[_CONTEXT, :count] = contexts
-        if count < bucket:
-            host[:3, count:bucket] = _NOBODY
+        bucket = self._bucket(len(rows))
+        assert bucket is not None, f"no graph serves {len(rows)} rows"
+        bucket, self._kind = self._kind_of(bucket, shared_tokens, adapted=adapted, chained=chained)
+        self._longest = int(contexts.max()) if self._captured[bucket].long is not None else 0
+        host = self._write(bucket, rows, contexts)
         host[_COUNT, 0] = len(edits[0])
         if edits[0]:
             host[_EDITS, : len(edits[0])] = edits
         return bucket
 
+    def _kind_of(
+        self, bucket: int, shared_tokens: int | None, *, adapted: bool, chained: bool
+    ) -> tuple[int, Kind | None]:
+        """Which graph computes such a step of ``bucket`` rows."""
+        if chained:
+            return self._chained(bucket), Kind.CHAINED
+        if adapted:
+            serving = self._serving(bucket, Kind.ADAPTED)
+            assert serving is not None, "asked for by adapts"
+            return serving, Kind.ADAPTED
+        least = self._captured[bucket].least_shared
+        if least is None or (shared_tokens is not None and shared_tokens < least):
+            return bucket, None
+        serving = self._serving(bucket, Kind.SHARED)
+        return (bucket, None) if serving is None else (serving, Kind.SHARED)
+
+    def _chained(self, bucket: int) -> int:
+        """The bucket for a step that verifies drafts; the first one is computed eagerly."""
+        found = self._captured[bucket]
+        found.asked[Kind.CHAINED] += 1
+        if Kind.CHAINED in found.kinds or found.asked[Kind.CHAINED] >= AGAIN_SERVED:
+            return bucket
+        return self._larger(bucket, Kind.CHAINED) or bucket
+
+    def _write(self, bucket: int, rows: Ints, contexts: Ints) -> Ints:
+        """Into the next step's slot."""
+        count, host = len(rows), self._mailbox.next()
+        host[_ROW, :count] = rows
+        np.subtract(contexts, 1, out=host[_POSITION, :count])
+        host[_CONTEXT, :count] = contexts
+        if count < bucket:
+            host[:3, count:bucket] = _NOBODY
+        return host
+
     def compute(self, bucket: int, how: Draw | None = None) -> None:
         """The forward pass of the step just written. ``how``: ``draw`` will follow with it; where one graph does both,
         this is all of it, and hidden states are nowhere."""
         found = self._captured[bucket]
-        if self._chained:
-            self._drawn_already = False
-            return self._compute_chained(bucket, found)
-        graph = self._graph_of(bucket)
+        if self._kind is Kind.CHAINED and Kind.CHAINED not in found.kinds:
+            return self._compute_first_chained(bucket, found)
+        graph = self._graph_of(found)
         self._drawn_already = found.greedy is not None and how is Draw.GREEDY and graph is found.forward
-        (found.greedy if found.greedy is not None and self._drawn_already else graph).replay()
-        self._mailbox.queued()
-
-    def _compute_chained(self, bucket: int, found: _Bucket) -> None:
-        """The first one eagerly, over what the graph will read: every first use is paid for, and the graph is captured
-        behind it."""
-        if found.chained is not None:
-            found.chained.replay()
-        else:
+        if graph is None:
             found.hidden.copy_(self._hidden(bucket, self._max_model_len, chained=True))
+        else:
+            (found.greedy if found.greedy is not None and self._drawn_already else graph).replay()
         self._mailbox.queued()
-        if not found.chained_tried:
-            self._recorder.follow()
-            found.chained_tried, found.chained = True, self._try_again(bucket, "drafts", chained=True)
 
-    def _graph_of(self, bucket: int) -> torch.cuda.CUDAGraph:
-        """Which of them computes the step just written."""
-        found = self._captured[bucket]
-        if self._adapted:
-            assert found.adapted is not None, "asked for by adapts"
-            return found.adapted
-        if self._shares:
-            if not found.shared_tried:
-                found.shared_tried, found.shared = True, self._try_again(bucket, "shared keys", None)
-            if found.shared is not None:
-                return found.shared
+    def _compute_first_chained(self, bucket: int, found: _Bucket) -> None:
+        """Eagerly, over what the graph will read: every first use is paid for, and the graph is captured behind it."""
+        self._drawn_already = False
+        found.hidden.copy_(self._hidden(bucket, self._max_model_len, chained=True))
+        self._mailbox.queued()
+        self._recorder.follow()
+        self._capture_kind(bucket, Kind.CHAINED)
+
+    def _graph_of(self, found: _Bucket) -> torch.cuda.CUDAGraph | None:
+        """Which one computes the step just written; None: drafts whose graph could not be captured."""
+        if self._kind is not None:
+            return found.of(self._kind)
         return found.forward if found.long is None or self._longest <= found.megakernel else found.long
+
+    def draw_from(self, hidden: Tensor, rows: Ints, positions: Ints, how: Draw) -> Ints:
+        """Tokens from ``hidden`` [n, hidden], which something else has computed, for ``rows`` [n] at ``positions`` [n].
+        Returns as ``draw`` does; there must be graphs that draw for so many."""
+        bucket = self._bucket(len(rows))
+        assert bucket is not None, f"no graph serves {len(rows)} rows"
+        found = self._captured[bucket]
+        self._write(bucket, rows, positions)[_COUNT, 0] = 0
+        found.hidden[: len(rows)].copy_(hidden)
+        self._fetch(self._mailbox.inward, self._mailbox.turn, self._columns(bucket), self._rows.tables[0])
+        self._mailbox.queued()
+        found.draws[how].replay()
+        return self._mailbox.answer[: len(rows)]
 
     def hidden(self, bucket: int, count: int) -> Tensor:
         """The forward pass of the step just written, and what it brings: [count, hidden]. The next one overwrites it;
@@ -320,24 +386,26 @@ class DecodeGraphs:
             with self._recorder.recording() as found.greedy:
                 self._drawn(bucket, self._hidden(bucket, covered), Draw.GREEDY)
 
-    def _capture_again(
-        self, bucket: int, hidden: Tensor, shared_tokens: int | None = 0, **kind: bool
-    ) -> torch.cuda.CUDAGraph:
+    def _capture_again(self, bucket: int, hidden: Tensor, **kind: Any) -> torch.cuda.CUDAGraph:
         """For contexts of any length: what draws look at is in the same place. ``kind``: as ``_hidden`` has it."""
         with self._recorder.recording() as graph:
-            hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens, **kind))
+            hidden.copy_(self._hidden(bucket, self._max_model_len, **kind))
         return graph
 
-    def _try_again(
-        self, bucket: int, what: str, shared_tokens: int | None = 0, **kind: bool
-    ) -> torch.cuda.CUDAGraph | None:
+    def _capture_kind(self, bucket: int, kind: Kind) -> None:
         """Some milliseconds, once a bucket; where it fails, such steps go the longer way."""
+        found = self._captured[bucket]
+        flags: dict[Kind, dict[str, Any]] = {
+            Kind.SHARED: {"shared_tokens": None},
+            Kind.ADAPTED: {"adapted": True},
+            Kind.CHAINED: {"chained": True},
+        }
         try:
             with self._recorder.captures():
-                return self._capture_again(bucket, self._captured[bucket].hidden, shared_tokens, **kind)
+                found.kinds[kind] = self._capture_again(bucket, found.hidden, **flags[kind])
         except RuntimeError as error:
-            _log.warning("no graph for %d rows with %s (%s)", bucket, what, error)
-            return None
+            found.kinds[kind] = None
+            _log.warning("no graph for %d rows with %s (%s)", bucket, kind.value, error)
 
 
 # --- numbers between the host and graphs

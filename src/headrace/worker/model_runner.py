@@ -92,6 +92,7 @@ class Step:
     computed: torch.cuda.Event | None = None  # and its hidden states are there
     pause: Events | None = None  # around the time that it waited
     samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples, in order
+    mailed: bool = False  # a graph brings them to the host
     # index into plan.rows, then ids, logprobs, ranks; in order of position
     prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()
     drafts: Drafts | None = None
@@ -443,14 +444,14 @@ class ModelRunner:
             masks = self._cut(step, masks)
         if step.drawn is not None and self.graphs is not None:
             tokens = self.graphs.draw(step.bucket, len(step.drawn.on_host), step.drawn.how)
-            step.samples = (Samples(tokens),)
+            step.samples, step.mailed = (Samples(tokens),), True
         elif step.packing is not None and step.hidden is not None:
             self._sample_eagerly(step, step.packing, step.hidden, masks)
             step.hidden = None  # whatever the next step allocates may lie there
         if step.events is None:
             step.result = self._read(step)
             return step
-        if step.drawn is None:
+        if not step.mailed:
             _to_host(step)
         if step.drafts is not None:
             self._verifying.append(step)
@@ -475,6 +476,9 @@ class ModelRunner:
         if not self._decoder.spec.answers:
             self._await_tokens(step, packing)
             return
+        if (tokens := self._drawn_behind(step, packing, hidden, masks)) is not None:
+            step.samples, step.mailed = (Samples(tokens),), True
+            return
         pieces = self._pieces(len(plan.sample_rows))
         step.samples = tuple(self._sample_piece(plan, packing, hidden, piece, masks) for piece in pieces)
         scored = (
@@ -485,6 +489,20 @@ class ModelRunner:
         step.prompt = tuple(scored)
         if self._pipe is not None and step.samples:
             self._pipe.send_tokens(torch.cat([torch.as_tensor(each.picked) for each in step.samples]))
+
+    def _drawn_behind(self, step: Step, packing: Packing, hidden: Tensor, masks: TokenMasks) -> Ints | None:
+        """Tokens that the graphs of decode steps draw from a step's hidden states; None where samples want more than a
+        draw. (Sampling is some twenty launches, which take a host up to 2 ms.)"""
+        plan, graphs, count = step.plan, self.graphs, len(step.plan.sample_rows)
+        if graphs is None or step.drafts is not None or not count or not graphs.draws(count):
+            return None
+        if masks.samples or plan.prompt_logprobs or (self._adapters is not None and self._adapters.slots.head_touched):
+            return None
+        rows, places = np.asarray(plan.sample_rows, dtype=np.int32), packing.sampled(plan)
+        how, at = draw_of(self._rows.traits[rows]), packing.hidden_rows(places)
+        if how is None or not np.array_equal(at, np.arange(count)):
+            return None
+        return graphs.draw_from(hidden[:count], rows, packing.position[places] + 1, how)
 
     def _await_tokens(self, step: Step, packing: Packing) -> None:
         """The first stage goes on from them; those between have no use for them."""
@@ -537,7 +555,9 @@ class ModelRunner:
 
     def prepare(self) -> bool:
         """With nothing in flight: see Executor."""
-        return self.prompt_graphs is not None and self.prompt_graphs.prepare()
+        return (self.prompt_graphs is not None and self.prompt_graphs.prepare()) or (
+            self.graphs is not None and self.graphs.prepare()
+        )
 
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are, and what happened so far is no step's idle time."""

@@ -187,11 +187,10 @@ class PromptGraphs:
             )
 
     def _shares(self, plan: StepPlan, sequences: int) -> bool:
-        """Whether the step looks for keys that its sequences share: graphs here do not."""
-        if plan.shared_tokens == 0:
+        """Whether the step had better look for keys that its sequences share: graphs here do not."""
+        if plan.shared_tokens == 0 or self._recorder.decoder.least_shared(sequences) is None:
             return False
-        least = self._recorder.decoder.least_shared(sequences)
-        return least is not None and (plan.shared_tokens is None or plan.shared_tokens >= least)
+        return plan.shared_tokens is None or self._shapes.reads_less(plan.shared_tokens)
 
     def _ship(self, shape: Shape, parts: Sequence[Ints]) -> None:
         places, device = _places(shape), self._device

@@ -480,8 +480,14 @@ class Worker:
             draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups, tables), **most)
         if not config.device.prompt_graphs or stages > 1:
             return Graphs(decode, None, draft)
-        products = multiplications(setup.spec)
-        bounds = Bounds(**lengths, tokens_a_step=setup.tokens_a_step, products=products, prune=self._prunes)
+        token_bytes = sum(each[0].nbytes / size for each, size in zip(kv_caches, rows.block_sizes, strict=True))
+        bounds = Bounds(
+            **lengths,
+            tokens_a_step=setup.tokens_a_step,
+            products=multiplications(setup.spec),
+            key_bytes=token_bytes / setup.spec.num_layers,
+            prune=self._prunes,
+        )
         hidden = torch.empty((bounds.most_wanted, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
         return Graphs(decode, PromptGraphs(recorder, bounds, hidden), draft)
 
