@@ -423,6 +423,11 @@ class DeviceConfig:
             raise ConfigError(
                 f"expert_placement is {self.expert_placement!r}, but enable_expert_parallel is off; turn it on, or leave the placement out."
             )
+        if self.batch_invariant and self.tensor_parallel_size > 2:
+            raise ConfigError(
+                f"--tensor-parallel-size is {self.tensor_parallel_size}, but --batch-invariant holds for sums of up to 2 ranks; "
+                "leave one of them out."
+            )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1 and self.executor == "keyed-hash":
                 raise ConfigError(

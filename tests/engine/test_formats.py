@@ -37,6 +37,7 @@ from headrace.worker.memory import weight_bytes
 from tests.support import quantised, tiny
 from tests.support.forward import CPU, PagedRun, load_decoder
 from tests.support.gguf_files import write_gguf
+from tests.support.kernel_cases import using
 
 PROMPTS = [[1 + (7 * row + at) % 250 for at in range(5 + 9 * row)] for row in range(3)]
 
@@ -163,7 +164,7 @@ def test_experts_are_held_in_formats_too(name: str, model: str, tmp_path: Path) 
 def test_bfloat16_is_rounded_once(both: Callable[[str], tuple[Path, Path]]) -> None:
     """What the weights mean is multiplied in the type the model computes in, where inputs are not rounded further."""
     folder, plain = both("gptq-4")
-    kernels = Kernels(CPU, off=frozenset({"integer_products"}))
+    kernels = Kernels(CPU, techniques=using(integer_products=False))
     got = computed(load_decoder(folder, dtype=torch.bfloat16, kernels=kernels)).float()
     torch.testing.assert_close(got, logits(plain, torch.bfloat16).float(), rtol=0.05, atol=0.15)
 

@@ -24,6 +24,7 @@ from headrace.sites import Role, layer_matrices
 from headrace.spec import Activation
 from tests.support import adapters, tiny
 from tests.support.card import STRICT, check, require_card
+from tests.support.kernel_cases import using
 from tests.support.specs import LLAMA_1B
 
 require_card()
@@ -63,7 +64,9 @@ def factors(
 def test_kernels_are_their_twins(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> None:
     torch.manual_seed(most)
     a, b, ranks = factors(parts, ins, most, dtype)
-    add = Kernels(CUDA, programmatic=True, strict=True).choose(ADD_DELTAS, DeltaFacts(dtype, ins, parts, most))
+    add = Kernels(CUDA, strict=True, techniques=using(programmatic_launch=True)).choose(
+        ADD_DELTAS, DeltaFacts(dtype, ins, parts, most)
+    )
     gains = torch.rand(SLOTS, 2, sum(parts), device=CUDA) + 0.5
     for count in (1, 3, 16, 64, 65, 700):
         x, y = torch.randn(count, ins, device=CUDA).to(dtype), torch.randn(count, sum(parts), device=CUDA).to(dtype)
@@ -90,7 +93,7 @@ def test_rows_of_an_embedding() -> None:
 def test_norms_and_sums_stay_parts_of_products(role: Role, gained: bool) -> None:
     """Onto the stream and behind the norm, with what products take in and without."""
     torch.manual_seed(1)
-    kernels = Kernels(CUDA, programmatic=True)
+    kernels = Kernels(CUDA, techniques=using(programmatic_launch=True))
     context, site = LayerContext(torch.bfloat16, CUDA, kernels, composes=True), layer_matrices(LLAMA_1B, 0)[role]
     linear, norm = (
         Linear(site, context, Activation.SILU if role is Role.UP else None),

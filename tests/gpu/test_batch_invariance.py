@@ -20,7 +20,7 @@ from headrace.kernels import TWIN, Kernels
 from headrace.spec import Activation
 from tests.support import crowd, tiny
 from tests.support.card import require_card
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import called, using
 
 require_card()
 
@@ -63,7 +63,7 @@ MODELS = (  # tiny ones: windows and caps, plain GELU and layer norms, experts
 
 
 def chosen(op: str, **facts: Any) -> Any:
-    kernels = Kernels(CUDA, strict=True, batch_invariant=True)
+    kernels = Kernels(CUDA, strict=True, techniques=using(batch_invariant=True))
     kernel = kernels.choose(*called(op, **facts))
     assert kernels.choices[-1].chosen != TWIN
     return kernel

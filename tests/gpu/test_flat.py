@@ -18,7 +18,7 @@ from headrace.kernels.linear.candidates import FUSED
 from headrace.spec import Activation
 from tests.support import tiny
 from tests.support.card import STRICT, check, params, require_card
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import called, using
 
 require_card()
 
@@ -36,8 +36,8 @@ SHAPES = [
 ROWS = (1, 2, 8, 15, 16, 17, 33, 64)
 
 
-def offered(outs: int, ins: int, *, gated: bool, programmatic: bool) -> object:
-    kernels = Kernels(CUDA, programmatic=programmatic)
+def offered(outs: int, ins: int, *, gated: bool, pdl: bool) -> object:
+    kernels = Kernels(CUDA, techniques=using(programmatic_launch=pdl))
     return kernels.offer(*called("fused_linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, gated=gated))
 
 
@@ -45,11 +45,11 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device=CUDA) * scale).bfloat16()
 
 
-@pytest.mark.parametrize("programmatic", [False, True], ids=["", "programmatic"])
+@pytest.mark.parametrize("pdl", [False, True], ids=["", "pdl"])
 @pytest.mark.parametrize(("outs", "ins"), SHAPES, ids=str)
-def test_products_with_what_stands_around_them(outs: int, ins: int, programmatic: bool) -> None:
+def test_products_with_what_stands_around_them(outs: int, ins: int, pdl: bool) -> None:
     torch.manual_seed(outs)
-    pack = offered(outs, ins, gated=False, programmatic=programmatic)
+    pack = offered(outs, ins, gated=False, pdl=pdl)
     for bias in (None, random(outs)):
         weight = random(outs, ins, scale=ins**-0.5)
         product, twin = pack(weight, bias), reference.fused_linear(weight, bias)  # type: ignore[operator]
@@ -68,7 +68,7 @@ def test_products_with_what_stands_around_them(outs: int, ins: int, programmatic
 @pytest.mark.parametrize(("outs", "ins"), [(14336, 4096), (8192, 2048), (1000, 1088)], ids=str)
 def test_gates(outs: int, ins: int) -> None:
     torch.manual_seed(outs)
-    pack, weight = offered(2 * outs, ins, gated=True, programmatic=True), random(2 * outs, ins, scale=ins**-0.5)
+    pack, weight = offered(2 * outs, ins, gated=True, pdl=True), random(2 * outs, ins, scale=ins**-0.5)
     product, twin = pack(weight, None), reference.fused_linear(weight, None)  # type: ignore[operator]
     for tokens in ROWS:
         for kind in (Activation.SILU, Activation.GELU_TANH):
@@ -86,9 +86,9 @@ def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int) -> Non
     ups, downs = random(2 * inner, hidden, scale=hidden**-0.5), random(hidden, inner, scale=0.2 * inner**-0.5)
     scale, start = random(hidden), random(tokens, hidden)
     results = []
-    for programmatic in (False, True):
-        up = offered(2 * inner, hidden, gated=True, programmatic=programmatic)(ups, None)  # type: ignore[operator]
-        down = offered(hidden, inner, gated=False, programmatic=programmatic)(downs, None)  # type: ignore[operator]
+    for pdl in (False, True):
+        up = offered(2 * inner, hidden, gated=True, pdl=pdl)(ups, None)  # type: ignore[operator]
+        down = offered(hidden, inner, gated=False, pdl=pdl)(downs, None)  # type: ignore[operator]
 
         def chain(up: object = up, down: object = down) -> torch.Tensor:
             residual, x, squares = start, start, start.float().square().sum(1)[None]

@@ -18,7 +18,7 @@ from headrace.kernels.step.reference import StepWeights, WholeStep, decode_step,
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 from tests.support import tiny
 from tests.support.card import STRICT, params, require_card
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import called, using
 from tests.support.specs import LLAMA_1B
 
 require_card()
@@ -113,8 +113,10 @@ def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tupl
     ), cache
 
 
-def persistent(spec: DecoderSpec, weights: StepWeights, *, programmatic: bool = False) -> WholeStep:
-    make = Kernels(CUDA, programmatic=programmatic).offer(*called("decode_step", dtype=torch.bfloat16, spec=spec))
+def persistent(spec: DecoderSpec, weights: StepWeights, *, pdl: bool = False) -> WholeStep:
+    make = Kernels(CUDA, techniques=using(programmatic_launch=pdl)).offer(
+        *called("decode_step", dtype=torch.bfloat16, spec=spec)
+    )
     assert make is not None
     step: WholeStep = make(weights)
     return step
@@ -166,7 +168,7 @@ def test_steps_that_begin_while_the_one_before_runs_have_the_same_bits() -> None
     value of the one before."""
     torch.manual_seed(4)
     weights = random_weights(BASE)
-    plain, early = persistent(BASE, weights), persistent(BASE, weights, programmatic=True)
+    plain, early = persistent(BASE, weights), persistent(BASE, weights, pdl=True)
     steps = [random_step(BASE, CONTEXTS[name], 128) for name in ("uneven", "one", "three", "in parts")]
     wanted = [plain(inputs, (cache,)) for inputs, cache in steps]
     graph = torch.cuda.CUDAGraph()

@@ -14,7 +14,7 @@ from headrace.kernels.attention import reference
 from headrace.kernels.build import nvrtc as compiler
 from headrace.kernels.inputs import AttentionInputs
 from tests.support.card import check, require_card
-from tests.support.kernel_cases import PagedCase, called
+from tests.support.kernel_cases import PagedCase, called, using
 
 require_card()
 
@@ -157,8 +157,9 @@ def test_lengths_are_read_on_the_device() -> None:
         check(out, twin(case, inputs))
 
 
-def chosen(**flags: Any) -> Any:
-    kernels = Kernels(torch.device("cuda"), strict=True, disabled=frozenset({"cascade"}), **flags)
+def chosen() -> Any:
+    in_use = using(cuda_prefill=True, cascade_attention=False, fused_rope_attention=False)
+    kernels = Kernels(torch.device("cuda"), strict=True, techniques=in_use)
     return kernels.choose(*called("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8))
 
 
@@ -168,7 +169,7 @@ def test_in_the_engines_place(window: int | None, soft_cap: float | None) -> Non
     lengths = [(1, 2000), (300, 900), (4, 4), (1, 17), (130, 130)]
     case, inputs = on_card(PagedCase(lengths, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=128))
     arguments = (case.q, case.k_cache, case.v_cache, inputs, 128**-0.5, window, soft_cap)
-    check(chosen(cuda_prefill=True)(*arguments), reference.paged_attention(*arguments))
+    check(chosen()(*arguments), reference.paged_attention(*arguments))
 
 
 def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +179,7 @@ def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(compiler, "build", refuse)
     case, inputs = on_card(PagedCase([(300, 900)], heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=128))
     arguments = (case.q, case.k_cache, case.v_cache, inputs, 128**-0.5, None, None)
-    kernel = chosen(cuda_prefill=True)
+    kernel = chosen()
     for _ in range(2):
         check(kernel(*arguments), reference.paged_attention(*arguments))
     assert caplog.text.count("there is no compiler") == 1
@@ -201,9 +202,8 @@ def test_single_queries_before_prompts(heads: int, kv_heads: int, dim: int, leng
             [*first, *prompts], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size
         )
     )
-    kernels = Kernels(
-        torch.device("cuda"), strict=True, disabled=frozenset({"cascade"}), cuda_prefill=True, cuda_decode=True
-    )
+    in_use = using(cuda_prefill=True, cascade_attention=False)
+    kernels = Kernels(torch.device("cuda"), strict=True, techniques=in_use)
     kernel = kernels.choose(
         *called("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
     )
@@ -216,7 +216,7 @@ def test_single_queries_before_prompts(heads: int, kv_heads: int, dim: int, leng
 
 
 @pytest.mark.parametrize(
-    ("flags", "window", "shared"), [({}, 500, 0), ({"cuda_decode": False}, None, 0), ({}, None, 5000)]
+    ("flags", "window", "shared"), [({}, 500, 0), ({"fused_rope_attention": False}, None, 0), ({}, None, 5000)]
 )
 def test_who_else_attends_to_single_queries_before_prompts(
     flags: dict[str, bool], window: int | None, shared: int
@@ -224,7 +224,7 @@ def test_who_else_attends_to_single_queries_before_prompts(
     """Windows, the switch, keys that may be shared."""
     lengths = [*SINGLES["uneven"], (300, 900)]
     case, inputs = on_card(PagedCase(lengths, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=128))
-    kernels = Kernels(torch.device("cuda"), strict=True, cuda_prefill=True, **({"cuda_decode": True} | flags))
+    kernels = Kernels(torch.device("cuda"), strict=True, techniques=using(cuda_prefill=True, **flags))
     kernel = kernels.choose(
         *called("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
     )

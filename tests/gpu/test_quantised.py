@@ -29,7 +29,7 @@ from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
 from tests.support.card import check, require_card
 from tests.support.codings import FORMATS, random_piece
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import called, using
 
 require_card()
 
@@ -85,9 +85,7 @@ def cases(shape: Shape, coding: Coding) -> Iterator[tuple[Form, tuple[int, ...]]
 
 def product_of(coding: Coding, packed: Packed, form: Form) -> CodedProduct:
     forms = ((form.rows, form),)
-    return CodedProduct(
-        packed, None, forms, make_scratch(Shape(packed.outs, packed.ins), forms, CUDA), programmatic=True
-    )
+    return CodedProduct(packed, None, forms, make_scratch(Shape(packed.outs, packed.ins), forms, CUDA), pdl=True)
 
 
 def build(test: Callable[..., None], form: Format) -> None:
@@ -152,7 +150,7 @@ def gates(form: Format) -> None:
     given = {"in_features": ins, "out_features": 2 * half, "gated": True, "formats": (form.label,) * 2}
     facts = {**given, "codings": (form.coding,) * 2, "eights": (form.eight,) * 2}
     kernels, around = (
-        Kernels(CUDA, programmatic=True),
+        Kernels(CUDA, techniques=using(programmatic_launch=True)),
         Around(torch.rand(64, 16, device=CUDA) * ins / 32, 1e-5, Activation.SILU),
     )
     fused = kernels.choose(*called("packed_fused_linear", dtype=torch.bfloat16, **facts))(pieces, None)
@@ -184,7 +182,7 @@ def gates(form: Format) -> None:
 
 def composed(product: Callable[[torch.Tensor], torch.Tensor], pieces: list[Piece], facts: dict[str, Any]) -> None:
     """A norm or a gate in the kernel that rounds: as part by part, but for codes that a last bit of float32 moves."""
-    kernels = Kernels(CUDA, programmatic=True)
+    kernels = Kernels(CUDA, techniques=using(programmatic_launch=True))
     normed, activated = (
         kernels.choose(*called(op, dtype=torch.bfloat16, **facts))(pieces, None)
         for op in ("normed_linear", "activated_linear")

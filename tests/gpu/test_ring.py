@@ -18,7 +18,7 @@ from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.ring_forms import ROWS, RingForm, candidate_forms
 from headrace.spec import Activation
 from tests.support.card import check, require_card
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import called, using
 
 require_card()
 
@@ -33,11 +33,11 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def layer(
-    outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool = False, programmatic: bool = True
+    outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool = False, pdl: bool = True
 ) -> RingLinear:
     weight = random(outs * (2 if gated else 1), ins, scale=ins**-0.5)
     none: Any = None
-    return RingLinear(weight, bias, Shape(outs, ins, gated), (), kernels_of(0), programmatic, none, {})
+    return RingLinear(weight, bias, Shape(outs, ins, gated), (), kernels_of(0), pdl, none, {})
 
 
 def forms_for(shape: Shape, rows: int) -> list[RingForm]:
@@ -111,10 +111,9 @@ def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int, ways: 
     hidden, inner, layers, rows = 2048, 8192, 12, -(-tokens // 16) * 16
     start, scale, results = random(tokens, hidden), random(hidden), []
     up, down = layer(inner, hidden, gated=True), layer(hidden, inner)
-    for programmatic, late in ((False, False), (True, False), (True, True)):
+    for pdl, late in ((False, False), (True, False), (True, True)):
         pair = [
-            RingLinear(each.weight, None, each.shape, (), each.kernels, programmatic, each.others, {})
-            for each in (up, down)
+            RingLinear(each.weight, None, each.shape, (), each.kernels, pdl, each.others, {}) for each in (up, down)
         ]
         forms = RingForm(rows, 128, 1, late), RingForm(rows, 128, ways, late)
 
@@ -141,7 +140,7 @@ def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int, ways: 
 
 def test_a_weight_of_the_table_is_served_for_every_number_of_rows() -> None:
     facts = {"dtype": torch.bfloat16, "in_features": 2048, "out_features": 2048, "gated": False}
-    offered = Kernels(CUDA, programmatic=True).offer(*called("fused_linear", **facts))
+    offered = Kernels(CUDA, techniques=using(programmatic_launch=True)).offer(*called("fused_linear", **facts))
     weight = random(2048, 2048, scale=2048**-0.5)
     assert offered is not None
     product, twin = offered(weight, None), reference.fused_linear(weight, None)

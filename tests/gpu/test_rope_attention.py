@@ -14,16 +14,16 @@ from headrace import LLM
 from headrace.kernels import Kernels
 from headrace.kernels.attention import reference
 from headrace.kernels.attention.candidates import ROPE, ROPE_CASCADE
-from headrace.kernels.candidate import CallSite
+from headrace.kernels.candidate import CallSite, Card, KernelContext
 from headrace.kernels.inputs import AttentionInputs
 from headrace.kernels.step.candidates import PERSISTENT
 from tests.support import tiny
 from tests.support.card import STRICT, check, params, require_card, runner_of
-from tests.support.kernel_cases import PagedCase, called
+from tests.support.kernel_cases import PagedCase, called, using
 
 require_card()
 
-from headrace.kernels.attention.cuda_rope import RopeAttention, create  # noqa: E402  (needs Triton's cache, so a card's packages)
+from headrace.kernels.attention.cuda_rope import RopeAttention, create_plain  # noqa: E402  (needs Triton's cache, so a card's packages)
 from headrace.kernels.attention.triton_plan import ALIKE  # noqa: E402
 
 SOME = random.Random(1)
@@ -49,14 +49,12 @@ SHAPES = [
 ]
 
 
-def made(heads: int, kv_heads: int, dim: int, *, cascade: bool = False, programmatic: bool = True) -> RopeAttention:
+def made(heads: int, kv_heads: int, dim: int, *, cascade: bool = False, pdl: bool = True) -> RopeAttention:
     facts = {"dtype": torch.bfloat16, "head_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}
-    return create(
-        CallSite(
-            "rope_attention", torch.device("cuda"), called("rope_attention", **facts)[1], programmatic=programmatic
-        ),
-        cascade=cascade,
-    )
+    device = torch.device("cuda")
+    context = KernelContext(Card.of(device), using(programmatic_launch=pdl))
+    site = CallSite("rope_attention", device, called("rope_attention", **facts)[1], context)
+    return create_plain(site, cascade=cascade)
 
 
 class Step:
@@ -163,13 +161,13 @@ def test_other_steps_are_declined() -> None:
     assert kernel(step.qkv.transpose(1, 2).contiguous().transpose(1, 2), *arguments[1:], step.inputs, 1.0) is None
 
 
-@pytest.mark.parametrize("programmatic", [True, False])
+@pytest.mark.parametrize("pdl", [True, False])
 @pytest.mark.parametrize(("dim", "kv_heads"), [(64, 8), (128, 8), (128, 32)])
-def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, programmatic: bool) -> None:
+def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, pdl: bool) -> None:
     """Products before and behind, which let it begin early: keys of one step are those that the step before wrote. 32
     KV heads: pairs whole."""
     heads, rows, layers = 32, 24, 6
-    kernels = Kernels(torch.device("cuda"), programmatic=programmatic)
+    kernels = Kernels(torch.device("cuda"), techniques=using(programmatic_launch=pdl))
     width, inner = (heads + 2 * kv_heads) * dim, heads * dim
     sites = [
         called("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs)
@@ -183,7 +181,7 @@ def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, program
     ]
     products = [make[at % 2](weight, None) for at, weight in enumerate(weights)]
     step = Step([190 + row % 3 for row in range(rows)], heads, kv_heads, dim, 16)
-    kernel, x = made(heads, kv_heads, dim, programmatic=programmatic), torch.randn(rows, 2048, device="cuda").bfloat16()
+    kernel, x = made(heads, kv_heads, dim, pdl=pdl), torch.randn(rows, 2048, device="cuda").bfloat16()
 
     def compute(attend: Any, caches: list[list[torch.Tensor]]) -> torch.Tensor:
         inputs, y = replace(step.inputs), x

@@ -17,7 +17,7 @@ from headrace.kernels import Kernels, StrictKernelError
 from headrace.kernels.candidate import CallSite, Candidate, Declined, Sizes
 from headrace.kernels.linear import reference
 from headrace.worker.worker import _kernel_decisions
-from tests.support.kernel_cases import called, carried_out
+from tests.support.kernel_cases import called, carried_out, using
 
 CPU = torch.device("cpu")
 SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def few(broken: Exception | None = None, *, invariant: bool = True) -> Candidate
         behind = site.behind()
         return lambda weight, bias: Layer("few", broken, behind(weight, bias))
 
-    return Candidate("few", create, batch_invariant=invariant, failure=judge, rehearse=rehearse)
+    return Candidate("few", create, varies=not invariant, failure=judge, rehearse=rehearse)
 
 
 def whole(
@@ -68,7 +68,7 @@ def whole(
     return Candidate(
         name,
         lambda site: declines or (lambda weight, bias: Layer(name, broken)),
-        batch_invariant=invariant,
+        varies=not invariant,
         failure=judge,
         rehearse=rehearse,
     )
@@ -131,12 +131,14 @@ def test_two_that_serve_a_part_stand_one_behind_the_other(monkeypatch: pytest.Mo
 
 
 def test_batch_invariance_holds_behind_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, linear = chosen(monkeypatch, few(), whole("varies", invariant=False), whole("same"), batch_invariant=True)
+    kernels, linear = chosen(
+        monkeypatch, few(), whole("varies", invariant=False), whole("same"), techniques=using(batch_invariant=True)
+    )
     assert linear(MANY) == "same" and said(kernels)[0][2] == (
         ("varies", "its sums depend on what else is in the batch"),
     )
     with pytest.raises(ConfigError, match="No batch-invariant kernel for linear"):
-        chosen(monkeypatch, few(), whole("varies", invariant=False), batch_invariant=True)
+        chosen(monkeypatch, few(), whole("varies", invariant=False), techniques=using(batch_invariant=True))
 
 
 def test_strict_minds_a_twin_for_a_part_as_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace import LLM, SamplingParams
 from headrace.kernels import Kernels
 from headrace.kernels.build.c_compiler import Native, native_library
-from headrace.kernels.candidate import CallSite, Declined
+from headrace.kernels.candidate import CallSite, Declined, KernelContext
 from headrace.kernels.linear import compressed, reference
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
@@ -20,7 +20,7 @@ from headrace.layers.packed import Piece
 from headrace.quant import lossless
 from headrace.quant.lossless import Lossless
 from headrace.sites import Role, Weight
-from tests.support.kernel_cases import assert_close, called
+from tests.support.kernel_cases import assert_close, called, using
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 FACTS: dict[str, Any] = {"dtype": BF16, "formats": (Lossless().label,)}
@@ -51,8 +51,9 @@ def as_it_was(native: Native, weight: Tensor) -> bool:
 def make(
     native: Native, weight: Tensor, bias: Tensor | None = None, *, invariant: bool = False
 ) -> Callable[[Tensor], Tensor]:
+    context = KernelContext(techniques=using(batch_invariant=invariant))
     pack = compressed.create_linear(
-        native, CallSite("packed_linear", CPU, called("packed_linear", **FACTS)[1], invariant)
+        native, CallSite("packed_linear", CPU, called("packed_linear", **FACTS)[1], context)
     )
     assert not isinstance(pack, Declined)
     linear: Callable[[Tensor], Tensor] = pack([held(weight)], bias)

@@ -28,7 +28,7 @@ from headrace.kernels import Kernels, StrictKernelError, guarded
 from headrace.kernels.build.ahead import CompileAhead
 from headrace.kernels.candidate import CallSite, Candidate, Sizes
 from headrace.kernels.norm import reference
-from tests.support.kernel_cases import called, carried_out
+from tests.support.kernel_cases import called, carried_out, using
 
 CPU = torch.device("cpu")
 SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_strict_raises_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batch_invariance_is_not_given_up_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "moe", Planted("broken", DoesNotBuild("no")).candidate())
     with pytest.raises(ConfigError, match="No batch-invariant kernel for moe"):
-        Kernels(CPU, batch_invariant=True).choose(*called("moe", dtype=torch.float32))()
+        Kernels(CPU, techniques=using(batch_invariant=True)).choose(*called("moe", dtype=torch.float32))()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from headrace.bench import tune
 from headrace.kernels import Kernels
 from headrace.kernels.build import nvrtc as compiler
 from headrace.kernels.build import variants
-from headrace.kernels.candidate import CallSite, Declined, Shape
+from headrace.kernels.candidate import Shape
 from headrace.kernels.linear import candidates, gated_tiles, measured
 from headrace.kernels.linear.gated_tiles import MEASURED, TALL, Form, Tile
 from headrace.kernels.norm import reference
@@ -28,7 +28,7 @@ from headrace.layers.context import LayerContext
 from headrace.sites import Role, Weight
 from headrace.spec import Activation
 from tests.support.assembler import said_of
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import BLACKWELL, called, on_card, refusal
 
 GATES = tune.GatedProducts(Activation.SILU)
 GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64}
@@ -36,9 +36,6 @@ GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64}
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     monkeypatch.setattr(
         candidates,
         "measured_tiles",
@@ -56,18 +53,12 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str, on_hopper: None) -> None:
-    declined = candidates.create_gated(
-        CallSite("gated_linear", torch.device("cuda"), called("gated_linear", **(GOOD | facts))[1])
-    )
-    assert isinstance(declined, Declined) and words in declined.reason
+    assert words in refusal("gated_linear", "gated", on_card("gated_linear", facts=GOOD | facts))
 
 
-def test_another_card_and_a_cpu_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert isinstance(
-        candidates.create_gated(CallSite("gated_linear", torch.device("cuda"), called("gated_linear", **GOOD)[1])),
-        Declined,
-    )
+def test_another_card_and_a_cpu_are_not_served(on_hopper: None) -> None:
+    assert refusal("gated_linear", "gated", on_card("gated_linear", facts=GOOD)) == ""
+    assert "10.0 is not 9.0" in refusal("gated_linear", "gated", on_card("gated_linear", BLACKWELL, facts=GOOD))
     assert Kernels(torch.device("cpu")).offer(*called("gated_linear", **GOOD)) is None
 
 

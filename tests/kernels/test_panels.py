@@ -38,7 +38,7 @@ from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
 from headrace.quant.rotated import Rotated
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
-from tests.support.kernel_cases import assert_close, called
+from tests.support.kernel_cases import assert_close, called, using
 
 CPU = torch.device("cpu")
 FP8 = "float8_e4m3fn"
@@ -177,7 +177,7 @@ def linear_function() -> Any:
 
 def test_the_switch_leaves_inputs_as_they_are() -> None:
     piece = piece_of(GGUFBlocks("Q4_0"), dtype=torch.bfloat16)
-    linear = made([piece], None, torch.bfloat16, "native", off=frozenset({"integer_products"}))
+    linear = made([piece], None, torch.bfloat16, "native", techniques=using(integer_products=False))
     x, weight = drawn(5, 512, dtype=torch.bfloat16), piece.dense(slice(0, 96), torch.float32)
     assert torch.equal(linear(x), (x.float() @ weight.t()).bfloat16())
 
@@ -218,7 +218,7 @@ def test_inputs_that_fill_no_block() -> None:
 def test_rows_have_the_same_bits_in_any_company(form: Format, dtype: torch.dtype) -> None:
     chosen = "native" if dtype is torch.float32 else "integer"
     linear, x = (
-        made([piece_of(form, dtype=dtype)], None, dtype, chosen, batch_invariant=True),
+        made([piece_of(form, dtype=dtype)], None, dtype, chosen, techniques=using(batch_invariant=True)),
         drawn(300, 512, dtype=dtype),
     )
     together = linear(x)
@@ -294,7 +294,7 @@ def test_groups_that_panels_do_not_have_are_widened() -> None:
         ConfigError,
         match=r"GPTQ, 4 bits, .* is multiplied by parts, .* depend on the batch; leave --batch-invariant out",
     ):
-        made([uneven()], None, torch.float32, "native", batch_invariant=True)
+        made([uneven()], None, torch.float32, "native", techniques=using(batch_invariant=True))
 
 
 def test_the_widest_instruction_of_this_processor_is_chosen(native: Native) -> None:

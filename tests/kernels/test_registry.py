@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +12,15 @@ import torch
 import headrace.kernels as registry
 from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
-from headrace.kernels import Kernels, StrictKernelError
+from headrace.kernels import Kernels, StrictKernelError, served
 from headrace.kernels.build import c_compiler as compiler
 from headrace.kernels.build import native
-from headrace.kernels.candidate import Candidate, Declined
+from headrace.kernels.candidate import Candidate, Card, Declined, KernelContext
 from headrace.kernels.linear import reference as linear_twins
 from headrace.kernels.norm import reference as norm_twins
-from headrace.kernels.operations import OPERATIONS
-from headrace.techniques import TECHNIQUES, switched_off
-from tests.support.kernel_cases import called, carried_out
+from headrace.kernels.operations import OPERATIONS, Operation
+from headrace.techniques import TECHNIQUES, in_use
+from tests.support.kernel_cases import ADA, AMPERE, BLACKWELL, DTYPES, H200, called, carried_out, on_card, using
 from tests.support.kernel_cases import native as native_kernel
 
 CPU = torch.device("cpu")
@@ -65,12 +67,14 @@ def test_strict_refuses_the_twin_where_a_candidate_declined(no_compiler: None) -
 
 def test_batch_invariance_is_refused_rather_than_broken(no_compiler: None) -> None:
     with pytest.raises(ConfigError, match=r"No batch-invariant kernel for linear .*drop --batch-invariant"):
-        Kernels(CPU, batch_invariant=True).choose(*called("linear", dtype=torch.float32, in_features=4, out_features=4))
+        Kernels(CPU, techniques=using(batch_invariant=True)).choose(
+            *called("linear", dtype=torch.float32, in_features=4, out_features=4)
+        )
 
 
 def test_a_batch_invariant_engine_gets_no_kernel_that_knows_the_batch() -> None:
     native_kernel("linear", dtype=torch.float32)  # skips where it cannot be built
-    kernels = Kernels(CPU, batch_invariant=True)
+    kernels = Kernels(CPU, techniques=using(batch_invariant=True))
     kernels.choose(*called("linear", dtype=torch.float32, in_features=64, out_features=64))
     assert kernels.choices[0].chosen == "native"
     assert kernels.choices[0].declined == (("onednn", "its sums depend on what else is in the batch"),)
@@ -125,8 +129,8 @@ def test_techniques_that_candidates_name_exist_and_switch_them_off() -> None:
         for candidate in operation.candidates:
             for technique in (known[name] for name in candidate.techniques):
                 field = technique.switch.removeprefix("device.")
-                assert technique.name in switched_off(replace(DeviceConfig(), **{field: technique.off}))
-                assert technique.name not in switched_off(replace(DeviceConfig(), **{field: technique.on}))
+                assert technique.name not in in_use(replace(DeviceConfig(), **{field: technique.off}))
+                assert technique.name in in_use(replace(DeviceConfig(), **{field: technique.on}))
     of = {
         name: {each.name for op in OPERATIONS.values() for each in op.candidates if name in each.techniques}
         for name in known
@@ -149,7 +153,51 @@ def test_a_candidate_of_a_technique_that_is_off_gives_way_even_when_strict(monke
     norm, facts = called("rms_norm", dtype=torch.float32)
     guest = Candidate("guest", lambda site: "made", techniques=frozenset({"one", "other"}))
     monkeypatch.setattr(registry, "OPERATIONS", carried_out("rms_norm", guest))
-    assert Kernels(CPU, strict=True, off=frozenset({"another"})).choose(norm, facts) == "made"
-    kernels = Kernels(CPU, strict=True, off=frozenset({"other"}))
+    assert Kernels(CPU, strict=True, techniques=frozenset({"one", "other"})).choose(norm, facts) == "made"
+    kernels = Kernels(CPU, strict=True, techniques=frozenset({"one"}))
     assert kernels.choose(norm, facts) is norm_twins.rms_norm
     assert kernels.choices[0].declined == (("guest", "disabled by configuration"),)
+
+
+def test_who_would_serve_on_a_card_that_is_not_here() -> None:
+    """By facts, card and techniques: kernels of later cards are left out on earlier ones, with the reason."""
+    fused = called("fused_linear", dtype=torch.bfloat16, in_features=4096, out_features=6144)
+    attention = called("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
+    found = {card.name: served(*fused, KernelContext(card, using())) for card in (AMPERE, ADA, H200, BLACKWELL)}
+    assert [each.chosen for each in found.values()] == ["torch", "torch", "ring", "torch"]
+    assert dict(found[AMPERE.name].declined)["fused"] == "compute capability 8.0 is not 9.0"
+    assert served(*attention, KernelContext(AMPERE, using())).chosen == "cascade"
+    assert served(*attention, KernelContext(AMPERE, using(cascade_attention=False))).chosen == "triton"
+    old = served(*attention, KernelContext(Card("Tesla V100", (7, 0), 80), using()))
+    assert old.chosen == "torch" and "7.0 is below 8.0" in dict(old.declined)["triton"]
+    assert served(*called("rope_attention", dtype=torch.bfloat16), KernelContext(AMPERE, using())).chosen == "torch"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
+def test_every_candidate_says_without_a_card_whether_it_would_serve(operation: Operation[Any, Any]) -> None:
+    """Nothing asks the device that is here; the last resort is the twin."""
+    dtypes = (
+        (torch.int32,) if operation.name in ("write_rows", "gather_inputs", "store_tokens", "fetch_step") else DTYPES
+    )
+    for dtype, card in product(dtypes, (AMPERE, ADA, H200, BLACKWELL)):
+        facts = called(operation.name, dtype=dtype)[1]
+        choice = served(operation, facts, KernelContext(card, using(batch_invariant=dtype == torch.float32)))
+        names = [each.name for each in operation.candidates if "cuda" in each.devices] + ["torch"]
+        assert (
+            choice.chosen == names[len(choice.declined)]
+            and [name for name, _ in choice.declined] == names[: len(choice.declined)]
+        )
+
+
+def test_kernels_begin_early_where_the_card_can_and_bits_may_vary() -> None:
+    for card, invariant, early in (
+        (H200, False, True),
+        (BLACKWELL, False, True),
+        (ADA, False, False),
+        (H200, True, False),
+    ):
+        site = on_card(
+            "rms_norm", card, facts={"dtype": torch.bfloat16}, programmatic_launch=True, batch_invariant=invariant
+        )
+        assert site.pdl is early
+    assert not on_card("rms_norm", facts={"dtype": torch.bfloat16}).pdl

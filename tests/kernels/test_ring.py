@@ -13,7 +13,7 @@ import torch
 from headrace.bench import tune
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.kernels import Kernels
-from headrace.kernels.candidate import CallSite, Declined, EightBits, Shape
+from headrace.kernels.candidate import EightBits, Shape
 from headrace.kernels.linear import candidates, reference, ring_forms
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.flat_forms import flat, vector
@@ -21,7 +21,7 @@ from headrace.kernels.linear.measured import SHIPPED, Measured
 from headrace.kernels.linear.packing import Coding
 from headrace.kernels.linear.ring_forms import MEASURED, ROWS, RingForm, candidate_forms, form_of
 from headrace.spec import Activation
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import BLACKWELL, called, on_card, refusal
 
 GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64, "gated": False}
 RINGS = tune.RingProducts(Activation.SILU)
@@ -31,9 +31,6 @@ STATIC_SHARED = {64: 2048, 128: 3600}  # bytes the kernel keeps beside its ring,
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     monkeypatch.setattr(Measured, "table", lambda self, name: {Shape(128, 64): FORMS, Shape(128, 32): ((64, None),)})
 
 
@@ -46,18 +43,12 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str, on_hopper: None) -> None:
-    declined = candidates.create_ring(
-        CallSite("fused_linear", torch.device("cuda"), called("fused_linear", **(GOOD | facts))[1])
-    )
-    assert isinstance(declined, Declined) and words in declined.reason
+    assert words in refusal("fused_linear", "ring", on_card("fused_linear", facts=GOOD | facts))
 
 
-def test_another_card_and_a_cpu_are_not_served(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert isinstance(
-        candidates.create_ring(CallSite("fused_linear", torch.device("cuda"), called("fused_linear", **GOOD)[1])),
-        Declined,
-    )
+def test_another_card_and_a_cpu_are_not_served(on_hopper: None) -> None:
+    assert refusal("fused_linear", "ring", on_card("fused_linear", facts=GOOD)) == ""
+    assert "10.0 is not 9.0" in refusal("fused_linear", "ring", on_card("fused_linear", BLACKWELL, facts=GOOD))
     assert Kernels(torch.device("cpu")).offer(*called("fused_linear", **GOOD)) is None
 
 
@@ -158,16 +149,9 @@ def test_measured_forms_of_quantised_weights_go_before_the_rule(monkeypatch: pyt
     ],
     ids=str,
 )  # fmt: skip
-def test_other_quantised_weights_are_left_to_who_stands_behind(
-    facts: Any, words: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(candidates.gpu, "missing", lambda device: None)
-    create = candidates.create_ring_of_eight if "eights" in facts else candidates.create_ring_of_codes
-    site = CallSite(
-        "packed_linear", torch.device("cuda"), called("packed_linear", **({"formats": ("it",)} | GOOD | facts))[1]
-    )
-    declined = create(site)
-    assert isinstance(declined, Declined) and words in declined.reason
+def test_other_quantised_weights_are_left_to_who_stands_behind(facts: Any, words: str, on_hopper: None) -> None:
+    name = candidates.EIGHT_RING if "eights" in facts else candidates.CODED_RING
+    assert words in refusal("packed_linear", name, on_card("packed_linear", facts={"formats": ("it",)} | GOOD | facts))
 
 
 def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +222,8 @@ def test_inputs_of_8_bits_are_rounded_once_and_scaled_behind_the_sums(rows: int,
     product = SimpleNamespace(
         eight=EightBits("fp8"), rounded=lambda x, around: asked.append(around) or (codes, scale), fused=None
     )
-    ring = SimpleNamespace(forms=((64, RingForm(64, 64, eight="fp8")), (128, RingForm(128, 64, eight="fp8"))))
+    forms = ((64, RingForm(64, 64, eight="fp8")), (128, RingForm(128, 64, eight="fp8")))
+    ring = SimpleNamespace(forms=forms, shape=Shape(48, 32))
     ring.compute = lambda x, around, form: (x, around, form)
     x, around = torch.randn(rows, 32).bfloat16(), Around(torch.rand(3, rows), 1e-5)
     if served:

@@ -16,14 +16,14 @@ from headrace.kernels import Kernels
 from headrace.kernels.attention import candidates, reference
 from headrace.kernels.build import gpu
 from headrace.kernels.build import nvrtc as compiler
-from headrace.kernels.candidate import CallSite, Declined
+from headrace.kernels.candidate import Card
 from headrace.kernels.inputs import LayerStep
 from headrace.kernels.operations import ROPE_ATTENTION
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.rotary import rotary_table
 from headrace.sites import layer_matrices
-from tests.support.kernel_cases import PagedCase, called
+from tests.support.kernel_cases import ADA, BLACKWELL, H200, PagedCase, called, on_card, refusal
 from tests.support.specs import LLAMA_8B
 
 GOOD: dict[str, Any] = {
@@ -32,10 +32,8 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def site(facts: dict[str, Any], *, unified_maximum: bool = False) -> CallSite[Any]:
-    return CallSite(
-        "rope_attention", torch.device("cuda"), called("rope_attention", **facts)[1], unified_maximum=unified_maximum
-    )
+def declines(facts: dict[str, Any], card: Card = H200, **techniques: bool) -> str:
+    return refusal("rope_attention", "rope", on_card("rope_attention", card, facts=facts, **techniques))
 
 
 def test_layers_of_the_usual_kind_are_served() -> None:
@@ -60,24 +58,19 @@ def test_layers_of_the_usual_kind_are_served() -> None:
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str) -> None:
-    declined = candidates.create_rope(site(GOOD | facts), cascade=True)
-    assert isinstance(declined, Declined) and words in declined.reason
+    assert words in declines(GOOD | facts)
 
 
-def test_other_cards_and_other_softmaxes_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "missing", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    declined = candidates.create_rope(site(GOOD), cascade=False)
-    assert isinstance(declined, Declined) and "8.9" in declined.reason
-    declined = candidates.create_rope(site(GOOD, unified_maximum=True), cascade=False)
-    assert isinstance(declined, Declined) and "maximum" in declined.reason
+def test_other_cards_and_other_softmaxes_are_not_served() -> None:
+    assert declines(GOOD) == declines(GOOD, BLACKWELL) == ""
+    assert "8.9 is below 9.0" in declines(GOOD, ADA)
+    assert "maximum" in declines(GOOD, unified_maximum=True)
     assert Kernels(torch.device("cpu")).offer(*called("rope_attention", **GOOD)) is None
 
 
-@pytest.mark.parametrize("off", ["cuda_decode", "batch_invariant", "unified_maximum", "dtype", "card", None])
+@pytest.mark.parametrize("off", ["fused_rope_attention", "batch_invariant", "unified_maximum", "dtype", "card", None])
 def test_who_attends_to_single_queries_beside_prompts(off: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that turn part of a head or norm heads are served: that has happened before."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9) if off == "card" else (9, 0))
     monkeypatch.setattr(gpu, "load", lambda path: lambda site: "made")
     facts = {
         "dtype": torch.float16 if off == "dtype" else torch.bfloat16,
@@ -88,11 +81,10 @@ def test_who_attends_to_single_queries_beside_prompts(off: str | None, monkeypat
     flags = {
         "batch_invariant": off == "batch_invariant",
         "unified_maximum": off == "unified_maximum",
-        "cuda_decode": off != "cuda_decode",
+        "fused_rope_attention": off != "fused_rope_attention",
     }
-    made = candidates.create_singles(
-        CallSite("paged_attention", torch.device("cuda"), called("paged_attention", **facts)[1], **flags)
-    )
+    site = on_card("paged_attention", ADA if off == "card" else H200, facts=facts, **flags)
+    made = candidates.create_singles(site)
     assert made == (None if off else "made")
 
 

@@ -13,7 +13,7 @@ from headrace.kernels import Kernels, StrictKernelError
 from headrace.kernels.build import gpu
 from headrace.kernels.linear import reference as linear_twins
 from headrace.kernels.norm import reference as norm_twins
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import called, using
 
 CUDA = torch.device("cuda")
 HEADS = {"dtype": torch.bfloat16, "head_dim": 128, "num_heads": 8, "num_kv_heads": 2}
@@ -45,7 +45,7 @@ def test_a_linear_layer_is_torch_s_by_choice_unless_bits_must_not_vary(no_gpu: N
     declined = dict(kernels.choices[0].declined)
     assert "quicker" in declined["triton"] and "no CUDA device" in declined["flat"]
     with pytest.raises(ConfigError, match=r"No batch-invariant kernel for linear .*no CUDA device"):
-        Kernels(CUDA, batch_invariant=True).choose(
+        Kernels(CUDA, techniques=using(batch_invariant=True)).choose(
             *called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)
         )
 

@@ -47,9 +47,7 @@ def products(
     forms, found = ((1000, form),) if form is not None else ((0, None),), []
     for part in parts:
         scratch = make_scratch(Shape(part.outs, part.ins), forms, "cpu")
-        found.append(
-            CodedProduct(part, torch.randn(part.outs).bfloat16() if bias else None, forms, scratch, programmatic=bias)
-        )
+        found.append(CodedProduct(part, torch.randn(part.outs).bfloat16() if bias else None, forms, scratch, pdl=bias))
     return found, want
 
 
@@ -186,9 +184,9 @@ def test_rows_are_rotated_to_the_bit(size: int) -> None:
     torch.manual_seed(8)
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(3, 1280).to(dtype)
-        got = rotate(x, size, plainly_empty, programmatic=True)
+        got = rotate(x, size, plainly_empty, pdl=True)
         assert torch.equal(got, rotated(x, size).to(dtype))
-    assert rotate(x[:0], size, plainly_empty, programmatic=False).shape == (0, 1280)
+    assert rotate(x[:0], size, plainly_empty, pdl=False).shape == (0, 1280)
 
 
 def test_rotated_weights_meet_rotated_inputs() -> None:

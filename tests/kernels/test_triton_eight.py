@@ -46,7 +46,7 @@ def product(form: ScaledWeight, *outs: int, ins: int, ways: int = 1, bias: bool 
     site: Any = type(
         "Site",
         (),
-        {"programmatic": bias, "empty": staticmethod(lambda shape, dtype, device: torch.empty(shape, dtype=dtype))},
+        {"pdl": bias, "empty": staticmethod(lambda shape, dtype, device: torch.empty(shape, dtype=dtype))},
     )
     made = Maker(site, eight, forms, make_scratch(Shape(total, ins), forms, "cpu")).made(
         pieces, torch.randn(total).bfloat16() if bias else None
@@ -114,7 +114,7 @@ def test_a_norm_is_completed_before_rows_are_rounded() -> None:
     x, squares = torch.randn(4, 96).bfloat16(), torch.rand(70, 4) * 3
     normed = (x.float() * torch.rsqrt(squares.sum(0) / 96 + 1e-5).unsqueeze(1)).bfloat16()
     rounding = Rounding(EightBits("int8"))
-    got, want = rounding.rows(x, squares, 1e-5, programmatic=True), rounding.rows(normed)
+    got, want = rounding.rows(x, squares, 1e-5, pdl=True), rounding.rows(normed)
     assert (got[0].int() - want[0].int()).abs().max() <= 1
     torch.testing.assert_close(got[1], want[1], rtol=1e-2, atol=0)
 
@@ -161,7 +161,7 @@ def test_weights_are_joined_once() -> None:
     pieces = [random_piece(FORMATS[1], outs, 64, seed=outs) for outs in (32, 16)]
     eight = FORMATS[1].eight
     assert eight is not None
-    site: Any = type("Site", (), {"programmatic": False, "empty": None})
+    site: Any = type("Site", (), {"pdl": False, "empty": None})
     maker = Maker(site, eight, (), make_scratch(Shape(48, 64), (), "cpu"))
     first, second = maker.made(pieces, None), maker.made(pieces, None)
     assert first is not None and second is not None and first.weight.data_ptr() == second.weight.data_ptr()

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
-from headrace.kernels.candidate import CallSite, Shape
+from headrace.kernels.candidate import CallSite, Card, KernelContext, Shape
 from headrace.kernels.linear import flat_linear, reference
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.flat_forms import FLAT, MEASURED, VECTOR, Form, flat, forms_for, vector
@@ -30,9 +29,7 @@ FORMS = (
 )
 
 
-def product(
-    form: Form, outs: int, ins: int, *, gated: bool = False, bias: bool = False, programmatic: bool = False
-) -> Product:
+def product(form: Form, outs: int, ins: int, *, gated: bool = False, bias: bool = False, pdl: bool = False) -> Product:
     shape, forms = Shape(outs, ins, gated), ((64, form),)
     torch.manual_seed(outs)
     rows = outs * (2 if gated else 1)
@@ -43,7 +40,7 @@ def product(
         shape,
         forms,
         make_scratch(shape, forms, "cpu"),
-        programmatic,
+        pdl,
     )
 
 
@@ -72,7 +69,7 @@ def test_products_with_what_stands_around_them_equal_their_twin(
 ) -> None:
     tests.support.triton_interpreter.shuffle_programs(monkeypatch, outs)
     tokens, ins = (1 if form.kind == VECTOR else form.rows - 3), 128
-    layer = product(form, outs, ins, bias=everything, programmatic=everything)
+    layer = product(form, outs, ins, bias=everything, pdl=everything)
     x = torch.randn(tokens, ins).bfloat16()
     for _ in range(2):  # tickets are as they were
         assert_equal_to_twin(layer, x, around(tokens, outs, gated=False, everything=everything))
@@ -119,9 +116,8 @@ def test_every_shape_has_a_form_that_fits_for_every_batch(shape: Shape) -> None:
 def test_fused_products_serve_every_batch_where_the_vendor_was_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, form = Shape(3072, 2048), flat(16, 64, 128, 5)
     facts = {"dtype": torch.bfloat16, "out_features": shape.outs, "in_features": shape.ins, "gated": False}
-    site = CallSite("fused_linear", torch.device("cpu"), called("fused_linear", **facts)[1])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    context = KernelContext(Card("A card", (9, 0), 132))
+    site = CallSite("fused_linear", torch.device("cpu"), called("fused_linear", **facts)[1], context)
     for table in (((1, None), (16, form), (32, None), (64, None)), ((16, form),), ((64, None),)):
         monkeypatch.setattr(Measured, "table", lambda self, device, table=table: {shape: table})
         made = flat_linear.create_fused(site)(torch.zeros(1, 1), None).product

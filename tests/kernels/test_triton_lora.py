@@ -50,7 +50,7 @@ def test_each_row_gets_what_its_adapter_adds(
     a, b, ranks = factors(parts, ins, most, dtype)
     wide, y = torch.randn(len(slots), ins + 8).to(dtype), torch.randn(len(slots), sum(parts)).to(dtype)
     x, got, once, want = wide[:, :ins], y.clone(), y.clone(), y.float()
-    triton_lora._adder(programmatic=False, invariant=False)(got, x, a, b, ranks, parts, rows(slots))
+    triton_lora._adder(pdl=False, invariant=False)(got, x, a, b, ranks, parts, rows(slots))
     add_deltas(want, x.float(), a.float(), b.float(), ranks, parts, rows(slots))
     torch.testing.assert_close(got.float(), want, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
     untouched = [row for row, slot in enumerate(slots) if slot in (NO_SLOT, 3)]
@@ -58,8 +58,8 @@ def test_each_row_gets_what_its_adapter_adds(
     if ins > triton_lora._SHARE or most > triton_joint._RANKS:
         return  # in the interpreter programs come one after another: none may wait for the next
     tickets = torch.zeros(1024, dtype=torch.int32)
-    rest = triton_lora._adder(programmatic=False, invariant=False)
-    triton_joint._joint(tickets, rest, programmatic=False)(once, x, a, b, ranks, parts, rows(slots))
+    rest = triton_lora._adder(pdl=False, invariant=False)
+    triton_joint._joint(tickets, rest, pdl=False)(once, x, a, b, ranks, parts, rows(slots))
     torch.testing.assert_close(once.float(), got.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -70,9 +70,7 @@ def test_magnitudes_and_a_norm_that_is_still_to_be_divided(invariant: bool, monk
     a, b, ranks = factors((24, 40), 64, 8, torch.float32)
     x, y, gains = torch.randn(len(MIXED), 64), torch.randn(len(MIXED), 64), torch.rand(5, 2, 64) + 0.5
     got, want, squares = y.clone(), y.clone(), torch.rand(3, len(MIXED)) * 64
-    triton_lora._adder(programmatic=False, invariant=invariant)(
-        got, x, a, b, ranks, (24, 40), rows(MIXED), gains, squares, 1e-5
-    )
+    triton_lora._adder(pdl=False, invariant=invariant)(got, x, a, b, ranks, (24, 40), rows(MIXED), gains, squares, 1e-5)
     add_deltas(want, x, a, b, ranks, (24, 40), rows(MIXED), gains, squares, 1e-5)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -94,7 +92,7 @@ def test_rows_of_an_embedding(scale: float | None) -> None:
 def test_the_bits_of_a_row_are_its_own_where_that_is_asked_for() -> None:
     a, b, ranks = factors((40,), 72, 16, torch.bfloat16)
     x, y = torch.randn(len(MIXED), 72).bfloat16(), torch.randn(len(MIXED), 40).bfloat16()
-    add, whole, lone = triton_lora._adder(programmatic=False, invariant=True), y.clone(), y[1:2].clone()
+    add, whole, lone = triton_lora._adder(pdl=False, invariant=True), y.clone(), y[1:2].clone()
     add(whole, x, a, b, ranks, (40,), rows(MIXED))
     add(lone, x[1:2], a, b, ranks, (40,), rows(MIXED[1:2]))
     assert torch.equal(whole[1:2], lone) and not torch.equal(lone, y[1:2])

@@ -127,12 +127,10 @@ def test_products_with_quantised_weights_read_those_alone_before_they_wait(ways:
     shape, around = Shape(64, 256), Around(residual=torch.randn(3, 64).bfloat16(), scale=torch.rand(64))
     forms = ((64, Form(FLAT, 16, 64, 128, ways, late=True)),)
     (packed,) = lay([random_piece(PackedIntegers(4, 128, zero=False), 64, 256)], gated=False) or ()
-    coded = CodedProduct(
-        packed, torch.randn(64).bfloat16(), forms, make_scratch(shape, forms, "cpu"), programmatic=True
-    )
+    coded = CodedProduct(packed, torch.randn(64).bfloat16(), forms, make_scratch(shape, forms, "cpu"), pdl=True)
     CodedFused(coded)(torch.randn(3, 256).bfloat16(), around)
     piece = random_piece(ScaledWeight("int8", (1, WHOLE), activations=Activations("int8")), 64, 256)
-    site: Any = SimpleNamespace(programmatic=True, empty=plainly_empty)
+    site: Any = SimpleNamespace(pdl=True, empty=plainly_empty)
     forms = ((64, Form(FLAT, 16, 32, 128, ways, 4, 1)),)
     eight = Maker(site, EightBits("int8"), forms, make_scratch(shape, forms, "cpu")).made(
         [piece], torch.randn(64).bfloat16()
@@ -140,36 +138,34 @@ def test_products_with_quantised_weights_read_those_alone_before_they_wait(ways:
     assert eight is not None
     eight.fused(torch.randn(3, 256).bfloat16(), around)
     rounder = rounding.Rounding(EightBits("int8"))
-    rounder.rows(torch.randn(4, 96).bfloat16(), torch.rand(70, 4), 1e-5, programmatic=True)
+    rounder.rows(torch.randn(4, 96).bfloat16(), torch.rand(70, 4), 1e-5, pdl=True)
     held = (packed.blocks, packed.factor, coded.bias, eight.weight, eight.scale, eight.bias)
     assert_in_order(programs, [each for each in held if each is not None])
 
 
 def test_the_others_wait_before_they_touch_what_another_kernel_wrote(programs: Programs) -> None:
     x, weight, table = torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16(), torch.randn(9, 64).bfloat16()
-    norm.rms_norm(x, weight, 1e-5, None, programmatic=True)
-    norm.layer_norm(x, weight, weight.clone(), 1e-5, None, programmatic=True)
-    embedding.embedding(torch.arange(5), table, None, programmatic=True)
+    norm.rms_norm(x, weight, 1e-5, None, pdl=True)
+    norm.layer_norm(x, weight, weight.clone(), 1e-5, None, pdl=True)
+    embedding.embedding(torch.arange(5), table, None, pdl=True)
     q, k, v = torch.randn(5, 4, 16).split_with_sizes((2, 1, 1), dim=1)
     caches = torch.zeros(2, 2, 1, 8, 16)
-    rotary.rotary_write(
-        q, k, v, torch.arange(5), torch.randn(9, 16), caches[0], caches[1], torch.arange(5), programmatic=True
-    )
+    rotary.rotary_write(q, k, v, torch.arange(5), torch.randn(9, 16), caches[0], caches[1], torch.arange(5), pdl=True)
     assert_in_order(programs, [weight])
 
 
 def gather() -> None:
     ids, table, every = torch.zeros(4, 32).int(), torch.zeros(4, 8).int(), torch.arange(3).int()
-    rows.gather_inputs(ids, table, every, every, every, every + 1, 4, 8, programmatic=True)
+    rows.gather_inputs(ids, table, every, every, every, every + 1, 4, 8, pdl=True)
 
 
 def store() -> None:
     every = torch.arange(3).int()
-    rows.store_tokens(torch.zeros(4, 32).int(), every, every + 1, every.long(), torch.zeros(3), programmatic=True)
+    rows.store_tokens(torch.zeros(4, 32).int(), every, every + 1, every.long(), torch.zeros(3), pdl=True)
 
 
 def pick() -> None:
-    sampling.greedy_tokens(torch.randn(3, 3000), programmatic=True)
+    sampling.greedy_tokens(torch.randn(3, 3000), pdl=True)
 
 
 @pytest.mark.parametrize("around", [gather, store, pick])
@@ -184,8 +180,8 @@ def test_adapters_read_slots_ranks_and_factors_alone_before_they_wait(programs: 
     """These are written by what is never launched early: copies, and the lookup of rows' slots at a step's begin."""
     a, b, ranks = torch.randn(3, 2, 16, 64), torch.randn(3, 16, 40), torch.full((3, 2), 16).int()
     slots, squares = torch.tensor([2, -1, 0, 2]).int(), torch.rand(3, 4) * 64
-    two = lora._adder(programmatic=True, invariant=False)
-    for add in (two, joint._joint(torch.zeros(64, dtype=torch.int32), two, programmatic=True)):
+    two = lora._adder(pdl=True, invariant=False)
+    for add in (two, joint._joint(torch.zeros(64, dtype=torch.int32), two, pdl=True)):
         gains = torch.rand(3, 2, 40)
         add(torch.randn(4, 40), torch.randn(4, 64), a, b, ranks, (24, 16), AdapterRows(slots), gains, squares)
         assert programs.early["load"]
@@ -207,7 +203,7 @@ def test_a_step_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyP
         torch.zeros(1).int(),
         torch.zeros(3, 8).int(),
         torch.zeros(4, 8).int(),
-        programmatic=True,
+        pdl=True,
     )
     assert named[0]["PDL"] and "launch_pdl" not in named[0]
 

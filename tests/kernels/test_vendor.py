@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.kernels.candidate import CallSite, Declined, Shape, plainly_empty
+from headrace.kernels.candidate import Declined, Shape, plainly_empty
 from headrace.kernels.linear import cublaslt, reference, tuned
 from headrace.kernels.linear.measured import SHIPPED
 from headrace.kernels.linear.tuned import MEASURED, Choice
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import called, on_card
 
 GOOD, OTHER = (66, 201, 1, 0, 0, 2, 35, 0, 5), (66, 24, 1, 0, 0, 7, 35, 0, 5)
 
@@ -145,15 +145,10 @@ def test_without_the_library_the_candidate_declines_by_choice(monkeypatch: pytes
         raise cublaslt.LtError("cuBLASLt was not found; it comes with torch for CUDA")
 
     monkeypatch.setattr(tuned, "Products", missing)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    site = CallSite(
-        "linear", torch.device("cuda"), called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)[1]
-    )
+    site = on_card("linear", facts={"dtype": torch.bfloat16})
     for made in (tuned.create_linear(site), tuned.create_sum(site)):
         assert isinstance(made, Declined) and "not found" in made.reason
-    unknown = CallSite("linear", torch.device("cuda"), called("linear", dtype=torch.float32)[1])
-    assert isinstance(tuned.create_linear(unknown), Declined)
 
 
 def test_no_library_here_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

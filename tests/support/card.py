@@ -17,7 +17,7 @@ from headrace import LLM, SamplingParams
 from headrace.kernels import Kernels
 from headrace.request import RequestOutput
 from support import modes
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import called, using
 
 NUDGE = 1e-4  # two tokens this close, in logits, are a tie: rounding may decide between them
 MAX_NUDGES = 4  # an answer that needs more of them is another answer
@@ -122,9 +122,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  
 
 
 def chosen(op: str, *, batch_invariant: bool = False, unified_maximum: bool = False, **facts: Any) -> Any:
-    kernels = Kernels(
-        torch.device("cuda"), strict=True, batch_invariant=batch_invariant, unified_maximum=unified_maximum
-    )
+    in_use = using(batch_invariant=batch_invariant, unified_maximum=unified_maximum, fused_rope_attention=False)
+    kernels = Kernels(torch.device("cuda"), strict=True, techniques=in_use)
     kernel = kernels.choose(*called(op, **facts))
     assert kernels.choices[-1].chosen in ("triton", "cascade")
     return kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import headrace.kernels as registry
-from headrace.kernels import Kernels
+from headrace.kernels import DECLARED, Kernels
 from headrace.kernels.build.c_compiler import native_library
-from headrace.kernels.candidate import Candidate, Declined
+from headrace.kernels.candidate import CallSite, Candidate, Card, Declined, KernelContext
 from headrace.kernels.inputs import AttentionInputs
 from headrace.kernels.operations import OPERATIONS, Operation
 from tests.support.specs import LLAMA_8B
@@ -28,7 +28,7 @@ TOLERANCE = {
 
 STATED = {  # what a call site states where a test does not care
     "weight_dtype": torch.float32, "in_features": 64, "out_features": 64, "head_dim": 64, "num_heads": 8, "num_kv_heads": 2,
-    "num_experts": 8, "top_k": 2, "rotary_dim": 64, "normed": False, "window": None, "soft_cap": None, "spec": LLAMA_8B,
+    "num_experts": 8, "top_k": 2, "parts": (64,), "rank": 8, "rotary_dim": 64, "normed": False, "window": None, "soft_cap": None, "spec": LLAMA_8B,
 }  # fmt: skip
 
 
@@ -44,12 +44,36 @@ def carried_out(op: str, *candidates: Candidate[Any]) -> dict[str, Operation[Any
     return {**registry.OPERATIONS, op: replace(registry.OPERATIONS[op], candidates=candidates)}
 
 
+def using(**techniques: bool) -> frozenset[str]:
+    """Techniques in use: those that candidates declare, and these or not."""
+    off = {name for name, on in techniques.items() if not on}
+    return (DECLARED | techniques.keys()) - off
+
+
+H200 = Card("NVIDIA H200", (9, 0), 132)
+AMPERE = Card("NVIDIA A100-SXM4-80GB", (8, 0), 108)
+ADA, BLACKWELL = Card("NVIDIA L40S", (8, 9), 142), Card("NVIDIA B200", (10, 0), 148)
+
+
+def on_card(op: str, card: Card = H200, *, facts: Mapping[str, Any], **techniques: bool) -> CallSite[Any]:
+    """A call site of an engine on that card."""
+    context = KernelContext(card, using(**techniques))
+    return CallSite(op, torch.device("cuda"), called(op, **facts)[1], context)
+
+
+def refusal(op: str, name: str, site: CallSite[Any]) -> str:
+    """Why that candidate does not serve the call site; empty: it may."""
+    (candidate,) = (each for each in OPERATIONS[op].candidates if each.name == name)
+    return candidate.refusal(site) or ""
+
+
 def native(op: str, *, batch_invariant: bool = False, **facts: Any) -> Callable[..., Any]:
     """The native candidate, or the test is skipped where the machine cannot build it."""
     found = native_library()
     if isinstance(found, Declined):
         pytest.skip(found.reason)
-    kernels = Kernels(torch.device("cpu"), disabled=frozenset({"onednn"}), batch_invariant=batch_invariant)
+    techniques = using(batch_invariant=batch_invariant)
+    kernels = Kernels(torch.device("cpu"), techniques=techniques, disabled=frozenset({"onednn"}))
     chosen = kernels.choose(*called(op, **facts))
     assert kernels.choices[-1].chosen == "native"
     return chosen

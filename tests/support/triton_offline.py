@@ -368,11 +368,11 @@ def lora(tokens: int, rank: int, dtype: torch.dtype, *, joint: bool = False) -> 
     parts, ints = (4096, 1024, 1024), partial(torch.zeros, dtype=torch.int32)
     x, y = torch.empty(tokens, 4096, dtype=dtype), torch.empty(tokens, sum(parts), dtype=dtype)
     a, b = torch.empty(4, 3, rank, 4096, dtype=dtype), torch.empty(4, rank, sum(parts), dtype=dtype)
-    add = triton_lora._adder(programmatic=dtype != torch.float32, invariant=False)
+    add = triton_lora._adder(pdl=dtype != torch.float32, invariant=False)
     rest = torch.zeros(4, 2, sum(parts)), torch.zeros(48, tokens), 1e-5
     module, kernels = triton_lora, ("_shrink_kernel", "_expand_kernel")
     if joint:
-        module, kernels, add = triton_joint, ("_joint_kernel",), triton_joint._joint(ints(1536), add, programmatic=True)
+        module, kernels, add = triton_joint, ("_joint_kernel",), triton_joint._joint(ints(1536), add, pdl=True)
     return record(module, kernels, lambda: add(y, x, a, b, ints(4, 3), parts, AdapterRows(ints(tokens)), *rest))
 
 

@@ -47,7 +47,7 @@ def figures_of(coding: Coding, most: int, around: Around, *, ordered: bool = Fal
     shape, outs = Shape(1024, 2048, gated), 2048 if gated else 1024
     forms = forms_for(shape, outs, coding, 132, {})
     packed = empty(coding, outs, 2048, torch.device("cpu"), gated=gated, ordered=ordered)
-    product = CodedProduct(packed, None, forms, make_scratch(Shape(outs, 2048), forms, "cpu"), programmatic=True)
+    product = CodedProduct(packed, None, forms, make_scratch(Shape(outs, 2048), forms, "cpu"), pdl=True)
     x, form = torch.zeros(1, 2048, dtype=torch.bfloat16), product.form(most)
     assert form is not None
     return record(coded, ("_codes_kernel",), lambda: product.launch(form, x, around))["_codes_kernel"]
@@ -61,7 +61,7 @@ def whole(coding: Coding, most: int, around: Around) -> dict[str, int]:
     packed = empty(coding, outs, 2048, torch.device("cpu"), gated=gated, ordered=False)
     scratch = make_scratch(Shape(outs, 2048), forms, "cpu")
     rounding = Rounding(EightBits("int8"), dealt=True)
-    product = CodedProduct(packed, None, forms, scratch, programmatic=True, rounding=rounding)
+    product = CodedProduct(packed, None, forms, scratch, pdl=True, rounding=rounding)
     codes, own, form = torch.zeros(1, 2048, dtype=torch.int8), torch.zeros(1, 1), product.form(most)
     assert form is not None
     launch = product._launch
@@ -102,9 +102,7 @@ def eight(kind: str, group: int, most: int, around: Around) -> dict[str, int]:
     scale, own = (torch.zeros(16, 16), torch.zeros(1, 16)) if group else (torch.zeros(2048), torch.zeros(1, 1))
     forms = (*eight_bits.forms_for(2048, 2048, 132, blocked=bool(group)), (2**31, eight_bits.TALL))
     scratch = make_scratch(Shape(2048, 2048), forms, "cpu")
-    layer = eight_bits.EightBitLinear(
-        weight, scale, None, None, EightBits(kind, group), forms, scratch, programmatic=True
-    )
+    layer = eight_bits.EightBitLinear(weight, scale, None, None, EightBits(kind, group), forms, scratch, pdl=True)
     form = next(form for rows, form in forms if most <= rows)
     return record(eight_bits, ("_eight_kernel",), lambda: layer.launch(form, weight[:1], own, around, torch.bfloat16))[
         "_eight_kernel"

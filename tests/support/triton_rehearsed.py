@@ -35,7 +35,7 @@ from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows
 from headrace.worker.warm_up import Limits, decode_step, largest_step, warm_up
 from headrace.worker.worker import STEP_SITES
-from tests.support.kernel_cases import called
+from tests.support.kernel_cases import H200, called, using
 from tests.support.triton_offline import CompileOnly
 
 CPU = torch.device("cpu")
@@ -58,8 +58,6 @@ def as_on_a_card() -> None:
     stock = torch.empty
     torch.empty = lambda *shape, **named: stock(*shape, **named).zero_()  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
     gpu.missing = lambda device: None  # type: ignore[assignment]
     linear.SMALL_WEIGHT = 1
     ours = (gpu.TRITON, linear.FLAT, linear.FUSED, linear.CODED, linear.EIGHT)
@@ -105,7 +103,9 @@ def main(config: dict[str, Any], *, invariant: bool) -> None:
     only_identified(seen)
     as_on_a_card()
     spec = spec_from_config(config)
-    kernels = Kernels(CPU, strict=True, batch_invariant=invariant, programmatic=True)
+    kernels = Kernels(
+        CPU, strict=True, techniques=using(batch_invariant=invariant, programmatic_launch=True), card=H200
+    )
     sizes = Sizes(spec, torch.bfloat16, BLOCK_SIZE, LONGEST, ROWS, TOKENS)
     with torch.inference_mode():
         decoder = Decoder(spec, kernels=kernels, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST)

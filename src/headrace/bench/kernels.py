@@ -29,7 +29,7 @@ from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
 from headrace.bench.sweep import Sweep
 from headrace.cost.profile import Limits, last_level_cache_bytes
 from headrace.errors import ConfigError
-from headrace.kernels import TWIN, Kernels
+from headrace.kernels import DECLARED, TWIN, Kernels
 from headrace.kernels.operations import OPERATIONS
 from headrace.models.families import spec_from_config
 from headrace.observe.report import machine_facts, print_facts, shown_fraction, table, void_note, write_json
@@ -116,7 +116,7 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
     floor = max(case.bytes / limits.read_bandwidth, case.flops / rate)
     for name in (*(candidate.name for candidate in OPERATIONS[case.op].candidates), TWIN):
         kernel, reason = _forced(
-            case, name, torch.device(bench.device), batch_invariant=bench.batch_invariant and name != TWIN
+            case, name, torch.device(bench.device), invariant=bench.batch_invariant and name != TWIN
         )
         if kernel is None:
             yield KernelRow(case.op, case.label, name, note=reason)
@@ -135,12 +135,12 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
 
 
 def _forced(
-    case: KernelCase, name: str, device: torch.device, *, batch_invariant: bool
+    case: KernelCase, name: str, device: torch.device, *, invariant: bool
 ) -> tuple[Callable[..., Any] | None, str]:
     """The candidate of that name for this call site, or None and its reason."""
     others = {candidate.name for op in OPERATIONS.values() for candidate in op.candidates} - {name}
-    # as engines are by default
-    kernels = Kernels(device, disabled=frozenset(others), batch_invariant=batch_invariant, cuda_prefill=True)
+    techniques = DECLARED | {"cuda_prefill"} | ({"batch_invariant"} if invariant else set())
+    kernels = Kernels(device, techniques=techniques, disabled=frozenset(others))
     try:
         kernel = kernels.choose(OPERATIONS[case.op], case.facts)
     except ConfigError as error:  # neither it nor the twin is batch-invariant

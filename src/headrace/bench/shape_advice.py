@@ -17,7 +17,7 @@ from headrace.bench.kernel_cases import MANY_ROWS, CaseMaker, KernelCase
 from headrace.bench.kernels import cache_bytes, time_calls
 from headrace.cost.profile import Limits
 from headrace.cost.shapes import Heads, Product, Suspect, Target, suspects
-from headrace.kernels import Kernels
+from headrace.kernels import DECLARED, Kernels
 from headrace.kernels.operations import OPERATIONS
 from headrace.spec import DecoderSpec
 
@@ -129,7 +129,7 @@ def _measured(bench: ShapeBench, suspect: Suspect) -> Iterator[Finding]:
 def _time(bench: ShapeBench, work: Product | Heads, tokens: int) -> float:
     """Seconds per call of the kernel that the engine would choose."""
     case = _case(bench, work, tokens)
-    kernel = Kernels(bench.device, cuda_prefill=True).choose(OPERATIONS[case.op], case.facts)
+    kernel = Kernels(bench.device, techniques=DECLARED | {"cuda_prefill"}).choose(OPERATIONS[case.op], case.facts)
     return median(time_calls(case.calls(kernel), SECONDS_EACH[bench.device.type], bench.device))
 
 

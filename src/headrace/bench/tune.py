@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.kernels.candidate import CallSite, Declined, Shape, WeightFacts
+from headrace.kernels.candidate import CallSite, Card, Declined, KernelContext, Shape, WeightFacts
 from headrace.kernels.linear import flat_forms, gated_tiles, ring_forms
 from headrace.kernels.linear import tuned as vendor
 from headrace.kernels.linear.around import MOST_ROWS, Around
@@ -491,7 +491,8 @@ def _apart(weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], x: Tens
 
 def _tuned_product(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """The vendor's GEMM, as an engine would compute it now."""
-    make = create_linear(CallSite("linear", weight.device, WeightFacts(weight.dtype, weight.shape[1], weight.shape[0])))
+    facts = WeightFacts(weight.dtype, weight.shape[1], weight.shape[0])
+    make = create_linear(CallSite("linear", weight.device, facts, KernelContext(Card.of(weight.device))))
     if isinstance(make, Declined):
         return F.linear
     return lambda x, weight: make(weight, None)(x)

@@ -175,7 +175,7 @@ def _calls(form: Any, x: Tensor, around: Around, packed: Sequence[Packed]) -> Ca
 
     forms = ((len(x), form),)
     scratch = make_scratch(Shape(packed[0].outs, packed[0].ins), forms, x.device)
-    products = [CodedProduct(each, None, forms, scratch, programmatic=True) for each in packed]
+    products = [CodedProduct(each, None, forms, scratch, pdl=True) for each in packed]
     return [partial(_first, product, form, x, around) for product in products]
 
 
@@ -204,7 +204,7 @@ def _eight_calls(
     forms = (*forms_for(shape.outs, shape.ins, 132, blocked=bool(eight.group)), (len(x), TALL))
     scratch = make_scratch(shape, forms, x.device)
     form = next(form for most, form in forms if len(x) <= most)
-    layers = [EightBitLinear(each, scale, None, None, eight, forms, scratch, programmatic=True) for each in weights]
+    layers = [EightBitLinear(each, scale, None, None, eight, forms, scratch, pdl=True) for each in weights]
     return [partial(_launched, layer, form, x, own, around) for layer in layers]
 
 
@@ -223,9 +223,7 @@ def _widened(x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
     from headrace.kernels.linear.flat_linear import make_scratch
     from headrace.kernels.norm.triton_activation import gated_activation
 
-    products = [
-        CodedProduct(each, None, (), make_scratch(Shape(1, 1), (), x.device), programmatic=False) for each in packed
-    ]
+    products = [CodedProduct(each, None, (), make_scratch(Shape(1, 1), (), x.device), pdl=False) for each in packed]
 
     def computed(product: CodedProduct) -> Tensor:
         y = product.widened(x)

@@ -21,12 +21,25 @@ from typing import Any, cast
 import torch
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.kernels.candidate import CallSite, Candidate, Declined, Empty, F, Facts, Sizes, plainly_empty
+from headrace.kernels.candidate import (
+    CallSite,
+    Candidate,
+    Card,
+    Declined,
+    Empty,
+    F,
+    Facts,
+    KernelContext,
+    Sizes,
+    plainly_empty,
+)
 from headrace.kernels.linear.reference import linear_into
 from headrace.kernels.operations import OPERATIONS, Operation, S
 
 TWIN = "torch"
 NOBODY = "nobody"  # takes a shortcut
+# Techniques that are a candidate's own; others change what some do.
+DECLARED = frozenset[str]().union(*(each.techniques for op in OPERATIONS.values() for each in op.candidates))
 
 _log = logging.getLogger(__name__)
 
@@ -81,10 +94,9 @@ class Rehearsal:
 class Kernels:
     """Chooses once a call site, at construction time. ``choices`` is what ``headrace doctor`` prints.
 
-    ``disabled`` names candidates never to choose, ``off`` techniques whose candidates are never chosen. ``strict``: a
-    candidate of this device that declines is an error, unless it was switched off or is optional. ``batch_invariant``:
-    only kernels whose bits do not depend on the batch. ``programmatic``: a kernel may be launched while the one before
-    still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``, ``cuda_decode``, ``empty``: see CallSite.
+    ``techniques``: those in use; candidates of others are never chosen, nor are those that ``disabled`` names.
+    ``strict``: a candidate of this device that declines is an error, unless it was switched off or is optional.
+    ``card``: instead of the one that torch finds. ``empty``: where results of many rows get their memory.
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call
     sites with its facts; with ``strict`` the call that found out raises StrictKernelError. One that serves a part of
@@ -97,24 +109,14 @@ class Kernels:
         device: torch.device,
         *,
         strict: bool = False,
+        techniques: frozenset[str] = DECLARED,
         disabled: frozenset[str] = frozenset(),
-        off: frozenset[str] = frozenset(),
-        batch_invariant: bool = False,
-        programmatic: bool = False,
-        unified_maximum: bool = False,
-        cuda_prefill: bool = False,
-        cuda_decode: bool = False,
+        card: Card | None = None,
         empty: Empty = plainly_empty,
     ) -> None:
         self.device = device
-        self.batch_invariant = batch_invariant
-        self._empty = empty
-        flags = (batch_invariant, programmatic, unified_maximum, cuda_prefill, cuda_decode)
-        self._site: Callable[[str, Facts, Callable[[], object]], CallSite[Facts]] = lambda op, facts, behind: CallSite(
-            op, device, facts, *flags, behind, empty
-        )  # fmt: skip
+        self.context = KernelContext(card or Card.of(device), techniques, disabled, empty)
         self._strict = strict
-        self._disabled, self._off = disabled, off
         self._chosen: dict[Key, _Chosen] = {}
         self._passed: list[KernelChoice] = []  # shortcuts that nobody takes
         self._failed: dict[tuple[Key, str], str] = {}  # (call sites, candidate) → what the compiler said
@@ -188,7 +190,7 @@ class Kernels:
         for candidate in candidates if before is None else candidates[names.index(before) + 1 :]:
             if self.device.type not in candidate.devices:
                 continue  # no news to anybody
-            site = self._site(op, facts, partial(self._call, (op, facts, candidate.name)))
+            site = CallSite(op, self.device, facts, self.context, partial(self._call, (op, facts, candidate.name)))
             made = self._try(candidate, site, key)
             if not isinstance(made, Declined):
                 choice = KernelChoice(op, facts, candidate.name, _reasons(declined), before)
@@ -200,24 +202,17 @@ class Kernels:
 
     def _twin(self, op: str) -> Any:
         """On a GPU the library's product is no makeshift, and lies where others do."""
-        if op == "linear" and self.device.type == "cuda" and self._empty is not plainly_empty:
-            return partial(linear_into, empty=self._empty)
+        empty = self.context.empty
+        if op == "linear" and self.device.type == "cuda" and empty is not plainly_empty:
+            return partial(linear_into, empty=empty)
         return OPERATIONS[op].twin
 
     def _try(self, candidate: Candidate[Any], site: CallSite[Any], key: Key) -> Any:
-        if self._is_off(candidate):
-            return Declined("disabled by configuration")
-        if self.batch_invariant and not candidate.batch_invariant:
-            return Declined("its sums depend on what else is in the batch")
         if (said := self._failed.get((key, candidate.name))) is not None:
             return Declined(f"did not compile: {said}")
-        if site.facts.dtype not in candidate.dtypes:
-            taken = ", ".join(str(each).removeprefix("torch.") for each in candidate.dtypes)
-            return Declined(f"element type {site.facts.dtype} is none of {taken}")
+        if (reason := candidate.refusal(site)) is not None:
+            return Declined(reason)
         return candidate.create(site)
-
-    def _is_off(self, candidate: Candidate[Any]) -> bool:
-        return candidate.name in self._disabled or bool(candidate.techniques & self._off)
 
     def _guarded(self, key: Key, candidate: Candidate[Any], made: Any) -> Any:
         if candidate.failure is None:
@@ -246,14 +241,27 @@ class Kernels:
     def _check_twin(self, op: str, declined: list[tuple[Candidate[Any], str]]) -> None:
         """The twin is the last resort: is it allowed here?"""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in _reasons(declined)) or "there is no other candidate"
-        if self.batch_invariant and OPERATIONS[op].varies:
+        if self.context.invariant and OPERATIONS[op].varies:
             raise ConfigError(
                 f"No batch-invariant kernel for {op} ({reasons}). Mend what it lacks or drop --batch-invariant."
             )
-        if self._strict and not all(each.optional or self._is_off(each) for each, _ in declined):
+        if self._strict and not all(each.optional or each.is_off(self.context) for each, _ in declined):
             raise StrictKernelError(
                 f"{op} would fall back to its torch twin ({reasons}). Mend that or drop --strict-kernels."
             )
+
+
+def served(op: Operation[S, F], facts: F, context: KernelContext, device: str = "cuda") -> KernelChoice:
+    """Who would serve call sites with these facts on a machine with ``context.card``, as far as facts, card and
+    techniques say: nothing is built, and this machine need not have one."""
+    site = CallSite(op.name, torch.device(device), facts, context)
+    declined: list[tuple[str, str]] = []
+    for candidate in op.candidates:
+        if device in candidate.devices:
+            if (reason := candidate.refusal(site)) is None:
+                return KernelChoice(op.name, facts, candidate.name, tuple(declined))
+            declined.append((candidate.name, reason))
+    return KernelChoice(op.name, facts, TWIN, tuple(declined))
 
 
 def _reasons(declined: Sequence[tuple[Candidate[Any], str]]) -> tuple[tuple[str, str], ...]:

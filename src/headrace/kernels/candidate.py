@@ -164,36 +164,83 @@ class Declined:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU, as far as candidates and kernels are chosen by it. ``processors``: its streaming multiprocessors."""
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Card | None:
+        """None where torch finds none, or ``device`` is another kind."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return None
+        facts = torch.cuda.get_device_properties(device)
+        return cls(facts.name, (facts.major, facts.minor), facts.multi_processor_count)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelContext:
+    """What holds for all call sites of an engine. ``techniques``: those in use (techniques/), by name; ``disabled``:
+    candidates never to choose; ``empty``: where results of many rows get their memory."""
+
+    card: Card | None = None
+    techniques: frozenset[str] = frozenset()
+    disabled: frozenset[str] = frozenset()
+    empty: Empty = plainly_empty
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the bits of a row may not depend on the others: only kernels that do not vary are chosen."""
+        return "batch_invariant" in self.techniques
+
+
 def _unknown() -> object:
     raise LookupError("this call site was not made by the registry, which alone knows who stands behind a candidate")
 
 
 F = TypeVar("F", bound=Facts)
+_FIRST_PDL = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CallSite(Generic[F]):
     """A call site as the registry describes it to candidates. ``facts`` are static: they hold for every call from
-    there.
-
-    ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves.
-    ``unified_maximum``: a softmax need not look for its maximum where a guard finds out whether that was needed.
-    ``cuda_prefill``: prompts are attended to in CUDA C++ where there is a kernel for it; ``cuda_decode``: so are single
-    queries before them. ``behind``: what the candidates after this one, or the twin, make of the same call site, for
-    one that serves a part of what comes from there; who asks has accepted. ``empty``: where results of many rows get
-    their memory.
+    there. ``behind``: what the candidates after this one, or the twin, make of the same call site, for one that serves
+    a part of what comes from there; who asks has accepted.
     """
 
     op: str
     device: torch.device
     facts: F
-    batch_invariant: bool = False
-    programmatic: bool = False
-    unified_maximum: bool = False
-    cuda_prefill: bool = False
-    cuda_decode: bool = False
+    context: KernelContext = KernelContext()
     behind: Callable[[], Any] = _unknown
-    empty: Empty = plainly_empty
+
+    @property
+    def empty(self) -> Empty:
+        return self.context.empty
+
+    @property
+    def invariant(self) -> bool:
+        return self.context.invariant
+
+    @property
+    def card(self) -> Card:
+        assert self.context.card is not None, "only candidates of a GPU ask"
+        return self.context.card
+
+    @property
+    def pdl(self) -> bool:
+        """Programmatic dependent launch: whether a kernel may be launched while the one before still runs, and waits
+        for it itself. Where bits count, one kernel serves all batches."""
+        card = self.context.card
+        in_use = "programmatic_launch" in self.context.techniques
+        return in_use and not self.invariant and card is not None and card.capability >= _FIRST_PDL
+
+    def uses(self, technique: str) -> bool:
+        return technique in self.context.techniques
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An input for a rehearsal."""
@@ -219,10 +266,12 @@ Calls = Iterable[tuple[str, Callable[[], object]]]
 class Candidate(Generic[F]):
     """One way to carry out an operation. ``create`` returns a callable with the twin's signature, or why not.
 
-    ``techniques``: it is never chosen while one of them is off. ``optional``: where it declines, what stands behind it
-    is as good or the twin serves: that is no fallback, and ``--strict-kernels`` does not mind. ``failure``: the reason,
-    if an exception out of a call means that its kernel cannot be built or loaded on this device (and nothing was
-    computed); None for every other exception. Without it every exception is the caller's. ``rehearse``: calls over
+    ``techniques``: it is never chosen while one of them is not in use. ``least``: the compute capability of a GPU that
+    it needs; with ``alone`` it serves that one only. ``refuses``: what it does not serve, found without looking at the
+    device. ``varies``: the bits of a row depend on the other rows. ``optional``: where it declines, what stands behind
+    it is as good or the twin serves: that is no fallback, and ``--strict-kernels`` does not mind. ``failure``: the
+    reason, if an exception out of a call means that its kernel cannot be built or loaded on this device (and nothing
+    was computed); None for every other exception. Without it every exception is the caller's. ``rehearse``: calls over
     small inputs, independent of each other, that together build every kernel the site will need. Their names say which:
     of one name for one operation and element type, one is enough, whichever site it is from.
     """
@@ -232,7 +281,35 @@ class Candidate(Generic[F]):
     devices: tuple[str, ...] = ("cpu",)  # torch device types
     dtypes: tuple[torch.dtype, ...] = FLOATS
     techniques: frozenset[str] = frozenset()
-    batch_invariant: bool = True  # the bits of a row do not depend on the other rows
+    least: tuple[int, int] = (0, 0)
+    alone: bool = False
+    refuses: Callable[[CallSite[F]], str | None] | None = None
+    varies: bool = False
     optional: bool = False
     failure: Callable[[Exception], str | None] | None = None
     rehearse: Callable[[CallSite[F], Any, Sizes], Calls] | None = None
+
+    def is_off(self, context: KernelContext) -> bool:
+        return self.name in context.disabled or not self.techniques <= context.techniques
+
+    def refusal(self, site: CallSite[F]) -> str | None:
+        """Why it does not serve a call site, as far as that is known without building anything."""
+        if self.is_off(site.context):
+            return "disabled by configuration"
+        if self.varies and site.invariant:
+            return "its sums depend on what else is in the batch"
+        if site.facts.dtype not in self.dtypes:
+            taken = ", ".join(str(each).removeprefix("torch.") for each in self.dtypes)
+            return f"element type {site.facts.dtype} is none of {taken}"
+        return self._beyond(site.context.card) or (None if self.refuses is None else self.refuses(site))
+
+    def _beyond(self, card: Card | None) -> str | None:
+        if self.least == (0, 0):
+            return None
+        if card is None:
+            return "torch finds no CUDA device"
+        if card.capability == self.least or (card.capability > self.least and not self.alone):
+            return None
+        return "compute capability {}.{} is {} {}.{}".format(
+            *card.capability, "not" if self.alone else "below", *self.least
+        )

@@ -84,7 +84,7 @@ class OneShot:
         lines = x.nbytes // 8
         self._functions[x.dtype].launch(
             -(-lines // _THREADS), _THREADS, stream, self._inboxes, c_void_p(x.data_ptr()), c_void_p(self._state.data_ptr()),
-            c_void_p(self._stop.data_ptr()), c_int(lines), c_int(self._rank), programmatic=True,
+            c_void_p(self._stop.data_ptr()), c_int(lines), c_int(self._rank), pdl=True,
         )  # fmt: skip
         return x
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import errors
 from headrace.config import EngineConfig
-from headrace.errors import ConfigError, EngineDead, HeadraceError
+from headrace.errors import EngineDead, HeadraceError
 from headrace.parallel import frames
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
@@ -70,10 +70,6 @@ def begin_ranks(config: EngineConfig, spec: DecoderSpec, mark: str, lost: Callab
     for stage in range(config.device.pipeline_parallel_size):
         part = staged(spec, config, stage * size)
         share(part, size, held_experts(part, config.device, 0))
-    if config.device.batch_invariant and size > 2:
-        raise ConfigError(
-            f"--tensor-parallel-size is {size}, but --batch-invariant holds for sums of up to 2 ranks; leave one of them out."
-        )
     if config.device.pipeline_parallel_size > 1:  # what is sent queues behind nothing else; read with the context
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return Ranks(config.device.num_ranks - 1, mark, lost)

@@ -77,11 +77,11 @@ def _read() -> tuple[Technique, ...]:
 TECHNIQUES = _read()
 
 
-def switched_off(config: DeviceConfig) -> frozenset[str]:
-    """Techniques of the device that are off: no kernel of theirs is chosen."""
+def in_use(config: DeviceConfig) -> frozenset[str]:
+    """Techniques of the device that are not off: kernels of the others are never chosen."""
     of_device = [each for each in TECHNIQUES if each.switch.startswith("device.")]
     return frozenset(
-        each.name for each in of_device if getattr(config, each.switch.removeprefix("device.")) == each.off
+        each.name for each in of_device if getattr(config, each.switch.removeprefix("device.")) != each.off
     )
 
 

@@ -23,7 +23,6 @@ from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ModelError
 from headrace.kernels import Kernels
-from headrace.kernels.attention.candidates import ROPE
 from headrace.kernels.build import gpu
 from headrace.kernels.build.ahead import Behind, CompileAhead
 from headrace.kernels.candidate import Facts, Sizes, plainly_empty
@@ -60,7 +59,7 @@ from headrace.quant import lossless
 from headrace.sites import is_plain, weights
 from headrace.spec import DecoderSpec, KVGroup
 from headrace.speculative.lookup import Lookup
-from headrace.techniques import switched_off
+from headrace.techniques import in_use
 from headrace.worker.allocation import Allocation, allocate_kv
 from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.arena import create_arena
@@ -191,20 +190,15 @@ class Worker:
         self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
         self._lasting = nullcontext if self._sleeping is None else self._sleeping.keeping
         self._arena = create_arena(setup.device) if config.device.activation_arena else None
-        disabled, off = frozenset(config.device.disabled_kernels), switched_off(config.device)
+        disabled = frozenset(config.device.disabled_kernels)
         if config.model.share_weights:
             check_sharing(setup)
             disabled |= {"onednn"}  # it packs a copy of each weight
         self._kernels = Kernels(
             setup.device,
             strict=config.device.strict_kernels,
+            techniques=in_use(config.device),
             disabled=disabled,
-            off=off,
-            batch_invariant=config.device.batch_invariant,
-            programmatic=config.device.programmatic_launch,
-            unified_maximum=config.device.unified_maximum,
-            cuda_prefill=config.device.cuda_prefill,
-            cuda_decode="fused_rope_attention" not in off and ROPE not in disabled,
             empty=plainly_empty if self._arena is None else self._arena.empty,
         )
         builders = None if head_start is None else head_start.builders
@@ -427,7 +421,7 @@ class Worker:
     def _await_kernels(self, meanwhile: Callable[[], object]) -> None:
         sizes = product_sizes(self._setup.most_verified, self._setup.tokens_a_step)
         # up to so many, kernels of our own: the threads build them
-        ours = sizes[-1] if self._kernels.batch_invariant else MOST_ROWS
+        ours = sizes[-1] if self._kernels.context.invariant else MOST_ROWS
         self._multiply([size for size in sizes if size > ours])
         if self._ahead is None:
             meanwhile()

@@ -172,7 +172,7 @@ CASCADE = "cascade"  # reads shared prefixes once
 ROPE = "rope"
 ROPE_CASCADE = "rope_cascade"  # which leaves steps in which sequences may share keys to cascade attention
 MAX_HEAD_DIM = 256
-_ROPE_CAPABILITY = (9, 0)  # programmatic launches, 227 KiB of shared memory
+_ROPE_CAPABILITY = (9, 0)  # PDL, 227 KiB of shared memory
 _FP8_CAPABILITY = (8, 9)
 _ROPE_HEAD_DIMS = (64, 128)
 _ROPE_GROUP = 8  # heads of a KV head: the columns of one matrix instruction
@@ -181,11 +181,7 @@ _ROPE_GROUP = 8  # heads of a KV head: the columns of one matrix instruction
 def _refuses(site: CallSite[HeadFacts]) -> str | None:
     if site.facts.head_dim > MAX_HEAD_DIM:
         return f"head_dim {site.facts.head_dim} is above {MAX_HEAD_DIM}"
-    if (
-        site.facts.kv is not None
-        and site.facts.kv.codes == "float8_e4m3fn"
-        and torch.cuda.get_device_capability(site.device) < _FP8_CAPABILITY
-    ):
+    if site.facts.kv is not None and site.facts.kv.codes == "float8_e4m3fn" and site.card.capability < _FP8_CAPABILITY:
         return "keys and values in FP8 (E4M3) need compute capability 8.9; --kv-cache-dtype int8 does not"
     return site.facts.ungrouped(64)
 
@@ -244,22 +240,22 @@ def why_not(facts: RopeFacts) -> str | None:
 def create_singles(site: CallSite[HeadFacts]) -> Any | None:
     """Who attends to single queries beside prompts at a call site of ``paged_attention``, as cuda_rope.Singles; None:
     the others do."""
-    if not site.cuda_decode or site.batch_invariant or site.unified_maximum or _unserved_heads(site.facts) is not None:
+    rope = ROPE_ATTENTION[-1]
+    if (
+        rope.is_off(site.context)
+        or site.invariant
+        or site.uses("unified_maximum")
+        or _unserved_heads(site.facts) is not None
+    ):
         return None
-    if torch.cuda.get_device_capability(site.device) < _ROPE_CAPABILITY:
+    if site.card.capability < rope.least:
         return None
     return gpu.load("attention.cuda_rope:create_singles")(site)
 
 
-def create_rope(site: CallSite[RopeFacts], *, cascade: bool) -> Any:
+def _no_rope(site: CallSite[RopeFacts]) -> str | None:
     """Whoever is declined loses nothing but speed: rotation and attention apart stand behind it."""
-    if (reason := why_not(site.facts) or gpu.missing(site.device)) is not None:
-        return Declined(reason)
-    if site.unified_maximum:
-        return Declined("it looks for the maximum of every row")
-    if (capability := torch.cuda.get_device_capability(site.device)) < _ROPE_CAPABILITY:
-        return Declined("compute capability {}.{} is below {}.{}".format(*capability, *_ROPE_CAPABILITY))
-    return gpu.load("attention.cuda_rope:create")(site, cascade=cascade)
+    return why_not(site.facts) or ("it looks for the maximum of every row" if site.uses("unified_maximum") else None)
 
 
 def _rehearse_rope(site: CallSite[RopeFacts], made: Any, sizes: Sizes) -> Calls:
@@ -267,10 +263,10 @@ def _rehearse_rope(site: CallSite[RopeFacts], made: Any, sizes: Sizes) -> Calls:
 
 
 def _rope(name: str, *techniques: str) -> Candidate[RopeFacts]:
-    create = partial(create_rope, cascade=name == ROPE_CASCADE)
-    return Candidate(
-        name, create, gpu.DEVICES, (torch.bfloat16,), frozenset(techniques), batch_invariant=False, optional=True, failure=gpu.failure,
-        rehearse=_rehearse_rope,
+    path = "attention.cuda_rope:create_cascade" if name == ROPE_CASCADE else "attention.cuda_rope:create_plain"
+    return gpu.triton(
+        path, _rehearse_rope, _no_rope, name=name, dtypes=(torch.bfloat16,), techniques=frozenset(techniques), least=_ROPE_CAPABILITY,
+        varies=True, optional=True,
     )  # fmt: skip
 
 
@@ -282,13 +278,13 @@ PAGED_ATTENTION = (
     native(create_paged_attention),
     gpu.triton(
         "attention.paged:create_cascade_attention", _attentions, _refuses, name=CASCADE, dtypes=(torch.bfloat16, torch.float16),
-        techniques=frozenset({"cascade_attention"}), batch_invariant=False, optional=True,
+        techniques=frozenset({"cascade_attention"}), varies=True, optional=True,
     ),
     gpu.triton("attention.paged:create_paged_attention", _attentions, _refuses),
 )  # fmt: skip
 WHOLE_ATTENTION = (
-    Candidate("sdpa", create_sequence_attention, batch_invariant=False),
-    Candidate("varlen", create_packed_attention, gpu.DEVICES, (torch.bfloat16, torch.float16), batch_invariant=False),
-    Candidate("sdpa_sequences", create_sequence_attention, gpu.DEVICES, batch_invariant=False),
+    Candidate("sdpa", create_sequence_attention, varies=True),
+    Candidate("varlen", create_packed_attention, gpu.DEVICES, (torch.bfloat16, torch.float16), varies=True),
+    Candidate("sdpa_sequences", create_sequence_attention, gpu.DEVICES, varies=True),
 )  # fmt: skip
 ROPE_ATTENTION = (_rope(ROPE_CASCADE, "fused_rope_attention", "cascade_attention"), _rope(ROPE, "fused_rope_attention"))

@@ -24,7 +24,6 @@ from headrace.kernels.attention.triton_plan import Plan, make_plan, may_share
 from headrace.kernels.attention.triton_prefill import LOG2_E
 from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import Function
-from headrace.kernels.build.gpu import can_chain
 from headrace.kernels.build.variants import Variants
 from headrace.kernels.candidate import CallSite, Empty, HeadFacts, RopeFacts, plainly_empty
 from headrace.kernels.inputs import AttentionInputs
@@ -101,11 +100,11 @@ class Variant:
         return ("-arch=sm_{}{}".format(*capability), *(f"-D{name}={value}" for name, value in named.items()))
 
 
-def builds_of(device: torch.device) -> Variants[Variant]:
+def builds_of(site: CallSite[Any]) -> Variants[Variant]:
     """The kernel of one device."""
     text = nvrtc.source("build/early.cuh", f"attention/{_NAME}.cu")
-    capability = torch.cuda.get_device_capability(device)
-    return Variants(device, _NAME, lambda variant: nvrtc.build(text, variant.options(capability)))
+    capability = site.card.capability
+    return Variants(site.device, _NAME, lambda variant: nvrtc.build(text, variant.options(capability)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ class _Kernel:
             *(each.data_ptr() for each in tensors), *strides, qkv.shape[0], scale * LOG2_E.value, early
         )
         stream = torch.cuda.current_stream(qkv.device).cuda_stream
-        function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, programmatic=early)
+        function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, pdl=early)
 
     @property
     def device(self) -> torch.device:
@@ -214,13 +213,13 @@ class RopeAttention(_Kernel):
     done.
 
     ``qkv`` [T, Hq + 2 Hk, D] in bfloat16. ``cascade``: steps in which keys may be shared are left to cascade attention.
-    ``programmatic``: of few rows, keys are asked for while the kernel before still runs.
+    ``pdl``: of few rows, keys are asked for while the kernel before still runs.
     """
 
     FRESH: ClassVar[bool] = True
 
     cascade: bool
-    programmatic: bool
+    pdl: bool
     empty: Empty = plainly_empty
 
     def __call__(
@@ -246,7 +245,7 @@ class RopeAttention(_Kernel):
             return None
         # The first layer's launch waits for all there was before it: so plan, tables and lengths are there for the
         # others, which do not.
-        early = self.programmatic and rows <= MOST_ROWS and self._plan is not None and self._plan[0] is inputs
+        early = self.pdl and rows <= MOST_ROWS and self._plan is not None and self._plan[0] is inputs
         out = self.empty((rows, self.group * self.kv_heads, self.head_dim), qkv.dtype, qkv.device)
         self.launch(
             function, qkv, out, k_cache, v_cache, inputs, scale, (positions, inputs.slots, cos_sin), early=early
@@ -296,21 +295,18 @@ def _make_scratch(programs: int, group: int, head_dim: int, device: torch.device
     return _Scratch(parts, peaks, torch.zeros(programs, dtype=torch.int32, device=device))
 
 
-def create(site: CallSite[RopeFacts], *, cascade: bool) -> RopeAttention:
-    return RopeAttention(
-        *_shape(site), builds_of(site.device), cascade=cascade, programmatic=can_chain(site), empty=site.empty
-    )
+def create_plain(site: CallSite[RopeFacts], *, cascade: bool = False) -> RopeAttention:
+    return RopeAttention(*_shape(site), builds_of(site), cascade=cascade, pdl=site.pdl, empty=site.empty)
+
+
+def create_cascade(site: CallSite[RopeFacts]) -> RopeAttention:
+    return create_plain(site, cascade=True)
 
 
 def create_singles(site: CallSite[HeadFacts]) -> Singles:
-    return Singles(*_shape(site), builds_of(site.device))
+    return Singles(*_shape(site), builds_of(site))
 
 
 def _shape(site: CallSite[Any]) -> tuple[int, int, int, int]:
     facts, kv_heads = site.facts, site.facts.num_kv_heads
-    return (
-        facts.head_dim,
-        facts.num_heads // kv_heads,
-        kv_heads,
-        torch.cuda.get_device_properties(site.device).multi_processor_count,
-    )
+    return facts.head_dim, facts.num_heads // kv_heads, kv_heads, site.card.processors

@@ -10,7 +10,7 @@ needs. What may not: the kernels (triton_prefill.py, triton_decode.py).
 On Hopper kernels in CUDA C++ may stand in for prefill (kernels/attention/cuda_prefill.py) and, where sequences of one
 query come first and the others have many, for decode (kernels/attention/cuda_rope.py).
 
-Both read lengths on the device alone; sequences of the other kind are passed over. With ``batch_invariant`` every
+Both read lengths on the device alone; sequences of the other kind are passed over. With ``invariant`` every
 sequence goes through the prefill kernel in one configuration: its tiles lie at absolute multiples, so a row's bits
 depend on nothing but its own keys.
 
@@ -123,7 +123,7 @@ class PagedAttention:
     head_dim: int
     group: int
     processors: int
-    batch_invariant: bool
+    invariant: bool
     bulk: bool = False
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
@@ -145,7 +145,7 @@ class PagedAttention:
             self, "_scratch", decode.make_scratch(programs, _rows(self.group), self.head_dim, self.device)
         )
         object.__setattr__(self, "_plans", {})
-        cascade = self.cascade and not self.batch_invariant and self.dtype is not torch.float32
+        cascade = self.cascade and not self.invariant and self.dtype is not torch.float32
         object.__setattr__(self, "_ticket", torch.zeros(1, dtype=torch.int32, device=self.device) if cascade else None)
         object.__setattr__(self, "_common", make_common(programs, self.head_dim, self.device) if cascade else None)
 
@@ -165,7 +165,7 @@ class PagedAttention:
         if q.shape[0] == 0:
             return out
         call = prefill.Attended(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized)
-        few = 0 if self.batch_invariant else _rows(self.group) // self.group
+        few = 0 if self.invariant else _rows(self.group) // self.group
         longest, sequences = inputs.max_query_len, inputs.context_len.shape[0]
         if longest > few or q.shape[0] != sequences * longest:
             if sequences == 1 and longest > few:
@@ -201,9 +201,7 @@ class PagedAttention:
         ):
             return
         room = prefill.bulk_keys(call.k_cache, call.v_cache) if self.bulk and call.quantized is None else 0
-        large = (invariant_tiles if self.batch_invariant else prefill_tiles)(
-            call.q.dtype, self.head_dim, self.group, room
-        )
+        large = (invariant_tiles if self.invariant else prefill_tiles)(call.q.dtype, self.head_dim, self.group, room)
         bulk, tickets = room >= large.keys, self._scratch.tickets
         prefill.attend(call, few, large, bulk, self.processors, tickets)
 
@@ -250,7 +248,7 @@ class PagedAttention:
     def _cases(self, block_size: int) -> list[_Case]:
         """Many sequences are computed in tiles of their own, whether they share keys or not."""
         long = _Case(1, _rows(self.group) // self.group + 1)
-        if self.batch_invariant:
+        if self.invariant:
             return [long]
         few, many = (
             decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=each) for each in (False, True)
@@ -322,16 +320,15 @@ def _within(aim: Aim, call: Callable[[], object]) -> object:
 
 
 def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
-    dtype, head_dim, unified = site.facts.dtype, site.facts.head_dim, site.unified_maximum
-    processors = torch.cuda.get_device_properties(site.device).multi_processor_count
-    capability = torch.cuda.get_device_capability(site.device)
+    dtype, head_dim, unified = site.facts.dtype, site.facts.head_dim, site.uses("unified_maximum")
+    capability, processors = site.card.capability, site.card.processors
     bulk, group = capability[0] == 9, site.facts.num_heads // site.facts.num_kv_heads
     kv = site.facts.kv  # the kernels in CUDA C++ read none but plain caches
     wanted = (
-        kv is None and site.cuda_prefill and not site.batch_invariant and why_not(dtype, head_dim, capability) is None
+        kv is None and site.uses("cuda_prefill") and not site.invariant and why_not(dtype, head_dim, capability) is None
     )
     prompts = Prompts(head_dim, group, site.device) if wanted else None
-    flags = site.batch_invariant, bulk, dtype, site.device
+    flags = site.invariant, bulk, dtype, site.device
     singles = create_singles(site)
     return PagedAttention(
         head_dim, group, processors, *flags, unified=unified, prompts=prompts, singles=singles, kv=kv, empty=site.empty

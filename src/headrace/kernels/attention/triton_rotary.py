@@ -131,7 +131,7 @@ def rotary_write(
     slots: Tensor,  # [T], int64
     quantized: Quantized | None = None,
     *,
-    programmatic: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """(a, b) → (a cos − b sin, b cos + a sin) over the halves of the first rotary_dim elements of q and k (RoFormer, Su
     et al. 2021).
@@ -153,6 +153,6 @@ def rotary_write(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, BLOCK_SIZE=k_cache.shape[2], KV=kind, BLOCK_H=block_h,
         BLOCK_HALF=triton.next_power_of_2(max(half, 1)), BLOCK_DIM=triton.next_power_of_2(dim),
-        PDL=programmatic, num_warps=4, **dependent(programmatic),
+        PDL=pdl, num_warps=4, **dependent(pdl),
     )  # fmt: skip
     return q

@@ -100,16 +100,16 @@ class Function:
         threads: int,
         stream: int,
         *parameters: ctypes.Structure | ctypes._SimpleCData[Any],
-        programmatic: bool = False,
+        pdl: bool = False,
         cluster: int = 1,
     ) -> None:
-        """``parameters`` are copied. ``programmatic``: it may begin while the kernel before still runs, and waits for
+        """``parameters`` are copied. ``pdl``: it may begin while the kernel before still runs, and waits for
         it itself. ``cluster``: so many programs that follow each other are on the device together, and reach each
         other's shared memory.
         """
         arguments = (c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
-        if programmatic or cluster > 1:
-            asked = [_EARLY] * programmatic + [_Attribute(_CLUSTER, 0, cluster, (c_int * 15)(1, 1))] * (cluster > 1)
+        if pdl or cluster > 1:
+            asked = [_EARLY] * pdl + [_Attribute(_CLUSTER, 0, cluster, (c_int * 15)(1, 1))] * (cluster > 1)
             attributes = (_Attribute * len(asked))(*asked)
             grid, block = (c_uint * 3)(programs, 1, 1), (c_uint * 3)(threads, 1, 1)
             config = _Config(grid, block, self._shared, stream, ctypes.addressof(attributes), len(asked))

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, F, Sizes, plainly_empty
+from headrace.kernels.candidate import Calls, CallSite, Candidate, Card, Declined, F, Sizes, plainly_empty
 from headrace.processes.builders import Builders
 
 TRITON = "triton"
 DEVICES = ("cuda",)
-MIN_CAPABILITY = (8, 0)  # bf16 matrix instructions, asynchronous copies
+LEAST = (8, 0)  # bf16 matrix instructions, asynchronous copies
 
 
 @cache
@@ -28,18 +28,12 @@ def missing(device: torch.device) -> str | None:
     """Why no Triton kernel can run on ``device``; None if one can."""
     if find_spec("triton") is None:
         return "triton is not installed (it comes with torch for CUDA)"
-    if not torch.cuda.is_available():
+    card = Card.of(device)
+    if card is None:
         return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        return "compute capability {}.{} is below {}.{}".format(*capability, *MIN_CAPABILITY)
-    return None
-
-
-def can_chain(site: CallSite[Any]) -> bool:
-    """Whether kernels of this call site may be launched while the one before still runs. Where bits count, one kernel
-    serves all batches."""
-    return site.programmatic and not site.batch_invariant and torch.cuda.get_device_capability(site.device) >= (9, 0)
+    return (
+        None if card.capability >= LEAST else "compute capability {}.{} is below {}.{}".format(*card.capability, *LEAST)
+    )
 
 
 def load(path: str) -> Any:
@@ -51,11 +45,12 @@ def load(path: str) -> Any:
 def triton(
     path: str,
     rehearse: Callable[[CallSite[F], Any, Sizes], Calls] | None,
-    refuses: Callable[[CallSite[F]], str | None] = lambda site: None,
+    refuses: Callable[[CallSite[F]], str | None] | None = None,
     *,
     name: str = TRITON,
     chained: int = 0,
     takes: bool = False,
+    least: tuple[int, int] = LEAST,
     **declared: Any,
 ) -> Candidate[F]:
     """A Triton kernel, for call sites that it does not refuse. A name that starts with ``create_`` makes the callable
@@ -64,16 +59,18 @@ def triton(
     """
 
     def create(site: CallSite[F]) -> Any:
-        if (reason := refuses(site) or missing(site.device)) is not None:
+        if (reason := missing(site.device)) is not None:
             return Declined(reason)
         found = load(path)
         if takes and site.empty is not plainly_empty:
             found = partial(found, empty=site.empty)
-        if chained and can_chain(site):
+        if chained and site.pdl:
             return partial(_chained, found, chained)
         return found(site) if ":create_" in path else found
 
-    return Candidate(name, create, DEVICES, failure=failure, rehearse=rehearse, **declared)
+    return Candidate(
+        name, create, DEVICES, least=least, refuses=refuses, failure=failure, rehearse=rehearse, **declared
+    )
 
 
 def _chained(found: Callable[..., object], most: int, first: torch.Tensor, *rest: object) -> object:
@@ -81,7 +78,7 @@ def _chained(found: Callable[..., object], most: int, first: torch.Tensor, *rest
     which kernels let in early are in the way: 8 and 3 % of a step of 256 and 128 rows of an 8B model, on an H200. What
     stands before a step's layers and behind its head is short whatever the rows, so it has no such bound.
     """
-    return found(first, *rest, programmatic=len(first) <= most)
+    return found(first, *rest, pdl=len(first) <= most)
 
 
 def failure(error: Exception) -> str | None:

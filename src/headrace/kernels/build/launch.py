@@ -104,10 +104,10 @@ def aiming(aim: Aim) -> Iterator[None]:
         _AIM.reset(before)
 
 
-def dependent(programmatic: bool) -> dict[str, Any]:
+def dependent(pdl: bool) -> dict[str, Any]:
     """The option with which a kernel may begin while the one before still runs; it waits for it itself (programmatic
     dependent launch)."""
-    return {"launch_pdl": True} if programmatic else {}
+    return {"launch_pdl": True} if pdl else {}
 
 
 def can_come_later() -> bool:

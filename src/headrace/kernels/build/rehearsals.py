@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.kernels.build.gpu import can_chain
 from headrace.kernels.candidate import CallSite, Sizes
 from headrace.kernels.linear.around import MOST_ROWS
 
@@ -23,7 +22,7 @@ TOKENS = 2  # not 1, which kernels may be specialised for; of one size all batch
 
 def token_counts(site: CallSite[Any]) -> tuple[int, ...]:
     """Tokens for which a kernel is built anew: few, whose kernels may begin early, and many."""
-    return (TOKENS, MOST_ROWS + 1) if can_chain(site) else (TOKENS,)
+    return (TOKENS, MOST_ROWS + 1) if site.pdl else (TOKENS,)
 
 
 def corner(size: int, largest: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from headrace.kernels.build import gpu
 from headrace.kernels.build.native import native
 from headrace.kernels.build.rehearsals import TOKENS, corner
-from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, Shape, Sizes, WeightFacts
+from headrace.kernels.candidate import Calls, CallSite, Candidate, Shape, Sizes, WeightFacts
 from headrace.kernels.linear import compressed, panels
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.gated_tiles import measured_tiles
@@ -44,10 +44,6 @@ def _few_rows(site: CallSite[WeightFacts]) -> str | None:
     outs, ins = site.facts.out_features, site.facts.in_features
     if site.facts.fused:
         return "few rows of this layer go through fused_linear"
-    if (reason := gpu.missing(site.device)) is not None:
-        return reason
-    if torch.cuda.get_device_capability(site.device)[0] != 9:
-        return "measured on compute capability 9 alone"
     if ins % 64 or outs * ins < SMALL_WEIGHT:
         return f"{ins} to {outs} is no large weight with rows that the copy engine can read"
     return None
@@ -108,9 +104,7 @@ def _biased(sizes: Sizes) -> bool:
 
 
 def _varies(site: CallSite[WeightFacts]) -> str | None:
-    return (
-        None if site.batch_invariant else "torch's own product (cuBLAS) is quicker where bits may depend on the batch"
-    )
+    return None if site.invariant else "torch's own product (cuBLAS) is quicker where bits may depend on the batch"
 
 
 def invariant_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
@@ -134,23 +128,14 @@ def invariant_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Call
 # ---- CUDA C++ for shapes that were measured ----
 
 
-def _served(site: CallSite[WeightFacts]) -> Declined | None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability(site.device) != (9, 0):
-        return Declined("its matrix instruction is that of compute capability 9.0")
-    return None
-
-
-def create_gated(site: CallSite[WeightFacts]) -> Any:
+def _not_gated(site: CallSite[WeightFacts]) -> str | None:
     """A product and an activation stand behind it."""
     outs, ins = site.facts.out_features, site.facts.in_features
-    if (declined := _served(site)) is not None:
-        return declined
     if outs % 16 or ins % 8:
-        return Declined(f"{ins} to {outs} is no weight with rows that the copy engine can read")
-    tiles = measured_tiles(torch.cuda.get_device_name(site.device)).get(Shape(outs // 2, ins), ())
-    if not any(tile for _, tile in tiles):
-        return Declined("nothing was measured to be better than product and activation for this weight")
-    return gpu.load("linear.cuda_gated:create_gated")(site)
+        return f"{ins} to {outs} is no weight with rows that the copy engine can read"
+    if not any(tile for _, tile in measured_tiles(site.card.name).get(Shape(outs // 2, ins), ())):
+        return "nothing was measured to be better than product and activation for this weight"
+    return None
 
 
 def _gated_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
@@ -163,35 +148,23 @@ def _gated_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
         )
 
 
-def create_ring(site: CallSite[WeightFacts]) -> Any:
+def _no_ring(site: CallSite[WeightFacts]) -> str | None:
     """The forms of triton_flat.py stand behind it."""
-    if (declined := _served(site)) is not None:
-        return declined
-    forms = RINGS.table(torch.cuda.get_device_name(site.device)).get(site.facts.shape, ())
-    if not any(form for _, form in forms):
-        return Declined("nothing was measured to be better than the other forms for this weight")
-    return gpu.load("linear.rings:create_ring")(site)
+    if not any(form for _, form in RINGS.table(site.card.name).get(site.facts.shape, ())):
+        return "nothing was measured to be better than the other forms for this weight"
+    return None
 
 
-def create_ring_of_codes(site: CallSite[WeightFacts], create: str = "create_codes") -> Any:
+def _no_coded_ring(site: CallSite[WeightFacts]) -> str | None:
     """The forms of triton_codes.py stand behind it."""
-    if (reason := _uncoded(site) or gpu.missing(site.device)) is not None:
-        return Declined(reason)
-    if (declined := _served(site)) is not None:
-        return declined
+    if (reason := _uncoded(site)) is not None:
+        return reason
     coding = site.facts.codings[0]
     if any(site.facts.eights):
-        return Declined("multiplies bfloat16; rounded inputs are multiplied by Triton's kernel")
+        return "multiplies bfloat16; rounded inputs are multiplied by Triton's kernel"
     if len(set(site.facts.codings)) != 1 or coding is None or not coding.ring or site.facts.in_features % 8:
-        return Declined("multiplies by codes of 4 or 8 bits in groups of 32 and more with scales in 16 bits alone")
-    return gpu.load(f"linear.rings:{create}")(site)
-
-
-def create_ring_of_eight(site: CallSite[WeightFacts], create: str = "create_eight") -> Any:
-    """The kernel of triton_eight.py stands behind it."""
-    if (reason := _not_eight(site) or gpu.missing(site.device)) is not None:
-        return Declined(reason)
-    return _served(site) or gpu.load(f"linear.rings:{create}")(site)
+        return "multiplies by codes of 4 or 8 bits in groups of 32 and more with scales in 16 bits alone"
+    return None
 
 
 def unserved(forms: RingForms, others: tuple[tuple[int, Any], ...]) -> tuple[tuple[int, Any], ...]:
@@ -260,11 +233,7 @@ def _not_eight(site: CallSite[WeightFacts]) -> str | None:
         return "computes with inputs and weights of one 8-bit type alone, with a scale a row or blocks of 128"
     if facts.in_features % 16 or facts.out_features % 16:
         return f"{facts.in_features} to {facts.out_features} is no weight that the vendor's product takes"
-    if (
-        facts.eights[0] is not None
-        and facts.eights[0].kind == "fp8"
-        and torch.cuda.get_device_capability(site.device) < (8, 9)
-    ):
+    if facts.eights[0] is not None and facts.eights[0].kind == "fp8" and site.card.capability < (8, 9):
         return "multiplies FP8 from compute capability 8.9 on"
     return None
 
@@ -410,12 +379,12 @@ def _coded_roundings(site: CallSite[WeightFacts], run: Any, *, normed: bool) -> 
     width = site.facts.in_features
     for size in {each.rotation for each in site.facts.codings if each is not None and each.rotation}:
         turn, x = gpu.load("norm.triton_rotated:rotate"), site.zeros(1, width)
-        yield f"rotated by {size}, {width}", partial(turn, x, size, site.empty, programmatic=site.programmatic)
+        yield f"rotated by {size}, {width}", partial(turn, x, size, site.empty, pdl=site.pdl)
     if not any(site.facts.eights):
         return
     squares = site.zeros(1, 1, dtype=torch.float32) if normed else None
     rounding = gpu.load("norm.triton_rounded:Rounding")(site.facts.eights[0], dealt=True)
-    call = partial(rounding.rows, site.zeros(1, width), squares, programmatic=site.programmatic)
+    call = partial(rounding.rows, site.zeros(1, width), squares, pdl=site.pdl)
     yield f"rounded, dealt, {width}, {normed}", call
 
 
@@ -447,82 +416,75 @@ _HALVES = (torch.bfloat16, torch.float16)
 _BFLOAT16 = _HALVES[:1]  # what is not yet normed may overflow float16
 
 
-def _hopper(
-    name: str, create: Any, *techniques: str, dtypes: tuple[torch.dtype, ...] = _BFLOAT16, rehearse: Any = None
+def _guest(
+    name: str,
+    path: str,
+    refuses: Any,
+    *techniques: str,
+    dtypes: tuple[torch.dtype, ...] = _BFLOAT16,
+    rehearse: Any = None,
+    **declared: Any,
 ) -> Candidate[WeightFacts]:
-    failure = gpu.failure if rehearse is not None else None
+    """A kernel for part of what comes: the twin, or others behind it, lose nothing but speed."""
+    return gpu.triton(
+        f"linear.{path}", rehearse, refuses,
+        name=name, dtypes=dtypes, techniques=frozenset(techniques), varies=True, optional=True, **declared,
+    )  # fmt: skip
+
+
+def _tuned(create: str, refuses: Any = None) -> Candidate[WeightFacts]:
     return Candidate(
-        name,
-        create,
-        gpu.DEVICES,
-        dtypes,
-        frozenset(techniques),
-        False,
-        optional=True,
-        failure=failure,
-        rehearse=rehearse,
+        TUNED, lambda site: gpu.load(f"linear.tuned:{create}")(site), gpu.DEVICES, _HALVES, frozenset({"tuned_products"}), _ANY_CARD,
+        refuses=refuses, varies=True, optional=True,
+    )  # fmt: skip
+
+
+_ANY_CARD = (1, 0)
+_HOPPER: dict[str, Any] = {
+    "least": (9, 0),
+    "alone": True,
+}  # its matrix and copy instructions, or forms that were measured on it
+_DEEP = ("quantized_gemm", "deep_fusion")
+
+
+def _rings(place: str, rehearse: Any, *techniques: str) -> tuple[Candidate[WeightFacts], Candidate[WeightFacts]]:
+    """Of weights of 8 bits as their inputs, and in codes of few bits."""
+    eight = _guest(
+        EIGHT_RING, f"rings:create_eight{place}", _not_eight, *techniques, "early_weights", rehearse=rehearse, **_HOPPER
     )
-
-
-def _tuned(create: str) -> Candidate[WeightFacts]:
-    return _hopper(TUNED, lambda site: gpu.load(f"linear.tuned:{create}")(site), "tuned_products", dtypes=_HALVES)
+    codes = _guest(
+        CODED_RING,
+        f"rings:create_codes{place}",
+        _no_coded_ring,
+        *techniques,
+        "early_weights",
+        rehearse=rehearse,
+        **_HOPPER,
+    )
+    return eight, codes
 
 
 def _unrounding(site: CallSite[WeightFacts]) -> str | None:
     return _uncoded(site) if any(site.facts.eights) else "inputs are not rounded"
 
 
-def _coded(
-    create: str, rehearse: Any, dtypes: tuple[torch.dtype, ...], *techniques: str, rounds: bool = False
-) -> Candidate[WeightFacts]:
-    return gpu.triton(
-        f"linear.coded:{create}", rehearse, _unrounding if rounds else _uncoded,
-        name=CODED, dtypes=dtypes, techniques=frozenset({"quantized_gemm", *techniques}), batch_invariant=False, optional=True,
-    )  # fmt: skip
-
-
-def _eight(create: str, rehearse: Any, dtypes: tuple[torch.dtype, ...], *techniques: str) -> Candidate[WeightFacts]:
-    return gpu.triton(
-        f"linear.eight_bits:{create}", rehearse, _not_eight,
-        name=EIGHT, dtypes=dtypes, techniques=frozenset({"quantized_gemm", *techniques}), batch_invariant=False, optional=True,
-    )  # fmt: skip
-
-
-_FLAT = frozenset({"flat_gemm"})
 LINEAR = (
-    Candidate("onednn", create_onednn, batch_invariant=False),
+    Candidate("onednn", create_onednn, varies=True),
     native(create_linear),
-    gpu.triton(
-        "linear.flat_linear:create_linear", _flat_calls, _few_rows,
-        name=FLAT, dtypes=_HALVES, techniques=_FLAT, batch_invariant=False, optional=True,
-    ),
-    _tuned("create_linear"),
+    _guest(FLAT, "flat_linear:create_linear", _few_rows, "flat_gemm", dtypes=_HALVES, rehearse=_flat_calls, **_HOPPER),
+    _tuned("create_linear", lambda site: gpu.load("linear.tuned:unmeasured")(site)),
     gpu.triton("linear.triton_linear:create_linear", invariant_calls, _varies, optional=True),
 )  # fmt: skip
 FUSED_LINEAR = (
-    _hopper(RING, create_ring, "flat_gemm", "deep_fusion", "early_weights", rehearse=_ring_calls),
-    gpu.triton(
-        "linear.flat_linear:create_fused", _fused_calls, _few_rows,
-        name=FUSED, dtypes=_BFLOAT16, techniques=_FLAT | {"deep_fusion"}, batch_invariant=False,
+    _guest(RING, "rings:create_ring", _no_ring, "flat_gemm", "deep_fusion", "early_weights", rehearse=_ring_calls, **_HOPPER),
+    _guest(
+        FUSED, "flat_linear:create_fused", _few_rows, "flat_gemm", "deep_fusion", rehearse=_fused_calls, **_HOPPER
     ),
 )  # fmt: skip
 PACKED_LINEAR = (
-    _hopper(
-        EIGHT_RING,
-        partial(create_ring_of_eight, create="create_eight_linear"),
-        "quantized_gemm",
-        "early_weights",
-        rehearse=_cut_ring_calls,
-    ),
-    _hopper(
-        CODED_RING,
-        partial(create_ring_of_codes, create="create_codes_linear"),
-        "quantized_gemm",
-        "early_weights",
-        rehearse=_cut_ring_calls,
-    ),
-    _eight("create_linear", _eight_calls, _HALVES),
-    _coded("create_linear", coded_calls, _HALVES),
+    *_rings("_linear", _cut_ring_calls, "quantized_gemm"),
+    _guest(EIGHT, "eight_bits:create_linear", _not_eight, "quantized_gemm", dtypes=_HALVES, rehearse=_eight_calls),
+    _guest(CODED, "coded:create_linear", _uncoded, "quantized_gemm", dtypes=_HALVES, rehearse=coded_calls),
     native(compressed.create_linear, name="lossless", dtypes=_BFLOAT16, optional=True),
     native(
         partial(panels.create_linear, rounds=True), name=INTEGER, dtypes=_HALVES, techniques=INTEGERS, optional=True
@@ -530,39 +492,19 @@ PACKED_LINEAR = (
     native(partial(panels.create_linear, rounds=False), optional=True),
 )
 PACKED_FUSED = (
-    _hopper(
-        EIGHT_RING,
-        create_ring_of_eight,
-        "quantized_gemm",
-        "deep_fusion",
-        "early_weights",
-        rehearse=_quantised_ring_calls,
-    ),
-    _hopper(
-        CODED_RING,
-        create_ring_of_codes,
-        "quantized_gemm",
-        "deep_fusion",
-        "early_weights",
-        rehearse=_quantised_ring_calls,
-    ),
-    _eight("create_fused", _eight_fused_calls, _BFLOAT16, "deep_fusion"),
-    _coded("create_fused", coded_fused_calls, _BFLOAT16, "deep_fusion"),
+    *_rings("", _quantised_ring_calls, *_DEEP),
+    _guest(EIGHT, "eight_bits:create_fused", _not_eight, *_DEEP, rehearse=_eight_fused_calls),
+    _guest(CODED, "coded:create_fused", _uncoded, *_DEEP, rehearse=coded_fused_calls),
 )
 NORMED_LINEAR, ACTIVATED_LINEAR = (
     (
-        _hopper(
-            EIGHT_RING,
-            partial(create_ring_of_eight, create=f"create_eight_{place}"),
-            "quantized_gemm",
-            "deep_fusion",
-            "early_weights",
-            rehearse=_composed_calls,
-        ),
-        _eight(f"create_{place}", _composed_calls, _HALVES, "deep_fusion"),
-        _coded(f"create_{place}", _composed_calls, _HALVES, "deep_fusion", rounds=True),
+        _rings(f"_{place}", _composed_calls, *_DEEP)[0],
+        _guest(EIGHT, f"eight_bits:create_{place}", _not_eight, *_DEEP, dtypes=_HALVES, rehearse=_composed_calls),
+        _guest(CODED, f"coded:create_{place}", _unrounding, *_DEEP, dtypes=_HALVES, rehearse=_composed_calls),
     )
     for place in ("normed", "activated")
 )
 ADDED_LINEAR = (_tuned("create_sum"),)
-GATED_LINEAR = (_hopper(GATED, create_gated, "gated_products", rehearse=_gated_calls),)
+GATED_LINEAR = (
+    _guest(GATED, "cuda_gated:create_gated", _not_gated, "gated_products", rehearse=_gated_calls, **_HOPPER),
+)

@@ -137,7 +137,7 @@ class CodedProduct:
     bias: Tensor | None
     forms: Forms
     scratch: Scratch
-    programmatic: bool
+    pdl: bool
     empty: Empty = plainly_empty
     rounding: Rounding | None = None  # of inputs, to int8; then codes are multiplied as whole numbers
 
@@ -151,13 +151,13 @@ class CodedProduct:
     def launch(self, form: Form, x: Tensor, around: Around) -> Fused:
         if self.rounding is None:
             return self._launch(form, self.turned(x), None, around, x.dtype)
-        codes, own = self.rounding.rows(x, around.squares, around.eps, programmatic=self.programmatic)
+        codes, own = self.rounding.rows(x, around.squares, around.eps, pdl=self.pdl)
         return self._launch(form, codes, own, replace(around, squares=None), x.dtype)
 
     def turned(self, x: Tensor) -> Tensor:
         """A norm's division does not mind being done behind a rotation."""
         size = self.packed.coding.rotation
-        return x if not size else rotate(x, size, self.empty, programmatic=self.programmatic)
+        return x if not size else rotate(x, size, self.empty, pdl=self.pdl)
 
     def multiplied(self, codes: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
         """As ``EightBitLinear``'s."""
@@ -188,8 +188,8 @@ class CodedProduct:
             **constants(packed.coding), ORDERED=packed.order is not None, TURNED=packed.gated,
             NORMED=around.squares is not None, HAS_BIAS=self.bias is not None, GATED=gated, KIND=0 if around.gate is None else KINDS[around.gate],
             RESIDUAL=around.residual is not None, NEXT=around.scale is not None, PIECES=1 if around.squares is None else _PIECES,
-            BLOCK_M=form.rows, BLOCKS=blocks, WAYS=form.ways, LATE=form.late, PDL=self.programmatic,
-            WHOLE=own is not None, num_warps=form.warps, num_stages=form.stages, **dependent(self.programmatic),
+            BLOCK_M=form.rows, BLOCKS=blocks, WAYS=form.ways, LATE=form.late, PDL=self.pdl,
+            WHOLE=own is not None, num_warps=form.warps, num_stages=form.stages, **dependent(self.pdl),
         )  # fmt: skip
         return y, scaled, sums
 
@@ -267,8 +267,7 @@ class Coded:
     @classmethod
     def at(cls, site: CallSite[WeightFacts]) -> Coded:
         facts, device = site.facts, site.device
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        name = torch.cuda.get_device_name(device)
+        processors, name = site.card.processors, site.card.name
         outs = facts.out_features
         codings = [each for each in facts.codings if each is not None]
         whole = any(facts.eights)
@@ -284,9 +283,7 @@ class Coded:
         site = self.site
         eight = next(iter(site.facts.eights), None)
         rounding = None if eight is None else Rounding(eight, empty=site.empty, dealt=True)
-        return CodedProduct(
-            packed, bias, self.forms[packed.coding], self.scratch, site.programmatic, site.empty, rounding
-        )
+        return CodedProduct(packed, bias, self.forms[packed.coding], self.scratch, site.pdl, site.empty, rounding)
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         parts = lay(pieces, gated=self.site.facts.gated)

@@ -158,6 +158,6 @@ def create_linear(native: Native, site: CallSite[WeightFacts]) -> Any:
     def pack(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> CompressedLinear:
         (piece,) = pieces
         weight = CompressedWeight.of(piece.outs, piece.ins, piece.tensors[0])
-        return CompressedLinear(native.library, function, weight, bias, site.batch_invariant, site.empty)
+        return CompressedLinear(native.library, function, weight, bias, site.invariant, site.empty)
 
     return pack

@@ -139,5 +139,5 @@ class GatedLinear:
 
 def create_gated(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], GatedLinear]:
     kernels, shape = kernels_of(site.device), Shape(site.facts.out_features // 2, site.facts.in_features)
-    tiles = measured_tiles(torch.cuda.get_device_name(site.device)).get(shape, ())
+    tiles = measured_tiles(site.card.name).get(shape, ())
     return lambda weight, bias: GatedLinear(weight.contiguous(), kernels, tiles, {}, site.empty)

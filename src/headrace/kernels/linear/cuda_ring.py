@@ -84,7 +84,7 @@ class RingLinear:
     shape: Shape
     forms: RingForms  # of the weight's coding, if it has one
     kernels: Kernels
-    programmatic: bool
+    pdl: bool
     others: Callable[[Tensor, Around], Fused]
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
     empty: Empty = plainly_empty
@@ -112,7 +112,7 @@ class RingLinear:
             kernels.input_map(x, form.rows), self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
             _at(around.scale), c_int(0 if around.scale is None else around.scale.element_size()), _at(y), _at(scaled), _at(sums),
             c_int(pieces), c_int(tokens), c_int(outs), c_int(ins), c_float(around.eps), c_int(form.late),
-            *(() if units is None else (_at(units),)), programmatic=self.programmatic, cluster=form.ways,
+            *(() if units is None else (_at(units),)), pdl=self.pdl, cluster=form.ways,
         )  # fmt: skip
         return y, scaled, sums
 

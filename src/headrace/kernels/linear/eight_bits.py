@@ -46,7 +46,7 @@ class EightBitLinear:
     eight: EightBits
     forms: tuple[tuple[int, Form], ...]
     scratch: Scratch
-    programmatic: bool
+    pdl: bool
     empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class EightBitLinear:
         return Rounding(self.eight, self.static, self.empty)
 
     def rounded(self, x: Tensor, around: Around) -> tuple[Tensor, Tensor]:
-        return self.rounding.rows(x, around.squares, around.eps, programmatic=self.programmatic)
+        return self.rounding.rows(x, around.squares, around.eps, pdl=self.pdl)
 
     def multiplied(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """The product alone, in ``dtype``."""
@@ -103,8 +103,8 @@ class EightBitLinear:
             *(y if each is None else each for each in behind), tokens, outs, ins, triton.cdiv(triton.cdiv(ins, form.depth), ways),
             FP8=self.weight.dtype is not torch.int8, BLOCKED=bool(self.eight.group), HAS_BIAS=self.bias is not None, GATED=gated,
             KIND=0 if around.gate is None else KINDS[around.gate], RESIDUAL=around.residual is not None, NEXT=around.scale is not None,
-            BLOCK_M=form.rows, BLOCK_N=form.columns, BLOCK_K=form.depth, WAYS=ways, PDL=self.programmatic,
-            num_warps=form.warps, num_stages=form.stages, **dependent(self.programmatic),
+            BLOCK_M=form.rows, BLOCK_N=form.columns, BLOCK_K=form.depth, WAYS=ways, PDL=self.pdl,
+            num_warps=form.warps, num_stages=form.stages, **dependent(self.pdl),
         )  # fmt: skip
         return y, scaled, sums
 
@@ -154,8 +154,7 @@ class Maker:
     def at(cls, site: CallSite[WeightFacts]) -> Maker:
         facts, eight = site.facts, site.facts.eights[0]
         assert eight is not None, "asked only where there is one"
-        processors = torch.cuda.get_device_properties(site.device).multi_processor_count
-        forms = forms_for(facts.shape.outs, facts.in_features, processors, blocked=bool(eight.group))
+        forms = forms_for(facts.shape.outs, facts.in_features, site.card.processors, blocked=bool(eight.group))
         return cls(site, eight, forms, make_scratch(facts.laid, forms, site.device))
 
     @property
@@ -164,7 +163,7 @@ class Maker:
 
     def product(self, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> EightBitLinear:
         return EightBitLinear(
-            weight, scale, static, bias, self.eight, self.forms, self.scratch, self.site.programmatic, self.site.empty
+            weight, scale, static, bias, self.eight, self.forms, self.scratch, self.site.pdl, self.site.empty
         )
 
     def made(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> EightBitLinear | None:

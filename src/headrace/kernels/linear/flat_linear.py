@@ -56,7 +56,7 @@ class Product:
     shape: Shape
     forms: Forms
     scratch: Scratch
-    programmatic: bool
+    pdl: bool
     empty: Empty = plainly_empty
 
     def form(self, tokens: int) -> Form | None:
@@ -93,9 +93,9 @@ def _launch(
         "BLOCK_N": form.columns,
         "BLOCK_K": form.depth,
         "LATE": form.late,
-        "PDL": product.programmatic,
+        "PDL": product.pdl,
         "num_warps": form.warps,
-        **dependent(product.programmatic),
+        **dependent(product.pdl),
     }
     tiles = triton.cdiv(outs, form.columns)
     if form.kind == VECTOR:
@@ -156,11 +156,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _products(site: CallSite[WeightFacts], *, fused: bool) -> Callable[[Tensor, Tensor | None], Product]:
-    shape, processors = site.facts.shape, torch.cuda.get_device_properties(site.device).multi_processor_count
-    forms = forms_for(shape, processors, MEASURED.table(torch.cuda.get_device_name(site.device)))
+    shape, processors = site.facts.shape, site.card.processors
+    forms = forms_for(shape, processors, MEASURED.table(site.card.name))
     forms = without_vendor(forms, shape, processors) if fused else forms
     scratch = make_scratch(shape, forms, site.device)
-    return lambda weight, bias: Product(weight.contiguous(), bias, shape, forms, scratch, site.programmatic, site.empty)
+    return lambda weight, bias: Product(weight.contiguous(), bias, shape, forms, scratch, site.pdl, site.empty)
 
 
 def create_linear(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], FlatLinear]:

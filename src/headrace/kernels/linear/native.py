@@ -52,8 +52,8 @@ def create_product(native: Native, invariant: bool, empty: Empty = plainly_empty
 def create_linear(native: Native, site: CallSite[WeightFacts]) -> Any:
     if not native.threads and torch.get_num_threads() > 1:
         return Declined("built without OpenMP (one thread only); torch's own product uses them all")
-    product = create_product(native, site.batch_invariant, site.empty)
-    always = site.batch_invariant or site.facts.dtype is torch.float16  # torch's float16 product is slower still
+    product = create_product(native, site.invariant, site.empty)
+    always = site.invariant or site.facts.dtype is torch.float16  # torch's float16 product is slower still
 
     def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()

@@ -387,9 +387,9 @@ def _product(native: Native, site: CallSite[Any], served: Sequence[object], *, r
     if not native.threads and torch.get_num_threads() > 1:
         return Declined("built without OpenMP (one thread only); torch's own product uses them all")
     fast = bool(native.library["headrace_has_compressed"]())  # AVX-512 BF16
-    vendor = fast and site.facts.dtype is torch.bfloat16 and not site.batch_invariant
+    vendor = fast and site.facts.dtype is torch.bfloat16 and not site.invariant
     function = function_of(native, "headrace_panel_product", "qPPPqii", c_int)
-    return PanelProduct(native, function, rounds, vendor, site.batch_invariant, site.empty)
+    return PanelProduct(native, function, rounds, vendor, site.invariant, site.empty)
 
 
 def create_linear(native: Native, site: CallSite[WeightFacts], *, rounds: bool) -> Any:

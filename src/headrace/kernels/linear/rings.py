@@ -35,7 +35,7 @@ def _at(site: CallSite[WeightFacts], kind: str = "", *, laid: bool = False) -> t
     kernels = kernels_of(device.index)
     coding = next((each for each in site.facts.codings if each is not None), None)
     shape = site.facts.laid if laid else site.facts.shape
-    return forms_at(shape, kernels.processors, torch.cuda.get_device_name(device), coding, kind), kernels
+    return forms_at(shape, site.card.processors, site.card.name, coding, kind), kernels
 
 
 def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], RingLinear]:
@@ -46,7 +46,7 @@ def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None]
     def make(weight: Tensor, bias: Tensor | None) -> RingLinear:
         weight = weight.contiguous()
         return RingLinear(
-            weight, bias, site.facts.shape, forms, kernels, site.programmatic, others(weight, bias), {}, site.empty
+            weight, bias, site.facts.shape, forms, kernels, site.pdl, others(weight, bias), {}, site.empty
         )
 
     return make
@@ -67,7 +67,7 @@ class CodedRings:
             return others
         site, product = self.coded.site, others.product
         return RingLinear(
-            product.packed, bias, site.facts.shape, self.forms, self.kernels, site.programmatic, others, {}, site.empty
+            product.packed, bias, site.facts.shape, self.forms, self.kernels, site.pdl, others, {}, site.empty
         )
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -80,9 +80,7 @@ class CodedRings:
         ):
             return others
         packed = others.products[0].packed
-        ring = RingLinear(
-            packed, bias, site.facts.laid, self.forms, self.kernels, site.programmatic, none, {}, site.empty
-        )
+        ring = RingLinear(packed, bias, site.facts.laid, self.forms, self.kernels, site.pdl, none, {}, site.empty)
         return CutRing(ring, others)
 
 
@@ -182,7 +180,7 @@ class EightBitRings:
             shape,
             self.forms,
             self.kernels,
-            site.programmatic,
+            site.pdl,
             _nobody,
             {},
             site.empty,

@@ -167,8 +167,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def create_linear(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]:
-    hopper = torch.cuda.get_device_capability(site.device)[0] == 9
-    processors = torch.cuda.get_device_properties(site.device).multi_processor_count
+    hopper, processors = site.card.capability[0] == 9, site.card.processors
 
     def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return InvariantLinear(weight.contiguous(), bias, processors, one_order=hopper, bulk=hopper, empty=site.empty)

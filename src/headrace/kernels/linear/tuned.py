@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels.candidate import CallSite, Declined, Empty, Shape, WeightFacts, plainly_empty
+from headrace.kernels.candidate import CallSite, Declined, Empty, WeightFacts, plainly_empty
 from headrace.kernels.linear.cublaslt import Algorithm, LtError, Operands, Products, Settings
 from headrace.kernels.linear.measured import Measured, whole_numbers
 from headrace.kernels.linear.reference import linear_into
 
 _log = logging.getLogger(__name__)
+_NOTHING = "nothing was measured to be better than torch's choice for this weight"
 _MOST_SIZES = 256  # numbers of rows that are remembered
 Found = tuple[Algorithm, Operands] | None
 
@@ -136,8 +137,6 @@ class TunedSum:
 
 def _products(site: CallSite[WeightFacts]) -> Products | Declined:
     facts, device = site.facts, site.device
-    if not torch.cuda.is_available():
-        return Declined("torch finds no CUDA device")
     try:
         return Products(
             facts.out_features,
@@ -149,10 +148,17 @@ def _products(site: CallSite[WeightFacts]) -> Products | Declined:
         return Declined(f"cuBLASLt cannot be used: {error}")
 
 
+def _choices(site: CallSite[WeightFacts]) -> tuple[Choice, ...]:
+    return MEASURED.table(site.card.name).get(site.facts.laid, ())
+
+
+def unmeasured(site: CallSite[WeightFacts]) -> str | None:
+    return None if any(each.settings for each in _choices(site)) else _NOTHING
+
+
 def _chooser(site: CallSite[WeightFacts], products: Products) -> Chooser:
-    choices = MEASURED.table(torch.cuda.get_device_name(site.device)).get(Shape(products.outs, products.ins), ())
     try:
-        return Chooser(products, choices)
+        return Chooser(products, _choices(site))
     except LtError as error:
         _log.warning("cuBLASLt offers no algorithms: %s; torch chooses", error)
         return Chooser(products, ())
@@ -164,7 +170,7 @@ def create_linear(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | Non
         return products
     chooser = _chooser(site, products)
     if not chooser.chooses:
-        return Declined("nothing was measured to be better than torch's choice for this weight")
+        return Declined(_NOTHING)
     return partial(_tuned, products, chooser, site.empty)
 
 

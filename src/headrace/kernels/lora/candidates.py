@@ -100,7 +100,7 @@ ADD_DELTAS = (
     native(create_add_deltas),
     triton(
         "lora.triton_joint:create_joint_deltas", _adds,
-        name="joint", techniques=frozenset({"joint_deltas"}), batch_invariant=False, optional=True,
+        name="joint", techniques=frozenset({"joint_deltas"}), varies=True, optional=True,
     ),
     triton("lora.triton_lora:create_add_deltas", _adds),
 )  # fmt: skip

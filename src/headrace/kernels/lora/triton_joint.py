@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.build.gpu import can_chain
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import CallSite, Declined, DeltaFacts
 from headrace.kernels.inputs import AdapterRows
@@ -115,14 +114,14 @@ def _joint_kernel(
 def create_joint_deltas(site: CallSite[DeltaFacts]) -> Any:
     """As the twin says; many rows take the two launches of ``triton_lora``."""
     rest = triton_lora.create_add_deltas(site)
-    if isinstance(rest, Declined) or not can_chain(site) or site.facts.dtype == torch.float32:
+    if isinstance(rest, Declined) or not site.pdl or site.facts.dtype == torch.float32:
         return Declined("more than three parts, float32, or kernels may not begin before others have ended")
     if site.facts.rank > _RANKS:
         return Declined(f"ranks up to {site.facts.rank}; one launch holds up to {_RANKS} in registers")
-    return _joint(site.zeros(_FEW * len(site.facts.parts), dtype=torch.int32), rest, programmatic=True)
+    return _joint(site.zeros(_FEW * len(site.facts.parts), dtype=torch.int32), rest, pdl=True)
 
 
-def _joint(tickets: Tensor, rest: Callable[..., None], *, programmatic: bool) -> Callable[..., None]:
+def _joint(tickets: Tensor, rest: Callable[..., None], *, pdl: bool) -> Callable[..., None]:
     """``tickets`` [lanes and parts], int32: where CTAs meet."""
 
     def add(
@@ -140,8 +139,8 @@ def _joint(tickets: Tensor, rest: Callable[..., None], *, programmatic: bool) ->
             x.stride(0), y.stride(0), ranks.stride(0), 0 if squares is None else squares.stride(0), ins, most,
             1 if squares is None else len(squares), eps, b.shape[2], *parts, *(0,) * (MOST_PARTS - count),
             PARTS=count, ROWS=_ROWS, RANKS=_RANKS, INS=128, OUTS=_OUTS, SPLITS=splits,
-            NORMED=squares is not None, GAINED=gains is not None, EXACT=y.dtype == torch.float32, PDL=programmatic,
-            num_warps=4, num_stages=4, **dependent(programmatic),
+            NORMED=squares is not None, GAINED=gains is not None, EXACT=y.dtype == torch.float32, PDL=pdl,
+            num_warps=4, num_stages=4, **dependent(pdl),
         )  # fmt: skip
         return None
 

@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.build.gpu import can_chain
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import CallSite, Declined, DeltaFacts
 from headrace.kernels.inputs import AdapterRows
@@ -233,10 +232,10 @@ def create_add_deltas(site: CallSite[DeltaFacts]) -> Any:
     """As the twin says, in one rounding. No more than three parts."""
     if len(site.facts.parts) > MOST_PARTS:
         return Declined(f"{len(site.facts.parts)} parts, more than {MOST_PARTS}")
-    return _adder(programmatic=can_chain(site), invariant=site.batch_invariant)
+    return _adder(pdl=site.pdl, invariant=site.invariant)
 
 
-def _adder(*, programmatic: bool, invariant: bool) -> Callable[..., None]:
+def _adder(*, pdl: bool, invariant: bool) -> Callable[..., None]:
     def add(
         y: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, parts: Sequence[int], rows: AdapterRows,
         gains: Tensor | None = None, squares: Tensor | None = None, eps: float = 0.0,
@@ -245,7 +244,7 @@ def _adder(*, programmatic: bool, invariant: bool) -> Callable[..., None]:
         count, ins, most = len(y), a.shape[3], a.shape[2]
         exact = y.dtype == torch.float32
         tall = count >= _LEAST_TALL and not invariant and not exact
-        pdl = programmatic and not tall
+        early = pdl and not tall
         splits = 1 if tall else min(_MOST_SPLITS, triton.cdiv(ins, _SHARE))
         inner = torch.empty((splits, count, len(parts), most), dtype=torch.float32, device=y.device)
         tile = _tile(tall)
@@ -256,9 +255,9 @@ def _adder(*, programmatic: bool, invariant: bool) -> Callable[..., None]:
             x, a, inner, rows.slots, ranks, inner if squares is None else squares, count, x.stride(0), ranks.stride(0),
             0 if squares is None else squares.stride(0), ins, most, 1 if squares is None else len(squares), eps,
             PARTS=len(parts), **tile, RANKS=ranks_at_once, INS=64 if exact else _WIDE, SPLITS=splits,
-            NORMED=squares is not None, EXACT=exact, PDL=pdl, num_warps=4, num_stages=3 if exact else 4, **dependent(pdl),
+            NORMED=squares is not None, EXACT=exact, PDL=early, num_warps=4, num_stages=3 if exact else 4, **dependent(early),
         )  # fmt: skip
-        _expand(y, inner, b, ranks, parts, rows, gains, 1.0, tall=tall, pdl=pdl)
+        _expand(y, inner, b, ranks, parts, rows, gains, 1.0, tall=tall, pdl=early)
 
     return add
 

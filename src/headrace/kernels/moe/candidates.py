@@ -33,7 +33,7 @@ _SPARSE = Struct("@2i5q5P2q2iP2q")  # the argument struct of the C file, field f
 def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
     num_experts, top_k = site.facts.num_experts, site.facts.top_k
     function = function_of(native, "headrace_moe", "si", c_int)
-    invariant, empty = site.batch_invariant, site.empty
+    invariant, empty = site.invariant, site.empty
     always = invariant or site.facts.dtype is torch.float16
 
     def few(
@@ -145,11 +145,11 @@ MOE = (native(create_moe), gpu.triton("moe.triton_moe:create_moe", experts, _ref
 PACKED_MOE = (
     native(
         partial(panels.create_moe, rounds=True), name=INTEGER, dtypes=(torch.bfloat16, torch.float16),
-        techniques=INTEGERS, batch_invariant=False, optional=True,
+        techniques=INTEGERS, varies=True, optional=True,
     ),
-    native(partial(panels.create_moe, rounds=False), batch_invariant=False, optional=True),
+    native(partial(panels.create_moe, rounds=False), varies=True, optional=True),
     gpu.triton(
         "moe.triton_coded:create_moe", coded_experts, _uncoded,
-        name="codes", dtypes=(torch.bfloat16, torch.float16), techniques=frozenset({"quantized_gemm"}), batch_invariant=False, optional=True,
+        name="codes", dtypes=(torch.bfloat16, torch.float16), techniques=frozenset({"quantized_gemm"}), varies=True, optional=True,
     ),
 )  # fmt: skip

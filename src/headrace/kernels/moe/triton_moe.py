@@ -234,7 +234,7 @@ class Moe:
     may read, but never uses, rows beside a column tile. The weights of other experts are not used.
     """
 
-    batch_invariant: bool
+    invariant: bool
     bulk: bool = False
     empty: Empty = plainly_empty
 
@@ -253,9 +253,9 @@ class Moe:
         gate_up, down = gate_up.contiguous(), down.contiguous()
         if x.shape[0] == 0:
             return torch.empty_like(x)
-        if x.shape[0] <= _FEW and not self.batch_invariant:
+        if x.shape[0] <= _FEW and not self.invariant:
             return moe_few(x, router_logits, gate_up, down, top_k, renormalize, kind, places, self.empty)
-        tiles = tiles_for(x.dtype, x.shape[0] * top_k, router_logits.shape[1], invariant=self.batch_invariant)
+        tiles = tiles_for(x.dtype, x.shape[0] * top_k, router_logits.shape[1], invariant=self.invariant)
         return moe_grouped(
             x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk, places, self.empty
         )
@@ -346,4 +346,4 @@ def _routed(
 
 
 def create_moe(site: CallSite[ExpertFacts]) -> Moe:
-    return Moe(site.batch_invariant, torch.cuda.get_device_capability(site.device)[0] == 9, site.empty)
+    return Moe(site.invariant, site.card.capability[0] == 9, site.empty)

@@ -57,7 +57,7 @@ def rms_norm(
     eps: float,
     residual: Tensor | None,
     *,
-    programmatic: bool = False,
+    pdl: bool = False,
     empty: Empty = plainly_empty,
 ) -> tuple[Tensor, Tensor]:
     """residual' = x + residual; y = residual' / sqrt(mean(residual'²) + eps) · weight (Zhang and Sennrich 2019).
@@ -66,7 +66,7 @@ def rms_norm(
     ``x``, ``residual`` [..., H] in float32, bfloat16 or float16 (the sum is rounded to it), ``weight`` [H] of any float
     type; float32 inside. Rows may be strided. Without a residual, residual' is x itself.
     """
-    return _launch(x, weight, None, eps, residual, empty, is_layer=False, programmatic=programmatic)
+    return _launch(x, weight, None, eps, residual, empty, is_layer=False, pdl=pdl)
 
 
 def layer_norm(
@@ -76,7 +76,7 @@ def layer_norm(
     eps: float,
     residual: Tensor | None,
     *,
-    programmatic: bool = False,
+    pdl: bool = False,
     empty: Empty = plainly_empty,
 ) -> tuple[Tensor, Tensor]:
     """residual' = x + residual; y = (residual' − mean) / sqrt(variance + eps) · weight + bias (Ba et al. 2016). Returns
@@ -84,7 +84,7 @@ def layer_norm(
 
     Shapes and types as ``rms_norm``; ``bias`` [H].
     """
-    return _launch(x, weight, bias, eps, residual, empty, is_layer=True, programmatic=programmatic)
+    return _launch(x, weight, bias, eps, residual, empty, is_layer=True, pdl=pdl)
 
 
 def _launch(
@@ -96,7 +96,7 @@ def _launch(
     empty: Empty,
     *,
     is_layer: bool,
-    programmatic: bool,
+    pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows = x.numel() // max(width, 1)
@@ -105,7 +105,7 @@ def _launch(
     if rows == 0:
         return y, total
     # sums of few rows are parts of products; heads come after a product
-    chained = programmatic and residual is None and x.dim() == 2
+    chained = pdl and residual is None and x.dim() == 2
     x, inner, *strides = _two_levels(x)
     added, _, *added_strides = (x, 0, 0, 0) if residual is None else _two_levels(residual)
     block = triton.next_power_of_2(width)

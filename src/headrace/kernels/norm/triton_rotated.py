@@ -41,7 +41,7 @@ def _rotate_kernel(
     tl.store(y_ptr + row * WIDTH + column, (x * factor).to(kind), mask=column < WIDTH)
 
 
-def rotate(x: Tensor, size: int, empty: Empty, *, programmatic: bool) -> Tensor:
+def rotate(x: Tensor, size: int, empty: Empty, *, pdl: bool) -> Tensor:
     """``x`` [T, width], rows one behind the other, bfloat16 or float16; ``size``: a power of two up to 256 that divides
     the width."""
     y = empty(tuple(x.shape), x.dtype, x.device)
@@ -55,8 +55,8 @@ def rotate(x: Tensor, size: int, empty: Empty, *, programmatic: bool) -> Tensor:
             WIDTH=width,
             PART=part,
             SIZE=size,
-            PDL=programmatic,
+            PDL=pdl,
             num_warps=4,
-            **dependent(programmatic),
+            **dependent(pdl),
         )
     return y

@@ -130,7 +130,7 @@ class Rounding:
     dealt: bool = False
 
     def rows(
-        self, x: Tensor, squares: Tensor | None = None, eps: float = 0.0, *, programmatic: bool = False
+        self, x: Tensor, squares: Tensor | None = None, eps: float = 0.0, *, pdl: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Of ``x`` [T, H]. ``squares`` [pieces, T]: partial sums of the squares of what x was before it was multiplied
         by its norm's weight; it is divided by their mean's root first."""
@@ -139,7 +139,7 @@ class Rounding:
         if len(x):
             _rounded_kernel[(len(x),)](
                 x, sums, pieces, len(x), eps, *behind,
-                NORMED=squares is not None, PDL=programmatic, **how, **dependent(programmatic),
+                NORMED=squares is not None, PDL=pdl, **how, **dependent(pdl),
             )  # fmt: skip
         return self._found(behind)
 

@@ -34,7 +34,7 @@ def _embedding_kernel(
 
 
 def embedding(
-    ids: Tensor, table: Tensor, scale: float | None, *, programmatic: bool = False, empty: Empty = plainly_empty
+    ids: Tensor, table: Tensor, scale: float | None, *, pdl: bool = False, empty: Empty = plainly_empty
 ) -> Tensor:
     """y[t] = table[ids[t]] · scale. ``ids`` [T] of any integer type, ``table`` [rows, H] → [T, H] in the table's type.
     Ids are not checked."""
@@ -45,6 +45,6 @@ def embedding(
     block = min(_BLOCK, triton.next_power_of_2(width))
     _embedding_kernel[(ids.numel(), triton.cdiv(width, block))](
         ids.contiguous(), table, y, table.stride(0), 0.0 if scale is None else scale,
-        WIDTH=width, BLOCK=block, HAS_SCALE=scale is not None, PDL=programmatic, num_warps=max(1, min(8, block // 256)), **dependent(programmatic),
+        WIDTH=width, BLOCK=block, HAS_SCALE=scale is not None, PDL=pdl, num_warps=max(1, min(8, block // 256)), **dependent(pdl),
     )  # fmt: skip
     return y

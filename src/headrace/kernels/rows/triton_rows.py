@@ -82,11 +82,11 @@ def gather_inputs(
     block_size: int,
     width: int,
     *,
-    programmatic: bool = False,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As kernels/rows/reference.py says. Rows, chunks and positions are not checked.
 
-    ``programmatic``: what is launched early behind it may run before it has ended. Attention looks at block tables
+    ``pdl``: what is launched early behind it may run before it has ended. Attention looks at block tables
     before it waits, and may: its plan is made by a launch that is not early.
     """
     chunks, tokens, device = row.shape[0], position.shape[0], row.device
@@ -95,7 +95,7 @@ def gather_inputs(
     _gather_kernel[(chunks + triton.cdiv(tokens, _TOKENS),)](
         token_ids, table, row, chunk, position, context, ids, positions, slots, block_table,
         token_ids.stride(0), table.stride(0), width, chunks, tokens, BLOCK_SIZE=block_size, TOKENS=_TOKENS, BLOCKS=_BLOCKS,
-        PDL=programmatic, num_warps=2, **dependent(programmatic),
+        PDL=pdl, num_warps=2, **dependent(pdl),
     )  # fmt: skip
     return ids, positions, slots, block_table
 
@@ -128,7 +128,7 @@ def store_tokens(
     ring: Tensor | None = None,
     turn: Tensor | None = None,
     *,
-    programmatic: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """As kernels/rows/reference.py says."""
     count = row.shape[0]
@@ -136,7 +136,7 @@ def store_tokens(
     slots, slot = (1, 0) if ring is None else (ring.shape[0], ring.stride(0))
     _store_kernel[(triton.cdiv(count, 128),)](
         token_ids, row, place, tokens, peak, picked, row if turn is None else turn, token_ids.stride(0), token_ids.shape[1],
-        slots, slot, count, BLOCK=128, PDL=programmatic, num_warps=1, **dependent(programmatic),
+        slots, slot, count, BLOCK=128, PDL=pdl, num_warps=1, **dependent(pdl),
     )  # fmt: skip
     return picked
 
@@ -178,10 +178,10 @@ def _fetch_kernel(
     tl.store(turn_ptr, (turn + 1) % slots)
 
 
-def fetch_step(ring: Tensor, turn: Tensor, step: Tensor, table: Tensor, *, programmatic: bool = False) -> None:
+def fetch_step(ring: Tensor, turn: Tensor, step: Tensor, table: Tensor, *, pdl: bool = False) -> None:
     """As kernels/rows/reference.py says. It begins when everything before it has ended: what comes after may look at
     nothing but this step."""
     _fetch_kernel[(1,)](
         ring, turn, step, table, ring.shape[0], ring.stride(0), ring.stride(1), step.stride(0), table.stride(0), step.shape[1],
-        COLUMNS=256, PDL=programmatic, num_warps=4,
+        COLUMNS=256, PDL=pdl, num_warps=4,
     )  # fmt: skip

@@ -66,7 +66,7 @@ def picks(site: CallSite[Facts], run: Any, sizes: Sizes) -> Calls:
         if kind == "filters":
             return keep_thresholds(logits, whole + 50, peak + 0.9, peak, scale=(peak, peak + 1.0))
         if kind == "filtered":
-            return pick_above(logits, (peak, peak + 1.0), peak, whole, whole, programmatic=gpu.can_chain(site))
+            return pick_above(logits, (peak, peak + 1.0), peak, whole, whole, pdl=site.pdl)
         return run(logits, peak, peak + 1.0, None, whole, whole)
 
     def pick_all(kinds: tuple[str, ...]) -> None:

@@ -199,7 +199,7 @@ def _score_kernel(
         gdc_launch_dependents()
 
 
-def greedy_tokens(logits: Tensor, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
+def greedy_tokens(logits: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """Each row's largest logit and the first token that has it: ``logits`` [rows, vocab] → [rows] float32, [rows]
     int64.
 
@@ -213,9 +213,9 @@ def greedy_tokens(logits: Tensor, *, programmatic: bool = False) -> tuple[Tensor
     if rows:
         _largest_kernel[(rows, parts)](
             logits, best, tokens, logits.stride(0), vocab, span // _WIDE_BLOCK, BLOCK=_WIDE_BLOCK, TURNS=_WIDE_TURNS,
-            PDL=programmatic, num_warps=4, **dependent(programmatic),
+            PDL=pdl, num_warps=4, **dependent(pdl),
         )  # fmt: skip
-    return _best(best, tokens, vocab, programmatic=programmatic)
+    return _best(best, tokens, vocab, pdl=pdl)
 
 
 def gumbel_argmax(scores: Tensor, thresholds: Tensor | None, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -236,13 +236,13 @@ def pick_tokens(
     seeds: Tensor,  # [rows], int64
     positions: Tensor,  # [rows], int64
     *,
-    programmatic: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """One token a row of softmax((logits − peak) / temperature) after min-p, top-k and top-p: [rows], int64. Scores are
     never stored."""
     heat = temperature.clamp(min=1e-5)
     thresholds = None if filters is None else keep_thresholds(logits, *filters, scale=(peak, heat))
-    return pick_above(logits, (peak, heat), thresholds, seeds, positions, programmatic=programmatic)
+    return pick_above(logits, (peak, heat), thresholds, seeds, positions, pdl=pdl)
 
 
 def pick_above(
@@ -252,10 +252,10 @@ def pick_above(
     seeds: Tensor,
     positions: Tensor,
     *,
-    programmatic: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """``pick_tokens`` behind its filters: of scores of at least the threshold. ``scale``: peak and temperature."""
-    return _launch(logits, scale, thresholds, seeds, positions, programmatic=programmatic)[1]
+    return _launch(logits, scale, thresholds, seeds, positions, pdl=pdl)[1]
 
 
 def score_tokens(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,7 +287,7 @@ def _launch(
     seeds: Tensor | None,
     positions: Tensor | None,
     *,
-    programmatic: bool = False,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The best value [rows] float32 and token [rows] int64 of each row, with noise where there are seeds."""
     rows, vocab = logits.shape
@@ -303,7 +303,7 @@ def _launch(
             best, best_tokens, logits.stride(0), vocab, span,
             HAS_NOISE=seeds is not None, HAS_SCALE=scale is not None, HAS_THRESHOLD=thresholds is not None, BLOCK=_BLOCK, PDL=False, num_warps=4,
         )  # fmt: skip
-    return _best(best, best_tokens, vocab, programmatic=programmatic)
+    return _best(best, best_tokens, vocab, pdl=pdl)
 
 
 def _division(rows: int, vocab: int, block: int, programs: int) -> tuple[int, int]:
@@ -319,7 +319,7 @@ def _empty_parts(rows: int, parts: int, device: torch.device) -> tuple[Tensor, T
     )
 
 
-def _best(best: Tensor, best_tokens: Tensor, vocab: int, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
+def _best(best: Tensor, best_tokens: Tensor, vocab: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """The best of each row's parts: value [rows] float32, token [rows] int64."""
     rows, parts = best.shape
     # parts, for any number of rows: one kernel for all
@@ -334,8 +334,8 @@ def _best(best: Tensor, best_tokens: Tensor, vocab: int, *, programmatic: bool =
             tokens,
             parts,
             BLOCK=most,
-            PDL=programmatic,
+            PDL=pdl,
             num_warps=1,
-            **dependent(programmatic),
+            **dependent(pdl),
         )
     return peaks, tokens

@@ -79,15 +79,14 @@ _CAPABILITY = (9, 0)  # bulk copies into shared memory, 227 KiB of it
 
 
 def _decode_step(site: CallSite[StepFacts]) -> Any:
+    return load("step.persistent:DecodeSteps")(site.facts.spec, site.device, pdl=site.pdl)
+
+
+def _no_step(site: CallSite[StepFacts]) -> str | None:
     """Whoever is declined loses nothing but speed: a decoder's own layers stand behind it."""
-    if (capability := torch.cuda.get_device_capability(site.device)) != _CAPABILITY:
-        return Declined("compute capability {}.{} is not {}.{}".format(*capability, *_CAPABILITY))
     if site.facts.kv is not None:
-        return Declined(f"keys and values are held as {site.facts.kv.name}")
-    programs = torch.cuda.get_device_properties(site.device).multi_processor_count
-    if (reason := why_not(site.facts.spec, programs)) is not None:
-        return Declined(reason)
-    return load("step.persistent:DecodeSteps")(site.facts.spec, site.device, programmatic=site.programmatic)
+        return f"keys and values are held as {site.facts.kv.name}"
+    return why_not(site.facts.spec, site.card.processors)
 
 
 def _rehearse(site: CallSite[StepFacts], made: Any, sizes: Sizes) -> Calls:
@@ -96,8 +95,8 @@ def _rehearse(site: CallSite[StepFacts], made: Any, sizes: Sizes) -> Calls:
 
 DECODE_STEP = (
     Candidate(
-        PERSISTENT, _decode_step, DEVICES, (torch.bfloat16,), frozenset({"persistent_decode"}), batch_invariant=False, optional=True,
-        rehearse=_rehearse,
+        PERSISTENT, _decode_step, DEVICES, (torch.bfloat16,), frozenset({"persistent_decode"}), _CAPABILITY, True, _no_step, varies=True,
+        optional=True, rehearse=_rehearse,
     ),
 )  # fmt: skip
 

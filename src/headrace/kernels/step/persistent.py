@@ -61,12 +61,12 @@ class DecodeSteps:
     """Makes the decode step of a decoder from its weights; its machine code is built once for each block size.
 
     Where it cannot be built or loaded, every step is declined: the decoder's own layers stand behind it.
-    ``programmatic``: it begins while the kernel before still runs.
+    ``pdl``: it begins while the kernel before still runs.
     """
 
-    def __init__(self, spec: DecoderSpec, device: torch.device, *, programmatic: bool = False) -> None:
+    def __init__(self, spec: DecoderSpec, device: torch.device, *, pdl: bool = False) -> None:
         self.spec = spec
-        self.programmatic = programmatic
+        self.pdl = pdl
         self._variants = Variants(device, _NAME, _machine_code)
         self.programs = self._variants.processors
 
@@ -131,8 +131,8 @@ class DecodeStep:
         which waits for nobody here. The kernel after this one is let in by programs that run, that is, once all of them
         do. This holds for one stream: of two such launches at once each might have some of the processors.
         """
-        if self._steps.programmatic:
-            function.launch(self._steps.programs, _THREADS, stream, parameters, programmatic=True)
+        if self._steps.pdl:
+            function.launch(self._steps.programs, _THREADS, stream, parameters, pdl=True)
         else:
             function.launch_together(self._steps.programs, _THREADS, stream, parameters)
 
