@@ -19,7 +19,7 @@ from headrace.kernels.build import nvrtc as compiler
 from headrace.kernels.candidate import Card
 from headrace.kernels.inputs import LayerStep
 from headrace.kernels.operations import ROPE_ATTENTION
-from headrace.layers.attention import Attention
+from headrace.layers.basic import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.rotary import rotary_table
 from headrace.sites import layer_matrices

@@ -13,7 +13,7 @@ from headrace.kernels import Kernels, StrictKernelError
 from headrace.kernels.build import gpu
 from headrace.kernels.linear import reference as linear_twins
 from headrace.kernels.norm import reference as norm_twins
-from tests.support.kernel_cases import called, using
+from tests.support.kernel_cases import H200, called, using
 
 CUDA = torch.device("cuda")
 HEADS = {"dtype": torch.bfloat16, "head_dim": 128, "num_heads": 8, "num_kv_heads": 2}
@@ -38,12 +38,12 @@ def test_without_a_device_the_twin_runs_and_says_why(no_gpu: None) -> None:
 
 
 def test_a_linear_layer_is_torch_s_by_choice_unless_bits_must_not_vary(no_gpu: None) -> None:
-    kernels = Kernels(CUDA, strict=True)  # no fault, so not even a strict registry minds
+    kernels = Kernels(CUDA, strict=True, card=H200)  # no fault, so not even a strict registry minds
     assert (
         kernels.choose(*called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)) is linear_twins.linear
     )
     declined = dict(kernels.choices[0].declined)
-    assert "quicker" in declined["triton"] and "no CUDA device" in declined["flat"]
+    assert "quicker" in declined["triton"] and "no large weight" in declined["flat"]
     with pytest.raises(ConfigError, match=r"No batch-invariant kernel for linear .*no CUDA device"):
         Kernels(CUDA, techniques=using(batch_invariant=True)).choose(
             *called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)
@@ -60,7 +60,7 @@ def test_a_linear_layer_is_torch_s_by_choice_unless_bits_must_not_vary(no_gpu: N
     ],
 )
 def test_declines_name_their_reason(on_card: None, op: str, facts: dict[str, object], reason: str) -> None:
-    kernels = Kernels(CUDA)
+    kernels = Kernels(CUDA, card=H200)
     kernels.choose(*called(op, **facts))
     assert reason in dict(kernels.choices[0].declined)[gpu.TRITON]
 

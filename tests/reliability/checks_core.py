@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import product
 
 from headrace.engine.core import EngineCore
-from headrace.engine.detokenizer import ByteDecoder, StopMatcher
 from headrace.engine.executor import Ticket
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.output import ByteDecoder, StopMatcher
 from headrace.request import SequenceStatus, StepPlan
 from tests.support.hash_engine import VOCAB, Answers, assert_at_rest, engine, expected, ids, request
 from tests.support.simulation.life import Lived, live

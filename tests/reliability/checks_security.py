@@ -31,7 +31,7 @@ from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
 from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.server.app import ROUTES
-from headrace.server.auth import Guard
+from headrace.server.limits import Guard
 from tests.support.planted import Command
 from tests.support.serving import ROOT, SERVE, Server, serving
 from tests.support.snapshot import listening, metric, names_of_sockets
@@ -61,7 +61,6 @@ JUDGES = (
     "engine/inputs.py",
     "server/wire.py",
     "server/limits.py",
-    "server/auth.py",
     "server/dialects",
 )
 

@@ -30,7 +30,6 @@ def careless() -> Iterator[Server]:
         from headrace import sampling_params
         from headrace.engine import inputs
         from headrace.sampling_params import SamplingParams
-        from headrace.server import auth
         check = SamplingParams.__post_init__
         def fail(self):
             if self.temperature == 2:
@@ -40,7 +39,8 @@ def careless() -> Iterator[Server]:
         sampling_params.MAX_STOP_STRINGS = 10**9
         sampling_params.check_token_ids = inputs.check_token_ids = lambda *given: None
         SamplingParams.check_token_ids = lambda self, vocab_size: None
-        auth.Guard.check_browser = lambda self, headers: ()
+        from headrace.server import limits
+        limits.Guard.check_browser = lambda self, headers: ()
     """
     with serving(*checks_boundary.HASH, command=planted(defects)) as running:
         yield running
@@ -111,7 +111,6 @@ def test_nothing_that_leaves_tells_of_the_inside() -> None:
 
 def test_a_log_that_tells_prompts_is_noticed() -> None:
     defect = """
-        from headrace.server import limits
         decode = limits.decode_object
         limits.decode_object = lambda body, **named: print("got", body, file=sys.stderr, flush=True) or decode(body, **named)
     """

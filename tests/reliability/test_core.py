@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.detokenizer import ByteDecoder, StopMatcher
+from headrace.engine.output import ByteDecoder, StopMatcher
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.step_planner import StepPlanner
 from tests.reliability import checks_core

@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import Unauthorized
 from headrace.models import gguf_file
 from headrace.processes.messages import Unpacker
-from headrace.server.auth import Guard
+from headrace.server.limits import Guard
 from tests.reliability import checks_boundary, checks_security
 from tests.support.planted import planted
 from tests.support.serving import SERVE, Server, serving

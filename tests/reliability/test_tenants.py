@@ -9,7 +9,7 @@ from tests.reliability.trend import alike
 from tests.support.planted import planted
 
 SHARED = 'from headrace.server.service import Service; Service.cache_salt = lambda self, exchange, salt: ""'
-HIDDEN = "from headrace.server.answers import PromptState; PromptState.cached_tokens = property(lambda self: 0, lambda self, value: None)"
+HIDDEN = "from headrace.server.wire import PromptState; PromptState.cached_tokens = property(lambda self: 0, lambda self, value: None)"
 
 
 def test_another_tenants_prefix_takes_as_long_as_nobodys() -> None:

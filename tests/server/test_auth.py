@@ -10,7 +10,7 @@ import pytest
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server.app import ROUTES
-from headrace.server.auth import Guard
+from headrace.server.limits import Guard
 from tests.support.serving import Server, serving
 
 KEY = "sk-right"

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.server.answers import PromptState
 from headrace.server.dialects.messages import MessageAnswer
 from headrace.server.dialects.responses import ResponseAnswer
 from headrace.server.parsing import answer_format
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
 from headrace.server.parsing.parser import OutputParser
+from headrace.server.wire import PromptState
 from tests.support.segments import SHAPE, answered
 
 TEXT = (

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest
-from headrace.server.answers import PromptState
 from headrace.server.dialects.responses import ResponseAnswer
 from headrace.server.dialects.responses_body import ResponsesBody, parse_responses
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
+from headrace.server.wire import PromptState
 from tests.support.segments import SHAPE, Scripted, answered, named_events
 from tests.support.serving import Server, post_bytes, read_until_closed, serving, split_response
 

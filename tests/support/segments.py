@@ -9,9 +9,9 @@ import json
 from typing import Any
 
 from headrace.engine.output import RequestDelta
-from headrace.server.answers import Shape
 from headrace.server.dialects.parts import PartsAnswer
 from headrace.server.parsing.segments import Segment
+from headrace.server.wire import Shape
 
 SHAPE = Shape(model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
 

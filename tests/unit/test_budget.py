@@ -20,11 +20,10 @@ from headrace.errors import InvalidRequest, Unavailable
 from headrace.models.source import find_model
 from headrace.request import Request, TokenLogprobs
 from headrace.sampling_params import SamplingParams
-from headrace.server.answers import PromptState, Shape
 from headrace.server.dialects.chat import ChatAnswer
 from headrace.server.dialects.completions import CompletionAnswer
 from headrace.server.limits import Budget, price, shortened
-from headrace.server.wire import encode_list, encode_object, joined_lists
+from headrace.server.wire import PromptState, Shape, encode_list, encode_object, joined_lists
 
 PLAIN = Shape("m", "f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
 SCORED = replace(PLAIN, logprobs=True, prompt_logprobs=True, token_ids=True)

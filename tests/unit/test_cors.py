@@ -10,8 +10,8 @@ from headrace import flags
 from headrace.commands import serve
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
-from headrace.server.auth import Cors, Guard
 from headrace.server.http_errors import Forbidden
+from headrace.server.limits import Cors, Guard
 
 CHAT = "https://chat.example"
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine import detokenizer, output
-from headrace.engine.detokenizer import StopMatcher
-from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
+from headrace.engine import output
+from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta, StopMatcher
 from headrace.request import (
     Finished,
     FinishReason,
@@ -157,7 +156,7 @@ def test_failure_links_are_the_longest_borders() -> None:
         borders = [
             max(k for k in range(end) if word[:end].startswith(word[end - k : end])) for end in range(1, len(word) + 1)
         ]
-        assert list(detokenizer._failure_links(word)) == borders, word
+        assert list(output._failure_links(word)) == borders, word
 
 
 def test_matcher_cost_does_not_grow_with_the_length_of_stop_strings() -> None:

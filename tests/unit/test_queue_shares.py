@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import ServerConfig
-from headrace.server.auth import cell_of
 from headrace.server.frontends.counters import CELLS, Counters, most_places
+from headrace.server.limits import cell_of
 
 
 def flood(counters: Counters, limit: int, cell: int | None, front: int = 0) -> int:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from headrace.config import ModelConfig
-from headrace.engine.detokenizer import MAX_BYTE_RUN, ByteDecoder, PieceDecoder, WindowDecoder
+from headrace.engine.output import MAX_BYTE_RUN, ByteDecoder, PieceDecoder, WindowDecoder
 from headrace.engine.text_growth import check_normalizer
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest, ModelError

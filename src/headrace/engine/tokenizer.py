@@ -1,7 +1,7 @@
 """Text to token ids and back: a model's tokenizer, its special tokens and its chat template behind one face.
 
 What lives here: building a tokenizer from its files, encode, decode, chat. What may not: torch, finding files
-(models/source.py), incremental decoding itself (detokenizer.py), rendering (template.py), stop strings (output.py).
+(models/source.py), incremental decoding and stop strings (output.py), rendering (template.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from headrace.engine.detokenizer import (
+from headrace.engine.output import (
     ByteDecoder,
     IncrementalDecoder,
     PieceDecoder,

@@ -1,7 +1,7 @@
 """The tensors of one step, as layers and kernels see them.
 
 What lives here: frozen bundles of tensors, and rows by adapter, made from a slot a row. What may not: building the others
-(worker/inputs.py; for wanted tokens layers/attention.py) or reading them.
+(worker/inputs.py; for wanted tokens layers/basic.py) or reading them.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from headrace.kernels.inputs import AdapterRows, ForwardInputs, LayerStep, Wante
 from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
 from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
 from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
-from headrace.layers.attention import Attention, attention_alone
-from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
+from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, RMSNorm, attention_alone
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.moe import SparseFeedForward

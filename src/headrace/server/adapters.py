@@ -9,9 +9,9 @@ from pathlib import Path
 
 from headrace.config import check_adapter_name
 from headrace.errors import ConfigError, InvalidRequest, NotFound
-from headrace.server.auth import sees_all
 from headrace.server.dialects.body import Body, Label
 from headrace.server.exchange import Exchange
+from headrace.server.limits import sees_all
 from headrace.server.service import Service
 
 

@@ -27,11 +27,11 @@ from headrace.errors import HeadraceError, NotFound, Unavailable
 from headrace.request import RequestTimes
 from headrace.server import adapters, dashboard, inflight, pages, sleeping
 from headrace.server import answer_types as answers
-from headrace.server.auth import Guard
 from headrace.server.dialects import chat, completions, messages, pooling, responses, responses_body, tokens
 from headrace.server.exchange import Exchange, fail_stream
 from headrace.server.exposition import CONTENT_TYPE, PROBES, render_process
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, MethodNotAllowed
+from headrace.server.limits import Guard
 from headrace.server.openapi import Handler, Route, document
 from headrace.server.service import Service
 

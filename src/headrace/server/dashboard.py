@@ -22,11 +22,11 @@ from msgspec import Meta, Struct, structs
 
 from headrace.engine.frames import SERIAL_SHIFT
 from headrace.errors import EngineDead
-from headrace.server.auth import is_own, sees_all
 from headrace.server.dialects.body import read_query
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import FINE, ServerMetrics
 from headrace.server.inflight import SENTENCES
+from headrace.server.limits import is_own, sees_all
 from headrace.server.wire import encode
 from headrace.techniques import TECHNIQUES
 

@@ -2,7 +2,7 @@
 
 What lives here: the request's head, pieces of its body, the answer's head and framing; server-sent events, with a lazy
 start, keep-alives, slow readers, and ends that no client can mistake. What may not: routes, limits of bodies
-(limits.py), JSON fields, what events say (answers.py), the engine, when bytes leave (connection.py).
+(limits.py), JSON fields, what events say (wire.py), the engine, when bytes leave (connection.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 same for all APIs (dialects/).
 
 What lives here: preparing prompts, what answers are held to and may cost; driving engine streams into an Answer, its
-counts and times. What may not: wire formats (answers.py, dialects/), SSE framing (exchange.py).
+counts and times. What may not: wire formats (wire.py, dialects/), SSE framing (exchange.py).
 """
 
 from __future__ import annotations
@@ -21,25 +21,32 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
 from headrace.request import Request
 from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams, StructuredOutputs
-from headrace.server.answers import Answer, PromptState, Shape, with_usage
-from headrace.server.auth import tenant_of
-from headrace.server.dialects.conversation import text_of
-from headrace.server.dialects.sampling import (
+from headrace.server.dialects.body import (
     EXPECTED_NAMES,
     ChatRequest,
     Conversation,
     GeneratingBody,
     GenerationRequest,
 )
+from headrace.server.dialects.conversation import text_of
 from headrace.server.exchange import EventStream, Exchange
 from headrace.server.exposition import FINE
 from headrace.server.inflight import Job, explained
-from headrace.server.limits import INLINE_BYTES, SCORE_BYTES, TOKEN_BYTES, Price, Reservation, price, shortened
+from headrace.server.limits import (
+    INLINE_BYTES,
+    SCORE_BYTES,
+    TOKEN_BYTES,
+    Price,
+    Reservation,
+    price,
+    shortened,
+    tenant_of,
+)
 from headrace.server.parsing import AnswerFormat
 from headrace.server.service import CreateParser, DeltaStream, EngineStream, Service
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.tools import offered_schemas
-from headrace.server.wire import encode
+from headrace.server.wire import Answer, PromptState, Shape, encode, with_usage
 
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer

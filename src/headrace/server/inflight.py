@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, NotFound
 from headrace.request import Request, RequestTimes, StepAccount
-from headrace.server.answers import Answer, ChoiceState, PromptState
 from headrace.server.exchange import Exchange
+from headrace.server.wire import Answer, ChoiceState, PromptState
 
 if TYPE_CHECKING:  # which holds our register
     from headrace.server.service import Service

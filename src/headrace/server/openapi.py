@@ -20,9 +20,8 @@ from msgspec.json import schema_components
 
 from headrace.server import answer_types
 from headrace.server.answer_types import AnthropicError, Error
-from headrace.server.dialects.body import TOLD, Body
+from headrace.server.dialects.body import NUMBERS, TOLD, Body
 from headrace.server.dialects.messages import AnthropicErrors
-from headrace.server.dialects.sampling import NUMBERS
 from headrace.server.exchange import Exchange
 from headrace.server.service import Service
 from headrace.server.wire import ErrorShape

@@ -24,11 +24,11 @@ from headrace.errors import ConfigError, ModelError
 from headrace.observe import logs
 from headrace.portability import missing
 from headrace.server.app import ROUTES
-from headrace.server.auth import Guard, check_operators, check_weights
 from headrace.server.frontends.counters import Counters
 from headrace.server.frontends.link import Launch
 from headrace.server.frontends.parent import FrontEnds, supervise
 from headrace.server.lifecycle import CreateEngine, Lifecycle, Signals, address_of, bind
+from headrace.server.limits import Guard, check_operators, check_weights
 from headrace.server.members.life import MembersConfig, MembersLife, StartEngine, create_members
 from headrace.server.moderation.watch import moderating
 from headrace.server.service import Service

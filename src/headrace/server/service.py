@@ -22,7 +22,6 @@ from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound,
 from headrace.processes.garbage import freeze_start
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams, StructuredOutputs
-from headrace.server.auth import cell_of
 from headrace.server.dialects.conversation import Tool, ToolChoice
 from headrace.server.exchange import Exchange, Pulse
 from headrace.server.exposition import ServerMetrics
@@ -30,7 +29,7 @@ from headrace.server.forced import constrain
 from headrace.server.frontends.counters import Counters, Page, most_places
 from headrace.server.frontends.link import Peers
 from headrace.server.inflight import Inflight
-from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads
+from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads, cell_of
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import AnswerFormat, answer_format
 from headrace.server.parsing.choice import dialect_of

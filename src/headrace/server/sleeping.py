@@ -14,10 +14,10 @@ from msgspec import Meta, Struct
 from headrace.config import ServerConfig
 from headrace.engine.info import check_sleep
 from headrace.errors import HeadraceError, Unavailable
-from headrace.server.auth import sees_all
 from headrace.server.dialects.body import read_query
 from headrace.server.exchange import Exchange
 from headrace.server.http_errors import Forbidden
+from headrace.server.limits import sees_all
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM

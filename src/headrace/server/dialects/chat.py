@@ -1,7 +1,7 @@
 """/v1/chat/completions: a decoded body becomes a ChatRequest, or an error that names the field; and the answer to it.
 
 What lives here: this route's own fields, and what answers are taken apart into (reasoning, content, calls) as messages
-and deltas. What may not: what routes share (sampling.py), messages (conversation.py), parsing.
+and deltas. What may not: what routes share (body.py), messages (conversation.py), parsing.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
 from headrace.server import generate
 from headrace.server.answer_types import Call, Called, ChatMessage
-from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
-from headrace.server.dialects.body import Refused, refused
-from headrace.server.dialects.conversation import Messages, Tools, read_messages, read_tools
-from headrace.server.dialects.sampling import (
+from headrace.server.dialects.body import (
     Budget,
     ChatRequest,
     Choice,
     Conversation,
     Effort,
     OlderBody,
+    Refused,
     Variables,
     asked,
     choose,
     older_shape,
+    refused,
     template_variables,
     thinking_options,
 )
+from headrace.server.dialects.conversation import Messages, Tools, read_messages, read_tools
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.service import Service
-from headrace.server.wire import HOLE, encode_list, quote
+from headrace.server.wire import HOLE, ChoicesAnswer, ChoiceState, PromptState, Shape, encode_list, quote
 
 
 class ChatBody(OlderBody, kw_only=True):

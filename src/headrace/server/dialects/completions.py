@@ -1,7 +1,7 @@
 """/v1/completions: a decoded body becomes a CompletionRequest, or an error that names the field; and the answer to it.
 
 What lives here: this route's own fields, prompts of every form, the text_completion. What may not: what routes share
-(sampling.py, generate.py).
+(body.py, generate.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,33 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.server import generate
-from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
-from headrace.server.dialects.body import Refused, prompts_schema, read_prompts, refused
-from headrace.server.dialects.sampling import GenerationRequest, OlderBody, asked, model_defaults, older_shape
+from headrace.server.dialects.body import (
+    GenerationRequest,
+    OlderBody,
+    Refused,
+    asked,
+    model_defaults,
+    older_shape,
+    prompts_schema,
+    read_prompts,
+    refused,
+)
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
 from headrace.server.limits import TOKEN_BYTES
 from headrace.server.service import Service
-from headrace.server.wire import HOLE, encode, encode_list, encode_object, joined_lists, quote
+from headrace.server.wire import (
+    HOLE,
+    ChoicesAnswer,
+    ChoiceState,
+    PromptState,
+    Shape,
+    encode,
+    encode_list,
+    encode_object,
+    joined_lists,
+    quote,
+)
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 2048  # prompts x n

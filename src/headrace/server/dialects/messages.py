@@ -1,7 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens, as Anthropic's Messages API has them: bodies, answers, events, errors,
 the two handlers.
 
-What lives here: these routes' own fields, blocks to messages and back. What may not: what routes share (sampling.py),
+What lives here: these routes' own fields, blocks to messages and back. What may not: what routes share (body.py),
 generation.
 """
 
@@ -15,8 +15,23 @@ from msgspec import Meta, Struct
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.server import generate
 from headrace.server.answer_types import AnthropicError, Block, Message, MessageUsage
-from headrace.server.answers import PromptState, Shape
-from headrace.server.dialects.body import Body, Label, Refused, refused
+from headrace.server.dialects.body import (
+    Body,
+    Budget,
+    ChatRequest,
+    Conversation,
+    Effort,
+    Format,
+    GeneratingBody,
+    Label,
+    Refused,
+    Stops,
+    Variables,
+    asked,
+    refused,
+    template_variables,
+    thinking_options,
+)
 from headrace.server.dialects.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -29,24 +44,21 @@ from headrace.server.dialects.conversation import (
     tool_call,
 )
 from headrace.server.dialects.parts import Kind, Part, PartsAnswer, event_of
-from headrace.server.dialects.sampling import (
-    Budget,
-    ChatRequest,
-    Conversation,
-    Effort,
-    Format,
-    GeneratingBody,
-    Stops,
-    Variables,
-    asked,
-    template_variables,
-    thinking_options,
-)
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import Service
-from headrace.server.wire import HOLE, ErrorShape, around, decode_object, encode, error_object, quote
+from headrace.server.wire import (
+    HOLE,
+    ErrorShape,
+    PromptState,
+    Shape,
+    around,
+    decode_object,
+    encode,
+    error_object,
+    quote,
+)
 
 
 class TextBlock(Struct, tag="text"):

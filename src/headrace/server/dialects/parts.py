@@ -15,10 +15,9 @@ from typing import Any
 from msgspec import Struct
 
 from headrace.engine.output import RequestDelta
-from headrace.server.answers import Answer, ChoiceState, PromptState, Shape
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallStart
-from headrace.server.wire import encode
+from headrace.server.wire import Answer, ChoiceState, PromptState, Shape, encode
 
 
 class Kind(Enum):

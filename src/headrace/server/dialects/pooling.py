@@ -25,9 +25,9 @@ from headrace.engine.pooled import PoolingParams, cosine, paired
 from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.server.answer_types import PooledUsage
-from headrace.server.answers import Answer, ChoiceState, PromptState, Shape
-from headrace.server.auth import tenant_of
 from headrace.server.dialects.body import (
+    MAX_SALT,
+    MAX_USER,
     Body,
     Label,
     Refused,
@@ -37,12 +37,11 @@ from headrace.server.dialects.body import (
     refused,
     texts_schema,
 )
-from headrace.server.dialects.sampling import MAX_SALT, MAX_USER
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
-from headrace.server.limits import Price
+from headrace.server.limits import Price, tenant_of
 from headrace.server.service import Service
-from headrace.server.wire import encode_list, encode_object
+from headrace.server.wire import Answer, ChoiceState, PromptState, Shape, encode_list, encode_object
 from headrace.spec import PoolingSpec
 
 MAX_INPUTS = 2048  # OpenAI's

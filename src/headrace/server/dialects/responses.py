@@ -27,7 +27,6 @@ from headrace.server.answer_types import (
     ResponseUsage,
     WrittenTokens,
 )
-from headrace.server.answers import PromptState, Shape
 from headrace.server.dialects.body import read_query
 from headrace.server.dialects.conversation import text_of
 from headrace.server.dialects.parts import Kind, Part, PartsAnswer, event_of
@@ -37,7 +36,7 @@ from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import Service
 from headrace.server.stored import Stored
-from headrace.server.wire import HOLE, ErrorShape, around, encode, error_object, quote
+from headrace.server.wire import HOLE, ErrorShape, PromptState, Shape, around, encode, error_object, quote
 
 _INPUT_ITEMS = "/input_items"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}

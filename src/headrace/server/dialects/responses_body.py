@@ -1,6 +1,6 @@
 """/v1/responses: a decoded body becomes a ResponsesRequest, or an error that names the field.
 
-What lives here: this route's own fields, items to messages. What may not: what routes share (sampling.py), answers
+What lives here: this route's own fields, items to messages. What may not: what routes share (body.py), answers
 (responses.py).
 """
 
@@ -13,7 +13,26 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from headrace.errors import InvalidRequest
-from headrace.server.dialects.body import Refused, check_count, read, refused
+from headrace.server.dialects.body import (
+    Budget,
+    ChatRequest,
+    Choice,
+    Conversation,
+    Effort,
+    Format,
+    GeneratingBody,
+    Refused,
+    Stops,
+    Variables,
+    Word,
+    asked,
+    check_count,
+    choose,
+    read,
+    refused,
+    template_variables,
+    thinking_options,
+)
 from headrace.server.dialects.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -25,22 +44,6 @@ from headrace.server.dialects.conversation import (
     function_tool,
     read_arguments,
     tool_call,
-)
-from headrace.server.dialects.sampling import (
-    Budget,
-    ChatRequest,
-    Choice,
-    Conversation,
-    Effort,
-    Format,
-    GeneratingBody,
-    Stops,
-    Variables,
-    Word,
-    asked,
-    choose,
-    template_variables,
-    thinking_options,
 )
 from headrace.server.parsing.texts import INPUT
 

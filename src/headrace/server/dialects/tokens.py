@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 from headrace.errors import InvalidRequest, NotFound
 from headrace.sampling_params import check_token_ids
 from headrace.server import generate
-from headrace.server.dialects.body import Body, Ids, Refused, read_ids, refused
+from headrace.server.dialects.body import Body, Conversation, Ids, Refused, Variables, read_ids, refused
 from headrace.server.dialects.chat import ChatBody, read_conversation
 from headrace.server.dialects.conversation import Messages, Tools
-from headrace.server.dialects.sampling import Conversation, Variables
 from headrace.server.exchange import Exchange
 from headrace.server.limits import TOKEN_BYTES
 from headrace.server.service import Service

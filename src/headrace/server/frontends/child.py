@@ -26,10 +26,10 @@ from headrace.processes.messages import Channel, receive
 from headrace.processes.tree import end_with_parent
 from headrace.server import inflight
 from headrace.server.app import ROUTES
-from headrace.server.auth import Guard
 from headrace.server.frontends import link
 from headrace.server.frontends.counters import Counters
 from headrace.server.lifecycle import Lifecycle
+from headrace.server.limits import Guard
 from headrace.server.moderation.watch import moderating
 from headrace.server.run import describe, run_loop, warn_of_template
 from headrace.server.service import Service, State

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError, ModelError, OutOfMemory
-from headrace.server.auth import Guard
 from headrace.server.frontends.parent import FAILED_STARTS
 from headrace.server.lifecycle import (
     ENGINE_EXIT_SECONDS,
@@ -26,6 +25,7 @@ from headrace.server.lifecycle import (
     end_dead,
     watch_engine,
 )
+from headrace.server.limits import Guard
 from headrace.server.members.budget import size
 from headrace.server.members.keeper import Keeper
 from headrace.server.members.member import Member, MemberConfig

@@ -1,6 +1,6 @@
 """What a model's text means: reasoning, content and tool calls, taken apart as the text comes.
 
-What lives here: the way in. What may not: wire formats (server/answers.py and its neighbours show segments).
+What lives here: the way in. What may not: wire formats (server/wire.py and its neighbours show segments).
 """
 
 from __future__ import annotations
