@@ -111,7 +111,7 @@ def test_foreign_pages_are_refused(server: Server) -> None:
 
 
 def test_a_door_open_to_foreign_pages_is_noticed() -> None:
-    defect = "from headrace.server import auth; auth.Guard.check_browser = lambda self, headers: ()"
+    defect = "from headrace.server import limits; limits.Guard.check_browser = lambda self, headers: ()"
     with serving("--executor", "keyed-hash", command=planted(defect)) as open_server, pytest.raises(AssertionError):
         checks_security.browsers(open_server)
 

@@ -215,7 +215,8 @@ class Worker:
         if place.device.type == "cuda" and gpu.missing(place.device) is None:
             gpu.prepare_compiler()
             gpu.prepare_kernels(place.device)
-        return Kernels(place.device, disabled=disabled, off=switched_off(self._config.device), cuda_prefill=True)
+        techniques = in_use(self._config.device) - {"batch_invariant", "programmatic_launch"}  # drafts may vary
+        return Kernels(place.device, techniques=techniques, disabled=disabled)
 
     def close(self) -> None:
         """The start is over."""
