@@ -2,13 +2,16 @@
 
 What lives here: the child of ``python -m lab ranks`` that measures this, and its own children. What may not: engines.
 
-    python -m lab.ranks_link RANK SIZE FOLDER ID        (one that is not the first)
+    python -m lab.ranks_link RANK SIZE FOLDER ID        (one of them; the first says what it measured, a line each)
 """
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -58,25 +61,27 @@ def said(each: Mapping[str, Any]) -> str:
 
 
 def _of_ranks(kind: str, size: int) -> Iterator[dict[str, Any]]:
-    from headrace.parallel.device import create_group
+    """As its first rank says them, line by line."""
     from headrace.parallel.nccl import create_id
     from headrace.parallel.ranks import device_of
 
     with Scratch() as folder:
         place = (str(folder), "") if kind == "cpu" else ("", create_id().hex())
-        others = [
+        ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "lab.ranks_link", str(rank), str(size), *place],
                 env=environment() | device_of(rank),
+                stdin=subprocess.PIPE,  # whose end is theirs
+                stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
+                text=True,
             )
-            for rank in range(1, size)
+            for rank in range(size)
         ]
         try:
-            group = create_group(place[0], bytes.fromhex(place[1]), 0, size)
-            say(f"{size} ranks: {group.account}")
-            yield from _sums(group, kind)
+            for line in ranks[0].stdout or ():
+                yield json.loads(line)
         finally:
-            for each in others:
+            for each in ranks:
                 each.kill()
                 each.wait()
 
@@ -137,12 +142,17 @@ def _timed(call: Callable[[], object], kind: str, calls: int) -> list[float]:
     return [1e3 * before.elapsed_time(after) / calls for before, after in pairwise(events)]
 
 
-def other(rank: str, size: str, folder: str, id: str) -> int:
+def rank(number: str, size: str, folder: str, id: str) -> int:
     from headrace.parallel.device import create_group
 
-    group = create_group(folder, bytes.fromhex(id), int(rank), int(size))
-    return 0 * len(list(_sums(group, "cuda" if id else "cpu")))
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    group = create_group(folder, bytes.fromhex(id), int(number), int(size))
+    if number == "0":
+        say(f"{size} ranks: {group.account}")
+    for each in _sums(group, "cuda" if id else "cpu"):
+        print(json.dumps(each), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(other(*sys.argv[1:]) if len(sys.argv) > 2 else child_main(work))
+    sys.exit(rank(*sys.argv[1:]) if len(sys.argv) > 2 else child_main(work))
