@@ -392,6 +392,9 @@ class DeviceConfig:
         "off: GEMMs with 2 to 64 rows load weights only after the previous kernel has ended, for measured shapes too",
     )
     persistent_decode: bool = switch(True, "off: decode steps of a few requests are launched layer by layer")
+    persistent_fp8: bool = switch(
+        False, "on Hopper: persistent_decode for FP8 weights with a scale per row or tensor, too (not measured yet)"
+    )
     fused_rope_attention: bool = switch(
         True, "off: in decode steps, attention is a separate kernel from rotary embedding and the cache write"
     )

@@ -24,7 +24,8 @@ from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import Candidate
-from headrace.kernels.operations import ACTIVATED_LINEAR, NORMED_LINEAR, OPERATIONS
+from headrace.kernels.operations import ACTIVATED_LINEAR, DECODE_STEP, NORMED_LINEAR, OPERATIONS, PACKED_LINEAR
+from headrace.kernels.step.reference import decode_step
 from headrace.layers.packed import Piece
 from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config
@@ -97,6 +98,32 @@ def test_norms_and_gates_inside_of_products_change_nothing(
     assert torch.equal(computed(decoder), plain)
     layers = decoder.spec.num_layers
     assert (calls.count(NORMED_LINEAR.twin), calls.count(ACTIVATED_LINEAR.twin)) == (2 * layers, layers)
+
+
+def test_whole_steps_read_the_layers_own_weights_in_fp8(
+    both: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a product has laid its parts one below another; and no step is computed whole where they are apart. The
+    twin's numbers are those of the weights, no input rounded."""
+
+    def together(pieces: list[Piece], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        joined = torch.cat([piece.tensors[0]["weight"].view(torch.uint8) for piece in pieces])
+        for piece, part in zip(pieces, joined.split([piece.outs for piece in pieces]), strict=True):
+            piece.tensors = ({**piece.tensors[0], "weight": part.view(torch.float8_e4m3fn)},)
+        return PACKED_LINEAR.twin(pieces, bias)
+
+    step = dataclasses.replace(
+        DECODE_STEP, candidates=(Candidate("own", lambda site: site.facts.eight and decode_step),)
+    )
+    joins = dataclasses.replace(PACKED_LINEAR, candidates=(Candidate("own", lambda site: together),))
+    folder, plain = both("compressed-fp8")
+    off = Kernels(CPU, disabled=frozenset({"native", "onednn"}))
+    monkeypatch.setattr("headrace.kernels.OPERATIONS", {**OPERATIONS, step.name: step})
+    assert load_decoder(folder, kernels=off).megakernel_context(1, 16) == 0  # parts are apart
+    monkeypatch.setattr("headrace.kernels.OPERATIONS", {**OPERATIONS, step.name: step, joins.name: joins})
+    decoder = load_decoder(folder, kernels=Kernels(CPU, disabled=frozenset({"native", "onednn"})))
+    assert decoder.megakernel_context(1, 16) > 0
+    torch.testing.assert_close(computed(decoder), logits(plain), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", quantised.RECIPES)

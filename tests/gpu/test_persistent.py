@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace import LLM
 from headrace.kernels import NOBODY, Kernels
+from headrace.kernels.candidate import EightBits
 from headrace.kernels.inputs import AttentionInputs, ForwardInputs
 from headrace.kernels.step.candidates import PERSISTENT
 from headrace.kernels.step.reference import StepWeights, WholeStep, decode_step, longest_context
@@ -62,7 +63,7 @@ def turns(dim: int) -> Tensor:
     return table
 
 
-def random_weights(spec: DecoderSpec) -> StepWeights:
+def random_weights(spec: DecoderSpec, *, fp8: bool = False) -> StepWeights:
     hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     shapes = (
         ((spec.num_heads + 2 * spec.num_kv_heads) * dim, hidden),
@@ -77,14 +78,25 @@ def random_weights(spec: DecoderSpec) -> StepWeights:
     def norm() -> Tensor:
         return (1 + 0.1 * torch.randn(hidden, device=CUDA)).bfloat16()
 
-    layers = tuple((*(weight(*shape) for shape in shapes), norm(), norm()) for _ in spec.layers)
+    def scale(outs: int, ins: int) -> Tensor:
+        return (torch.rand(outs, device=CUDA) + 0.5) * ins**-0.5
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randn(shape, device=CUDA).to(torch.float8_e4m3fn)
+
+    make = codes if fp8 else weight
+    layers = tuple((*(make(*shape) for shape in shapes), norm(), norm()) for _ in spec.layers)
+    scales = tuple(tuple(scale(*shape) for shape in shapes) for _ in spec.layers) if fp8 else ()
     table = torch.randn(VOCAB, hidden, device=CUDA).bfloat16()
-    return StepWeights(layers, table, norm(), table, turns(dim), spec.qkv_heads, spec.norm_eps, spec.attention_scale)
+    return StepWeights(
+        layers, table, norm(), table, turns(dim), spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
+    )
 
 
 def wide(weights: StepWeights) -> StepWeights:
-    layers = tuple(tuple(each.float() for each in layer) for layer in weights.layers)
-    return replace(weights, layers=layers, embedding=weights.embedding.float(), norm=weights.norm.float())
+    plain = replace(weights, embedding=weights.embedding.float(), norm=weights.norm.float())
+    layers = tuple(tuple(each.float() for each in plain.wide(index)) for index in range(len(weights.layers)))
+    return replace(plain, layers=layers, scales=())
 
 
 def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tuple[ForwardInputs, Tensor]:
@@ -114,9 +126,9 @@ def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tupl
 
 
 def persistent(spec: DecoderSpec, weights: StepWeights, *, pdl: bool = False) -> WholeStep:
-    make = Kernels(CUDA, techniques=using(programmatic_launch=pdl)).offer(
-        *called("decode_step", dtype=torch.bfloat16, spec=spec)
-    )
+    eight = EightBits("fp8") if weights.scales else None
+    kernels = Kernels(CUDA, techniques=using(programmatic_launch=pdl, persistent_fp8=True))
+    make = kernels.offer(*called("decode_step", dtype=torch.bfloat16, spec=spec, eight=eight))
     assert make is not None
     step: WholeStep = make(weights)
     return step
@@ -126,11 +138,12 @@ def far(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "FP8"])
 @pytest.mark.parametrize("name", SPECS)
-def test_hidden_states_and_the_cache_are_the_twin_s(name: str) -> None:
+def test_hidden_states_and_the_cache_are_the_twin_s(name: str, fp8: bool) -> None:
     torch.manual_seed(len(name))
     spec = SPECS[name]
-    weights = random_weights(spec)
+    weights = random_weights(spec, fp8=fp8)
     step, twin = persistent(spec, weights), decode_step(wide(weights))
     for block_size in (16, 128):
         for contexts in CONTEXTS.values():
@@ -146,9 +159,10 @@ def test_hidden_states_and_the_cache_are_the_twin_s(name: str) -> None:
             assert torch.equal(cache.isnan(), expected.isnan())  # it wrote where it should, and nowhere else
 
 
-def test_repeats_and_graphs_have_the_same_bits() -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "FP8"])
+def test_repeats_and_graphs_have_the_same_bits(fp8: bool) -> None:
     torch.manual_seed(3)
-    weights = random_weights(BASE)
+    weights = random_weights(BASE, fp8=fp8)
     step = persistent(BASE, weights)
     inputs, cache = random_step(BASE, CONTEXTS["uneven"], 128)
     first = step(inputs, (cache,))

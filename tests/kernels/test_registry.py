@@ -145,8 +145,9 @@ def test_techniques_that_candidates_name_exist_and_switch_them_off() -> None:
     assert (of["tuned_products"], of["gated_products"], of["persistent_decode"]) == (
         {"tuned"},
         {"gated"},
-        {"persistent"},
+        {"persistent", "persistent_fp8"},
     )
+    assert of["persistent_fp8"] == {"persistent_fp8"}
 
 
 def test_a_candidate_of_a_technique_that_is_off_gives_way_even_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:

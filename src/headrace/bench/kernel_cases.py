@@ -22,6 +22,7 @@ from torch import Tensor
 from headrace.kernels.attention import kv_codes
 from headrace.kernels.candidate import (
     DeltaFacts,
+    EightBits,
     ExpertFacts,
     Facts,
     HeadFacts,
@@ -129,7 +130,7 @@ class CaseMaker:
             "paged_attention": self._attention,
             "whole_attention": self._whole_attention,
             "rotary_write": self._rotary,
-            "decode_step": self._step,
+            "decode_step": lambda rows: (self._step(rows, fp8=each) for each in (False, True)),
             "draft_tokens": self._draft_tokens,
             "embedding": self._embedding,
             "moe": self._moe,
@@ -519,7 +520,7 @@ class CaseMaker:
         label = f"{len(lengths)} texts, {rows} tokens"
         return KernelCase("whole_attention", label, facts, self._bytes(4 * q.numel()), flops, calls)
 
-    def _step(self, rows: int) -> KernelCase:
+    def _step(self, rows: int, *, fp8: bool = False) -> KernelCase:
         """One layer and the norm after it, with one sequence per row."""
         spec, hidden, dim = self.spec, self.spec.hidden_size, self.spec.head_dim
         shapes = [(site.outs, site.ins) for site in self._sites.values()]
@@ -531,18 +532,23 @@ class CaseMaker:
         attention = AttentionInputs(table, every, context, slots, self.block_size, 1, self.context)
         inputs = ForwardInputs(torch.arange(rows) % 64, last, (attention,))
         cache = self._random(rows * blocks, 1, 2, spec.num_kv_heads, self.block_size, dim)
-        size = self._bytes(sum(outs * ins for outs, ins in shapes))
+        elements = sum(outs * ins for outs, ins in shapes)
+        size = elements if fp8 else self._bytes(elements)
 
         def weights() -> StepWeights:
             layer = (
-                *(self._weight(*shape) for shape in shapes),
+                *(
+                    (self._weight(*each) * 32).to(torch.float8_e4m3fn) if fp8 else self._weight(*each)
+                    for each in shapes
+                ),
                 torch.ones(hidden, dtype=self.dtype),
                 torch.ones(hidden, dtype=self.dtype),
             )
             angles = torch.arange(self.context).unsqueeze(1) * 500000.0 ** (-torch.arange(dim // 2) / (dim // 2))
             turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(64, hidden)
+            scales = (tuple(torch.full((outs,), 1 / 32) for outs, _ in shapes),) if fp8 else ()
             return StepWeights(
-                (layer,), table, layer[-1], table, turns, spec.qkv_heads, spec.norm_eps, spec.attention_scale
+                (layer,), table, layer[-1], table, turns, spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
             )
 
         made = [weights() for _ in range(min(2, self._copies(size)))]
@@ -552,12 +558,14 @@ class CaseMaker:
 
         keys = 2 * rows * self.context * spec.num_kv_heads * dim
         facts = StepFacts(
-            self.dtype, replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim))
+            self.dtype,
+            replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim)),
+            eight=EightBits("fp8") if fp8 else None,
         )
-        flops = 2 * rows * size // self.dtype.itemsize + 4 * rows * self.context * spec.num_heads * dim
+        flops = 2 * rows * elements + 4 * rows * self.context * spec.num_heads * dim
         return KernelCase(
             "decode_step",
-            f"1 layer, {rows} rows, context {self.context}",
+            f"1 layer{', FP8' * fp8}, {rows} rows, context {self.context}",
             facts,
             size + self._bytes(keys),
             flops,

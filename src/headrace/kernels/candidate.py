@@ -153,8 +153,11 @@ class ExpertFacts(Facts):
 
 @dataclass(frozen=True, slots=True)
 class StepFacts(Facts):
+    """``eight``: what all weights of layers are in, where they are no plain ones."""
+
     spec: DecoderSpec
     kv: KVFormat | None = None
+    eight: EightBits | None = None
 
 
 @dataclass(frozen=True, slots=True)

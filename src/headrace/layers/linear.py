@@ -187,6 +187,19 @@ class Linear(nn.Module):
             0 if bias is None else bias.nbytes
         )
 
+    def in_rows(self) -> tuple[Tensor, Tensor] | None:
+        """A weight of 8 bits with a scale a row: it, and these, [out], float32. After ``finish_loading``; None: its
+        parts do not lie one below another."""
+        pieces = [piece for piece in self.pieces if isinstance(piece, Piece)]
+        parts = [piece.tensors[0]["weight"] for piece in pieces]
+        at = parts[0].data_ptr()
+        for part in parts:
+            if part.data_ptr() != at:
+                return None
+            at += part.nbytes
+        scales = [piece.tensors[0]["scale"].float().reshape(-1).expand(piece.outs) for piece in pieces]
+        return parts[0].as_strided((self.site.outs, self.site.ins), (self.site.ins, 1)), torch.cat(scales)
+
     def watch(self, see: Callable[[Tensor], None]) -> None:
         """From now on ``see`` is shown all inputs, [..., in], and the product is computed by itself. After
         ``finish_loading``."""

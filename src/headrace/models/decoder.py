@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
-from headrace.kernels.candidate import StepFacts
+from headrace.kernels.candidate import EightBits, StepFacts
 from headrace.kernels.inputs import AdapterRows, ForwardInputs, LayerStep, Wanted
 from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
 from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
@@ -26,7 +26,8 @@ from headrace.layers.moe import SparseFeedForward
 from headrace.layers.pooling import Pooled, Pooler
 from headrace.layers.rotary import rotary_table
 from headrace.parallel.group import Group
-from headrace.sites import Role, Weight, head, is_plain, layer_matrices, weights
+from headrace.quant import Format
+from headrace.sites import Role, Weight, head, is_plain, layer_matrices, matrices, weights
 from headrace.spec import DecoderSpec, KVFormat, NormKind, attention_groups
 
 Halves = Sequence[Sequence[Tensor]]  # of each KV group, keys and values of its layers in turn
@@ -73,12 +74,20 @@ class Block(nn.Module):
         stream.renormed(self.post_feed_forward_norm)
 
     @property
+    def products(self) -> tuple[Linear, ...]:
+        """In the order of ``StepWeights.layers``; of a block without experts."""
+        assert isinstance(self.feed_forward, FeedForward)
+        return self.attention.qkv, self.attention.output, self.feed_forward.up, self.feed_forward.down
+
+    @property
+    def norms(self) -> tuple[Tensor, ...]:
+        found = (self.attention_norm.weight, self.feed_forward_norm.weight)
+        return tuple(each.data for each in found if each is not None)
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The fields of ``StepWeights.layers``, before loading has finished; for a block without experts and biases."""
-        assert isinstance(self.feed_forward, FeedForward)
-        products = (self.attention.qkv, self.attention.output, self.feed_forward.up, self.feed_forward.down)
-        weights = (*(product.weight for product in products), self.attention_norm.weight, self.feed_forward_norm.weight)
-        return tuple(each.data for each in weights if each is not None)
+        return (*(each.weight.data for each in self.products if each.weight is not None), *self.norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +146,10 @@ class Decoder(nn.Module):
         self.pooler = None if spec.pooling is None else Pooler(spec, context)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
+        self._eight = _rows_in_fp8(spec)
         self._make_step = (
-            kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv), reported=True)
-            if is_plain(spec) and group is None and spec.held is None
+            kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv, self._eight), reported=True)
+            if (is_plain(spec) or self._eight is not None) and group is None and spec.held is None
             else None
         )
         self._step: WholeStep | None = None
@@ -155,11 +165,16 @@ class Decoder(nn.Module):
     def finish_loading(self) -> None:
         """Converts the filled parameters to the form that their kernels need (packed weights, offsets added). Call it
         once."""
-        if self._make_step is not None:
-            self._step = self._make_step(self._step_weights())
+        table, head = self._table_and_head() if self._make_step or self._make_drafts else (None, None)
+        if self._make_step is not None and self._eight is None:
+            self._step = self._make_step(self._step_weights(table, head, tuple(each.tensors for each in self.blocks)))
         if self._make_drafts is not None:
-            self.draft_tokens = self._make_drafts(self._step_weights())
+            self.draft_tokens = self._make_drafts(
+                self._step_weights(table, head, tuple(each.tensors for each in self.blocks))
+            )
         finish_modules(self)
+        if self._make_step is not None and self._eight is not None:
+            self._step = self._step_in_rows(table, head)
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         self._takes_norms = all(each.takes_norms for each in linears)
         self._takes_sums = all(each.takes_sums for each in linears)
@@ -245,17 +260,36 @@ class Decoder(nn.Module):
     def blocks(self) -> tuple[Block, ...]:
         return tuple(block for block, *_ in self._steps)
 
-    def _step_weights(self) -> StepWeights:
-        """The weights for computing all layers in one launch."""
-        assert isinstance(self.cos_sin, Tensor) and self.embedding is not None and self.head is not None
-        assert self.embedding.weight is not None
-        layers = tuple(block.tensors for block in self.blocks)
+    def _table_and_head(self) -> tuple[Tensor, Tensor]:
+        """Before loading has finished."""
+        assert self.embedding is not None and self.embedding.weight is not None and self.head is not None
         table = self.embedding.weight.data
-        norm = self.norm.weight.data
-        head = table if self.head.weight is None else self.head.weight.data
+        return table, table if self.head.weight is None else self.head.weight.data
+
+    def _step_weights(
+        self,
+        table: Tensor | None,
+        head: Tensor | None,
+        layers: tuple[tuple[Tensor, ...], ...],
+        scales: tuple[tuple[Tensor, ...], ...] = (),
+    ) -> StepWeights:
+        """The weights for computing all layers in one launch."""
+        assert isinstance(self.cos_sin, Tensor) and table is not None and head is not None
+        norm, spec = self.norm.weight.data, self.spec
         return StepWeights(
-            layers, table, norm, head, self.cos_sin, self.spec.qkv_heads, self.spec.norm_eps, self.spec.attention_scale
+            layers, table, norm, head, self.cos_sin, spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
         )
+
+    def _step_in_rows(self, table: Tensor | None, head: Tensor | None) -> WholeStep | None:
+        """Over the same weights in FP8 as the layers'; None: some layer's parts are apart."""
+        found = [[product.in_rows() for product in block.products] for block in self.blocks]
+        rows = [[each for each in layer if each is not None] for layer in found]
+        if self._make_step is None or any(len(layer) < 4 for layer in rows):
+            return None
+        layers = tuple((*(each[0] for each in own), *block.norms) for own, block in zip(rows, self.blocks, strict=True))
+        scales = tuple(tuple(each[1] for each in own) for own in rows)
+        step: WholeStep = self._make_step(self._step_weights(table, head, layers, scales))
+        return step
 
     def pooled(self, hidden: Tensor, places: Pooled) -> Tensor:  # [tokens, hidden] → [n, hidden], or [n, 1]; float32
         """What becomes of prompts in place of a next token."""
@@ -274,6 +308,16 @@ class Decoder(nn.Module):
             logits = self._group.all_gather(logits, self.spec.vocab_size)
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+
+
+def _rows_in_fp8(spec: DecoderSpec) -> EightBits | None:
+    """What all matrices of all layers are in, where that is FP8 with a scale a row and everything else is plain."""
+    if spec.formats or is_plain(spec):
+        return None
+    forms = {form for site in matrices(spec) if site.layer is not None for form in site.formats or (Format(),)}
+    eights = {form.eight for form in forms if form.coding is None}
+    (first,) = eights if len(eights) == 1 and all(form.coding is None for form in forms) else (None,)
+    return first if first is not None and first.kind == "fp8" and not first.group else None
 
 
 def finish_modules(parent: nn.Module) -> None:

@@ -74,16 +74,19 @@ def create_drafts(native: Native, site: CallSite[StepFacts]) -> Any:
     return make
 
 
-PERSISTENT = "persistent"
+PERSISTENT, PERSISTENT_FP8 = "persistent", "persistent_fp8"
 _CAPABILITY = (9, 0)  # bulk copies into shared memory, 227 KiB of it
 
 
 def _decode_step(site: CallSite[StepFacts]) -> Any:
-    return load("step.persistent:DecodeSteps")(site.facts.spec, site.device, pdl=site.pdl)
+    fp8 = site.facts.eight is not None
+    return load("step.persistent:DecodeSteps")(site.facts.spec, site.device, pdl=site.pdl, fp8=fp8)
 
 
-def _no_step(site: CallSite[StepFacts]) -> str | None:
+def _no_step(site: CallSite[StepFacts], *, fp8: bool) -> str | None:
     """Whoever is declined loses nothing but speed: a decoder's own layers stand behind it."""
+    if fp8 != (site.facts.eight is not None):
+        return f"multiplies by weights in {'FP8, a scale a row' if fp8 else 'bfloat16'}"
     if site.facts.kv is not None:
         return f"keys and values are held as {site.facts.kv.name}"
     return why_not(site.facts.spec, site.card.processors)
@@ -93,11 +96,12 @@ def _rehearse(site: CallSite[StepFacts], made: Any, sizes: Sizes) -> Calls:
     return [(f"all layers, blocks of {sizes.block_size}", partial(made.prepare, sizes.block_size))]
 
 
-DECODE_STEP = (
+DECODE_STEP = tuple(
     Candidate(
-        PERSISTENT, _decode_step, DEVICES, (torch.bfloat16,), frozenset({"persistent_decode"}), _CAPABILITY, True, _no_step, varies=True,
-        optional=True, rehearse=_rehearse,
-    ),
+        name, _decode_step, DEVICES, (torch.bfloat16,), frozenset({"persistent_decode", *more}), _CAPABILITY, True,
+        partial(_no_step, fp8=fp8), varies=True, optional=True, rehearse=_rehearse,
+    )
+    for name, fp8, more in ((PERSISTENT, False, ()), (PERSISTENT_FP8, True, ("persistent_fp8",)))
 )  # fmt: skip
 
 DRAFT_TOKENS = (native(create_drafts, optional=True),)

@@ -9,7 +9,7 @@ template <int P> __device__ __forceinline__ void deal(Shared& s) {
 
 // The rings and their first weights: all of it is of this launch alone, so that it may begin while the kernel before still runs.
 __device__ __forceinline__ void fill_rings(const Params& p, Shared& s, Ring& ring, int warp, int lane) {
-  for (int i = threadIdx.x; i < LAYERS * 6; i += THREADS) (&s.weights[0][0])[i] = ((const bf16* const*)p.layers)[i];
+  for (int i = threadIdx.x; i < LAYERS * FIELDS; i += THREADS) (&s.weights[0][0])[i] = ((const bf16* const*)p.layers)[i];
   if (threadIdx.x == 0) { deal<0>(s); deal<1>(s); deal<2>(s); deal<3>(s); }
   if (lane < SLOTS) barrier_init(&s.full[warp][lane]);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -61,12 +61,11 @@ class DecodeSteps:
     """Makes the decode step of a decoder from its weights; its machine code is built once for each block size.
 
     Where it cannot be built or loaded, every step is declined: the decoder's own layers stand behind it.
-    ``pdl``: it begins while the kernel before still runs.
+    ``pdl``: it begins while the kernel before still runs. ``fp8``: weights have a scale a row; inputs stay bfloat16.
     """
 
-    def __init__(self, spec: DecoderSpec, device: torch.device, *, pdl: bool = False) -> None:
-        self.spec = spec
-        self.pdl = pdl
+    def __init__(self, spec: DecoderSpec, device: torch.device, *, pdl: bool = False, fp8: bool = False) -> None:
+        self.spec, self.pdl, self.fp8 = spec, pdl, fp8
         self._variants = Variants(device, _NAME, _machine_code)
         self.programs = self._variants.processors
 
@@ -77,7 +76,7 @@ class DecodeSteps:
         """Built, or kept from before; None where that is not possible."""
         if block_size % _KEYS:
             return None
-        function = self._variants.find(StepShape(self.spec, block_size, self.programs), _UNBUILT)
+        function = self._variants.find(StepShape(self.spec, block_size, self.programs, self.fp8), _UNBUILT)
         if function is not None:
             function.number("exchange_bytes")  # nothing is read from the device later, when a graph may be recorded
         return function
@@ -94,7 +93,11 @@ class DecodeStep:
     def __init__(self, steps: DecodeSteps, weights: StepWeights) -> None:
         self._steps = steps
         self._weights = weights
-        pointers = [[each.data_ptr() for each in layer] for layer in weights.layers]
+        assert bool(weights.scales) == steps.fp8
+        scales = weights.scales or ((),) * len(weights.layers)
+        pointers = [
+            [each.data_ptr() for each in (*layer, *own)] for layer, own in zip(weights.layers, scales, strict=True)
+        ]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(weights.embedding.device)
         # now: no graph may be recorded
         self._scratch = _make_scratch(steps.spec, steps.programs, weights.embedding.device)

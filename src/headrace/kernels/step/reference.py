@@ -40,7 +40,8 @@ class WholeStep(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepWeights:
     """A decoder's tensors as they were loaded. ``layers``: of each qkv, output, up, down [out, in], then its two norms'
-    weights [hidden]."""
+    weights [hidden]. ``scales``: of weights in FP8, what each row of those four is multiplied by, [out], float32.
+    """
 
     layers: tuple[tuple[Tensor, ...], ...]
     embedding: Tensor  # [vocab, hidden]
@@ -50,6 +51,15 @@ class StepWeights:
     heads: tuple[int, int, int]  # of q, k and v
     eps: float
     scale: float  # of scores
+    scales: tuple[tuple[Tensor, ...], ...] = ()
+
+    def wide(self, layer: int) -> tuple[Tensor, ...]:
+        """A layer's as they are multiplied, in the embedding's type."""
+        held, dtype = self.layers[layer], self.embedding.dtype
+        if not self.scales:
+            return held
+        products = zip(held[:4], self.scales[layer], strict=True)
+        return (*((each.float() * scale.unsqueeze(1)).to(dtype) for each, scale in products), *held[4:])
 
 
 class DraftRows(NamedTuple):
@@ -91,8 +101,8 @@ class _TwinStep:
     def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         weights, residual = self.weights, None
         x = F.embedding(inputs.token_ids, weights.embedding)
-        for index, layer in enumerate(weights.layers):
-            x, residual = _layer(x, residual, layer, weights, inputs, kv_caches[0][:, index])
+        for index in range(len(weights.layers)):
+            x, residual = _layer(x, residual, weights.wide(index), weights, inputs, kv_caches[0][:, index])
         return norm_twins.rms_norm(x, weights.norm, weights.eps, residual)[0]
 
     def longest(self, rows: int, block_size: int) -> int:
@@ -101,7 +111,7 @@ class _TwinStep:
 
 def decode_step(weights: StepWeights) -> WholeStep:
     """Norm, attention, norm, gated feed-forward with SiLU, layer by layer; keys and values are written, hidden states
-    normed."""
+    normed. No input is rounded to 8 bits, whatever weights are in."""
     return _TwinStep(weights)
 
 

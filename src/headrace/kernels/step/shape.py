@@ -29,6 +29,7 @@ class StepShape:
     spec: DecoderSpec
     block_size: int
     programs: int  # one a multiprocessor
+    fp8: bool = False  # weights, with a scale a row
 
     def options(self) -> tuple[str, ...]:
         spec = self.spec
@@ -43,6 +44,8 @@ class StepShape:
             "GRID": self.programs,
             "ROWS": _ROWS,
         }
+        if self.fp8:  # as many bytes under way as in bfloat16
+            values |= {"FP8": 1, "SLOTS": 4}
         return ("--gpu-architecture=sm_90a", "--std=c++17", *(f"-D{name}={value}" for name, value in values.items()))
 
 

@@ -21,6 +21,11 @@ template <bool ADDS> __device__ __forceinline__ void look_ahead(Ahead& a, const 
   }
 }
 
+// Scales of the rows of a warp's tile: they come while it is multiplied, past the registers.
+__device__ __forceinline__ void fetch_units(Shared& s, int layer, int phase, int tile, int warp, int lane) {
+  const float* from = (const float*)s.weights[layer][FIELDS - 4 + phase];
+  if (lane < 8) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address(&s.units[warp][lane])), "l"(from + row_of(phase, tile, lane)) : "memory");
+}
 
 // y = W x done; the warp's lane has rows t and t + 4 for sequence g of one tile.
 template <int P> __device__ __forceinline__ void finish(const Params& p, Shared& s, int layer, int tile, int g, int t, int half, float first, float second,
@@ -113,6 +118,7 @@ __device__ __forceinline__ void leave_squares(float* to, const Shared& s, int ti
 // Operators without a norm before them add to the residual, the others do not.
 __device__ __forceinline__ void end_group(const Params& p, Shared& s, int layer, int phase, int first_tile, int count, Stream& stream, const Ahead& ahead,
                                           u32 live, int warp, int lane) {
+  if (ITEM == 1) asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
   if (warp < count) {
 #pragma unroll
@@ -120,6 +126,7 @@ __device__ __forceinline__ void end_group(const Params& p, Shared& s, int layer,
       float first, second;
       whole(s, deals[phase].shift, warp, half, lane, first, second);
       int tile = first_tile + warp, g = lane / 4, t = lane % 4;
+      if (ITEM == 1) first *= s.units[warp][t], second *= s.units[warp][t + 4];
       if (phase == QKV_P) finish<QKV_P>(p, s, layer, tile, g, t, half, first, second, stream, ahead, live);
       else if (phase == UP_P) finish<UP_P>(p, s, layer, tile, g, t, half, first, second, stream, ahead, live);
       else finish<DOWN_P>(p, s, layer, tile, g, t, half, first, second, stream, ahead, live,
@@ -142,6 +149,7 @@ __device__ __forceinline__ void product(const Params& p, Shared& s, Ring& ring, 
   } else {
     look_ahead<false>(ahead, p, s, nullptr, phase, first_tile + min(warp, tiles - 1), lane);
   }
+  if (ITEM == 1) fetch_units(s, layer, phase, first_tile + min(warp, tiles - 1), warp, lane);
   if (phase == QKV_P) prefetch_keys(p, s, layer);
   Squares squares;
   int group = 0, chunk = 0;
@@ -150,6 +158,7 @@ __device__ __forceinline__ void product(const Params& p, Shared& s, Ring& ring, 
     Operand operand;
     load_x(operand, from + chunk * d.kc, d, team < tiles ? live : 0, lane);
     settle_x(operand, from + chunk * d.kc, d, lane);
+    if (ITEM == 1) pair_x(operand);
     look_at_squares(squares, squares_at, adds ? 0 : GRID, warp, lane);
 #pragma unroll 1
     do {
@@ -170,6 +179,7 @@ __device__ __forceinline__ void product(const Params& p, Shared& s, Ring& ring, 
         end_group(p, s, layer, phase, first_tile + group, count, stream, ahead, live, warp, lane);
         chunk = 0;
         group += GROUP_TILES;
+        if (ITEM == 1 && group < tiles) fetch_units(s, layer, phase, first_tile + min(group + warp, tiles - 1), warp, lane);
         if (phase == QKV_P && group < tiles) look_ahead<false>(ahead, p, s, nullptr, phase, first_tile + min(group + warp, tiles - 1), lane);
       }
     } while (d.chunks == 1 && group < tiles);

@@ -32,6 +32,18 @@ __device__ __forceinline__ Vec load_shared(u32 at) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 permuted(u32 x, u32 y, u32 how) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(how)); return r; }
+// Four e4m3 as bfloat16: the first and third, the second and fourth. Put in its place an exponent is 120 too small.
+__device__ __forceinline__ u32 scaled_up(u32 sign, u32 size) {
+  u32 r;
+  asm("lop3.b32 %0, %1, 0x80008000, %2, 0xEA;" : "=r"(r) : "r"(sign), "r"(size));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(r), "r"(0x7B807B80u));
+  return r;
+}
+__device__ __forceinline__ void widen_four(u32 codes, u32& even, u32& odd) {
+  even = scaled_up(codes << 8, codes << 4 & 0x07F007F0u);
+  odd = scaled_up(codes, codes >> 4 & 0x07F007F0u);
+}
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -79,11 +91,10 @@ struct Ring {
   u32 parity;
 };
 
-__device__ __forceinline__ long long offset_of(int phase, int tile, int i, int k) {
-  int row = tile * 8 + i;
-  if (phase == UP_P) row = tile * 4 + (i & 3) + (i >> 2) * INNER;
-  if (phase == QKV_P && tile < (HQ + HK) * (D / 8)) row = tile / (D / 8) * D + tile % (D / 8) * 4 + (i & 3) + (i >> 2) * (D / 2);
-  return (long long)row * k;
+__device__ __forceinline__ int row_of(int phase, int tile, int i) {
+  if (phase == UP_P) return tile * 4 + (i & 3) + (i >> 2) * INNER;
+  if (phase == QKV_P && tile < (HQ + HK) * (D / 8)) return tile / (D / 8) * D + tile % (D / 8) * 4 + (i & 3) + (i >> 2) * (D / 2);
+  return tile * 8 + i;
 }
 
 // Goes on to the next tile that is this warp's: through the tiles of a group, its chunks of K, groups, operators, layers.
@@ -106,12 +117,13 @@ __device__ __forceinline__ void refill(Ring& r, const Shared& s, int warp, int l
   if (r.layer >= LAYERS) return;
   const Deal& d = deals[r.phase];
   u64* full = r.full + r.fill;
-  if (lane == 0) expect(full, 16 * d.kc);
+  if (lane == 0) expect(full, 8 * ITEM * d.kc);
   __syncwarp();
   if (lane < 8) {
     int part = (warp & ((1 << d.shift) - 1)) * d.slice + r.chunk * d.kc;
-    const bf16* from = s.weights[r.layer][r.phase] + offset_of(r.phase, s.first[r.phase] + r.group + r.tile, lane, d.k) + part;
-    bulk_copy(r.base + r.fill * SLOT_BYTES + lane * d.pitch, from, d.kc * 2, full, r.policy);
+    long long row = row_of(r.phase, s.first[r.phase] + r.group + r.tile, lane);
+    const unsigned char* from = (const unsigned char*)s.weights[r.layer][r.phase] + (row * d.k + part) * ITEM;
+    bulk_copy(r.base + r.fill * SLOT_BYTES + lane * d.pitch, from, d.kc * ITEM, full, r.policy);
   }
   r.fill = r.fill + 1 == SLOTS ? 0 : r.fill + 1;
   r.tile += WARPS >> d.shift;

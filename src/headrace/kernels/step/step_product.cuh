@@ -46,13 +46,34 @@ __device__ __forceinline__ void settle_x(Operand& x, const bf16* from, const Dea
   } while (lacking);
 }
 
+// Pairs of x as those of codes come out of their words: elements 0 and 2, 1 and 3.
+__device__ __forceinline__ void pair_x(Operand& x) {
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+    for (int i = 0; i < 4 * HALVES; i += 2) {
+      u32 even = permuted(x.v[s][i], x.v[s][i + 1], 0x5410), odd = permuted(x.v[s][i], x.v[s][i + 1], 0x7632);
+      x.v[s][i] = even, x.v[s][i + 1] = odd;
+    }
+}
+
+__device__ __forceinline__ Vec weights_at(u32 at, int step) {
+  if (ITEM == 2) return load_shared(at + step * 64);
+  u32 first, second;
+  Vec w;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(at + step * 32) : "memory");
+  widen_four(first, w.x, w.y);
+  widen_four(second, w.z, w.w);
+  return w;
+}
+
 __device__ __forceinline__ void multiply(float (&acc)[4], const Operand& x, u32 slot, const Deal& d, int lane) {
-  u32 at = slot + (lane / 4) * d.pitch + (lane % 4) * 16;
+  u32 at = slot + (lane / 4) * d.pitch + (lane % 4) * 8 * ITEM;
   float c[4][4] = {};
 #pragma unroll
   for (int s = 0; s < STEPS; ++s)
     if (s * 32 < d.kc) {
-      Vec w = load_shared(at + s * 64);
+      Vec w = weights_at(at, s);
       const u32 (&v)[4 * HALVES] = x.v[s];
       mma(c[2 * (s % 2)], v[0], HALVES == 2 ? v[4 * (HALVES - 1)] : 0, v[1], HALVES == 2 ? v[4 * (HALVES - 1) + 1] : 0, w.x, w.y);
       mma(c[2 * (s % 2) + 1], v[2], HALVES == 2 ? v[4 * (HALVES - 1) + 2] : 0, v[3], HALVES == 2 ? v[4 * (HALVES - 1) + 3] : 0, w.z, w.w);

@@ -28,11 +28,18 @@ constexpr int HALVES = ROWS / 8;      // groups of 8 sequences
 constexpr int GROUP_TILES = 8 / HALVES;  // tiles whose partial sums are in shared memory at once
 constexpr int G = HQ / HK;
 static_assert(G <= 8 && G * D <= 512, "a group's values have to fit into the sums' memory");
-constexpr int SLOT_BYTES = 8 * (CHUNK * 2 + 64);
+#ifdef FP8
+constexpr int ITEM = 1, PAD = 32;  // bytes of a weight, and behind rows that would meet in the banks
+#else
+constexpr int ITEM = 2, PAD = 64;
+#endif
+constexpr int SLOT_BYTES = 8 * (CHUNK * ITEM + PAD);
+constexpr int FIELDS = ITEM == 1 ? 10 : 6;  // of a layer
 #define MINUS_INFINITY __int_as_float(0xff800000)
 constexpr u64 PATIENCE_NS = 2000000000ull;
 
-struct Layer { const bf16* qkv; const bf16* output; const bf16* up; const bf16* down; const bf16* norm1; const bf16* norm2; };
+// qkv, output, up and down, bf16 or (FP8) e4m3 with scales of their rows in the last four; two norms, bf16.
+struct Layer { const void *products[4], *norms[2], *scales[FIELDS - 6 ? FIELDS - 6 : 1]; };
 
 struct Params {
   const Layer* layers;          // [LAYERS]
@@ -68,7 +75,7 @@ template <int P> struct Shape {
   static constexpr int SLICE = K >> SHIFT;                              // of K, a warp's
   static constexpr int CHUNKS = (SLICE + CHUNK - 1) / CHUNK;
   static constexpr int KC = SLICE / CHUNKS;
-  static constexpr int PITCH = KC * 2 + ((KC * 2) % 128 == 0 ? 64 : 0);  // no two lanes of a load in one bank
+  static constexpr int PITCH = KC * ITEM + (KC * ITEM % (ITEM == 1 ? 64 : 128) == 0 ? PAD : 0);  // no two lanes of a load in one bank
   static constexpr int MOST = (TILES + GRID - 1) / GRID;                 // tiles of a program
   static_assert(SLICE % CHUNKS == 0 && KC % 32 == 0 && K % (8 * 32) == 0 && 8 * PITCH <= SLOT_BYTES, "K cannot be dealt");
 };
@@ -105,7 +112,8 @@ struct Shared {
   float mass[WARPS][8];
   float sums[WARPS][ROWS];
   float rstd[ROWS];
-  const bf16* weights[LAYERS][6];
+  const bf16* weights[LAYERS][FIELDS];
+  float units[WARPS][8];   // of FP8: what rows of each warp's tile are multiplied by
   int first[4], tiles[4];  // of this program
   int position[ROWS];
   int context[ROWS];
