@@ -21,8 +21,9 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.models.source import _DEMO
+from headrace.speculative.ahead import RUNS
 from headrace.worker import draft_place, worker
-from headrace.worker.apart_drafts import RUNS, ApartDrafts, DraftSide
+from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.settings import Setup
 from tests.engine.test_speculation import GRAMMARS, MIXED, PROMPTS
 from tests.support import tiny

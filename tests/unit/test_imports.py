@@ -66,6 +66,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "scheduler",
         "cache",
         "models",
+        "speculative.ahead",
+        "speculative.length",
         "speculative.settings",
         "parallel.shares",
     },

@@ -27,7 +27,7 @@ from headrace.errors import ConfigError
 from headrace.planner.devices import Device, Efficiency, Share, find_device, known_devices
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
-from headrace.planner.simulator import Load, simulate
+from headrace.planner.simulator import DraftOn, Load, draft_model, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload.conversations import conversations_of
 from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn, prompt_ids
@@ -175,6 +175,40 @@ def test_a_whole_simulation_by_hand() -> None:
     rest = (2 * head + 2 * norms + kv_token * prompt + 2 * HIDDEN * prompt) / BANDWIDTH
     report = simulate(SPEC, EngineConfig(), tiny_device(), Load([LoadRequest(prompt, 1, at=0.0)]))
     assert report.figures["mean_ttft_ms"] == pytest.approx((products + attention + rest) * 1e3)
+
+
+def test_drafts_are_tokens_and_their_model_is_priced_where_it_is() -> None:
+    """A verification that takes what a step takes, and drafts of a device whose layers are five times as fast."""
+
+    def told(drafts: dict[str, Any] | None, draft: DraftOn | None = None, **device: Any) -> dict[str, Any]:
+        config = replace(
+            EngineConfig(),
+            scheduler=SchedulerConfig(speculative_config=None if drafts is None else json.dumps(drafts)),
+            device=DeviceConfig(overlap=0, **device),
+        )
+        return simulate(SPEC, config, tiny_device(layer=1.0), Load([LoadRequest(10, 101, at=0.0)], draft=draft)).figures
+
+    chain = {"model": "-", "num_speculative_tokens": 4, "acceptance": 1.0}
+    own = {**chain, "device": "cpu"}
+    other = DraftOn(SPEC, tiny_device(layer=0.2))
+    each = other.priced(EngineConfig()).decode_seconds(1, 60) * 1e3
+    plain, beside = told(None), told({**chain, "draft_cost": 0.2})
+    waits, ahead = told(own, other, drafts_ahead=False), told(own, other)
+    for found in (plain, beside, waits, ahead):
+        assert found["total_output_tokens"] == 101
+    assert beside["tokens_per_verification"] == pytest.approx(5.0, abs=0.2)
+    step = plain["mean_tpot_ms"]
+    assert beside["mean_tpot_ms"] == pytest.approx(step * 1.8 / 5, rel=0.05)
+    assert waits["mean_tpot_ms"] == pytest.approx((step + 4 * each) / 5, rel=0.1)
+    # one pass foretells the sample, and four the next drafts: in a verification, or as long as they take
+    assert ahead["mean_tpot_ms"] == pytest.approx(max(step, 5 * each) / 5, rel=0.1)
+    assert ahead["drafts_ahead_used"] > 50 and ahead["drafts_ahead_refuted"] == 0
+
+
+def test_a_draft_device_without_a_draft_is_refused() -> None:
+    for drafts in (None, '{"method": "ngram"}', '{"model": "-"}'):
+        with pytest.raises(ConfigError, match="--draft-device is where a draft model computes apart"):
+            draft_model(replace(EngineConfig(), scheduler=SchedulerConfig(speculative_config=drafts)))
 
 
 # --- the same schedule

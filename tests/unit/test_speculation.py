@@ -13,10 +13,13 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.errors import ConfigError
+from headrace.planner.drafts import Drafting
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.step_time import StepPrice
 from headrace.request import StepPlan, StepResult
-from headrace.speculative.length import AGAIN, FIRST, LEARN, PROBE, REST, Speculation
+from headrace.speculative.ahead import AGAIN as PAUSE
+from headrace.speculative.ahead import RUNS
+from headrace.speculative.length import AGAIN, FIRST, LEARN, PROBE, REST, DraftCounts, Speculation
 from headrace.speculative.lookup import AnswerStore, Lookup, continued
 from headrace.speculative.settings import MOST_DRAFTS, read_settings
 from headrace.speculative.verify import accepted
@@ -222,30 +225,44 @@ def test_unused_blocks_come_back() -> None:
     assert_at_rest(core)
 
 
-def test_a_modelled_device_accepts_as_often_as_it_is_told() -> None:
-    def speed(drafts: int, tree: int = 1) -> float:
-        info, clock = keyed_hash_info(max_drafts=drafts), VirtualClock()
-        executor = ModelledExecutor(
-            info, lambda plan: StepPrice(0.01, 0.0, 0.0, 0.0), clock, acceptance=0.8, draft_cost=0.1, tree=tree
-        )
-        config = SchedulerConfig(max_num_seqs=8, speculative_config=FIXED % drafts if drafts else None)
-        core = EngineCore(
-            executor,
-            scheduler=config,
-            cache=CacheConfig(),
-            eos_token_ids=frozenset(),
-            namespace=b"",
-            clock=clock,
-            depth=1,
-        )
-        core.add(request(1, range(5), max_tokens=2000))
-        answers = run(core)
-        assert answers.tokens[1, 0] == list(executor.answer_ids(1, 5, 2000))
-        return 2000 / clock.now()
+def _modelled(drafts: int, given: Drafting) -> tuple[float, DraftCounts | None]:
+    """Tokens a second of one stream, and what was counted."""
+    info, clock = keyed_hash_info(max_drafts=drafts, max_model_len=4000, num_blocks=300), VirtualClock()
+    executor = ModelledExecutor(info, lambda plan: StepPrice(0.01, 0.0, 0.0, 0.0), clock, drafting=given)
+    config = SchedulerConfig(max_num_seqs=8, speculative_config=FIXED % drafts if drafts else None)
+    core = EngineCore(
+        executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=1
+    )
+    core.add(request(1, range(5), max_tokens=3000))
+    answers = run(core)
+    assert answers.tokens[1, 0] == list(executor.answer_ids(1, 5, 3000))
+    return 3000 / clock.now(), core.stats().drafts
 
-    expected_gain = sum(0.8**n for n in range(5)) / 1.4
-    assert abs(speed(4) / speed(0) / expected_gain - 1.0) < 0.05
-    assert abs(speed(8, tree=2) / speed(4) - 1.0) < 0.02, "as deep, and twice as wide"
+
+def test_a_modelled_device_accepts_as_often_as_it_is_told() -> None:
+    plain, chain, tree = (
+        _modelled(drafts, Drafting(0.8, 0.1, tree=wide))[0] for drafts, wide in ((0, 1), (4, 1), (8, 2))
+    )
+    assert abs(chain / plain / (sum(0.8**n for n in range(5)) / 1.4) - 1.0) < 0.05
+    assert abs(tree / chain - 1.0) < 0.02, "as deep, and twice as wide"
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.7, 0.9, 1.0])
+def test_drafting_ahead_spares_what_was_right_and_costs_little_where_it_is_not(acceptance: float) -> None:
+    waiting, none = _modelled(4, Drafting(acceptance, 0.1))
+    ahead, counts = _modelled(4, Drafting(acceptance, 0.1, ahead=True))
+    assert none is not None and not none.ahead and counts is not None
+    right = acceptance**5
+    if acceptance >= 0.9:
+        step = right * 1.0 + (1 - right) * 1.45  # the passes, and half a one that is under way
+        assert abs(ahead / waiting / (1.4 / step) - 1.0) < 0.04
+        assert abs(counts.ahead["used"] / sum(counts.drafted) - right) < 0.08
+    else:
+        assert ahead / waiting > 0.985
+    if acceptance <= 0.5:
+        assert counts.ahead["refuted"] < 2 * RUNS * 5 * counts.steps / PAUSE, "few runs are begun for nothing"
+    on_its_own, _ = _modelled(4, Drafting(acceptance, 0.9, lambda rows, length: 0.001 * rows))
+    assert abs(on_its_own / waiting - 1.0) < 0.001, "a tenth of a step, by its own device"
 
 
 def test_a_request_is_told_why_nothing_of_it_is_drafted() -> None:

@@ -26,7 +26,7 @@ from headrace.observe.report import load_pyplot, machine_facts, print_facts, pri
 from headrace.planner.against import COLUMNS, Compared, check_unseen, compare, read_samples, status_of
 from headrace.planner.curve import Trial, check_rates
 from headrace.planner.devices import MEETING_SECONDS, Device, find_device
-from headrace.planner.simulator import Load, Report, simulate
+from headrace.planner.simulator import DraftOn, Load, Report, draft_model, simulate
 from headrace.planner.workload.statistics import failure_reasons
 from headrace.spec import DecoderSpec
 from headrace.worker.host import available_memory, physical_cores
@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="US",
         help="microseconds of one all-reduce without its bytes (default: the device's)",
+    )
+    where.add_argument(
+        "--draft-device",
+        metavar="DEVICE",
+        help="price the draft model of --speculative-config on a device of its own (default: as its draft_cost says)",
     )
     simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
@@ -112,7 +117,12 @@ def _load(
     args: argparse.Namespace, config: EngineConfig, server: ServerConfig, spec: DecoderSpec, rate: float | None
 ) -> Load:
     load = simulate_load.load_of(args, config, server, rate)
-    return replace(load, popularity=simulate_calibrate.popularity(args, spec), front=not args.no_front_end)
+    return replace(
+        load,
+        draft=_draft(args, config),
+        popularity=simulate_calibrate.popularity(args, spec),
+        front=not args.no_front_end,
+    )
 
 
 def _print(facts: Mapping[str, Any], report: Report, compared: Sequence[Compared]) -> None:
@@ -151,6 +161,15 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
     threads = config.device.threads or physical_cores()[0]
     found = find_device(args.simulated, threads=threads, memory=args.device_memory, free_memory=available_memory())
     return simulate_calibrate.with_prices(args, _linked(args, config, found))
+
+
+def _draft(args: argparse.Namespace, config: EngineConfig) -> DraftOn | None:
+    if args.draft_device is None:
+        return None
+    source = _source(replace(config, model=replace(config.model, model=draft_model(config))))
+    threads = config.device.threads or physical_cores()[0]
+    device = find_device(args.draft_device, threads=threads, memory=None, free_memory=available_memory())
+    return DraftOn(families.spec_from_config(source.config), device)
 
 
 def _linked(args: argparse.Namespace, config: EngineConfig, device: Device) -> Device:

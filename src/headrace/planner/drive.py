@@ -206,8 +206,7 @@ class Drive:
     def _take(self, outputs: Sequence[SequenceOutput], now: float) -> None:
         for output in outputs:
             sample = self._live[output.request_id]
-            if output.token_ids:
-                sample.arrivals.append(now)
+            sample.arrivals += [now] * len(output.token_ids)
             if output.num_cached_tokens is not None:
                 sample.cached_tokens = output.num_cached_tokens
                 if self._router is not None:

@@ -23,6 +23,7 @@ import numpy as np
 from headrace.clock import Clock
 from headrace.cost.prices import RESTED
 from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, Ticket
+from headrace.planner.drafts import Drafting, ModelledDrafts
 from headrace.planner.step_time import StepPrice
 from headrace.request import StepPlan, StepResult, TokenMasks
 
@@ -76,10 +77,7 @@ class _Timed(Ticket):
 
 class ModelledExecutor:
     """Takes the virtual time that ``price`` says; ``ratio``: how many times as long a step takes, by its number, when
-    it begins and whether it is of single tokens alone. One device. Where plans draft, a draft is right as often as
-    ``acceptance`` says (by a hash of its place), and proposing one more for all rows takes ``draft_cost`` of the
-    step. ``tree``: so many drafts stand side by side at each place, of which one is right as often as that, and one
-    pass proposes them."""
+    it begins and whether it is of single tokens alone. One device, and where plans draft perhaps another for that."""
 
     def __init__(
         self,
@@ -89,9 +87,7 @@ class ModelledExecutor:
         *,
         host_seconds: float = 0.0,
         ratio: Callable[[int, float, bool], float] | None = None,
-        acceptance: float = 0.0,
-        draft_cost: float = 0.0,
-        tree: int = 1,
+        drafting: Drafting | None = None,
     ) -> None:
         self.info = info
         self.counts = DeviceCounts()
@@ -100,13 +96,13 @@ class ModelledExecutor:
         self._clock = clock
         self._ratio = ratio
         self._host_seconds = host_seconds
-        self._tree = tree
         self._busy = [0.0] * info.stages  # until when
         self._ends: deque[float] = deque(maxlen=info.stages)  # of so many steps, whose tokens the next one goes on from
         self._rested_at = -math.inf
         self._sequences: dict[int, int] = {}  # row → where its tokens begin
         self._lengths: dict[int, int] = {}  # row → its tokens, where some are drafted
-        self._acceptance, self._draft_cost = acceptance, draft_cost
+        self._drafting = drafting or Drafting()
+        self._drafts = ModelledDrafts(self._drafting)
 
     def submit(self, plan: StepPlan) -> _Timed:
         price = self._price(plan)
@@ -115,18 +111,20 @@ class ModelledExecutor:
         pause = now - self._busy[0] if now > self._busy[0] + PAUSE else 0.0
         if pause > RESTED:
             self._rested_at = now
-        seconds = self._felt(price, now, pause) * (
-            1.0 + self._draft_cost * -(-max(plan.drafts, default=0) // self._tree)
-        )
+        for new in plan.rows_added:
+            self._sequences[new.row], self._lengths[new.row] = new.sequence_id * _SEQUENCE, len(new.token_ids)
+            self._drafts.forget(new.row)
+        seconds, ahead = self._felt(price, now, pause), None
+        if plan.drafts:
+            drafting, ahead = self._drafts.verified(plan, seconds, self._lengths, self._is_right)
+            seconds += drafting
         seconds, end = self._computed(price, seconds, began, goes_on=1 in plan.counts)
         self._clock.sleep_until(began + price.launch_seconds + price.record_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price, seconds)
-        for new in plan.rows_added:
-            self._sequences[new.row], self._lengths[new.row] = new.sequence_id * _SEQUENCE, len(new.token_ids)
         tokens, graph = self._drafted(plan) if self.info.max_drafts else self._tokens(plan), price.graph_tokens
         recorded = price.record_seconds > 0.0
         result = StepResult(plan.step_id, tokens, device_seconds=seconds, graph_tokens=graph, recorded_graph=recorded,
-                            drafted=[plan.drafts[work] for work in plan.sample_work] if plan.drafts else ())  # fmt: skip
+                            drafted=[plan.drafts[work] for work in plan.sample_work] if plan.drafts else (), ahead=ahead)  # fmt: skip
         ticket = _Timed(plan.step_id, result, end)
         self._in_flight.append(ticket)
         return ticket
@@ -158,13 +156,14 @@ class ModelledExecutor:
         vocab, found = self.info.vocab_size, []
         for work, row in zip(plan.sample_work, plan.sample_rows, strict=True):
             first, length = self._sequences[row], self._lengths[row]
-            drafts = -(-plan.drafts[work] // self._tree) if plan.drafts else 0
-            right = next(
-                (at for at in range(drafts) if _share(first + (length + at) * _POSITION) >= self._acceptance), drafts
-            )
+            drafts = -(-plan.drafts[work] // self._drafting.tree) if plan.drafts else 0
+            right = next((at for at in range(drafts) if not self._is_right(row, length + at)), drafts)
             found.append(tuple((first + (length + at) * _POSITION) % vocab for at in range(right + 1)))
             self._lengths[row] = length + right + 1
         return found
+
+    def _is_right(self, row: int, place: int) -> bool:
+        return _share(self._sequences[row] + place * _POSITION) < self._drafting.acceptance
 
     def _tokens(self, plan: StepPlan) -> list[tuple[int, ...]]:
         vocab, sequences = self.info.vocab_size, self._sequences

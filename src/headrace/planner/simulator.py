@@ -8,7 +8,7 @@ and what only the inside can tell. What may not: flags and printing (commands/si
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,15 +20,17 @@ from headrace.engine.routing import Router
 from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder
 from headrace.planner.devices import Device
+from headrace.planner.drafts import Drafting
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import DeviceCounts, ModelledExecutor
-from headrace.planner.pricing import Pricing, priced
+from headrace.planner.pricing import Priced, Pricing, priced
 from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import StagedTime, StepTime
 from headrace.planner.tenants import priority_figures, tenant_figures
 from headrace.planner.workload.load import LoadRequest, Prompts, check_lengths
 from headrace.planner.workload.statistics import Reader, Sample, experiences, summarise
 from headrace.spec import DecoderSpec
+from headrace.speculative.length import DraftCounts
 from headrace.speculative.settings import read_settings
 
 
@@ -46,7 +48,20 @@ class Load:
     percentiles: Sequence[float] = (99.0,)
     popularity: Sequence[float] = ()
     front: bool = True
+    draft: DraftOn | None = None
     luck: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOn:
+    """A draft model and the device it has for itself."""
+
+    spec: DecoderSpec
+    device: Device
+
+    def priced(self, config: EngineConfig) -> Priced:
+        scheduler = replace(config.scheduler, speculative_config=None)
+        return priced(self.spec, replace(config, scheduler=scheduler), self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +91,10 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     config, pricing, info = found.config, found.pricing, found.placed()
     check_limits(load.limits or {}, found.step_time.shortest(len(found.groups)))
     promise = config.scheduler.max_step_seconds
+    draft_seconds = None if load.draft is None else _placed_draft(load.draft, config)
     recorders = [StepRecorder(each.cost_model, capacity=1, promise=promise) for each in each_found]
     replicas = [
-        create_core(info, config, each.step_time, recorder, each.pricing.disturbances(load.luck))
+        create_core(info, config, each.step_time, recorder, each.pricing.disturbances(load.luck), draft_seconds)
         for each, recorder in zip(each_found, recorders, strict=True)
     ]
     cores, (core, executor) = [each for each, _ in replicas], replicas[0]
@@ -92,6 +108,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     counts = [executor.counts for _, executor in replicas]
     figures = figures_of(outcome, cores, counts, device, found.dtype, load.limits or {}, load.percentiles)
     figures |= promise_figures(recorders)
+    figures |= draft_figures([drafts for core in cores if (drafts := core.stats().drafts) is not None])
     figures |= experiences(outcome.samples, Reader(config.scheduler.expected_ttft, config.scheduler.reading_speed))
     figures |= tenant_figures(outcome.samples, outcome.tenants, outcome.seconds, config.scheduler)
     figures |= priority_figures(outcome.samples, outcome.priorities, outcome.seconds)
@@ -100,23 +117,44 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     return Report(figures, outcome.samples, info, decisions, pricing, longest)
 
 
+def draft_model(config: EngineConfig) -> str:
+    """Who drafts apart from its target. Raises ConfigError where nobody does."""
+    settings = read_settings(config.scheduler.speculative_config)
+    if settings is None or settings.model is None or settings.device is None:
+        raise ConfigError(
+            "--draft-device is where a draft model computes apart from its target; give --speculative-config with its model and a "
+            "device, or leave it out."
+        )
+    return settings.model
+
+
+def _placed_draft(draft: DraftOn, config: EngineConfig) -> Callable[[int, int], float]:
+    """What its passes take. Raises ConfigError or OutOfMemory where it does not fit."""
+    found = draft.priced(config)
+    found.placed()
+    return found.decode_seconds
+
+
 def create_core(
     info: ExecutorInfo,
     config: EngineConfig,
     step_time: StepTime | StagedTime,
     recorder: StepRecorder,
     disturbances: Disturbances | None = None,
+    draft_seconds: Callable[[int, int], float] | None = None,
 ) -> tuple[EngineCore, ModelledExecutor]:
-    """The engine's own core, over a device that only takes time. The recorder is told of steps where the scheduler
+    """The engine's own core, over a device that only takes time. ``draft_seconds``: of one pass of a draft model, for so
+    many rows of so many tokens, where it has a device of its own. The recorder is told of steps where the scheduler
     heeds how fast they go: it knows of the device what a real engine would, its limits and the steps before."""
     clock = VirtualClock()
     ratio = disturbances.ratio if disturbances is not None else None
     settings = read_settings(config.scheduler.speculative_config)
-    drafting: dict[str, Any] = {}
+    drafting = None
     if settings is not None:
         info = replace(info, max_drafts=settings.most)
-        drafting = {"acceptance": settings.acceptance, "draft_cost": settings.draft_cost, "tree": settings.tree or 1}
-    executor = ModelledExecutor(info, step_time.of_plan, clock, ratio=ratio, **drafting)
+        ahead = config.device.drafts_ahead and settings.device is not None and settings.tree is None
+        drafting = Drafting(settings.acceptance, settings.draft_cost, draft_seconds, settings.tree or 1, ahead)
+    executor = ModelledExecutor(info, step_time.of_plan, clock, ratio=ratio, drafting=drafting)
     core = EngineCore(
         executor,
         scheduler=config.scheduler,
@@ -139,6 +177,15 @@ def create_router(config: EngineConfig, info: ExecutorInfo) -> Router:
     for number in range(config.device.data_parallel_size):
         router.learn(number, group.num_blocks, group.spec.block_size)
     return router
+
+
+def draft_figures(counts: Sequence[DraftCounts]) -> dict[str, Any]:
+    """Where some were verified: tokens that a verification gives a sequence, and drafts drawn ahead, by outcome."""
+    steps = sum(each.steps for each in counts)
+    if not steps:
+        return {}
+    ahead = {f"drafts_ahead_{name}": sum(each.ahead[name] for each in counts) for name in counts[0].ahead}
+    return {"tokens_per_verification": 1 + sum(sum(each.accepted) for each in counts) / steps, **ahead}
 
 
 def figures_of(

@@ -14,7 +14,7 @@ ends at its next token, and what it drew is dropped. So drafts are the same whet
 run lies in the row's own blocks, and ends where these do.
 
 What lives here: the two sides, the runs, what is counted of them. What may not: passes of the draft (draft_model.py),
-acceptance (speculator.py), which device has room (draft_place.py).
+acceptance (speculator.py), whether a run pays (speculative/ahead.py), which device has room (draft_place.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.request import DraftsAhead, StepPlan
+from headrace.speculative.ahead import RUNS, RunsAhead
 from headrace.worker.draft_model import DraftModel
 from headrace.worker.rows import Ints, Rows, ship_all
 from headrace.worker.speculator import Proposal, Proposer
 
 T = TypeVar("T")
-RUNS = 2  # steps' drafts that are drawn before it is known whether any of them is right
 _MOST_WAITING = 2  # times the tokens of a step, of prompts: beyond, they are computed once somebody drafts behind them
 
 
@@ -136,6 +136,7 @@ class DraftSide:
         self.rows = rows
         self._block_size = block_size
         self._ahead = ahead
+        self._runs = RunsAhead()
         self._ends: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # of what was drawn behind each row's last token
         self._drawn: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # of that, ahead
         self._spared = 0  # tokens of runs that were cancelled before they were drawn
@@ -176,7 +177,9 @@ class DraftSide:
         self.model.count(told.rows, [list(ids[each]) for ids, each in zip(told.ids, there, strict=True)])
         self.model.correct(told.rows, first)
         refuted = told.rows[(first < told.ends) | (self._ends[told.rows] < told.ends)]
-        lost = int(self._drawn[refuted].sum())
+        lost, runs = int(self._drawn[refuted].sum()), int((self._drawn[told.rows] > 0).sum())
+        wrong = int((self._drawn[refuted] > 0).sum())
+        self._runs.told(runs - wrong, wrong)
         self._ends[refuted] = 0
         self._drawn[told.rows] = 0
         return lost
@@ -184,7 +187,7 @@ class DraftSide:
     def run_ahead(self, rows: Ints, ends: Ints, most: Ints, stop: Event) -> None:
         """Draws what may follow upon drafts that end at ``ends``, until it is told to stop, a token of all rows at
         once."""
-        if not self._ahead:
+        if not self._ahead or not self._runs.wanted(int(most.max())):
             return
         chosen = self.model.may_go_on(rows) & (self._ends[rows] >= ends)
         rows, begun, most = rows[chosen], self._ends[rows[chosen]], most[chosen]
