@@ -141,6 +141,9 @@ class CacheConfig:
     )  # fmt: skip
     enable_prefix_caching: bool = option(True, "reuse the keys and values of shared prefixes", technique=True)
     paged_allocation: bool = switch(True, "off: a sequence's maximum length is reserved at admission")
+    unified_paging: bool = switch(
+        True, "off: memory for --max-loras of the largest adapters is reserved beside the KV cache, which cannot use it"
+    )
     kv_caching: bool = switch(True, "off: every token of a sequence is recomputed at every step")
 
     def __post_init__(self) -> None:
@@ -573,7 +576,7 @@ class AdapterConfig:
     lora_dir: str | None = option(
         None, "directory of adapters, each named after its subdirectory; turns --enable-lora on", metavar="FOLDER"
     )
-    max_loras: int = option(8, "maximum number of adapters in one step; memory for as many is reserved", minimum=1)
+    max_loras: int = option(8, "maximum number of adapters in one step", minimum=1)
     max_lora_rank: int = option(16, f"maximum rank of an adapter, up to {MOST_LORA_RANK}", minimum=1)
     max_cpu_loras: int | None = option(
         None, "maximum number of adapters in host memory; default: four times --max-loras", minimum=1
@@ -596,7 +599,7 @@ class AdapterConfig:
 
     @property
     def space(self) -> AdapterSpace | None:
-        """Of a device, in blocks of the KV cache."""
+        """Of a device, in blocks of its KV cache."""
         return AdapterSpace(self.most_held, self.max_loras) if self.enable_lora else None
 
     @property

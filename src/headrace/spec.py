@@ -329,6 +329,9 @@ class KVGroup:
     num_blocks: int
 
 
+ADDRESS_UNIT = 8  # elements that an address of an adapter's factors counts: vectors of 16 bytes begin at one
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterSpace:
     """How a device holds LoRA adapters: up to ``slots`` at once, ``most`` of them in one step, in so many ``blocks`` of

@@ -4,6 +4,7 @@ their weights."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.prefix_tree import PrefixTree
 from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.lora import peft
+from headrace.lora.layout import Layout
 from headrace.lora.slots import AdapterSlots
 from headrace.worker.inputs import Gather
 from tests.support import adapters, tiny
+from tests.support.hash_engine import request
 from tests.support.outside import shared
 
 NAMES = ("novels", "rust", "shout", "tools")
@@ -128,6 +131,91 @@ def test_more_adapters_than_slots_and_than_host_memory_holds(llama: tuple[Any, P
     assert len({tuple(each) for each in wanted[: len(PROMPTS) * 3 : len(PROMPTS)]}) > 1
 
 
+def _layout(llm: LLM) -> Layout:
+    (said,) = (each for each in llm.info.decisions if each.name == "adapters")
+    assert said.reason
+    adapters = llm.engine.core.executor._adapters  # type: ignore[attr-defined]
+    found: Layout = adapters.slots.layout
+    return found
+
+
+ALL = (*adapters.LLAMA, "embed_tokens", "lm_head")
+# of blocks: as they are; so small that rows lie in chunks, and of fewer bits than the factors; and with too little in one
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "one row and more in a block": {},
+    "rows in chunks": {"block_size": 8},
+    "blocks of 8 bits": {"kv_cache_dtype": "fp8"},
+    "few blocks": {"num_blocks": 12, "max_model_len": 64},
+    "magnitudes in chunks": {"block_size": 8, "dora": True},
+}
+
+
+@pytest.mark.parametrize("case", GEOMETRIES)
+def test_adapters_in_blocks_of_the_cache_are_those_in_blocks_of_their_own(
+    case: str, llama: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """Whatever a block is like; prompts, answers and adapters take blocks from each other."""
+    (model, folder), options = llama, dict(GEOMETRIES[case])
+    dora, narrow = options.pop("dora", False), options.get("block_size") == 8
+    if narrow:  # whose blocks hold 256 elements
+        model, folder = tiny.create("llama", seed=3, num_hidden_layers=1, num_key_value_heads=1), tmp_path
+        model.save_pretrained(folder / "base")
+    for seed in range(5):
+        targets = (*adapters.LLAMA, "lm_head") if dora else ALL if seed % 2 else ("q_proj", "v_proj")
+        adapters.write(tmp_path / f"a{seed}", model, targets=targets, rank=1 + 2 * seed, seed=seed, use_dora=dora)
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(20)]
+    asked = [None if index % 7 == 6 else LoRARequest(f"a{index % 5}") for index in range(20)]
+    found = []
+    for on in (True, False):
+        sizes = {"max_loras": 3, "max_cpu_loras": 5, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+        with engine(
+            folder / "base", lora_dir=str(tmp_path), technique={"unified_paging": on}, **sizes, **options
+        ) as llm:
+            found.append([*answers(llm, prompts, asked), *answers(llm, prompts, asked)])
+            layout, stats = _layout(llm), llm.engine.core.stats()
+            assert layout.is_shared is on and stats.num_used_blocks == 0 and stats.adapters is not None
+            assert (layout.chunk == 256) == (on and narrow)
+            brought = stats.adapters.brought
+            assert brought > 5 if case == "few blocks" and on else brought >= 5
+    assert found[0] == found[1] and len({tuple(each) for each in found[0][:: len(PROMPTS)]}) > 2
+
+
+def test_asleep_and_reloaded_under_the_same_name(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    """A request goes on with the adapter that its name stood for as it began, beside one of the new one; what a device
+    gave up in its sleep comes again."""
+    model, folder = llama
+    for seed in (1, 2):
+        adapters.write(tmp_path / f"{seed}", model, seed=seed, strength=0.6)
+    long = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    with engine(folder / "base", enable_lora=True, enable_sleep_mode=True, enable_prefix_caching=False) as llm:
+        one = LoRARequest("x", 1, str(tmp_path / "1"))
+        first = answers(llm, PROMPTS[:1], one, long)
+        second = answers(llm, PROMPTS[:1], LoRARequest("y", 1, str(tmp_path / "2")), long)
+        assert first != second
+        core, desk = llm.engine.core, llm.engine.core.adapters
+        assert desk is not None
+        begun = request(1000, PROMPTS[0], adapter="x", max_tokens=24, temperature=0.0)
+        core.add(begun)
+        told: dict[int, list[int]] = {}
+
+        def turn() -> None:
+            for output in core.step():
+                told.setdefault(output.request_id, []).extend(output.token_ids)
+
+        while not told:
+            turn()
+        desk.unregister("x")
+        desk.register("x", str(tmp_path / "2"))
+        core.add(replace(begun, request_id=1001))
+        while core.has_work:
+            turn()
+        assert [*told.values()] == [first[0], second[0]]
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert answers(llm, PROMPTS[:1], LoRARequest("x"), long) == second
+
+
 def test_prefixes_of_adapters_never_mix(llama: tuple[Any, Path]) -> None:
     model, folder = llama
     one = adapters.write(folder / "prefix", model, seed=1)
@@ -211,7 +299,7 @@ def _placed_first(self: AdapterBlocks, name: str) -> Any:
 
 DEFECTS: dict[str, dict[tuple[Any, str], Any]] = {
     "brought into the slot beside its own": {
-        (AdapterSlots, "bring"): lambda self, slot, adapter: _bring(self, (slot + 1) % 2, adapter)
+        (AdapterSlots, "bring"): lambda self, slot, *rest: _bring(self, (slot + 1) % 2, *rest)
     },
     "rows have the slot of the row before": {
         (Gather, "_adapters"): lambda self, packing, slots: _rows_of(self, packing, np.roll(slots, 1))

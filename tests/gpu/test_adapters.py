@@ -23,6 +23,7 @@ from headrace.request import NO_SLOT
 from headrace.sites import Role, layer_matrices
 from headrace.spec import Activation
 from tests.support import adapters, tiny
+from tests.support.adapters import scattered
 from tests.support.card import STRICT, check, require_card
 from tests.support.kernel_cases import using
 from tests.support.specs import LLAMA_1B
@@ -40,7 +41,7 @@ def rows(count: int) -> AdapterRows:
     return AdapterRows(kinds[torch.arange(count, device=CUDA) * 5 // 2 % len(kinds)])
 
 
-def factors(
+def drawn(
     parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """NaN where no rank reaches."""
@@ -61,30 +62,33 @@ def factors(
 @pytest.mark.parametrize(
     ("parts", "ins", "most"), [((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1000, 1000), 1096, 5)], ids=str
 )
-def test_kernels_are_their_twins(parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("chunk", [2**20, 1024])
+def test_kernels_are_their_twins(chunk: int, parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype) -> None:
     torch.manual_seed(most)
-    a, b, ranks = factors(parts, ins, most, dtype)
+    a, b, ranks = drawn(parts, ins, most, dtype)
     add = Kernels(CUDA, strict=True, techniques=using(programmatic_launch=True)).choose(
-        ADD_DELTAS, DeltaFacts(dtype, ins, parts, most)
+        ADD_DELTAS, DeltaFacts(dtype, ins, parts, most, chunk)
     )
-    gains = torch.rand(SLOTS, 2, sum(parts), device=CUDA) + 0.5
+    plain = scattered(a, b, ranks, parts, chunk=chunk)
+    gained = scattered(a, b, ranks, parts, torch.rand(SLOTS, 2, sum(parts), device=CUDA) + 0.5, chunk)
     for count in (1, 3, 16, 64, 65, 700):
         x, y = torch.randn(count, ins, device=CUDA).to(dtype), torch.randn(count, sum(parts), device=CUDA).to(dtype)
-        for rest in ((), (gains, torch.rand(3, count, device=CUDA) * ins, 1e-5)):
+        for factors, rest in ((plain, ()), (gained, (torch.rand(3, count, device=CUDA) * ins, 1e-5))):
             got, want = y.clone(), y.clone()
-            add(got, x, a, b, ranks, parts, rows(count), *rest)
-            add_deltas(want, x, a, b, ranks, parts, rows(count), *rest)
+            add(got, x, factors, parts, rows(count), *rest)
+            add_deltas(want, x, factors, parts, rows(count), *rest)
             check(got, want, factor=20.0 if dtype == torch.float32 else 2.0)
 
 
 def test_rows_of_an_embedding() -> None:
     a, b = torch.randn(SLOTS, 90, 8, device=CUDA), torch.randn(SLOTS, 8, 200, device=CUDA)
     ranks = torch.tensor([[8], [3], [1], [0], [8], [8]], dtype=torch.int32, device=CUDA)
-    look_up = Kernels(CUDA, strict=True).choose(LOOK_UP_DELTAS, DeltaFacts(torch.float32, 90, (200,), 8))
+    look_up = Kernels(CUDA, strict=True).choose(LOOK_UP_DELTAS, DeltaFacts(torch.float32, 90, (200,), 8, 256))
     y, ids = torch.randn(50, 200, device=CUDA), torch.arange(50, device=CUDA)
     got, want = y.clone(), y.clone()
-    look_up(got, ids, a, b, ranks, 2.0, rows(50))
-    look_up_deltas(want, ids, a, b, ranks, 2.0, rows(50))
+    factors = scattered(a.transpose(1, 2)[:, None], b, ranks, (200,), chunk=256)
+    look_up(got, ids, factors, 2.0, rows(50))
+    look_up_deltas(want, ids, factors, 2.0, rows(50))
     check(got, want, factor=20.0)
 
 
@@ -105,9 +109,10 @@ def test_norms_and_sums_stay_parts_of_products(role: Role, gained: bool) -> None
     norm.finish_loading(), linear.finish_loading()
     assert linear.takes_norms, kernels.choices
     parts = (2048, 512, 512) if role is Role.QKV else (8192, 8192) if role is Role.UP else (site.outs,)
-    linear.delta = delta = Delta(site.ins, parts, SLOTS, 16, context)
-    delta.a, delta.b, delta.ranks = factors(parts, site.ins, 16, torch.bfloat16)
-    delta.touched, delta.gains = True, torch.rand(SLOTS, 2, site.outs, device=CUDA) + 0.5 if gained else None
+    gains = torch.rand(SLOTS, 2, site.outs, device=CUDA) + 0.5 if gained else None
+    held = scattered(*drawn(parts, site.ins, 16, torch.bfloat16), parts, gains)
+    linear.delta = Delta(site.ins, parts, held, context)
+    linear.delta.touched = True
     for count in (1, 17, 64):
         total = torch.randn(count, 2048, device=CUDA).bfloat16()
         squares = total.float().square().view(count, 4, 512).sum(2).T.contiguous()

@@ -13,6 +13,7 @@ from headrace.kernels.inputs import adapter_rows
 from headrace.kernels.lora.reference import add_deltas
 from headrace.kernels.operations import ADD_DELTAS
 from headrace.request import NO_SLOT
+from tests.support.adapters import scattered
 
 CPU = torch.device("cpu")
 
@@ -45,13 +46,15 @@ def dense(
 
 @pytest.mark.parametrize("parts", [(24,), (16, 8, 8), (40, 40)])
 @pytest.mark.parametrize("slots", [[0], [NO_SLOT, 2, 2, 0, NO_SLOT, 2, 0], [1, 1, 3], [3] * 40 + [0, NO_SLOT] * 9])
-def test_each_row_gets_what_its_adapter_adds(parts: tuple[int, ...], slots: list[int]) -> None:
+@pytest.mark.parametrize("chunk", [1024, 16])
+def test_each_row_gets_what_its_adapter_adds(parts: tuple[int, ...], slots: list[int], chunk: int) -> None:
     a, b, ranks = operands(parts, 33, [1, 0, 5, 16])
+    factors = scattered(a, b, ranks, parts, chunk=chunk)
     x, y = torch.randn(len(slots), 33), torch.randn(len(slots), sum(parts))
     rows = adapter_rows(np.array(slots, dtype=np.int32), CPU)
     assert rows is not None
     found = y.clone()
-    add_deltas(found, x, a, b, ranks, parts, rows)
+    add_deltas(found, x, factors, parts, rows)
     torch.testing.assert_close(found.double(), dense(y, x, a, b, ranks, parts, slots), rtol=1e-5, atol=1e-4)
     untouched = [row for row, slot in enumerate(slots) if slot in (NO_SLOT, 1)]
     assert torch.equal(found[untouched], y[untouched])
@@ -60,24 +63,28 @@ def test_each_row_gets_what_its_adapter_adds(parts: tuple[int, ...], slots: list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("parts", [(24,), (16, 8, 40), (300, 7), (64, 64)])
 @pytest.mark.parametrize("slots", [[0], [NO_SLOT, 2, 2, 0, NO_SLOT, 2, 0], [1, 1, 3], [3] * 40 + [0, NO_SLOT, 2] * 9])
-def test_the_kernel_adds_what_the_twin_adds(parts: tuple[int, ...], slots: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("chunk", [1024, 32])
+def test_the_kernel_adds_what_the_twin_adds(
+    parts: tuple[int, ...], slots: list[int], dtype: torch.dtype, chunk: int
+) -> None:
     """Few rows of a slot and many, each in one rounding; the bits of a row of few are its own."""
     kernels = Kernels(CPU)
-    add = kernels.choose(ADD_DELTAS, DeltaFacts(dtype, 33, parts, 18))
+    add = kernels.choose(ADD_DELTAS, DeltaFacts(dtype, 33, parts, 18, chunk))
     assert kernels.choices[-1].chosen == "native", kernels.choices[-1].declined
     a, b, ranks = operands(parts, 33, [1, 0, 5, 16], dtype)
+    factors = scattered(a, b, ranks, parts, chunk=chunk)
     wide = torch.randn(len(slots), 50).to(dtype)
     x, y = wide[:, 3:36], torch.randn(len(slots), sum(parts)).to(dtype)
     rows = adapter_rows(np.array(slots, dtype=np.int32), CPU)
     assert rows is not None
     found, wanted = y.clone(), dense(y, x, a, b, ranks, parts, slots)
-    add(found, x, a, b, ranks, parts, rows)
+    add(found, x, factors, parts, rows)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=10 * tolerance)
     row = slots.index(next(slot for slot in slots if slot not in (NO_SLOT, 3)))
     lone, own = y[row : row + 1].clone(), adapter_rows(np.array(slots[row : row + 1], dtype=np.int32), CPU)
     assert own is not None
-    add(lone, x[row : row + 1], a, b, ranks, parts, own)
+    add(lone, x[row : row + 1], factors, parts, own)
     assert torch.equal(lone[0], found[row])
 
 

@@ -38,6 +38,7 @@ from headrace.quant.codes import Activations
 from headrace.quant.integers import PackedIntegers
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
+from tests.support.adapters import scattered
 from tests.support.codings import random_piece
 
 Builder = tests.support.triton_interpreter.Builder
@@ -181,11 +182,13 @@ def test_adapters_read_slots_ranks_and_factors_alone_before_they_wait(programs: 
     a, b, ranks = torch.randn(3, 2, 16, 64), torch.randn(3, 16, 40), torch.full((3, 2), 16).int()
     slots, squares = torch.tensor([2, -1, 0, 2]).int(), torch.rand(3, 4) * 64
     two = lora._adder(pdl=True, invariant=False)
+    factors = scattered(a, b, ranks, (24, 16), torch.rand(3, 2, 40))
     for add in (two, joint._joint(torch.zeros(64, dtype=torch.int32), two, pdl=True)):
-        gains = torch.rand(3, 2, 40)
-        add(torch.randn(4, 40), torch.randn(4, 64), a, b, ranks, (24, 16), AdapterRows(slots), gains, squares)
+        add(torch.randn(4, 40), torch.randn(4, 64), factors, (24, 16), AdapterRows(slots), squares)
         assert programs.early["load"]
-        assert_in_order(programs, [a, b, ranks, slots])
+        table = factors.ranks._base
+        assert table is not None
+        assert_in_order(programs, [factors.pool, table, slots])
 
 
 def test_a_step_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,23 @@
 """LoRA adapters as PEFT writes them, from a seed; and what they make of a model of transformers.
 
-What lives here: writing a folder, merging one into a model. What may not: tests, anything of the engine.
+What lives here: writing a folder, merging one into a model, factors as kernels get them. What may not: tests.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from headrace.kernels.inputs import SlotFactors
 
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -72,6 +76,44 @@ def write(
     }
     (folder / "adapter_config.json").write_text(json.dumps(said), encoding="utf-8")
     return folder
+
+
+def scattered(
+    a: Tensor, b: Tensor, ranks: Tensor, parts: Sequence[int], gains: Tensor | None = None, chunk: int = 2**20
+) -> SlotFactors:
+    """Factors of slots as a device holds them: each row anywhere in a pool of NaN, in chunks. ``a`` [slots, parts, most,
+    ins], ``b`` [slots, most, Σ parts], ``ranks`` [slots, parts], ``gains`` [slots, 2, Σ parts], float32."""
+    slots, count, most, ins = a.shape
+    lines: list[tuple[int, Tensor]] = []  # of the table's column, and what lies there
+    floats, firsts = 4 // a.element_size(), [sum(parts[:part]) for part in range(count + 1)]
+    chunks = [-(-size // chunk) for size in (ins, max(parts), max(parts) * floats)]
+    starts = [count]
+    for rows, each in zip((most, most, 2), chunks, strict=True):
+        starts.append(starts[-1] + count * rows * each)
+    table = torch.full((slots, starts[-1] + 3), -1, dtype=torch.int32)  # those of all sites lie side by side
+    table[:, :count] = ranks
+    for slot in range(slots):
+        for part in range(count):
+            span = slice(firsts[part], firsts[part + 1])
+            held = [a[slot, part], b[slot, :, span]]
+            held += [] if gains is None else [gains[slot, :, span].contiguous().view(a.dtype)]
+            for which, matrix in enumerate(held):
+                for row in range(int(ranks[slot, part]) if which < 2 else 2 * (int(ranks[slot, part]) > 0)):
+                    for piece, values in enumerate(matrix[row].split(chunk)):
+                        column = starts[which] + (part * (most, most, 2)[which] + row) * chunks[which] + piece
+                        lines.append((slot * table.shape[1] + column, values))
+    random.Random(0).shuffle(lines)
+    width = 8 * -(-max((len(values) for _, values in lines), default=8) // 8) + 8
+    pool = torch.full((width * (len(lines) + 1),), float("nan"), dtype=a.dtype)
+    for place, (column, values) in enumerate(lines, start=1):
+        pool[place * width : place * width + len(values)] = values
+        table.view(-1)[column] = place * width // 8
+    table = table.to(a.device)
+    shapes = ((count, most, chunks[0]), (count, most, chunks[1]), (count, 2, chunks[2]))
+    addresses = (
+        table[:, first:last].unflatten(1, shape) for (first, last), shape in zip(pairwise(starts), shapes, strict=True)
+    )
+    return SlotFactors(pool.to(a.device), table[:, :count], *addresses, chunk, gains is not None)
 
 
 def merge(model: Any, folder: Path) -> Any:

@@ -362,18 +362,20 @@ def moe(tokens: int) -> dict[str, dict[str, int]]:
 
 
 def lora(tokens: int, rank: int, dtype: torch.dtype, *, joint: bool = False) -> dict[str, dict[str, int]]:
-    from headrace.kernels.inputs import AdapterRows
+    from headrace.kernels.inputs import AdapterRows, SlotFactors
     from headrace.kernels.lora import triton_joint, triton_lora
 
     parts, ints = (4096, 1024, 1024), partial(torch.zeros, dtype=torch.int32)
     x, y = torch.empty(tokens, 4096, dtype=dtype), torch.empty(tokens, sum(parts), dtype=dtype)
-    a, b = torch.empty(4, 3, rank, 4096, dtype=dtype), torch.empty(4, rank, sum(parts), dtype=dtype)
+    table = ints(4, 3 + 6 * rank + 12)  # ranks, addresses of a, of b, of gains
+    held, gains = table[:, 3 : 3 + 6 * rank].unflatten(1, (2, 3, rank, 1)), table[:, -12:-6].unflatten(1, (3, 2, 1))
+    factors = SlotFactors(torch.empty(4096, dtype=dtype), table[:, :3], held[:, 0], held[:, 1], gains, 2**20, True)
     add = triton_lora._adder(pdl=dtype != torch.float32, invariant=False)
-    rest = torch.zeros(4, 2, sum(parts)), torch.zeros(48, tokens), 1e-5
+    rest = torch.zeros(48, tokens), 1e-5
     module, kernels = triton_lora, ("_shrink_kernel", "_expand_kernel")
     if joint:
         module, kernels, add = triton_joint, ("_joint_kernel",), triton_joint._joint(ints(1536), add, pdl=True)
-    return record(module, kernels, lambda: add(y, x, a, b, ints(4, 3), parts, AdapterRows(ints(tokens)), *rest))
+    return record(module, kernels, lambda: add(y, x, factors, parts, AdapterRows(ints(tokens)), *rest))
 
 
 CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {

@@ -159,7 +159,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "parallel.shares": set(),
     "parallel.stages": set(),
     "worker": CORE,
-    "lora": {"torch"},
+    "lora": {"torch", "numpy"},
     "models": CORE,
     "models.hub": {"huggingface_hub"},
     "models.hub_cache": {"huggingface_hub"},

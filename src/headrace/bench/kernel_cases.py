@@ -9,7 +9,7 @@ multiply-add as two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -31,7 +31,7 @@ from headrace.kernels.candidate import (
     StepFacts,
     WeightFacts,
 )
-from headrace.kernels.inputs import AttentionInputs, ForwardInputs, Quantized, adapter_rows
+from headrace.kernels.inputs import AttentionInputs, ForwardInputs, Quantized, SlotFactors, adapter_rows
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.norm import reference
 from headrace.kernels.step.reference import DraftRows, StepWeights, longest_context
@@ -43,7 +43,7 @@ from headrace.quant.gguf import GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.sites import layer_matrices
-from headrace.spec import KV_FORMATS, Activation, DecoderSpec, KVFormat, LayerSpec, MoESpec, RopeSpec
+from headrace.spec import ADDRESS_UNIT, KV_FORMATS, Activation, DecoderSpec, KVFormat, LayerSpec, MoESpec, RopeSpec
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 128}  # tokens, as engines choose them
 _TEXT = 64  # tokens of an encoder's text
@@ -216,25 +216,41 @@ class CaseMaker:
             calls,
         )
 
+    def _factors(self, parts: Sequence[int], ins: int) -> SlotFactors:
+        """Of adapters of rank RANK in ADAPTERS slots, one after another in a pool, in random order."""
+        lengths = [ins] * len(parts) * RANK + [part for part in parts for _ in range(RANK)]
+        firsts = np.cumsum([0, *(-(-length // ADDRESS_UNIT) for length in lengths)])
+        order = np.random.default_rng(0).permutation(ADAPTERS)[:, None] * firsts[-1] + firsts[:-1]
+        chunk = 1 << (max(lengths) - 1).bit_length()
+        gains = -np.ones(
+            (ADAPTERS, len(parts) * 2 * -(-4 * max(parts) // (self.dtype.itemsize * chunk))), dtype=np.int64
+        )
+        table = np.concatenate((np.full((ADAPTERS, len(parts)), RANK), order, gains), axis=1).astype(np.int32)
+        columns = torch.from_numpy(table).to(torch.get_default_device())
+        ranks, a, b, none = columns.split([len(parts), *[RANK * len(parts)] * 2, gains.shape[1]], dim=1)
+        shape = len(parts), RANK, 1
+        pool = self._random(ADAPTERS * int(firsts[-1]) * ADDRESS_UNIT, scale=ins**-0.5)
+        return SlotFactors(
+            pool, ranks, a.unflatten(1, shape), b.unflatten(1, shape), none.unflatten(1, (len(parts), 2, -1)), chunk
+        )
+
     def _deltas(self, rows: int) -> KernelCase:
-        """Adapters of rank RANK in ADAPTERS slots, in turn, for query, key and value."""
+        """For query, key and value, slots in turn."""
         site = next(iter(self._sites.values()))
-        held = self._random(ADAPTERS, len(site.parts), RANK, site.ins, scale=site.ins**-0.5)
         slots = np.arange(rows, dtype=np.int32) % ADAPTERS
-        beside = self._random(ADAPTERS, RANK, site.outs)
+        held = self._factors(site.parts, site.ins)
         x = self._random(rows, site.ins)
         y = self._random(rows, site.outs)
         adapters = adapter_rows(slots, x.device)
         assert adapters is not None
-        ranks = torch.full((ADAPTERS, len(site.parts)), RANK, dtype=torch.int32, device=x.device)
 
         def added(add: Callable[..., None]) -> Tensor:
             result = y.clone()
-            add(result, x, held, beside, ranks, site.parts, adapters)
+            add(result, x, held, site.parts, adapters)
             return result
 
         factors = RANK * (len(site.parts) * site.ins + site.outs)
-        facts = DeltaFacts(self.dtype, site.ins, site.parts, RANK)
+        facts = DeltaFacts(self.dtype, site.ins, site.parts, RANK, held.chunk)
         size = min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs)
         label = f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}"
         return KernelCase(
@@ -244,15 +260,13 @@ class CaseMaker:
     def _looked_up(self, rows: int) -> KernelCase:
         """The same beside the embedding; of its rows, 1,024."""
         hidden = self.spec.hidden_size
-        held = self._random(ADAPTERS, 1024, RANK)
-        beside = self._random(ADAPTERS, RANK, hidden)
-        y = self._random(rows, hidden)
+        held, y = self._factors((hidden,), 1024), self._random(rows, hidden)
         ids, adapters = torch.arange(rows) % 1024, adapter_rows(np.arange(rows, dtype=np.int32) % ADAPTERS, y.device)
-        ranks, facts = torch.full((ADAPTERS, 1), RANK, dtype=torch.int32), DeltaFacts(self.dtype, 1024, (hidden,), RANK)
+        facts = DeltaFacts(self.dtype, 1024, (hidden,), RANK, held.chunk)
 
         def looked_up(look_up: Callable[..., None]) -> Tensor:
             result = y.clone()
-            look_up(result, ids, held, beside, ranks, None, adapters)
+            look_up(result, ids, held, None, adapters)
             return result
 
         size, flops = min(rows, ADAPTERS) * RANK * hidden + rows * (RANK + 2 * hidden), 2 * rows * RANK * hidden

@@ -105,11 +105,18 @@ class WeightFacts(Facts):
 
 @dataclass(frozen=True, slots=True)
 class DeltaFacts(Facts):
-    """``parts``: outputs of what is merged in the weight. ``rank``: the largest."""
+    """``parts``: outputs of what is merged in the weight. ``rank``: the largest. ``chunk``: elements of a row of a, or a
+    column of b, that lie side by side."""
 
     in_features: int
     parts: tuple[int, ...]
     rank: int
+    chunk: int
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """Of a row of a, and of a column of b."""
+        return -(-self.in_features // self.chunk), -(-max(self.parts) // self.chunk)
 
 
 @dataclass(frozen=True, slots=True)

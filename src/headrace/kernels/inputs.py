@@ -6,7 +6,7 @@ What lives here: frozen bundles of tensors, and rows by adapter, made from a slo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.request import NO_SLOT
-from headrace.spec import KVFormat
+from headrace.spec import ADDRESS_UNIT, KVFormat
 
 MOST_FEW = 16  # queries: rows of a matrix instruction
 
@@ -123,6 +123,43 @@ class ForwardInputs:
 #     spans              (0: 0 … 2) (2: 2 … 5)
 
 BLOCK = 4  # rows that the C kernel takes at once
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFactors:
+    """The factors of one weight by slot. Rows of a and columns of b (and of gains) lie scattered over a pool, each from
+    its address on; one that is longer than a chunk lies in several, each with an address.
+
+    ``pool`` [elements], of the model's type. ``ranks`` [slots, parts]; addresses in ``unit`` elements: ``a``, ``b``
+    [slots, parts, max_rank, chunks]; ``gains`` [slots, parts, 2, chunks], of float32 values (DoRA), or -1; all int32, a
+    table's row apart. ``chunk``: elements, a power of two. ``gained``: some adapter so far has gains.
+    """
+
+    pool: Tensor
+    ranks: Tensor
+    a: Tensor
+    b: Tensor
+    gains: Tensor
+    chunk: int
+    gained: bool = False
+    unit: int = ADDRESS_UNIT
+
+    @property
+    def floats(self) -> SlotFactors:
+        """The same pool as float32."""
+        size = self.pool.element_size()
+        return replace(
+            self, pool=self.pool.view(torch.float32), chunk=self.chunk * size // 4, unit=self.unit * size // 4
+        )
+
+    def places(self, addresses: Tensor, length: int) -> Tensor:
+        """``addresses`` [..., chunks]: of every element of what is so long, [..., length], int64."""
+        at = torch.arange(length, device=addresses.device)
+        return addresses.long()[..., at // self.chunk] * self.unit + at % self.chunk
+
+    def rows(self, addresses: Tensor, length: int) -> Tensor:
+        """[..., length]."""
+        return self.pool[self.places(addresses, length)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The adapters of one worker: those in host memory, and the slots of its device.
 
-What lives here: loading ahead in a thread, what has come of it, bringing adapters into slots as plans say. What may
+What lives here: loading ahead in a thread, what has come of it, bringing adapters into slots and blocks as plans say. What may
 not: when and which (cache/adapters.py, registry.py).
 """
 
@@ -17,30 +17,30 @@ import torch
 
 from headrace.engine.executor import AdapterOutcome
 from headrace.errors import HeadraceError
+from headrace.lora.layout import Layout
 from headrace.lora.peft import read_adapter
 from headrace.lora.reading import HostAdapter, read_factors
 from headrace.lora.slots import AdapterSlots
 from headrace.parallel.shares import Cut
-from headrace.spec import AdapterSpace, DecoderSpec
+from headrace.spec import DecoderSpec
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How adapters are read: of which model, up to which rank, as what; of several ranks, what is one's of each
+    """How adapters are read: of which model, for which slots, as what; of several ranks, what is one's of each
     weight."""
 
     spec: DecoderSpec
-    max_rank: int
+    layout: Layout
     dtype: torch.dtype
     pinned: bool
     cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     def read(self, folder: str) -> HostAdapter:
-        return read_factors(
-            read_adapter(Path(folder), self.spec, self.max_rank), self.dtype, pinned=self.pinned, cuts=self.cuts
-        )
+        adapter = read_adapter(Path(folder), self.spec, self.layout.rank)
+        return read_factors(adapter, self.layout, self.dtype, pinned=self.pinned, cuts=self.cuts)
 
 
 class DeviceAdapters:
@@ -50,7 +50,6 @@ class DeviceAdapters:
     def __init__(self, slots: AdapterSlots, reading: Reading) -> None:
         self.slots = slots
         self._reading = reading
-        self.space = AdapterSpace(slots.count, slots.count, slots.count)
         self._held: dict[str, HostAdapter] = {}
         self._coming: dict[str, Future[HostAdapter]] = {}
         self._pool = ThreadPoolExecutor(1, "headrace-adapters")
@@ -75,11 +74,11 @@ class DeviceAdapters:
         except Exception as error:  # whatever is wrong with it, it is this adapter's failure
             _log.exception("adapter %s could not be read", name)
             return AdapterOutcome(name, f"adapter {name} could not be read: {type(error).__name__}: {error}")
-        return AdapterOutcome(name, blocks=1)
+        return AdapterOutcome(name, blocks=len(self._held[name].image))
 
     def bring(self, adapters: Iterable[tuple[int, str, tuple[int, ...]]]) -> bool:
         """Whether graphs of steps with adapters are not what they were."""
-        return any([self.slots.bring(slot, self._held[name]) for slot, name, _ in adapters])
+        return any([self.slots.bring(slot, self._held[name], blocks) for slot, name, blocks in adapters])
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,78 +1,113 @@
-"""An adapter's factors in host memory, as slots take them.
+"""An adapter's factors in host memory, as a device takes them: packed into blocks.
 
 What lives here: reading, checking values, folding the scale into the second factor. What may not: names, shapes
-(peft.py has checked them), devices.
+(peft.py has checked them), what lies where (layout.py), devices.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.errors import ModelError
+from headrace.lora.layout import Layout, Run, pack
 from headrace.lora.peft import Adapter, Factors
 from headrace.models.checkpoint import DTYPES, MappedFiles
 from headrace.models.safetensors_file import TensorEntry
 from headrace.parallel.shares import Cut
 from headrace.sites import Role
+from headrace.spec import ADDRESS_UNIT
 
 
 @dataclass(frozen=True, slots=True)
-class HostFactors:
-    """Of one module. ``a`` [rank, ins], of an embedding [rows, rank]; ``b`` [rank, outs], scaled; ``magnitude`` [outs],
-    float32."""
+class HostModule:
+    """Of one part of a weight: what of it is not in the image. ``magnitude`` [outs], float32."""
 
-    part: int | None
-    a: Tensor
-    b: Tensor
+    weight: str
+    part: int
+    rank: int
     magnitude: Tensor | None
 
-    @property
-    def rank(self) -> int:
-        return self.b.shape[0]
 
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """``image`` [blocks, elements]: a's rows, b's columns, scaled, and room for gains. ``columns`` of the slots' table
+    get the address of unit ``units`` of block ``blocks``, each [n]. In one piece: pinning many small ones takes longer
+    than reading them."""
 
-HostAdapter = Mapping[str, tuple[HostFactors, ...]]  # by the weight's name in the decoder
+    image: Tensor
+    modules: tuple[HostModule, ...]
+    columns: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    units: NDArray[np.int64]
+
+    def row(self, layout: Layout, held: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Of the table [columns], once its blocks are those ``held``. -1: there is nothing."""
+        row = np.full(layout.columns, -1, dtype=np.int32)
+        row[: layout.num_parts] = 0
+        for module in self.modules:
+            row[layout.by_name[module.weight].ranks + module.part] = module.rank
+        row[self.columns] = held[self.blocks] * (layout.block // ADDRESS_UNIT) + self.units
+        return row
 
 
 def read_factors(
-    adapter: Adapter, dtype: torch.dtype, *, pinned: bool, cuts: Mapping[str, Cut] = MappingProxyType({})
+    adapter: Adapter,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    pinned: bool,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> HostAdapter:
     """All of it, or what belongs to a rank's ``cuts`` of weights, by name. ``pinned``: where a device copies from it.
     Raises ModelError for values that are no numbers."""
-    files, found = MappedFiles(), dict[str, tuple[HostFactors, ...]]()
-    memory = _Memory(
-        sum(math.prod(each.a.shape) + math.prod(each.b.shape) for each in adapter.factors), dtype, pinned=pinned
-    )
+    named = [(each.module.weight.name, each.module.part or 0, each.rank, each.magnitude) for each in adapter.factors]
+    runs, count = pack(layout.strips((*each[:3], each[3] is not None) for each in named), layout.block)
+    image = torch.zeros(count, layout.block, dtype=dtype, pin_memory=pinned)
+    of_source: list[list[Run]] = [[] for _ in named]
+    for run in runs:
+        of_source[run.strip.source].append(run)
+    files, modules = MappedFiles(), []
     try:
         with torch.inference_mode():
-            for each in adapter.factors:
-                name = each.module.weight.name
-                found[name] = (*found.get(name, ()), _read(files, each, memory, cuts.get(name)))
+            for each, (name, part, rank, _), own in zip(adapter.factors, named, of_source, strict=True):
+                a, b, magnitude = _read(files, each, dtype, cuts.get(name))
+                modules.append(HostModule(name, part, rank, magnitude))
+                for run in own:
+                    _fill(image, run, {"a": a, "b": b})
     finally:
         files.close()
-    return MappingProxyType(found)
+    columns, blocks, units = (np.concatenate(each) for each in zip(*map(_entries, runs), strict=True))
+    return HostAdapter(image, tuple(modules), columns, blocks, units)
 
 
-class _Memory:
-    """Of one adapter, in one piece: pinning many small ones takes longer than reading them."""
-
-    def __init__(self, elements: int, dtype: torch.dtype, *, pinned: bool) -> None:
-        self._left = torch.empty(elements, dtype=dtype, pin_memory=pinned)
-
-    def held(self, value: Tensor) -> Tensor:
-        """The same values there."""
-        taken, self._left = self._left.split((value.numel(), self._left.numel() - value.numel()))
-        kept: Tensor = taken.view(value.shape).copy_(value)
-        return kept
+def _fill(image: Tensor, run: Run, factors: Mapping[str, Tensor]) -> None:
+    strip = run.strip
+    if (factor := factors.get(strip.kind)) is None:
+        return
+    rows = factor[run.first : run.first + run.count, strip.first : strip.first + strip.length]
+    room = image[run.block, run.at : run.at + run.count * run.width].view(run.count, run.width)
+    room[:, : rows.shape[1]] = rows  # of ranks the last may have fewer tokens
 
 
-def _read(files: MappedFiles, factors: Factors, memory: _Memory, cut: Cut | None) -> HostFactors:
+def _entries(run: Run) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Columns, blocks and units of a run's rows."""
+    each = np.arange(run.count)
+    columns = run.strip.column + (run.first + each) * run.strip.step
+    return columns, np.full(run.count, run.block), (run.at + each * run.width) // ADDRESS_UNIT
+
+
+def _read(
+    files: MappedFiles, factors: Factors, dtype: torch.dtype, cut: Cut | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """a [rank, ins], b [rank, outs], scaled, and magnitudes [outs], float32."""
+
     def tensor(entry: TensorEntry) -> Tensor:
         read = files.tensor(entry.file, DTYPES[entry.dtype], entry.start, entry.num_bytes).view(entry.shape)
         if not _is_finite(read):
@@ -82,20 +117,19 @@ def _read(files: MappedFiles, factors: Factors, memory: _Memory, cut: Cut | None
         return read
 
     def held(value: Tensor) -> Tensor:
-        kept = memory.held(value)
+        kept = value.to(dtype)
         if kept.dtype != value.dtype and not _is_finite(kept):
             raise ModelError(
                 f"{factors.a.file}: a factor of {factors.module.name} is too large for {kept.dtype}. Use --dtype float32."
             )
         return kept
 
-    a, b = tensor(factors.a), tensor(factors.b).float() * factors.scale
-    turned = factors.module.weight.role is Role.EMBEDDING
+    a, b = tensor(factors.a), (tensor(factors.b).float() * factors.scale).T
     magnitude = None if factors.magnitude is None else tensor(factors.magnitude).float()
-    a, b = a.T if turned else a, b.T
     if cut is not None:
+        turned = factors.module.weight.role is Role.EMBEDDING
         a, b, magnitude = _shared(a, b, magnitude, cut, factors.module.part, turned=turned)
-    return HostFactors(factors.module.part, held(a), held(b), magnitude)
+    return held(a), held(b), magnitude
 
 
 def _shared(
@@ -104,7 +138,7 @@ def _shared(
     """A rank's rows of the embedding (``turned``), inputs, or outputs."""
     rows = torch.cat([torch.arange(each.start, each.stop) for each in cut.rows_of(part)])
     if turned:
-        return a[rows], b, magnitude
+        return a[:, rows], b, magnitude
     if len(cut.columns) == cut.whole[1]:
         return a, b[:, rows], None if magnitude is None else magnitude[rows]
     if magnitude is not None:

@@ -95,7 +95,11 @@ class Allocation:
     def plan(self, room: Room) -> KVPlan:
         """How ``room`` is divided. Raises ConfigError or OutOfMemory."""
         setup, draft = self._setup, self._setup.beside
-        sizes: dict[str, Any] = {"max_positions": setup.spec.max_positions, "on_cpu": setup.on_cpu}
+        sizes: dict[str, Any] = {
+            "max_positions": setup.spec.max_positions,
+            "on_cpu": setup.on_cpu,
+            "adapters": setup.adapter_layout,
+        }
         plan = plan_kv(setup.kv_specs, setup.config, room, **sizes)
         if draft is None or setup.speculative is None or setup.speculative.draft_memory is None:
             return self._agreed(plan)
@@ -193,7 +197,7 @@ class Allocation:
     def _bounds(self) -> dict[str, int]:
         setup = self._setup
         draft = {} if setup.beside is None else {"draft model": setup.draft_bytes}
-        return {**bounds(setup.spec, setup.config, setup.dtype.itemsize), **draft}
+        return {**bounds(setup.spec, setup.config, setup.dtype.itemsize, setup.adapter_layout), **draft}
 
     def _available(self) -> int:
         if self._meter is None:  # ranks and replicas of a CPU have its memory between them

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, OutOfMemory
 from headrace.layers.basic import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseFeedForward
-from headrace.lora.slots import slots_bytes
+from headrace.lora.layout import Layout
 from headrace.sites import Role, count_bytes, layer_matrices, matrices
 from headrace.spec import DecoderSpec, KVGroup, KVSpec
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS
@@ -118,16 +118,13 @@ def graph_bytes(count: int, taken: Sequence[int]) -> int:
     return first + (count - 1) * mean + max(others, default=0)
 
 
-def bounds(spec: DecoderSpec, config: EngineConfig, dtype_bytes: int) -> dict[str, int]:
+def bounds(spec: DecoderSpec, config: EngineConfig, dtype_bytes: int, adapters: Layout | None = None) -> dict[str, int]:
     """Bytes of a model and its steps, before anything is loaded. ``config`` is resolved."""
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens or 1
     logits_rows = min(scheduler.logits_rows, max(scheduler.rows, tokens))
-    adapters = slots_bytes(
-        spec, config.adapters.max_loras * config.adapters.enable_lora, config.adapters.max_lora_rank, dtype_bytes
-    )
     return {
-        "weights": count_bytes(spec, dtype_bytes) + adapters,
+        "weights": count_bytes(spec, dtype_bytes) + (0 if adapters is None else adapters.num_bytes),
         "activations": activation_bytes(spec, tokens, logits_rows, dtype_bytes),
     }
 
@@ -146,8 +143,8 @@ def weight_bytes(decoder: nn.Module) -> int:
     kernels' form, and slots of adapters."""
     tensors: dict[int, Tensor] = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
     deltas = (module.delta for module in decoder.modules() if isinstance(module, Linear | Embedding))
-    packed = sum(delta.num_bytes for delta in deltas if delta is not None)
-    packed += sum(
+    tensors |= {id(t): t for delta in deltas if delta is not None for t in delta.held}
+    packed = sum(
         module.weight_bytes
         for module in decoder.modules()
         if isinstance(module, Linear | Embedding | SparseFeedForward)
@@ -165,10 +162,18 @@ def blocks_needed(spec: KVSpec, num_tokens: int) -> int:
 
 
 def plan_kv(
-    specs: Sequence[KVSpec], config: EngineConfig, room: Room, *, max_positions: int, on_cpu: bool, reserved: int = 0
+    specs: Sequence[KVSpec],
+    config: EngineConfig,
+    room: Room,
+    *,
+    max_positions: int,
+    on_cpu: bool,
+    reserved: int = 0,
+    adapters: Layout | None = None,
 ) -> KVPlan:
     """Sizes every group and settles max_model_len. ``config`` is resolved. ``reserved``: bytes of the budget that
-    something else gets. Raises ConfigError or OutOfMemory with the numbers and the flags that help."""
+    something else gets. ``adapters``: one must fit beside the longest sequence, where they share the first group's
+    blocks. Raises ConfigError or OutOfMemory with the numbers and the flags that help."""
     cache, requested_len = config.cache, config.model.max_model_len
     if requested_len is not None and requested_len > max_positions:
         raise ConfigError(
@@ -176,16 +181,19 @@ def plan_kv(
         )
     if cache.num_blocks is not None:
         return _counted_plan(specs, cache.num_blocks, room, max_positions, requested_len, reserved)
+    shared = adapters if adapters is not None and adapters.is_shared else None
+    beside = 0 if shared is None else shared.largest * specs[0].bytes_per_block
     budget, reason = _budget(
-        cache, room, 0 if requested_len is None else _bytes_for(specs, requested_len), on_cpu=on_cpu
+        cache, room, 0 if requested_len is None else _bytes_for(specs, requested_len) + beside, on_cpu=on_cpu
     )
     budget -= reserved
-    longest = _longest(specs, budget, max_positions)
+    longest = _longest(specs, budget - beside, max_positions)
     by_share = not on_cpu and cache.kv_cache_memory is None
     max_model_len = _resolve_len(
-        specs, budget, longest, requested_len, "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
+        specs, budget - beside, longest, requested_len, "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
     )
-    groups = _split(specs, budget, config.scheduler.rows, config.scheduler.max_num_batched_tokens or 1, max_model_len)
+    tokens = config.scheduler.max_num_batched_tokens or 1
+    groups = _split(specs, budget, config.scheduler.rows, tokens, max_model_len, shared)
     decisions = _kv_decision(groups, reason), *_len_decision(max_model_len, max_positions, requested_len, budget)
     return KVPlan(groups, max_model_len, decisions, reserved)
 
@@ -260,12 +268,20 @@ def _resolve_len(specs: Sequence[KVSpec], budget: int, longest: int, requested_l
 
 
 def _split(
-    specs: Sequence[KVSpec], budget: int, max_num_seqs: int, tokens_a_step: int, max_model_len: int
+    specs: Sequence[KVSpec],
+    budget: int,
+    max_num_seqs: int,
+    tokens_a_step: int,
+    max_model_len: int,
+    adapters: Layout | None = None,
 ) -> tuple[KVGroup, ...]:
     """Equal numbers of blocks for every group (short sequences use all groups alike), but in each at least what one
     longest sequence needs and at most what all rows together can use; what one group cannot use goes to the others."""
     floors = [blocks_needed(spec, max_model_len) for spec in specs]
     caps = [_most_used(spec, max_num_seqs, tokens_a_step, max_model_len) for spec in specs]
+    if adapters is not None:
+        floors[0] += adapters.largest
+        caps[0] += adapters.largest * adapters.space.slots
 
     def counts(level: int) -> list[int]:
         return [min(max(level, floor), cap) for floor, cap in zip(floors, caps, strict=True)]

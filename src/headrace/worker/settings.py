@@ -17,6 +17,7 @@ import torch
 from headrace.config import Decision, EngineConfig, resolve_kv_format
 from headrace.cost.shapes import multiplications
 from headrace.errors import ConfigError
+from headrace.lora.layout import Layout, create_layout
 from headrace.models import families
 from headrace.sites import is_plain
 from headrace.spec import DecoderSpec, KVFormat, KVSpec, kv_groups
@@ -134,6 +135,12 @@ class Setup:
         """With what a draft keeps under the same numbers."""
         specs, draft = self.target_kv_specs, self.beside
         return specs if draft is None else draft.beside(specs, self.block_size, self.draft_dtype.itemsize)
+
+    @property
+    def adapter_layout(self) -> Layout | None:
+        """None: no adapters are served."""
+        config = self.config
+        return create_layout(self.spec, config.adapters, config.cache, self.target_kv_specs, self.dtype.itemsize)
 
     @property
     def block_sizes(self) -> list[int]:

@@ -39,6 +39,7 @@ from headrace.kernels.operations import (
 )
 from headrace.layers.context import LayerContext
 from headrace.lora.device import DeviceAdapters, Reading
+from headrace.lora.layout import Layout
 from headrace.lora.slots import AdapterSlots
 from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
@@ -266,6 +267,8 @@ class Worker:
             kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
             self._draft_kv = own = self._draft_caches(kv_caches)
         self._kv_caches = kv_caches
+        if self._adapters is not None and self._adapters.slots.layout.is_shared:
+            self._adapters.slots.attach(kv_caches[0])
         self._graphs = self._create_graphs(plan.max_model_len, self._rows, kv_caches, own)
         self._runner = self._create_runner(self._rows, kv_caches, own, self._graphs)
         memory.set_aside()
@@ -349,15 +352,11 @@ class Worker:
         self._stages.done("weights")
 
     def _create_adapters(self) -> DeviceAdapters | None:
-        """Slots beside the weights, for as many as a step may compute with."""
-        setup, config = self._setup, self._config.adapters
-        if not config.enable_lora:
+        layout, setup = self._setup.adapter_layout, self._setup
+        if layout is None:
             return None
-        context = LayerContext(setup.dtype, setup.device, self._kernels)
-        slots = AdapterSlots(self._decoder, setup.spec, config.max_loras, config.max_lora_rank, context)
-        return DeviceAdapters(
-            slots, Reading(self._whole, config.max_lora_rank, setup.dtype, pinned=self._cuda, cuts=self._cuts)
-        )
+        slots = AdapterSlots(self._decoder, layout, LayerContext(setup.dtype, setup.device, self._kernels))
+        return DeviceAdapters(slots, Reading(self._whole, layout, setup.dtype, pinned=self._cuda, cuts=self._cuts))
 
     def _fill(self, decoder: Decoder, source: ModelSource, spec: DecoderSpec) -> None:
         shared = self._cuts if decoder is self._decoder else {}  # a draft model every rank has whole
@@ -592,7 +591,7 @@ class Worker:
             start_seconds=self._stages.seconds,
             stages=1 if self._pipe is None else self._pipe.stages,
             max_drafts=setup.speculative.most if setup.speculative is not None else 0,
-            adapters=None if self._adapters is None else self._adapters.space,
+            adapters=None if self._adapters is None else self._adapters.slots.layout.space,
             pooling=setup.spec.pooling,
         )
         parts: dict[str, Any] = {"adapters": self._adapters, "asleep": self._sleeping}
@@ -639,14 +638,19 @@ class Worker:
             said = f"{settings.most} tokens, {settings.tree} continuations of each"
             yield Decision("draft tree", said, "the most probable; with penalties, biases or a grammar it is a chain")
         if self._adapters is not None:
-            said = f"{self._adapters.slots.num_bytes / 2**20:.0f} MiB beside the weights, set aside for --max-loras and --max-lora-rank"
-            yield Decision(
-                "adapters",
-                f"{self._config.adapters.max_loras} slots of rank {self._config.adapters.max_lora_rank}",
-                said,
-            )
+            yield _adapter_decision(self._adapters.slots.layout, self._config.cache.unified_paging)
         yield from self._formats
         yield from _kernel_decisions(self._kernels)
+
+
+def _adapter_decision(layout: Layout, unified_paging: bool) -> Decision:
+    space, size = layout.space, layout.block * layout.element_bytes / 2**20
+    value = f"up to {space.slots}, {space.most} in a step, of rank {layout.rank}"
+    said = f"the largest takes {layout.largest} blocks of {size:.2f} MiB"
+    if layout.is_shared:
+        return Decision("adapters", value, f"{said} of the KV cache while it is there")
+    own = f"{said}; {space.blocks} are reserved beside the KV cache"
+    return Decision("adapters", value, f"{own}, whose blocks hold no factors" if unified_paging else own)
 
 
 def _weight_formats(spec: DecoderSpec, source: ModelSource) -> tuple[Decision, ...]:

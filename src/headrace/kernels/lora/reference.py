@@ -10,27 +10,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headrace.kernels.inputs import AdapterRows
+from headrace.kernels.inputs import AdapterRows, SlotFactors
 
 
 def add_deltas(
     y: Tensor,
     x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
+    factors: SlotFactors,
     parts: Sequence[int],
     rows: AdapterRows,
-    gains: Tensor | None = None,
     squares: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """y[i] += concat over parts p of (x[i] · a[s, p]ᵀ) · b[s]ₚ for each row i of slot s, in place (BGMV for few rows a
-    slot, SGMV for many: Punica, Chen et al. 2023).
+    """y[i] += concat over parts p of (x[i] · a[s, p]ᵀ) · b[s, p] for each row i of slot s, in place (BGMV for few rows
+    a slot, SGMV for many: Punica, Chen et al. 2023).
 
-    ``y`` [T, Σ parts], ``x`` [T, ins], ``a`` [slots, parts, max_rank, ins], ``b`` [slots, max_rank, Σ parts], all of
-    one type. ``ranks`` [slots, parts], int32: of the slot's adapter there; 0: it leaves that part alone. ``gains``
-    [slots, 2, Σ parts], float32: where the adapter changes a part, y is multiplied by the first and the second is added
+    ``y`` [T, Σ parts], ``x`` [T, ins], and a [rank, ins] and b [rank, outs] of ``factors``, all of one type. Rank 0: the
+    adapter leaves that part alone. Gains, where there are some: y is multiplied by the first and the second is added
     before (DoRA). ``squares`` [pieces, T], float32: x is still to be divided by √(their sum / ins + eps), as in
     ``Around``.
     """
@@ -44,27 +40,28 @@ def add_deltas(
         picked = x[chosen]
         for part, outs in enumerate(parts):
             last = first + outs
-            if rank := int(ranks[slot, part]):
-                inner = picked @ a[slot, part, :rank].T
+            if rank := int(factors.ranks[slot, part]):
+                inner = picked @ factors.rows(factors.a[slot, part, :rank], x.shape[1]).T
                 found = y[chosen, first:last].float()
-                if gains is not None:
-                    gain, shift = gains[slot, :, first:last]
+                if factors.gained and int(factors.gains[slot, part, 0, 0]) >= 0:
+                    gain, shift = factors.floats.rows(factors.gains[slot, part], outs)
                     found = found * gain + shift
-                y[chosen, first:last] = (found + inner @ b[slot, :rank, first:last]).to(y.dtype)
+                y[chosen, first:last] = (found + inner @ factors.rows(factors.b[slot, part, :rank], outs)).to(y.dtype)
             first = last
 
 
-def look_up_deltas(
-    y: Tensor, ids: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scale: float | None, rows: AdapterRows
-) -> None:
-    """y[i] += scale · a[s, ids[i]] · b[s] for each row i of slot s, in place.
+def look_up_deltas(y: Tensor, ids: Tensor, factors: SlotFactors, scale: float | None, rows: AdapterRows) -> None:
+    """y[i] += scale · a[s][:, ids[i]]ᵀ · b[s] for each row i of slot s, in place.
 
-    ``y`` [T, outs], ``ids`` [T], int64, ``a`` [slots, rows, max_rank], ``b`` [slots, max_rank, outs], ``ranks``
-    [slots, 1], int32.
+    ``y`` [T, outs], ``ids`` [T], int64, and a [rank, rows] and b [rank, outs] of ``factors``, of one part.
     """
     grouped = rows.by_slot()
     for slot, begin, end in () if grouped is None else grouped.spans:
-        if rank := int(ranks[slot, 0]):
+        if rank := int(factors.ranks[slot, 0]):
             chosen = grouped.order[begin:end] if grouped is not None else ids
-            found = a[slot, ids[chosen], :rank] @ b[slot, :rank]
+            at = (
+                factors.a[slot, 0, :rank].long()[:, ids[chosen] // factors.chunk] * factors.unit
+                + ids[chosen] % factors.chunk
+            )
+            found = factors.pool[at].T @ factors.rows(factors.b[slot, 0, :rank], y.shape[1])
             y.index_add_(0, chosen, found if scale is None else found * scale)
