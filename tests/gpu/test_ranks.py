@@ -3,10 +3,12 @@ a rank that is killed."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.errors import EngineDead
 from headrace.request import RequestOutput
+from tests.support import tiny
 from tests.support.card import STRICT, Judge, params, require_card
 
 require_card()
@@ -22,6 +25,7 @@ if torch.cuda.device_count() < 2:
     pytest.skip("needs two cards", allow_module_level=True)
 
 PROMPTS = [[(7 * i + 3 * j) % 8000 for j in range(5 + 11 * i % 97)] for i in range(23)]
+SMALL = [[each % 300 for each in prompt] for prompt in PROMPTS]  # of a tiny model's tokens
 ASKED = (
     params(max_tokens=20, logprobs=1),
     params(max_tokens=20, temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2, prompt_logprobs=1),
@@ -64,6 +68,29 @@ def test_tokens_are_those_of_the_cpu(judge: Judge, layout: str, mode: str) -> No
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("copies", [False, True])
+def test_ranks_of_whole_experts_say_what_the_cpu_says(tmp_path: Path, mode: str, copies: bool) -> None:
+    """With copies, one expert is on both cards: rows take turns, and tokens are what they were."""
+    folder = str(tiny.save("qwen3-moe", tmp_path))
+    placed = {index: [[0, 1, 2, 3, *([4] if copies else ())], [4, 5, 6, 7]] for index in range(3)}
+    (tmp_path / "placed.json").write_text(json.dumps({"experts": placed}), encoding="utf-8")
+    keywords = {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "expert_placement": str(tmp_path / "placed.json"),
+    }
+    judge = Judge(folder)
+    try:
+        with LLM(folder, **{**STRICT, **MODES[mode], **keywords}) as llm:
+            for asked in ASKED:
+                found = llm.generate([{"prompt_token_ids": each} for each in SMALL], asked, use_tqdm=False)
+                for prompt, answer in zip(SMALL, found, strict=True):
+                    judge.check(prompt, asked, answer)
+    finally:
+        judge.close()
+
+
 def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named(layout: str) -> None:
     with LLM(**{**STRICT, **sizes(layout)}) as llm:
         ask(llm, ASKED[0])

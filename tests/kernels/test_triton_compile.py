@@ -71,7 +71,8 @@ def test_experts_and_picks_are_compiled_for_the_model_and_never_for_a_batch() ->
     assert {name: row["new"] for name, row in found.items()} == dict.fromkeys(found, 0)
     many = {name: row["variants"] for name, row in found.items() if row["variants"] > 1}
     # by the pairs an expert has; random, filtered
-    assert many == {"experts: _expand_kernel": 3, "experts: _contract_kernel": 3, "picks: _pick_kernel": 2}
+    experts = {f"{case}: {name}": 3 for case in ("experts", "experts of a rank") for name in PRODUCTS}
+    assert many == {**experts, "picks: _pick_kernel": 2}
 
 
 @pytest.mark.timeout(120)
@@ -81,6 +82,14 @@ def test_nothing_spills() -> None:
         words = 100 if name in SPILLING else 4  # a word or two is no spilled tile
         assert figures["LDL"] + figures["STL"] <= words and figures["local"] == 0, name
         assert figures["shared"] <= 232448, name
+
+
+@pytest.mark.timeout(120)
+def test_nothing_spills_of_experts_on_a_rank() -> None:
+    (found,) = offline.found(("triton_offline", "moe, one, of a rank", "moe, few, of a rank"))
+    assert len(found) == 2 + 4 and all(
+        figures["LDL"] + figures["STL"] + figures["local"] == 0 for figures in found.values()
+    )
 
 
 @pytest.mark.timeout(120)

@@ -347,18 +347,19 @@ def linear(tokens: int) -> dict[str, dict[str, int]]:
     return record(linear, ("_linear_kernel",), lambda: product(x))
 
 
-def moe(tokens: int) -> dict[str, dict[str, int]]:
+def moe(tokens: int, *, held: int = 128) -> dict[str, dict[str, int]]:
     from headrace.kernels.moe import triton_few as moe_few
     from headrace.kernels.moe import triton_moe as moe
     from headrace.spec import Activation
 
     x, router = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 128, dtype=torch.bfloat16)
-    gate_up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 1536, 2048), (128, 2048, 768)))
+    gate_up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((held, 1536, 2048), (held, 2048, 768)))
+    places = None if held == 128 else torch.zeros(2, 128, dtype=torch.int32)
     run = moe.Moe(False, True)
     module, kernels = moe, ("_route_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")
     if tokens == 1:
         module, kernels = moe_few, ("_expand_few_kernel", "_contract_few_kernel")
-    return record(module, kernels, lambda: run(x, router, gate_up, down, 8, True, Activation.SILU))
+    return record(module, kernels, lambda: run(x, router, gate_up, down, 8, True, Activation.SILU, places))
 
 
 def lora(tokens: int, rank: int, dtype: torch.dtype, *, joint: bool = False) -> dict[str, dict[str, int]]:
@@ -412,6 +413,8 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "moe, few": lambda: moe(8),
     "moe, more": lambda: moe(256),
     "moe, many": lambda: moe(4096),
+    "moe, one, of a rank": lambda: moe(1, held=32),
+    "moe, few, of a rank": lambda: moe(8, held=32),
 }
 
 

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,8 @@ from headrace.kernels.moe.candidates import experts as rehearse_experts
 from headrace.kernels.sampling import triton_pick as sampling
 from headrace.kernels.sampling import triton_thresholds as thresholds
 from headrace.kernels.sampling.candidates import picks as rehearse_picks
-from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec
+from headrace.layers.moe import places_of
+from headrace.spec import Activation, DecoderSpec, Held, LayerSpec, MoESpec
 from tests.support.kernel_cases import called
 from tests.support.triton_offline import CompileOnly, Keys
 
@@ -62,23 +64,30 @@ def count(
     return {name: {"variants": len(each.seen), "new": len(each.seen - rehearsed[name])} for name, each in keys.items()}
 
 
-def rehearse(op: str, run: Callable[..., Any], calls: Callable[..., Any], dtype: torch.dtype) -> None:
-    for _, call in calls(CallSite(op, torch.device("cpu"), called(op, dtype=dtype)[1]), run, SIZES):
+def rehearse(
+    op: str, run: Callable[..., Any], calls: Callable[..., Any], dtype: torch.dtype, sizes: Sizes = SIZES, **facts: Any
+) -> None:
+    for _, call in calls(CallSite(op, torch.device("cpu"), called(op, dtype=dtype, **facts)[1]), run, sizes):
         call()
 
 
-def experts(*, batch_invariant: bool) -> dict[str, dict[str, int]]:
-    run = moe.Moe(batch_invariant, True)
-    gate_up, down = torch.empty(8, 128, 128, dtype=torch.bfloat16), torch.empty(8, 128, 64, dtype=torch.bfloat16)
+def experts(*, batch_invariant: bool, held: tuple[Held, ...] | None = None) -> dict[str, dict[str, int]]:
+    """``held``: of a rank that has some of them whole, and copies."""
+    run, spec = moe.Moe(batch_invariant, True), replace(EXPERTS, held=held)
+    sizes, count_held = replace(SIZES, spec=replace(SPEC, layers=(LayerSpec(moe=spec),))), len(spec.experts)
+    gate_up, down = (torch.empty(count_held, *shape, dtype=torch.bfloat16) for shape in ((128, 128), (128, 64)))
+    places = places_of(spec, torch.device("cpu"))
+    facts = {} if held is None else {"num_experts": 8, "top_k": 2, "held": count_held}
 
     def batch(draw: random.Random) -> None:
         tokens = draw.choice((1, 2, 3, draw.randint(1, 16), draw.randint(1, 300), draw.randint(1, 4096)))
         x, router = torch.empty(tokens, 128, dtype=torch.bfloat16), torch.empty(tokens, 8, dtype=torch.bfloat16)
-        run(x, router, gate_up, down, EXPERTS.top_k, EXPERTS.renormalize, Activation.SILU)
+        run(x, router, gate_up, down, EXPERTS.top_k, EXPERTS.renormalize, Activation.SILU, places)
 
     kernels = {name: moe for name in ("_route_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")}
     few = {name: moe_few for name in ("_expand_few_kernel", "_contract_few_kernel")}
-    return count(kernels | few, partial(rehearse, "moe", run, rehearse_experts, torch.bfloat16), batch)
+    rehearsed = partial(rehearse, "moe", run, rehearse_experts, torch.bfloat16, sizes, **facts)
+    return count(kernels | few, rehearsed, batch)
 
 
 def picks() -> dict[str, dict[str, int]]:
@@ -110,6 +119,7 @@ def main() -> None:
     found = {
         "experts": experts(batch_invariant=False),
         "experts to the bit": experts(batch_invariant=True),
+        "experts of a rank": experts(batch_invariant=False, held=(Held(1), Held(2, 1, 2), Held(5), Held(7))),
         "picks": picks(),
     }
     json.dump({f"{case}: {kernel}": row for case, rows in found.items() for kernel, row in rows.items()}, sys.stdout)

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     made, held_out = _recorded(args, config)
     counts = {layer: _counts(choices, experts) for layer, (choices, experts) in made.items()}
     rows = [_figures(counts, held_out, ranks, args.copies) for ranks in args.ranks]
-    facts = {**facts_here(config.device.device, shape=_shape(args, made)), "model": str(config.model.model)}
+    facts = {**facts_here(config.device.device, shape=_shape(args, made, held_out)), "model": str(config.model.model)}
     print_facts(facts)
     print(table(_COLUMNS, [[str(each["ranks"]), *found] for each in rows for found in _rendered(each)]))
     if args.output is not None:
@@ -198,11 +198,11 @@ def _rendered(figures: Mapping[str, Any]) -> list[list[str]]:
     return [*rows, ["without copies at least", f"{figures['bound']:.3f}", *[""] * (len(_COLUMNS) - 3)]]
 
 
-def _shape(args: argparse.Namespace, made: Recorded) -> str:
-    rows, layers = len(next(iter(made.values()))[0]), len(made)
+def _shape(args: argparse.Namespace, made: Recorded, held_out: Recorded) -> str:
+    (rows, held), layers = (len(next(iter(each.values()))[0]) for each in (made, held_out)), len(made)
     return (
         f"the busiest rank's rows over the mean, in the mean of {layers} layers; placed by {rows:,} rows of "
-        f"{args.calibration}, held out: an eighth of its texts"
+        f"{args.calibration}, held out: {held:,} others"
     )
 
 
