@@ -39,6 +39,7 @@ def forms(coding: Coding | None, eight: str = "", *, gated: bool = False) -> lis
         []
         if gated or (coding is not None and coding.sets > 1)
         else [(128, columns, ways) for columns in (64, 128) for ways in (1, 2)]
+        + ([] if coding is None else [(256, 128, 1), (256, 128, 2)])
     )
     return [RingForm(*size, late, coding, eight) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
 

@@ -3,6 +3,7 @@ builds, the sources."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,19 +112,35 @@ def test_quantised_weights_that_were_not_measured_have_a_form_for_any_few_rows(s
     assert [most for most, _ in forms] == [
         *few,
         *([128] if not shape.gated and (coding is None or coding.sets == 1) else []),
+        *([256] if not shape.gated and coding is not None and coding.sets == 1 else []),
     ]
     for most, form in forms:
         assert (
             form is not None
-            and form.rows == most
+            and form.rows == min(most, 128)
             and form.fits(shape, 132)
             and (form.coding, form.eight) == (coding, eight)
         )
         assert (
             form.stages >= 3
-            and form.shared_bytes + 8 * form.columns + 4 * most * (1 + form.columns // 16) + 512
+            and form.shared_bytes + 8 * form.columns + 4 * form.rows * (1 + form.columns // 16) + 512
             <= ring_forms.SHARED_BYTES
         )
+
+
+def test_256_rows_are_computed_at_once_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, whole, half = Shape(6144, 4096), RingForm(256, 128, 2), RingForm(128, 64)
+    tried = candidate_forms(shape, 256, 132, Coding(4))
+    assert {(form.columns, form.ways, form.stages) for form in tried} == {(128, 2, 2)}
+    assert {(form.ways, form.stages) for form in candidate_forms(Shape(28672, 4096), 256, 132, Coding(4))} == {(1, 2)}
+    for last, wanted in (((256, whole), (whole, whole)), ((256, half), (half, half)), ((128, half), (half, half))):
+        table = {shape: ((128, half), last)[-1 if last[0] == 128 else 0 :]}
+        monkeypatch.setattr(Measured, "table", lambda self, name, table=table: table)
+        forms = ring_forms.forms_at(shape, 132, "A card", Coding(4))
+        assert (
+            tuple(form and replace(form, coding=None) for form in (form_of(forms, 129), form_of(forms, 256))) == wanted
+        )
+        assert form_of(forms, 257) is None and form_of(forms, 128) == replace(half, coding=Coding(4))
 
 
 def test_measured_forms_of_quantised_weights_go_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +184,7 @@ def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCap
         "[16, 16, 64, 1, 1]",
         "[16, 20, 64, 1, true]",
         "[16, 16, 64, 0, true]",
+        "[256, 64, 64, 1, true]",
     ):
         path.write_text(f'{{"A card": {{"ring": {{"64 x 32": [{row}]}}}}}}')
         assert MEASURED.read(path, "A card") == {} and "is no form" in caplog.text
@@ -207,10 +225,11 @@ def test_codes_serve_more_rows_in_parts(rows: int, cut: list[int]) -> None:
     rings = pytest.importorskip("headrace.kernels.linear.rings", exc_type=ImportError)
     torch.manual_seed(rows)
     weight, x = torch.randn(48, 32).bfloat16(), torch.randn(rows, 32).bfloat16()
-    ring = Ring(weight, ((64, RingForm(64, 64)), (128, RingForm(128, 64))))
-    y = rings.CutRing(ring, lambda x: reference.linear(weight, None)(x))(x.view(1, rows, 32))
-    assert [size for size, _ in ring.given] == cut and y.shape == (1, rows, 48)
-    torch.testing.assert_close(y[0], reference.linear(weight, None)(x), rtol=2e-2, atol=2e-2)
+    for last, parts in ((RingForm(128, 64), cut), (RingForm(256, 128), [sum(cut)] if cut else [])):
+        ring = Ring(weight, ((64, RingForm(64, 64)), (128, RingForm(128, 64)), (256, last)))
+        y = rings.CutRing(ring, lambda x: reference.linear(weight, None)(x))(x.view(1, rows, 32))
+        assert [size for size, _ in ring.given] == parts and y.shape == (1, rows, 48)
+        torch.testing.assert_close(y[0], reference.linear(weight, None)(x), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("rows", "served"), [(1, True), (64, True), (65, False), (128, False)])

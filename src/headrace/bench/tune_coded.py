@@ -53,8 +53,10 @@ class _Rings(Kind):
 
     def _forms(self, shape: Shape, rows: int) -> tuple[ring_forms.RingForm, ...]:
         processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-        return ring_forms.candidate_forms(
-            shape, rows, processors, self.coding, "" if self.eight is None else self.eight.kind_of
+        kind = "" if self.eight is None else self.eight.kind_of
+        sizes = (rows, ring_forms.MOST_ROWS) if rows == ring_forms.MOST_CUT else (rows,)  # in one launch, or in two
+        return tuple(
+            form for size in sizes for form in ring_forms.candidate_forms(shape, size, processors, self.coding, kind)
         )
 
     def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
@@ -92,11 +94,12 @@ class CodedRings(_Rings):
             own: Any = coded_forms.forms_for(
                 shape, outs, self.coding, 132, coded_forms.measured(self.coding).table(torch.cuda.get_device_name())
             )
-            plain = next(form for most, form in own if rows <= most)
+            plain = next((form for most, form in own if rows <= most), None)
+            others = partial(_calls, plain, x, around, packed) if plain else partial(_widened, x, around, packed)
             forms: dict[Any, Any] = {
                 form: partial(_ring_calls, form, shape, x, around, packed, None) for form in self._forms(shape, rows)
             }
-            yield Trial(shape, rows, {None: partial(_calls, plain, x, around, packed), **forms})
+            yield Trial(shape, rows, {None: others, **forms})
 
 
 class EightBitRings(_Rings):
@@ -191,8 +194,11 @@ def _ring_calls(
 
 
 def _computed(layer: Any, x: Tensor, around: Around, form: Any) -> Tensor:
-    result: Tensor = layer.compute(x, around, form)[0]
-    return result
+    count = -(-len(x) // form.rows)
+    y = x.new_empty(len(x), layer.shape.outs)
+    for part, own in zip(x.chunk(count), y.chunk(count), strict=True):
+        layer.compute(part, around, form, own)
+    return y
 
 
 def _eight_calls(

@@ -213,9 +213,9 @@ def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -
 
 
 def _cut_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    """The form for many rows, and all of who stands behind."""
-    maker, (_, form) = run.__self__, run.__self__.forms[-1]
-    if form is not None:
+    """The forms for many rows, and all of who stands behind."""
+    maker = run.__self__
+    for form in dict.fromkeys(form for most, form in maker.forms if form is not None and most > MOST_ROWS):
         form, turned = replace(form, late=False), site.facts.gated and form.coding is not None
         yield f"{form}, {None}, {turned}", partial(maker.kernels.function, (form, None, turned))
     eight = site.facts.eights[0] is not None

@@ -70,7 +70,54 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 *codes, const u32 (
   }
 }
 
-#if SETS == 1
+#if SETS == 1 && ROWS > 128
+// Sums of a step would have no room beside all sums: codes are scaled before they are multiplied, and rounded to bfloat16 as a weight
+// that is widened first is. Otherwise as below.
+struct Packed {
+  u32 a[2][SIXTEENS][4], zero[2], scale[2];
+
+  __device__ __forceinline__ void prepare(u32 block, int half) {
+    u32 codes[WORDS];
+    int at = half * WORDS;
+    read_words(codes, block + at / 4 * 2048 + threadIdx.x % 128 * 16 + at % 4 * 4, 2048);
+    finished<1>();  // who reads these registers
+#pragma unroll
+    for (int j = 0; j < SIXTEENS; j++) {
+      widen(a[half][j], codes + j * BITS / 4, zero);
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[half][j][i] = mul2(a[half][j][i], scale[i % 2]);
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], u32 inputs, int half) {
+    begin();
+#pragma unroll
+    for (int j = 0; j < SIXTEENS; j++) {
+      int k = half * SIXTEENS + j;
+      mma(c, a[half][j], described(inputs + k / 4 * (ROWS * 128)) + k % 4 * 2, 1);
+    }
+    commit();
+  }
+  // Behind ``second`` the step before is over. ``inputs``: 64 of K of all rows, and again.
+  __device__ __forceinline__ void first(float (&c)[ROWS / 2], u32 block) {
+    u32 beside = block + CODE_BYTES + (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      zero[h] = ZEROS ? read_twice(beside + 128 + h * 16) : BITS == 4 ? 0x43084308u : 0x43004300u;
+      asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(scale[h]) : "f"(read_scale(beside + h * 16)));
+    }
+    prepare(block, 0);
+  }
+  __device__ __forceinline__ void second(float (&c)[ROWS / 2], u32 block, u32 inputs) {
+    multiply(c, inputs, 0);
+    prepare(block, 1);
+    multiply(c, inputs, 1);
+  }
+  __device__ __forceinline__ void take(float (&c)[ROWS / 2]) {
+    finished<0>();
+    hold(c);
+  }
+};
+#elif SETS == 1
 // Of a step all sums have one scale. A half's codes are widened while the half before is multiplied, of the step before, too.
 struct Packed {
   float part[ROWS / 2], scale[2];

@@ -1,4 +1,4 @@
-// A product of 2 to 64 rows with what stands around it in a layer; its first weights are under way before the kernel before it has ended.
+// A product of 2 to 64 rows (of codes, alone: to 256) with what stands around it in a layer; its first weights are under way before the kernel before it has ended.
 //
 //   y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual, scaled = y ⊙ g, squares: as kernels/linear/triton_flat.py has them
 //
@@ -286,11 +286,13 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     meet();
   };
   int own = blockIdx.x % WAYS;
+#if ROWS <= 128  // of more, sums leave no registers for it
   u16 rest[OWN][4];
   if (WAYS > 1) {
 #pragma unroll
     for (int j = 0; j < OWN; j++) fetch(deal.tile, own + j * WAYS, rest[j]);
   }
+#endif
   float c[ROWS / 2];
   for (int i = 0, tile = deal.tile; i < deal.total; i += deal.count, tile += gridDim.x) {
     prepare(tile);
@@ -321,7 +323,12 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       for (int j = 0; j < ROWS / 4; j++) own[j] = own_scales[(u64)min(j / 2 * 8 + pair + j % 2, tokens - 1) * deal.steps + deal.begin + k];
 #endif
       wait(full + 8 * s, phase);
-#if defined(BITS) && SETS == 1
+#if defined(BITS) && SETS == 1 && ROWS > 128
+      packed.first(c, base + s * STAGE_BYTES + group * BLOCK_BYTES);
+      packed.second(c, base + s * STAGE_BYTES + group * BLOCK_BYTES, base + s * STAGE_BYTES + X_AT);
+      if (k && thread % 128 == 0) arrive(empty + 8 * before);
+      before = s;
+#elif defined(BITS) && SETS == 1
       packed.first(c, base + s * STAGE_BYTES + group * BLOCK_BYTES);
       if (k && thread % 128 == 0) arrive(empty + 8 * before);
       packed.second(base + s * STAGE_BYTES + group * BLOCK_BYTES, base + s * STAGE_BYTES + X_AT);
@@ -416,7 +423,13 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
             v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
           }
         }
+#if ROWS <= 128
         finish(tile, b, v, rest[j]);
+#else
+        u16 rest[4];
+        fetch(tile, b, rest);
+        finish(tile, b, v, rest);
+#endif
       }
       add_squares(tile, own);
     }

@@ -3,10 +3,10 @@ number of rows.
 
 What lives here: forms, the tables of those that were measured. What may not: the kernel, measuring (bench/tune.py).
 
-A row of a table is [most rows, rows, columns, ways, late], ascending; with nothing behind the number of rows where the
-forms of kernels/linear/triton_flat.py are as quick, as they are for every weight in bfloat16 that is not there. For
-weights in codes, and of 8 bits as their inputs, there are tables by kind, and a rule for the weights that these do not
-have.
+A row of a table is [most rows, rows, columns, ways, late], ascending; 256 rows may be computed 128 at a time; with
+nothing behind the number of rows where the forms of kernels/linear/triton_flat.py are as quick, as they are for every
+weight in bfloat16 that is not there. For weights in codes, and of 8 bits as their inputs, there are tables by kind, and
+a rule for the weights that these do not have.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from headrace.kernels.linear.packing import Coding
 ROWS = (16, 32, 48, 64)  # of x, that forms are made for
 FEWER_ROWS = (8, 16, 32, 64)  # with weights of fewer bits
 MOST_ROWS = 128  # of one launch of these, without a gate
+MOST_CUT = 256  # of products of codes alone: in one launch where that was measured to be best, else half by half
 DEPTH = 64  # of K at once
 SHARED_BYTES = 232448  # that a program may have: all of a processor's
 _LEAST_PROGRAMS = 60  # fewer do not keep the memory busy
@@ -58,6 +59,8 @@ class RingForm:
         """A gate needs all of K in one program, and its rows in eights; those who share a tile are on the device
         together."""
         if shape.ins % (16 if self.eight else 8) or (shape.gated and (shape.outs % 8 or self.ways > 1)):
+            return False
+        if self.stages < 2:
             return False
         return self.ways == 1 or (self.tiles(shape) * self.ways <= processors and shape.ins >= self.depth * self.ways)
 
@@ -102,7 +105,9 @@ def candidate_forms(
 ) -> tuple[RingForm, ...]:
     """The forms worth trying for so many rows, one of ROWS."""
     # of 64 rows 256 columns leave no registers
-    sizes = (64, 128, 256) if (coding is not None or eight) and rows < 64 else (64, 128)
+    most = 256 if (coding is not None or eight) and rows < 64 else 128
+    # of 256 rows narrower ones read x too often
+    sizes = [each for each in (64, 128, 256) if each <= most and (each == 128 or rows != MOST_CUT)]
     tried = (
         RingForm(rows, *size, late, coding, eight)
         for size in product(sizes, range(1, _MOST_WAYS + 1))
@@ -121,15 +126,18 @@ def forms_at(shape: Shape, processors: int, device: str, coding: Coding | None, 
     own = ((most, form and replace(form, coding=coding, eight=eight)) for most, form in found)
     known = tuple((most, form if form is not None and form.fits(shape, processors) else None) for most, form in own)
     wanted = row_classes(shape, coding, eight) if coding or eight else ()
-    return (
-        *known,
-        *((most, _rule(shape, most, processors, coding, eight)) for most in wanted if not known or most > known[-1][0]),
-    )
+    last = known[-1][0] if known else 0
+    rest = ((most, _rule(shape, most, processors, coding, eight)) for most in wanted if last < most <= MOST_ROWS)
+    forms = (*known, *rest)
+    cut = MOST_CUT in wanted and last < MOST_CUT
+    return (*forms, (MOST_CUT, form_of(forms, MOST_ROWS))) if cut else forms
 
 
 def row_classes(shape: Shape, coding: Coding | None, eight: str) -> tuple[int, ...]:
     """The most rows of each; sums of several scales a block leave no registers for 128."""
-    return FEWER_ROWS if shape.gated or (coding is not None and coding.sets > 1) else (*FEWER_ROWS, MOST_ROWS)
+    if shape.gated or (coding is not None and coding.sets > 1):
+        return FEWER_ROWS
+    return (*FEWER_ROWS, MOST_ROWS) if eight else (*FEWER_ROWS, MOST_ROWS, MOST_CUT)
 
 
 def _rule(shape: Shape, rows: int, processors: int, coding: Coding | None, eight: str) -> RingForm | None:
@@ -178,10 +186,10 @@ def _form(row: list[Any]) -> tuple[int, RingForm | None]:
     most, rows, columns, ways = whole_numbers(numbers)
     if (
         type(late) is not bool
-        or rows not in (*FEWER_ROWS, *ROWS, MOST_ROWS)
+        or rows not in (*FEWER_ROWS, *ROWS, MOST_ROWS, MOST_CUT)
         or columns not in (64, 128, 256)
         or not 1 <= ways <= 8
-        or most > rows
+        or (most > rows and (most, rows) != (MOST_CUT, MOST_ROWS))
     ):
         raise ValueError(f"{row} is no form")
     return most, RingForm(rows, columns, ways, late)

@@ -25,7 +25,6 @@ from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, for
 
 Make = Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor, Around], Fused] | None]
 MakeLinear = Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]
-MOST_CUT = 256  # rows of a product that is computed some at a time
 _ALONE = Around()
 
 
@@ -90,7 +89,7 @@ def _nobody(x: Tensor, around: Around) -> Fused:
 
 @dataclass(frozen=True, slots=True)
 class CutRing:
-    """y = x · Wᵀ (+ bias): 65 to MOST_CUT rows, as many at a time as a form has; others as ``others``. ``x`` [...,
+    """y = x · Wᵀ (+ bias): 65 to MOST_CUT rows, as many at a time as their form has; others as ``others``. ``x`` [...,
     in]."""
 
     ring: RingLinear
@@ -98,11 +97,11 @@ class CutRing:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        most, form = self.ring.forms[-1]
-        if not MOST_ROWS < len(rows) <= MOST_CUT or form is None:
+        form = form_of(self.ring.forms, len(rows)) if len(rows) > MOST_ROWS else None
+        if form is None:
             return self.others(x)
         y = self.ring.empty((len(rows), self.ring.shape.outs), x.dtype, x.device)
-        count = -(-len(rows) // most)
+        count = -(-len(rows) // form.rows)
         for part, own in zip(rows.chunk(count), y.chunk(count), strict=True):
             self.ring.compute(part, _ALONE, form, own)
         return y.view(*x.shape[:-1], -1)
