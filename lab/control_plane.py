@@ -24,8 +24,7 @@ from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.engine.llm import LLM
 from headrace.observe.report import machine_facts, print_facts, table, write_json
 from headrace.portability import process_status
-from headrace.request import Request, StepPlan
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams, StepPlan
 from headrace.scheduler.events import AddRequest
 from headrace.scheduler.scheduler import Scheduler
 from lab.table_rows import Row, requests_of, select_rows

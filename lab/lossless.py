@@ -20,7 +20,7 @@ from headrace.bench.arguments import count, natural
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.observe.report import machine_facts, print_facts, table
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import SamplingParams, StructuredOutputs
 
 SHOWN = 5  # requests that differ
 _WORDS = (

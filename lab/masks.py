@@ -29,10 +29,9 @@ from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
 from headrace.models.source import find_model, find_tokenizer_files
 from headrace.observe.report import machine_facts, print_facts, table, write_json
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.scheduler.events import AddRequest
-from headrace.sequence import Sequence as LiveSequence
+from headrace.scheduler.roster import Sequence as LiveSequence
 
 MASK_BUDGET, FIRST_BUDGET = 50.0, 20.0  # µs a token, ms at the median schema
 MOST_TOKENS = 300  # of an instance

@@ -28,8 +28,7 @@ from headrace.errors import ConfigError
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
 from headrace.observe.report import print_facts, table, write_json
-from headrace.request import RequestOutput
-from headrace.sampling_params import SamplingParams
+from headrace.request import RequestOutput, SamplingParams
 from lab import rival_llama_cpp
 from lab.rival_gguf import FORMATS, write_random_gguf
 

@@ -27,7 +27,7 @@ from headrace.planner.simulator import Load, Report, simulate
 from headrace.planner.workload.load import LoadRequest, arriving, traced
 from headrace.planner.workload.statistics import Sample
 from headrace.planner.workload.traces import MOST_ROWS
-from headrace.sampling_params import Expectations
+from headrace.request import Expectations
 from headrace.spec import DecoderSpec
 
 P90 = 1.2815515655446004  # of a standard normal

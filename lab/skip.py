@@ -28,7 +28,7 @@ from headrace.errors import ConfigError
 from headrace.observe.report import print_facts, table, write_json
 from headrace.planner.workload.conversations import random_conversations
 from headrace.planner.workload.load import Lengths
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.llm import LLM

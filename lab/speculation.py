@@ -27,8 +27,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.observe.metrics import StepTimes
 from headrace.observe.report import machine_facts, print_facts, table, write_json
-from headrace.request import StepPlan, StepResult
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import SamplingParams, StepPlan, StepResult, StructuredOutputs
 
 PROMPT, COPIED = 48, 192  # tokens
 

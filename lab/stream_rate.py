@@ -289,7 +289,7 @@ def _first_event(url: str, route: str, seed: int, api_key: str | None) -> float:
 
 def _offline(requests: int) -> list[float]:
     from headrace.engine.llm import LLM
-    from headrace.sampling_params import SamplingParams
+    from headrace.request import SamplingParams
 
     llm, params, times = LLM(executor="keyed-hash"), SamplingParams(max_tokens=1, ignore_eos=True), []
     for seed in range(requests):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 
 Range = tuple[int, int]  # shortest and longest, tokens
 

@@ -18,7 +18,7 @@ from headrace.bench.arguments import count, output
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.observe.report import machine_facts, print_facts, table, write_json
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 from headrace.speculative.settings import read_settings
 from lab.speculation import add_prompts_flag, read_prompts
 

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from headrace.engine.llm import LLM
     from headrace.engine.pooled import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from headrace.errors import HeadraceError
-    from headrace.request import CompletionOutput, Logprob, LoRARequest, RequestOutput
-    from headrace.sampling_params import RepetitionDetection, SamplingParams, StructuredOutputs
+    from headrace.request import (
+        CompletionOutput,
+        Logprob,
+        LoRARequest,
+        RepetitionDetection,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputs,
+    )
 
 __version__ = "0.1.0"
 
@@ -32,8 +39,15 @@ _HOMES = {
     "headrace.engine.llm": ("LLM",),
     "headrace.engine.pooled": ("EmbeddingRequestOutput", "PoolingParams", "ScoringRequestOutput"),
     "headrace.errors": ("HeadraceError",),
-    "headrace.request": ("CompletionOutput", "Logprob", "LoRARequest", "RequestOutput"),
-    "headrace.sampling_params": ("RepetitionDetection", "SamplingParams", "StructuredOutputs"),
+    "headrace.request": (
+        "CompletionOutput",
+        "Logprob",
+        "LoRARequest",
+        "RepetitionDetection",
+        "RequestOutput",
+        "SamplingParams",
+        "StructuredOutputs",
+    ),
 }
 
 __all__ = [

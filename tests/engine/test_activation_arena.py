@@ -13,8 +13,7 @@ import pytest
 
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
-from headrace.request import StepResult
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams, StepResult
 from headrace.worker import worker
 from headrace.worker.arena import Arena
 from tests.support import tiny

@@ -14,12 +14,12 @@ import torch
 
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace.cache.adapters import AdapterBlocks
-from headrace.cache.prefix_tree import PrefixTree
+from headrace.cache.block_pool import PrefixTree
 from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.lora import peft
 from headrace.lora.layout import Layout
 from headrace.lora.slots import AdapterSlots
-from headrace.worker.inputs import Gather
+from headrace.worker.rows import Gather
 from tests.support import adapters, tiny
 from tests.support.hash_engine import request
 from tests.support.outside import shared

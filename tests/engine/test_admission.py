@@ -17,8 +17,7 @@ from headrace.engine.llm import LLM
 from headrace.errors import InvalidRequest
 from headrace.processes import garbage
 from headrace.processes.garbage import no_collections
-from headrace.request import StepPlan
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams, StepPlan
 
 FOUR = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, detokenize=False)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.sampling_params import RepetitionDetection
+from headrace.request import RepetitionDetection
 
 LOOPS = RepetitionDetection(min_count=3, min_tokens=24)
 

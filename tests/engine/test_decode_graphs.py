@@ -28,13 +28,11 @@ from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
 from headrace.kernels.operations import OPERATIONS
 from headrace.kernels.rows.reference import store_tokens
-from headrace.request import NO_SLOT, FinishReason, TokenMasks
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import NO_SLOT, FinishReason, SamplingParams, StructuredOutputs, TokenMasks
 from headrace.spec import Activation
 from headrace.worker import device_memory, model_runner, recorder
 from headrace.worker.graphs import DecodeGraphs, Kind, buckets_up_to
-from headrace.worker.inputs import Gather
-from headrace.worker.rows import Rows
+from headrace.worker.rows import Gather, Rows
 from headrace.worker.sampler import Draw
 from tests.support import hash_engine
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take

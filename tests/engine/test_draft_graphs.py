@@ -11,8 +11,7 @@ import pytest
 
 from headrace.clock import VirtualClock
 from headrace.config import SchedulerConfig
-from headrace.request import Request
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import Request, StructuredOutputs
 from headrace.worker.graphs import DecodeGraphs, Kind
 from tests.support.hash_engine import FIXED, assert_at_rest, create_core, request, run
 from tests.support.recorded_graphs import VOCAB, recorded_executor, without_a_gpu

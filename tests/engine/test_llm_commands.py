@@ -15,7 +15,7 @@ import pytest
 from headrace.cli import main
 from headrace.commands.chat import Conversation
 from headrace.engine.llm import LLM
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 
 FLAGS = ["--executor", "keyed-hash", "--max-model-len", "256", "--max-num-seqs", "2"]
 

@@ -20,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.engine import client, connection, frames
+from headrace.engine import client, connection
+from headrace.engine import connection as frames
 from headrace.engine.keywords import create_config
 from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed, Unavailable
 from headrace.processes.frames import HEADER
 from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.request import (
+    Expectations,
     Finished,
     FinishReason,
     Request,
@@ -36,7 +38,6 @@ from headrace.request import (
     TokenLogprobs,
     TokenOutputs,
 )
-from headrace.sampling_params import Expectations
 from tests.support.snapshot import listening, names_of_sockets
 
 SMALL = {"executor": "keyed-hash", "max_model_len": 4000, "max_num_seqs": 8, "num_blocks": 1024}

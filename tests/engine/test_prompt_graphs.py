@@ -19,8 +19,7 @@ from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
 from headrace.models import families
-from headrace.request import NO_SLOT
-from headrace.sampling_params import SamplingParams
+from headrace.request import NO_SLOT, SamplingParams
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import PromptGraphs, _fill, _places
 from headrace.worker.sampler import Sampler

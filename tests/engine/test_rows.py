@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.request import NewRow, StepPlan
-from headrace.sampling_params import SamplingParams
+from headrace.request import NewRow, SamplingParams, StepPlan
 from headrace.worker import rows as module
 from headrace.worker.rows import Rows, Trait
 

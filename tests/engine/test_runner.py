@@ -15,10 +15,9 @@ import torch
 from headrace.engine.executor import Executor
 from headrace.kernels.inputs import MOST_FEW, ForwardInputs
 from headrace.models.decoder import Decoder
-from headrace.request import StepPlan
-from headrace.sampling_params import SamplingParams
-from headrace.worker import inputs
-from headrace.worker.inputs import LEAST_ALONE, LEAST_LEADING, Packing, alone_of, pack
+from headrace.request import SamplingParams, StepPlan
+from headrace.worker import rows as inputs
+from headrace.worker.rows import LEAST_ALONE, LEAST_LEADING, Packing, alone_of, pack
 from tests.support import tiny
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
 

@@ -17,7 +17,7 @@ from headrace.engine.executor import ExecutorInfo
 from headrace.errors import StepFailed
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 from headrace.worker import sampler
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.model_runner import ModelRunner

@@ -14,7 +14,7 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, ModelError
 from headrace.models.source import _DEMO
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sites import count_bytes
 from tests.support import tiny

@@ -16,7 +16,7 @@ import torch
 
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 from headrace.worker import model_runner
 from tests.support import tiny
 from tests.support.card import exhaust, require_card

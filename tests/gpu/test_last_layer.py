@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM
-from headrace.worker.inputs import LEAST_ALONE
+from headrace.worker.rows import LEAST_ALONE
 from tests.support import tiny
 from tests.support.card import STRICT, params, require_card
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 from headrace.server.app import ROUTES, Route
 from tests.support.planted import Command
 from tests.support.serving import SERVE, Answer, Server, read_until_closed, send, serving

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from headrace.engine.grammar import create_limits, create_matcher
 from headrace.engine.grammar_masks import CACHE_BYTES
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 from tests.support.planted import Command
 from tests.support.serving import SERVE, Server, serving
 from tests.support.snapshot import canary, metric, private_bytes

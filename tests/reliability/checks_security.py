@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import ModelConfig, ServerConfig
-from headrace.engine import frames
+from headrace.engine import connection as frames
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, Unauthorized
 from headrace.models import gguf_file
@@ -57,7 +57,7 @@ BANNED_KEYWORDS = BANNED_NAMES | {"shell"}
 NODES = (ast.Import, ast.ImportFrom, ast.Call, ast.keyword, ast.Attribute, ast.Assert)
 # Where what clients send is judged: an assert there is gone under -O.
 JUDGES = (
-    "sampling_params.py",
+    "request.py",
     "engine/inputs.py",
     "server/wire.py",
     "server/limits.py",

@@ -27,17 +27,17 @@ def server() -> Iterator[Server]:
 def careless() -> Iterator[Server]:
     """A server that fails on one value, counts nothing and knows no bad token ids."""
     defects = """
-        from headrace import sampling_params
+        from headrace import request
         from headrace.engine import inputs
-        from headrace.sampling_params import SamplingParams
+        from headrace.request import SamplingParams
         check = SamplingParams.__post_init__
         def fail(self):
             if self.temperature == 2:
                 raise KeyError("planted")
             check(self)
         SamplingParams.__post_init__ = fail
-        sampling_params.MAX_STOP_STRINGS = 10**9
-        sampling_params.check_token_ids = inputs.check_token_ids = lambda *given: None
+        request.MAX_STOP_STRINGS = 10**9
+        request.check_token_ids = inputs.check_token_ids = lambda *given: None
         SamplingParams.check_token_ids = lambda self, vocab_size: None
         from headrace.server import limits
         limits.Guard.check_browser = lambda self, headers: ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.engine.output import ByteDecoder, StopMatcher
-from headrace.scheduler.queue import WaitingQueue
+from headrace.scheduler.roster import WaitingQueue
 from headrace.scheduler.step_planner import StepPlanner
 from tests.reliability import checks_core
 from tests.support.simulation import defects

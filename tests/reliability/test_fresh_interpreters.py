@@ -16,7 +16,7 @@ from headrace.torch_environment import HUGE_PAGES
 from tests.support.rooms import below, modules
 
 TORCH_FREE = (
-    "request", "sampling_params", "sequence", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
+    "request", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
     "cost", "scheduler", "cache", "server", "planner",
     "lora.peft", "lora.registry",
     "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",

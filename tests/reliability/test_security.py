@@ -45,8 +45,8 @@ def test_code_made_of_data_is_noticed(line: str, tmp_path: Path) -> None:
 
 
 def test_an_assert_that_judges_input_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "sampling_params.py").write_text("assert 1 <= n <= 128")
-    with pytest.raises(AssertionError, match=r"sampling_params\.py:1"):
+    (tmp_path / "request.py").write_text("assert 1 <= n <= 128")
+    with pytest.raises(AssertionError, match=r"request\.py:1"):
         checks_security.code_from_data(tmp_path)
 
 

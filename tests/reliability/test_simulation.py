@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cache.prefix_tree import PrefixNode
+from headrace.cache.block_pool import PrefixNode
 from headrace.scheduler.policies import POLICIES
 from headrace.scheduler.step_planner import StepPlanner
 from tests.reliability import simulate

@@ -23,8 +23,7 @@ from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import EngineDead
 from headrace.models.source import find_model
 from headrace.observe.metrics import StepRecorder
-from headrace.request import Finished, FinishReason, Request, TokenLogprobs
-from headrace.sampling_params import SamplingParams
+from headrace.request import Finished, FinishReason, Request, SamplingParams, TokenLogprobs
 from headrace.server import connection, exchange, lifecycle
 from headrace.server.run import run_server
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest
-from headrace.sampling_params import BOUNDS
+from headrace.request import BOUNDS
 from headrace.server import generate
 from headrace.server.app import ROUTES as ROUTE_TABLE
 from headrace.server.dialects.body import TOLD, Body

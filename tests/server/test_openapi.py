@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest
-from headrace.sampling_params import BOUNDS, SamplingParams
+from headrace.request import BOUNDS, SamplingParams
 from headrace.server.app import ROUTES
 from headrace.server.dialects.body import TOLD
 from headrace.server.dialects.completions import CompletionBody

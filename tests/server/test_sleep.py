@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import Unavailable
-from headrace.server.sleeping import Rouser
+from headrace.server.service import Rouser
 from tests.support.serving import SERVE, Answer, Server, post_bytes, serving, wait_for
 
 KEYS = ("--api-key", "one", "two", "--operator-key", "key1")

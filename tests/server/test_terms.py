@@ -8,7 +8,7 @@ import pytest
 
 from headrace.config import EngineConfig, SchedulerConfig, ServerConfig
 from headrace.errors import ConfigError, InvalidRequest
-from headrace.sampling_params import Expectations
+from headrace.request import Expectations
 from headrace.server.dialects.body import MAX_USER, GeneratingBody, GenerationRequest, asked
 from headrace.server.generate import _check_policy
 from headrace.server.limits import Guard, check_operators, check_weights, tenant_of

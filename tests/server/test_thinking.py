@@ -15,8 +15,7 @@ from headrace.engine.output import RequestDelta
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest
 from headrace.models.source import find_model
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.server.dialects.chat import parse_chat
 from headrace.server.dialects.messages import parse_messages
 from headrace.server.dialects.responses_body import parse_responses

@@ -10,8 +10,7 @@ from functools import cache
 from headrace.engine.grammar import Vocabulary, create_limits, create_matcher, create_tokenizer
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.keyed_hash import keyed_hash_info
-from headrace.request import Request
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import Request, StructuredOutputs
 from tests.support.hash_engine import EOS, VOCAB, next_token
 
 SPECIAL, FIRST_BYTE = 6, 8

@@ -16,8 +16,7 @@ from typing import Any
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.engine.executor import Executor
 from headrace.models.source import find_model
-from headrace.request import NO_SLOT, NewRow, StepPlan, StepResult
-from headrace.sampling_params import SamplingParams
+from headrace.request import NO_SLOT, NewRow, SamplingParams, StepPlan, StepResult
 from headrace.spec import KVGroup
 from headrace.worker.worker import create_executor
 

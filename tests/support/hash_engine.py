@@ -18,8 +18,7 @@ from headrace.engine.executor import Executor, ExecutorInfo, Ticket
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.keyed_hash import KeyedHashExecutor, Links, _HashRow, _HashTicket, _mix, keyed_hash_info
 from headrace.errors import StepFailed
-from headrace.request import Finished, Request, SequenceOutput, StepPlan, StepResult
-from headrace.sampling_params import SamplingParams
+from headrace.request import Finished, Request, SamplingParams, SequenceOutput, StepPlan, StepResult
 
 VOCAB = 512
 EOS = 7

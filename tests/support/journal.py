@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from headrace.cost.speed import StepSpeed
+from headrace.cost.cost_model import StepSpeed
 from headrace.request import SequenceOutput, StepPlan, StepResult
 from headrace.scheduler.events import Event
 from headrace.scheduler.scheduler import Scheduler

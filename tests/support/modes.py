@@ -23,8 +23,7 @@ from headrace.cache.block_pool import BlockPool
 from headrace.engine.output import OutputCollector
 from headrace.errors import HeadraceError
 from headrace.kernels.operations import OPERATIONS
-from headrace.request import RequestOutput
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import RequestOutput, StructuredOutputs
 
 NATIVE = tuple(sorted({candidate.name for op in OPERATIONS.values() for candidate in op.candidates}))
 LONGEST = 120  # tokens of prompt and answer together

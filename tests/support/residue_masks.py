@@ -16,8 +16,8 @@ from headrace import LLM, SamplingParams, StructuredOutputs
 from headrace.engine.grammar_masks import NO_DRAFTS, GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
+from headrace.scheduler.roster import Sequence as LiveSequence
 from headrace.scheduler.step_planner import NO_MASKS
-from headrace.sequence import Sequence as LiveSequence
 
 PLAIN = (
     8000  # ids below are text in the demo model's vocabulary; an end of answer would end it whatever --ignore-eos says

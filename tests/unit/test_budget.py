@@ -18,8 +18,7 @@ from headrace.engine.output import RequestDelta
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest, Unavailable
 from headrace.models.source import find_model
-from headrace.request import Request, TokenLogprobs
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams, TokenLogprobs
 from headrace.server.dialects.chat import ChatAnswer
 from headrace.server.dialects.completions import CompletionAnswer
 from headrace.server.limits import Budget, price, shortened

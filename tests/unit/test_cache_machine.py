@@ -22,9 +22,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from headrace.cache.block_pool import BlockPool
+from headrace.cache.block_pool import BlockPool, PrefixTree
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
-from headrace.cache.prefix_tree import PrefixTree
 from headrace.spec import KVGroup, KVKind, KVSpec
 
 BLOCK = 2

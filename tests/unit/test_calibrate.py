@@ -35,14 +35,13 @@ from headrace.cost.calibrated import (
     price_of,
     save_calibrated,
 )
-from headrace.cost.cost_model import CostModel, StepLoad
+from headrace.cost.cost_model import CALIBRATED_EVERY, CostModel, FadingError, StepLoad
 from headrace.cost.prices import Classes, FrontPrices, FrontWork, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.cost.prompt_shapes import PromptShapes, ShapeBounds
 from headrace.cost.run_facts import MEASURED_SWITCHES, facts_of
 from headrace.cost.shapes import multiplications
 from headrace.cost.sharing import SharedBlocks
-from headrace.cost.speed import CALIBRATED_EVERY, FadingError
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
@@ -60,8 +59,7 @@ from headrace.planner.step_time import StepTime
 from headrace.planner.workload.load import LoadRequest, drawn, prompt_ids
 from headrace.planner.workload.statistics import Sample, summarise
 from headrace.quant.scaled import WHOLE, ScaledWeight
-from headrace.request import NewRow, StepPlan, StepResult
-from headrace.sampling_params import SamplingParams
+from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
 from headrace.server.exposition import render_steps
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
 from tests.support.hash_engine import create_core

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headrace.config import CacheConfig
+from headrace.engine.connection import Event, pack_step, unpack_step
 from headrace.engine.core import EngineCore
-from headrace.engine.frames import Event, pack_step, unpack_step
 from headrace.engine.keyed_hash import KeyedHashExecutor
 from headrace.processes.messages import Unpacker
 from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of

@@ -9,8 +9,7 @@ from headrace.config import SchedulerConfig
 from headrace.engine.executor import Ticket
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.observe.metrics import StepTimes
-from headrace.request import Request, StepPlan, StepResult
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams, StepPlan, StepResult
 from tests.support.hash_engine import create_core
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.cost.speed import Line, StepSpeed
+from headrace.cost.cost_model import Line, StepSpeed
 from headrace.engine.core import EngineCore
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.engine.output import refusal_of
@@ -24,8 +24,7 @@ from headrace.planner.executor import ModelledExecutor
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload.load import LoadRequest, arriving
 from headrace.planner.workload.statistics import meets
-from headrace.request import Finished, FinishReason, Request, StepPlan
-from headrace.sampling_params import Expectations
+from headrace.request import Expectations, Finished, FinishReason, Request, StepPlan
 from tests.support.hash_engine import (
     EOS,
     VOCAB,

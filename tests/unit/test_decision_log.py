@@ -8,8 +8,7 @@ from dataclasses import replace
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import create_scheduler
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams
 from headrace.scheduler.events import AbortRequest, AddRequest
 from headrace.scheduler.roster import CAPACITY, DecisionLog
 from headrace.scheduler.scheduler import Scheduler

@@ -19,8 +19,7 @@ import pytest
 from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
 from headrace.observe.metrics import StepRecorder
-from headrace.request import Request, SequenceStatus
-from headrace.sampling_params import Expectations
+from headrace.request import Expectations, Request, SequenceStatus
 from headrace.scheduler.explain import RECENT, pace_of, predicted_start
 from tests.support.hash_engine import request
 from tests.support.modelled import machine

@@ -21,7 +21,7 @@ from headrace.engine.grammar import (
     create_tokenizer,
 )
 from headrace.errors import InvalidRequest
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 from headrace.server.dialects.conversation import Mode, ToolChoice
 from headrace.server.forced import constrain
 from headrace.server.parsing import AnswerFormat, answer_format

@@ -30,9 +30,9 @@ from headrace.engine.grammar import (
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.tokenizer import Tokenizer
 from headrace.models.source import TokenizerFiles
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 from headrace.scheduler.events import AddRequest, RefuseRequest
-from headrace.sequence import Sequence as LiveSequence
+from headrace.scheduler.roster import Sequence as LiveSequence
 from tests.support.hash_engine import request
 from tests.support.outside import shared
 from unit.test_tokenizer import demo, spm

@@ -15,8 +15,7 @@ from headrace.engine.executor import ExecutorInfo
 from headrace.engine.grammar import MAX_RUN, GrammarError, create_limits, create_matcher, create_tokenizer, forced_run
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.keyed_hash import keyed_hash_info
-from headrace.request import Finished, Request
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import Finished, Request, StructuredOutputs
 from headrace.scheduler.roster import Roster
 from headrace.scheduler.step_planner import MASK_SECONDS
 from tests.support.grammars import FIRST_BYTE, SPECIAL, create_masks, vocabulary

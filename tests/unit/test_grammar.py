@@ -33,8 +33,8 @@ from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.output import refusal_of
 from headrace.errors import InvalidRequest, ModelError
 from headrace.processes import sandbox
-from headrace.sampling_params import SamplingParams, StructuredOutputs
-from headrace.sequence import Sequence as LiveSequence
+from headrace.request import SamplingParams, StructuredOutputs
+from headrace.scheduler.roster import Sequence as LiveSequence
 from headrace.worker.host import process_memory
 from tests.support.grammars import CONSTRAINTS, SPECIAL, create_masks, vocabulary
 from tests.support.hash_engine import EOS, engine, request, run

@@ -15,7 +15,6 @@ NOUNS = {
     "config",
     "errors",
     "request",
-    "sampling_params",
     "spec",
     "sites",
     "clock",
@@ -41,8 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.experts": {"engine", "worker", "quantize.texts", "parallel.placement", "parallel.balance"},
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
     "server": {"engine"},
-    "engine": {"models.source", "scheduler", "cache", "sequence", "speculative"},
-    "engine.core": {"scheduler", "cache", "sequence", "speculative", "lora.registry"},
+    "engine": {"models.source", "scheduler", "cache", "speculative"},
+    "engine.core": {"scheduler", "cache", "speculative", "lora.registry"},
     "engine.client": {"models.source", "lora.registry"},
     "engine.loop": {"lora.registry", "scheduler.explain"},
     "engine.executor": set(),
@@ -56,7 +55,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "lora",
         "scheduler",
         "cache",
-        "sequence",
     },
     "planner": {
         "engine.core",
@@ -83,8 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker.memory",
         "worker.settings",
     },
-    "sequence": {"cache"},
-    "scheduler": {"cache", "sequence", "speculative.length"},
+    "scheduler": {"cache", "speculative.length"},
     "lora": {"engine.executor", "scheduler.events", "models", "layers", "kernels", "parallel.shares"},
     "speculative": set(),
     "cache": set(),
@@ -120,7 +117,6 @@ PURE_NOUNS = (
     "config",
     "errors",
     "request",
-    "sampling_params",
     "spec",
     "sites",
     "clock",
@@ -153,7 +149,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "engine": {"tokenizers", "jinja2", "llguidance", "numpy"},
     "engine.core": set(),
     "engine.executor": set(),
-    "engine.frames": {"msgspec"},
+    "engine.connection": {"msgspec"},
     "processes": {"msgspec"},
     "parallel": {"torch"},
     "parallel.shares": set(),
@@ -254,7 +250,7 @@ def test_third_party_modules_stay_in_their_rooms() -> None:
 
 def test_the_loop_knows_nothing_of_its_front() -> None:
     """engine.core sees the executor's protocol, never who asks (llm, process, output) or what text is."""
-    front = ("headrace.engine.llm", "headrace.engine.frames", "headrace.engine.output", "headrace.engine.tokenizer")
+    front = ("headrace.engine.llm", "headrace.engine.connection", "headrace.engine.output", "headrace.engine.tokenizer")
     assert not [
         (name, target) for name, target in imports() if name in ("engine.core", "engine.executor") and target in front
     ]

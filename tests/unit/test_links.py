@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.engine import frames, loop
+from headrace.engine import connection as frames
+from headrace.engine import loop
 from headrace.engine.loop import Left, Link, Links, ParentGone
 from headrace.processes.child import Lives
 from headrace.processes.messages import Unpacker, pack

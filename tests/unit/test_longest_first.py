@@ -19,10 +19,9 @@ from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.planner.devices import find_device
 from headrace.planner.simulator import Load, Report, simulate
 from headrace.planner.workload.load import LoadRequest
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.scheduler.events import AddRequest
-from headrace.scheduler.queue import longest_first
+from headrace.scheduler.roster import longest_first
 from headrace.scheduler.scheduler import Scheduler
 from lab.simulated import lognormal
 from tests.support.specs import LLAMA_8B

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.engine.grammar_masks import GrammarMasks
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 from headrace.scheduler.step_planner import MASK_SECONDS
 from tests.support.grammars import create_masks, expected_under_grammar
 from tests.support.hash_engine import Answers, assert_at_rest, engine, plans_of, request, run

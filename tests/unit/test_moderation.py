@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from headrace.config import ServerConfig
 from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, ModerationFailed
-from headrace.request import Request, TokenLogprobs
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams, TokenLogprobs
 from headrace.server.moderation.watch import HookPool, Moderator, moderating
 from headrace.server.moderation.words import WordList, WordMatcher, read_words
 from headrace.server.moderation.worker import NotFoundThere, find_hook

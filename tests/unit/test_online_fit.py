@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from headrace.cost.speed import STEPS_BEFORE_USE, OnlineFit
+from headrace.cost.cost_model import STEPS_BEFORE_USE, OnlineFit
 
 
 def learned(steps: list[tuple[float, float]]) -> OnlineFit:

@@ -19,11 +19,11 @@ from headrace.request import (
     Request,
     RequestOutput,
     RequestTimes,
+    SamplingParams,
     SequenceOutput,
     TokenLogprobs,
     TokenOutputs,
 )
-from headrace.sampling_params import SamplingParams
 
 STOP_CALL = tuple[int, int, int]
 TIMES = RequestTimes(1.0, 2.0, 3.0, 4.0)

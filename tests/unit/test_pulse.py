@@ -11,8 +11,7 @@ import pytest
 
 from headrace.engine import loop
 from headrace.engine.assembly import Engine
-from headrace.engine.connection import EngineSocket
-from headrace.engine.frames import Beat, Shutdown
+from headrace.engine.connection import Beat, EngineSocket, Shutdown
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.engine.loop import EngineLoop, Pulse, StampedExecutor
 from headrace.engine.process import take_first_step

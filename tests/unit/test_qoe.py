@@ -15,7 +15,7 @@ from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.planner.workload.statistics import Reader as Expected
 from headrace.planner.workload.statistics import Sample, experience, experiences
-from headrace.sampling_params import Expectations
+from headrace.request import Expectations
 from headrace.scheduler.policies.qoe import TURN, QualityOfExperience, Reader
 from tests.support.hash_engine import engine, request
 

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.request import SequenceStatus
-from headrace.scheduler.queue import WaitingQueue
-from headrace.scheduler.roster import Roster
-from headrace.sequence import Sequence
+from headrace.scheduler.roster import Roster, Sequence, WaitingQueue
 from tests.support.hash_engine import engine, request
 
 LANES = "abcd"

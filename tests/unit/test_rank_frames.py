@@ -6,8 +6,7 @@ from array import array
 
 from headrace.parallel.frames import Order, PlanPacker, PlanUnpacker, Submit
 from headrace.processes.messages import Unpacker
-from headrace.request import NewRow, StepPlan
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import NewRow, SamplingParams, StepPlan, StructuredOutputs
 
 ROWS, ONES = array("i", range(200)), array("i", [1]) * 200
 PARAMS = SamplingParams(

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from headrace import SamplingParams
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import InvalidRequest
-from headrace.request import FinishReason, StepPlan, StepResult
-from headrace.sampling_params import RepetitionDetection
+from headrace.request import FinishReason, RepetitionDetection, StepPlan, StepResult
 from headrace.scheduler.repetition import FIRST_SCALE, RepetitionDetector
 from tests.support.hash_engine import Answers, assert_at_rest, engine, expected, run
 from tests.support.hash_engine import request as hash_request

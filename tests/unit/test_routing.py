@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.routing import ROW_COST, Router, chain, memory_size
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams
 
 ALL = (0, 1, 2, 3)
 

@@ -16,7 +16,7 @@ from headrace.errors import ConfigError
 from headrace.request import Request
 from headrace.scheduler.policies import DynamicPolicy
 from headrace.scheduler.policies.shortest_remaining import BEGINNING, ENOUGH, FIRST_GUESS, GROUPS, KEPT, History, _Kind
-from headrace.sequence import Sequence
+from headrace.scheduler.roster import Sequence
 from tests.support.hash_engine import engine, request
 
 

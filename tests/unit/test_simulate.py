@@ -32,8 +32,7 @@ from headrace.planner.step_time import StepPrice
 from headrace.planner.workload.conversations import conversations_of
 from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn, prompt_ids
 from headrace.planner.workload.statistics import summarise
-from headrace.request import Request, StepPlan
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams, StepPlan
 from tests.support.command import status_of
 from tests.support.hash_engine import create_core
 from tests.support.outside import shared

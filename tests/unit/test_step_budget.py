@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.cost.calibrated import SHARES, Steadiness
-from headrace.cost.cost_model import load_of
-from headrace.cost.speed import EXCEED, MISJUDGED, MOST, Line, Steering, StepSpeed, Tail
+from headrace.cost.cost_model import EXCEED, MISJUDGED, MOST, Line, Steering, StepSpeed, Tail, load_of
 from headrace.observe.metrics import StepRecorder, kind_of
 from headrace.planner.devices import known_devices
 from headrace.planner.simulator import Load, simulate

@@ -21,8 +21,7 @@ from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams
 from tests.support.hash_engine import FIXED, create_core
 
 Events = list[dict[str, Any]]

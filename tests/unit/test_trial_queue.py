@@ -10,7 +10,7 @@ import pytest
 
 from headrace.engine.grammar_check import GrammarCheck, _Verdict
 from headrace.errors import InvalidRequest, Overloaded
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 
 SLOW = 0.2
 

@@ -28,8 +28,7 @@ from headrace.observe.report import load_pyplot, machine_facts, plot_curves, pri
 from headrace.planner.workload.conversations import Conversation, conversations_of, random_conversations
 from headrace.planner.workload.load import Lengths, arriving, conversing, drawn
 from headrace.planner.workload.statistics import Sample, summarise
-from headrace.request import Request
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import Request, StructuredOutputs
 from headrace.techniques import TECHNIQUES, Technique, find_technique
 from headrace.techniques.loads import Load, Settings
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from headrace.engine.core import EngineCore
 from headrace.planner.workload.conversations import Conversation, Turn
 from headrace.planner.workload.statistics import Sample
-from headrace.request import FinishReason, Request, SequenceOutput
-from headrace.sampling_params import SamplingParams
+from headrace.request import FinishReason, Request, SamplingParams, SequenceOutput
 
 
 @dataclass(slots=True)

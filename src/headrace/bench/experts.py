@@ -23,7 +23,7 @@ from headrace.errors import ConfigError
 from headrace.observe.report import print_facts, table, write_json
 from headrace.parallel.balance import balanced, lower_bound
 from headrace.parallel.placement import Layer, contiguous
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 
 STEPS = (16, 64, 256)  # rows
 Choices = NDArray[np.int16]  # [rows, top_k]

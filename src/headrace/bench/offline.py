@@ -30,7 +30,7 @@ from headrace.observe.report import (
 from headrace.planner.workload.conversations import Conversation, conversations_of, random_conversations
 from headrace.planner.workload.load import Lengths, drawn
 from headrace.planner.workload.statistics import spread_of
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:

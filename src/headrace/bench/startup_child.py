@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from headrace.engine.llm import LLM
-    from headrace.sampling_params import SamplingParams
+    from headrace.request import SamplingParams
 
 STEP_BOUND, FIRST_BOUND = 1.5, 2.0
 ROUNDS, STEADY_ROUNDS = 8, 4
@@ -131,7 +131,7 @@ def _rounds(llm: LLM) -> list[Round]:
 
 def _request(llm: LLM) -> tuple[SamplingParams, int, int]:
     """As long as the model's context allows: parameters, ids of the prompt, steps after the first token."""
-    from headrace.sampling_params import SamplingParams
+    from headrace.request import SamplingParams
 
     prompt = min(PROMPT, llm.info.max_sequence_tokens // 2)
     steps = min(STEPS, llm.info.max_sequence_tokens - prompt - 1)
@@ -150,7 +150,7 @@ def _round(llm: LLM, params: SamplingParams, ids: list[int], steps: int) -> Roun
 
 def _batches(llm: LLM) -> list[float]:
     """Seconds of concurrent mixed requests with prompts of many lengths: the first time, and twice more."""
-    from headrace.sampling_params import SamplingParams
+    from headrace.request import SamplingParams
 
     longest = max(2, min(1024, llm.info.max_sequence_tokens // 2))
     params = SamplingParams(temperature=0.0, max_tokens=min(16, longest), ignore_eos=True, detokenize=False)

@@ -19,8 +19,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from headrace.cache.adapters import AdapterBlocks, ResidentAdapter
-from headrace.cache.block_pool import BlockPool
-from headrace.cache.prefix_tree import Blocks, PrefixNode, PrefixTree
+from headrace.cache.block_pool import BlockPool, Blocks, PrefixNode, PrefixTree
 from headrace.spec import AdapterSpace, KVGroup, KVSpec
 
 BlockTable = list[int | None]  # None: behind a sliding window, given back

@@ -18,7 +18,7 @@ from headrace.commands.sampling_flags import add_sampling_flags, over_defaults, 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, engine_config
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.llm import LLM

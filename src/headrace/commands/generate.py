@@ -33,8 +33,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 from headrace.observe.progress import ProgressLine
-from headrace.request import CompletionOutput, Logprob, RequestOutput
-from headrace.sampling_params import SamplingParams
+from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.llm import LLM

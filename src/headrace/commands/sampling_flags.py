@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from headrace.errors import ConfigError, InvalidRequest
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 
 _FLAGS: dict[str, tuple[type, str]] = {
     "temperature": (float, "0: always the most probable token; 1: the model's own distribution"),

@@ -35,7 +35,7 @@ from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.processes.builders import mark_of
 from headrace.processes.garbage import no_collections
-from headrace.sampling_params import SamplingParams
+from headrace.request import SamplingParams
 from headrace.torch_environment import prepare_for_torch
 from headrace.worker.head_start import HeadStart, Stages, begin_head_start
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from headrace.config import EngineConfig
-from headrace.engine import frames
+from headrace.engine import connection as frames
 from headrace.engine.connection import EngineSocket, JoinedEngine
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo, check_sleep
@@ -42,8 +42,7 @@ from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, StepFailed, Unavailable
 from headrace.lora.registry import adapter_folder, adapter_names
 from headrace.models.source import ModelSource
-from headrace.request import Request, RequestOutput
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, RequestOutput, SamplingParams
 
 MAX_PENDING = 256  # deltas
 MAX_PENDING_COST = 1 << 20

@@ -1,6 +1,12 @@
-"""Starting the engine process, and a front end's end of its socket.
+"""What the engine's process (process.py) and its front ends say to each other, and a front end's end of the socket.
 
-What lives here: launch, what the engine says, its health and end. What may not: requests, text, torch.
+Start: the process's standard input is a socket to its parent, whose first message is a Launch; it loads, and answers
+Started or StartFailed. From then on commands come one way, one Step a step goes the other. Further front ends join by
+an Attach of the parent, which hands over a socket to each; a step's outputs go to whoever asked for them, one Step
+each. A request's id says who that is. No socket has a name: nobody else can come in.
+
+What lives here: the schema of the messages, how steps are packed into them, launch, the engine's health and end. What
+may not: the process's loop (loop.py), requests' lives (client.py), text, torch.
 """
 
 from __future__ import annotations
@@ -10,17 +16,193 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
-from typing import Any
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from headrace import errors
 from headrace.config import EngineConfig
-from headrace.engine import frames
 from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
 from headrace.processes.child import spawn
-from headrace.processes.messages import Channel, Question, pack
-from headrace.request import Request
+from headrace.processes.messages import Channel, Frame, Question, Reply, pack
+from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of
+
+MAX_ASKED = 64  # requests that one question may be about
+SERIAL_SHIFT = 40  # a request's id: which front end's (the parent's is 0), then its own count
+
+
+class Launch(Frame):
+    """``door``: the inherited socket over which the parent hands further ones. ``replica``: which of several."""
+
+    config: EngineConfig
+    door: int
+    replica: int = 0
+
+
+class Started(Frame):
+    info: EngineInfo
+
+
+class StartFailed(Frame):
+    """``kind`` is the class name of a HeadraceError, or "" for a defect of ours."""
+
+    kind: str
+    message: str
+
+
+class Beat(Frame):
+    """The loop's stamps: ``phase`` is "load", "idle", "host", "send" or "device"; how long it has lasted at turn
+    ``turn``; and how long is too long (0: no limit)."""
+
+    turn: int
+    phase: str
+    seconds: float
+    limit: float
+
+
+class Asleep(Frame):
+    """Requests that come from now on wait until the engine is awake, or they do so no more: ``level`` 0."""
+
+    level: int
+
+
+class Died(Frame):
+    message: str
+
+
+class Step(Frame):
+    """What a step brought: one token for each of many sequences in columns (int64 request ids, the rest int32, as raw
+    bytes), then ``rows``.
+
+    ``indexes`` is empty when all are 0: the usual step is two columns.
+    """
+
+    request_ids: bytes = b""
+    indexes: bytes = b""
+    token_ids: bytes = b""
+    rows: tuple[SequenceOutput, ...] = ()
+
+
+class Abort(Frame):
+    request_id: int
+
+
+class Finish(Frame):
+    request_id: int
+    index: int
+    num_tokens: int
+
+
+class AskStats(Question):
+    """The engine's gauges and counters."""
+
+
+class AskRecent(Question):
+    """The same, and what happened since: steps and decisions with numbers above these."""
+
+    step: int
+    decision: int
+
+
+class AskRequests(Question):
+    """Where these requests stand (at most MAX_ASKED); the answer has "requests", None for those that are not there."""
+
+    request_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_ASKED)]
+
+
+class ForgetPrefixes(Question):
+    """Requests that begin later reuse nothing computed so far; the answer comes once that is so."""
+
+
+class AskAdapters(Question):
+    """The answer has "names"."""
+
+
+class LoadAdapter(Question):
+    """The answer comes once it is in host memory; it has "error" where that cannot be."""
+
+    name: str
+    folder: str
+
+
+class UnloadAdapter(Question):
+    """Requests that have it go on. The answer has "error" for an unknown one."""
+
+    name: str
+
+
+class Sleep(Question):
+    """The answer comes once those that run have ended and the device sleeps; it has "error" where that cannot be."""
+
+    level: Literal[1, 2]
+
+
+class Wake(Question):
+    """The answer comes once it is awake; it has "error" where that cannot be."""
+
+
+class Attach(Frame):
+    """From the parent: the next socket at the door is another front end's; ``serial``, which none has had before,
+    begins its requests' ids."""
+
+    serial: Annotated[int, msgspec.Meta(gt=0, lt=1 << 22)]
+
+
+class Shutdown(Frame):
+    pass
+
+
+GuestCommand = (  # what any front end may say
+    Request
+    | Abort
+    | Finish
+    | AskStats
+    | AskRecent
+    | AskRequests
+    | ForgetPrefixes
+    | AskAdapters
+    | LoadAdapter
+    | UnloadAdapter
+    | Sleep
+    | Wake
+)
+Command = GuestCommand | Attach | Shutdown  # ... and what the parent may
+Event = Started | StartFailed | Beat | Asleep | Died | Reply | Step
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """A dataclass as a dict, all the way down. (``asdict`` leaves a tuple for the interpreter to keep each time, up to
+    2000 of each length.)"""
+    found: dict[str, Any] = msgspec.to_builtins(record)
+    return found
+
+
+def pack_step(outputs: Sequence[SequenceOutput]) -> bytes:
+    """One frame for everything a step produced."""
+    if not isinstance(outputs, TokenOutputs):
+        return pack(Step(rows=tuple(outputs)))
+    indexes = array("i", outputs.indices).tobytes() if any(outputs.indices) else b""
+    return pack(
+        Step(array("q", outputs.request_ids).tobytes(), indexes, array("i", column_of(outputs.tokens)).tobytes())
+    )
+
+
+def unpack_step(frame: Step) -> Sequence[SequenceOutput]:
+    """The rows of a step, in its order."""
+    if not frame.request_ids:
+        return frame.rows
+    request_ids, tokens = _column("q", frame.request_ids), _column("i", frame.token_ids)
+    return TokenOutputs(
+        request_ids, _column("i", frame.indexes) if frame.indexes else bytes(len(tokens)), Singles(tokens)
+    )
+
+
+def _column(typecode: Literal["q", "i"], data: bytes) -> list[int]:
+    return memoryview(data).cast(typecode).tolist()
+
 
 _EXIT_SECONDS = 5.0  # between asking and killing
 HANG_SECONDS = 5.0  # without a beat
@@ -29,7 +211,7 @@ _START_ERRORS: dict[str, type[HeadraceError]] = {
     each.__name__: each for each in (errors.ModelError, errors.ConfigError, errors.OutOfMemory)
 }
 
-OnEvent = Callable[[frames.Step], None]
+OnEvent = Callable[[Step], None]
 OnDeath = Callable[[EngineDead, Collection[int] | None], None]  # of these requests, or of all
 
 
@@ -37,7 +219,7 @@ class EngineSocket:
     """A front end's end of the engine's socket. ``await started()``, then ``listen``, ``send`` and ``ask``."""
 
     def __init__(self) -> None:
-        self._channel = Channel(frames.Event, self._hear, self.lost)
+        self._channel = Channel(Event, self._hear, self.lost)
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._on_event: OnEvent = lambda frame: None
         self._on_death: OnDeath = lambda error, ids: None
@@ -46,7 +228,7 @@ class EngineSocket:
         self._closing = False
         self.death: EngineDead | None = None
         self.asleep = 0  # the level; 0: awake
-        self.last_beat = frames.Beat(0, "load", 0.0, 0.0)
+        self.last_beat = Beat(0, "load", 0.0, 0.0)
         self.last_heard = time.perf_counter()
         self.send = self._channel.write  # dropped when the engine is gone (its death has been told)
 
@@ -81,10 +263,10 @@ class EngineSocket:
         self.send(pack(request))
 
     def abort(self, request_id: int) -> None:
-        self.send(pack(frames.Abort(request_id)))
+        self.send(pack(Abort(request_id)))
 
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
-        self.send(pack(frames.Finish(request_id, index, num_tokens)))
+        self.send(pack(Finish(request_id, index, num_tokens)))
 
     @property
     def alive(self) -> bool:
@@ -97,12 +279,12 @@ class EngineSocket:
     async def stats(self) -> dict[str, Any]:
         """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps"
         (``StepRecorder.summary()``)."""
-        return await self.ask(frames.AskStats)
+        return await self.ask(AskStats)
 
     async def recent(self, step: int, decision: int) -> dict[str, Any]:
         """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the
         newest only."""
-        return await self.ask(lambda number: frames.AskRecent(number, step, decision))
+        return await self.ask(lambda number: AskRecent(number, step, decision))
 
     async def ask(self, question: Callable[[int], Question]) -> dict[str, Any]:
         """The answer to ``question(number)``. Raises EngineDead."""
@@ -118,18 +300,18 @@ class EngineSocket:
 
     def _hear(self, frame: Any) -> None:
         self.last_heard = time.perf_counter()
-        if isinstance(frame, frames.Step):
+        if isinstance(frame, Step):
             self._on_event(frame)
-        elif isinstance(frame, frames.Beat):
+        elif isinstance(frame, Beat):
             self.last_beat = frame
-        elif isinstance(frame, frames.Asleep):
+        elif isinstance(frame, Asleep):
             self.asleep = frame.level
-        elif isinstance(frame, frames.Died):
+        elif isinstance(frame, Died):
             self._farewell = frame.message
-        elif isinstance(frame, frames.Started):
+        elif isinstance(frame, Started):
             if not self._info.done():
                 self._info.set_result(frame.info)
-        elif isinstance(frame, frames.StartFailed):
+        elif isinstance(frame, StartFailed):
             self._fail_start(_START_ERRORS.get(frame.kind, EngineDead)(frame.message))
 
     async def started(self) -> EngineInfo:
@@ -193,7 +375,7 @@ class EngineConnection(EngineSocket):
         (sock, theirs), (door, their_door) = socket.socketpair(), socket.socketpair()
         with theirs, their_door:
             self = cls(await spawn("headrace.engine.process", theirs, their_door.fileno()), door)
-            launch = frames.Launch(config, their_door.fileno(), replica)
+            launch = Launch(config, their_door.fileno(), replica)
         await self._channel.open(sock)
         self._channel.send(launch)
         return self
@@ -207,7 +389,7 @@ class EngineConnection(EngineSocket):
         """Another front end is at the other end of ``sock``. One whose engine dies hears of it by that socket's end."""
         with sock, contextlib.suppress(OSError):
             socket.send_fds(self._door, [b"."], [sock.fileno()])
-            self._channel.send(frames.Attach(serial))
+            self._channel.send(Attach(serial))
 
     async def started(self) -> EngineInfo:
         """Waits until the engine can serve, however long it loads, as long as it is heard. Raises what kept it from
@@ -228,7 +410,7 @@ class EngineConnection(EngineSocket):
         self._closing = True
         process = self._process
         if process.returncode is None:
-            self._channel.send(frames.Shutdown())
+            self._channel.send(Shutdown())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(process.wait(), timeout)
             if process.returncode is None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from headrace.cache.manager import CacheManager
 from headrace.clock import Clock
 from headrace.config import CacheConfig, SchedulerConfig
-from headrace.cost.speed import StepSpeed
+from headrace.cost.cost_model import StepSpeed
 from headrace.engine.executor import Executor, Sleep, Ticket, Wake
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, StepFailed
 from headrace.observe.metrics import StepAccounts, StepRecord, StepTimes

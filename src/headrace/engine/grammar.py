@@ -17,7 +17,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

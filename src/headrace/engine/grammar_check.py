@@ -23,7 +23,7 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.processes.frames import encode_frame
 from headrace.processes.sandbox import MAX_PROCESSES, Reply, SandboxPool
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 
 COMPILE_SECONDS = 2.0  # of CPU time
 QUICK_SECONDS = 0.25  # likewise: what takes longer goes on in threads of its own, where it holds up nobody but its like

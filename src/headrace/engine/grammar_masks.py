@@ -46,10 +46,9 @@ from headrace.engine.grammar import (
     why_stuck,
 )
 from headrace.portability import open_cpus
-from headrace.request import Request, TokenMasks
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import Request, StructuredOutputs, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
-from headrace.sequence import Sequence as LiveSequence
+from headrace.scheduler.roster import Sequence as LiveSequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

@@ -27,7 +27,7 @@ from headrace.engine.grammar import (
 )
 from headrace.portability import address_space, limit
 from headrace.processes.sandbox import answer_frames
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 
 MEMORY_BYTES = 256 * 2**20  # of address space, above what the process has before its first grammar
 NICENESS = 5  # the engine and the front end go first

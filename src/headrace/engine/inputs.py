@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.info import EngineInfo
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from headrace.request import Request
-from headrace.sampling_params import (
+from headrace.request import (
     NO_EXPECTATIONS,
     Expectations,
+    Request,
     SamplingParams,
     StructuredOutputs,
     check_integer,

@@ -40,8 +40,7 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed
 from headrace.observe.progress import Progress, ProgressLine
 from headrace.processes.garbage import collect_now_and_then, no_collections
-from headrace.request import LoRARequest, Request, RequestOutput
-from headrace.sampling_params import SamplingParams
+from headrace.request import LoRARequest, Request, RequestOutput, SamplingParams
 from headrace.spec import PoolingSpec
 
 Sink = Callable[[RequestDelta], None]

@@ -2,7 +2,7 @@
 
 What lives here: the loop, what each command does, the pulse; the sockets (one to the process that started it, one to
 each further front end that process has named), whom a step's outputs go to, readers that fall behind, stop or leave.
-What may not: the messages' schema (frames.py), the process's start and end (process.py), text, HTTP.
+What may not: the messages' schema (connection.py), the process's start and end (process.py), text, HTTP.
 
 The loop blocks on its sockets when there is nothing to do and looks at them once a turn when there is, so an idle
 engine costs nothing and a command waits for at most one step.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine import frames
+from headrace.engine import connection as frames
 from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, Sleep, Ticket, Wake
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.observe.metrics import StepRecorder

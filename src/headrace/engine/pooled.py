@@ -14,7 +14,7 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from headrace.errors import InvalidRequest
-from headrace.sampling_params import check_integer
+from headrace.request import check_integer
 from headrace.spec import PoolingSpec
 
 if TYPE_CHECKING:

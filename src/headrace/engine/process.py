@@ -1,7 +1,7 @@
 """The engine's process, ``python -m headrace.engine.process``: its start, its pulse and its end.
 
 What lives here: that order, and the first step. What may not: the loop and its sockets (loop.py), the messages
-(frames.py).
+(connection.py).
 
 A thread sends a Beat every second with the loop's stamps, also while a step runs; it ends the process when the parent
 is gone.
@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from headrace.engine import frames
+from headrace.engine import connection as frames
 from headrace.engine.loop import EngineLoop, Link, Links, ParentGone, Pulse, StampedExecutor
 from headrace.errors import HeadraceError, StepFailed
 from headrace.observe.logs import configure_child
@@ -31,8 +31,7 @@ from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import empty_free_lists, freeze_start
 from headrace.processes.messages import BadFrame, pack, receive
 from headrace.processes.tree import end_with_parent
-from headrace.request import FinishReason, Request
-from headrace.sampling_params import Expectations, SamplingParams
+from headrace.request import Expectations, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine

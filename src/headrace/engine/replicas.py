@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import Any
 
 from headrace.config import Decision, EngineConfig
-from headrace.engine import frames
+from headrace.engine import connection as frames
 from headrace.engine.connection import HANG_SECONDS, EngineConnection, EngineSocket, OnDeath, OnEvent
 from headrace.engine.info import EngineInfo
 from headrace.engine.routing import Router

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from headrace.config import EngineConfig
-from headrace.engine import frames
+from headrace.engine import connection as frames
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import default_params
 from headrace.engine.replicas import Replicas
@@ -23,8 +23,7 @@ from headrace.errors import ConfigError, EngineDead, HeadraceError
 from headrace.models.source import ModelSource
 from headrace.observe.metrics import StepRecorder
 from headrace.processes.messages import Question
-from headrace.request import Finished, FinishReason, Request, SequenceOutput
-from headrace.sampling_params import SamplingParams
+from headrace.request import Finished, FinishReason, Request, SamplingParams, SequenceOutput
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.cost.speed import CALIBRATED_EVERY, MISJUDGED, FadingError, Line, OnlineFit, Steering, StepSpeed, Tail
+from headrace.cost.cost_model import (
+    CALIBRATED_EVERY,
+    MISJUDGED,
+    FadingError,
+    Line,
+    OnlineFit,
+    Steering,
+    StepSpeed,
+    Tail,
+)
 from headrace.request import Request, SequenceOutput, StepAccount, StepPlan, StepResult, column_of
 
 if TYPE_CHECKING:
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
         StepCost,
         StepLoad,
     )  # the web process counts without pricing: it need not load numpy
-    from headrace.sequence import Sequence as SequenceRecord
+    from headrace.scheduler.roster import Sequence as SequenceRecord
 
 # Upper bounds, in seconds where nothing else is said.
 FINE_BUCKETS = tuple(0.001 * 1.1**n for n in range(145))  # to about 900 s, for percentiles

@@ -23,8 +23,7 @@ from headrace.engine.routing import Router
 from headrace.planner.front import FrontEnd
 from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
-from headrace.request import FinishReason, Request, SequenceOutput
-from headrace.sampling_params import SamplingParams
+from headrace.request import FinishReason, Request, SamplingParams, SequenceOutput
 
 
 @dataclass(slots=True)

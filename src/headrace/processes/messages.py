@@ -1,7 +1,7 @@
 """Headrace's own messages between processes: frames whose body is msgpack of a fixed schema; nothing is pickled.
 
 What lives here: packing, unpacking, the common fields of questions and answers; one end of a socket on an event loop,
-with flow control so that neither end outruns the other. What may not: the schemas (engine/frames.py,
+with flow control so that neither end outruns the other. What may not: the schemas (engine/connection.py,
 server/frontends/link.py), processes.
 """
 

@@ -27,9 +27,9 @@ from headrace.observe.metrics import StepRecord
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies import DynamicPolicy
 from headrace.scheduler.policies.static import FirstComeFirstServed
+from headrace.scheduler.roster import Sequence
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.step_planner import Wait, rows_wanted
-from headrace.sequence import Sequence
 
 _NO_WAITS: Mapping[int, Wait] = MappingProxyType({})
 LOOKED_UP = 64  # of those that wait: how much of their prompts is cached; of the others one token is counted

@@ -12,7 +12,7 @@ it:
     at which one ends         all: the cohort is dissolved, and another may form some steps later
 
 What lives here: collecting and freezing, the count, who is due when, making up for records. What may not: deciding what
-goes in, what due ones need (step_planner.py, results.py).
+goes in, what due ones need (step_planner.py, scheduler.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from itertools import repeat
 from headrace.cache.manager import TableEdits
 from headrace.request import NewRow, SequenceStatus, StepPlan
 from headrace.scheduler.limits import SchedulerLimits
+from headrace.scheduler.roster import Sequence
 from headrace.scheduler.step_budget import StepMeter
-from headrace.sequence import Sequence
 
 
 class PlanBuilder:

@@ -14,14 +14,14 @@ looking at every token:
 
 Between ``next_look``s nothing can become a loop, so a token costs the caller one comparison.
 
-What lives here: the search. What may not: whether to look, what an end means (results.py), text.
+What lives here: the search. What may not: whether to look, what an end means (scheduler.py), text.
 """
 
 from __future__ import annotations
 
 from array import array
 
-from headrace.sampling_params import RepetitionDetection
+from headrace.request import RepetitionDetection
 
 FIRST_SCALE = 8  # tokens between looks; periods below twice that are looked for together
 _ID_BYTES = array("i").itemsize

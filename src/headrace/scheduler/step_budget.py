@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.cost.speed import StepSpeed
+from headrace.cost.cost_model import StepSpeed
 
 LEAST_SHARE = 0.25  # of the budget: what a prompt gets beside tokens that fill it by themselves
 NEAR = 0.03  # of the room may stay empty: the search ends

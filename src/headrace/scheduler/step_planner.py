@@ -5,7 +5,7 @@ decoding is never stalled (Sarathi-Serve, Agrawal et al. 2024, §4). When blocks
 the tail of the order; the first in order always goes on, and a sequence never outgrows the whole cache, so somebody
 always ends.
 
-What lives here: order, budgets, admission, preemption. What may not: what results mean (results.py), blocks (cache/).
+What lives here: order, budgets, admission, preemption. What may not: what results mean (scheduler.py), blocks (cache/).
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from headrace.scheduler.claims import Claims
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import Policy
-from headrace.scheduler.roster import Roster
+from headrace.scheduler.roster import Roster, Sequence
 from headrace.scheduler.step_budget import Forecast, StepMeter
-from headrace.sequence import Sequence
 from headrace.speculative.length import Speculation
 
 # Of a step, while no other is computed: rows of all requests wait for the masks of a few. About what a step takes on a

@@ -25,15 +25,16 @@ import msgspec
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, NotFound, Unavailable
 from headrace.request import RequestTimes
-from headrace.server import adapters, dashboard, inflight, pages, sleeping
+from headrace.server import adapters, dashboard, inflight, pages
 from headrace.server import answer_types as answers
-from headrace.server.dialects import chat, completions, messages, pooling, responses, responses_body, tokens
+from headrace.server.dialects import completions, messages, pooling, responses, responses_body, tokens
+from headrace.server.dialects.chat import ChatBody, chat_completions
 from headrace.server.exchange import Exchange, fail_stream
 from headrace.server.exposition import CONTENT_TYPE, PROBES, render_process
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, MethodNotAllowed
 from headrace.server.limits import Guard
 from headrace.server.openapi import Handler, Route, document
-from headrace.server.service import Service
+from headrace.server.service import Service, SleepQuery, is_sleeping, sleep, wake_up
 
 # --- handlers that need no generation
 
@@ -151,9 +152,9 @@ ROUTES = (
     Route("GET", "/load", load, "how many requests wait or run", answer=answers.Load),
     Route("GET", "/server_info", server_info, "settings and automatic choices", answer=answers.ServerInfo),
     Route("POST", "/reset_prefix_cache", reset_prefix_cache, "forget cached prefixes", answer=answers.Status),
-    Route("POST", "/sleep", sleeping.sleep, "give up memory; requests wait until it is woken", answer=answers.Status, query=sleeping.SleepQuery),
-    Route("POST", "/wake_up", sleeping.wake_up, "take the memory back", answer=answers.Status),
-    Route("GET", "/is_sleeping", sleeping.is_sleeping, "whether it sleeps, or is about to", answer=answers.Sleeping),
+    Route("POST", "/sleep", sleep, "give up memory; requests wait until it is woken", answer=answers.Status, query=SleepQuery),
+    Route("POST", "/wake_up", wake_up, "take the memory back", answer=answers.Status),
+    Route("GET", "/is_sleeping", is_sleeping, "whether it sleeps, or is about to", answer=answers.Sleeping),
     Route("GET", "/version", version, "the version of Headrace", answer=answers.Version),
     Route("GET", "/metrics", metrics, "Prometheus metrics", answer=str, content_types=("text/plain",)),
     Route("GET", "/openapi.json", openapi, "this description", answer=answers.Document),
@@ -161,7 +162,7 @@ ROUTES = (
     Route("GET", "/v1/models/{name}", model, "one name of the model", answer=answers.Model),
     Route("GET", "/v1/requests", inflight.list_requests, "your requests that have not ended", answer=answers.ProgressList),
     Route("GET", "/v1/requests/{id}", inflight.show_request, "where one of your requests stands, and why it waits", answer=answers.Progress),
-    Route("POST", "/v1/chat/completions", chat.chat_completions, "answer a conversation", body=chat.ChatBody, answer=answers.ChatCompletion),
+    Route("POST", "/v1/chat/completions", chat_completions, "answer a conversation", body=ChatBody, answer=answers.ChatCompletion),
     Route("POST", "/v1/completions", completions.completions, "complete texts", body=completions.CompletionBody, answer=answers.Completion),
     Route(
         "POST", "/v1/responses", responses.responses, "the same, as OpenAI's Responses API",

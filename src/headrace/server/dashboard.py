@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, structs
 
-from headrace.engine.frames import SERIAL_SHIFT
+from headrace.engine.connection import SERIAL_SHIFT
 from headrace.errors import EngineDead
 from headrace.server.dialects.body import read_query
 from headrace.server.exchange import Exchange

@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.engine.grammar import special_name
 from headrace.errors import InvalidRequest
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 from headrace.server.dialects.conversation import Tool, ToolChoice
 from headrace.server.parsing import AnswerFormat
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, Literals, Style, Tags, ToolFormat

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from headrace.engine.inputs import Message, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
-from headrace.request import Request
-from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams, StructuredOutputs
+from headrace.request import NO_EXPECTATIONS, Request, SamplingParams, StructuredOutputs
 from headrace.server.dialects.body import (
     EXPECTED_NAMES,
     ChatRequest,

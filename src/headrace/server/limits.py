@@ -42,8 +42,7 @@ from headrace.config import SchedulerConfig, ServerConfig
 from headrace.engine.fair_threads import FairThreads
 from headrace.errors import ConfigError, InvalidRequest, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
 from headrace.processes.sandbox import MAX_PROCESSES
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams
 from headrace.server.dialects.body import Body
 from headrace.server.exchange import Exchange
 from headrace.server.frontends.counters import CELLS

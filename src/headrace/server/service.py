@@ -1,47 +1,118 @@
-"""What handlers are given: the model with its engine, the limits of all requests together, and what is observed of
-them.
+"""What handlers are given: the model with its engine, the limits of all requests together, and what is observed of them;
+and sleep over HTTP: its routes, under the names that vLLM's users know, and what a request does to a model that sleeps.
 
-What lives here: state. What may not: HTTP, parsing, processes and signals (lifecycle.py changes the state).
+What lives here: state, and who may put a model to sleep, and when. What may not: parsing, processes and signals
+(lifecycle.py changes the state), what sleeping is (the engine's), several models (members/).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from msgspec import Meta, Struct
 
 from headrace.config import Decision, EngineConfig, ServerConfig
+from headrace.engine.info import check_sleep
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.processes.garbage import freeze_start
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import Request, SamplingParams, StructuredOutputs
+from headrace.server.dialects.body import read_query
 from headrace.server.dialects.conversation import Tool, ToolChoice
 from headrace.server.exchange import Exchange, Pulse
 from headrace.server.exposition import ServerMetrics
 from headrace.server.forced import constrain
 from headrace.server.frontends.counters import Counters, Page, most_places
 from headrace.server.frontends.link import Peers
+from headrace.server.http_errors import Forbidden
 from headrace.server.inflight import Inflight
-from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads, cell_of
+from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads, cell_of, sees_all
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import AnswerFormat, answer_format
 from headrace.server.parsing.choice import dialect_of
 from headrace.server.parsing.formats import Dialect, ReasoningFormat
 from headrace.server.parsing.parser import OutputParser
-from headrace.server.sleeping import Rouser
 from headrace.server.stored import StoredResponses
 from headrace.server.tools import functions_of
 
-if TYPE_CHECKING:  # loaded beside the engine's start, not before it
+if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
     from headrace.engine.tokenizer import Tokenizer
+
+log = logging.getLogger("headrace.server")
+
+
+class SleepQuery(Struct, forbid_unknown_fields=True):
+    """``mode``: running requests are waited for, or end with an error."""
+
+    level: Annotated[int, Meta(ge=1, le=2)] = 1
+    mode: Literal["wait", "abort"] = "wait"
+
+
+async def sleep(service: Service, exchange: Exchange) -> None:
+    query, engine = read_query(exchange.query, SleepQuery), service.model.engine
+    check_operator(service.config, exchange)
+    check_sleep(engine.info, query.level)
+    if query.mode == "abort":
+        end_running(service)
+    await engine.sleep(query.level)
+    if engine.num_streams:  # some came before it was known that it would sleep
+        engine.used()
+    await exchange.reply_json({"status": "ok"})
+
+
+def end_running(service: Service) -> None:
+    told = "The model was put to sleep before this answer was complete; send the request again."
+    service.limits.end_all(Unavailable(told))
+
+
+async def wake_up(service: Service, exchange: Exchange) -> None:
+    check_operator(service.config, exchange)
+    check_sleep(service.model.engine.info)
+    await service.model.engine.wake_up()
+    await exchange.reply_json({"status": "ok"})
+
+
+async def is_sleeping(service: Service, exchange: Exchange) -> None:
+    await exchange.reply_json({"is_sleeping": service.model.any_engine().asleep})
+
+
+def check_operator(config: ServerConfig, exchange: Exchange) -> None:
+    if not sees_all(config, exchange.key_name):
+        raise Forbidden("This is for operators; ask with a key that --operator-key names.", code="operators_only")
+
+
+class Rouser:
+    """Called with each request that is submitted. One that comes to a model that sleeps waits in its engine, unless
+    ``when_asleep`` says otherwise."""
+
+    def __init__(self, engine: AsyncLLM, when_asleep: str) -> None:
+        self._engine, self._when = engine, when_asleep
+        self._waking: asyncio.Task[None] | None = None
+
+    def __call__(self) -> None:
+        if not self._engine.asleep or self._when == "wait":
+            return
+        if self._when == "refuse":
+            raise Unavailable("The model sleeps; wake it with POST /wake_up, or try again later.", retry_after=10)
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._wake())
+
+    async def _wake(self) -> None:
+        try:
+            await self._engine.wake_up()
+        except HeadraceError as error:
+            log.error("The model could not be woken: %s", error.message)
 
 
 _BEFORE, _AFTER = "Thinking of it.", "Having thought."  # in a conversation that shows what stands between

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 from headrace.engine.inputs import derived_seed
 from headrace.engine.output import RequestDelta
-from headrace.request import Request
-from headrace.sampling_params import SamplingParams
+from headrace.request import Request, SamplingParams
 from headrace.server.service import EngineStream
 
 _INCOMPLETE = "\ufffd"  # a character that further tokens complete

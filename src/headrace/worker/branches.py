@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.speculative.tree import Tree
-from headrace.worker.inputs import PackedTree, Packing
-from headrace.worker.rows import Ints, Rows, ship_all
+from headrace.worker.rows import Ints, PackedTree, Packing, Rows, ship_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.inputs import Gather, pack
-from headrace.worker.rows import Ints, Rows, Trait, ship_all
+from headrace.worker.rows import Gather, Ints, Rows, Trait, pack, ship_all
 from headrace.worker.sampler import SampleBatch, Sampler, draw_of
 from headrace.worker.speculator import Proposal, Proposer
 

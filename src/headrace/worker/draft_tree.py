@@ -20,8 +20,7 @@ from torch import Tensor
 from headrace.kernels.sampling.reference import vocabulary_noise
 from headrace.speculative.tree import Belief, Found, Growing, Node, Tree
 from headrace.worker.draft_model import DraftModel, chunk_plan
-from headrace.worker.inputs import PackedTree, Packing
-from headrace.worker.rows import Ints, Trait, ship_all
+from headrace.worker.rows import Ints, PackedTree, Packing, Trait, ship_all
 from headrace.worker.speculator import Proposal
 
 _GROWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED

@@ -31,8 +31,7 @@ from headrace.request import StepPlan
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import Drawing, chunk_plan
 from headrace.worker.draft_setup import MOST_PENDING
-from headrace.worker.inputs import pack
-from headrace.worker.rows import Ints, Rows, ship_all
+from headrace.worker.rows import Ints, Rows, pack, ship_all
 from headrace.worker.speculator import Proposal
 
 _NOTHING = -2  # position 0 follows upon nothing that could be held

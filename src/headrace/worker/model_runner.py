@@ -1,6 +1,6 @@
 """One step on one device: rows edited, inputs gathered, forward, sample, and the result read when it is collected.
 
-What lives here: the order of a step and the two submissions it consists of. What may not: building tensors (inputs.py),
+What lives here: the order of a step and the two submissions it consists of. What may not: building tensors (rows.py),
 picking tokens (sampler.py), loading or sizing (worker.py), threads.
 
 ``submit`` and ``sample`` are separate so that a row may wait for something (a grammar's mask) between the two. On a
@@ -32,9 +32,8 @@ from headrace.request import NO_SLOT, Singles, StepPlan, StepResult, TokenLogpro
 from headrace.worker.arena import Arena
 from headrace.worker.branches import branched
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.inputs import Gather, Packing, pack
 from headrace.worker.prompt_graphs import PromptGraphs
-from headrace.worker.rows import Ints, Rows, ship, ship_all
+from headrace.worker.rows import Gather, Ints, Packing, Rows, pack, ship, ship_all
 from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
 from headrace.worker.speculator import Drafts, Speculator
 

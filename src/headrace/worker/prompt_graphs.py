@@ -33,9 +33,8 @@ from torch import Tensor
 from headrace.cost.prompt_shapes import PromptShapes, Shape, ShapeBounds
 from headrace.kernels.inputs import AdapterRows
 from headrace.request import StepPlan
-from headrace.worker.inputs import Packing
 from headrace.worker.recorder import Recorder
-from headrace.worker.rows import Ints
+from headrace.worker.rows import Ints, Packing
 
 _log = logging.getLogger(__name__)
 

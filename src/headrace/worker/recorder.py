@@ -17,8 +17,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
 from headrace.models.decoder import Decoder
 from headrace.worker.device_memory import scratch_of_graphs
-from headrace.worker.inputs import Gather
-from headrace.worker.rows import Rows
+from headrace.worker.rows import Gather, Rows
 
 
 class Recorder:

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from headrace.layers.linear import Linear
-from headrace.request import NewRow, StepPlan, TokenMasks
-from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.request import NewRow, SamplingParams, StepPlan, StructuredOutputs, TokenMasks
 from headrace.spec import KVGroup
 from headrace.worker.graphs import buckets_up_to
 from headrace.worker.model_runner import ModelRunner

@@ -84,7 +84,7 @@ from headrace.worker.settings import Setup, check_sharing, resolve_setup
 from headrace.worker.speculator import LookupProposer, Speculator
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
-# Call sites outside the decoder (rows.py, inputs.py, graphs.py, sampler.py), known before they exist so that their
+# Call sites outside the decoder (rows.py, graphs.py, sampler.py), known before they exist so that their
 # kernels are built in time.
 STEP_SITES: tuple[tuple[Operation[Any, Facts], torch.dtype], ...] = (
     (WRITE_ROWS, torch.int32),

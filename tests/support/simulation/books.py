@@ -23,11 +23,11 @@ from itertools import chain as joined
 from itertools import repeat
 from operator import add
 
+from headrace.cache.block_pool import PrefixNode
 from headrace.cache.manager import BlockTable
-from headrace.cache.prefix_tree import PrefixNode
 from headrace.request import SequenceStatus
+from headrace.scheduler.roster import Sequence
 from headrace.scheduler.scheduler import Scheduler
-from headrace.sequence import Sequence
 from tests.support.simulation import oracle
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.device import Device

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
+from headrace.cache.block_pool import PrefixNode, PrefixTree
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
-from headrace.cache.prefix_tree import PrefixNode, PrefixTree
-from headrace.scheduler import results, scheduler
+from headrace.scheduler import scheduler
+from headrace.scheduler import scheduler as results
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
-from headrace.scheduler.queue import WaitingQueue
-from headrace.scheduler.roster import Roster
+from headrace.scheduler.roster import NEVER, Roster, Sequence, WaitingQueue
 from headrace.scheduler.step_planner import StepPlanner
-from headrace.sequence import NEVER, Sequence
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.drawing import draw
 from tests.support.simulation.exhaust import explore

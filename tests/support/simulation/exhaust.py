@@ -20,8 +20,7 @@ from typing import Any
 
 from headrace.config import SchedulerConfig
 from headrace.engine.executor import ExecutorInfo
-from headrace.request import NewRow, Request, StepPlan, StepResult
-from headrace.sampling_params import SamplingParams
+from headrace.request import NewRow, Request, SamplingParams, StepPlan, StepResult
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.spec import KVGroup, KVSpec
 from tests.support.simulation.bounds import Bound

@@ -20,8 +20,15 @@ from pathlib import Path
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.keyed_hash import adapter_blocks
-from headrace.request import Request, SequenceOutput, StepPlan
-from headrace.sampling_params import Expectations, RepetitionDetection, SamplingParams, StructuredOutputs
+from headrace.request import (
+    Expectations,
+    RepetitionDetection,
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    StepPlan,
+    StructuredOutputs,
+)
 from headrace.scheduler.events import AddRequest
 from tests.support.journal import Journal, replay
 from tests.support.rows import rebuild_rows

@@ -12,8 +12,8 @@ from headrace.engine.grammar_masks import NO_DRAFTS, GrammarStats
 from headrace.engine.keyed_hash import _mix
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
+from headrace.scheduler.roster import Sequence as LiveSequence
 from headrace.scheduler.step_planner import MASK_SECONDS
-from headrace.sequence import Sequence as LiveSequence
 from tests.support.simulation.broken import hold
 from tests.support.simulation.oracle import WORDS, allowed, chain, forced, mask_words, root
 

@@ -13,8 +13,7 @@ from array import array
 from collections.abc import Sequence
 
 from headrace.engine.keyed_hash import _mix, adapter_key  # shared with the executor on purpose; tables and rows are not
-from headrace.request import REPETITION, FinishReason
-from headrace.sampling_params import RepetitionDetection
+from headrace.request import REPETITION, FinishReason, RepetitionDetection
 from tests.support.simulation.schedule import Asked
 
 VOCAB = 64

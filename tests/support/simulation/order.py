@@ -9,8 +9,8 @@ import math
 from dataclasses import replace
 
 from headrace.request import SequenceStatus
+from headrace.scheduler.roster import Sequence
 from headrace.scheduler.scheduler import Scheduler
-from headrace.sequence import Sequence
 from tests.support.simulation.bounds import BOUNDS, UNKNOWN, Came
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.oracle import ADAPTERS

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.planner.workload.load import DrawsLengths, LoadRequest, drawn, own_ids, prompt_ids
-from headrace.sampling_params import StructuredOutputs
+from headrace.request import StructuredOutputs
 
 # Short words that most vocabularies hold as one token, to write ids as text.
 _WORDS = """

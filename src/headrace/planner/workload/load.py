@@ -20,7 +20,7 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.planner.workload.arrivals import Swing, arrival_times
 from headrace.planner.workload.traces import TRACE_BLOCK, TraceRow, read_trace
-from headrace.sampling_params import NO_EXPECTATIONS, Expectations
+from headrace.request import NO_EXPECTATIONS, Expectations
 
 BENCH_VOCAB = 1000  # of bench serve's ids, unless it is told otherwise
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # constants of splitmix64 (Steele et al. 2014)

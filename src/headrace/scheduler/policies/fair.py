@@ -24,9 +24,7 @@ from dataclasses import dataclass
 
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal
-from headrace.scheduler.queue import WaitingQueue
-from headrace.scheduler.roster import Roster
-from headrace.sequence import Sequence
+from headrace.scheduler.roster import Roster, Sequence, WaitingQueue
 
 _KEPT = 64  # tenants who are away; of more, those are forgotten whom a lift would put where they are
 

@@ -26,9 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.request import Request
-from headrace.scheduler.queue import WaitingQueue
-from headrace.scheduler.roster import Roster
-from headrace.sequence import Sequence
+from headrace.scheduler.roster import Roster, Sequence, WaitingQueue
 
 Order = tuple[float, ...]  # smaller goes first; all orders of one policy are of one length; never NaN
 

@@ -35,9 +35,7 @@ from dataclasses import dataclass
 
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal
-from headrace.scheduler.queue import WaitingQueue
-from headrace.scheduler.roster import Roster
-from headrace.sequence import Sequence
+from headrace.scheduler.roster import Roster, Sequence, WaitingQueue
 
 HORIZON = 1.0  # seconds
 LOOK = 0.05  # seconds between two looks at everybody

@@ -32,8 +32,7 @@ from collections.abc import Iterable
 
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal
-from headrace.scheduler.roster import Roster
-from headrace.sequence import Sequence
+from headrace.scheduler.roster import Roster, Sequence
 
 PROMPT_SHARE = 1 / 16  # of a token of an answer: what a token of a prompt costs, many of which are computed at once
 STRIDE = 16  # tokens after which a running one's key is looked at again,

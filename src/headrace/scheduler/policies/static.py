@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.request import Request
 from headrace.scheduler.policies.protocol import Order, Policy
-from headrace.sequence import Sequence
+from headrace.scheduler.roster import Sequence
 
 
 class FirstComeFirstServed(Policy):

@@ -2,5 +2,5 @@
 
 What they share is in body.py (a decoded body becomes a checked struct, or an error that names the field) and
 body.py (how fields map to SamplingParams), so that there is one validator for all of them. What may not live here:
-HTTP, the bounds of sampling parameters (sampling_params.py checks them once for every route).
+HTTP, the bounds of sampling parameters (request.py checks them once for every route).
 """

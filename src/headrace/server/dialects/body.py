@@ -3,7 +3,7 @@ that are refused, and nothing else), queries, the one translator of what msgspec
 the place; and the fields that all routes that generate share, and OpenAI's two older ones.
 
 What lives here: reading, the errors' words, token ids, the way from fields to SamplingParams and what else a request
-holds. What may not: the bounds of sampling parameters (sampling_params.py checks them once for every route), fields of
+holds. What may not: the bounds of sampling parameters (request.py checks them once for every route), fields of
 a single route, what is told of them (fields.toml).
 """
 
@@ -23,7 +23,7 @@ from msgspec import Meta, Struct, structs
 
 from headrace.engine.template import check_template_variables
 from headrace.errors import InvalidRequest
-from headrace.sampling_params import (
+from headrace.request import (
     BOUNDS,
     EXPECTED,
     MAX_BAD_WORDS,

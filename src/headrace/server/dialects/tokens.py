@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from headrace.errors import InvalidRequest, NotFound
-from headrace.sampling_params import check_token_ids
+from headrace.request import check_token_ids
 from headrace.server import generate
 from headrace.server.dialects.body import Body, Conversation, Ids, Refused, Variables, read_ids, refused
 from headrace.server.dialects.chat import ChatBody, read_conversation

@@ -23,8 +23,7 @@ from headrace.server.exposition import CONTENT_TYPE, merged, render_members, ren
 from headrace.server.members.keeper import Keeper
 from headrace.server.members.member import Member
 from headrace.server.openapi import Handler, Route
-from headrace.server.service import Service, State
-from headrace.server.sleeping import SleepQuery, check_operator, end_running
+from headrace.server.service import Service, SleepQuery, State, check_operator, end_running
 
 Answer = Callable[["Board", Exchange], Awaitable[None]]
 
