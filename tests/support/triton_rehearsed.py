@@ -103,9 +103,8 @@ def main(config: dict[str, Any], *, invariant: bool) -> None:
     only_identified(seen)
     as_on_a_card()
     spec = spec_from_config(config)
-    kernels = Kernels(
-        CPU, strict=True, techniques=using(batch_invariant=invariant, programmatic_launch=True), card=H200
-    )
+    techniques = using(batch_invariant=invariant, programmatic_launch=True, fused_rope_attention=False)
+    kernels = Kernels(CPU, strict=True, techniques=techniques, card=H200)
     sizes = Sizes(spec, torch.bfloat16, BLOCK_SIZE, LONGEST, ROWS, TOKENS)
     with torch.inference_mode():
         decoder = Decoder(spec, kernels=kernels, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST)
