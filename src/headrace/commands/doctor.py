@@ -10,7 +10,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.commands.simulate_reports import CONTEXT, of_prices, sentences
@@ -24,12 +24,13 @@ from headrace.cost.profile import (
     said_rate,
     save_profile,
 )
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, OutOfMemory
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 from headrace.models import families
 from headrace.observe.report import machine_facts, table
 from headrace.planner.advice import advise
-from headrace.planner.devices import device_of, with_calibrations
+from headrace.planner.devices import Device, device_of, with_calibrations
+from headrace.planner.dovetail import Pair, advice, asked_of, memory_of, placements, rows_of
 from headrace.planner.pricing import priced
 from headrace.portability import missing, process_status
 
@@ -70,11 +71,18 @@ def run(args: argparse.Namespace) -> int:
     profile = profile or _stored(device)
     report["profile"] = _profile_facts(profile)
     if not args.no_load:
-        report |= examine_engine(config, profile)
-        report["decisions"] += examine_dialect(config)
-        report["shape"] = examine_shape(config, device, thorough=args.profile)
+        report |= examine_drafts(config, device)
+        try:
+            report |= examine_engine(config, profile)
+        except OutOfMemory as error:
+            if "drafts" not in report:
+                raise
+            report["problem"] = error.message
+        else:
+            report["decisions"] += examine_dialect(config)
+            report["shape"] = examine_shape(config, device, thorough=args.profile)
     print(json.dumps(report, indent=1, default=str) if args.json else render(report))
-    return 0
+    return 1 if "problem" in report else 0
 
 
 def found(threads: int | None, device: str) -> dict[str, Any]:
@@ -253,6 +261,47 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
         engine.close()
 
 
+def examine_drafts(config: EngineConfig, device: str) -> dict[str, Any]:
+    """Where a target and its draft model are best placed, if one is named. ``device``: that the target would have."""
+    from headrace.engine.resolve import find_source
+    from headrace.models.source import find_model
+
+    settings = asked_of(config)
+    if config.device.executor != "model" or settings is None:
+        return {}
+    draft = find_model(replace(config.model, model=settings.model, load_format="dummy"))
+    specs = [families.spec_from_config(each.config) for each in (find_source(config), draft)]
+    devices = _devices()
+    found = placements(Pair(specs[0], specs[1], settings), config, devices, CONTEXT)
+    said = f"One stream of {CONTEXT:,} tokens, a draft right with probability {settings.acceptance:g} (acceptance); {memory_of(devices)}."
+    return {
+        "drafts": {
+            "said": [said, advice(found, device)],
+            "placements": [asdict(each) for each in found],
+            "rows": rows_of(found),
+        }
+    }
+
+
+def _devices() -> dict[str, Device]:
+    """This CPU, and the card, with their limits as they are known now."""
+    import torch
+
+    from headrace.worker.host import available_memory
+    from headrace.worker.profile import resolve_profile
+    from headrace.worker.settings import find_gpu
+
+    kinds = {"cpu": available_memory()}
+    if find_gpu().problem is None:
+        kinds["cuda"] = torch.cuda.get_device_properties(0).total_memory
+    profiles = {kind: resolve_profile(kind)[0] for kind in kinds}
+    return {
+        kind: with_calibrations(device_of(profile, kinds[kind], 0))
+        for kind, profile in profiles.items()
+        if profile is not None
+    }
+
+
 def examine_batch(
     config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile | None
 ) -> dict[str, Any]:
@@ -373,6 +422,13 @@ def render(report: Mapping[str, Any]) -> str:
         rows = [[decision["name"], decision["value"], decision["reason"]] for decision in report["decisions"]]
         parts += [_section("Engine", report["engine"]), "Chosen\n" + _indent(table(("what", "value", "why"), rows))]
         parts.append("Memory\n" + _indent(_render_memory(report)))
+    if "drafts" in report:
+        columns = ("target on", "draft on", "tokens", "tokens/s", "why not")
+        parts.append(
+            "Drafts\n" + _indent("\n".join((*report["drafts"]["said"], table(columns, report["drafts"]["rows"]))))
+        )
+    if "problem" in report:
+        parts.append(f"Problem\n  {report['problem']}")
     if "batch" in report:
         parts.append("Batch\n" + _indent("\n".join(report["batch"]["said"])))
     if "shape" in report:
