@@ -22,6 +22,7 @@ from headrace.layers.linear import Linear, Stream
 from headrace.request import NO_SLOT
 from headrace.sites import Role, layer_matrices
 from headrace.spec import Activation
+from headrace.worker.graphs import Kind
 from tests.support import adapters, tiny
 from tests.support.adapters import scattered
 from tests.support.card import STRICT, check, require_card
@@ -165,5 +166,7 @@ def test_the_card_answers_as_the_cpu_does(case: str, tmp_path: Path) -> None:
             )
             if device["device"] == "cuda":
                 graphs = llm.engine.core.executor._runner.graphs  # type: ignore[attr-defined]
-                assert graphs is not None and any(each.adapted is not None for each in graphs._captured.values())
+                assert graphs is not None and any(
+                    each.of(Kind.ADAPTED) is not None for each in graphs._captured.values()
+                )
     assert found[0] == found[1]

@@ -81,9 +81,9 @@ def test_waiting_for_masks_is_idle_time() -> None:
         masks = follow_residues(llm)
         slow, late = masks.masks, 0.01
 
-        def after_a_while(wanted: Any) -> Any:
+        def after_a_while(wanted: Any, *paths: Any) -> Any:
             time.sleep(late)
-            return slow(wanted)
+            return slow(wanted, *paths)
 
         masks.masks = after_a_while  # type: ignore[method-assign]
         llm.generate({"prompt_token_ids": list(range(4))}, masked(params(max_tokens=40), 1, 3), use_tqdm=False)
