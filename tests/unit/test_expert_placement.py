@@ -81,6 +81,7 @@ def test_skewed_experts_are_balanced_and_a_hot_one_only_with_copies() -> None:
     alone, helped = balanced(counts, 4), balanced(counts, 4, 3)
     assert imbalance(counts, contiguous(32, 4)) > 3 and 3.0 < imbalance(counts, alone) < 3.3
     assert imbalance(counts, helped) < 1.05 and copied(counts, 4, 3)[0] == 4
+    assert copied(counts, 2, 3)[0] == 2 and sum(copied(counts, 2, 3)) == 35  # no more than one on each rank
     skewed = [(1.0 + each) ** -0.7 for each in range(128)]
     least = lower_bound(skewed, 8) * 8 / sum(skewed)  # the first expert, and as many of the last as a rank must hold
     assert least > 1.05 and imbalance(skewed, balanced(skewed, 8)) == pytest.approx(least)
