@@ -136,6 +136,7 @@ class CaseMaker:
             "moe": self._moe,
             "add_deltas": self._deltas,
             "look_up_deltas": self._looked_up,
+            "add_sparse": self._sparse,
             "packed_linear": lambda rows: (self._packed(form, rows) for form in self._packed_formats()),
             "packed_fused_linear": self._packed_fused,
             "normed_linear": lambda rows: self._composed("normed_linear", rows),
@@ -278,6 +279,28 @@ class CaseMaker:
             flops,
             lambda one: [partial(looked_up, one)],
         )
+
+    def _sparse(self, rows: int) -> KernelCase:
+        """One weight in a hundred of down, beside its product."""
+        outs, ins = self.spec.hidden_size, self.spec.intermediate_size
+        count = max(1, ins // 100)
+        ends, y, x = (
+            torch.arange(outs + 1, dtype=torch.int32) * count,
+            self._random(rows, outs),
+            self._random(rows, ins),
+        )
+        columns = torch.randint(ins, (outs * count,), generator=self._generator, dtype=torch.int32)
+        values = self._random(outs * count).float()
+
+        def added(add: Callable[..., None]) -> Tensor:
+            result = y.clone()
+            add(result, x, ends, columns, values)
+            return result
+
+        size = 8 * outs * count + self._bytes(rows * (ins + 2 * outs))
+        label = f"down {rows}x{ins}x{outs}, 1 in 100"
+        flops = 2 * rows * outs * count
+        return KernelCase("add_sparse", label, Facts(self.dtype), size, flops, lambda add: [partial(added, add)])
 
     def _packed_formats(self) -> Iterator[Format]:
         device = torch.get_default_device()

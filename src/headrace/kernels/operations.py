@@ -34,6 +34,7 @@ from headrace.kernels.linear.packed import (
     packed_linear,
     packed_moe,
 )
+from headrace.kernels.linear.sparse import add_sparse
 from headrace.kernels.lora import candidates as lora
 from headrace.kernels.lora.reference import add_deltas, look_up_deltas
 from headrace.kernels.moe import candidates as moe
@@ -88,6 +89,7 @@ NORMED_LINEAR = Operation("normed_linear", normed_linear, WeightFacts, linear.NO
 ACTIVATED_LINEAR = Operation(
     "activated_linear", activated_linear, WeightFacts, linear.ACTIVATED_LINEAR, makes=True, varies=True
 )
+ADD_SPARSE = Operation("add_sparse", add_sparse, Facts, linear.ADD_SPARSE, varies=True, reads=True)
 PACKED_MOE = Operation("packed_moe", packed_moe, ExpertFacts, moe.PACKED_MOE, varies=True, reads=True)
 ADD_DELTAS = Operation("add_deltas", add_deltas, DeltaFacts, lora.ADD_DELTAS, varies=True, reads=True)
 LOOK_UP_DELTAS = Operation("look_up_deltas", look_up_deltas, DeltaFacts, lora.LOOK_UP_DELTAS, varies=True, reads=True)
@@ -119,7 +121,7 @@ DRAFT_TOKENS = Operation("draft_tokens", draft_tokens, StepFacts, step.DRAFT_TOK
 FETCH_STEP = Operation("fetch_step", fetch_step, Facts, rows.FETCH_STEP)
 
 _ALL: tuple[Operation[Any, Any], ...] = (
-    LINEAR, FUSED_LINEAR, ADDED_LINEAR, GATED_LINEAR, PACKED_LINEAR, PACKED_FUSED, NORMED_LINEAR, ACTIVATED_LINEAR, PACKED_MOE,
+    LINEAR, FUSED_LINEAR, ADDED_LINEAR, GATED_LINEAR, PACKED_LINEAR, PACKED_FUSED, NORMED_LINEAR, ACTIVATED_LINEAR, ADD_SPARSE, PACKED_MOE,
     EMBEDDING, RMS_NORM, LAYER_NORM,
     ROTARY_WRITE, PAGED_ATTENTION, ROPE_ATTENTION, WHOLE_ATTENTION,
     ACTIVATION, GATED_ACTIVATION, MOE, GREEDY_TOKENS, PICK_TOKENS, GUMBEL_ARGMAX, SCORE_TOKENS, WRITE_ROWS, GATHER_INPUTS, STORE_TOKENS,

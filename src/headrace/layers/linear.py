@@ -6,8 +6,9 @@ What may not: weight formats (quant/), kernels, reading checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from headrace.kernels.linear.packed import Activated, Normed
 from headrace.kernels.operations import (
     ACTIVATED_LINEAR,
     ACTIVATION,
+    ADD_SPARSE,
     ADDED_LINEAR,
     FUSED_LINEAR,
     GATED_ACTIVATION,
@@ -175,14 +177,25 @@ class Linear(nn.Module):
         for piece in pieces:
             piece.finish_loading()
         codings, eights = tuple(piece.form.coding for piece in pieces), tuple(piece.form.eight for piece in pieces)
-        facts = replace(facts, gated=self.site.gated, codings=codings, eights=eights)
-        if self._composed:
+        formats = tuple(piece.form.label for piece in pieces)
+        facts = replace(facts, gated=self.site.gated, codings=codings, eights=eights, formats=formats)
+        beside = _beside(pieces)
+        if beside is not None:
+            add, product = kernels.choose(ADD_SPARSE, Facts(facts.dtype)), kernels.choose(PACKED_LINEAR, facts)
+            self._apply_weight = _Sum(product(pieces, bias), partial(add, **beside))
+        elif self._composed:
             self._fused = _made(kernels.offer(PACKED_FUSED, facts), pieces, bias)
-        if self._context.composes and self.site.split is Split.COLUMN and self.site.layer is not None:
+        if (
+            beside is None
+            and self._context.composes
+            and self.site.split is Split.COLUMN
+            and self.site.layer is not None
+        ):
             self._normed = _made(kernels.offer(NORMED_LINEAR, facts), pieces, bias)
-        if self._context.composes and self.site.role is Role.DOWN:
+        if beside is None and self._context.composes and self.site.role is Role.DOWN:
             self._activated = _made(kernels.offer(ACTIVATED_LINEAR, facts), pieces, bias)
-        self._apply_weight = kernels.choose(PACKED_LINEAR, facts)(pieces, bias)
+        if beside is None:
+            self._apply_weight = kernels.choose(PACKED_LINEAR, facts)(pieces, bias)
         self.weight_bytes = (0 if self._shared else sum(piece.num_bytes for piece in pieces)) + (
             0 if bias is None else bias.nbytes
         )
@@ -301,6 +314,32 @@ class Linear(nn.Module):
     def _unfinished(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "a weight with formats is computed with only once loading has finished"
         return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A product, and what is added to it."""
+
+    product: Callable[[Tensor], Tensor]
+    add: Callable[[Tensor, Tensor], None]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.product(x).contiguous()
+        self.add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
+        return y
+
+
+def _beside(pieces: Sequence[Piece]) -> dict[str, Tensor] | None:
+    """All that pieces hold apart as one sparse matrix, as ``add_sparse`` takes it; None: nothing."""
+    if not any(piece.apart for piece in pieces):
+        return None
+    counts = [piece.apart["ends"].diff() if piece.apart else None for piece in pieces]
+    like = next(each for each in counts if each is not None)
+    rows = torch.cat(
+        [like.new_zeros(piece.outs) if own is None else own for piece, own in zip(pieces, counts, strict=True)]
+    )
+    held = {name: torch.cat([piece.apart[name] for piece in pieces if piece.apart]) for name in ("columns", "values")}
+    return {"ends": F.pad(rows.cumsum(0), (1, 0)).int(), **held}
 
 
 def _made(make: Callable[[W, Tensor | None], T | None] | None, weight: W, bias: Tensor | None) -> T | None:

@@ -46,6 +46,7 @@ class Piece(nn.Module):
         self.tensors: tuple[dict[str, Tensor], ...] = ()  # of each copy, once loading has finished
         self.laid: tuple[Packed, ...] = ()  # of each copy, where a kernel has them in a layout of its own
         self.relaid: tuple[Relaid, ...] = ()  # of each copy, where a CPU's kernel has
+        self.apart: dict[str, Tensor] = {}  # what is added to its products beside, once loading has finished
         self._first = 0  # of the laid rows
         for each in form.tensors(outs, ins):
             held = getattr(torch, each.dtype) if each.dtype else dtype
@@ -80,10 +81,14 @@ class Piece(nn.Module):
             ) from error
         for name in list(self._parameters):
             self.register_parameter(name, None)
+        split = self.form.apart(self.tensors[0]) if self.num_copies == 1 else None
+        if split is not None:
+            self.form, own, self.apart = split
+            self.tensors = (own,)
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for each in self.tensors for tensor in each.values())
+        return sum(tensor.nbytes for each in (*self.tensors, self.apart) for tensor in each.values())
 
     @property
     def coding(self) -> Coding | None:

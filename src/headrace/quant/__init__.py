@@ -136,6 +136,11 @@ class Format:
         """Whether matrices one below another are one matrix in it, their tensors' rows one below another."""
         return False
 
+    def apart(self, tensors: Tensors) -> tuple[Format, Tensors, Tensors] | None:
+        """The matrix as a sum: a format and its tensors, and what ``add_sparse`` takes (kernels/linear/sparse.py) by
+        name; None: it is none."""
+        return None
+
     def activated(self, x: Tensor, tensors: Tensors) -> Tensor:
         """The inputs as the format computes with them: rounded to few bits and back, where it says so."""
         return x

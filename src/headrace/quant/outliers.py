@@ -104,7 +104,7 @@ class SparseOutliers(Format):
         )
 
     def num_bytes(self, outs: int, ins: int, element_bytes: float) -> float:
-        return self.inner.num_bytes(outs, ins, element_bytes) + 12 * self.share * outs * ins
+        return self.inner.num_bytes(outs, ins, element_bytes) + 8 * self.share * outs * ins + 4 * (outs + 1)
 
     def prepare(self, tensors: Tensors) -> Tensors:
         tensors = self.inner.prepare(tensors)
@@ -126,6 +126,19 @@ class SparseOutliers(Format):
         kept = int(ends[-1])  # what is behind pads experts to the longest
         rows = counts.new_ones(len(counts)).cumsum(0).sub(1).repeat_interleave(counts)
         return tensors | {"outlier_row": rows.int(), "outlier_column": columns[:kept], "outlier_value": values[:kept]}
+
+    def apart(self, tensors: Tensors) -> tuple[Format, Tensors, Tensors]:
+        import torch
+
+        row, outs = tensors["outlier_row"], tensors["weight_packed"].shape[0]
+        ends = torch.nn.functional.pad(row.bincount(minlength=outs).cumsum(0), (1, 0)).int()
+        inner = {name: each for name, each in tensors.items() if not name.startswith("outlier")}
+        beside = {
+            "ends": ends,
+            "columns": tensors["outlier_column"].contiguous(),
+            "values": tensors["outlier_value"].contiguous(),
+        }
+        return self.inner, inner, beside
 
     def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
         import torch

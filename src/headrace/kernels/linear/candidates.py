@@ -16,8 +16,8 @@ import torch
 from headrace.kernels.build import gpu
 from headrace.kernels.build.native import native
 from headrace.kernels.build.rehearsals import TOKENS, corner
-from headrace.kernels.candidate import Calls, CallSite, Candidate, Shape, Sizes, WeightFacts
-from headrace.kernels.linear import compressed, panels
+from headrace.kernels.candidate import Calls, CallSite, Candidate, Facts, Shape, Sizes, WeightFacts
+from headrace.kernels.linear import compressed, panels, sparse
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.gated_tiles import measured_tiles
 from headrace.kernels.linear.native import create_linear, create_onednn
@@ -481,6 +481,19 @@ FUSED_LINEAR = (
         FUSED, "flat_linear:create_fused", _few_rows, "flat_gemm", "deep_fusion", rehearse=_fused_calls, **_HOPPER
     ),
 )  # fmt: skip
+
+
+def _sparse_calls(site: CallSite[Facts], run: Any, sizes: Sizes) -> Calls:
+    """Of every width of inputs; of one row, of few, and of many."""
+    ends = torch.zeros(2, dtype=torch.int32, device=site.device)
+    columns, values = ends[:0], torch.zeros(0, device=site.device)
+    for width in {each.ins for each in matrices(sizes.spec) if each.layer is not None}:
+        for rows in (1, 2, 4, 8):
+            y, x = site.zeros(rows, 1), site.zeros(rows, width)
+            yield f"{rows} rows of {width}", partial(run, y, x, ends, columns, values)
+
+
+ADD_SPARSE = (native(sparse.create_native), gpu.triton("linear.triton_sparse:add_sparse", _sparse_calls))
 PACKED_LINEAR = (
     *_rings("_linear", _cut_ring_calls, "quantized_gemm"),
     _guest(EIGHT, "eight_bits:create_linear", _not_eight, "quantized_gemm", dtypes=_HALVES, rehearse=_eight_calls),

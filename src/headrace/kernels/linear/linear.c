@@ -206,3 +206,26 @@ void headrace_linear(int type, int64_t m, int64_t n, int64_t k, const char *x, i
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && chunks > 1 && m * n * k > 65536)
     for (int64_t i = 0; i < chunks; i++) headrace_product_columns(&p, i * CHUNK_N, (i + 1) * CHUNK_N < n ? (i + 1) * CHUNK_N : n);
 }
+
+/* ---- weights that lie apart ---- */
+
+/* y[M, N] += x[M, K] . S^T: entries of row n of S are those from ends[n] to ends[n + 1]. Each sum is in their order, in float32. */
+void headrace_add_sparse(int type, int64_t m, int64_t n, int64_t k, const char *x, int64_t x_row, const int32_t *ends, const int32_t *columns,
+                         const float *values, char *y, int64_t y_row, int threads) {
+    float *wide = aligned_alloc(64, ((k + 15) / 16 * 16 * sizeof(float) + 63) / 64 * 64);
+    for (int64_t i = 0; wide && i < m; i++) {
+        for (int64_t at = 0; at < k; at += 16) store16(wide, at, load_upto(x, i * x_row + at, k - at, type), F32);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && ends[n] > 16384)
+        for (int64_t at = 0; at < n; at += 16) {
+            const int64_t left = n - at;
+            v16 sums = splat(0.0f);
+            for (int64_t j = 0; j < 16 && j < left; j++) {
+                float sum = 0.0f;
+                for (int32_t entry = ends[at + j]; entry < ends[at + j + 1]; entry++) sum += values[entry] * wide[columns[entry]];
+                sums[j] = sum;
+            }
+            store_upto(y, i * y_row + at, left, load_upto(y, i * y_row + at, left, type) + sums, type);
+        }
+    }
+    free(wide);
+}
