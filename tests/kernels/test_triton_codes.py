@@ -19,8 +19,7 @@ from headrace.kernels.linear.eight_bits import Composed
 from headrace.kernels.linear.flat_forms import FLAT, Form
 from headrace.kernels.linear.flat_linear import make_scratch
 from headrace.kernels.norm.reference import rms_norm
-from headrace.kernels.norm.triton_rotated import rotate
-from headrace.kernels.norm.triton_rounded import Rounding
+from headrace.kernels.norm.triton_rounded import Rounding, rotate
 from headrace.layers.packed import Piece
 from headrace.quant import Format
 from headrace.quant.codes import Activations

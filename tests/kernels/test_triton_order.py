@@ -222,7 +222,6 @@ def test_no_other_kernel_begins_early() -> None:
         "triton_lora",
         "triton_norm",
         "triton_pick",
-        "triton_rotated",
         "triton_rotary",
         "triton_rounded",
         "triton_rows",

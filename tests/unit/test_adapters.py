@@ -21,7 +21,7 @@ from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk, adapter_folder
 from headrace.models.families import spec_from_config
 from headrace.request import FinishReason
-from headrace.scheduler.claims import Claims
+from headrace.scheduler.step_planner import Claims
 from headrace.spec import AdapterSpace
 from tests.support.hash_engine import (
     VOCAB,

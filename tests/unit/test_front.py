@@ -7,7 +7,7 @@ import math
 import pytest
 
 from headrace.cost.prices import FrontPrices, FrontWork
-from headrace.planner.front import READ, FrontEnd
+from headrace.planner.drive import READ, FrontEnd
 from headrace.request import SequenceOutput, TokenOutputs
 
 WORK = FrontWork(request=1.0, prompt_token=0.1, output_token=0.01, message=0.2, step=0.5)

@@ -19,8 +19,11 @@ from headrace.quant.rotated import Rotated, rotated  # noqa: E402
 from headrace.quant.scaled import ScaledWeight  # noqa: E402
 from headrace.quant.ternary import Ternary  # noqa: E402
 from headrace.quantize.grid import Grid, fit  # noqa: E402
-from headrace.quantize.levels import levels_recipe  # noqa: E402
-from headrace.quantize.makers import TernaryRecipe, huffman_coded  # noqa: E402
+from headrace.quantize.makers import (  # noqa: E402
+    TernaryRecipe,
+    huffman_coded,
+    levels_recipe,
+)
 from headrace.quantize.names import Choice  # noqa: E402
 
 

@@ -4,7 +4,7 @@ The pool is that of the first KV group, or one of their own. An adapter that seq
 sequence does. One that nobody has keeps them as cached prefixes keep theirs: they count as available, and whoever needs
 one takes all, those used longest ago first. (Unified paging: S-LoRA, Sheng et al. 2023.)
 
-What lives here: slots, blocks and users of adapters. What may not: who may start (scheduler/claims.py), what lies in a
+What lives here: slots, blocks and users of adapters. What may not: who may start (scheduler/step_planner.py), what lies in a
 block (lora/pages.py), tensors.
 """
 

@@ -5,28 +5,69 @@ decoding is never stalled (Sarathi-Serve, Agrawal et al. 2024, §4). When blocks
 the tail of the order; the first in order always goes on, and a sequence never outgrows the whole cache, so somebody
 always ends.
 
-What lives here: order, budgets, admission, preemption. What may not: what results mean (scheduler.py), blocks (cache/).
+Where as many adapters run as a step may have, the first in order that has another one claims the one with the fewest
+sequences: that adapter admits nobody behind it, so its place comes free. The others go on.
+
+What lives here: order, budgets, admission, preemption, which adapters are in one step. What may not: what results mean
+(scheduler.py), blocks (cache/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 from typing import Literal
 
+from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
 from headrace.request import SequenceStatus
-from headrace.scheduler.claims import Claims
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import Policy
 from headrace.scheduler.roster import Roster, Sequence
 from headrace.scheduler.step_budget import Forecast, StepMeter
 from headrace.speculative.length import Speculation
+
+
+class Claims:
+    """As those who start in one pass change what runs, whether or not that is carried out. ``most``: adapters of one
+    step; ``running``: of the sequences that run."""
+
+    def __init__(self, books: AdapterBlocks, most: int, running: Iterable[str | None]) -> None:
+        self._books = books
+        self._most = most
+        self._users = Counter(each for each in running if each is not None)
+        self._claimed: set[str] = set()
+
+    def admits(self, adapter: str | None) -> bool:
+        """Whether one that has it may start; if not, another adapter has been claimed for it, if there was one."""
+        if adapter is None:
+            return True
+        if self._users[adapter]:
+            return adapter not in self._claimed
+        if len(+self._users) < self._most:
+            return self._books.can_place(adapter)
+        others = [each for each in +self._users if each not in self._claimed]
+        if others:
+            self._claimed.add(min(others, key=self._users.__getitem__))
+        return False
+
+    def to_take(self, adapter: str | None) -> int:
+        """Blocks of the first KV group that one takes with its adapter when it starts."""
+        if adapter is None or not self._books.is_shared or self._users[adapter]:
+            return 0
+        return self._books.to_take(adapter)
+
+    def take(self, adapter: str | None) -> None:
+        """It starts."""
+        if adapter is not None:
+            self._users[adapter] += 1
+
 
 # Of a step, while no other is computed: rows of all requests wait for the masks of a few. About what a step takes on a
 # fast device.

@@ -54,19 +54,26 @@ def triton(
     **declared: Any,
 ) -> Candidate[F]:
     """A Triton kernel, for call sites that it does not refuse. A name that starts with ``create_`` makes the callable
-    from the site; any other is the callable. ``chained``: for so many rows it can be launched while the kernel before
-    still runs. ``takes``: it is told where results get their memory.
+    from the site; of one with a dot, it is that method of what the class makes ``at`` the site; any other is the
+    callable. ``chained``: for so many rows it can be launched while the kernel before still runs. ``takes``: it is told
+    where results get their memory.
     """
 
     def create(site: CallSite[F]) -> Any:
         if (reason := missing(site.device)) is not None:
             return Declined(reason)
-        found = load(path)
+        module, _, kernel = path.partition(":")
+        maker, _, method = kernel.partition(".")
+        found = load(f"{module}:{maker}")
+        if method:
+            return getattr(found.at(site), method)
+        if kernel.startswith("create_"):
+            return found(site)
         if takes and site.empty is not plainly_empty:
             found = partial(found, empty=site.empty)
         if chained and site.pdl:
             return partial(_chained, found, chained)
-        return found(site) if ":create_" in path else found
+        return found
 
     return Candidate(
         name, create, DEVICES, least=least, refuses=refuses, failure=failure, rehearse=rehearse, **declared

@@ -57,26 +57,27 @@ def _flat_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
 
 
 def _fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    """The product with what stands around it where the layer has its place: before attention, behind it, or in the
-    feed-forward."""
-    spec, facts = sizes.spec, site.facts
-    norm = partial(site.zeros, 1, 1, dtype=torch.float32)
+    """The product with what stands around it where the layer has its place."""
+    for place, around, biased in _places(site, sizes):
+        yield from _form_calls(site, run, place, around, biased=biased)
+
+
+def _places(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[tuple[str, Callable[[int], Around], bool]]:
+    """Before attention, behind it, or in the feed-forward: what stands around a product of so many outputs there, and
+    whether it has a bias."""
+    spec, facts, norm = sizes.spec, site.facts, partial(site.zeros, 1, 1, dtype=torch.float32)
     weight = torch.float32 if spec.norm_offset else facts.dtype
     if facts.gated:
-        gated = lambda outs: Around(None if spec.ranks > 1 else norm(), 1.0, spec.activation)  # noqa: E731
-        yield from _form_calls(site, run, "gated", gated, biased=spec.mlp_bias)
+        apart = spec.ranks > 1 and not facts.formats  # from its norm
+        yield "gated", lambda outs: Around(None if apart else norm(), 1.0, spec.activation), spec.mlp_bias
         return
-    places = {
-        (each.split, each.bias)
-        for each in matrices(spec)
-        if (each.outs, each.ins) == (facts.out_features, facts.in_features)
-    }
-    for split, biased in places:
+    same = [each for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)]
+    for split, biased in dict.fromkeys((each.split, each.bias) for each in same):
         if split is Split.COLUMN:
-            yield from _form_calls(site, run, "normed", lambda outs: Around(norm(), 1.0), biased=biased)
+            yield "normed", lambda outs: Around(norm(), 1.0), biased
         else:
             behind = lambda outs: Around(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
-            yield from _form_calls(site, run, "added", behind, biased=biased)
+            yield "added", behind, biased
 
 
 def _form_calls(
@@ -243,23 +244,8 @@ def _eight_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
 
 
 def _eight_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    spec, facts, norm = sizes.spec, site.facts, partial(site.zeros, 1, 1, dtype=torch.float32)
-    weight = torch.float32 if spec.norm_offset else facts.dtype
-    if facts.gated:
-        yield from _eight_form_calls(
-            site, run, "gated", lambda outs: Around(norm(), 1.0, spec.activation), {spec.mlp_bias}
-        )
-        return
-    for split, biased in {
-        (each.split, each.bias)
-        for each in matrices(spec)
-        if (each.outs, each.ins) == (facts.out_features, facts.in_features)
-    }:
-        if split is Split.COLUMN:
-            yield from _eight_form_calls(site, run, "normed", lambda outs: Around(norm(), 1.0), {biased})
-        else:
-            behind = lambda outs: Around(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
-            yield from _eight_form_calls(site, run, "added", behind, {biased})
+    for place, around, biased in _places(site, sizes):
+        yield from _eight_form_calls(site, run, place, around, {biased})
 
 
 def _eight_form_calls(
@@ -352,33 +338,17 @@ def coded_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
 
 def coded_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
     """With what stands around it, as ``_fused_calls`` has it."""
-    spec, norm = sizes.spec, partial(site.zeros, 1, 1, dtype=torch.float32)
-    weight = torch.float32 if spec.norm_offset else site.facts.dtype
-    facts = site.facts
-    places = {
-        (each.split, each.bias)
-        for each in matrices(spec)
-        if (each.outs, each.ins) == (facts.out_features, facts.in_features)
-    }
     yield from _coded_roundings(site, run, normed=True)
-    for split, biased in places:
+    for place, around, biased in _places(site, sizes):
         for coding, product in _coded_corners(site, run, biased=biased):
-            if facts.gated:
-                yield from _coded_form_calls(
-                    site, coding, product, "gated", lambda outs: Around(norm(), 1.0, spec.activation)
-                )
-            elif split is Split.COLUMN:
-                yield from _coded_form_calls(site, coding, product, "normed", lambda outs: Around(norm(), 1.0))
-            else:
-                behind = lambda outs: Around(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
-                yield from _coded_form_calls(site, coding, product, "added", behind)
+            yield from _coded_form_calls(site, coding, product, place, around)
 
 
 def _coded_roundings(site: CallSite[WeightFacts], run: Any, *, normed: bool) -> Calls:
     """Of rows of the layer's width, where inputs are rounded, or rotated."""
     width = site.facts.in_features
     for size in {each.rotation for each in site.facts.codings if each is not None and each.rotation}:
-        turn, x = gpu.load("norm.triton_rotated:rotate"), site.zeros(1, width)
+        turn, x = gpu.load("norm.triton_rounded:rotate"), site.zeros(1, width)
         yield f"rotated by {size}, {width}", partial(turn, x, size, site.empty, pdl=site.pdl)
     if not any(site.facts.eights):
         return
@@ -447,21 +417,11 @@ _HOPPER: dict[str, Any] = {
 _DEEP = ("quantized_gemm", "deep_fusion")
 
 
-def _rings(place: str, rehearse: Any, *techniques: str) -> tuple[Candidate[WeightFacts], Candidate[WeightFacts]]:
+def _rings(method: str, rehearse: Any, *techniques: str) -> tuple[Candidate[WeightFacts], Candidate[WeightFacts]]:
     """Of weights of 8 bits as their inputs, and in codes of few bits."""
-    eight = _guest(
-        EIGHT_RING, f"rings:create_eight{place}", _not_eight, *techniques, "early_weights", rehearse=rehearse, **_HOPPER
-    )
-    codes = _guest(
-        CODED_RING,
-        f"rings:create_codes{place}",
-        _no_coded_ring,
-        *techniques,
-        "early_weights",
-        rehearse=rehearse,
-        **_HOPPER,
-    )
-    return eight, codes
+    how: dict[str, Any] = {"rehearse": rehearse, **_HOPPER}
+    eight = _guest(EIGHT_RING, f"rings:EightBitRings.{method}", _not_eight, *techniques, "early_weights", **how)
+    return eight, _guest(CODED_RING, f"rings:CodedRings.{method}", _no_coded_ring, *techniques, "early_weights", **how)
 
 
 def _unrounding(site: CallSite[WeightFacts]) -> str | None:
@@ -495,9 +455,9 @@ def _sparse_calls(site: CallSite[Facts], run: Any, sizes: Sizes) -> Calls:
 
 ADD_SPARSE = (native(sparse.create_native), gpu.triton("linear.triton_sparse:add_sparse", _sparse_calls))
 PACKED_LINEAR = (
-    *_rings("_linear", _cut_ring_calls, "quantized_gemm"),
-    _guest(EIGHT, "eight_bits:create_linear", _not_eight, "quantized_gemm", dtypes=_HALVES, rehearse=_eight_calls),
-    _guest(CODED, "coded:create_linear", _uncoded, "quantized_gemm", dtypes=_HALVES, rehearse=coded_calls),
+    *_rings("linear", _cut_ring_calls, "quantized_gemm"),
+    _guest(EIGHT, "eight_bits:Maker.linear", _not_eight, "quantized_gemm", dtypes=_HALVES, rehearse=_eight_calls),
+    _guest(CODED, "coded:Coded.linear", _uncoded, "quantized_gemm", dtypes=_HALVES, rehearse=coded_calls),
     native(compressed.create_linear, name="lossless", dtypes=_BFLOAT16, optional=True),
     native(
         partial(panels.create_linear, rounds=True), name=INTEGER, dtypes=_HALVES, techniques=INTEGERS, optional=True
@@ -505,15 +465,15 @@ PACKED_LINEAR = (
     native(partial(panels.create_linear, rounds=False), optional=True),
 )
 PACKED_FUSED = (
-    *_rings("", _quantised_ring_calls, *_DEEP),
-    _guest(EIGHT, "eight_bits:create_fused", _not_eight, *_DEEP, rehearse=_eight_fused_calls),
-    _guest(CODED, "coded:create_fused", _uncoded, *_DEEP, rehearse=coded_fused_calls),
+    *_rings("fused", _quantised_ring_calls, *_DEEP),
+    _guest(EIGHT, "eight_bits:Maker.fused", _not_eight, *_DEEP, rehearse=_eight_fused_calls),
+    _guest(CODED, "coded:Coded.fused", _uncoded, *_DEEP, rehearse=coded_fused_calls),
 )
 NORMED_LINEAR, ACTIVATED_LINEAR = (
     (
-        _rings(f"_{place}", _composed_calls, *_DEEP)[0],
-        _guest(EIGHT, f"eight_bits:create_{place}", _not_eight, *_DEEP, dtypes=_HALVES, rehearse=_composed_calls),
-        _guest(CODED, f"coded:create_{place}", _unrounding, *_DEEP, dtypes=_HALVES, rehearse=_composed_calls),
+        _rings(place, _composed_calls, *_DEEP)[0],
+        _guest(EIGHT, f"eight_bits:Maker.{place}", _not_eight, *_DEEP, dtypes=_HALVES, rehearse=_composed_calls),
+        _guest(CODED, f"coded:Coded.{place}", _unrounding, *_DEEP, dtypes=_HALVES, rehearse=_composed_calls),
     )
     for place in ("normed", "activated")
 )

@@ -27,15 +27,14 @@ from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, Empty, WeightFacts, plainly_empty
 from headrace.kernels.linear.around import Around, Fused
 from headrace.kernels.linear.coded_forms import forms_for, measured
-from headrace.kernels.linear.eight_bits import Composed, MakeActivated, MakeNormed, activated, normed
+from headrace.kernels.linear.eight_bits import Composed, Composing
 from headrace.kernels.linear.flat_forms import FLAT, Form, Forms
 from headrace.kernels.linear.flat_linear import Scratch, make_scratch
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.packing import DEPTH, ROWS, Codes, Coding, Packed, Read, pack, stack
 from headrace.kernels.linear.triton_codes import _codes_kernel, _widen_kernel
 from headrace.kernels.norm.triton_activation import KINDS
-from headrace.kernels.norm.triton_rotated import rotate
-from headrace.kernels.norm.triton_rounded import Rounding
+from headrace.kernels.norm.triton_rounded import Rounding, rotate
 
 TALL = Form(FLAT, 128, 128, DEPTH, 1, 8, 3)  # of rounded inputs, any number of rows
 WIDENED = 2**24  # elements of a weight, widened at once
@@ -257,7 +256,7 @@ class CodedFused:
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class Coded(Composing):
     """Makes the callables of layers with the same facts."""
 
     site: CallSite[WeightFacts]
@@ -305,21 +304,3 @@ class Coded:
     def _single(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> CodedProduct | None:
         parts = lay(pieces, gated=self.site.facts.gated)
         return None if parts is None or len(parts) > 1 else self.product(parts[0], bias)
-
-
-def create_linear(
-    site: CallSite[WeightFacts],
-) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]:
-    return Coded.at(site).linear
-
-
-def create_fused(site: CallSite[WeightFacts]) -> Callable[[Sequence[PackedMatrix], Tensor | None], CodedFused | None]:
-    return Coded.at(site).fused
-
-
-def create_normed(site: CallSite[WeightFacts]) -> MakeNormed:
-    return normed(Coded.at(site).composed)
-
-
-def create_activated(site: CallSite[WeightFacts]) -> MakeActivated:
-    return activated(Coded.at(site).composed)

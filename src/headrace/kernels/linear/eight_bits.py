@@ -10,6 +10,7 @@ which takes a scale a row.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,9 +29,6 @@ from headrace.kernels.norm.triton_activation import KINDS
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
 
-MakeComposed = Callable[[Sequence[PackedMatrix], Tensor | None], "Composed | None"]
-MakeNormed = Callable[[Sequence[PackedMatrix], Tensor | None], Normed | None]
-MakeActivated = Callable[[Sequence[PackedMatrix], Tensor | None], Activated | None]
 _ALONE = Around()
 TALL = Form(FLAT, 64, 128, 128, 1, 8, 3)  # of blocks, any number of rows
 
@@ -124,6 +122,23 @@ class Composed:
         return self.multiplied(*self.rounding.activated(x, kind), x.dtype)
 
 
+class Composing(ABC):
+    """Makes layers that compute their inputs, too."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def composed(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Composed | None: ...
+
+    def normed(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Normed | None:
+        made = self.composed(pieces, bias)
+        return None if made is None else made.normed
+
+    def activated(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Activated | None:
+        made = self.composed(pieces, bias)
+        return None if made is None else made.activated
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     """One below the other, without a copy where they are so already."""
     first, at = parts[0], parts[0].data_ptr()
@@ -142,7 +157,7 @@ def forms_for(outs: int, ins: int, processors: int, *, blocked: bool) -> tuple[t
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class Maker(Composing):
     """Makes the callables of layers with the same facts."""
 
     site: CallSite[WeightFacts]
@@ -195,31 +210,3 @@ class Maker:
     def composed(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Composed | None:
         product = self.made(pieces, bias)
         return None if product is None else Composed(product.rounding, product.multiplied)
-
-
-def create_linear(
-    site: CallSite[WeightFacts],
-) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]:
-    return Maker.at(site).linear
-
-
-def create_fused(
-    site: CallSite[WeightFacts],
-) -> Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor, Around], Fused] | None]:
-    return Maker.at(site).fused
-
-
-def create_normed(site: CallSite[WeightFacts]) -> MakeNormed:
-    return normed(Maker.at(site).composed)
-
-
-def create_activated(site: CallSite[WeightFacts]) -> MakeActivated:
-    return activated(Maker.at(site).composed)
-
-
-def normed(make: MakeComposed) -> MakeNormed:
-    return lambda pieces, bias: None if (made := make(pieces, bias)) is None else made.normed
-
-
-def activated(make: MakeComposed) -> MakeActivated:
-    return lambda pieces, bias: None if (made := make(pieces, bias)) is None else made.activated

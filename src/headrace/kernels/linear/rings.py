@@ -14,26 +14,23 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import CallSite, Shape, WeightFacts
-from headrace.kernels.linear import coded, eight_bits
 from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
 from headrace.kernels.linear.coded import Coded, CodedLinear
 from headrace.kernels.linear.cuda_ring import Kernels, RingLinear, kernels_of
-from headrace.kernels.linear.eight_bits import Composed, EightBitLinear, MakeActivated, MakeNormed, activated, normed
+from headrace.kernels.linear.eight_bits import Composed, Composing, EightBitLinear, Maker
 from headrace.kernels.linear.flat_linear import create_fused
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, forms_at
 
-Make = Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor, Around], Fused] | None]
-MakeLinear = Callable[[Sequence[PackedMatrix], Tensor | None], Callable[[Tensor], Tensor]]
 _ALONE = Around()
 
 
-def _at(site: CallSite[WeightFacts], kind: str = "", *, laid: bool = False) -> tuple[RingForms, Kernels]:
-    """``laid``: a gate is multiplied as one matrix."""
+def _at(site: CallSite[WeightFacts], kind: str = "") -> tuple[RingForms, Kernels]:
+    """Whole products of quantised weights multiply a gate as one matrix."""
     device = torch.device("cuda", torch.cuda.current_device() if site.device.index is None else site.device.index)
     kernels = kernels_of(device.index)
     coding = next((each for each in site.facts.codings if each is not None), None)
-    shape = site.facts.laid if laid else site.facts.shape
+    shape = site.facts.shape if site.op in ("fused_linear", "packed_fused_linear") else site.facts.laid
     return forms_at(shape, site.card.processors, site.card.name, coding, kind), kernels
 
 
@@ -60,6 +57,10 @@ class CodedRings:
     forms: RingForms
     kernels: Kernels
 
+    @classmethod
+    def at(cls, site: CallSite[WeightFacts]) -> CodedRings:
+        return cls(Coded.at(site), *_at(site))
+
     def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor, Around], Fused] | None:
         others = self.coded.fused(pieces, bias)
         if others is None or others.product.packed.order is not None:
@@ -70,7 +71,6 @@ class CodedRings:
         )
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """``forms``: of the weight as it is laid."""
         others, site, none = self.coded.linear(pieces, bias), self.coded.site, _nobody
         if (
             not isinstance(others, CodedLinear)
@@ -148,19 +148,23 @@ class EightBitRing:
 
 
 @dataclass(frozen=True, slots=True)
-class EightBitRings:
+class EightBitRings(Composing):
     """Makes layers whose weights and inputs are of 8 bits."""
 
-    maker: eight_bits.Maker
+    maker: Maker
     forms: RingForms
     kernels: Kernels
+
+    @classmethod
+    def at(cls, site: CallSite[WeightFacts]) -> EightBitRings:
+        maker = Maker.at(site)
+        return cls(maker, *_at(site, maker.eight.kind_of))
 
     def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> EightBitRing | None:
         product = self.maker.made(pieces, bias)
         return None if product is None else EightBitRing(product, self._ring(product, self.maker.site.facts.shape))
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """``forms``: of a gate as one matrix."""
         product = self.maker.made(pieces, bias)
         return packed_linear(pieces, bias) if product is None else self._cut(product)
 
@@ -185,33 +189,3 @@ class EightBitRings:
             site.empty,
             product.scale,
         )
-
-
-def create_codes(site: CallSite[WeightFacts]) -> Make:
-    return CodedRings(coded.Coded.at(site), *_at(site)).fused
-
-
-def create_codes_linear(site: CallSite[WeightFacts]) -> MakeLinear:
-    return CodedRings(coded.Coded.at(site), *_at(site, laid=True)).linear
-
-
-def create_eight(site: CallSite[WeightFacts]) -> Make:
-    maker = eight_bits.Maker.at(site)
-    return EightBitRings(maker, *_at(site, maker.eight.kind_of)).fused
-
-
-def _whole(site: CallSite[WeightFacts]) -> EightBitRings:
-    maker = eight_bits.Maker.at(site)
-    return EightBitRings(maker, *_at(site, maker.eight.kind_of, laid=True))
-
-
-def create_eight_linear(site: CallSite[WeightFacts]) -> MakeLinear:
-    return _whole(site).linear
-
-
-def create_eight_normed(site: CallSite[WeightFacts]) -> MakeNormed:
-    return normed(_whole(site).composed)
-
-
-def create_eight_activated(site: CallSite[WeightFacts]) -> MakeActivated:
-    return activated(_whole(site).composed)
