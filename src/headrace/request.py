@@ -373,7 +373,11 @@ class SamplingParams:
 
 def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises InvalidRequest when an id is negative or not a column of the logits."""
-    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
+    if isinstance(ids, array) and ids.typecode == "i":  # a prompt: as unsigned numbers, negative ones are the largest
+        wrong = len(ids) > 0 and max(array("I", ids.tobytes())) >= vocab_size
+    else:
+        wrong = len(ids) > 0 and (min(ids) < 0 or max(ids) >= vocab_size)
+    if wrong:
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(f"{name} holds token id {bad}; this model's ids are 0 to {vocab_size - 1}.", param=name)
 
