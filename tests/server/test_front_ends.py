@@ -26,8 +26,8 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.processes.messages import Channel, Question, Respond
 from headrace.server import app
 from headrace.server import service as service_module
+from headrace.server.exposition import Counters
 from headrace.server.frontends import link
-from headrace.server.frontends.counters import Counters
 from headrace.server.lifecycle import bind_unix
 from headrace.server.service import Service
 from tests.server.fake_engine import FakeEngine

@@ -23,8 +23,7 @@ import yaml
 
 from headrace.observe.metrics import Energy, StepRecorder
 from headrace.server.app import ROUTES
-from headrace.server.exposition import ServerMetrics, render_steps
-from headrace.server.frontends.counters import Counters
+from headrace.server.exposition import Counters, ServerMetrics, render_steps
 from tests.support import board
 from tests.support.serving import SERVE, Server, serving, wait_for
 

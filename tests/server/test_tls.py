@@ -22,7 +22,7 @@ import pytest
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server import lifecycle, tls
-from headrace.server.frontends.counters import Page
+from headrace.server.exposition import Page
 from headrace.server.lifecycle import Acceptor
 from headrace.server.tls import create_context
 from tests.support.certificates import MISSING, Pair, create_pair, trusting

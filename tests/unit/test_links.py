@@ -19,8 +19,7 @@ from headrace.engine.loop import Left, Link, Links, ParentGone
 from headrace.processes.child import Lives
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import SequenceOutput
-from headrace.server.exposition import ServerMetrics
-from headrace.server.frontends.counters import Counters, Page, Watch
+from headrace.server.exposition import Counters, Page, ServerMetrics, Watch
 from headrace.server.lifecycle import Acceptor
 
 GUEST = 3

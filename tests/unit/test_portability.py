@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from headrace import portability
-from headrace.server.frontends.counters import Counters
+from headrace.server.exposition import Counters
 
 
 def test_without_anonymous_memory_front_ends_share_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import ServerConfig
-from headrace.server.frontends.counters import CELLS, Counters, most_places
+from headrace.server.exposition import CELLS, Counters, most_places
 from headrace.server.limits import cell_of
 
 

@@ -25,6 +25,12 @@ def plainly_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """[..., H] as [rows, H] with a contiguous last dimension; a view where possible."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What holds for every call from one place; equal facts share one choice."""

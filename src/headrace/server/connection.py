@@ -28,7 +28,7 @@ import httptools
 
 from headrace.errors import HeadraceError, Unavailable
 from headrace.server.exchange import CLOSE, CONTINUE, PING, Exchange, head_of
-from headrace.server.frontends.counters import Page
+from headrace.server.exposition import Page
 from headrace.server.http_errors import HeadersTooLarge, HttpError, RequestTimeout
 from headrace.server.wire import encode, error_object
 

@@ -27,7 +27,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError, Unavailable
 from headrace.server.app import ROUTES, App
 from headrace.server.connection import Connection, Connections, connection_limit
-from headrace.server.frontends.counters import Page
+from headrace.server.exposition import Page
 from headrace.server.limits import Guard
 from headrace.server.openapi import Route
 from headrace.server.service import Service, State

@@ -13,7 +13,7 @@ cache.
 
 What lives here: these checks, their headers and start-up rules; prices in bytes and the budget they are counted
 against; the way from pieces of a body to a parsed request; threads for work that would keep the event loop from its
-streams, much work apart from little. What may not: sharing (scheduler/policies/fair.py, counters.py), routes and gates
+streams, much work apart from little. What may not: sharing (scheduler/policies/fair.py, exposition.py), routes and gates
 (app.py says which are open), JSON itself (wire.py), fields (dialects/), whose turn it is (engine/fair_threads.py), the
 number of requests (service.limits.admit), the engine's own memory.
 """
@@ -45,7 +45,7 @@ from headrace.processes.sandbox import MAX_PROCESSES
 from headrace.request import Request, SamplingParams
 from headrace.server.dialects.body import Body
 from headrace.server.exchange import Exchange
-from headrace.server.frontends.counters import CELLS
+from headrace.server.exposition import CELLS
 from headrace.server.http_errors import Forbidden, HttpError, RequestTimeout, UnsupportedMediaType
 from headrace.server.wire import Shape, decode_object
 

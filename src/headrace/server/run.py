@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.observe import logs
 from headrace.portability import missing
 from headrace.server.app import ROUTES
-from headrace.server.frontends.counters import Counters
+from headrace.server.exposition import Counters
 from headrace.server.frontends.link import Launch
 from headrace.server.frontends.parent import FrontEnds, supervise
 from headrace.server.lifecycle import CreateEngine, Lifecycle, Signals, address_of, bind

@@ -30,9 +30,8 @@ from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.server.dialects.body import read_query
 from headrace.server.dialects.conversation import Tool, ToolChoice
 from headrace.server.exchange import Exchange, Pulse
-from headrace.server.exposition import ServerMetrics
+from headrace.server.exposition import Counters, Page, ServerMetrics, most_places
 from headrace.server.forced import constrain
-from headrace.server.frontends.counters import Counters, Page, most_places
 from headrace.server.frontends.link import Peers
 from headrace.server.http_errors import Forbidden
 from headrace.server.inflight import Inflight

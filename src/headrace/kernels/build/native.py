@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headrace.kernels.build.c_compiler import Native, native_library
 from headrace.kernels.candidate import CallSite, Candidate, Declined, F
@@ -43,9 +42,3 @@ def function_of(native: Native, name: str, arguments: str, result: Any = None) -
     found.argtypes = [kinds[letter] for letter in arguments]
     found.restype = result
     return found
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """[..., H] as [rows, H] with a contiguous last dimension; a view where possible."""
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.build.c_compiler import Native
-from headrace.kernels.build.native import TYPES, function_of, rows_of
-from headrace.kernels.candidate import CallSite, Declined, Empty, WeightFacts, plainly_empty
+from headrace.kernels.build.native import TYPES, function_of
+from headrace.kernels.candidate import CallSite, Declined, Empty, WeightFacts, plainly_empty, rows_of
 
 FEW_ROWS = 40  # with more, torch's blocked product is quicker than this one, which reads the weight as it lies
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.kernels.build.c_compiler import Native
-from headrace.kernels.build.native import TYPES, function_of, rows_of
-from headrace.kernels.candidate import CallSite, Declined, Empty, ExpertFacts, WeightFacts, plainly_empty
+from headrace.kernels.build.native import TYPES, function_of
+from headrace.kernels.candidate import CallSite, Declined, Empty, ExpertFacts, WeightFacts, plainly_empty, rows_of
 from headrace.kernels.linear.packed import PackedMatrix, Relaid, packed_moe, widened
 from headrace.kernels.linear.packing import E2M1, Codes, Scales
 

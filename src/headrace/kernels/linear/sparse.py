@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.build.c_compiler import Native
-from headrace.kernels.build.native import TYPES, function_of, rows_of
-from headrace.kernels.candidate import CallSite, Facts
+from headrace.kernels.build.native import TYPES, function_of
+from headrace.kernels.candidate import CallSite, Facts, rows_of
 
 _PRODUCTS = 2**24  # of the twin, at once
 

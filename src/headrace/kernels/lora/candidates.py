@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.gpu import triton
-from headrace.kernels.build.native import TYPES, function_of, native, rows_of
+from headrace.kernels.build.native import TYPES, function_of, native
 from headrace.kernels.build.rehearsals import TOKENS
-from headrace.kernels.candidate import Calls, CallSite, Declined, DeltaFacts, Sizes
+from headrace.kernels.candidate import Calls, CallSite, Declined, DeltaFacts, Sizes, rows_of
 from headrace.kernels.inputs import AdapterRows, SlotFactors
 from headrace.kernels.lora.reference import add_deltas
 from headrace.spec import ADDRESS_UNIT

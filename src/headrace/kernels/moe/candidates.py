@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headrace.kernels.build import gpu
 from headrace.kernels.build.c_compiler import Native
-from headrace.kernels.build.native import ACTIVATIONS, TYPES, function_of, native, rows_of
+from headrace.kernels.build.native import ACTIVATIONS, TYPES, function_of, native
 from headrace.kernels.build.rehearsals import TOKENS
-from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes
+from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes, rows_of
 from headrace.kernels.linear import panels
 from headrace.kernels.linear.candidates import INTEGER, INTEGERS
 from headrace.kernels.linear.native import FEW_ROWS

@@ -26,8 +26,8 @@ from headrace.processes.messages import Channel, receive
 from headrace.processes.tree import end_with_parent
 from headrace.server import inflight
 from headrace.server.app import ROUTES
+from headrace.server.exposition import Counters
 from headrace.server.frontends import link
-from headrace.server.frontends.counters import Counters
 from headrace.server.lifecycle import Lifecycle
 from headrace.server.limits import Guard
 from headrace.server.moderation.watch import moderating

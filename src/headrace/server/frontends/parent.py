@@ -34,9 +34,8 @@ from headrace.portability import shared_file
 from headrace.processes.child import Lives, spawn
 from headrace.processes.messages import Channel
 from headrace.server.app import ROUTES
-from headrace.server.exposition import ServerMetrics
+from headrace.server.exposition import Counters, ServerMetrics, Watch
 from headrace.server.frontends import link
-from headrace.server.frontends.counters import Counters, Watch
 from headrace.server.lifecycle import (
     ENGINE_EXIT_SECONDS,
     LAST_WORDS_SECONDS,
