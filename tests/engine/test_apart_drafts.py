@@ -7,6 +7,7 @@ to be elsewhere here, its memory is planned as another device's.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,8 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.clock import VirtualClock
+from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.models.source import _DEMO
 from headrace.speculative.ahead import RUNS
@@ -27,9 +30,10 @@ from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.settings import Setup
 from tests.engine.test_speculation import GRAMMARS, MIXED, PROMPTS
 from tests.support import tiny
-from tests.support.hash_engine import assert_at_rest, request
+from tests.support.hash_engine import FIXED, Answers, assert_at_rest, create_core, request
+from tests.support.recorded_graphs import VOCAB, recorded_executor, without_a_gpu
 
-Answers = list[list[Any]]
+Told = list[list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def _apart(model: Path | str, count: int = 3, **more: Any) -> dict[str, Any]:
     return {"model": str(model), "num_speculative_tokens": count, "device": "cpu", **more}
 
 
-def _answers(llm: LLM, params: list[SamplingParams] = MIXED) -> Answers:
+def _answers(llm: LLM, params: list[SamplingParams] = MIXED) -> Told:
     """Twice: the second time prefixes are there."""
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     made = [*llm.generate(prompts, params, use_tqdm=False), *llm.generate(prompts, params, use_tqdm=False)]
@@ -70,7 +74,7 @@ def _counts(llm: LLM) -> Any:
 
 
 @pytest.fixture(scope="module")
-def plain(folders: dict[str, Path]) -> Callable[[str], Answers]:
+def plain(folders: dict[str, Path]) -> Callable[[str], Told]:
     return cache(lambda name: _answers(_engine(folders[name], None)))
 
 
@@ -105,7 +109,7 @@ def test_drafts_of_another_device_change_no_bit(
     overlap: int,
     more: dict[str, Any],
     folders: dict[str, Path],
-    plain: Callable[[str], Answers],
+    plain: Callable[[str], Told],
 ) -> None:
     """A token that the other side learns too late, or a key that it does not compute anew, would make a model wrong that
     drafts for itself."""
@@ -174,7 +178,7 @@ def test_runs_that_are_right_are_used_and_others_are_dropped(folders: dict[str, 
     assert right.ahead["used"] >= 0.8 * sum(right.drafted) and not right.ahead["spared"]
     assert right.ahead["refuted"] <= RUNS * 4, "of the last step alone"
     assert wrong.ahead["used"] <= 0.2 * sum(wrong.drafted)
-    assert wrong.ahead["refuted"] >= 0.6 * RUNS * 4 * wrong.steps
+    assert RUNS * 4 <= wrong.ahead["refuted"] < 0.3 * RUNS * 4 * wrong.steps, "and ever more seldom begun"
 
 
 def test_a_run_that_is_cancelled_ends_at_its_next_token(folders: dict[str, Path]) -> None:
@@ -199,7 +203,7 @@ def test_a_run_that_is_cancelled_ends_at_its_next_token(folders: dict[str, Path]
     assert counts.ahead["spared"] >= (RUNS * 4 - 1) * (len(calls) - 2) > 0
 
 
-def test_trees_from_another_device_change_no_bit(folders: dict[str, Path], plain: Callable[[str], Answers]) -> None:
+def test_trees_from_another_device_change_no_bit(folders: dict[str, Path], plain: Callable[[str], Told]) -> None:
     llm = _engine(folders["llama"], _apart(folders["llama"], 7, tree=3), 1)
     assert _answers(llm) == plain("llama")
     counts = _counts(llm)
@@ -224,7 +228,7 @@ def test_drafts_of_another_device_follow_grammars() -> None:
 
 
 def test_the_other_device_has_a_plan_of_its_own(
-    folders: dict[str, Path], plain: Callable[[str], Answers], elsewhere: None
+    folders: dict[str, Path], plain: Callable[[str], Told], elsewhere: None
 ) -> None:
     """The target's blocks have nothing beside them; fewer places than blocks bound the drafts, not the target."""
     target = _engine(folders["llama"], None).engine.core.executor.info
@@ -237,7 +241,7 @@ def test_the_other_device_has_a_plan_of_its_own(
 
 
 def test_an_other_device_with_little_room_drafts_for_some(
-    folders: dict[str, Path], plain: Callable[[str], Answers], elsewhere: None, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], plain: Callable[[str], Told], elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "places_elsewhere", lambda setup, longest: 12)
     llm = _engine(folders["llama"], _apart(folders["llama"]), 1)
@@ -294,8 +298,78 @@ def test_an_answer_that_is_aborted_leaves_nothing_behind(folders: dict[str, Path
     assert any(len(outputs.get(n, ())) < 40 for n in range(1, 14, 2))
 
 
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_lives_of_rows_that_are_drafted_elsewhere(seed: int, graphed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder whose tokens hang on every slot that they see drafts for itself, so a stale key, table or token of the
+    other side's is a wrong draft; runs are cancelled after as many tokens as the draw says. ``graphed``: the target is a
+    device with a queue."""
+    without_a_gpu(monkeypatch)
+    draw = random.Random(seed)
+    depth, blocks = draw.choice((0, 1, 2)), draw.choice((140, 30))
+    asked = [
+        request(
+            n,
+            draw.choices(range(VOCAB), k=draw.choice((3, 9, 17)))
+            if draw.random() < 0.7
+            else [1, 2, 3, 4, 5, 6, 7, 8, 9],
+            max_tokens=draw.randint(1, 40),
+            seed=n,
+            temperature=draw.choice((0.0, 0.9)),
+            n=draw.choice((1, 1, 2)),
+            presence_penalty=draw.choice((0.0, 0.0, 0.7)),
+        )
+        for n in range(24)
+    ]
+
+    def told(drafts: int, ahead: bool | None, chance: float) -> tuple[dict[Any, list[int]], Any]:
+        sizes = {"num_blocks": blocks, "overlap": depth, "max_model_len": 64}
+        with recorded_executor(graphed=graphed and drafts > 0, drafts=drafts, ahead=ahead, **sizes) as (
+            device,
+            runner,
+            _,
+        ):
+            config = SchedulerConfig(
+                max_num_seqs=6, max_num_batched_tokens=64, speculative_config=FIXED % drafts if drafts else None
+            )
+            core = create_core(device, config, VirtualClock(), depth=depth)
+            if ahead is not None:
+                _stopped_at_random(runner._speculator._proposer.side, random.Random(seed), chance)  # type: ignore[union-attr]
+            found, waiting, arrive = Answers(), list(asked), random.Random(seed)
+            while waiting or core.has_work:
+                for _ in range(arrive.randint(0, 3)):
+                    if waiting:
+                        core.add(waiting.pop(0))
+                found.take(core.step())
+            assert_at_rest(core)
+            return found.tokens, core.stats().drafts
+
+    plain, _ = told(0, None, 1.0)
+    _, beside = told(3, None, 1.0)
+    right = sum(beside.accepted) / sum(beside.drafted)
+    for ahead, chance in ((False, 1.0), (True, 1.0), (True, 0.6)):
+        found, counts = told(3, ahead, chance)
+        assert found == plain
+        assert sum(counts.drafted) > 100
+        # blocks that others find later may hold keys of drafts that are right, and have been drawn ahead, or are not
+        allowed = 0.02 if ahead else 0.0
+        assert abs(sum(counts.accepted) / sum(counts.drafted) - right) <= allowed
+        assert bool(counts.ahead) == ahead and (not ahead or counts.ahead["used"] > 8)
+
+
+def _stopped_at_random(side: DraftSide, draw: random.Random, chance: float) -> None:
+    """Each run goes on, token by token, with this chance, and is not told to stop otherwise."""
+    run_ahead = side.run_ahead
+
+    class Coin(threading.Event):
+        def is_set(self) -> bool:
+            return draw.random() >= chance
+
+    side.run_ahead = lambda rows, ends, most, stop: run_ahead(rows, ends, most, Coin())  # type: ignore[method-assign]
+
+
 def test_a_failure_on_the_other_device_is_the_steps_and_the_next_ones_go_on(
-    folders: dict[str, Path], plain: Callable[[str], Answers]
+    folders: dict[str, Path], plain: Callable[[str], Told]
 ) -> None:
     llm = _engine(folders["llama"], _apart(folders["llama"]), 1)
     model = _drafter(llm).side.model

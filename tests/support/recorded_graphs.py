@@ -33,6 +33,7 @@ from headrace.kernels.sampling import reference as sampling
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVGroup, KVKind, KVSpec, LayerSpec
 from headrace.worker import model_runner, recorder
+from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.draft_model import DraftModel
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
@@ -284,10 +285,11 @@ def recorded_executor(
     prompts: bool = False,
     adapters: Any = None,
     drafts: int = 0,
+    ahead: bool | None = None,
 ) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder]]:
     """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them;
     with ``prompts`` those of steps with prompts, too; with ``drafts`` the decoder is its own draft model, which is so
-    always right."""
+    always right; ``ahead`` not None: with rows and a thread of its own, and whether it goes on while it is verified."""
     info = replace(info_of(max_num_seqs, num_blocks, block_size, max_model_len), max_drafts=drafts)
     rows, kernels, decoder = (
         Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU),
@@ -319,7 +321,12 @@ def recorded_executor(
         "clock": VirtualClock(),
         "queued": graphed,
     }
-    if drafts:
+    if drafts and ahead is not None:
+        mirror = Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU)
+        model = DraftModel(decoder, [each.clone() for each in caches], (0,), mirror, kernels, 64, told=True)  # type: ignore[arg-type]
+        side = DraftSide(model, mirror, block_size, ahead=ahead)
+        settings["speculator"] = Speculator(rows, ApartDrafts(rows, side, threads=1, most_tokens=64))
+    elif drafts:
         own = [cache.clone() for cache in caches]
         drafted = DecodeGraphs(Recorder(decoder, kernels, rows, own, (0,)), **limits) if graphed else None  # type: ignore[arg-type]
         if drafted is not None:

@@ -13,26 +13,32 @@ from dataclasses import dataclass
 
 RUNS = 2  # steps' drafts that are drawn before it is known whether any of them is right
 PACE = 0.02  # of one run in what is known
-AGAIN = 8  # steps without runs, of which one tries
+REST, LONGEST_REST = 8, 512  # steps without a run, after which one tries: twice as many each time
 
 
 @dataclass(slots=True)
 class RunsAhead:
-    """``right``: the share of runs behind which the target went on as they did."""
+    """``right``: the share of runs behind which the target went on as they did. ``resting``: steps until one tries."""
 
     right: float = 1.0
     seen: int = 0
     resting: int = 0
+    rest: int = REST
 
     def told(self, right: int, wrong: int) -> None:
         """Of so many rows that a run drew for."""
         if count := right + wrong:
             self.seen += count
             self.right += min(0.5, count * max(PACE, 1.0 / self.seen)) * (right / count - self.right)
+            self.rest = REST if right else min(2 * self.rest, LONGEST_REST)
 
     def wanted(self, drafts: int) -> bool:
         """Whether to begin one behind so many drafts of each row."""
         if self.right * drafts >= 0.5 * (1.0 - self.right):
+            self.rest = REST
             return True
-        self.resting += 1
-        return self.resting % AGAIN == 0
+        self.resting = min(self.resting, self.rest) - 1
+        if self.resting > 0:
+            return False
+        self.resting = self.rest
+        return True
