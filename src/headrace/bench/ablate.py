@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench.arguments import output, picture
+from headrace.bench.arguments import declare
 from headrace.bench.driver import Run, drive, greedy
 from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
@@ -39,20 +39,8 @@ BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name", metavar="NAME", help=f"a technique, or all: {', '.join(item.name for item in TECHNIQUES)}"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="take seconds instead of minutes: shows that it runs, not how much it gains",
-    )
-    parser.add_argument("--output-json", type=output, metavar="FILE", help="write every curve as JSON")
-    parser.add_argument(
-        "--plot",
-        type=picture,
-        metavar="FILE.png",
-        help="plot every curve (with several techniques, one file per technique)",
+    declare(
+        parser, "ablate.arguments", name={"help": f"a technique, or all: {', '.join(item.name for item in TECHNIQUES)}"}
     )
 
 

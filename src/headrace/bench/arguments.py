@@ -1,7 +1,7 @@
 """Types of command-line arguments for benchmarks.
 
-What lives here: conversions for argparse, which reports their error with the argument's name, the key, and the
-arguments of a benchmark whose module imports torch. What may not: torch, measuring.
+What lives here: conversions for argparse, which reports their error with the argument's name, the key, how flags.toml
+becomes flags, and the arguments of a benchmark whose module imports torch. What may not: torch, measuring.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Number = TypeVar("Number", int, float)
 
@@ -80,35 +82,27 @@ def picture(text: str) -> Path:
     return path
 
 
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "int": int, "float": float, "Path": Path, "count": count, "natural": natural, "share": share, "positive": positive, "amount": amount,
+    "percentile": percentile, "output": output, "picture": picture,
+}  # fmt: skip
+
+
+@cache
+def _declared() -> Mapping[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
+
+
+def declare(parser: argparse._ActionsContainer, section: str, **changes: Mapping[str, Any]) -> None:
+    """Adds the flags of a section of flags.toml. ``changes``: by a flag's name, what only the command knows of it."""
+    command, _, place = section.partition(".")
+    for flag, row in _declared()[command][place].items():
+        given = {**row, **changes.get(flag.lstrip("-").replace("-", "_"), {})}
+        if "type" in given:
+            given["type"] = _TYPES[given["type"]]
+        parser.add_argument(*given.pop("names", [flag]), **given)
+
+
 def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``headrace bench kernels``, whose module imports torch."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="FOLDER",
-        help="directory with the config.json whose shapes to use (default: Llama-3.2-1B's)",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    parser.add_argument(
-        "--rows", type=count, nargs="+", default=[1, 16, 512], help="tokens per call (default: 1 16 512)"
-    )
-    parser.add_argument("--context", type=count, default=1024, help="tokens of context in attention (default: 1024)")
-    parser.add_argument(
-        "--ops", nargs="+", metavar="OP", default=(), help="operations, such as linear and rms_norm (default: all)"
-    )
-    parser.add_argument(
-        "--seconds", type=positive, default=0.3, help="seconds for each row of the table (default: 0.3)"
-    )
-    parser.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="time what --batch-invariant would choose, in addition to torch's own",
-    )
-    parser.add_argument("--threads", type=count, help="default: torch's own choice")
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="find the best kernels for GEMMs of few and of many rows on this card, and store them",
-    )
-    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all rows as JSON")
+    declare(parser, "arguments.kernels", dtype={"choices": DTYPES})

@@ -10,13 +10,12 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.bench.arguments import count, natural, output
+from headrace.bench.arguments import declare
 from headrace.bench.offline import facts_here
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -30,31 +29,7 @@ Choices = NDArray[np.int16]  # [rows, top_k]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--calibration", type=Path, required=True, metavar="FILE", help="text, or JSON lines with text or messages"
-    )
-    parser.add_argument("--calibration-rows", type=count, default=64, metavar="N", help="rows to use (default: 64)")
-    parser.add_argument(
-        "--calibration-length", type=count, default=512, metavar="N", help="tokens per row (default: 512)"
-    )
-    parser.add_argument("--output-len", type=count, default=32, help="tokens answered to each row (default: 32)")
-    parser.add_argument(
-        "--ranks", type=count, nargs="+", default=[2, 4, 8], metavar="N", help="numbers of ranks (default: 2 4 8)"
-    )
-    parser.add_argument(
-        "--copies",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="further copies of hot experts in each layer (default: 0)",
-    )
-    parser.add_argument(
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="for --expert-placement: the counts; with --copies and one number of --ranks, the experts of each rank",
-    )
-    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
+    declare(parser, "experts.arguments")
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headrace.bench.arguments import amount, count, natural, output, percentile, picture, share
+from headrace.bench.arguments import declare
 from headrace.errors import ConfigError
 from headrace.planner.workload.arrivals import DAY, GAPS, Swing
 from headrace.planner.workload.load import (
@@ -46,61 +46,19 @@ def add_workload_flags(
 ) -> None:
     """``trace``: the destination of --trace. The maxima are defaults; None: nothing is cut."""
     what = parser.add_argument_group("workload")
-    what.add_argument("--workload", choices=WORKLOADS, default="random", help="default: random")
-    what.add_argument(
-        "--num-prompts",
-        type=count,
-        metavar="N",
-        help="requests (with --workload conversation: conversations) (default: 64; of a trace, all)",
-    )
-    what.add_argument(
-        "--input-len", type=count, metavar="N", help="new prompt tokens per request or turn (default: 128)"
-    )
-    what.add_argument("--output-len", type=count, metavar="N", help="output tokens (default: 64)")
-    what.add_argument(
-        "--random-range-ratio",
-        type=share,
-        metavar="RATIO",
-        help="lengths are drawn from length * (1 ± RATIO) (default: 0)",
-    )
-    what.add_argument(
-        "--lengths-from", type=Path, metavar="FILE", help="draw pairs of lengths from this trace's requests instead"
-    )
-    what.add_argument(
-        "--prefix-len",
-        type=natural,
-        metavar="N",
-        help="tokens of the shared prefix or the system prompt (default: 256)",
-    )
-    what.add_argument(
-        "--num-prefixes", type=count, metavar="N", help="number of different shared prefixes (default: 1)"
-    )
-    what.add_argument(
-        "--turns", type=count, metavar="N", help="turns per conversation; each includes all previous turns (default: 4)"
-    )
-    what.add_argument(
-        "--think-time",
-        type=amount,
-        metavar="S",
-        help="mean seconds between the end of an answer and the next turn (default: 1)",
-    )
-    what.add_argument("--trace", dest=trace, type=Path, metavar="FILE", help=f"a recorded trace {TRACE_HELP}")
-    what.add_argument(
-        "--trace-speed", type=float, metavar="X", help="speed of the trace relative to its recording (default: 1)"
-    )
-    what.add_argument(
-        "--max-input-len",
-        type=count,
-        default=max_input,
-        metavar="N",
-        help=f"truncate a trace's longer prompts to this{_or_refused(max_input)}",
-    )
-    what.add_argument(
-        "--max-output-len",
-        type=count,
-        default=max_output,
-        metavar="N",
-        help=f"truncate a trace's longer answers to this{_or_refused(max_output)}",
+    declare(
+        what,
+        "load.workload",
+        workload={"choices": WORKLOADS},
+        trace={"dest": trace, "help": f"a recorded trace {TRACE_HELP}"},
+        max_input_len={
+            "default": max_input,
+            "help": f"truncate a trace's longer prompts to this{_or_refused(max_input)}",
+        },
+        max_output_len={
+            "default": max_output,
+            "help": f"truncate a trace's longer answers to this{_or_refused(max_output)}",
+        },
     )
     parser.set_defaults(**{name: DEFAULTS[name] for name in OF_WORKLOADS})
 
@@ -112,47 +70,18 @@ def _or_refused(maximum: int | None) -> str:
 def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
     """``clients``: of a closed loop."""
     load = parser.add_argument_group("arrivals")
-    load.add_argument(
-        "--request-rate", type=float, metavar="R",
-        help="open loop: requests (or conversations) per second (inf: all at once); a trace is scaled to it; default: a closed loop",
-    )  # fmt: skip
-    load.add_argument(
-        "--burstiness",
-        type=float,
-        metavar="K",
-        help="shape of the distribution of gaps; 1: Poisson, inf: all equal (default: 1)",
-    )
-    load.add_argument("--gaps", choices=GAPS, help="distribution of the gaps (default: gamma)")
-    load.add_argument(
-        "--diurnal",
-        type=float,
-        metavar="SHARE",
-        help="fraction by which the rate rises and falls, from 0 to below 1 (default: 0)",
-    )
-    load.add_argument("--diurnal-period", type=float, metavar="SECONDS", help="period of that cycle (default: one day)")
-    load.add_argument(
-        "--max-concurrency",
-        type=count,
-        metavar="N",
-        help=f"maximum number of concurrent requests (closed loop: default {clients})",
+    declare(
+        load,
+        "load.arrival",
+        gaps={"choices": GAPS},
+        max_concurrency={"help": f"maximum number of concurrent requests (closed loop: default {clients})"},
     )
     parser.set_defaults(**{name: DEFAULTS[name] for name in ARRIVALS})
 
 
 def add_figure_flags(shown: argparse._ActionsContainer, *, plotted: str) -> None:
     """``plotted``: what --plot shows of them."""
-    shown.add_argument(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="METRIC:MS",
-        help="limits that a good request meets: ttft:500 tpot:50 e2el:5000",
-    )
-    shown.add_argument(
-        "--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99"
-    )
-    shown.add_argument("--output-json", type=output, metavar="FILE", help="write the figures and every request")
-    shown.add_argument("--plot", type=picture, metavar="FILE.png", help=f"plot the distributions{plotted}")
+    declare(shown, "load.figure", plot={"help": f"plot the distributions{plotted}"})
 
 
 def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:

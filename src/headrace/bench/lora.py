@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.bench.arguments import count, output, positive
+from headrace.bench.arguments import declare
 from headrace.bench.driver import Run, drive
 from headrace.bench.sweep import Sweep
 from headrace.config import AdapterConfig, EngineConfig
@@ -56,30 +56,7 @@ POPULARITIES: Mapping[str, Callable[[int, int], list[int]]] = {  # of so many re
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--popularity", nargs="+", choices=(*POPULARITIES, APART), default=("distinct", "uniform", "skewed", "identical"),
-        help="who asks for which adapter (default: all but zipf, a law over all adapters, and apart: distinct, in a batch an adapter)",
-    )  # fmt: skip
-    parser.add_argument("--num-prompts", type=count, default=32, help="requests (default: 32)")
-    parser.add_argument(
-        "--request-rate", type=positive, help="requests per second, at random (Poisson) times (default: all at once)"
-    )
-    parser.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
-    parser.add_argument("--output-len", type=count, default=64, help="output tokens (default: 64)")
-    parser.add_argument(
-        "--num-adapters", type=count, help="made from a seed, where --lora-modules names none (default: one a request)"
-    )
-    parser.add_argument(
-        "--ranks", type=count, nargs="+", default=[16], help="of the adapters made, in turn (default: 16)"
-    )
-    parser.add_argument(
-        "--targets",
-        nargs="+",
-        metavar="MODULE",
-        help="modules that they change, like q_proj (default: all but embedding and head)",
-    )
-    parser.add_argument("--repeats", type=count, default=3, help="timed repeats of everything, in turn (default: 3)")
-    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
+    declare(parser, "lora.arguments", popularity={"choices": (*POPULARITIES, APART)})
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:

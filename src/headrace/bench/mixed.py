@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.bench.arguments import add_key_argument, count, natural, output, positive
+from headrace.bench.arguments import add_key_argument, declare
 from headrace.bench.load import BrokenAnswer, HttpClient, LoadGenerator, error_message, first_model
 from headrace.bench.serve import limits_of
 from headrace.errors import ConfigError
@@ -70,51 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
     )
     add_key_argument(parser)
-    parser.add_argument("--model", help="model name to request (default: the first one that the server lists)")
-    parser.add_argument(
-        "--embedding-model", metavar="NAME", help="model that embeds texts; without it, nobody asks for that"
-    )
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        help="who asks (default: chat, agents and batch; with --embedding-model, all)",
-    )
-    parser.add_argument(
-        "--requests", nargs="+", default=[], metavar="KIND=N", help="conversations or requests of a kind, like chat=20"
-    )
-    parser.add_argument(
-        "--objective",
-        nargs="+",
-        default=[],
-        metavar="KIND=METRIC:MS",
-        help="in place of a kind's own, like chat=ttft:500 chat=tpot:50; metrics: ttft, tpot, e2el",
-    )
-    parser.add_argument(
-        "--priorities",
-        nargs="+",
-        default=[],
-        metavar="KIND=N",
-        help="priority to send with a kind's requests, like batch=10 (lower runs first; the server needs --scheduling-policy priority)",
-    )
-    parser.add_argument(
-        "--request-rate",
-        type=positive,
-        default=2.0,
-        help="conversations, or texts to embed, per second and kind, at random times (default: 2)",
-    )
-    parser.add_argument("--scale", type=positive, default=1.0, help="of all lengths in tokens (default: 1)")
-    parser.add_argument(
-        "--alone", action="store_true", help="also run each kind by itself first, to show what the others cost it"
-    )
-    parser.add_argument(
-        "--vocab-size", type=count, default=1000, help="token ids are drawn below this number (default: 1000)"
-    )
-    parser.add_argument("--seed", type=natural, default=0)
-    parser.add_argument(
-        "--timeout", type=positive, default=600.0, help="seconds before a request counts as failed (default: 600)"
-    )
-    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
+    declare(parser, "mixed.arguments", kinds={"choices": KINDS})
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headrace.bench.arguments import count, natural, output, share
+from headrace.bench.arguments import count, declare, natural, output
 from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, steady_decode, summarise_steps
 from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
@@ -34,21 +34,7 @@ from headrace.request import SamplingParams
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-prompts", type=count, default=32, help="number of requests, all submitted at once (default: 32)"
-    )
-    parser.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
-    parser.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
-    parser.add_argument(
-        "--random-range-ratio", type=share, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)"
-    )
-    parser.add_argument(
-        "--prefix-len",
-        type=natural,
-        default=0,
-        help="tokens of a shared prefix, in addition to --input-len (default: 0)",
-    )
-    parser.add_argument("--repeats", type=count, default=3, help="timed repetitions (default: 3)")
+    declare(parser, "offline.throughput")
     _add_output(parser)
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.arguments import add_key_argument, count, natural, positive
+from headrace.bench.arguments import add_key_argument, declare
 from headrace.bench.load import ROUTES, BrokenAnswer, HttpClient, LoadGenerator, first_model
 from headrace.bench.load_flags import (
     add_arrival_flags,
@@ -59,34 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
     )
     add_key_argument(where)
-    where.add_argument("--model", help="model name to request (default: the first one that the server lists)")
-    where.add_argument(
-        "--endpoint",
-        choices=sorted(ROUTES),
-        default="completions",
-        help="completions and embeddings send ids, chat text (default: completions)",
-    )
-    where.add_argument(
-        "--timeout", type=positive, default=600.0, help="seconds before a request counts as failed (default: 600)"
-    )
+    declare(where, "serve.arguments", endpoint={"choices": sorted(ROUTES)})
     add_workload_flags(parser, trace="trace", max_input=8192, max_output=1024)
     add_arrival_flags(parser, clients=CLOSED_LOOP)
     sent = parser.add_argument_group("requests")
-    sent.add_argument(
-        "--vocab-size", type=count, default=1000, help="token ids are drawn below this number (default: 1000)"
-    )
-    sent.add_argument("--seed", type=natural, default=0)
-    sent.add_argument("--num-warmups", type=natural, default=2, help="requests before timing (default: 2)")
+    declare(sent, "serve.arguments_2")
     shown = parser.add_argument_group("figures")
-    shown.add_argument(
-        "--expected-ttft",
-        type=positive,
-        default=1.0,
-        help="seconds to the first token that readers expect (default: 1)",
-    )
-    shown.add_argument(
-        "--reading-speed", type=positive, default=4.8, help="tokens per second that readers read (default: 4.8)"
-    )
+    declare(shown, "serve.arguments_3")
     add_figure_flags(shown, plotted="")
 
 

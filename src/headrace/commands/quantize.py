@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.bench.arguments import declare
 from headrace.config import ModelConfig
 from headrace.errors import ConfigError
 from headrace.observe.progress import said_bytes
@@ -37,37 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("model", metavar="MODEL", help="directory or hub id of a safetensors checkpoint")
     formats = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
-    parser.add_argument("--format", required=True, metavar="FORMAT", help=formats)
-    parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="output directory; an interrupted run is resumed"
-    )
+    declare(parser, "quantize.arguments", format={"help": formats})
     methods = "; ".join(f"{name}: {text}" for name, text in METHODS.items())
     usual = "with --calibration gptq, or smooth for w8a8; else rtn"
     parser.add_argument("--method", choices=tuple(METHODS), help=f"how codes are chosen ({usual}). {methods}")
     text = "text, or JSON lines with text or messages; an eighth is held out for evaluation"
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
-    parser.add_argument(
-        "--calibration-rows", type=int, default=128, metavar="N", help="number of rows to use (default: 128)"
-    )
-    parser.add_argument(
-        "--calibration-length", type=int, default=1024, metavar="N", help="tokens per row (default: 1024)"
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        metavar="N",
-        help="number of inputs that share a scale: 32, 64, 128, or 0 for all (wNa16, wNa8)",
-    )
-    parser.add_argument(
-        "--keep", type=float, metavar="X", help="fraction of the dimensions that slicegpt keeps (default: 0.9)"
-    )
-    parser.add_argument("--asymmetric", action="store_true", help="give each group its own zero point (wNa16, wNa8)")
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="device to compute on (default: auto)"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="directory or file of a tokenizer to use instead of the model's own"
-    )
+    declare(parser, "quantize.arguments_2", calibration={"help": text})
 
 
 def run(args: argparse.Namespace) -> int:

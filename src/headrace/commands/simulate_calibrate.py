@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.bench.arguments import output
+from headrace.bench.arguments import declare
 from headrace.config import EngineConfig
 from headrace.cost.calibrated import CalibratedSteps, Parameter, calibrated_path, save_calibrated
 from headrace.cost.popularity import read_popularity, zipf
@@ -26,40 +26,7 @@ from headrace.spec import DecoderSpec
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     prices = parser.add_argument_group("prices of steps")
-    prices.add_argument(
-        "--calibrate",
-        type=Path,
-        nargs="+",
-        metavar="RUN",
-        help="fit prices to the steps of a run (--trace FILE of any command), store them and exit",
-    )
-    prices.add_argument(
-        "--front-of",
-        type=Path,
-        metavar="RUN.json",
-        help="with --calibrate: bench serve's result of the same run, for the front end",
-    )
-    prices.add_argument(
-        "--output-calibration",
-        type=output,
-        metavar="FILE",
-        help="store the calibration here instead of with the device's profile",
-    )
-    prices.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="calibration to use instead of the one found for device and model",
-    )
-    prices.add_argument("--assumed-prices", action="store_true", help="simulate without a calibration")
-    prices.add_argument(
-        "--no-front-end", action="store_true", help="requests go straight to the engine, as in LLM.generate"
-    )
-    prices.add_argument(
-        "--expert-skew",
-        metavar="EXPONENT|FILE",
-        help="how unevenly tokens pick experts: a Zipf exponent or a JSON list of counts (default: even)",
-    )
+    declare(prices, "simulate_calibrate.arguments")
 
 
 def popularity(args: argparse.Namespace, spec: DecoderSpec) -> tuple[float, ...]:

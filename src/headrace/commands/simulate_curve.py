@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.arguments import count
+from headrace.bench.arguments import declare
 from headrace.bench.sweep import Sweep
 from headrace.commands.simulate_load import what_is_asked
 from headrace.config import EngineConfig, ServerConfig
@@ -35,30 +35,7 @@ SHORT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     curve = parser.add_argument_group("load curve")
-    curve.add_argument(
-        "--sweep-rate",
-        type=float,
-        nargs="+",
-        metavar="R",
-        help="run at each of these request rates (a trace is scaled to them)",
-    )
-    curve.add_argument(
-        "--compare", action="append", default=[], metavar="NAME=A,B",
-        help="run with each value of a flag, technique or device; if repeated, with every combination (scheduling_policy=fcfs,priority)",
-    )  # fmt: skip
-    curve.add_argument(
-        "--columns",
-        nargs="+",
-        default=[],
-        metavar="FIGURE",
-        help="additional figures to show, by their names in the JSON",
-    )
-    curve.add_argument(
-        "--processes",
-        type=count,
-        metavar="N",
-        help="number of points to run in parallel (default: one process per core)",
-    )
+    declare(curve, "simulate_curve.arguments")
 
 
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from headrace.bench.arguments import declare
 from headrace.bench.load_flags import (
     add_arrival_flags,
     add_workload_flags,
@@ -33,22 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_flags(parser, trace="trace_file", max_input=None, max_output=None)
     add_arrival_flags(parser, clients=CLOSED_LOOP)
     who = parser.add_argument_group("tenants and priorities")
-    who.add_argument(
-        "--tenants",
-        type=int,
-        metavar="N",
-        help="distribute the requests over key1 … keyN, named like a server's keys (default: one)",
-    )
-    who.add_argument(
-        "--hog",
-        type=float,
-        metavar="SHARE",
-        help="fraction of the requests that belong to key1 (default: an equal share)",
-    )
-    who.add_argument(
-        "--priorities", nargs="+", default=[], metavar="PRIORITY:SHARE",
-        help="shares of priorities, for --scheduling-policy priority: 0:0.1 1:0.9 makes every tenth request urgent (default: all 0)",
-    )  # fmt: skip
+    declare(who, "simulate_load.arguments")
 
 
 def check_numbers(args: argparse.Namespace) -> None:
