@@ -249,6 +249,14 @@ def test_a_gguf_mixture_stays_packed(model: str, tmp_path: Path) -> None:
     assert len({form.label for weight in weights(spec) for form in weight.formats}) == 3
 
 
+def test_ranks_of_whole_experts_take_theirs_out_of_a_gguf_file(tmp_path: Path) -> None:
+    file = mixed_gguf(tiny.save("qwen3-moe", tmp_path / "folder"), tmp_path / "m.gguf")
+    (alone, whole), (shared, held) = (
+        tokens(file, threads=1, **more) for more in ({}, {"tensor_parallel_size": 2, "enable_expert_parallel": True})
+    )
+    assert shared == alone and 0.5 * whole < held < 0.65 * whole  # routers and norms are whole on both
+
+
 def test_scales_of_the_cache_are_no_weights(written: Callable[[str], Path], tmp_path: Path) -> None:
     folder = written("compressed-fp8")
     tensors = load_file(folder / "model.safetensors")

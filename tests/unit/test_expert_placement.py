@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from headrace.config import DeviceConfig, EngineConfig
 from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.errors import ConfigError
 from headrace.parallel.balance import balanced, copied, imbalance, lower_bound
-from headrace.parallel.placement import contiguous, explained, held_experts
+from headrace.parallel.placement import check_agreed, contiguous, explained, held_experts
 from headrace.parallel.shares import cuts, share
 from headrace.planner.devices import known_devices
 from headrace.planner.pricing import priced
@@ -177,6 +178,20 @@ def test_other_hostile_files_are_refused_too(tmp_path: Path) -> None:
             held_experts(SPARSE, placed(path), 0)
 
 
+def _smaller(other: int, mark: int) -> int:
+    """Of a second rank's mark, too."""
+    return min(mark, other if mark > 0 else -other)
+
+
+def test_a_file_that_changes_between_two_ranks_is_noticed_by_both(tmp_path: Path) -> None:
+    path, marks = written(tmp_path, experts={0: [[0, 1, 2, 3], [4, 5, 6]]}), list[int]()
+    check_agreed(SPARSE, placed(path), lambda mark: marks.append(mark) or mark)  # type: ignore[func-returns-value]
+    written(tmp_path, experts={0: [[0, 1, 2, 4], [3, 5, 6]]})
+    for first in (marks[0], 2**32 - marks[0]):
+        with pytest.raises(ConfigError, match="was changed while ranks were reading it"):
+            check_agreed(SPARSE, placed(path), partial(_smaller, first))
+
+
 def test_what_has_no_experts_or_too_few_is_refused_and_one_rank_has_them_all(tmp_path: Path) -> None:
     dense = replace(SPARSE, layers=(LayerSpec(),))
     with pytest.raises(ConfigError, match="this model has no experts"):
@@ -191,7 +206,7 @@ def test_what_has_no_experts_or_too_few_is_refused_and_one_rank_has_them_all(tmp
 # --- costs
 
 
-def test_a_rank_is_charged_for_its_own_experts() -> None:
+def test_a_rank_is_charged_for_its_own_experts(tmp_path: Path) -> None:
     spec: DecoderSpec = replace(
         SPARSE, layers=(LayerSpec(moe=MoESpec(8, 2, 32, renormalize=True)),), num_heads=4, head_dim=4
     )
@@ -210,3 +225,7 @@ def test_a_rank_is_charged_for_its_own_experts() -> None:
     assert hot + cold == pytest.approx(whole[1]) and hot > 1.3 * cold
     priced_skew = priced(spec, EngineConfig(device=placed()), known_devices()["h100"], tuple(reversed(skew)))
     assert [each.expert for each in priced_skew.spec.layers[0].moe.held] == [4, 5, 6, 7]  # type: ignore[union-attr]
+    two = replace(spec, layers=spec.layers * 2)
+    path = written(tmp_path, experts={0: [[0, 1, 2, 3], [4, 5, 6, 7]], 1: [[4, 5, 6, 7], [0, 1, 2, 3]]})
+    slowest = priced(two, EngineConfig(device=placed(path)), known_devices()["h100"], skew).spec
+    assert [layer.moe.held[0].expert for layer in slowest.layers] == [0, 0]  # type: ignore[union-attr, index]

@@ -11,8 +11,9 @@ step, and each row's pair is computed by one of them: a token's result is the sa
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +70,15 @@ def placement_of(spec: DecoderSpec, device: DeviceConfig) -> tuple[Layer, ...]:
             "which --batch-invariant forbids. Leave one of them out."
         )
     return tuple(found.get(index, ()) for index in range(spec.num_layers))
+
+
+def check_agreed(spec: DecoderSpec, device: DeviceConfig, least: Callable[[int], int]) -> None:
+    """Each rank has read the file by itself. ``least``: of what all ranks give. Raises ConfigError."""
+    mark = zlib.crc32(repr(placement_of(spec, device)).encode())
+    if least(mark) != -least(-mark):
+        raise ConfigError(
+            f"--expert-placement {device.expert_placement} was changed while ranks were reading it. Start again."
+        )
 
 
 def explained(spec: DecoderSpec, device: DeviceConfig) -> tuple[str, str]:

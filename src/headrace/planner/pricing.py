@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from headrace.config import Decision, DeviceConfig, EngineConfig, resolve_kv_format
@@ -32,7 +33,7 @@ from headrace.parallel.stages import staged
 from headrace.planner.devices import GIB, Device, known_devices
 from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import Most, StagedTime, StepTime
-from headrace.spec import ELEMENT_BYTES, DecoderSpec, KVSpec, kv_groups
+from headrace.spec import ELEMENT_BYTES, DecoderSpec, Held, KVSpec, LayerSpec, kv_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +146,18 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
 
 
 def _busiest(spec: DecoderSpec, device: DeviceConfig, popularity: tuple[float, ...]) -> DecoderSpec:
-    """The share of the rank that all wait for: where ranks hold whole experts, the one with most rows."""
+    """The share of the rank that all wait for: where ranks hold whole experts, in each layer the one with most rows."""
     size = device.tensor_parallel_size
-    if held_experts(spec, device, 0) is None:
+    ranks = [held for rank in range(size) if (held := held_experts(spec, device, rank)) is not None]
+    if not ranks:
         return share(spec, size)
-    return max(
-        (share(spec, size, held_experts(spec, device, rank)) for rank in range(size)),
-        key=lambda mine: sum(
-            share_of_rows(each.moe.num_experts, each.moe.top_k, popularity, each.moe.held)
-            for each in mine.layers
-            if each.moe is not None
-        ),
-    )
+
+    def rows(layer: LayerSpec, held: tuple[Held, ...]) -> float:
+        moe = layer.moe
+        return 0.0 if moe is None else share_of_rows(moe.num_experts, moe.top_k, popularity, held)
+
+    each = zip(spec.layers, zip(*ranks, strict=True), strict=True)
+    return share(spec, size, tuple(max(helds, key=partial(rows, layer)) for layer, helds in each))
 
 
 def cost_model_of(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.moe.reference import route
 from headrace.layers.moe import SparseFeedForward
-from headrace.models.decoder import Decoder
+from headrace.models.decoder import Block, Decoder
 
 
 class Routing:
@@ -22,11 +23,11 @@ class Routing:
 
     def __init__(self, decoder: Decoder) -> None:
         self._seen: dict[int, list[Tensor]] = {}
-        for index, block in zip(decoder.spec.held_layers, decoder.layers, strict=True):
-            layer, moe = block.feed_forward, decoder.spec.layers[index].moe
-            if isinstance(layer, SparseFeedForward) and moe is not None:
-                self._seen[index] = []
-                layer.watch(partial(self._see, self._seen[index], moe.top_k))
+        for index, layer in enumerate(decoder.spec.layers):
+            if index in decoder.spec.held_layers and layer.moe is not None:
+                seen = self._seen[index] = list[Tensor]()
+                sparse = cast(SparseFeedForward, cast(Block, decoder.layers[index]).feed_forward)
+                sparse.watch(partial(self._see, seen, layer.moe.top_k))
 
     def take(self) -> Iterator[tuple[int, Tensor]]:
         """(layer, choices [rows, top_k] int16) of what was computed since the last time."""

@@ -52,7 +52,7 @@ from headrace.models.weight_rules import ignored_keys, weight_rules, with_format
 from headrace.observe.progress import waiting
 from headrace.parallel.group import Group
 from headrace.parallel.pipeline import Pipe
-from headrace.parallel.placement import explained, held_experts
+from headrace.parallel.placement import check_agreed, explained, held_experts
 from headrace.parallel.shares import Cut, cuts, share
 from headrace.parallel.stages import staged
 from headrace.processes.builders import Builders
@@ -180,6 +180,7 @@ class Worker:
             experts = held_experts(self._whole, config.device, group.rank)
             setup = replace(setup, spec=share(self._whole, group.size, experts))
             if experts is not None:
+                check_agreed(self._whole, config.device, group.least)
                 self._formats = (
                     *self._formats,
                     Decision("expert placement", *explained(self._whole, config.device)),
