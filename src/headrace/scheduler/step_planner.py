@@ -48,18 +48,18 @@ class Claims:
         """Whether one that has it may start; if not, another adapter has been claimed for it, if there was one."""
         if adapter is None:
             return True
-        if self._users[adapter]:
+        if adapter in self._users:
             return adapter not in self._claimed
-        if len(+self._users) < self._most:
+        if len(self._users) < self._most:
             return self._books.can_place(adapter)
-        others = [each for each in +self._users if each not in self._claimed]
-        if others:
+        if len(self._claimed) < len(self._users):
+            others = (each for each in self._users if each not in self._claimed)
             self._claimed.add(min(others, key=self._users.__getitem__))
         return False
 
     def to_take(self, adapter: str | None) -> int:
         """Blocks of the first KV group that one takes with its adapter when it starts."""
-        if adapter is None or not self._books.is_shared or self._users[adapter]:
+        if adapter is None or not self._books.is_shared or adapter in self._users:
             return 0
         return self._books.to_take(adapter)
 
