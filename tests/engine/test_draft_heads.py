@@ -20,6 +20,7 @@ from headrace.sites import count_bytes
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_setup import MOST_PENDING
 from headrace.worker.head_drafter import HeadDrafter
+from headrace.worker.sampler import Sampler
 from tests.engine.test_speculation import _answers, _engine, _scheduler
 from tests.support import tiny, tiny_heads
 
@@ -113,6 +114,21 @@ def test_drafts_are_what_the_head_says(
     for _ in range(2):
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     assert _scheduler(llm).counters.prefix_hits > 0
+    _compare(
+        proposed, tiny_heads.Oracle(tiny.create("llama", num_hidden_layers=LAYERS), method, _tensors(method), TAPS)
+    )
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_siblings_whose_prompt_ends_on_a_block_have_an_entry_each(
+    method: str, target: Path, heads: dict[str, Path], proposed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's last entry is made of the first token of the answer, which is another one for each of them."""
+    monkeypatch.setattr(Sampler, "propose", lambda self, logits, batch: logits.argmax(-1))
+    llm = _engine(target, _drafts(heads, method), 1)
+    asked = SamplingParams(temperature=1.5, seed=2, n=4, max_tokens=60, ignore_eos=True)
+    (made,) = llm.generate([{"prompt_token_ids": list(range(20, 36))}], asked)
+    assert len({each.token_ids[0] for each in made.outputs}) > 2
     _compare(
         proposed, tiny_heads.Oracle(tiny.create("llama", num_hidden_layers=LAYERS), method, _tensors(method), TAPS)
     )

@@ -38,15 +38,22 @@ class Holder:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(window=st.sampled_from([None, 3, 5]), blocks=st.integers(4, 14), more=st.sampled_from([0, 0, 8]))
-    def start(self, window: int | None, blocks: int, more: int) -> None:
-        """``more`` blocks of the full group: those behind a window are evicted long before the prefix is."""
+    @initialize(
+        window=st.sampled_from([None, 3, 5]),
+        blocks=st.integers(4, 14),
+        more=st.sampled_from([0, 0, 8]),
+        lookahead=st.booleans(),
+    )
+    def start(self, window: int | None, blocks: int, more: int, lookahead: bool = False) -> None:
+        """``more`` blocks of the full group: those behind a window are evicted long before the prefix is. With
+        ``lookahead`` each slot has an entry that is made of the token behind its own, too."""
         specs = [KVSpec((0,), KVKind.FULL, BLOCK, 1, 1, 8)]
         if window is not None:
             specs.append(KVSpec((1,), KVKind.SLIDING, BLOCK, 1, 1, 8, window=window))
         self.cache = CacheManager(
-            [KVGroup(spec, blocks + more * (spec.window is None)) for spec in specs], namespace=b""
+            [KVGroup(spec, blocks + more * (spec.window is None)) for spec in specs], namespace=b"", lookahead=lookahead
         )
+        self.entries: list[dict[tuple[int, int], tuple[int, ...]]] | None = [{} for _ in specs] if lookahead else None
         self.windows = [spec.window for spec in specs]
         self.slots: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in specs]
         self.holders: list[Holder] = []
@@ -78,13 +85,18 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for group, source, target in zip(edits.copy_group, edits.copy_source, edits.copy_target, strict=True):
             for offset in range(BLOCK):
-                if (source, offset) in self.slots[group]:
-                    self.slots[group][target, offset] = self.slots[group][source, offset]
+                for kept in (self.slots, self.entries or self.slots):
+                    if (source, offset) in kept[group]:
+                        kept[group][target, offset] = kept[group][source, offset]
         for group in range(len(self.slots)):
             for position in range(holder.written, end):
                 block = holder.kv.tables[group][position // BLOCK]
                 assert block is not None
                 self.slots[group][block, position % BLOCK] = tuple(holder.tokens[: position + 1])
+            for position in range(max(0, holder.written - 1), end - 1) if self.entries is not None else ():
+                block = holder.kv.tables[group][position // BLOCK]
+                if block is not None:
+                    self.entries[group][block, position % BLOCK] = tuple(holder.tokens[: position + 2])
         holder.written, holder.last_step = end, self.step
         self.cache.link(holder.kv, array("i", holder.tokens), end, self.step)
         self.step += 1
@@ -98,6 +110,8 @@ class CacheMachine(RuleBasedStateMachine):
                 block = holder.kv.tables[group][position // BLOCK]
                 assert block is not None, f"group {group} gave back a block in the window"
                 assert self.slots[group][block, position % BLOCK] == tuple(holder.tokens[: position + 1])
+                if self.entries is not None and position < holder.written - 1:
+                    assert self.entries[group][block, position % BLOCK] == tuple(holder.tokens[: position + 2])
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())

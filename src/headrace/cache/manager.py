@@ -395,14 +395,16 @@ class CacheManager:
         kv.capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, kv.tables, strict=True))
 
     def _shared_tail(self, kv: SequenceKV, start: int) -> dict[int, int]:
-        """Group → index of the partly filled block at ``start``, where other sequences hold it too.
+        """Group → index of the partly filled block at ``start``, where other sequences hold it too; with ``lookahead``
+        also of a full one before it, whose last entry is still to come.
 
         Holders that have released it but wait for a step in flight do not count: what they read was written before.
         """
         shared = {}
         for group, spec in enumerate(self.specs):
-            index, offset = divmod(start, spec.block_size)
-            block = kv.tables[group][index] if offset and index < len(kv.tables[group]) else None
+            index, offset = divmod(start - self._lookahead, spec.block_size)
+            written = offset or self._lookahead
+            block = kv.tables[group][index] if written and index < len(kv.tables[group]) else None
             if block is not None:
                 leaving = sum(1 for entry in self._leaving if entry[1:] == (group, block))
                 if self.pools[group].references(block) - leaving > 1:
