@@ -12,16 +12,18 @@ import torch
 import headrace.kernels as registry
 from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
-from headrace.kernels import Kernels, StrictKernelError, served
+from headrace.kernels import AssumedKernels, Kernels, StrictKernelError, served
 from headrace.kernels.build import c_compiler as compiler
 from headrace.kernels.build import native
 from headrace.kernels.candidate import Candidate, Card, Declined, KernelContext
 from headrace.kernels.linear import reference as linear_twins
 from headrace.kernels.norm import reference as norm_twins
 from headrace.kernels.operations import OPERATIONS, Operation
+from headrace.models.decoder import Decoder
 from headrace.techniques import TECHNIQUES, in_use
 from tests.support.kernel_cases import ADA, AMPERE, BLACKWELL, DTYPES, H200, called, carried_out, on_card, using
 from tests.support.kernel_cases import native as native_kernel
+from tests.support.specs import LLAMA_8B
 
 CPU = torch.device("cpu")
 ALL = frozenset({"native", "onednn"})
@@ -202,3 +204,20 @@ def test_kernels_begin_early_where_the_card_can_and_bits_may_vary() -> None:
         )
         assert site.pdl is early
     assert not on_card("rms_norm", facts={"dtype": torch.bfloat16}).pdl
+
+
+def test_a_model_says_who_would_compute_it_on_another_card() -> None:
+    """Of a decoder without weights; nobody needs that card, nor any."""
+    chosen = {}
+    for card in (AMPERE, H200):
+        kernels = AssumedKernels(card, techniques=in_use(DeviceConfig()))
+        with torch.inference_mode():
+            meta = torch.device("meta")
+            decoder = Decoder(LLAMA_8B, kernels=kernels, dtype=torch.bfloat16, device=meta, max_model_len=64)
+            decoder.finish_loading()
+        chosen[card.name] = {(each.op, each.chosen) for each in kernels.choices}
+    assert {("paged_attention", "cascade"), ("rms_norm", "triton"), ("linear", "torch")} <= chosen[AMPERE.name]
+    assert not {"fused_linear", "rope_attention", "decode_step"} & {op for op, _ in chosen[AMPERE.name]}
+    assert {("rope_attention", "rope_cascade"), ("fused_linear", "ring"), ("decode_step", "persistent")} <= chosen[
+        H200.name
+    ]

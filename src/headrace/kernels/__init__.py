@@ -264,6 +264,22 @@ def served(op: Operation[S, F], facts: F, context: KernelContext, device: str = 
     return KernelChoice(op.name, facts, TWIN, tuple(declined))
 
 
+class AssumedKernels(Kernels):
+    """A registry of a machine with ``card``, which this one need not be: ``choices`` says who would serve there, as
+    ``served`` does; what is chosen are twins. For a decoder whose weights are on the meta device."""
+
+    def __init__(
+        self, card: Card, *, techniques: frozenset[str] = DECLARED, disabled: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(torch.device("cuda"), techniques=techniques, disabled=disabled, card=card)
+
+    def _choose(self, key: Key, *, optional: bool = False) -> _Chosen:
+        operation = OPERATIONS[key[0]]
+        choice = served(operation, key[1], self.context)
+        named = (each for each in operation.candidates if each.name == choice.chosen)
+        return _Chosen(choice, operation.twin, candidate=next(named, None))
+
+
 def _reasons(declined: Sequence[tuple[Candidate[Any], str]]) -> tuple[tuple[str, str], ...]:
     return tuple((candidate.name, reason) for candidate, reason in declined)
 
