@@ -42,6 +42,18 @@ def test_one_row_that_is_no_number_does_not_touch_others() -> None:
     assert_close(y[[0, 2]], x[[0, 2]] @ dense.T, torch.float32)
 
 
+def test_rows_have_the_same_bits_in_any_company() -> None:
+    _, sparse = entries(50, 300, 0.1)
+    add, x = native("add_sparse", dtype=torch.float32), torch.randn(37, 300)
+    together = torch.randn(37, 50)
+    y = together.clone()
+    add(together, x, **sparse)
+    for first, end in ((0, 1), (3, 5), (0, 20), (36, 37)):
+        alone = y[first:end].clone()
+        add(alone, x[first:end], **sparse)
+        assert torch.equal(alone, together[first:end])
+
+
 def test_a_format_is_the_sum_of_both_to_the_last_bit() -> None:
     """As its own dense matrix, in float32."""
     form = SparseOutliers(PackedIntegers(3, 64, zero=False), 0.01)

@@ -209,23 +209,64 @@ void headrace_linear(int type, int64_t m, int64_t n, int64_t k, const char *x, i
 
 /* ---- weights that lie apart ---- */
 
-/* y[M, N] += x[M, K] . S^T: entries of row n of S are those from ends[n] to ends[n + 1]. Each sum is in their order, in float32. */
-void headrace_add_sparse(int type, int64_t m, int64_t n, int64_t k, const char *x, int64_t x_row, const int32_t *ends, const int32_t *columns,
-                         const float *values, char *y, int64_t y_row, int threads) {
-    float *wide = aligned_alloc(64, ((k + 15) / 16 * 16 * sizeof(float) + 63) / 64 * 64);
-    for (int64_t i = 0; wide && i < m; i++) {
-        for (int64_t at = 0; at < k; at += 16) store16(wide, at, load_upto(x, i * x_row + at, k - at, type), F32);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && ends[n] > 16384)
-        for (int64_t at = 0; at < n; at += 16) {
-            const int64_t left = n - at;
-            v16 sums = splat(0.0f);
-            for (int64_t j = 0; j < 16 && j < left; j++) {
-                float sum = 0.0f;
-                for (int32_t entry = ends[at + j]; entry < ends[at + j + 1]; entry++) sum += values[entry] * wide[columns[entry]];
-                sums[j] = sum;
-            }
-            store_upto(y, i * y_row + at, left, load_upto(y, i * y_row + at, left, type) + sums, type);
+typedef struct {
+    int type;
+    int64_t n, k, x_row, y_row;
+    const char *x;
+    const int32_t *ends, *columns;
+    const float *values;
+    char *y;
+} Sparse;
+
+/* 16 outputs of one row, whose inputs are in `wide`. */
+INLINE void add_row(const Sparse *s, const float *wide, int64_t i, int64_t at) {
+    const int64_t left = s->n - at;
+    v16 sums = splat(0.0f);
+    for (int64_t j = 0; j < 16 && j < left; j++) {
+        float sum = 0.0f;
+        for (int32_t entry = s->ends[at + j]; entry < s->ends[at + j + 1]; entry++) sum = fmaf(s->values[entry], wide[s->columns[entry]], sum);
+        sums[j] = sum;
+    }
+    store_upto(s->y, i * s->y_row + at, left, load_upto(s->y, i * s->y_row + at, left, s->type) + sums, s->type);
+}
+
+/* 16 outputs of 16 rows, whose inputs lie side by side in `wide`: an entry meets all of them at once. */
+INLINE void add_rows(const Sparse *s, const float *wide, int64_t i, int64_t rows, int64_t at) {
+    const int64_t left = s->n - at;
+    float turned[16][16] __attribute__((aligned(64))) = {{0}};
+    for (int64_t j = 0; j < 16 && j < left; j++) {
+        v16 sum = splat(0.0f);
+        for (int32_t entry = s->ends[at + j]; entry < s->ends[at + j + 1]; entry++) {
+            const v16 x = *(const v16 *)(wide + 16 * (int64_t)s->columns[entry]);
+            for (int lane = 0; lane < 16; lane++) sum[lane] = fmaf(s->values[entry], x[lane], sum[lane]);
         }
+        for (int lane = 0; lane < 16; lane++) turned[lane][j] = sum[lane];
+    }
+    for (int64_t r = i; r < i + rows; r++)
+        store_upto(s->y, r * s->y_row + at, left, load_upto(s->y, r * s->y_row + at, left, s->type) + *(v16 *)turned[r - i], s->type);
+}
+
+INLINE void widen_rows(const Sparse *s, float *wide, int64_t i, int64_t rows, int side) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t at = 0; at < s->k; at += 16) {
+            const v16 x = load_upto(s->x, (i + r) * s->x_row + at, s->k - at, s->type);
+            for (int64_t j = 0; j < 16 && at + j < s->k; j++) wide[(at + j) * side + r] = x[j];
+        }
+}
+
+/* y[M, N] += x[M, K] . S^T: entries of row n of S are those from ends[n] to ends[n + 1]. Each sum is in their order, in float32. 1: no memory. */
+int headrace_add_sparse(int type, int64_t m, int64_t n, int64_t k, const char *x, int64_t x_row, const int32_t *ends, const int32_t *columns,
+                        const float *values, char *y, int64_t y_row, int threads) {
+    const Sparse s = {type, n, k, x_row, y_row, x, ends, columns, values, y};
+    const int side = m < 4 ? 1 : 16; /* rows at a time */
+    float *wide = calloc(k * side + 16, sizeof(float)), *base = (float *)(((uintptr_t)wide + 63) / 64 * 64);
+    if (!wide) return 1;
+    for (int64_t i = 0; i < m; i += side) {
+        const int64_t rows = m - i < side ? m - i : side;
+        widen_rows(&s, base, i, rows, side);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && ends[n] * rows > 16384)
+        for (int64_t at = 0; at < n; at += 16) side == 1 ? add_row(&s, base, i, at) : add_rows(&s, base, i, rows, at);
     }
     free(wide);
+    return 0;
 }

@@ -7,6 +7,7 @@ product beside it.
 
 from __future__ import annotations
 
+from ctypes import c_int
 from typing import Any
 
 import torch
@@ -33,14 +34,16 @@ def add_sparse(y: Tensor, x: Tensor, ends: Tensor, columns: Tensor, values: Tens
 
 
 def create_native(native: Native, site: CallSite[Facts]) -> Any:
-    function = function_of(native, "headrace_add_sparse", "iqqqPqPPPPqi")
+    function = function_of(native, "headrace_add_sparse", "iqqqPqPPPPqi", c_int)
 
     def add(y: Tensor, x: Tensor, ends: Tensor, columns: Tensor, values: Tensor) -> None:
         x = rows_of(x)
         assert y.stride(1) == 1, "results of products lie row by row"
-        function(
+        failed = function(
             TYPES[y.dtype], y.shape[0], y.shape[1], x.shape[1], x.data_ptr(), x.stride(0), ends.data_ptr(), columns.data_ptr(),
             values.data_ptr(), y.data_ptr(), y.stride(0), torch.get_num_threads(),
         )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no memory for {x.shape[1]} inputs of some rows")
 
     return add
