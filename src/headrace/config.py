@@ -405,6 +405,10 @@ class DeviceConfig:
         True, "off: prefix blocks that decoding sequences share are read once per sequence"
     )
     one_shot_sums: bool = switch(True, "off: ranks on GPUs add up small results through NCCL, too")
+    fused_sums: bool = switch(
+        True,
+        "off: with several ranks, residual sums and norms of few rows are separate kernels behind each sum of ranks",
+    )
     unified_maximum: bool = switch(
         False,
         "decode attention takes exponentials without a running maximum; sums too large for float32 are recomputed",

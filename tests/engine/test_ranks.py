@@ -15,14 +15,19 @@ from typing import Any
 import pytest
 import torch
 
+import headrace.kernels as registry
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace.config import DeviceConfig
 from headrace.errors import ConfigError, EngineDead
+from headrace.kernels.candidate import Candidate
+from headrace.kernels.linear.packed import activated_linear, packed_fused_linear
+from headrace.kernels.linear.reference import fused_linear
 from headrace.parallel import ranks
 from headrace.processes import child
 from headrace.spec import DecoderSpec
 from tests.support import adapters, modes, quantised, tiny
 from tests.support.forward import PagedRun, load_decoder
+from tests.support.kernel_cases import carried_out
 from tests.support.ranks import Staged, ThreadGroup, load_share, together
 
 STEPS = ({"a": list(range(30)), "b": [7, 8, 9]}, {"a": [3], "b": [4]}, {"a": [5], "b": list(range(40, 52))})
@@ -50,6 +55,60 @@ def test_ranks_of_every_family_compute_what_one_does(tmp_path: Path, name: str, 
         for got, want in zip(found, wanted, strict=True):
             for sequence, logits in want.items():
                 torch.testing.assert_close(got[sequence], logits, rtol=1e-4, atol=2e-4)
+
+
+def folded(size: int, folder: Path) -> tuple[list[list[dict[str, torch.Tensor]]], list[int]]:
+    """What each rank computes where products take in what stands around them, by the twins as a GPU's kernels do; and
+    how often its sums did. The first step has more rows than they take."""
+
+    def run(group: ThreadGroup) -> tuple[list[dict[str, torch.Tensor]], int]:
+        paged = PagedRun(load_share(folder, group))
+        return [paged.step(step, last=index == 1) for index, step in enumerate(STEPS)], group.folded
+
+    found, counts = zip(*together(size, run), strict=True)
+    return list(found), list(counts)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_sums_of_ranks_take_in_what_stands_between_two_products(
+    tmp_path: Path, name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save(name, tmp_path, vocab_size=319, tokenizer=False)
+    alone = PagedRun(load_decoder(folder, max_model_len=64))
+    wanted = [alone.step(step, last=index == 1) for index, step in enumerate(STEPS)]
+    planted = Candidate("planted", lambda site: fused_linear, failure=None)
+    monkeypatch.setattr(registry, "OPERATIONS", carried_out("fused_linear", planted))
+    composes = load_decoder(folder, max_model_len=64).composed(1)[0]
+    found, counts = folded(size, folder)
+    assert counts == [2 * 2 * alone.decoder.spec.num_layers if composes else 0] * size
+    for each in found:
+        for got, want in zip(each, wanted, strict=True):
+            for sequence, logits in want.items():
+                torch.testing.assert_close(got[sequence], logits, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-4", "awq"])
+def test_sums_of_ranks_take_in_the_same_of_a_quantised_checkpoint(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = quantised.RECIPES[name]
+    monkeypatch.setitem(quantised.RECIPES, name, replace(recipe, fields={"head_dim": 32, "intermediate_size": 128}))  # type: ignore[arg-type]
+    folder, _ = quantised.write(name, tmp_path)
+    wanted, _ = folded(2, folder)
+    planted = Candidate("planted", lambda site: packed_fused_linear, failure=None)
+    activated = Candidate("planted", lambda site: activated_linear, failure=None)
+    operations = {
+        **carried_out("packed_fused_linear", planted),
+        "activated_linear": carried_out("activated_linear", activated)["activated_linear"],
+    }
+    monkeypatch.setattr(registry, "OPERATIONS", operations)
+    found, counts = folded(2, folder)
+    assert min(counts) > 0
+    tolerance = 0.15 if recipe.inputs is not None else 2e-4
+    for got, want in zip(found[0], wanted[0], strict=True):
+        for sequence, logits in want.items():
+            assert (got[sequence] - logits).norm() < tolerance * logits.norm()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

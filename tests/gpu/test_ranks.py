@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -65,6 +66,40 @@ def test_tokens_are_those_of_the_cpu(judge: Judge, layout: str, mode: str) -> No
         for asked in ASKED:
             for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
                 judge.check(prompt, asked, found)
+
+
+def test_sums_that_take_in_what_stands_behind_them_change_no_more_than_bfloat16_does(tmp_path: Path) -> None:
+    """Scores of tokens that a model is made to write, in steps of up to 16 rows, by products as large as those that have
+    kernels of their own: as near to float32 as without, and as on one card."""
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    }
+    folder = str(tiny.save("llama", tmp_path, **sizes))
+    draw = random.Random(6)
+    prompts = [{"prompt_token_ids": draw.choices(range(300), k=draw.randint(1, 40))} for _ in range(40)]
+    forced = params(max_tokens=10, allowed_token_ids=(77,), logprobs=0)
+
+    def scores(folds: bool | None, **keywords: Any) -> list[float]:
+        with LLM(folder, **{**STRICT, "max_model_len": 64, **keywords}) as llm:
+            if folds is not None:
+                assert llm.engine.core.executor.decoder.composed(16)[0] == folds  # type: ignore[attr-defined]
+            found = llm.generate(prompts, forced, use_tqdm=False)
+        return [next(iter(entry.values())).logprob for each in found for entry in each.outputs[0].logprobs or ()]
+
+    halves: dict[str, Any] = {"dtype": "bfloat16"}
+    exact, alone = scores(None), scores(True, **halves)
+    two: dict[str, Any] = {**halves, "tensor_parallel_size": 2}
+    on, off = scores(True, **two), scores(False, **two, technique={"fused_sums": False})
+
+    def apart(found: list[float]) -> float:
+        return sum(abs(a - b) for a, b in zip(found, exact, strict=True)) / len(exact)
+
+    assert len(exact) == 400 and on != off
+    assert apart(on) <= 1.5 * max(apart(alone), apart(off)) + 2e-3, [apart(each) for each in (on, off, alone)]
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])

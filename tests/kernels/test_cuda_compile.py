@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,10 +22,10 @@ SHAPE = StepShape(LLAMA_8B, block_size=128, programs=132)
 SHARED = 232448  # bytes a program may have
 
 
-def machine_code(text: str, folder: Path, shape: StepShape) -> bytes:
+def machine_code(text: str, folder: Path, options: Sequence[str]) -> bytes:
     """By NVRTC, as the engine does it, or by the compiler of an installed toolkit."""
     try:
-        return compiler.build(text, shape.options(), folder)
+        return compiler.build(text, options, folder)
     except compiler.CompileError as error:
         if "not found" not in str(error):
             raise
@@ -34,7 +34,7 @@ def machine_code(text: str, folder: Path, shape: StepShape) -> bytes:
     source, target = folder / "step.cu", folder / "step.cubin"
     source.write_text(text)
     subprocess.run(
-        [found, "-cubin", *shape.options(), "-o", str(target), str(source)],
+        [found, "-cubin", *options, "-o", str(target), str(source)],
         check=True,
         capture_output=True,
         timeout=110,
@@ -55,8 +55,22 @@ def tool(name: str) -> str:
 @pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "FP8"])
 def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     target = tmp_path_factory.mktemp("cuda") / "kernel.cubin"
-    target.write_bytes(machine_code(compiler.source(*SOURCES), target.parent, replace(SHAPE, fp8=request.param)))
+    target.write_bytes(
+        machine_code(compiler.source(*SOURCES), target.parent, replace(SHAPE, fp8=request.param).options())
+    )
     yield target
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_sums_of_ranks_keep_all_in_registers(tmp_path: Path, size: int) -> None:
+    """And let four programs onto a processor."""
+    options = ("-arch=sm_90a", f"-DSIZE={size}", "-DTYPE=0", "-DTHREADS=256", f"-DMOST={2**18 // (size - 1)}")
+    target = tmp_path / "sums.cubin"
+    target.write_bytes(machine_code(compiler.source("sums/one_shot.cu"), tmp_path, options))
+    said = dump(target, "-res-usage")
+    registers, stacks = (re.findall(rf"{name}:(\d+)", said) for name in ("REG", "STACK"))
+    assert len(stacks) == 2 and set(stacks) == {"0"} and max(map(int, registers)) <= 64, said
 
 
 def dump(code: Path, *options: str) -> str:

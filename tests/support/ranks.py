@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace.config import DeviceConfig
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
+from headrace.kernels.sums.reference import Onto, onto
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
@@ -42,10 +43,18 @@ class ThreadGroup:
     def __init__(self, rank: int, shelf: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.meetings = rank, len(shelf), 0
         self._shelf, self._barrier = shelf, barrier
+        self.rows_onto, self.folded = 24, 0  # as where a hidden state is long: fewer than a product takes
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
         return x.copy_(sum(self._everybodys(x)[1:], start=self._last[0]))
+
+    def most_onto(self, width: int, dtype: torch.dtype) -> int:
+        return self.rows_onto
+
+    def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
+        self.folded += 1
+        return onto(self.all_reduce(x), residual, scale)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         return side_by_side(torch.stack(self._everybodys(x)), width)

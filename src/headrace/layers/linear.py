@@ -123,8 +123,12 @@ class Linear(nn.Module):
         self.weight_bytes = 0  # held by this layer beyond its parameters, once loading has finished
         self._context = context
         self._activation = activation
-        self._composed = context.composes and context.group is None and site.layer is not None
-        # of ranks, whose sums come too late for a product, gate and up take in what is theirs
+        group, row = context.group, site.split is Split.ROW
+        hidden = site.outs if row else site.ins
+        folds = context.composes and (group is None or group.most_onto(hidden, context.dtype) > 0)
+        # of ranks, whose sums come too late for a product, these take in what stands behind it
+        self._composed = folds and (group is None or not row) and site.layer is not None
+        self._onto = group.all_reduce_onto if folds and group is not None and row else None
         self._gates = context.composes and site.gated
         self._shared = False
         self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
@@ -233,8 +237,8 @@ class Linear(nn.Module):
 
     @property
     def takes_norms(self) -> bool:
-        """Whether for few rows a norm, a sum and an activation can be parts of it."""
-        return self._fused is not None
+        """Whether for few rows a norm, a sum and an activation can be parts of it, or of the sum over ranks behind it."""
+        return self._fused is not None or self._onto is not None
 
     @property
     def takes_sums(self) -> bool:
@@ -272,7 +276,8 @@ class Linear(nn.Module):
 
     def _many(self, stream: Stream) -> bool:
         """Whether there is no kernel that takes in more than a norm or an activation."""
-        return self._fused is None or len(stream.sum) > MOST_ROWS
+        few = self._fused is not None or (self._onto is not None and stream.takes_norms)
+        return not few or len(stream.sum) > MOST_ROWS
 
     def takes_activation(self, stream: Stream) -> bool:
         """Whether in this step the gated activation before it can be a part of it."""
@@ -294,6 +299,10 @@ class Linear(nn.Module):
 
     def onto(self, stream: Stream, x: Tensor, following: Norm) -> None:  # [tokens, in]
         """``following``: the norm that the stream goes through next."""
+        if self._onto is not None and stream.takes_norms:
+            y = self.forward(x, stream.adapters)
+            stream.sum, stream.scaled, stream.squares = self._onto(y, stream.sum, following.scale)
+            return
         delta, fuses = self._adapted(stream.adapters), self._fused is not None and stream.takes_norms
         if not fuses and (self._added is None or not stream.takes_sums):
             y = self.forward(x, stream.adapters)

@@ -146,6 +146,7 @@ class Decoder(nn.Module):
         self.pooler = None if spec.pooling is None else Pooler(spec, context)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
+        self._most_rows = MOST_ROWS if group is None else min(MOST_ROWS, group.most_onto(spec.hidden_size, dtype))
         self._eight = _rows_in_fp8(spec)
         self._make_step = (
             kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv, self._eight), reported=True)
@@ -239,7 +240,7 @@ class Decoder(nn.Module):
 
     def composed(self, tokens: int) -> tuple[bool, bool]:
         """Whether GEMMs of this many rows include norms and sums, or sums only; in all blocks, or in none."""
-        return self._takes_norms and tokens <= MOST_ROWS, self._takes_sums and tokens >= LEAST_ADDED
+        return self._takes_norms and tokens <= self._most_rows, self._takes_sums and tokens >= LEAST_ADDED
 
     def megakernel_context(self, rows: int, block_size: int) -> int:
         """The longest context for which steps of this many rows are computed in one launch; 0: none. ``block_size``: of

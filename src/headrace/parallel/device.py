@@ -29,9 +29,9 @@ def device_here(kind: str) -> str:
     return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
 
 
-def create_group(folder: str, id: bytes, rank: int, size: int, *, one_shot: bool = True) -> Group:
-    """``folder``, ``id``: where ranks meet on CPUs, or on GPUs. ``one_shot``: see NCCLGroup."""
-    return NCCLGroup(id, rank, size, one_shot=one_shot) if id else GlooGroup(Path(folder), rank, size)
+def create_group(folder: str, id: bytes, rank: int, size: int, *, one_shot: bool = True, onto: bool = True) -> Group:
+    """``folder``, ``id``: where ranks meet on CPUs, or on GPUs. ``one_shot``, ``onto``: see NCCLGroup."""
+    return NCCLGroup(id, rank, size, one_shot=one_shot, onto=onto) if id else GlooGroup(Path(folder), rank, size)
 
 
 def count_ids(config: DeviceConfig) -> int:
@@ -51,7 +51,8 @@ def meet(folder: str, ids: Sequence[bytes], rank: int, config: DeviceConfig) -> 
     elif stages > 1:
         pipe = GlooPipe(Path(folder), rank, size * stages, stages)
     if size > 1 and ids:
-        group = create_group("", ids[stage], place, size, one_shot=config.one_shot_sums)
+        switches = {"one_shot": config.one_shot_sums, "onto": config.fused_sums}
+        group = create_group("", ids[stage], place, size, **switches)
     elif size > 1:
         group = GlooGroup(Path(folder), place, size, f"stage-{stage}")
     if pipe is not None:

@@ -8,6 +8,7 @@ Every rank calls the same operations in the same order: they follow from the ste
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed
 from torch import Tensor
+
+from headrace.kernels.sums.reference import Onto, onto
 
 _dist: Any = torch.distributed  # its types leave out most of what is used here
 
@@ -31,6 +34,14 @@ class Group(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place of ``x``, contiguous; to the bit the same on every rank."""
+        ...
+
+    def most_onto(self, width: int, dtype: torch.dtype) -> int:
+        """How many rows of so many values ``all_reduce_onto`` takes; 0: none."""
+        ...
+
+    def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
+        """``onto`` (kernels/sums/reference.py) behind the sum of ``x``, in whose place it may be; one meeting."""
         ...
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
@@ -75,6 +86,12 @@ class GlooGroup:
         self.meetings += 1
         self._group.allreduce([x]).wait()
         return x
+
+    def most_onto(self, width: int, dtype: torch.dtype) -> int:
+        return sys.maxsize
+
+    def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
+        return onto(self.all_reduce(x), residual, scale)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         self.meetings += 1

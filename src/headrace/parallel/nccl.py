@@ -21,6 +21,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.kernels.build.driver import DriverError
 from headrace.kernels.build.nvrtc import CompileError
+from headrace.kernels.sums.reference import Onto
 from headrace.parallel.group import side_by_side
 from headrace.parallel.one_shot import OneShot
 
@@ -79,10 +80,11 @@ def _check(library: Any, status: int) -> None:
 
 class NCCLGroup:
     """Of this process's current device. Made by all ranks at once. ``one_shot``: small sums go through a kernel of our
-    own, where it can run."""
+    own, where it can run; ``onto``: so does what stands between two products beside the sum."""
 
-    def __init__(self, id: bytes, rank: int, size: int, *, one_shot: bool) -> None:
+    def __init__(self, id: bytes, rank: int, size: int, *, one_shot: bool, onto: bool = True) -> None:
         self.rank, self.size, self.meetings = rank, size, 0
+        self._takes_onto = onto
         self._one_shot: OneShot | None = None
         self.account = "NCCL"
         self._library = library = _library()
@@ -101,6 +103,14 @@ class NCCLGroup:
             self.meetings += 1
             return self._one_shot.add(x, self._stream)
         return self._reduce(x, _SUM)
+
+    def most_onto(self, width: int, dtype: torch.dtype) -> int:
+        return self._one_shot.most_rows(width, dtype) if self._one_shot is not None and self._takes_onto else 0
+
+    def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
+        assert self._one_shot is not None, "asked for where rows are taken"
+        self.meetings += 1
+        return self._one_shot.add_onto(x, residual, scale, self._stream)
 
     def _try_one_shot(self) -> None:
         """All ranks have it, or none: each says whether it got so far, before anybody goes on."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.build import nvrtc
-from headrace.kernels.build.driver import DriverError, Function, Module
+from headrace.kernels.build.driver import DriverError, Module
+from headrace.kernels.sums.reference import Onto, onto
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _THREADS = 256
@@ -23,6 +24,7 @@ _LINES = 2**18  # of 8 bytes each, that a rank sends in one call to all others
 _HANDLE_BYTES = 64
 _PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _TRIALS = (8, 4096, 40_000, 262_144)  # elements
+_ONTO_TRIALS = ((1, 8), (3, 1280), (1, 4096), (17, 5120))  # rows, width
 Gather = Callable[[Tensor, int], Tensor]
 
 
@@ -52,7 +54,9 @@ class OneShot:
         self.lines = _LINES // (size - 1)
         device = torch.cuda.current_device()
         text = nvrtc.source("sums/one_shot.cu")
-        self._functions = {dtype: _function(text, size, number, self.lines, device) for dtype, number in _TYPES.items()}
+        modules = {dtype: _module(text, size, number, self.lines, device) for dtype, number in _TYPES.items()}
+        self._functions = {dtype: module.function("one_shot", 0) for dtype, module in modules.items()}
+        self._onto = modules[torch.bfloat16].function("one_shot_onto", 0)  # as products that take in norms are
         driver, num_bytes = _driver(), 2 * size * self.lines * 16
         own, handle = c_uint64(), _Handle()
         _check(driver.cuMemAlloc_v2(byref(own), c_size_t(num_bytes)), "an inbox")
@@ -88,6 +92,26 @@ class OneShot:
         )  # fmt: skip
         return x
 
+    def most_rows(self, width: int, dtype: torch.dtype) -> int:
+        """How many rows ``add_onto`` takes; 0: none."""
+        return 4 * self.lines // width if dtype is torch.bfloat16 and width % 4 == 0 else 0
+
+    def add_onto(self, x: Tensor, residual: Tensor, scale: Tensor, stream: int) -> Onto:
+        """As the twin says, ``x`` [rows, width], bfloat16, in place, all contiguous; ``scale`` in bfloat16 or float32.
+        Squares come in a piece of each program."""
+        rows, width = x.shape
+        lines = width // 4
+        pieces = -(-lines // _THREADS)
+        assert x.is_contiguous() and residual.is_contiguous() and rows <= self.most_rows(width, residual.dtype)
+        scaled = torch.empty_like(x)
+        squares = torch.empty((pieces, rows), dtype=torch.float32, device=x.device)
+        at = (x, residual, scale, scaled, squares, self._state, self._stop)
+        self._onto.launch(
+            rows * pieces, _THREADS, stream, self._inboxes, *(c_void_p(each.data_ptr()) for each in at),
+            *map(c_int, (lines, rows, pieces, scale.dtype == torch.float32, self._rank)), pdl=True,
+        )  # fmt: skip
+        return x, scaled, squares
+
     def agrees(self, other: Callable[[Tensor], Tensor], stream: int) -> bool:
         """Whether sums are those of ``other``: of whole numbers, which no order of adding changes."""
         good = True
@@ -98,6 +122,22 @@ class OneShot:
                 own = self.add(x.clone(), stream) if self.takes(x) else other(x.clone())
                 # all trials are taken, whatever comes of them: others take them, too
                 good = torch.equal(own, other(x)) and good
+        return self._agrees_onto(other, stream) and good
+
+    def _agrees_onto(self, other: Callable[[Tensor], Tensor], stream: int) -> bool:
+        good, device = True, self._state.device
+        for turn, (rows, width) in enumerate(_ONTO_TRIALS):
+
+            def drawn(*shape: int, seed: int, most: int = 4, device: torch.device = device) -> Tensor:
+                seeded = torch.Generator(device=device).manual_seed(seed)
+                return torch.randint(-most, most + 1, shape, generator=seeded, device=device).to(torch.bfloat16)
+
+            x, residual = drawn(rows, width, seed=100 * self._rank + turn), drawn(rows, width, seed=1000 + turn)
+            scale = drawn(width, seed=2000 + turn, most=2)
+            total, scaled, squares = onto(other(x.clone()), residual, scale)
+            found = self.add_onto(x, residual, scale.float() if turn % 2 else scale, stream)
+            good = torch.equal(found[0], total) and torch.equal(found[1], scaled) and good
+            good = torch.equal(found[2].sum(0), squares.sum(0)) and good
         return good
 
     def stop(self) -> None:
@@ -105,6 +145,6 @@ class OneShot:
         self._stop.fill_(1)
 
 
-def _function(text: str, size: int, number: int, lines: int, device: int) -> Function:
+def _module(text: str, size: int, number: int, lines: int, device: int) -> Module:
     options = ("-arch=sm_90a", f"-DSIZE={size}", f"-DTYPE={number}", f"-DTHREADS={_THREADS}", f"-DMOST={lines}")
-    return Module(nvrtc.build(text, options), device).function("one_shot", 0)
+    return Module(nvrtc.build(text, options), device)

@@ -68,8 +68,9 @@ def _places(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[tuple[str, Ca
     spec, facts, norm = sizes.spec, site.facts, partial(site.zeros, 1, 1, dtype=torch.float32)
     weight = torch.float32 if spec.norm_offset else facts.dtype
     if facts.gated:
-        apart = spec.ranks > 1 and not facts.formats  # from its norm
-        yield "gated", lambda outs: Around(None if apart else norm(), 1.0, spec.activation), spec.mlp_bias
+        yield "normed, gated", lambda outs: Around(norm(), 1.0, spec.activation), spec.mlp_bias
+        if spec.ranks > 1 and not facts.formats:  # whose sums leave norms half done for few rows, or for none
+            yield "gated", lambda outs: Around(gate=spec.activation), spec.mlp_bias
         return
     same = [each for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)]
     for split, biased in dict.fromkeys((each.split, each.bias) for each in same):

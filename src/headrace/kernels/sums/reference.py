@@ -1,0 +1,20 @@
+"""What a sum over ranks does between two products of a layer, beside adding up: the twin.
+
+What lives here: that, in plain torch. What may not: who meets whom (parallel/), kernels.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# the stream [T, hidden]; times the weight of the norm that follows [T, hidden]; sums of its squares [pieces, T], float32
+Onto = tuple[Tensor, Tensor, Tensor]
+
+
+def onto(x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
+    """total = x + residual, total · scale, and the squares of total, which leaves the norm that follows half done, as
+    ``fused_linear`` does behind a product. ``x``, ``residual`` [T, hidden]; ``scale`` [hidden] of any float type; float32
+    inside, total rounded once."""
+    total = (x.float() + residual.float()).to(x.dtype)
+    wide = total.float()
+    return total, (wide * scale.float()).to(x.dtype), wide.square().sum(1).unsqueeze(0)
