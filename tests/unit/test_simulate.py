@@ -344,7 +344,7 @@ def test_arrivals_have_the_rate_and_the_burstiness_asked_for() -> None:
 def test_published_limits_are_marked_and_lowered_and_measured_ones_are_as_measured() -> None:
     known = known_devices()
     assert {name: device.profile.source for name, device in known.items()} == {
-        "h200": "measured", "h100": "published", "a100": "published", "l40s": "published", "rtx4090": "published"
+        "h200": "measured", "h100": "measured", "a100": "published", "l40s": "published", "rtx4090": "published"
     }  # fmt: skip
     assert known["h200"].profile.read_bandwidth == 4.47e12 and known["h200"].profile.gemm_rate("bfloat16") == 798e12
     assert 3.0e12 < known["h100"].profile.read_bandwidth < 3.35e12

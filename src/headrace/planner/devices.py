@@ -6,8 +6,8 @@ calibrated on it. What may not: prices of steps (step_time.py), what fits (prici
 --profile``), fitting (calibrate.py).
 
     known as    limits                                              memory
-    h200        measured on a card of this kind (read, bf16)        published
-    h100 …      published, and lowered to the share of its own      published
+    h200, h100  measured on a card of this kind (read, bf16)        published
+    a100 …      published, and lowered to the share of its own      published
                 published figures that the measured h200 reached
 """
 
@@ -143,8 +143,14 @@ def known_devices() -> dict[str, Device]:
             PCIE_5,
             NVLINK_4,
         ),
-        "h100": _published(
-            "NVIDIA H100 SXM", 3.35, {"bfloat16": 989, "float16": 989, "float32": 67}, 80, PCIE_5, NVLINK_4
+        "h100": _card(
+            "NVIDIA H100 80GB HBM3",
+            3.14,
+            {"bfloat16": 790, "float16": 755, "float32": 51},
+            79 * GIB,
+            "measured",
+            PCIE_5,
+            NVLINK_4,
         ),
         "a100": _published(
             "NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80, PCIE_4, NVLINK_3
