@@ -23,8 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Event
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from headrace.worker.draft_model import DraftModel
 from headrace.worker.rows import Ints, Rows, ship_all
 from headrace.worker.speculator import Proposal, Proposer
 
-T = TypeVar("T")
+_MOST_HELD = 32  # steps that draft nothing, which are told together
 _MOST_WAITING = 2  # times the tokens of a step, of prompts: beyond, they are computed once somebody drafts behind them
 
 
@@ -50,7 +50,8 @@ class ApartDrafts(Proposer):
         self._most_tokens = most_tokens
         self._known: Ints = np.zeros(len(target.traits), dtype=np.int32)  # tokens of each row that both sides have
         self._stop = Event()
-        self._begun: deque[tuple[Future[Any], int]] = deque()
+        self._begun: deque[tuple[Future[None], int]] = deque()
+        self._held: list[Callable[[], None]] = []
         self._pool = ThreadPoolExecutor(1, "headrace-draft", torch.set_num_threads, (threads,))
 
     def begins(self, plan: StepPlan) -> None:
@@ -63,17 +64,28 @@ class ApartDrafts(Proposer):
         told = self._truth(rows[longer], ends[longer])
         waiting = sum(tokens for each, tokens in self._begun if not each.done())
         compute = waiting <= _MOST_WAITING * self._most_tokens
-        self._do(self.side.begins, plan, before, told, compute, tokens=plan.num_tokens if compute else 0)
+        self._held.append(partial(self.side.begins, plan, before, told, compute))
+        if max(plan.counts, default=0) > 1 or len(self._held) >= _MOST_HELD:
+            self._do(self._take_held(), tokens=plan.num_tokens if compute else 0)
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         self._stop.set()
-        made = self._do(self.side.propose, self._truth(rows, lengths), most, self._most_tokens)
-        self._stop = Event()
-        self._do(self.side.run_ahead, rows, lengths + most, most, self._stop)
+        self._stop, made = Event(), Future[Proposal]()
+        self._do(partial(self._make, made, self._take_held(), self._truth(rows, lengths), most, self._stop))
         return made.result()
 
+    def _make(self, made: Future[Proposal], before: Callable[[], None], told: Truth, most: Ints, stop: Event) -> None:
+        """Drafts, for whoever waits for them; what may follow, while nobody does."""
+        try:
+            before()
+            made.set_result(self.side.propose(told, most, self._most_tokens))
+        except BaseException as error:
+            made.set_exception(error)
+        else:
+            self.side.run_ahead(told.rows, told.ends + most, most, stop)
+
     def left(self, row: int, length: int) -> None:
-        self._do(self.side.left, row, length)
+        self._held.append(partial(self.side.left, row, length))
 
     def forget(self) -> None:
         """Waits for the other side, whatever has become of its work."""
@@ -81,6 +93,7 @@ class ApartDrafts(Proposer):
         while self._begun:
             self._begun.popleft()[0].exception()
         self._known[:] = 0
+        self._held.clear()
         self._do(self.side.forget).result()
 
     def _truth(self, rows: Ints, ends: Ints) -> Truth:
@@ -89,14 +102,24 @@ class ApartDrafts(Proposer):
         self._known[rows] = np.maximum(starts, ends)
         return Truth(rows, starts, ends, held(self._target, rows, starts, ends))
 
-    def _do(self, work: Callable[..., T], *given: Any, tokens: int = 0) -> Future[T]:
+    def _take_held(self) -> Callable[[], None]:
+        """Work that nobody has waited for, in order: waking the other thread takes longer than most of it."""
+        held, self._held = self._held, []
+
+        def work() -> None:
+            for each in held:
+                each()
+
+        return work
+
+    def _do(self, work: Callable[[], None], *, tokens: int = 0) -> Future[None]:
         """Behind all that was given before. Raises what became of that. ``tokens``: that it computes of prompts."""
         while self._begun and self._begun[0][0].done():
             self._begun.popleft()[0].result()
 
-        def done() -> T:
+        def done() -> None:
             with torch.inference_mode():
-                return work(*given)
+                work()
 
         self._begun.append((future := self._pool.submit(done), tokens))
         return future
