@@ -435,7 +435,9 @@ def _dense_operators(spec: DecoderSpec, weight_bytes: float) -> list[tuple[str, 
     return [(name, sum(site.num_bytes(weight_bytes) for site in sites), _flops(sites)) for name, sites in found.items()]
 
 
-def _expert_operators(spec: DecoderSpec, weight_bytes: float, popularity: tuple[float, ...]) -> tuple[_Experts, ...]:
+def _expert_operators(
+    spec: DecoderSpec, weight_bytes: float, popularity: tuple[float, ...] = ()
+) -> tuple[_Experts, ...]:
     """Sparse layers, grouped by shape, and by which experts a rank holds if it matters which."""
     found: dict[MoESpec, list[Weight]] = {}
     for site in matrices(spec):
