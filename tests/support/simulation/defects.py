@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.cache.block_pool import PrefixNode, PrefixTree
+from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
 from headrace.scheduler import scheduler
 from headrace.scheduler import scheduler as results
@@ -98,6 +99,20 @@ def prefixes_are_compared_by_less_than_their_ids(patch: Patch) -> None:
         return [*found, next(iter(last.children.values()))] if len(found) < max_nodes and last.children else found
 
     patch.setattr(PrefixTree, "walk", careless)
+
+
+# --- adapters
+
+
+def an_adapter_is_let_go_in_flight(patch: Patch) -> None:
+    """Its blocks may be taken at once, though a step in flight still reads them."""
+    release = AdapterBlocks.release
+    patch.setattr(AdapterBlocks, "release", lambda self, held, last_step: release(self, held, NEVER))
+
+
+def an_adapter_is_kept_after_a_failure(patch: Patch) -> None:
+    """The device has lost it, and it is not brought again."""
+    patch.setattr(AdapterBlocks, "clear", lambda self: None)
 
 
 # --- tokens
@@ -261,6 +276,8 @@ DEFECTS: tuple[Plant, ...] = (
     an_unusable_row_is_not_noticed,
     a_request_is_dropped_when_its_step_fails,
     the_first_in_order_is_passed_over,
+    an_adapter_is_let_go_in_flight,
+    an_adapter_is_kept_after_a_failure,
 )
 
 
