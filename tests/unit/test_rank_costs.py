@@ -21,10 +21,23 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
     """3 layers of 4 values, 10 tokens: 7 sums of 8 bytes a token, of which 2 ranks send as many, and half of 20 bytes
     of logits a row."""
     traffic = traffic_of(replace(TINY, ranks=2), 2.0)
-    assert (traffic.meetings, traffic.token_bytes, traffic.row_bytes) == (8, 7 * 8, 10)
+    assert (traffic.sums, traffic.token_bytes, traffic.row_bytes) == (7, 8, 10)
     assert traffic.seconds(EXACT, 3, 2) == (16.0 + 1.88, 1.88) and traffic.seconds(EXACT, 0, 0) == (0.0, 0.0)
-    assert traffic_of(replace(TINY, ranks=4), 2.0).token_bytes == 1.5 * 7 * 8
+    assert traffic_of(replace(TINY, ranks=4), 2.0).seconds(EXACT, 1, 0)[1] == 1.5 * 7 * 8 / 100
     assert traffic_of(TINY, 2.0).seconds(EXACT, 3, 2) == (0.0, 0.0)
+
+
+MEASURED = (  # of 0.67 MiB at most in one shot, over four
+    *((2, kib, us) for kib, us in ((8, 2.9), (128, 3.6), (512, 5.8), (2048, 14.9), (8192, 47.6), (65536, 249))),
+    *((4, kib, us) for kib, us in ((8, 4.1), (128, 6.6), (512, 13.4), (2048, 36.2), (8192, 62.1), (65536, 322))),
+)
+
+
+@pytest.mark.parametrize(("ranks", "kib", "us"), MEASURED)
+def test_sums_take_about_as_long_as_they_were_measured_to(ranks: int, kib: int, us: float) -> None:
+    """docs/ranks.md."""
+    link = known_devices()["h100"].link
+    assert link is not None and link.sum_seconds(kib * 1024, ranks) == pytest.approx(us * 1e-6, rel=0.12)
 
 
 def ranked(size: int) -> EngineConfig:

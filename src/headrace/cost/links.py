@@ -4,7 +4,7 @@ What lives here: that arithmetic. What may not: torch, who sends (parallel/), wh
 (planner/devices.py).
 
 A sum over n ranks of S bytes takes each of them 2 (n - 1) / n · S bytes, one way (Patarasuk and Yuan 2009); side by
-side, (n - 1) / n · S.
+side, (n - 1) / n · S. In one shot (parallel/one_shot.py) all goes to every other rank, and each line twice: 2 (n - 1) · S.
 """
 
 from __future__ import annotations
@@ -15,34 +15,55 @@ from headrace.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """``bandwidth``: bytes/s of one rank to the others, one way. ``latency``: seconds of one meeting, however little is
-    sent."""
+class SmallSums:
+    """Sums in one shot. ``bandwidth``: bytes/s, as Link has it. ``latency``: seconds of one, and ``each`` more for every
+    other rank. ``most``: bytes of one for all others."""
 
     bandwidth: float
     latency: float
+    each: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """``bandwidth``: bytes/s of one rank to the others, one way. ``latency``: seconds of one meeting, however little is
+    sent. ``small``: where small sums go another way."""
+
+    bandwidth: float
+    latency: float
+    small: SmallSums | None = None
+
+    def sum_seconds(self, num_bytes: float, ranks: int) -> float:
+        others, small = ranks - 1, self.small
+        if small is not None and others * num_bytes <= small.most:
+            return small.latency + others * (small.each + 2 * num_bytes / small.bandwidth)
+        return self.latency + 2 * others / ranks * num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Of one rank in a step: how often it meets the others, and what it sends for each token, and for each row of
-    logits."""
+    """Of one of ``ranks`` in a step: how many sums it takes part in, of so many bytes for each token, and what it sends
+    for each row of logits, where it has any."""
 
-    meetings: int
+    ranks: int
+    sums: int
     token_bytes: float
     row_bytes: float
 
     def seconds(self, link: Link, tokens: int, rows: int) -> tuple[float, float]:
         """(all in all, at the link's bandwidth alone)."""
-        sent = (tokens * self.token_bytes + rows * self.row_bytes) / link.bandwidth if tokens else 0.0
-        return sent + (self.meetings * link.latency if tokens else 0.0), sent
+        if self.ranks == 1 or not tokens:
+            return 0.0, 0.0
+        logits, size = rows * self.row_bytes / link.bandwidth, tokens * self.token_bytes
+        sent = self.sums * 2 * (self.ranks - 1) / self.ranks * size / link.bandwidth + logits
+        met = link.latency if self.row_bytes else 0.0
+        return self.sums * link.sum_seconds(size, self.ranks) + met + logits, sent
 
 
 def traffic_of(spec: DecoderSpec, element_bytes: float) -> Traffic:
     """``spec``: one rank's share, of a stage or of all. Behind both halves of every layer, of the embedding, and of the
     logits."""
-    if spec.ranks == 1:
-        return Traffic(0, 0.0, 0.0)
     sums, share = 2 * len(spec.held_layers) + spec.embeds, (spec.ranks - 1) / spec.ranks
     logits = share * spec.vocab_size * element_bytes if spec.answers else 0.0
-    return Traffic(sums + spec.answers, 2 * share * sums * spec.hidden_size * element_bytes, logits)
+    return Traffic(spec.ranks, sums, spec.hidden_size * element_bytes, logits)

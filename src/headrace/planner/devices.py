@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated, load_calibrated, same_device
-from headrace.cost.links import Link
+from headrace.cost.links import Link, SmallSums
 from headrace.cost.prices import Classes, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import (
     DeviceIdentity,
@@ -35,10 +35,11 @@ HERE = "cpu"
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes/s of sixteen lanes, one way
-REACHED_LINK = 262 / 450  # of NVLink's published bytes/s, one way, that sums of 64 MiB over two H100 reach
-MEETING_SECONDS = 12.6e-6  # of a sum of 8 KiB over two H100, in a graph, through NCCL
-ONE_SHOT_SECONDS = 4.1e-6  # the same by the kernel of kernels/sums
-NVLINK_4 = Link(450e9 * REACHED_LINK, ONE_SHOT_SECONDS)
+# of NVLink's published bytes/s, one way: what sums of 8 to 64 MiB over two and four H100 reach through NCCL, in a graph
+REACHED_LINK = 315 / 450
+MEETING_SECONDS = 22e-6  # what they take beside their bytes
+SMALL_SUMS = SmallSums(340e9, 2.3e-6, 0.55e-6, 2.0 * 2**20)  # by the kernel of kernels/sums, likewise
+NVLINK_4 = Link(450e9 * REACHED_LINK, MEETING_SECONDS, SMALL_SUMS)
 NVLINK_3, OVER_PCIE_4 = (Link(each * REACHED_LINK, MEETING_SECONDS) for each in (300e9, PCIE_4))
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
 # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
