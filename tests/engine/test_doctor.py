@@ -17,10 +17,12 @@ from headrace.bench.driver import drive
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.bench.shape_advice import Finding, ShapeBench, advise
 from headrace.bench.steps import summarise_steps
-from headrace.commands.doctor import _render_memory, _render_shape, found
+from headrace.commands.doctor import CARDS, _render_assumed, _render_memory, _render_shape, examine_card, found
+from headrace.config import EngineConfig
 from headrace.cost.profile import DeviceProfile, Limits, save_profile
 from headrace.engine.assembly import create_engine
 from headrace.engine.keywords import create_config
+from headrace.errors import ConfigError
 from headrace.planner.workload.conversations import random_conversations
 from headrace.planner.workload.load import Lengths
 from headrace.worker.profile import OtherProcesses, identity_here, resolve_profile
@@ -171,3 +173,21 @@ def test_a_broken_compiler_is_a_line_of_the_report(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(tmp_path))
     said = found(1, "cpu")["compiler"]
     assert f"{tmp_path}/cc ended with status 1: broken" in said and "torch twins run" in said
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_card_that_is_assumed_says_who_would_compute_and_how_fast(card: str) -> None:
+    report = examine_card(EngineConfig(), card)
+    named = {name.removeprefix("kernel ") for name, _, _ in report["kernels"]}
+    assert {"paged_attention", "rms_norm", "linear"} <= named
+    attention = {value for name, value, _ in report["kernels"] if name == "kernel paged_attention"}
+    assert "torch" not in attention, "nothing falls to a twin in silence where Triton serves"
+    assert [rows for rows, *_ in report["steps"]] == [1, 8, 32, 128, 256]
+    assert all(floor <= took for _, took, floor, _ in report["steps"])
+    assert card in CARDS and "Steps that decode" in _render_assumed(report)
+
+
+@pytest.mark.parametrize("name", ["cpu", "tpu", "", "h200.json"])
+def test_what_is_no_card_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"give one of h200, h100, b200"):
+        examine_card(EngineConfig(), name)

@@ -16,7 +16,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import Kernels, StrictKernelError
 from headrace.kernels.candidate import CallSite, Candidate, Declined, Sizes
 from headrace.kernels.linear import reference
-from headrace.worker.worker import _kernel_decisions
+from headrace.worker.worker import kernel_decisions
 from tests.support.kernel_cases import called, carried_out, using
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_the_next_candidate_serves_what_the_first_leaves_and_is_named(monkeypatc
     assert said(kernels) == [("few", "second", ()), (None, "few", ())]
     kernels.choose(*called("linear", **FACTS))
     assert len(kernels.choices) == 2
-    assert [(each.name, each.value) for each in _kernel_decisions(kernels)] == [
+    assert [(each.name, each.value) for each in kernel_decisions(kernels)] == [
         ("kernel linear, what few leaves", "second"), ("kernel linear", "few")
     ]  # fmt: skip
 

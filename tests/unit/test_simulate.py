@@ -344,7 +344,7 @@ def test_arrivals_have_the_rate_and_the_burstiness_asked_for() -> None:
 def test_published_limits_are_marked_and_lowered_and_measured_ones_are_as_measured() -> None:
     known = known_devices()
     assert {name: device.profile.source for name, device in known.items()} == {
-        "h200": "measured", "h100": "measured", "a100": "published", "l40s": "published", "rtx4090": "published"
+        "h200": "measured", "h100": "measured", "b200": "published", "a100": "published", "l40s": "published", "rtx4090": "published"
     }  # fmt: skip
     assert known["h200"].profile.read_bandwidth == 4.47e12 and known["h200"].profile.gemm_rate("bfloat16") == 798e12
     assert 3.0e12 < known["h100"].profile.read_bandwidth < 3.35e12
@@ -533,13 +533,17 @@ def test_reports_are_of_the_demo_model_too_and_of_one_behind_the_command(capsys:
     assert status == 0 and "model:     demo, " in out and "by this engine" in out, err
 
 
-def test_a_model_that_fits_nowhere_says_so_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_fits_nowhere_says_so_with_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = shared("data", "model_configs", "Llama-3.3-70B-Instruct", "config.json")
+    twice = json.loads(config.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(twice | {"num_hidden_layers": 2 * twice["num_hidden_layers"]}))
     for device in ("h200", "rtx4090"):
         status, _, err = call(capsys, "--device", device, "--model", str(config))
-        assert status == 2 and "weights 131.4 GiB" in err and "No device that is known here holds it" in err
+        assert status == 2 and "weights 131.4 GiB" in err and "It would fit on: b200." in err
+        status, _, err = call(capsys, "--device", device, "--model", str(tmp_path / "config.json"))
+        assert status == 2 and "weights 258.9 GiB" in err and "No device that is known here holds it" in err
     status, _, err = call(capsys, "--device", "rtx4090", "--model", str(config.parents[1] / "Qwen2.5-14B"))
-    assert status == 2 and "It would fit on: h200, h100, a100, l40s." in err
+    assert status == 2 and "It would fit on: h200, h100, b200, a100, l40s." in err
 
 
 def test_a_real_trace_runs_on_a_real_shape(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_costs_are_sums_over_the_table(spec: DecoderSpec) -> None:
     assert costs.get("router", (0, 0)) == (2 * sizes["router"], 2 * sizes["router"])
     assert costs.get("gate and up" if ups == 2 else "up", (0, 0))[1] == 2 * dense * ups * INNER * HIDDEN
     assert costs.get("down", (0, 0))[1] == 2 * dense * INNER * HIDDEN
-    experts = [(op.spec, op.num_layers, op.expert_bytes, op.flops_per_token) for op in _expert_operators(spec, 2.0)]
+    experts = [(op.spec, op.num_layers, op.expert_bytes, op.flops_per_token) for op in _expert_operators(spec, 2.0, ())]
     assert experts == ([(MOE, sparse, 2 * 3 * HIDDEN * 12, 2 * sparse * 2 * 3 * HIDDEN * 12)] if sparse else [])
     assert _norm_elements(spec) == sizes["norm"]
     inner = dense * (ups + 1) * INNER + sparse * 2 * 3 * 12

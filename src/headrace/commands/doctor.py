@@ -29,15 +29,16 @@ from headrace.flags import add_config_flags, add_model_argument, engine_config
 from headrace.models import families
 from headrace.observe.report import machine_facts, table
 from headrace.planner.advice import advise
-from headrace.planner.devices import Device, device_of, with_calibrations
+from headrace.planner.devices import Device, device_of, find_device, known_devices, with_calibrations
 from headrace.planner.dovetail import Pair, advice, asked_of, memory_of, placements, rows_of
-from headrace.planner.pricing import priced
+from headrace.planner.pricing import decode_load, priced
 from headrace.portability import missing, process_status
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
     from headrace.engine.executor import Executor, ExecutorInfo
     from headrace.observe.metrics import StepRecorder
+    from headrace.spec import DecoderSpec
     from headrace.worker.driver import CardFacts, DriverFacts
     from headrace.worker.residency import Ledger
     from headrace.worker.settings import GPU
@@ -46,6 +47,7 @@ UNMEASURED = (
     "No batch advice: this device was never measured. headrace doctor --profile measures it in under a minute; "
     "headrace simulate --advise covers other devices."
 )
+CARDS = tuple(known_devices())
 NO_MODEL = "No batch advice: this executor computes no model. Leave --executor out."
 
 
@@ -56,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the device (under a minute) and store the result; measure all shape advice",
     )
     parser.add_argument("--no-load", action="store_true", help="only inspect the machine, do not load a model")
+    parser.add_argument(
+        "--assume",
+        metavar="CARD",
+        help=f"say instead which kernels would compute the model on such a card, and how fast: {', '.join(CARDS)}",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_model_argument(parser)
     add_config_flags(parser, EngineConfig)
@@ -65,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
     from headrace.worker.settings import device_kind
 
     config = engine_config(args)
+    if args.assume is not None:
+        assumed = examine_card(config, args.assume)
+        print(json.dumps(assumed, indent=1, default=str) if args.json else _render_assumed(assumed))
+        return 0
     device = device_kind(config.device.device)
     report: dict[str, Any] = {"found": found(config.device.threads, device)}
     profile = _measure(device, quiet=args.json) if args.profile else None
@@ -300,6 +311,58 @@ def _devices() -> dict[str, Device]:
         for kind, profile in profiles.items()
         if profile is not None
     }
+
+
+def examine_card(config: EngineConfig, name: str) -> dict[str, Any]:
+    """Who would compute the model on a card of the catalogue, which need not be here, and what steps would take there.
+    Raises ConfigError."""
+    import torch
+
+    from headrace.engine.resolve import find_source
+    from headrace.kernels import AssumedKernels
+    from headrace.kernels.candidate import Card
+    from headrace.models.decoder import Decoder
+    from headrace.techniques import in_use
+    from headrace.worker.settings import resolve_dtype
+    from headrace.worker.worker import kernel_decisions
+
+    if name.lower() not in CARDS:
+        raise ConfigError(f"--assume {name} is no card of the catalogue; give one of {', '.join(CARDS)}.")
+    device = find_device(name, threads=1, memory=None, free_memory=0)
+    assert device.chip is not None, "of a card"
+    asked = replace(config.model, load_format="dummy")
+    spec = families.spec_from_config(find_source(replace(config, model=asked)).config)
+    dtype = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, "cuda")[0]
+    kernels = AssumedKernels(Card(device.name, *device.chip), techniques=in_use(config.device))
+    with torch.inference_mode():
+        decoder = Decoder(spec, kernels=kernels, dtype=dtype, device=torch.device("meta"), max_model_len=CONTEXT)
+        decoder.finish_loading()
+    rows = [[each.name, each.value, each.reason] for each in kernel_decisions(kernels)]
+    return {"card": str(device), "kernels": rows, "steps": _steps_on(spec, config, device)}
+
+
+def _steps_on(spec: DecoderSpec, config: EngineConfig, device: Device) -> list[list[Any]]:
+    """Rows, ms, the floor at the device's limits, and its share."""
+    found = priced(spec, replace(config, model=replace(config.model, load_format="dummy")), device)
+    steps = []
+    for rows in (1, 8, 32, 128, 256):
+        price = found.step_time.of_load(decode_load(found.groups, rows, CONTEXT), rows=rows)
+        seconds, floor = price.seconds + price.host_seconds, price.floor_seconds
+        steps.append([rows, round(seconds * 1e3, 2), round(floor * 1e3, 2), f"{floor / seconds:.0%}"])
+    return steps
+
+
+def _render_assumed(report: Mapping[str, Any]) -> str:
+    twins = sorted({name.removeprefix("kernel ") for name, value, _ in report["kernels"] if value == "torch"})
+    steps = table(("sequences", "ms", "at the limits", "share"), report["steps"])
+    return "\n\n".join(
+        (
+            f"Assumed: {report['card']}",
+            "Kernels\n" + _indent(table(("what", "value", "why"), report["kernels"])),
+            f"torch computes by itself: {', '.join(twins)}" if twins else "a kernel of ours computes each of these",
+            f"Steps that decode, {CONTEXT:,} tokens a sequence\n" + _indent(steps),
+        )
+    )
 
 
 def examine_batch(

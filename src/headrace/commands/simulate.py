@@ -31,7 +31,7 @@ from headrace.planner.workload.statistics import failure_reasons
 from headrace.spec import DecoderSpec
 from headrace.worker.host import available_memory, physical_cores
 
-DEVICES = "h200, h100, a100, l40s, rtx4090, cpu (this machine's, measured) or a profile file (*.json)"
+DEVICES = "h200, h100, b200, a100, l40s, rtx4090, cpu (this machine's, measured) or a profile file (*.json)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

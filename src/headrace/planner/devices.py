@@ -32,6 +32,8 @@ from headrace.errors import ConfigError
 
 GB, GIB, TERA = 10**9, 2**30, 1e12
 HERE = "cpu"
+Chip = tuple[tuple[int, int], int]  # compute capability, and streaming multiprocessors
+HOPPER: Chip = (9, 0), 132
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes/s of sixteen lanes, one way
@@ -39,7 +41,7 @@ PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes/s of sixteen lanes, one way
 REACHED_LINK = 315 / 450
 MEETING_SECONDS = 22e-6  # what they take beside their bytes
 SMALL_SUMS = SmallSums(340e9, 2.3e-6, 0.55e-6, 2.0 * 2**20)  # by the kernel of kernels/sums, likewise
-NVLINK_4 = Link(450e9 * REACHED_LINK, MEETING_SECONDS, SMALL_SUMS)
+NVLINK_5, NVLINK_4 = (Link(each * REACHED_LINK, MEETING_SECONDS, SMALL_SUMS) for each in (900e9, 450e9))
 NVLINK_3, OVER_PCIE_4 = (Link(each * REACHED_LINK, MEETING_SECONDS) for each in (300e9, PCIE_4))
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
 # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
@@ -114,6 +116,7 @@ class Device:
     link: Link | None = None  # to others of its kind; None: nobody knows
     # bytes/s between its memory and the host's, one way, as published; None: they are one, or nobody knows
     host_link: float | None = None
+    chip: Chip | None = None  # of a card in the catalogue
 
     @property
     def kind(self) -> str:
@@ -134,51 +137,36 @@ class Device:
 
 def known_devices() -> dict[str, Device]:
     """The catalogue. Rates are those of dense products with sums in float32."""
+    h200 = {"bfloat16": 798.0, "float16": 798.0, "float32": 54.0}
+    h100 = {"bfloat16": 790.0, "float16": 755.0, "float32": 51.0}
     return {
-        "h200": _card(
-            "NVIDIA H200",
-            4.47,
-            {"bfloat16": 798, "float16": 798, "float32": 54},
-            140 * GIB,
-            "measured",
-            PCIE_5,
-            NVLINK_4,
-        ),
-        "h100": _card(
-            "NVIDIA H100 80GB HBM3",
-            3.14,
-            {"bfloat16": 790, "float16": 755, "float32": 51},
-            79 * GIB,
-            "measured",
-            PCIE_5,
-            NVLINK_4,
-        ),
-        "a100": _published(
-            "NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80, PCIE_4, NVLINK_3
-        ),
-        "l40s": _published(
-            "NVIDIA L40S", 0.864, {"bfloat16": 362, "float16": 362, "float32": 91.6}, 48, PCIE_4, OVER_PCIE_4
-        ),
-        "rtx4090": _published(
-            "NVIDIA GeForce RTX 4090",
-            1.008,
-            {"bfloat16": 165, "float16": 165, "float32": 82.6},
-            24,
-            PCIE_4,
-            OVER_PCIE_4,
-        ),
+        "h200": _card("NVIDIA H200", HOPPER, 4.47, h200, 140 * GIB, "measured", PCIE_5, NVLINK_4),
+        "h100": _card("NVIDIA H100 80GB HBM3", HOPPER, 3.14, h100, 79 * GIB, "measured", PCIE_5, NVLINK_4),
+        "b200": _published("NVIDIA B200", ((10, 0), 148), 8.0, (2250, 75), 180, PCIE_5, NVLINK_5),
+        "a100": _published("NVIDIA A100 SXM", ((8, 0), 108), 2.039, (312, 19.5), 80, PCIE_4, NVLINK_3),
+        "l40s": _published("NVIDIA L40S", ((8, 9), 142), 0.864, (362, 91.6), 48, PCIE_4, OVER_PCIE_4),
+        "rtx4090": _published("NVIDIA GeForce RTX 4090", ((8, 9), 128), 1.008, (165, 82.6), 24, PCIE_4, OVER_PCIE_4),
     }
 
 
 def _published(
-    name: str, bandwidth: float, rates: Mapping[str, float], memory_gb: int, host_link: float, link: Link
+    name: str, chip: Chip, bandwidth: float, rates: tuple[float, float], memory_gb: int, host_link: float, link: Link
 ) -> Device:
-    lowered = {dtype: rate * REACHED_RATE for dtype, rate in rates.items()}
-    return _card(name, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published", host_link, link)
+    """``rates``: of 16-bit numbers, and of float32."""
+    half, single = (rate * REACHED_RATE for rate in rates)
+    lowered = {"bfloat16": half, "float16": half, "float32": single}
+    return _card(name, chip, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published", host_link, link)
 
 
 def _card(
-    name: str, bandwidth: float, rates: Mapping[str, float], memory: int, source: str, host_link: float, link: Link
+    name: str,
+    chip: Chip,
+    bandwidth: float,
+    rates: Mapping[str, float],
+    memory: int,
+    source: str,
+    host_link: float,
+    link: Link,
 ) -> Device:
     """``bandwidth`` in TB/s, ``rates`` in TFLOP/s."""
     read = bandwidth * TERA
@@ -190,7 +178,7 @@ def _card(
         gemm_rates=gemm,
         source=source,
     )
-    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, link=link, host_link=host_link)
+    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, link=link, host_link=host_link, chip=chip)
 
 
 def classes_of(kind: str, *, eager: bool = False) -> Classes:

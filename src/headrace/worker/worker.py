@@ -641,7 +641,7 @@ class Worker:
         if self._adapters is not None:
             yield _adapter_decision(self._adapters.slots.layout, self._config.cache.unified_paging)
         yield from self._formats
-        yield from _kernel_decisions(self._kernels)
+        yield from kernel_decisions(self._kernels)
 
 
 def _adapter_decision(layout: Layout, unified_paging: bool) -> Decision:
@@ -718,7 +718,7 @@ def _device_name(device: torch.device, threads: int) -> str:
     return f"cpu ({threads} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def _kernel_decisions(kernels: Kernels) -> tuple[Decision, ...]:
+def kernel_decisions(kernels: Kernels) -> tuple[Decision, ...]:
     """Who carries out each operation, and why those before it do not; call sites that agree are said once."""
     said: dict[tuple[str, str, str], None] = {}
     for choice in (*kernels.choices, *kernels.passed):
