@@ -187,6 +187,7 @@ def _table(name: str, figures: Mapping[str, Any]) -> str:
         parts += [f"predicted {told:.3f} ({told / value - 1:+.0%})"] if told else []
         parts += [f"floor {row['floor']:.3f}"] if row["floor"] else []
         parts += [f"device idle {row['idle']:.0%}"] if row["idle"] is not None else []
+        parts += [f"slowest step: {row['slowest']}"] if row["slowest"] and told and value > 1.2 * told else []
         lines.append(f"  {row['row']}: {', '.join(parts)}")
     return "\n".join(lines)
 

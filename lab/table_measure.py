@@ -45,7 +45,8 @@ class Measured:
 
     ``host_ms`` (host time a decode step), ``idle`` (share of the time in which the device waited) and ``device_ms`` are
     of decode rows only. ``watts``: the device's mean power over all that was timed for the row, prompts of decode rows
-    too; None where nothing counts it. ``problem`` says why there are no values.
+    too; None where nothing counts it. ``slowest``: the step that took longest, for repeats that differ. ``problem`` says
+    why there are no values.
     """
 
     row: str
@@ -59,6 +60,7 @@ class Measured:
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    slowest: str | None = None
     problem: str | None = None
 
     @property
@@ -127,6 +129,7 @@ class TableBench:
             prompt_tokens=asked.prompt_tokens,
             output_tokens=asked.output_tokens,
             watts=self._power.watts,
+            slowest=_slowest([each for each in self.recorder.records if each.step_id > taken]),
         )
         return (
             replace(measured, **self._of_decode_steps(-(-row.count // self.stages), taken))
@@ -182,6 +185,14 @@ class TableBench:
             "device_ms": 1e3 * median(each.measured_seconds for each in steps),
             "idle": idle / (idle + measured) if measured > 0 else 0.0,
         }
+
+
+def _slowest(steps: Sequence[StepRecord]) -> str | None:
+    if not steps:
+        return None
+    each = max(steps, key=lambda each: each.idle_seconds + each.measured_seconds)
+    device, idle, host = (f"{1e3 * s:.1f} ms" for s in (each.measured_seconds, each.idle_seconds, each.host_seconds))
+    return f"{each.kind}, {each.rows} rows, {each.tokens} tokens: device {device}, waited {idle}, host {host}"
 
 
 def _check(asked: Asked, outputs: Sequence[Any]) -> None:
