@@ -217,7 +217,8 @@ class SchedulerConfig:
     )
     fast_forward: bool = switch(True, "off: each token that a grammar forces is sampled in a separate step")
     speculative_config: str | None = option(
-        None, 'speculative decoding: {"method": "ngram"} or "suffix", {"model": "a draft", "device": "cpu"}, {"method": "eagle3", "model": "a head"}', metavar="JSON",
+        None, 'speculative decoding: {"method": "ngram"} or "suffix", {"model": "a draft", "device": "cpu"}, '
+        '{"method": "eagle3", "model": "a head"}', metavar="JSON",
         technique="speculation", on='{"method": "ngram"}', off=None,
     )  # fmt: skip
     longest_first: bool = switch(

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from headrace.cache.block_pool import PrefixNode, PrefixTree
 from headrace.cache.adapters import AdapterBlocks
+from headrace.cache.block_pool import PrefixNode, PrefixTree
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
 from headrace.scheduler import scheduler
 from headrace.scheduler import scheduler as results
