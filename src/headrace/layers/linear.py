@@ -172,7 +172,9 @@ class Linear(nn.Module):
             self._gated = _made(kernels.offer(GATED_LINEAR, facts), *operands)
         if self._composed and site.split is Split.ROW:
             self._added = _made(kernels.offer(ADDED_LINEAR, facts), *operands)
-        self._apply_weight = kernels.choose(LINEAR, replace(facts, fused=self._fused is not None))(*operands)
+        # ranks' sums leave norms half done for fewer rows than a fused product takes, and what is left comes here
+        fused = self._fused is not None and (self._context.group is None or site.gated)
+        self._apply_weight = kernels.choose(LINEAR, replace(facts, fused=fused))(*operands)
         self.weight_bytes = getattr(self._apply_weight, "num_bytes", held)
 
     def _finish_packed(self, bias: Tensor | None, facts: WeightFacts) -> None:
