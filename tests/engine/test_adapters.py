@@ -15,10 +15,15 @@ import torch
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.block_pool import PrefixTree
+from headrace.config import AdapterConfig, CacheConfig
 from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.lora import peft
-from headrace.lora.layout import Layout
+from headrace.lora.layout import Layout, create_layout
+from headrace.lora.peft import read_adapter
+from headrace.lora.reading import read_factors
 from headrace.lora.slots import AdapterSlots
+from headrace.models.families import spec_from_config
+from headrace.spec import kv_groups
 from headrace.worker.rows import Gather
 from tests.support import adapters, tiny
 from tests.support.hash_engine import request
@@ -255,6 +260,26 @@ def test_what_is_no_adapter_of_this_model_harms_nobody(llama: tuple[Any, Path], 
         LLM(str(folder / "base"), lora_modules=[f"good={good}"], max_lora_rank=2)
     with pytest.raises(ConfigError, match="NAME=PATH"):
         LLM(str(folder / "base"), lora_modules=["good"])
+
+
+def test_factors_that_the_type_cannot_hold_and_adapters_that_the_cache_cannot(
+    llama: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, folder = llama
+    large = adapters.write(tmp_path / "large", model, strength=1e7)
+    spec = spec_from_config(json.loads((folder / "base" / "config.json").read_text()))
+    config, kv = AdapterConfig(enable_lora=True, max_lora_rank=64), kv_groups(spec, 16, 2)
+    layout = create_layout(spec, config, CacheConfig(), kv, 2)
+    assert layout is not None
+    with pytest.raises(ModelError, match="too large for torch"):
+        read_factors(read_adapter(large, spec, 64), layout, torch.float16, pinned=False)
+    read_factors(read_adapter(large, spec, 64), layout, torch.bfloat16, pinned=False)
+    wide = adapters.write(tmp_path / "wide", model, rank=64)
+    with engine(folder / "base", enable_lora=True, max_lora_rank=64, num_blocks=12, max_model_len=64) as llm:
+        both = [LoRARequest("wide", 1, str(wide)), None]
+        one, two = llm.generate(ids(PROMPTS[:2]), GREEDY, use_tqdm=False, lora_request=both)
+        assert one.outputs[0].finish_reason == "error" and two.outputs[0].finish_reason == "length"
+        assert "takes 1 to 0 beside adapter wide" in str(one.outputs[0].stop_reason)
 
 
 # --- planted defects: what the tests above are worth ------------------------------------------------------------------

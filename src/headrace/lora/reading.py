@@ -77,12 +77,14 @@ def read_factors(
     try:
         with torch.inference_mode():
             for each, (name, part, rank, _), own in zip(adapter.factors, named, of_source, strict=True):
-                a, b, magnitude = _read(files, each, dtype, cuts.get(name))
+                a, b, magnitude = _read(files, each, cuts.get(name))
                 modules.append(HostModule(name, part, rank, magnitude))
                 for run in own:
                     _fill(image, run, {"a": a, "b": b})
     finally:
         files.close()
+    if not _is_finite(image):  # what was read is
+        raise ModelError(f"{adapter.folder}: some of its factors are too large for {dtype}. Use --dtype float32.")
     columns, blocks, units = (np.concatenate(each) for each in zip(*map(_entries, runs), strict=True))
     return HostAdapter(image, tuple(modules), columns, blocks, units)
 
@@ -103,9 +105,7 @@ def _entries(run: Run) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np
     return columns, np.full(run.count, run.block), (run.at + each * run.width) // ADDRESS_UNIT
 
 
-def _read(
-    files: MappedFiles, factors: Factors, dtype: torch.dtype, cut: Cut | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _read(files: MappedFiles, factors: Factors, cut: Cut | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """a [rank, ins], b [rank, outs], scaled, and magnitudes [outs], float32."""
 
     def tensor(entry: TensorEntry) -> Tensor:
@@ -116,20 +116,12 @@ def _read(
             )
         return read
 
-    def held(value: Tensor) -> Tensor:
-        kept = value.to(dtype)
-        if kept.dtype != value.dtype and not _is_finite(kept):
-            raise ModelError(
-                f"{factors.a.file}: a factor of {factors.module.name} is too large for {kept.dtype}. Use --dtype float32."
-            )
-        return kept
-
     a, b = tensor(factors.a), (tensor(factors.b).float() * factors.scale).T
     magnitude = None if factors.magnitude is None else tensor(factors.magnitude).float()
     if cut is not None:
         turned = factors.module.weight.role is Role.EMBEDDING
         a, b, magnitude = _shared(a, b, magnitude, cut, factors.module.part, turned=turned)
-    return held(a), held(b), magnitude
+    return a, b, magnitude
 
 
 def _shared(
