@@ -71,6 +71,7 @@ def test_a_row_is_said_with_its_spread_and_how_wrong_the_prediction_is() -> None
         "values": [4.0, 2.0, 3.0],
         "floor": 1.5,
         "idle": 0.25,
+        "slowest": "",
         "problem": None,
     }
     missing = {**row, "row": "mixed", "values": [], "problem": "no room"}
