@@ -88,6 +88,26 @@ def test_the_kernel_adds_what_the_twin_adds(
     assert torch.equal(lone[0], found[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1024, 16])
+def test_gains_are_float32_beside_factors_of_any_type(dtype: torch.dtype, chunk: int) -> None:
+    """Multiplied by the first, with the second added, where an adapter changes a part."""
+    parts, slots = (24, 40), [0, 1, NO_SLOT, 2, 0]
+    a, b, ranks = operands(parts, 33, [2, 0, 5], dtype)
+    gains = torch.rand(3, 2, 64) + 0.5
+    x, y = torch.randn(len(slots), 33).to(dtype), torch.randn(len(slots), 64).to(dtype)
+    rows, found, wanted = adapter_rows(np.array(slots, dtype=np.int32), CPU), y.clone(), y.double()
+    assert rows is not None
+    for row, slot in enumerate(slots):
+        if slot in (0, 2):
+            wanted[row] = y[row].double() * gains[slot, 0] + gains[slot, 1]
+    add_deltas(found, x, scattered(a, b, ranks, parts, gains, chunk), parts, rows)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(
+        found.double(), dense(wanted, x, a, b, ranks, parts, slots), rtol=tolerance, atol=10 * tolerance
+    )
+
+
 def test_rows_lie_side_by_side_by_slot() -> None:
     assert adapter_rows(np.full(3, NO_SLOT, dtype=np.int32), CPU) is None
     rows = adapter_rows(np.array([2] * 33 + [NO_SLOT, 0], dtype=np.int32), CPU)

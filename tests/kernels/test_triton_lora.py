@@ -70,19 +70,21 @@ def test_each_row_gets_what_its_adapter_adds(
 
 
 @pytest.mark.parametrize("chunk", [2**20, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_magnitudes_and_a_norm_that_is_still_to_be_divided(
-    invariant: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+    invariant: bool, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles of few rows, and in tall ones."""
     monkeypatch.setattr(triton_lora, "_LEAST_TALL", 16)
-    a, b, ranks = drawn((24, 40), 64, 8, torch.float32)
-    x, y, gains = torch.randn(len(MIXED), 64), torch.randn(len(MIXED), 64), torch.rand(5, 2, 64) + 0.5
+    a, b, ranks = drawn((24, 40), 64, 8, dtype)
+    x, y = torch.randn(len(MIXED), 64).to(dtype), torch.randn(len(MIXED), 64).to(dtype)
+    gains = torch.rand(5, 2, 64) + 0.5
     factors = scattered(a, b, ranks, (24, 40), gains, chunk)
     got, want, squares = y.clone(), y.clone(), torch.rand(3, len(MIXED)) * 64
     triton_lora._adder(pdl=False, invariant=invariant)(got, x, factors, (24, 40), rows(MIXED), squares, 1e-5)
     add_deltas(want, x, factors, (24, 40), rows(MIXED), squares, 1e-5)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("scale", [None, 3.0])
