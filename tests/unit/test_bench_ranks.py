@@ -71,12 +71,14 @@ def test_a_row_is_said_with_its_spread_and_how_wrong_the_prediction_is() -> None
         "values": [4.0, 2.0, 3.0],
         "floor": 1.5,
         "idle": 0.25,
-        "slowest": "",
+        "slowest": "decode, 8 rows",
         "problem": None,
     }
     missing = {**row, "row": "mixed", "values": [], "problem": "no room"}
     text = _table("tp2", {"start": 9.0, "ended": 0, "rows": [row, missing], "predicted": {"decode-8": 3.3}})
-    assert "decode-8: 3.000 ms (2.000 to 4.000), predicted 3.300 (+10%), floor 1.500, device idle 25%" in text
+    assert "decode-8: 3.000 ms (2.000 to 4.000), predicted 3.300 (+10%), floor 1.500, device idle 25%\n" in text
+    slow = _table("tp2", {"ended": 0, "rows": [row], "predicted": {"decode-8": 2.4}})
+    assert slow.endswith("device idle 25%, slowest step: decode, 8 rows")  # a fifth longer than predicted
     assert "mixed: no room" in text and "tp2: ready after 9.0 s\n" in text
     assert "no time" in _table("pp2", {"ended": "no time was left for it", "predicted": {}})
 
