@@ -102,7 +102,6 @@ def test_sums_that_take_in_what_stands_behind_them_change_no_more_than_bfloat16_
     assert apart(on) <= 1.5 * max(apart(alone), apart(off)) + 2e-3, [apart(each) for each in (on, off, alone)]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("copies", [False, True])
 def test_ranks_of_whole_experts_say_what_the_cpu_says(tmp_path: Path, mode: str, copies: bool) -> None:
@@ -126,6 +125,7 @@ def test_ranks_of_whole_experts_say_what_the_cpu_says(tmp_path: Path, mode: str,
         judge.close()
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named(layout: str) -> None:
     with LLM(**{**STRICT, **sizes(layout)}) as llm:
         ask(llm, ASKED[0])

@@ -17,6 +17,7 @@ from headrace.kernels.attention.candidates import ROPE, ROPE_CASCADE
 from headrace.kernels.candidate import CallSite, Card, KernelContext
 from headrace.kernels.inputs import AttentionInputs
 from headrace.kernels.step.candidates import PERSISTENT
+from headrace.worker.graphs import Kind
 from tests.support import tiny
 from tests.support.card import STRICT, check, params, require_card, runner_of
 from tests.support.kernel_cases import PagedCase, called, using
@@ -234,7 +235,7 @@ def test_an_engine_answers_as_without_it(dim: int, cascade: bool, tmp_path: Path
             asked = [params(max_tokens=48 - index, logprobs=2) for index in range(len(prompts))]
             found.append(llm.generate(prompts, asked, use_tqdm=False))
             graphs = runner_of(llm).graphs
-            own = graphs is not None and any(each.shared_tried for each in graphs._captured.values())
+            own = graphs is not None and any(Kind.SHARED in each.kinds for each in graphs._captured.values())
             assert own == cascade, "steps with shared keys have graphs of their own"
     for one, other in zip(*found, strict=True):
         tokens, scores = one.outputs[0].token_ids, other.outputs[0].logprobs

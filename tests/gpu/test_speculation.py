@@ -14,6 +14,7 @@ import pytest
 
 import headrace
 from headrace import LLM, SamplingParams
+from headrace.worker.graphs import Kind
 from tests.support import tiny_heads
 from tests.support.card import STRICT, Judge, params, require_card, runner_of
 
@@ -67,7 +68,7 @@ def test_tokens_are_those_without_drafts(judge: Judge, mode: str) -> None:
         assert right > (0.6 if "preempted" in mode else 0.85)
     assert (graphs is None) == ("eager" in mode)
     if graphs is not None:
-        assert any(bucket.chained is not None for bucket in graphs._captured.values()), (
+        assert any(bucket.of(Kind.CHAINED) is not None for bucket in graphs._captured.values()), (
             "no step that verifies was replayed"
         )
 
