@@ -397,7 +397,8 @@ class DeviceConfig:
     )
     persistent_decode: bool = switch(True, "off: decode steps of a few requests are launched layer by layer")
     persistent_fp8: bool = switch(
-        False, "on Hopper: persistent_decode for FP8 weights with a scale per row or tensor, too (3 to 4 % slower so far)"
+        False,
+        "on Hopper: persistent_decode for FP8 weights with a scale per row or tensor, too (3 to 4 % slower so far)",
     )
     fused_rope_attention: bool = switch(
         True, "off: in decode steps, attention is a separate kernel from rotary embedding and the cache write"

@@ -299,7 +299,7 @@ def test_an_answer_that_is_aborted_leaves_nothing_behind(folders: dict[str, Path
 
 
 @pytest.mark.parametrize("graphed", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_lives_of_rows_that_are_drafted_elsewhere(seed: int, graphed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder whose tokens hang on every slot that they see drafts for itself, so a stale key, table or token of the
     other side's is a wrong draft; runs are cancelled after as many tokens as the draw says. ``graphed``: the target is a

@@ -106,7 +106,7 @@ def test_adapters_are_asked_for_by_popularity_beside_the_base(
         all(len(each["runs"]) == 2 and each["of_base"] > 0 for each in found.values()) and found["base"]["of_base"] == 1
     )
     assert all(each["failed"] == 0 and 0 < each["ttft_p50"] <= each["ttft_p99"] for each in found.values())
-    assert "slots of rank 20" in capsys.readouterr().out
+    assert "of rank 20" in capsys.readouterr().out
     many = ("--num-adapters", "40", "--max-loras", "2", "--max-cpu-loras", "3", "--ranks", "2", "--request-rate", "200")
     (base, zipf) = figures(tmp_path, "lora", model, *ENGINE, *sizes, *many, "--popularity", "zipf")[
         "popularities"

@@ -17,7 +17,7 @@ from headrace.bench.driver import drive
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.bench.shape_advice import Finding, ShapeBench, advise
 from headrace.bench.steps import summarise_steps
-from headrace.commands.doctor import CARDS, _render_assumed, _render_memory, _render_shape, examine_card, found
+from headrace.commands.doctor import _render_assumed, _render_memory, _render_shape, examine_card, found
 from headrace.config import EngineConfig
 from headrace.cost.profile import DeviceProfile, Limits, save_profile
 from headrace.engine.assembly import create_engine
@@ -175,7 +175,7 @@ def test_a_broken_compiler_is_a_line_of_the_report(tmp_path: Path, monkeypatch: 
     assert f"{tmp_path}/cc ended with status 1: broken" in said and "torch twins run" in said
 
 
-@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("card", ["h200", "a100"])
 def test_a_card_that_is_assumed_says_who_would_compute_and_how_fast(card: str) -> None:
     report = examine_card(EngineConfig(), card)
     named = {name.removeprefix("kernel ") for name, _, _ in report["kernels"]}
@@ -184,7 +184,7 @@ def test_a_card_that_is_assumed_says_who_would_compute_and_how_fast(card: str) -
     assert "torch" not in attention, "nothing falls to a twin in silence where Triton serves"
     assert [rows for rows, *_ in report["steps"]] == [1, 8, 32, 128, 256]
     assert all(floor <= took for _, took, floor, _ in report["steps"])
-    assert card in CARDS and "Steps that decode" in _render_assumed(report)
+    assert "Steps that decode" in _render_assumed(report)
 
 
 @pytest.mark.parametrize("name", ["cpu", "tpu", "", "h200.json"])

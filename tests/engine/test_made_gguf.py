@@ -146,7 +146,9 @@ def written(files: TokenizerFiles, path: Path, config: dict[str, Any], rows: int
     return path
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["gpt-2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama-bpe", "qwen2"))]
+)
 def test_published_tokenizers_come_back(name: str, tmp_path: Path) -> None:
     folder = shared("data", "tokenizers", name)
     files = TokenizerFiles(

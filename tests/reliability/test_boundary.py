@@ -111,6 +111,7 @@ def test_nothing_that_leaves_tells_of_the_inside() -> None:
 
 def test_a_log_that_tells_prompts_is_noticed() -> None:
     defect = """
+        from headrace.server import limits
         decode = limits.decode_object
         limits.decode_object = lambda body, **named: print("got", body, file=sys.stderr, flush=True) or decode(body, **named)
     """
