@@ -231,6 +231,12 @@ def test_what_it_cannot_hold_stays_eager(monkeypatch: pytest.MonkeyPatch) -> Non
         run(made, plan)
 
 
+def test_shared_keys_are_read_once_only_where_that_saves_more_than_launches_take() -> None:
+    """As the simulation decides it, too: 64 requests of an 8B behind a prompt of 2,048 tokens, and of 8,192."""
+    shapes = PromptShapes(ShapeBounds(64, 8192, 2.2e8, 4096.0))
+    assert not shapes.reads_less(63 * 2048) and shapes.reads_less(63 * 8192)
+
+
 def test_a_step_beyond_the_largest_shape_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotDecoder, "least_shared", lambda self, rows: None)
     with executor() as (made, _, decoder, planner):
