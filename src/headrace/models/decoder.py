@@ -137,12 +137,13 @@ class Decoder(nn.Module):
         self.token_types = Embedding(tables["token_types"], context) if "token_types" in tables else None
         cos_sin = None if spec.rope is None else rotary_table(spec.rope, max_model_len, device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.embeds, self.answers = spec.embeds, spec.answers  # of a pipeline's stages, the first and the last
         held = spec.held_layers  # other stages' layers keep their numbers
         self.layers = nn.ModuleList(
             Block(spec, index, cos_sin, context) if index in held else nn.Identity() for index in range(spec.num_layers)
         )
         self.norm = _norm(spec, context)
-        self.head = _head(spec, context, self.embedding) if spec.answers else None
+        self.head = _head(spec, context, self.embedding) if self.answers else None
         self.pooler = None if spec.pooling is None else Pooler(spec, context)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
@@ -221,7 +222,7 @@ class Decoder(nn.Module):
             k, v = halves[group][place : place + 2] if self.spec.causal else (kv_caches[0], kv_caches[0])
             step = LayerStep(inputs.positions, inputs.attention[group], k, v, picked)
             block.forward(stream, step, following)
-        if not self.spec.answers:
+        if not self.answers:
             return stream.sum if stream.pending is None else stream.sum + stream.pending
         if wanted is not inputs.wanted:
             stream.sum = stream.sum[inputs.wanted]

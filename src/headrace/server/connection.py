@@ -131,17 +131,16 @@ class Connection(asyncio.Protocol):
             if self._drained > LINGER_BYTES:
                 self.abort()
             return
-        too_large = HeadersTooLarge(f"The headers are longer than {MAX_HEADER_BYTES} bytes; send fewer.")
         if "headers" in self._timers:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data:
-                self._refuse(too_large)
+                self._refuse(_too_large())
                 return
         self._progress = False
         self._parse(data)
         self._silent_bytes = 0 if self._progress else self._silent_bytes + len(data)
         if self._silent_bytes > 2 * MAX_HEADER_BYTES:
-            self._refuse(too_large)
+            self._refuse(_too_large())
 
     def _parse(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -335,9 +334,11 @@ class Connection(asyncio.Protocol):
     # --- refusals
 
     def _await_headers(self) -> None:
-        late = RequestTimeout(f"The headers did not arrive within {HEADER_SECONDS:.0f} s; send them at once.")
         self._header_bytes = 0
-        self._after("headers", HEADER_SECONDS, self._refuse, late)
+        self._after("headers", HEADER_SECONDS, self._refuse_late)
+
+    def _refuse_late(self) -> None:
+        self._refuse(RequestTimeout(f"The headers did not arrive within {HEADER_SECONDS:.0f} s; send them at once."))
 
     def _refuse(self, error: HeadraceError) -> None:
         self._stop("headers")
@@ -411,6 +412,10 @@ class Connections:
             await asyncio.sleep(0.01)
         for member in [*self._members, *self._turned_away]:
             member.abort()
+
+
+def _too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(f"The headers are longer than {MAX_HEADER_BYTES} bytes; send fewer.")
 
 
 def connection_limit(max_queue: int) -> int:

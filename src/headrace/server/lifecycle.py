@@ -240,9 +240,8 @@ class Lifecycle:
                 await asyncio.to_thread(self._service.model.learn_dialect, engine.tokenizer)
             self._service.attach(engine)
             self._ready(engine)
-            return await (
-                self._drain(engine) if await watch_engine(engine, self._signals) else self._end_without_engine(engine)
-            )
+            stopped = await asyncio.create_task(watch_engine(engine, self._signals))
+            return await (self._drain(engine) if stopped else self._end_without_engine(engine))
         finally:
             await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
 

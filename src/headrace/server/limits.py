@@ -590,14 +590,11 @@ class Bodies:
         self._of_keys[exchange.tenant] -= size
 
     async def _receive(self, exchange: Exchange) -> bytearray:
-        too_large = PayloadTooLarge(
-            f"The body is larger than {self.max_bytes} bytes; send less.", code="body_too_large"
-        )
         announced = int(exchange.header(b"content-length") or b"0")
         # A client that waits for 100 Continue has sent nothing yet; what is far too large is not even read to be thrown
         # away.
         if announced > self._most_dropped or (announced > self.max_bytes and exchange.header(b"expect") is not None):
-            raise too_large
+            raise self._too_large()
         body, received, more = bytearray(), 0, True
         deadline = time.perf_counter() + WHOLE_SECONDS
         while more:
@@ -612,12 +609,15 @@ class Bodies:
                 self._hold(exchange, len(piece))
                 body += piece
             elif received > self._most_dropped:
-                raise too_large
+                raise self._too_large()
         # A client that is still sending would not read an answer, so a body that is too large is dropped piece by piece
         # before.
         if received > self.max_bytes:
-            raise too_large
+            raise self._too_large()
         return body
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"The body is larger than {self.max_bytes} bytes; send less.", code="body_too_large")
 
     @property
     def _most_dropped(self) -> int:

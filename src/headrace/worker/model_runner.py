@@ -318,7 +318,7 @@ class ModelRunner:
         if packing is not None and plan.drafts and self._verify_drawn(step, packing):
             return
         compute, graph_tokens = (None, 0) if packing is None else self._prepared(step, packing)
-        if packing is None or self._decoder.spec.embeds:  # else it begins once it has what it goes on from
+        if packing is None or self._decoder.embeds:  # else it begins once it has what it goes on from
             self._begin(step)
         if compute is not None:
             step.packing, step.hidden, step.graph_tokens = packing, compute(), graph_tokens
@@ -414,7 +414,7 @@ class ModelRunner:
 
         def compute(_: Tensor | None) -> Tensor:
             hidden = graphs.hidden(bucket, count)
-            return hidden if self._decoder.spec.answers else hidden.clone()  # the next replay may be before it is sent
+            return hidden if self._decoder.answers else hidden.clone()  # the next replay may be before it is sent
 
         return self._through(self._pipe, step, partial(graphs.entry, bucket, count), compute)
 
@@ -424,11 +424,11 @@ class ModelRunner:
         """What one stage computes, from what comes to lie in ``entry``. What it waits for the one before is idle
         time."""
         begun = None
-        if not self._decoder.spec.embeds:
+        if not self._decoder.embeds:
             begun = pipe.receive(entry())
             self._begin(step)
         hidden = compute(begun)
-        if not self._decoder.spec.answers:
+        if not self._decoder.answers:
             pipe.send(hidden)
         return hidden
 
@@ -472,7 +472,7 @@ class ModelRunner:
         if self._decoder.pooler is not None:
             step.pooled = self._pool(plan, packing, hidden)
             return
-        if not self._decoder.spec.answers:
+        if not self._decoder.answers:
             self._await_tokens(step, packing)
             return
         if (tokens := self._drawn_behind(step, packing, hidden, masks)) is not None:
@@ -506,7 +506,7 @@ class ModelRunner:
     def _await_tokens(self, step: Step, packing: Packing) -> None:
         """The first stage goes on from them; those between have no use for them."""
         plan = step.plan
-        if self._decoder.spec.embeds and plan.sample_rows:
+        if self._decoder.embeds and plan.sample_rows:
             rows = np.asarray(plan.sample_rows, dtype=np.int32)
             self._awaited.append(_Awaited(step.number, rows, packing.position[packing.sampled(plan)] + 1))
 
