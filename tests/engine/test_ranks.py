@@ -36,6 +36,7 @@ WHOLE_FORMATS = (  # whose inputs' rounding, if any, does not depend on the spli
     "fp8-blocks", "modelopt-fp8", "compressed-w4a16", "compressed-nvfp4", "compressed-mxfp4", "gptq-4", "awq", "stacked",
 )  # fmt: skip
 SPARSE = ("qwen3-moe", "qwen3-moe-mixed", "mixtral")
+EVERY = (*adapters.LLAMA, "embed_tokens", "lm_head")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -335,13 +336,18 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(llama: str, overlap: int, r
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"),
+    ("family", "targets", "size", "stages"),
     [
-        ("llama", (*adapters.LLAMA, "embed_tokens", "lm_head")),
-        pytest.param("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), marks=pytest.mark.slow),
+        ("llama", EVERY, 2, 1),
+        ("llama", EVERY, 1, 2),
+        pytest.param("llama", EVERY, 2, 2, marks=pytest.mark.slow),
+        pytest.param("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), 2, 1, marks=pytest.mark.slow),
+        pytest.param("gemma2", ("q_proj", "o_proj", "down_proj", "embed_tokens"), 1, 2, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_answer_with_adapters_as_one_does(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
+def test_ranks_answer_with_adapters_as_one_does(
+    tmp_path: Path, family: str, targets: tuple[str, ...], size: int, stages: int
+) -> None:
     made = tiny.create(family, seed=3, vocab_size=319)
     made.save_pretrained(tmp_path / "base")
     modules = [
@@ -350,8 +356,9 @@ def test_ranks_answer_with_adapters_as_one_does(tmp_path: Path, family: str, tar
     ]
     asked = [LoRARequest("one"), None, LoRARequest("two")]
 
-    def answers(size: int) -> list[list[int]]:
-        with ranked(str(tmp_path / "base"), tensor_parallel_size=size, lora_modules=modules, max_loras=2) as llm:
+    def answers(size: int, stages: int) -> list[list[int]]:
+        ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+        with ranked(str(tmp_path / "base"), **ranks, lora_modules=modules, max_loras=2) as llm:
             found = [
                 llm.generate([[5, 9, 200, 31], [7, 8], list(range(20))], GREEDY, use_tqdm=False, lora_request=lora)
                 for lora in asked
@@ -359,8 +366,8 @@ def test_ranks_answer_with_adapters_as_one_does(tmp_path: Path, family: str, tar
             found.append(llm.generate([[5, 9, 200, 31]] * 3, GREEDY, use_tqdm=False, lora_request=asked))
         return [each.outputs[0].token_ids for some in found for each in some]
 
-    found = answers(2)
-    assert found == answers(1) and len({tuple(each) for each in found[9:]}) == 3
+    found = answers(size, stages)
+    assert found == answers(1, 1) and len({tuple(each) for each in found[9:]}) == 3
 
 
 @pytest.mark.parametrize(

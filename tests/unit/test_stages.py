@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config import AdapterConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.config import AdapterConfig, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.errors import ConfigError
+from headrace.lora.layout import create_layout, pack
 from headrace.parallel.stages import _bounds, split_layers, staged
 from headrace.sites import count_bytes, weights
-from headrace.spec import DecoderSpec, attention_groups
+from headrace.spec import DecoderSpec, attention_groups, kv_groups
 from tests.support.hash_engine import VOCAB, assert_at_rest, engine, expected, plans_of, request, run
 from tests.support.specs import SMALL
 
@@ -57,6 +58,32 @@ def test_stages_together_hold_everything_once() -> None:
         assert [len(layers) for part in parts for _, layers in attention_groups(part)] == [1, 3, 1]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("counts", [(1, 3, 1), (2, 2, 1)])
+def test_stages_set_aside_as_many_blocks_of_an_adapter(counts: tuple[int, ...], tied: bool) -> None:
+    """Whatever each holds of it; and its weights have a place on one stage each."""
+    whole = spec(5, tied_head=tied)
+    bounds = split_layers(whole, 3, counts)
+    for cache in (CacheConfig(), CacheConfig(unified_paging=False)):
+        made = []
+        for held in bounds:
+            mine = replace(whole, held=held)
+            found = create_layout(mine, AdapterConfig(enable_lora=True), cache, kv_groups(mine, 16, 4), 4, bounds)
+            assert found is not None
+            made.append(found)
+        assert len({(each.space, each.largest) for each in made}) == 1
+        sites = [
+            (name, part, 3, False)
+            for each in made
+            for name, at in each.by_name.items()
+            for part in range(len(at.parts))
+        ]
+        assert len({each[:2] for each in sites}) == len(sites)
+        some = sites[: len(sites) // 3]
+        (count,) = {each.count_blocks(some) for each in made}
+        assert count == max(pack(each.strips(some), each.block)[1] for each in made) < made[0].largest
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -64,10 +91,6 @@ def test_stages_together_hold_everything_once() -> None:
         ({"device": DeviceConfig(pipeline_parallel_size=2, pipeline_layers=(2, 2))}, "2 2, but 2 stages have 3 layers"),
         ({"device": DeviceConfig(pipeline_parallel_size=2, pipeline_layers=(3, 0))}, "3 0, but 2 stages"),
         ({"device": DeviceConfig(pipeline_parallel_size=2, pipeline_layers=(3,))}, "Give 2 numbers above 0"),
-        (
-            {"device": DeviceConfig(pipeline_parallel_size=2), "adapters": AdapterConfig(enable_lora=True)},
-            "adapters are not held in stages",
-        ),
         (
             {
                 "device": DeviceConfig(pipeline_parallel_size=2),

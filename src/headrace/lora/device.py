@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How adapters are read: of which model, for which slots, as what; of several ranks, what is one's of each
-    weight."""
+    """How adapters are read: of which model (all of it), for which slots, as what; of several ranks, what is one's of
+    each weight."""
 
     spec: DecoderSpec
     layout: Layout
@@ -74,7 +74,7 @@ class DeviceAdapters:
         except Exception as error:  # whatever is wrong with it, it is this adapter's failure
             _log.exception("adapter %s could not be read", name)
             return AdapterOutcome(name, f"adapter {name} could not be read: {type(error).__name__}: {error}")
-        return AdapterOutcome(name, blocks=len(self._held[name].image))
+        return AdapterOutcome(name, blocks=self._held[name].num_blocks)
 
     def bring(self, adapters: Iterable[tuple[int, str, tuple[int, ...]]]) -> bool:
         """Whether graphs of steps with adapters are not what they were."""

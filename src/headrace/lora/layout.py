@@ -13,13 +13,13 @@ are (cache/adapters.py), files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.config import AdapterConfig, CacheConfig
 from headrace.models.weight_rules import adapted_modules
 from headrace.sites import Role, Weight
-from headrace.spec import ADDRESS_UNIT, AdapterSpace, DecoderSpec, KVSpec
+from headrace.spec import ADDRESS_UNIT, AdapterSpace, DecoderSpec, KVSpec, attention_groups
 
 LEAST_CHUNK = 256  # elements: as wide as a kernel's tiles, which lie in one chunk
 _FLOAT_BYTES = 4  # of gains
@@ -77,7 +77,8 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """``block``, ``chunk``: elements, of ``element_bytes`` each; ``rank``: the largest; ``columns``: of the table, in
-    which ranks come first. ``space``: as the control plane sees it."""
+    which ranks come first. ``space``: as the control plane sees it. ``stages``: of a pipeline, what each holds of an
+    adapter, in blocks of its own size: all of them set aside as many as the one that needs most."""
 
     by_name: Mapping[str, Site]  # of the weight
     columns: int
@@ -87,6 +88,7 @@ class Layout:
     element_bytes: int
     space: AdapterSpace
     largest: int  # blocks that the largest adapter takes
+    stages: tuple[Layout, ...] = ()
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -107,10 +109,15 @@ class Layout:
         """Of all weights: as many ranks a slot has."""
         return sum(len(site.parts) for site in self.sites)
 
+    def count_blocks(self, modules: Collection[tuple[str, int, int, bool]]) -> int:
+        """That an adapter takes, whatever this stage holds of it."""
+        return max(pack(each.strips(modules), each.block)[1] for each in self.stages or (self,))
+
     def strips(self, modules: Iterable[tuple[str, int, int, bool]]) -> Iterator[Strip]:
-        """``modules``: weight, part, rank, and whether it has gains, of each."""
+        """``modules``: weight, part, rank, and whether it has gains, of each; those of other stages are left out."""
         for source, (name, part, rank, gained) in enumerate(modules):
-            site = self.by_name[name]
+            if (site := self.by_name.get(name)) is None:
+                continue
             lengths = {"a": site.ins, "b": site.parts[part], "gains": _floats(site.parts[part], self.element_bytes)}
             for kind, column, chunks in zip(lengths, (site.a, site.b, site.gains), site.chunks, strict=True):
                 rows, room = (2 * gained, 2) if kind == "gains" else (rank, self.rank)
@@ -135,20 +142,37 @@ def pack(strips: Iterable[Strip], block: int) -> tuple[list[Run], int]:
 
 
 def create_layout(
-    spec: DecoderSpec, config: AdapterConfig, cache: CacheConfig, kv: Sequence[KVSpec], element_bytes: int
+    spec: DecoderSpec,
+    config: AdapterConfig,
+    cache: CacheConfig,
+    kv: Sequence[KVSpec],
+    element_bytes: int,
+    stages: Sequence[tuple[int, int]] = (),
 ) -> Layout | None:
-    """None where no adapters are served. In blocks of the KV cache, unless these are too small, or that is off."""
+    """None where no adapters are served. In blocks of the KV cache, unless these are too small (on one stage), or that
+    is off. ``stages``: layers of each, where ``spec`` is one of a pipeline's."""
     if not config.enable_lora:
         return None
-    found = _block_elements(kv[0], element_bytes) if kv and cache.unified_paging else 0
-    block = found or _own_block(spec, element_bytes)
-    chunk = 1 << (block.bit_length() - 1)
-    sites, columns = _place(spec, config.max_lora_rank, chunk, element_bytes)
+    specs = [replace(spec, held=held) for held in stages] or [spec]
+    found = [0] * len(specs)
+    if kv and cache.unified_paging:
+        firsts = [attention_groups(each)[0][1] for each in specs]
+        found = [_block_elements(replace(kv[0], layers=layers), element_bytes) for layers in firsts]
+    blocks = found if all(found) else [_own_block(each, element_bytes) for each in specs]
     space = AdapterSpace(config.most_held, config.max_loras)
-    layout = Layout(sites, columns, block, chunk, config.max_lora_rank, element_bytes, space, 0)
-    whole = ((name, part, layout.rank, True) for name, site in sites.items() for part in range(len(site.parts)))
-    largest = pack(layout.strips(whole), block)[1]
-    return replace(layout, largest=largest, space=replace(space, blocks=0 if found else space.most * largest))
+    parts = [_lay_out(*each, config.max_lora_rank, element_bytes, space) for each in zip(specs, blocks, strict=True)]
+    largest = max(each.largest for each in parts)
+    space = replace(space, blocks=0 if all(found) else space.most * largest)
+    own = parts[specs.index(spec)]
+    return replace(own, largest=largest, space=space, stages=tuple(parts) if stages else ())
+
+
+def _lay_out(spec: DecoderSpec, block: int, rank: int, element_bytes: int, space: AdapterSpace) -> Layout:
+    chunk = 1 << (block.bit_length() - 1)
+    sites, columns = _place(spec, rank, chunk, element_bytes)
+    layout = Layout(sites, columns, block, chunk, rank, element_bytes, space, 0)
+    whole = [(name, part, rank, True) for name, site in sites.items() for part in range(len(site.parts))]
+    return replace(layout, largest=layout.count_blocks(whole))
 
 
 def _own_block(spec: DecoderSpec, element_bytes: int) -> int:
@@ -171,7 +195,8 @@ def _shapes(spec: DecoderSpec) -> Iterator[tuple[Weight, tuple[int, ...], int]]:
     for module in adapted_modules(spec):
         weight = module.weight
         if weight.role is Role.EMBEDDING:
-            yield weight, (weight.ins,), weight.outs
+            if spec.embeds:  # else it is a tied head's
+                yield weight, (weight.ins,), weight.outs
         elif weight.name not in seen:
             seen.add(weight.name)
             yield weight, weight.parts if module.part is not None else (weight.outs,), weight.ins

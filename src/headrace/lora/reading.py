@@ -39,13 +39,14 @@ class HostModule:
 class HostAdapter:
     """``image`` [blocks, elements]: a's rows, b's columns, scaled, and room for gains. ``columns`` of the slots' table
     get the address of unit ``units`` of block ``blocks``, each [n]. In one piece: pinning many small ones takes longer
-    than reading them."""
+    than reading them. ``num_blocks``: that it takes; a stage of a pipeline may fill fewer."""
 
     image: Tensor
     modules: tuple[HostModule, ...]
     columns: NDArray[np.int64]
     blocks: NDArray[np.int64]
     units: NDArray[np.int64]
+    num_blocks: int
 
     def row(self, layout: Layout, held: NDArray[np.int64]) -> NDArray[np.int32]:
         """Of the table [columns], once its blocks are those ``held``. -1: there is nothing."""
@@ -65,10 +66,13 @@ def read_factors(
     pinned: bool,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> HostAdapter:
-    """All of it, or what belongs to a rank's ``cuts`` of weights, by name. ``pinned``: where a device copies from it.
-    Raises ModelError for values that are no numbers."""
-    named = [(each.module.weight.name, each.module.part or 0, each.rank, each.magnitude) for each in adapter.factors]
-    runs, count = pack(layout.strips((*each[:3], each[3] is not None) for each in named), layout.block)
+    """What a layout has places for, or what of that belongs to a rank's ``cuts`` of weights, by name. ``pinned``: where
+    a device copies from it. Raises ModelError for values that are no numbers."""
+    named = [
+        (each.module.weight.name, each.module.part or 0, each.rank, each.magnitude is not None)
+        for each in adapter.factors
+    ]
+    runs, count = pack(layout.strips(named), layout.block)
     image = torch.zeros(count, layout.block, dtype=dtype, pin_memory=pinned)
     of_source: list[list[Run]] = [[] for _ in named]
     for run in runs:
@@ -77,6 +81,8 @@ def read_factors(
     try:
         with torch.inference_mode():
             for each, (name, part, rank, _), own in zip(adapter.factors, named, of_source, strict=True):
+                if not own:
+                    continue
                 a, b, magnitude = _read(files, each, cuts.get(name))
                 modules.append(HostModule(name, part, rank, magnitude))
                 for run in own:
@@ -85,8 +91,10 @@ def read_factors(
         files.close()
     if not _is_finite(image):  # what was read is
         raise ModelError(f"{adapter.folder}: some of its factors are too large for {dtype}. Use --dtype float32.")
-    columns, blocks, units = (np.concatenate(each) for each in zip(*map(_entries, runs), strict=True))
-    return HostAdapter(image, tuple(modules), columns, blocks, units)
+    nothing = np.zeros(0, dtype=np.int64)
+    entries = [(nothing,) * 3, *map(_entries, runs)]
+    columns, blocks, units = (np.concatenate(each) for each in zip(*entries, strict=True))
+    return HostAdapter(image, tuple(modules), columns, blocks, units, layout.count_blocks(named))
 
 
 def _fill(image: Tensor, run: Run, factors: Mapping[str, Tensor]) -> None:

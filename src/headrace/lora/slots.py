@@ -69,11 +69,11 @@ class AdapterSlots:
         graphs of steps with adapters are not what they were: it changes a weight that none before it did, or in a way
         that none did."""
         before, size = self.changed, self.layout.block
-        assert len(blocks) == len(adapter.image), f"{len(blocks)} blocks for {len(adapter.image)}"
+        assert len(blocks) == adapter.num_blocks, f"{len(blocks)} blocks for {adapter.num_blocks}"
         row = torch.from_numpy(adapter.row(self.layout, np.array(blocks, dtype=np.int64)))
         with torch.inference_mode():
             self._table[slot].copy_(row.pin_memory() if self._table.is_cuda else row, non_blocking=True)
-            for block, held in zip(blocks, adapter.image, strict=True):
+            for block, held in zip(blocks, adapter.image, strict=False):
                 self._pool[block * size : (block + 1) * size].copy_(held, non_blocking=True)
             for module in adapter.modules:
                 delta, layer = self._deltas[module.weight]

@@ -72,7 +72,6 @@ def _problems(spec: DecoderSpec, config: EngineConfig) -> list[str]:
     found = {
         "this model's prompts are pooled": spec.pooling is not None or not spec.causal,
         "drafts are not verified in stages": config.scheduler.speculative_config is not None,
-        "adapters are not held in stages": bool(config.adapters.enable_lora),
         "a cache in FP8 is not held in stages": config.cache.kv_cache_dtype.startswith("fp8"),
         "--enable-sleep-mode puts no stages to sleep": config.device.enable_sleep_mode,
     }

@@ -42,7 +42,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What a worker computes, on what and in what. ``config`` is resolved; ``decisions``: of these choices. ``kv``: how
-    the cache holds keys and values; None: in ``dtype``."""
+    the cache holds keys and values; None: in ``dtype``. ``stages``: layers of each, of a pipeline."""
 
     config: EngineConfig
     spec: DecoderSpec
@@ -52,6 +52,7 @@ class Setup:
     decisions: tuple[Decision, ...] = ()
     kv: KVFormat | None = None
     draft: DraftSetup | None = None
+    stages: tuple[tuple[int, int], ...] = ()
 
     @property
     def on_cpu(self) -> bool:
@@ -139,8 +140,8 @@ class Setup:
     @property
     def adapter_layout(self) -> Layout | None:
         """None: no adapters are served."""
-        config = self.config
-        return create_layout(self.spec, config.adapters, config.cache, self.target_kv_specs, self.dtype.itemsize)
+        config, kv = self.config, self.target_kv_specs
+        return create_layout(self.spec, config.adapters, config.cache, kv, self.dtype.itemsize, self.stages)
 
     @property
     def block_sizes(self) -> list[int]:

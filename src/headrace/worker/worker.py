@@ -54,7 +54,7 @@ from headrace.parallel.group import Group
 from headrace.parallel.pipeline import Pipe
 from headrace.parallel.placement import check_agreed, explained, held_experts
 from headrace.parallel.shares import Cut, cuts, share
-from headrace.parallel.stages import staged
+from headrace.parallel.stages import split_layers, staged
 from headrace.processes.builders import Builders
 from headrace.quant import lossless
 from headrace.sites import is_plain, weights
@@ -174,7 +174,8 @@ class Worker:
         self._pipe = pipe
         if pipe is not None:
             ranks = config.device.tensor_parallel_size
-            setup = replace(setup, spec=staged(setup.spec, config, pipe.stage * ranks))
+            bounds = split_layers(setup.spec, pipe.stages, config.device.pipeline_layers)
+            setup = replace(setup, spec=staged(setup.spec, config, pipe.stage * ranks), stages=tuple(bounds))
         self._whole = setup.spec
         if group is not None:
             experts = held_experts(self._whole, config.device, group.rank)
@@ -357,7 +358,8 @@ class Worker:
         if layout is None:
             return None
         slots = AdapterSlots(self._decoder, layout, LayerContext(setup.dtype, setup.device, self._kernels))
-        return DeviceAdapters(slots, Reading(self._whole, layout, setup.dtype, pinned=self._cuda, cuts=self._cuts))
+        model = replace(self._whole, held=None)
+        return DeviceAdapters(slots, Reading(model, layout, setup.dtype, pinned=self._cuda, cuts=self._cuts))
 
     def _fill(self, decoder: Decoder, source: ModelSource, spec: DecoderSpec) -> None:
         shared = self._cuts if decoder is self._decoder else {}  # a draft model every rank has whole
