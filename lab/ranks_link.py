@@ -143,10 +143,19 @@ def _timed(call: Callable[[], object], kind: str, calls: int) -> list[float]:
 
 
 def rank(number: str, size: str, folder: str, id: str) -> int:
-    from headrace.parallel.device import create_group
+    import torch.distributed
+
+    from headrace.parallel.group import GlooGroup, Group
+    from headrace.parallel.nccl import NCCLGroup
 
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-    group = create_group(folder, bytes.fromhex(id), int(number), int(size))
+    group: Group
+    if id:
+        group = NCCLGroup(bytes.fromhex(id), int(number), int(size), one_shot=True)
+    else:
+        distributed: Any = torch.distributed
+        store = distributed.FileStore(f"{folder}/meeting", int(size))
+        group = GlooGroup(store, "127.0.0.1", int(number), int(size))
     if number == "0":
         say(f"{size} ranks: {group.account}")
     for each in _sums(group, "cuda" if id else "cpu"):

@@ -29,7 +29,7 @@ def test_each_link_has_one_sender_and_one_receiver(monkeypatch: pytest.MonkeyPat
     pipes = []
     for rank in range(size * stages):
         pipes.append(nccl.NCCLPipe(ids[stages:], rank, size * stages, stages))
-    assert all(pipe._all == ids[-1] for pipe in pipes) and [pipe.stage for pipe in pipes[::size]] == list(range(stages))
+    assert all(pipe.all == ids[-1] for pipe in pipes) and [pipe.stage for pipe in pipes[::size]] == list(range(stages))
     ends: dict[bytes, dict[int, int]] = {}
     for number, links in opened.items():
         assert [id for id, _ in links] == sorted(id for id, _ in links)  # or two ranks might wait for each other

@@ -8,15 +8,15 @@ Each rank's process sees one GPU alone (CUDA_VISIBLE_DEVICES), so that nothing i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
-from headrace.parallel.group import GlooGroup, Group
-from headrace.parallel.nccl import NCCLGroup, NCCLPipe
+from headrace.parallel import frames
+from headrace.parallel.group import GlooGroup, Group, check_members
+from headrace.parallel.nccl import NCCLGroup, NCCLPipe, use_interface
 from headrace.parallel.pipeline import GlooPipe, Pipe
 from headrace.parallel.ranks import device_of
 
@@ -29,34 +29,33 @@ def device_here(kind: str) -> str:
     return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
 
 
-def create_group(folder: str, id: bytes, rank: int, size: int, *, one_shot: bool = True, onto: bool = True) -> Group:
-    """``folder``, ``id``: where ranks meet on CPUs, or on GPUs. ``one_shot``, ``onto``: see NCCLGroup."""
-    return NCCLGroup(id, rank, size, one_shot=one_shot, onto=onto) if id else GlooGroup(Path(folder), rank, size)
-
-
 def count_ids(config: DeviceConfig) -> int:
     stages = config.pipeline_parallel_size
     return stages if stages == 1 else stages + config.num_ranks + 1
 
 
-def meet(folder: str, ids: Sequence[bytes], rank: int, config: DeviceConfig) -> tuple[Group | None, Pipe | None]:
+def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> tuple[Group | None, Pipe | None]:
     """What rank ``rank`` has in common with the others of its stage, and with the other stages; None where there are
-    none. ``ids``: on GPUs, as ``count_ids`` counts them: of each stage's group, then those of the pipe (nccl.py)."""
-    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    stage, place = divmod(rank, size)
+    none. ``store``: through which CPUs find each other."""
+    size, stages, ids = config.tensor_parallel_size, config.pipeline_parallel_size, place.ids
+    stage, at = divmod(rank, size)
+    address, name = place.addresses[rank], f"stage-{stage}"
     pipe: Pipe | None = None
     group: Group | None = None
+    if ids:
+        use_interface(address)
     if stages > 1 and ids:
         pipe = NCCLPipe(ids[stages:], rank, size * stages, stages)
     elif stages > 1:
-        pipe = GlooPipe(Path(folder), rank, size * stages, stages)
+        pipe = GlooPipe(store, address, rank, size * stages, stages)
     if size > 1 and ids:
-        switches = {"one_shot": config.one_shot_sums, "onto": config.fused_sums}
-        group = create_group("", ids[stage], place, size, **switches)
+        near = len(set(place.addresses[stage * size : (stage + 1) * size])) == 1
+        group = NCCLGroup(ids[stage], at, size, one_shot=config.one_shot_sums and near, onto=config.fused_sums)
     elif size > 1:
-        group = GlooGroup(Path(folder), place, size, f"stage-{stage}")
-    if pipe is not None:
-        pipe.least(0)  # once all are there, the folder may go
+        group = GlooGroup(store, address, at, size, name)
+    for each, called in ((None if pipe is None else pipe.all, "all stages"), (group, name)):
+        if each is not None:
+            check_members(each, called, place.key, "cuda" if ids else "cpu")
     return group, pipe
 
 

@@ -53,6 +53,7 @@ class First:
         self._sock = sock
         self._lock = threading.Lock()
         self._orders = Unpacker(frames.Order)
+        self._store: dict[str, bytes] = {}
         self.meetings: Callable[[], int] = lambda: 0
 
     def tell(self, report: frames.Report) -> None:
@@ -75,6 +76,17 @@ class First:
     def hear(self, kind: type[Message]) -> Message:
         """What comes next, which is of this kind."""
         return receive(self._sock, kind)
+
+    def put(self, name: str, value: bytes) -> None:
+        self._store[name] = value
+        self.tell(frames.Put(name, value))
+
+    def get(self, name: str) -> bytes:
+        """Once it has come."""
+        while name not in self._store:
+            come = self.hear(frames.Put)
+            self._store[come.name] = come.value
+        return self._store[name]
 
     def follow(self, obey: Callable[[Any], None]) -> None:
         """Until there is nobody to follow, or ``obey`` raises."""
@@ -102,6 +114,7 @@ class Follower:
         self._adapters: set[str] = set()  # that are there
         executor.on_failure = self._tell_failure
         self._does: dict[type, Callable[[Any], object]] = {
+            frames.Put: lambda _: None,  # of other groups
             frames.Submit: self._submit,
             frames.Sample: self._sample,
             frames.Collect: self._collect,
@@ -191,6 +204,7 @@ def _start(first: First, mark: str) -> Follower:
         with no_collections():
             from headrace.engine.resolve import find_source
             from headrace.parallel.device import device_here, meet
+            from headrace.parallel.group import Store
             from headrace.worker.executor import DeviceExecutor
             from headrace.worker.worker import create_executor
 
@@ -198,7 +212,7 @@ def _start(first: First, mark: str) -> Follower:
         config, device = launch.config, launch.config.device
         first.tell(frames.Here(device_here(device.device)))
         place = first.hear(frames.Meet)
-        group, pipe = meet(place.folder, place.ids, launch.rank, device)
+        group, pipe = meet(place, launch.rank, device, Store(first.put, first.get))
         first.meetings = partial(meetings_of, group, pipe)
         executor, _ = create_executor(config, find_source(config), head_start, group=group, pipe=pipe)
         assert isinstance(executor, DeviceExecutor)

@@ -38,10 +38,19 @@ class Launch(Frame):
 
 
 class Meet(Frame):
-    """``folder``: of CPUs. ``ids``: NCCL's of groups (device.py)."""
+    """``ids``: NCCL's of groups (device.py); none for CPUs. ``addresses``: of each rank, on the interface that they meet
+    over. ``key``: by which members of a group know each other."""
 
-    folder: str
     ids: tuple[bytes, ...]
+    addresses: tuple[str, ...]
+    key: bytes
+
+
+class Put(Frame):
+    """What a rank has set in the store by which CPUs find each other; sent on to all."""
+
+    name: str
+    value: bytes
 
 
 class Submit(Frame):
@@ -84,7 +93,7 @@ class Close(Frame):
     pass
 
 
-Order = Submit | Sample | Collect | Recover | Prepare | Control | Close
+Order = Put | Submit | Sample | Collect | Recover | Prepare | Control | Close
 
 
 class Here(Frame):
@@ -128,7 +137,7 @@ class Failed(Frame):
     message: str
 
 
-Report = Here | Ready | Beat | StepBroke | Result | Recovered | Failed
+Report = Here | Put | Ready | Beat | StepBroke | Result | Recovered | Failed
 
 
 class PlanPacker:

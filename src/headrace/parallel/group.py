@@ -1,7 +1,7 @@
 """The ranks of one model as layers see them, and how they meet on CPUs.
 
-What lives here: the protocol, its implementation over torch's gloo. What may not: who holds what (shares.py),
-processes, a GPU's (nccl.py).
+What lives here: the protocol, its implementation over torch's gloo, how members find each other and are checked. What
+may not: who holds what (shares.py), processes, a GPU's (nccl.py).
 
 Every rank calls the same operations in the same order: they follow from the step's plan and the model alone.
 """
@@ -9,21 +9,23 @@ Every rank calls the same operations in the same order: they follow from the ste
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from headrace.errors import EngineDead
 from headrace.kernels.sums.reference import Onto, onto
 
 _dist: Any = torch.distributed  # its types leave out most of what is used here
 
 _PATIENCE = timedelta(seconds=600)  # whoever watches the ranks ends a wait that is in vain much sooner
 
-_MEETING = timedelta(seconds=15)  # all are there already
+_PROOF_BYTES = 16
 
 
 class Group(Protocol):
@@ -62,20 +64,48 @@ def side_by_side(parts: Tensor, width: int) -> Tensor:  # [ranks, n, part] → [
     return torch.cat([part[:, : width - rank * size] for rank, part in enumerate(parts.unbind(0))], dim=1)
 
 
+def check_members(group: Group, name: str, key: bytes, device: str) -> None:
+    """Raises EngineDead unless all members have this key. Whoever else reaches a port of gloo's or NCCL's while ranks
+    connect may have taken the place of one."""
+    proofs = [
+        blake2b(f"{name} {rank}".encode(), key=key, digest_size=_PROOF_BYTES).digest() for rank in range(group.size)
+    ]
+    mine = torch.frombuffer(bytearray(proofs[group.rank]), dtype=torch.uint8).to(device)[None]
+    found = group.all_gather(mine, _PROOF_BYTES * group.size)
+    if bytes(found.flatten().tolist()) != b"".join(proofs):
+        raise EngineDead(f"ranks of {name} met somebody who is no rank of theirs; see who reaches their network.")
+
+
+class Store(_dist.Store):  # type: ignore[misc]
+    """What gloo finds members by: each says its address under a name of its own, and waits for the others'."""
+
+    def __init__(self, put: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> None:
+        """``get`` waits."""
+        super().__init__()
+        self._put, self._get = put, get
+
+    def set(self, key: str, value: bytes) -> None:
+        self._put(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._get(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._get(key)
+
+
 class GlooGroup:
-    """Over loopback; ranks find each other by a file in a folder that nobody else may read."""
+    """``address``: of the interface that it uses. ``store``: as torch has them."""
 
     account = "gloo"
 
-    def __init__(self, folder: Path, rank: int, size: int, name: str = "meeting") -> None:
+    def __init__(self, store: Any, address: str, rank: int, size: int, name: str = "meeting") -> None:
         self.rank, self.size, self.meetings = rank, size, 0
         options = _dist.ProcessGroupGloo._Options()
-        options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = _PATIENCE
-        store = _dist.FileStore(str(folder / name), size)
-        store.set_timeout(_MEETING)
-        self._group = _dist.ProcessGroupGloo(store, rank, size, options)
-        self.least(0)  # once all are there, the folder may go
+        self._group = _dist.ProcessGroupGloo(_dist.PrefixStore(name, store), rank, size, options)
 
     @property
     def exchange(self) -> Any:

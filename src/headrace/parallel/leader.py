@@ -10,9 +10,9 @@ sent back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from secrets import token_bytes
 from typing import Any
 
 from headrace.clock import RealClock
@@ -24,13 +24,12 @@ from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource
 from headrace.parallel import frames
 from headrace.parallel.device import check_devices, count_ids, device_here, meet
-from headrace.parallel.group import Group
-from headrace.parallel.nccl import create_id
+from headrace.parallel.group import Group, Store
+from headrace.parallel.nccl import create_id, use_interface
 from headrace.parallel.pipeline import Pipe
 from headrace.parallel.ranks import Ranks, meetings_of
 from headrace.parallel.stages import split_layers
 from headrace.processes.messages import pack
-from headrace.processes.scratch import Scratch
 from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.head_start import HeadStart, Stages
@@ -98,11 +97,13 @@ def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> tuple[Group | None, 
         raise ConfigError(
             f"Ranks need {size} equal devices, but the first is {here} and another {mixed[0]}. Use equal ones."
         )
-    with ExitStack() as stack:
-        folder = str(stack.enter_context(Scratch())) if kind == "cpu" else ""
-        ids = () if kind == "cpu" else tuple(create_id() for _ in range(count_ids(config.device)))
-        ranks.tell(pack(frames.Meet(folder, ids)))
-        return meet(folder, ids, 0, config.device)
+    ids: tuple[bytes, ...] = ()
+    if kind != "cpu":
+        use_interface(ranks.addresses[0])
+        ids = tuple(create_id() for _ in range(count_ids(config.device)))
+    place = frames.Meet(ids, ranks.addresses, token_bytes(32))
+    ranks.tell(pack(place))
+    return meet(place, 0, config.device, Store(ranks.put, ranks.get))
 
 
 class RankedExecutor:

@@ -3,16 +3,20 @@
 What lives here: the few functions of NCCL's C interface that are needed (its user guide, 2.x). What may not: processes,
 choosing devices.
 
-The ranks' bootstrap connects over loopback alone, to whom this group's id is known; the id travels over the ranks' own
-sockets.
+The ranks' bootstrap connects over loopback alone, or over the interface that joins their hosts, to whom this group's id
+is known; the id travels over the ranks' own sockets.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
+import socket
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,6 +42,7 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 _SUM, _MIN = 0, 3
+_SIOCGIFADDR = 0x8915  # of netdevice(7): an interface's IPv4 address
 
 
 class _Id(ctypes.Structure):
@@ -46,7 +51,7 @@ class _Id(ctypes.Structure):
 
 def _library() -> Any:
     """The one that torch has loaded."""
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # read when the first group is made
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # read when the first group is made
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast asks more of a host than peers do
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # a capture needs no other rank
     try:
@@ -64,6 +69,26 @@ def _library() -> Any:
         passing.argtypes = [pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer]
     library.ncclCommAbort.argtypes = [pointer]
     return library
+
+
+def use_interface(address: str) -> None:
+    """Groups that this process makes from now on connect over the interface with this address, and no other."""
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"  # =: this very name, no prefix
+
+
+def interface_of(address: str) -> str:
+    """Raises ConfigError for an address that no interface of this host has."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                facts = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(facts[20:24]) == address:
+                    return name
+    raise ConfigError(
+        f"No network interface of this host has the address {address}. Give an IPv4 address that one has."
+    )
 
 
 def create_id() -> bytes:
@@ -222,7 +247,7 @@ class NCCLPipe:
                 self._out[name] = NCCLLink(id, 0)
             elif self.stage == (at + 1) % stages:
                 self._in[name] = NCCLLink(id, 1)
-        self._all = NCCLGroup(ids[-1], rank, size, one_shot=False)
+        self.all = NCCLGroup(ids[-1], rank, size, one_shot=False)
         self.meetings = 0
 
     def send(self, hidden: Tensor) -> None:
@@ -240,9 +265,9 @@ class NCCLPipe:
         return self._in["tokens"].receive(picked)
 
     def least(self, value: int) -> int:
-        return self._all.least(value)
+        return self.all.least(value)
 
     def abort(self) -> None:
         for link in (*self._out.values(), *self._in.values()):
             link.abort()
-        self._all.abort()
+        self.all.abort()

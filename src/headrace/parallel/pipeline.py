@@ -12,7 +12,6 @@ speaks to the rank at its own place.
 from __future__ import annotations
 
 from collections import deque
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +27,7 @@ class Pipe(Protocol):
     stages: int
     account: str  # how they meet, for people
     meetings: int  # so far: what has been sent and received
+    all: Any  # a Group of all ranks of all stages
 
     def send(self, hidden: Tensor) -> None:  # [tokens, hidden]
         """To the next stage."""
@@ -51,15 +51,15 @@ class Pipe(Protocol):
 
 
 class GlooPipe:
-    """Over loopback."""
+    """Arguments as GlooGroup has them. ``all``: the group of all ranks."""
 
     account = "gloo"
 
-    def __init__(self, folder: Path, rank: int, size: int, stages: int) -> None:
-        self._all, self._width = GlooGroup(folder, rank, size), size // stages
+    def __init__(self, store: Any, address: str, rank: int, size: int, stages: int) -> None:
+        self.all, self._width = GlooGroup(store, address, rank, size), size // stages
         self.stage, self.stages = rank // self._width, stages
         self._rank, self._first = rank, rank % self._width
-        self._group: Any = self._all.exchange
+        self._group: Any = self.all.exchange
         self.meetings = 0
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
@@ -89,7 +89,7 @@ class GlooPipe:
             self._sent.popleft()[0].wait()
 
     def least(self, value: int) -> int:
-        return self._all.least(value)
+        return self.all.least(value)
 
     def abort(self) -> None:
-        self._all.abort()
+        self.all.abort()

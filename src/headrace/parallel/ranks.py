@@ -46,6 +46,7 @@ ALONE_SECONDS = 1.5  # within which a step that failed on one rank has failed on
 AGREE_SECONDS = 4.0  # for all to be where the first is, after a step that failed
 LAST_WORDS_SECONDS = 1.5  # for whoever waits to say it himself
 END_SECONDS = 5.0
+MEETING_SECONDS = 15.0  # all are there already
 _RECEIVED = 2**16
 
 
@@ -54,6 +55,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     sock: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of sending
     reports: Unpacker = field(default_factory=lambda: Unpacker(frames.Report))
     said: list[frames.Report] = field(default_factory=list)  # and not asked for yet
     silent: int = 0  # looks
@@ -102,6 +104,7 @@ class Ranks:
         self._step: tuple[str, Callable[[], int]] | None = None  # that the first rank is in
         self._stalled = 0  # looks
         self._met: tuple[int, ...] = ()
+        self._store: dict[str, bytes] = {}
         self._results: dict[int, StepResult] = {}  # of steps, from the last stage, and not asked for yet
         self.abort: Callable[[], None] = lambda: None
         self._ranks = [self._begin(number, mark) for number in range(1, count + 1)]
@@ -131,7 +134,8 @@ class Ranks:
     def _send(self, rank: _Rank, message: bytes) -> None:
         self.check()
         try:
-            rank.sock.sendall(message)
+            with rank.lock:
+                rank.sock.sendall(message)
         except OSError:  # its end is heard, too
             self.settle()
             self.check()
@@ -159,6 +163,26 @@ class Ranks:
                 self._changed.wait(1.0)
             self.check()
             return self._results.pop(step_id)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of all ranks, on the interface over which they meet."""
+        return ("127.0.0.1",) * (len(self._ranks) + 1)
+
+    def put(self, name: str, value: bytes) -> None:
+        """In the store by which all find each other."""
+        with self._changed:
+            self._store[name] = value
+            self._changed.notify_all()
+        self.tell(pack(frames.Put(name, value)))
+
+    def get(self, name: str) -> bytes:
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None or name in self._store, MEETING_SECONDS)
+            self.check()
+            if name not in self._store:
+                raise EngineDead(f"ranks have not met within {MEETING_SECONDS:g} s; see `headrace doctor`.")
+            return self._store[name]
 
     @contextmanager
     def watched(self, step: str, meetings: Callable[[], int]) -> Iterator[None]:
@@ -244,6 +268,9 @@ class Ranks:
             with self._changed:
                 self._results[report.result.step_id] = report.result
                 self._changed.notify_all()
+        elif isinstance(report, frames.Put):
+            with suppress(HeadraceError):  # of one that is lost; it is heard elsewhere
+                self.put(report.name, report.value)
         elif isinstance(report, frames.StepBroke):
             _later(ALONE_SECONDS, self._judge, rank, report)
         elif isinstance(report, frames.Beat):
