@@ -348,6 +348,21 @@ class DeviceConfig:
         "replica of a request: prefix weighs what is cached against what waits there; load looks at what waits; turns takes each in turn",
         choices=("prefix", "load", "turns"),
     )
+    distributed_executor_backend: str = option(
+        "mp", "who starts the processes of several devices: mp, this host and those of --nnodes, or ray, a Ray cluster (see docs/ranks.md)",
+        choices=("mp",),
+    )  # fmt: skip
+    nnodes: int = option(
+        1, "number of hosts (nodes) that the devices are spread over, on each of which the same command runs", minimum=1
+    )
+    node_rank: int = option(
+        0, "which of the --nnodes hosts this is; 0 has the engine and the server, others end with it", minimum=0
+    )
+    master_addr: str = option("127.0.0.1", "address of node 0, on the network that joins the nodes", metavar="HOST")
+    master_port: int = option(29501, "port at which node 0 waits for the others", minimum=1)
+    node_secret_file: str | None = option(
+        None, "file with the secret that all nodes share (or HEADRACE_NODE_SECRET)", metavar="FILE"
+    )
     overlap: int | None = option(
         None,
         "steps in flight beyond the one being collected (0, 1 or 2); default: chosen by device",
@@ -440,11 +455,45 @@ class DeviceConfig:
                 f"--tensor-parallel-size is {self.tensor_parallel_size}, but --batch-invariant holds for sums of up to 2 ranks; "
                 "leave one of them out."
             )
+        self._check_nodes()
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1 and self.executor == "keyed-hash":
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}, but keyed-hash computes no model; leave one of them out."
                 )
+
+    def _check_nodes(self) -> None:
+        nodes = f"nnodes is {self.nnodes}"
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"node_rank is {self.node_rank}, but {nodes}; nodes count from 0.")
+        if self.master_port > 65535:
+            raise ConfigError(f"master_port is {self.master_port}; give 1 to 65535.")
+        if self.nnodes == 1:
+            return
+        if self.num_ranks % self.nnodes:
+            raise ConfigError(
+                f"{nodes}, but tensor_parallel_size times pipeline_parallel_size is {self.num_ranks}; give each node equally many devices."
+            )
+        if self.distributed_executor_backend == "ray":
+            raise ConfigError(
+                f"{nodes}, but Ray knows its nodes itself; leave it out, or distributed_executor_backend."
+            )
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"{nodes}, but data_parallel_size is {self.data_parallel_size}; start a server on each host instead, or take Ray."
+            )
+        if self.enable_sleep_mode:
+            raise ConfigError(f"{nodes}, but enable_sleep_mode is for one host; leave one of them out.")
+
+    @property
+    def ranks_here(self) -> int:
+        """Of one replica, on each host; with Ray, this process's own."""
+        return 1 if self.distributed_executor_backend == "ray" else self.num_ranks // self.nnodes
+
+    @property
+    def devices_here(self) -> int:
+        """Of all replicas; with Ray it is not known where they are."""
+        return self.num_devices // self.nnodes
 
     @property
     def num_ranks(self) -> int:

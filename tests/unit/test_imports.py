@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {"flags", "commands"},
     "commands": {"flags", "server", "engine", "bench", "planner", "worker", "models", "kernels", "quantize"},
+    "commands.serve": {"flags", "server", "engine", "parallel.node"},
     "commands.completion": {"cli", "flags"},  # all commands' parsers
     "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant", "planner.workload"},
     "bench.experts": {"engine", "worker", "quantize.texts", "parallel.placement", "parallel.balance"},
@@ -100,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel.stages",
     },
     "parallel": {"engine.executor", "engine.resolve", "worker", "models", "kernels.build", "kernels.sums"},
+    "parallel.node": {"engine.resolve"},
     "parallel.balance": set(),
     "parallel.placement": {"parallel.balance"},
     "parallel.shares": set(),

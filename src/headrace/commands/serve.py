@@ -29,6 +29,10 @@ def run(args: argparse.Namespace) -> int:
         if args.models is not None:
             return _serve_models(args, began)
         engine, server = engine_config(args), server_config(args)
+        if engine.device.node_rank:
+            from headrace.parallel.node import serve_node
+
+            return serve_node(engine, server)
         return _serve(engine, server, began)
     except ConfigError as error:
         print(f"headrace: {' '.join(error.message.split())}", file=sys.stderr)
@@ -53,6 +57,8 @@ def _serve_models(args: argparse.Namespace, began: float) -> int:
         raise ConfigError(
             f"MODEL is {args.model_argument!r}, but --models FILE says which models are served; give one of them."
         )
+    if engine_config(args).device.nnodes > 1:
+        raise ConfigError("--models serves on one host; leave out --nnodes.")
     server = server_config(args)
     members = read_models(Path(args.models), args, server)
     return run_members(members, server, __version__, AsyncLLM.start, began=began)

@@ -233,7 +233,7 @@ def _begin_ranks(
     """One rank alone loads none of this."""
     from headrace.parallel.ranks import begin_ranks
 
-    return begin_ranks(config, spec_from_config(source.config), str(mark or ""), lost)
+    return begin_ranks(config, spec_from_config(source.config), source.fingerprint, str(mark or ""), lost)
 
 
 def _load(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,17 @@ class ModelSource:
     def revision(self) -> str:
         """Identifies the weight files: changes when one of them does. (In a hub's cache, their names are hashes of
         their content.)"""
+        return " ".join(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in self._weight_files())
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where another host has the same config, and weight files of the same names and sizes."""
+        files = [(file.name, file.stat().st_size) for file in self._weight_files()]
+        return sha256(repr((self.config, files)).encode()).hexdigest()[:16]
+
+    def _weight_files(self) -> list[Path]:
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
-        return " ".join(f"{each.resolve().name} {each.stat().st_size} {each.stat().st_mtime_ns}" for each in files)
+        return [each.resolve() for each in files]
 
     @property
     def pooling(self) -> Mapping[str, Any] | None:

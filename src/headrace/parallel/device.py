@@ -62,11 +62,11 @@ def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> tup
 def check_devices(config: DeviceConfig, needed: int) -> None:
     """Raises ConfigError where there are fewer GPUs than are needed: those of one replica, or of all."""
     count, kinds = torch.cuda.device_count(), ("tensor", "pipeline", "data")
-    sizes = {name: getattr(config, f"{name}_parallel_size") for name in kinds[: 2 if needed == config.num_ranks else 3]}
+    sizes = {name: getattr(config, f"{name}_parallel_size") for name in kinds[: 2 if needed <= config.num_ranks else 3]}
     if count < needed:
         flags = " times ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(
-            f"{flags} is {needed} devices, but {count} GPU{'s are' if count != 1 else ' is'} visible here. "
+            f"{flags} is {needed} devices{' on each node' * (config.nnodes > 1)}, but {count} GPU{'s are' if count != 1 else ' is'} visible here. "
             f"Give at most {count}, or make more visible (CUDA_VISIBLE_DEVICES)."
         )
 
@@ -74,6 +74,8 @@ def check_devices(config: DeviceConfig, needed: int) -> None:
 def take_gpus(config: DeviceConfig, replica: int) -> None:
     """From now on this process and its children see the GPUs of one replica alone. Raises ConfigError where there are
     too few of them for all. Must come before anything looks for a GPU."""
+    if config.distributed_executor_backend == "ray":
+        return  # which knows whose they are
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.device_count()):
         return
     check_devices(config, config.num_devices)

@@ -25,11 +25,12 @@ from headrace.engine.executor import Ticket
 from headrace.errors import HeadraceError, ModelError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.parallel import frames
-from headrace.parallel.ranks import meetings_of
+from headrace.parallel.ranks import KEY_VARIABLE, meetings_of
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import freeze_start, no_collections
 from headrace.processes.messages import BadFrame, Message, Unpacker, pack, receive
+from headrace.processes.seal import Seal
 from headrace.request import TokenMasks
 
 if TYPE_CHECKING:
@@ -47,12 +48,13 @@ class FirstGone(Exception):
 
 
 class First:
-    """The first rank, at the other end of the socket."""
+    """The first rank, at the other end of the socket. ``seal``: where a network is in between."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, seal: Seal | None = None) -> None:
+        self._sock, self._seal = sock, seal
         self._lock = threading.Lock()
-        self._orders = Unpacker(frames.Order)
+        self._opened = bytes if seal is None else seal.opened
+        self._orders = Unpacker(frames.Order, opened=self._opened)
         self._store: dict[str, bytes] = {}
         self.meetings: Callable[[], int] = lambda: 0
 
@@ -60,7 +62,8 @@ class First:
         """From any thread."""
         try:
             with self._lock:
-                self._sock.sendall(pack(report))
+                message = pack(report)
+                self._sock.sendall(message if self._seal is None else self._seal.sealed(message))
         except OSError:
             raise FirstGone from None
 
@@ -75,7 +78,7 @@ class First:
 
     def hear(self, kind: type[Message]) -> Message:
         """What comes next, which is of this kind."""
-        return receive(self._sock, kind)
+        return receive(self._sock, kind, self._opened)
 
     def put(self, name: str, value: bytes) -> None:
         self._store[name] = value
@@ -99,7 +102,7 @@ class First:
         """Nothing where the first one is gone: killed before it had read all that was told, it leaves a reset."""
         try:
             return self._sock.recv(_RECEIVED)
-        except ConnectionError:
+        except OSError:
             return b""
 
 
@@ -225,7 +228,8 @@ def main() -> None:
     ignore_terminal()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_child()
-    first = First(parent_socket())
+    key = os.environ.pop(KEY_VARIABLE, "")
+    first = First(parent_socket(), Seal(bytes.fromhex(key), first=False, count=1) if key else None)
     try:
         begin = first.hear(frames.Begin)
         threading.Thread(target=first.beat_forever, daemon=True, name="pulse").start()

@@ -6,7 +6,8 @@ does.
 Start: a rank's standard input is a socket to the first one's process, whose first message is a Begin: it imports what a
 rank needs, as the first one does meanwhile. With its Launch it says Here when it has a device, is told where to Meet,
 loads together with the others, and says Ready. From then on every call of the first rank's executor comes as a message,
-in order. Beats come all the while. No socket has a name: nobody else can come in.
+in order. Beats come all the while. No socket of one host has a name: nobody else can come in. How other hosts do is
+told in meeting.py; a node's own process says Beat and Failed, and is told Close or Failed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,32 @@ from headrace.request import StepPlan, StepResult
 
 _KEPT = ("rows", "counts", "sample_work", "sample_rows")  # of a plan: often the very arrays of the one before
 _NOTHING = array("i")
+
+
+class Hello(Frame):
+    """What each end of a connection between hosts says first, and unsealed: never to be changed."""
+
+    version: str
+    nonce: bytes
+
+
+class Join(Frame):
+    """Who knocks: a node, with what must be as it is on node 0; or one of its ranks, with its address."""
+
+    node: int
+    rank: int = -1
+    address: str = ""
+    versions: dict[str, str] | None = None
+    model: str = ""
+    config: EngineConfig | None = None
+
+
+class Welcome(Frame):
+    pass
+
+
+class Refused(Frame):
+    message: str
 
 
 class Begin(Frame):

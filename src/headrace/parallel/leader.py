@@ -55,7 +55,7 @@ def create_executor(
     stages = stages or Stages(RealClock())
     config = replace(config, device=replace(config.device, device=kind))
     if kind == "cuda":
-        check_devices(config.device, config.device.num_ranks)
+        check_devices(config.device, config.device.ranks_here)
     try:
         ranks.launch(config)
         group, pipe = _meet(ranks, kind, config)

@@ -1,7 +1,7 @@
 """The other ranks' processes, as the first one has them: started, spoken to, watched, ended.
 
 What lives here: that, and what becomes of all when one is lost. What may not: what the messages mean to an executor
-(leader.py), devices (device.py).
+(leader.py), devices (device.py), how those of other hosts are started (node.py) and come in (meeting.py).
 
 A thread listens to all of them. A rank whose process ends, that fails by itself or falls silent is lost, and with it
 all: the others are killed, so that whoever waits for them in a step need not any more, and whoever asks is told why.
@@ -24,13 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import errors
 from headrace.config import EngineConfig
-from headrace.errors import EngineDead, HeadraceError
-from headrace.parallel import frames
+from headrace.errors import ConfigError, EngineDead, HeadraceError
+from headrace.parallel import frames, meeting
+from headrace.parallel.meeting import Door, Place, differences, read_secret, versions
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
 from headrace.parallel.stages import staged
 from headrace.processes.child import start
 from headrace.processes.messages import BadFrame, Unpacker, pack
+from headrace.processes.seal import Seal
 from headrace.request import StepResult
 from headrace.spec import DecoderSpec
 
@@ -46,39 +48,82 @@ ALONE_SECONDS = 1.5  # within which a step that failed on one rank has failed on
 AGREE_SECONDS = 4.0  # for all to be where the first is, after a step that failed
 LAST_WORDS_SECONDS = 1.5  # for whoever waits to say it himself
 END_SECONDS = 5.0
+LOOK_SECONDS = 1.0
 MEETING_SECONDS = 15.0  # all are there already
+NODE_WORDS_SECONDS = 2.0  # for a node to say how its rank has ended
+NODE = -1  # in place of a rank's number
+KEY_VARIABLE = "HEADRACE_RANK_KEY"  # by which a rank of another host seals what it says
+_SAID_SECONDS = 30.0
 _RECEIVED = 2**16
 
 
 @dataclass(slots=True)
 class _Rank:
+    """Or a node's own process, which has no number. ``process``: on this host; on another there is a ``seal``."""
+
     number: int
-    process: subprocess.Popen[bytes]
+    name: str
     sock: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    seal: Seal | None = None
+    address: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)  # of sending
-    reports: Unpacker = field(default_factory=lambda: Unpacker(frames.Report))
+    reports: Unpacker = field(init=False)
     said: list[frames.Report] = field(default_factory=list)  # and not asked for yet
     silent: int = 0  # looks
     meetings: int = 0
 
+    def __post_init__(self) -> None:
+        self.reports = Unpacker(frames.Report, opened=bytes if self.seal is None else self.seal.opened)
+
     def __str__(self) -> str:
-        return f"rank {self.number} (process {self.process.pid})"
+        return self.name
+
+    def tell(self, message: bytes) -> None:
+        with self.lock:
+            self.sock.sendall(message if self.seal is None else self.seal.sealed(message))
+
+    def end(self, message: bytes) -> None:
+        """At once: a process of this host is killed, another host's told why, as far as it listens."""
+        if self.process is not None:
+            self.process.kill()
+            return
+        with suppress(OSError):
+            if self.number == NODE and self.seal is not None and self.lock.acquire(timeout=0.5):
+                self.sock.send(self.seal.sealed(message), socket.MSG_DONTWAIT)
+                self.lock.release()
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
 
-def begin_ranks(config: EngineConfig, spec: DecoderSpec, mark: str, lost: Callable[[str], None] | None) -> Ranks:
-    """The processes of all ranks but this one, which import what they need while this one does. Raises ConfigError
-    before anything is started where the model cannot be shared out."""
+def begin_ranks(
+    config: EngineConfig, spec: DecoderSpec, model: str, mark: str, lost: Callable[[str], None] | None
+) -> Ranks:
+    """The processes of all ranks but this one, which import what they need while this one does. ``model``: by what other
+    hosts know that they have the same. Raises ConfigError before anything is started where the model cannot be shared
+    out, or other hosts could not come."""
+    if config.device.node_rank:
+        raise ConfigError(
+            f"node_rank is {config.device.node_rank}, but the engine is on node 0; the other nodes run `headrace serve`."
+        )
     size = config.device.tensor_parallel_size
     for stage in range(config.device.pipeline_parallel_size):
         part = staged(spec, config, stage * size)
         share(part, size, held_experts(part, config.device, 0))
     if config.device.pipeline_parallel_size > 1:  # what is sent queues behind nothing else; read with the context
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    return Ranks(config.device.num_ranks - 1, mark, lost)
+    return Ranks(config, model, mark, lost)
 
 
 def meetings_of(*groups: Group | Pipe | None) -> int:
     return sum(each.meetings for each in groups if each is not None)
+
+
+def ended(code: int) -> str:
+    """How a process did, by what Popen says."""
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with exit code {code}"
 
 
 def device_of(number: int) -> dict[str, str]:
@@ -94,8 +139,9 @@ class Ranks:
     Methods raise what was said of the lost one: while they load, the error that it met; later EngineDead.
     """
 
-    def __init__(self, count: int, mark: str, lost: Callable[[str], None] | None) -> None:
-        """``mark``: as Begin has it."""
+    def __init__(self, config: EngineConfig, model: str, mark: str, lost: Callable[[str], None] | None) -> None:
+        """Arguments as ``begin_ranks`` has them; ``mark`` as Begin has it."""
+        self._config, self._model, self._mark = config, model, mark
         self._changed = threading.Condition()
         self._lost: HeadraceError | None = None
         self._on_loss = lost
@@ -107,22 +153,108 @@ class Ranks:
         self._store: dict[str, bytes] = {}
         self._results: dict[int, StepResult] = {}  # of steps, from the last stage, and not asked for yet
         self.abort: Callable[[], None] = lambda: None
-        self._ranks = [self._begin(number, mark) for number in range(1, count + 1)]
+        device = config.device
+        here, size = device.ranks_here, device.num_ranks
+        nodes = range(1, size // here)
+        self._awaited = {(node, NODE) for node in nodes} | {(rank // here, rank) for rank in range(here, size)}
+        self._nodes: list[_Rank] = []
+        self._door: Door | None = None
+        if nodes:
+            self._door = Door(Place(device.master_addr, device.master_port, read_secret(device)), self._come)
+        self._ranks = [self._begin(number) for number in range(1, here)]
+        self._selector = selectors.DefaultSelector()
+        for rank in self._ranks:
+            self._selector.register(rank.sock, selectors.EVENT_READ, rank)
         self._thread = threading.Thread(target=self._watch, name="headrace-ranks", daemon=True)
         self._thread.start()
 
-    @staticmethod
-    def _begin(number: int, mark: str) -> _Rank:
+    def _begin(self, number: int) -> _Rank:
         ours, theirs = socket.socketpair()
         with theirs:
-            rank = _Rank(number, start("headrace.parallel.follower", theirs, device_of(number)), ours)
-        ours.sendall(pack(frames.Begin(mark)))
+            process = start("headrace.parallel.follower", theirs, device_of(number))
+        of = " of node 0" if self._config.device.nnodes > 1 else ""
+        rank = _Rank(number, f"rank {number}{of} (process {process.pid})", ours, process)
+        rank.tell(pack(frames.Begin(self._mark)))
         return rank
+
+    # --- other hosts
+
+    def _come(self, join: frames.Join, sock: socket.socket, seal: Seal) -> None:
+        """From a thread of the door's."""
+        host = sock.getpeername()[0]
+        name = f"node {join.node} ({host})" if join.rank == NODE else f"rank {join.rank} of node {join.node} ({host})"
+        with self._changed:
+            problem = self._problem(join, name)
+            if not problem:
+                self._awaited.remove((join.node, join.rank))
+                rank = _Rank(join.rank, name, sock, seal=seal, address=join.address)
+                (self._nodes if join.rank == NODE else self._ranks).append(rank)
+        if problem:
+            sock.sendall(seal.sealed(pack(frames.Refused(problem))))
+            sock.close()
+            return
+        rank.tell(pack(frames.Welcome()))
+        if join.rank != NODE:
+            rank.tell(pack(frames.Begin(self._mark)))
+        self._selector.register(sock, selectors.EVENT_READ, rank)  # an epoll takes it while the thread waits there
+        with self._changed:
+            self._changed.notify_all()
+
+    def _problem(self, join: frames.Join, name: str) -> str:
+        """Of whoever has come and knows the secret; "" if there is none. What differs is the end of all."""
+        if self._lost is not None or self._closing:
+            return "Node 0 ends. Start all nodes again."
+        found = []
+        if join.config is not None:
+            there = join.versions or {}
+            found = [
+                f"{name} is {mine} on node 0 and {there.get(name)} on node {join.node}"
+                for name, mine in versions().items()
+                if there.get(name) != mine
+            ]
+            found += differences(self._config, join.config, join.node)
+            if not found and join.model != self._model:
+                found = [f"the model's config or weight files on node {join.node} are not those of node 0"]
+        if found:
+            problem = f"{name} does not fit: {'; '.join(found)}. Start all nodes with the same."
+            self._lose(problem, "ConfigError")
+            return problem
+        if (join.node, join.rank) not in self._awaited:
+            return f"{name} is one too many: it has come before. Give each host its own --node-rank."
+        return ""
+
+    def _await_nodes(self) -> None:
+        """Raises ConfigError for one that does not come."""
+        assert self._door is not None
+        begun = said = time.monotonic()
+        while True:
+            with self._changed:
+                if not self._awaited or self._lost is not None:
+                    break
+                missing = ", ".join(f"node {node}" for node in sorted({node for node, _ in self._awaited}))
+                now, where = time.monotonic(), f"{self._door.address}:{self._door.port}"
+                if now - begun > meeting.JOIN_SECONDS:
+                    last = f" ({self._door.last})" if self._door.last else ""
+                    self._lose(
+                        f"{missing} of {self._config.device.nnodes} did not come to {where} within {meeting.JOIN_SECONDS:g} s{last}. "
+                        "Start each with the same command and its own --node-rank, and see that it can reach this port.",
+                        "ConfigError",
+                    )
+                    break
+                elif now - said > _SAID_SECONDS:
+                    said = now
+                    log.info("waiting for %s, at %s", missing, where)
+                self._changed.wait(1.0)
+        self._door.close()
+        self.check()
+        self._ranks.sort(key=lambda rank: rank.number)
 
     # --- speaking
 
     def launch(self, config: EngineConfig) -> None:
-        """``config`` is resolved."""
+        """``config`` is resolved. All nodes must come first."""
+        if self._door is not None:
+            self._await_nodes()
         for rank in self._ranks:
             self._send(rank, pack(frames.Launch(config, rank.number)))
 
@@ -134,8 +266,7 @@ class Ranks:
     def _send(self, rank: _Rank, message: bytes) -> None:
         self.check()
         try:
-            with rank.lock:
-                rank.sock.sendall(message)
+            rank.tell(message)
         except OSError:  # its end is heard, too
             self.settle()
             self.check()
@@ -167,7 +298,8 @@ class Ranks:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of all ranks, on the interface over which they meet."""
-        return ("127.0.0.1",) * (len(self._ranks) + 1)
+        mine = "127.0.0.1" if self._door is None else self._door.address
+        return (mine, *(rank.address or mine for rank in self._ranks))
 
     def put(self, name: str, value: bytes) -> None:
         """In the store by which all find each other."""
@@ -218,34 +350,40 @@ class Ranks:
 
     def close(self) -> None:
         """None of them is left afterwards."""
-        self._closing = True
-        with suppress(OSError):
-            for rank in self._ranks:
-                rank.sock.sendall(pack(frames.Close()))
+        with self._changed:
+            self._closing = True
+            self._awaited.clear()
+        if self._door is not None:
+            self._door.close()
+        for rank in (*self._nodes, *self._ranks):
+            with suppress(OSError):
+                rank.tell(pack(frames.Close()))
         end = time.monotonic() + (0.0 if self._lost is not None else END_SECONDS)
         for rank in self._ranks:
-            with suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, end - time.monotonic()))
-            rank.process.kill()
-            rank.process.wait()
+            if rank.process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(max(0.0, end - time.monotonic()))
+                rank.process.kill()
+                rank.process.wait()
+        self._thread.join(max(0.0, end - time.monotonic()))
+        for rank in (*self._nodes, *self._ranks):
+            rank.end(b"")
         self._thread.join()
-        for rank in self._ranks:
+        for rank in (*self._nodes, *self._ranks):
             rank.sock.close()
+        self._selector.close()
 
     # --- listening, in a thread of its own
 
     def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for rank in self._ranks:
-                selector.register(rank.sock, selectors.EVENT_READ, rank)
-            looked = time.monotonic()
-            while selector.get_map():
-                for key, _ in selector.select(1.0):
-                    if not self._listen(key.data):
-                        selector.unregister(key.fileobj)
-                if time.monotonic() - looked >= 1.0:
-                    looked = time.monotonic()
-                    self._look()
+        looked = time.monotonic()
+        while self._selector.get_map() or self._awaited:
+            for key, _ in self._selector.select(LOOK_SECONDS):
+                if not self._listen(key.data):
+                    self._selector.unregister(key.fileobj)
+            if time.monotonic() - looked >= LOOK_SECONDS:
+                looked = time.monotonic()
+                self._look()
 
     def _listen(self, rank: _Rank) -> bool:
         """Whether there may be more to hear."""
@@ -257,13 +395,16 @@ class Ranks:
         except (OSError, BadFrame):
             data = b""
         if not data and not self._closing:
-            self._lose(f"{rank} {self._end_of(rank)}")
+            if rank.process is not None:
+                self._lose(f"{rank} {self._end_of(rank.process)}")
+            else:  # a node knows more of the end of its rank
+                _later(0.0 if rank.number == NODE else NODE_WORDS_SECONDS, self._lose, f"{rank} closed its connection")
         return bool(data)
 
     def _take(self, rank: _Rank, report: frames.Report) -> None:
         rank.silent = 0
         if isinstance(report, frames.Failed):
-            self._lose(f"{rank}: {report.message}", report.kind)
+            self._lose(report.message if rank.number == NODE else f"{rank}: {report.message}", report.kind)
         elif isinstance(report, frames.Result):
             with self._changed:
                 self._results[report.result.step_id] = report.result
@@ -286,7 +427,7 @@ class Ranks:
             self._lose(f"{rank} failed in a step: {broke.message}")
 
     def _look(self) -> None:
-        for rank in self._ranks:
+        for rank in (*self._nodes, *self._ranks):
             rank.silent += 1
             if rank.silent > SILENCE and not self._closing:
                 self._lose(f"{rank} has been silent for {SILENCE} s")
@@ -305,27 +446,23 @@ class Ranks:
             self._lose(f"{step[0]} has not moved for {STALL} s; meetings so far: {where}")
 
     @staticmethod
-    def _end_of(rank: _Rank) -> str:
+    def _end_of(process: subprocess.Popen[bytes]) -> str:
         try:
-            code = rank.process.wait(1.0)
+            return ended(process.wait(1.0))
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return (
-            f"was ended by signal {-code} ({signal.Signals(-code).name})"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
 
     def _lose(self, message: str, kind: str = "") -> None:
         with self._changed:
-            if self._lost is not None:
+            if self._lost is not None or self._closing:
                 return
             error = getattr(errors, kind, None) if kind else None
             self._lost = (error or EngineDead)(
                 message if error else f"{message}; all ranks end with it. Restart, and see `headrace doctor`."
             )
-            for rank in self._ranks:
-                rank.process.kill()
+            self._awaited.clear()
+            for rank in (*self._nodes, *self._ranks):
+                rank.end(pack(frames.Failed("", self._lost.message)))
             self._changed.notify_all()
         log.error("%s", self._lost.message)
         _later(0.0, self.abort)  # which may have to wait itself

@@ -57,11 +57,12 @@ class BadFrame(Exception):
 
 
 class Unpacker:
-    """Bytes in, frames out. Raises BadFrame."""
+    """Bytes in, frames out. Raises BadFrame. ``opened``: what a body that came has in it."""
 
-    def __init__(self, kinds: Any, max_frame: int = MAX_FRAME) -> None:
+    def __init__(self, kinds: Any, max_frame: int = MAX_FRAME, opened: Callable[[bytes], bytes] = bytes) -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=lambda _, data: array("i", data))
         self._buffer = bytearray()
+        self._opened = opened
         self.max_frame = max_frame
 
     def feed(self, data: bytes | memoryview) -> Iterator[Any]:
@@ -82,19 +83,33 @@ class Unpacker:
 
     def _decoded(self, body: bytes) -> Any:
         try:
-            return self._decoder.decode(body)
+            return self._decoder.decode(self._opened(body))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BadFrame(str(error)) from error
 
 
-def receive(sock: socket.socket, kind: type[Message]) -> Message:
+def receive(
+    sock: socket.socket,
+    kind: type[Message],
+    opened: Callable[[bytes], bytes] = bytes,
+    most: int = MAX_FRAME,
+) -> Message:
     """The next message from a blocking socket, without reading beyond it. Raises BadFrame, also at the end of the
     stream."""
-    head = sock.recv(HEADER.size, socket.MSG_WAITALL)
-    body = sock.recv(HEADER.unpack(head)[0], socket.MSG_WAITALL) if len(head) == HEADER.size else b""
-    for message in Unpacker(kind).feed(head + body):
+    head = _read(sock, HEADER.size)
+    size = HEADER.unpack(head)[0] if len(head) == HEADER.size else 0
+    body = _read(sock, size) if size <= most else b""  # a longer one is found out
+    for message in Unpacker(kind, most, opened).feed(head + body):
         return cast(Message, message)
     raise BadFrame("the peer is gone")
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    """All of it, or what there is before the stream ends. (MSG_WAITALL does not wait on a socket with a timeout.)"""
+    found = b""
+    while len(found) < size and (more := sock.recv(min(size - len(found), 2**20))):
+        found += more
+    return found
 
 
 # --- on an event loop

@@ -201,7 +201,7 @@ class Allocation:
 
     def _available(self) -> int:
         if self._meter is None:  # ranks and replicas of a CPU have its memory between them
-            own = available_memory() // self._setup.config.device.num_devices
+            own = available_memory() // self._setup.config.device.devices_here
         else:
             own = gpu_share(self._meter.total, self._meter.others, self._setup.config.cache.gpu_memory_utilization)
         return own if self._group is None else self._group.least(own)

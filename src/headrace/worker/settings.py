@@ -164,7 +164,7 @@ def resolve_setup(config: EngineConfig, spec: DecoderSpec) -> Setup:
     if spec.pooling is not None:
         _check_pooling(config, spec)
     device = torch.device(device_kind(config.device.device))
-    threads, threads_decision = resolve_threads(config.device.threads, config.device.num_devices)
+    threads, threads_decision = resolve_threads(config.device.threads, config.device.devices_here)
     torch.set_num_threads(threads)
     dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
     kv = resolve_kv_format(config.cache.kv_cache_dtype, str(dtype).removeprefix("torch."), spec.head_dim)

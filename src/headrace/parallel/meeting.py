@@ -1,0 +1,196 @@
+"""How the hosts of one model meet: node 0 waits at a port of one interface, each other node knocks there, once for
+itself and once for each of its ranks, and both show that they know the secret.
+
+Each end says its version and a nonce. The connection's key is made of both nonces with the secret as the key, and
+everything from then on is sealed with it (processes/seal.py). The knocker's first message says who it is, and is
+answered with a welcome or with what is wrong. Its port is closed once all are there.
+
+What lives here: the secret, both ends of that, and what nodes must have in common. What may not: ranks' processes
+(ranks.py, node.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from pathlib import Path
+from secrets import token_bytes
+
+from headrace.config import ENGINE_PARTS, DeviceConfig, EngineConfig
+from headrace.errors import ConfigError
+from headrace.parallel import frames
+from headrace.processes.messages import BadFrame, pack, receive
+from headrace.processes.seal import Seal
+
+log = logging.getLogger(__name__)
+
+SECRET_VARIABLE = "HEADRACE_NODE_SECRET"
+JOIN_SECONDS = 300.0  # for all nodes to come
+LOST_SECONDS = 30  # without an acknowledgement by the other host of what was sent
+_GREETING_SECONDS = 10.0
+_AGAIN_SECONDS = 0.5
+_LEAST_SECRET = 16  # bytes
+_MOST_GREETING = 2**16  # bytes, of what is not authenticated yet
+_OWN = {"node_rank", "node_secret_file", "trace"}  # fields that may differ from node to node
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where node 0 waits."""
+
+    address: str
+    port: int
+    secret: bytes
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+def read_secret(config: DeviceConfig) -> bytes:
+    """What all nodes know, from the file or the environment. Raises ConfigError."""
+    path, text = config.node_secret_file, os.environ.get(SECRET_VARIABLE, "")
+    if path is not None:
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--node-secret-file {path} cannot be read ({error}); give a file of text.") from error
+    secret = text.strip().encode()
+    if len(secret) < _LEAST_SECRET:
+        found = f"has {len(secret)} bytes" if secret else "is missing"
+        raise ConfigError(
+            f"--nnodes is {config.nnodes}, but the secret that all nodes share {found}. Give each node the same of at least "
+            f"{_LEAST_SECRET} bytes (openssl rand -hex 32) in {SECRET_VARIABLE} or --node-secret-file."
+        )
+    return secret
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all nodes beside Headrace itself: who computes, and who connects."""
+    return {"torch": importlib.metadata.version("torch"), "Python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def differences(ours: EngineConfig, theirs: EngineConfig, node: int) -> Iterator[str]:
+    for name, part in ENGINE_PARTS.items():
+        for each in fields(part):
+            here, there = (getattr(getattr(config, name), each.name) for config in (ours, theirs))
+            if here != there and each.name not in _OWN:
+                yield f"{each.name} is {here!r} on node 0 and {there!r} on node {node}"
+
+
+def _greet(sock: socket.socket, secret: bytes, *, first: bool) -> bytes:
+    """The connection's key. Raises ConfigError for another version, BadFrame for somebody else."""
+    from headrace import __version__
+
+    mine = token_bytes(32)
+    sock.sendall(pack(frames.Hello(__version__, mine)))
+    there = receive(sock, frames.Hello, most=_MOST_GREETING)
+    if there.version != __version__:
+        raise ConfigError(
+            f"Headrace is {there.version} there and {__version__} on this host. Install the same on all nodes."
+        )
+    nonces = mine + there.nonce if first else there.nonce + mine
+    return blake2b(nonces, key=blake2b(secret).digest(), digest_size=32).digest()
+
+
+def _tuned(sock: socket.socket) -> socket.socket:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host that is gone acknowledges nothing, and says nothing either
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
+    return sock
+
+
+class Door:
+    """Node 0's port. ``come`` is told, from threads, who has come and knows the secret: with a socket and a seal that
+    are its own from then on. ``last``: why somebody was turned away, for people."""
+
+    def __init__(self, place: Place, come: Callable[[frames.Join, socket.socket, Seal], None]) -> None:
+        """Raises ConfigError where it cannot listen."""
+        self._secret, self._come, self.last, self._closed = place.secret, come, "", False
+        try:
+            family, *_, where = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
+            self._sock = socket.create_server(where[:2], family=family)
+        except OSError as error:
+            why = str(error.strerror).partition(" (")[0]
+            raise ConfigError(
+                f"Node 0 cannot listen at {place} ({why}). Give --master-addr an address of this host that the other "
+                "nodes reach, and --master-port a free port."
+            ) from error
+        self.address, self.port = self._sock.getsockname()[:2]
+        self._sock.settimeout(_AGAIN_SECONDS)  # so that it notices that it is closed
+        threading.Thread(target=self._wait, name="headrace-door", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._sock.close()
+
+    def _wait(self) -> None:
+        while not self._closed:
+            with suppress(OSError):
+                sock, (address, *_) = self._sock.accept()
+                threading.Thread(target=self._receive, args=(sock, address), daemon=True).start()
+
+    def _receive(self, sock: socket.socket, address: str) -> None:
+        try:
+            sock.settimeout(_GREETING_SECONDS)
+            seal = Seal(_greet(sock, self._secret, first=True), first=True)
+            join = receive(sock, frames.Join, seal.opened)
+            sock.settimeout(None)
+            self._come(join, _tuned(sock), seal)
+        except (ConfigError, BadFrame, OSError) as error:
+            why = "it does not know the secret" if isinstance(error, BadFrame) else str(error)
+            self.last = f"{address} was turned away: {why}"
+            log.warning("%s", self.last)
+            sock.close()
+
+
+def knock(place: Place, join: Callable[[str], frames.Join], end: float) -> tuple[socket.socket, bytes]:
+    """A connection to node 0, which has made whoever knocks welcome, and its key; each way one message was sealed.
+    ``join`` is told this end's address; ``end``: until when nobody needs to be there, by time.monotonic().
+
+    Raises ConfigError for what is wrong here or there.
+    """
+    sock = _connect(place, end)
+    try:
+        try:
+            key = _greet(sock, place.secret, first=False)
+        except BadFrame as error:
+            raise ConfigError(f"At {place} there is no node 0 that waits. Give all nodes the same port.") from error
+        seal = Seal(key, first=False)
+        sock.sendall(seal.sealed(pack(join(sock.getsockname()[0]))))
+        try:
+            reply = receive(sock, frames.Welcome | frames.Refused, seal.opened, most=_MOST_GREETING)  # type: ignore[arg-type]
+        except BadFrame as error:
+            raise ConfigError(
+                f"Node 0 at {place} has another secret. Give all nodes the same in {SECRET_VARIABLE} or --node-secret-file."
+            ) from error
+        if isinstance(reply, frames.Refused):
+            raise ConfigError(reply.message)
+        sock.settimeout(None)
+        return _tuned(sock), key
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"Node 0 at {place} did not answer ({error}). See what it says.") from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _connect(place: Place, end: float) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((place.address, place.port), _GREETING_SECONDS)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"Node 0 cannot be reached at {place} ({error}). Start it there with --node-rank 0, and see that the port is open."
+                ) from error
+        time.sleep(_AGAIN_SECONDS)
