@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("HEADRACE_API_KEY", None)
 os.environ.pop("HEADRACE_LOG_LEVEL", None)
+# Of the hundreds of processes that tests start, only the first may have to compile the package's source.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Seconds on two cores of a machine that counts to COUNT in COUNT_SECONDS. Where that takes longer while the tests run,
 # so may they, up to MOST times (.ci/run stretches its stages alike): machines differ, and so does one from hour to
