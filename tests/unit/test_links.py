@@ -217,7 +217,10 @@ def test_connections_are_dealt_out_evenly(late: float) -> None:
             pages[1].up = True
             acceptors[0].start()
             asyncio.get_running_loop().call_later(late, acceptors[1].start)
-            await asyncio.sleep(0.05)
+            for _ in range(500):  # hundredths of a second
+                await asyncio.sleep(0.01)
+                if sum(taken) == len(clients):
+                    break
             for acceptor in acceptors:
                 acceptor.close()
             for door in doors:
