@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 
 FULL_ROUNDS = 9
 GLANCE_ROUNDS = 2
+GLANCE_RATE = 3e9  # FLOP/s, below which a small GEMM says it all
 ROUND_SECONDS = 0.25  # a round repeats its operation for about this long
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MIN_WORKING_SET = 256 * 2**20  # bytes
@@ -128,8 +129,13 @@ def glance_limits() -> Limits:
     half = data.numel() // 2
     copied = data[:half]
     copy = GLANCE_WORKING_SET / min(_calls(lambda: data[half : 2 * half].copy_(copied), GLANCE_ROUNDS))
-    rates = {name: max(_gemm_rates(dtype, 768, GLANCE_ROUNDS, 0.0)) for name, dtype in DTYPES.items()}
-    return Limits(read, copy, rates)
+    return Limits(read, copy, {name: _glance_at_gemm(dtype) for name, dtype in DTYPES.items()})
+
+
+def _glance_at_gemm(dtype: torch.dtype) -> float:
+    """FLOP/s. A CPU without kernels for the type takes seconds for a large GEMM, and its rate is that of a small one."""
+    rate = max(_gemm_rates(dtype, 192, GLANCE_ROUNDS, 0.0))
+    return rate if rate < GLANCE_RATE else max(_gemm_rates(dtype, 768, GLANCE_ROUNDS, 0.0))
 
 
 def estimate_profile(device: str = "cpu") -> DeviceProfile:
