@@ -262,6 +262,17 @@ def test_no_mode_of_stages_changes_an_answer_at_length(model: str, oracle: modes
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drafts", [{"method": "ngram"}, {"method": "suffix"}, {"model": "itself"}])
+@pytest.mark.parametrize("seed", range(400, 406))
+def test_no_mode_of_drafts_in_stages_changes_an_answer_at_length(
+    model: str, oracle: modes.Oracle, seed: int, drafts: dict[str, Any]
+) -> None:
+    config = {"num_speculative_tokens": 3, **drafts, **({"model": model} if "model" in drafts else {})}
+    config |= {} if "model" in drafts else {"prompt_lookup_min": 1}
+    check(model, oracle, seed, 1 + seed % 2, 2, speculative_config=config)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", (1, *range(100, 120)))
 def test_no_mode_of_ranks_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
     check(model, oracle, seed, 2 + 2 * (seed % 2))
@@ -357,7 +368,9 @@ def test_ranks_answer_with_adapters_as_one_does(
     asked = [LoRARequest("one"), None, LoRARequest("two")]
 
     def answers(size: int, stages: int) -> list[list[int]]:
-        ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+        ranks: dict[str, Any] = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+        if stages > 1:  # which propose and verify besides
+            ranks["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
         with ranked(str(tmp_path / "base"), **ranks, lora_modules=modules, max_loras=2) as llm:
             found = [
                 llm.generate([[5, 9, 200, 31], [7, 8], list(range(20))], GREEDY, use_tqdm=False, lora_request=lora)

@@ -94,9 +94,16 @@ def test_stages_set_aside_as_many_blocks_of_an_adapter(counts: tuple[int, ...], 
         (
             {
                 "device": DeviceConfig(pipeline_parallel_size=2),
-                "scheduler": SchedulerConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 2}'),
+                "scheduler": SchedulerConfig(speculative_config='{"method": "mtp"}'),
             },
-            "drafts are not verified in stages",
+            "is 2, but draft heads go on from hidden states",
+        ),
+        (
+            {
+                "device": DeviceConfig(pipeline_parallel_size=2),
+                "scheduler": SchedulerConfig(speculative_config='{"model": "a/draft", "tree": 2}'),
+            },
+            "branches of a draft tree are not moved",
         ),
     ],
 )
@@ -141,7 +148,9 @@ def test_stages_change_no_answer(data: st.DataObject) -> None:
     """With little room, so that some are pushed out."""
     stages, overlap = data.draw(st.integers(2, 4)), data.draw(st.integers(0, 2))
     blocks, budget = data.draw(st.integers(12, 40)), data.draw(st.sampled_from((3, 16, 64)))
-    core = staged_engine(stages, overlap, num_blocks=blocks, budget=budget)
+    core = staged_engine(
+        stages, overlap, num_blocks=blocks, budget=budget, max_drafts=data.draw(st.sampled_from((0, 2)))
+    )
     asked = [
         request(i, range(20, 20 + data.draw(st.integers(1, 20))), max_tokens=data.draw(st.integers(1, 12)))
         for i in range(6)
@@ -158,7 +167,10 @@ def test_stages_change_no_answer(data: st.DataObject) -> None:
 
 
 def staged_engine(stages: int, overlap: int, **more: Any) -> EngineCore:
+    drafts = more.get("max_drafts", 0)
     facts = keyed_hash_info(
-        vocab_size=VOCAB, max_model_len=200, max_num_seqs=16, num_blocks=more.get("num_blocks", 200), block_size=4
-    )
-    return engine(info=replace(facts, stages=stages), depth=stages - 1 + overlap, budget=more.get("budget", 64))
+        vocab_size=VOCAB, max_model_len=200, max_num_seqs=16, num_blocks=more.get("num_blocks", 200), block_size=4,
+        max_drafts=drafts,
+    )  # fmt: skip
+    info = replace(facts, stages=stages)
+    return engine(info=info, depth=stages - 1 + overlap, budget=more.get("budget", 64), max_drafts=drafts)

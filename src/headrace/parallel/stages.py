@@ -14,6 +14,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.sites import head, layer_weights
 from headrace.spec import DecoderSpec
+from headrace.speculative.settings import HEADS, read_settings
 
 _ELEMENT_BYTES = 2
 
@@ -69,9 +70,12 @@ def staged(spec: DecoderSpec, config: EngineConfig, rank: int) -> DecoderSpec:
 
 
 def _problems(spec: DecoderSpec, config: EngineConfig) -> list[str]:
+    settings = read_settings(config.scheduler.speculative_config)
     found = {
         "this model's prompts are pooled": spec.pooling is not None or not spec.causal,
-        "drafts are not verified in stages": config.scheduler.speculative_config is not None,
+        "draft heads go on from hidden states that the first stage, which proposes, has not": settings is not None
+        and settings.method in HEADS,
+        "accepted branches of a draft tree are not moved in stages": settings is not None and settings.tree is not None,
         "a cache in FP8 is not held in stages": config.cache.kv_cache_dtype.startswith("fp8"),
         "--enable-sleep-mode puts no stages to sleep": config.device.enable_sleep_mode,
     }

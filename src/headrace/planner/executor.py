@@ -114,11 +114,11 @@ class ModelledExecutor:
         for new in plan.rows_added:
             self._sequences[new.row], self._lengths[new.row] = new.sequence_id * _SEQUENCE, len(new.token_ids)
             self._drafts.forget(new.row)
-        seconds, ahead = self._felt(price, now, pause), None
+        seconds, drafting, ahead = self._felt(price, now, pause), 0.0, None
         if plan.drafts:
             drafting, ahead = self._drafts.verified(plan, seconds, self._lengths, self._is_right)
-            seconds += drafting
-        seconds, end = self._computed(price, seconds, began, goes_on=1 in plan.counts)
+        goes_on = 1 in plan.counts or any(plan.drafts)
+        seconds, end = self._computed(price, seconds, began, drafting=drafting, goes_on=goes_on)
         self._clock.sleep_until(began + price.launch_seconds + price.record_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price, seconds)
         tokens, graph = self._drafted(plan) if self.info.max_drafts else self._tokens(plan), price.graph_tokens
@@ -129,11 +129,14 @@ class ModelledExecutor:
         self._in_flight.append(ticket)
         return ticket
 
-    def _computed(self, price: StepPrice, seconds: float, began: float, *, goes_on: bool) -> tuple[float, float]:
+    def _computed(
+        self, price: StepPrice, seconds: float, began: float, *, drafting: float, goes_on: bool
+    ) -> tuple[float, float]:
         """(seconds that a device is at it, when the last has ended). A stage begins when it has what the one before
-        computed; a step, once the tokens that it ``goes_on`` from are there."""
+        computed; a step, once the tokens that it ``goes_on`` from are there. ``drafting``: by the first stage, first."""
         slower = seconds / price.seconds if price.stages else 1.0
         each, hop = [slower * every for every in price.stages] or [seconds], price.hop_seconds
+        each[0] += drafting
         first = self._ends[0] + hop if price.stages and goes_on and len(self._ends) == len(each) else 0.0
         end = max(began, first)
         for stage, taken in enumerate(each):

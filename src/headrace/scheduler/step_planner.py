@@ -260,7 +260,7 @@ class StepPlanner:
     def _drafts_each(self) -> int:
         """Drafts of each sequence in this step: as many as are worth it, and as the budget has beside one token of
         each."""
-        running = len(self.roster.running)
+        running = -(-len(self.roster.running) // self.limits.stages)
         if self.speculation is None or not running or not self.limits.kv_caching or self.limits.padded:
             return 0
         return max(0, min(self.speculation.length(running), self.limits.max_num_batched_tokens // running - 1))
@@ -270,7 +270,7 @@ class StepPlanner:
         it."""
         longer: list[Sequence] = []
         forced: list[Sequence] = []
-        for sequence in self.roster.running:
+        for sequence in self.roster.running if self.limits.stages == 1 else self._in_turn(plan):
             total = sequence.num_tokens
             if sequence.structured and sequence in late:
                 continue

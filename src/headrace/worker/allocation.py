@@ -108,9 +108,9 @@ class Allocation:
         blocks = draft.bounded_blocks(setup.speculative.draft_memory, plan.num_bytes, held, specs)
         each = sum(spec.bytes_per_block for spec in specs)
         if blocks * each >= whole:
-            return plan
+            return self._agreed(plan)
         plan = plan_kv(setup.target_kv_specs, setup.config, room, **sizes, reserved=blocks * each)
-        return replace(plan, draft_blocks=blocks)
+        return self._agreed(replace(plan, draft_blocks=blocks))
 
     def _agreed(self, plan: KVPlan) -> KVPlan:
         """Stages have bytes of their own for a block, and as many blocks as the one with the fewest."""

@@ -101,11 +101,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """Tokens of a step that another stage samples, and where they go."""
+    """Tokens of a step that another stage samples, and where they go. ``plan``: as it is computed."""
 
     number: int  # of the runner's steps
     rows: Ints  # [samples]
     positions: Ints  # [samples]
+    plan: StepPlan
+    drafts: Drafts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +236,16 @@ class ModelRunner:
             if not (all or awaited.number <= max(self._collected, self._number - pipe.stages)):
                 return
             picked = torch.empty(len(awaited.rows), 2, dtype=torch.int32, device=self._rows.device)
-            tokens = pipe.receive_tokens(picked)[:, 0]
-            rows, positions = ship_all(self._rows.device, awaited.rows, awaited.positions)
-            self._rows.token_ids[rows.long(), positions.long()] = tokens
+            self._take_picked(awaited, pipe.receive_tokens(picked))
             self._awaited.popleft()
+
+    def _take_picked(self, awaited: _Awaited, picked: Tensor) -> None:
+        """``picked`` [samples, 2]: tokens, and whether they are usable."""
+        rows, positions = ship_all(self._rows.device, awaited.rows, awaited.positions)
+        self._rows.token_ids[rows.long(), positions.long()] = picked[:, 0]
+        if awaited.drafts is not None:
+            tokens, _, wrong = _read_samples([Samples(picked, None)])
+            self._accept(awaited.plan, awaited.drafts, tokens, {}, wrong)
 
     def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         """All of it. ``masks``: of a plan that waits for them."""
@@ -364,7 +372,7 @@ class ModelRunner:
             rows, shared = np.asarray(plan.rows, dtype=np.int32), plan.shared_tokens
             bucket = graphs.write(rows, packing.context, shared_tokens=shared, adapted=slots is not None)
             return partial(self._replayed, step, graphs, bucket, len(rows)), 0
-        if graphs is not None and plan.drafts and self._chains(plan, packing):
+        if graphs is not None and self._pipe is None and plan.drafts and self._chains(plan, packing):
             rows = np.asarray(plan.rows, dtype=np.int32)[packing.chunk]
             bucket = graphs.write(rows, packing.position + 1, shared_tokens=0, chained=True)
             return partial(graphs.hidden, bucket, len(rows)), 0
@@ -452,7 +460,7 @@ class ModelRunner:
             return step
         if not step.mailed:
             _to_host(step)
-        if step.drafts is not None:
+        if step.drafts is not None and self._decoder.spec.answers:
             self._verifying.append(step)
         step.events[1].record(self._stream)
         step.recorded_graph = self.prompt_graphs is not None and self.prompt_graphs.record()
@@ -508,7 +516,8 @@ class ModelRunner:
         plan = step.plan
         if self._decoder.embeds and plan.sample_rows:
             rows = np.asarray(plan.sample_rows, dtype=np.int32)
-            self._awaited.append(_Awaited(step.number, rows, packing.position[packing.sampled(plan)] + 1))
+            positions = packing.position[packing.sampled(plan)] + 1
+            self._awaited.append(_Awaited(step.number, rows, positions, plan, step.drafts))
 
     def _pool(self, plan: StepPlan, packing: Packing, hidden: Tensor) -> Tensor | None:  # [samples, width], float32
         """Of the prompts that this step completes."""
@@ -530,12 +539,9 @@ class ModelRunner:
         wrong: Mapping[int, str] = errors
         drafted: Sequence[int] = ()
         ahead = None if step.drafts is None else step.drafts.proposal.ahead
-        if step.drafts is not None and self._speculator is not None:
+        if step.drafts is not None and self._decoder.spec.answers:
             drafted = step.drafts.counts
-            firsts = accumulate((1 + each for each in drafted[:-1]), initial=0) if drafted else ()
-            rows = [step.plan.sample_rows[first] for first in firsts]
-            tokens, scores, wrong = self._speculator.end(step.plan, step.drafts, tokens, logprobs, errors)
-            self._sampler.count(rows, tokens)
+            tokens, scores, wrong = self._accept(step.plan, step.drafts, tokens, logprobs, errors)
         found = step.plan.step_id, tokens, scores, _read_prompt(step) if step.plan.prompt_logprobs else {}, wrong
         if taken is None:  # a device without a clock of its own
             seconds = self._clock.now() - step.started
@@ -551,6 +557,23 @@ class ModelRunner:
             lent_seconds=taken.lent,
             pooled=pooled,
         )
+
+    def _accept(
+        self,
+        plan: StepPlan,
+        drafts: Drafts,
+        tokens: Sequence[tuple[int, ...]],
+        logprobs: Mapping[int, tuple[TokenLogprobs, ...]],
+        errors: Mapping[int, str],
+    ) -> tuple[Sequence[tuple[int, ...]], Mapping[int, tuple[TokenLogprobs, ...]], Mapping[int, str]]:
+        """What rows get of their samples, as Speculator.end has it; it is counted."""
+        assert self._speculator is not None
+        counts = drafts.counts
+        firsts = accumulate((1 + each for each in counts[:-1]), initial=0) if counts else ()
+        rows = [plan.sample_rows[first] for first in firsts]
+        taken, scores, wrong = self._speculator.end(plan, drafts, tokens, logprobs, errors)
+        self._sampler.count(rows, taken)
+        return taken, scores, wrong
 
     def prepare(self) -> bool:
         """With nothing in flight: see Executor."""

@@ -7,6 +7,9 @@ to propose. All samples of a row are picked at once, each behind the drafts befo
 its draft they are what would have been sampled one by one. A draft's key and value that were refuted are written over
 when the true token of that place is computed.
 
+Of a pipeline's stages the first one proposes, for it embeds tokens and is told what has been sampled; what it knows and
+proposed goes with the step to the others (draft_relay.py), and the last one accepts.
+
 What lives here: lengths, the plan as it is computed, acceptance. What may not: proposing (speculative/), sampling,
 deciding how many.
 """
@@ -26,6 +29,7 @@ from headrace.speculative.lookup import Lookup
 from headrace.speculative.tree import Tree
 from headrace.speculative.verify import accepted
 from headrace.worker.branches import Branch, keep_branches
+from headrace.worker.draft_relay import DraftRelay
 from headrace.worker.rows import Ints, Rows, ship_all
 
 Tokens = Sequence[tuple[int, ...]]
@@ -119,10 +123,14 @@ class Drafts:
 
 class Speculator:
     """Follows every plan of a worker, whether anything is drafted in it or not. ``kv_caches``: the target's, in which
-    accepted branches of trees are moved."""
+    accepted branches of trees are moved. ``relay``: between the stages of a pipeline; all but the first have no
+    proposer."""
 
-    def __init__(self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = (), relay: DraftRelay | None = None
+    ) -> None:
         self._rows = rows
+        self._relay = relay
         self._kv_caches = kv_caches
         self._proposer = proposer
         self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
@@ -165,16 +173,24 @@ class Speculator:
         starts, counts, most = (np.array(column, dtype=np.int32) for column in (plan.starts, plan.counts, plan.drafts))
         rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
         counts -= most
+        heard = None if self._relay is None else self._relay.hear(len(rows), int(most.max(initial=0)))
+        if heard is not None:
+            self._lengths[rows] = heard.lengths
         starts[work] = self._lengths[rows[work]] - counts[work]  # a chunk with several takers is shifted by nothing
         known = replace(plan, starts=_array(starts), counts=_array(counts), drafts=array("i"))
         self._proposer.begins(known)
         which = np.flatnonzero(most)
         lengths = self._lengths[rows[which]]
-        proposal = (
-            self._proposer.propose(rows[which], lengths, most[which])
-            if len(which)
-            else Proposal(most[which], [], stand=True)
-        )
+        if heard is not None:
+            proposal = Proposal(heard.counts[which], [heard.tokens[at] for at in which.tolist()])
+        elif len(which):
+            proposal = self._proposer.propose(rows[which], lengths, most[which])
+        else:
+            proposal = Proposal(most[which], [], stand=True)
+        if self._relay is not None and heard is None:
+            self._relay.tell(
+                self._lengths[rows], int(most.max(initial=0)), dict(zip(which.tolist(), proposal.lists(), strict=True))
+            )
         if not proposal.stand:
             self._write(rows[which], lengths, proposal)
         drafts = np.zeros_like(most)

@@ -68,6 +68,7 @@ from headrace.worker.asleep import DeviceMemory, HostPages
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
 from headrace.worker.draft_place import place_draft, places_elsewhere
+from headrace.worker.draft_relay import DraftRelay
 from headrace.worker.draft_setup import DraftPlace, check_tree, draft_memory, load_head, resolve_draft
 from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.executor import DeviceExecutor
@@ -81,7 +82,7 @@ from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup, check_sharing, resolve_setup
-from headrace.worker.speculator import LookupProposer, Speculator
+from headrace.worker.speculator import LookupProposer, Proposer, Speculator
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
 # Call sites outside the decoder (rows.py, graphs.py, sampler.py), known before they exist so that their
@@ -188,7 +189,8 @@ class Worker:
                 )
             self._cuts = cuts(self._whole, setup.spec, group.rank)
         check_tree(config, setup.kv, setup.device)
-        self._setup = setup = place_draft(replace(setup, draft=resolve_draft(config, source, self._whole)))
+        draft = resolve_draft(config, source, self._whole) if self._proposes else None
+        self._setup = setup = place_draft(replace(setup, draft=draft))
         self._cuda = setup.device.type == "cuda"
         self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
         self._lasting = nullcontext if self._sleeping is None else self._sleeping.keeping
@@ -296,6 +298,11 @@ class Worker:
         return self._create_executor(memory), (*said, *self._decisions())
 
     # --- parts of prepare
+
+    @property
+    def _proposes(self) -> bool:
+        """What a later stage of a pipeline verifies, the first has proposed."""
+        return self._pipe is None or self._pipe.stage == 0
 
     @property
     def _apart(self) -> DraftPlace | None:
@@ -551,6 +558,9 @@ class Worker:
         settings, draft = self._setup.speculative, self._setup.draft
         if settings is None:
             return None
+        relay = None if self._pipe is None else DraftRelay(self._pipe, rows.device)
+        if not self._proposes:
+            return Speculator(rows, Proposer(), kv_caches, relay)
         mirror = rows if self._apart is None else self._mirror(rows, self._apart.device)
         common = mirror, self._draft_kernels, self._config.scheduler.logits_rows, self._draft_blocks
         if self._draft is not None and draft is not None:
@@ -558,7 +568,7 @@ class Worker:
             ahead = settings.tree is None and draft.place is not None
             model = DraftModel(*parts, told=ahead) if settings.tree is None else TreeDrafts(*parts, topk=settings.tree)
             if self._apart is None:
-                return Speculator(rows, model, kv_caches)
+                return Speculator(rows, model, kv_caches, relay)
             size = min(self._setup.block_sizes[group] for group in draft.groups)
             side = DraftSide(model, mirror, size, ahead=ahead and self._config.device.drafts_ahead)
             most_tokens, threads = self._setup.tokens_a_step, self._apart.threads
@@ -573,7 +583,7 @@ class Worker:
             settings.prompt_lookup_max,
             settings.suffix_tokens if settings.method == "suffix" else 0,
         )
-        return Speculator(rows, LookupProposer(rows, lookup))
+        return Speculator(rows, LookupProposer(rows, lookup), relay=relay)
 
     def _mirror(self, rows: Rows, device: torch.device) -> Rows:
         """The draft's own of the target's ``rows``."""
