@@ -432,7 +432,9 @@ class DeviceConfig:
     )
     programmatic_launch: bool = switch(True, "off: a kernel starts only when the previous one has ended")
     prompt_graphs: bool = switch(True, "off: steps with prompts of up to 2,048 tokens are launched kernel by kernel")
-    drafts_ahead: bool = switch(True, "off: a draft model on a device of its own waits while its drafts are verified")
+    drafts_ahead: bool = switch(
+        True, "off: nobody drafts while drafts are verified, on a device of its own or in a pipeline"
+    )
     activation_arena: bool = switch(True, "off: each result within a step is allocated by torch's allocator")
     disabled_kernels: tuple[str, ...] = option((), "names of kernel candidates that are never chosen", metavar="NAME")
 

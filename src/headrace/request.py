@@ -478,9 +478,11 @@ class StepPlan:
     ``sample_back``: how far before its chunk's last token each sample reads its logits; empty: all read the last one's.
     ``drafts``: by chunk, how many of its tokens, the last ones, nobody has sampled: the worker proposes them (or fewer,
     and then the chunk is as much shorter), and samples behind each as well as before the first. What it would have
-    sampled anyway is accepted, up to the first that differs. Where it is not empty, starts of chunks that sample are
-    upper bounds: the worker knows the length that is true, and shifts them. Empty: nothing is proposed, and no step in
-    flight proposes anything. ``prompt_logprobs`` indexes ``rows``: chunks whose every position is scored.
+    sampled anyway is accepted, up to the first that differs. A chunk that is proposed whole goes on behind drafts in
+    flight, from what is guessed to be sampled there: where that turns out wrong, its row gets nothing. Where it is not
+    empty, starts of chunks that sample are upper bounds: the worker knows the length that is true, and shifts them.
+    Empty: nothing is proposed, and no step in flight proposes anything. ``prompt_logprobs`` indexes ``rows``: chunks
+    whose every position is scored.
     ``shared_tokens``: tokens of KV that block tables name, once for each table but the first: what reading them once
     can spare. None: not counted. ``masked`` indexes ``sample_rows``: what may be sampled there is known only once the
     step before is collected. Where it is not empty a step is two submissions: it is computed at once, and samples when

@@ -41,6 +41,7 @@ class Stage(SlotDecoder):
     def __init__(self, number: int) -> None:
         super().__init__(BLOCK)
         self.spec = replace(STAND_IN, hidden_size=1, layers=(LayerSpec(),) * 2, held=(number, number + 1))
+        self.embeds, self.answers = self.spec.embeds, self.spec.answers
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], hidden: Tensor | None = None) -> Tensor:
         found = super().forward(inputs, kv_caches)

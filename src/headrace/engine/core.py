@@ -517,6 +517,7 @@ def create_scheduler(
         max_adapters=0 if info.adapters is None else info.adapters.most,
         pooling=info.pooling is not None,
         stages=info.stages,
+        runs_ahead=info.runs_ahead,
     )
     speculation = None
     if settings is not None:

@@ -30,6 +30,9 @@ class ExecutorInfo:
     adapters: AdapterSpace | None = None  # None: the device holds none
     pooling: PoolingSpec | None = None  # what samples are, in place of tokens
     stages: int = 1  # a sampled token is there so many steps later, if no step is to wait for another
+    runs_ahead: bool = (
+        False  # of a pipeline: a step may go on from what is guessed to be sampled behind drafts in flight
+    )
 
 
 @dataclass(frozen=True, slots=True)

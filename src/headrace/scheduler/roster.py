@@ -478,7 +478,10 @@ class Roster:
         step fails."""
         written_by = sequence.last_step if sequence.last_step > self.retired else None
         self.cache.link(
-            sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), written_by
+            sequence.kv,
+            sequence.token_ids,
+            min(sequence.num_computed_tokens - sequence.slack, len(sequence.token_ids)),
+            written_by,
         )
 
     def foretell(self, sequence: Sequence, run: Seq[int]) -> None:

@@ -74,8 +74,8 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
     outputs = []
     step_id = result.step_id
     for j, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
-        if sequence.ignore_through >= step_id:
-            continue
+        if sequence.ignore_through >= step_id or not (tokens or j in result.errors):
+            continue  # or a run that was refuted before it was verified
         ids = sequence.token_ids
         if (
             sequence.attentive
@@ -95,7 +95,8 @@ def _settle_drafts(roster: Roster, step: InFlight, result: StepResult) -> None:
     for j, (sequence, work, tokens) in enumerate(zip(step.sampled, step.plan.sample_work, result.tokens, strict=True)):
         drafted = step.plan.drafts[work]
         if drafted and j not in step.settled and sequence.ignore_through < step.plan.step_id:
-            roster.settle_drafts(sequence, drafted, drafted + 1 - max(1, len(tokens)))
+            known = int(drafted < step.plan.counts[work])  # a token before them, which has one sampled behind it
+            roster.settle_drafts(sequence, drafted, drafted + known - max(known, len(tokens)))
 
 
 def settle_forced(roster: Roster, step: InFlight, samples: Iterable[int]) -> None:

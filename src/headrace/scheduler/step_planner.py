@@ -155,6 +155,8 @@ class StepPlanner:
             self._plan_waiting(plan, now, idle)
             if plan.is_empty:
                 self._plan_running(plan, late)
+        if plan.is_empty and self.limits.runs_ahead:
+            self._plan_ahead(plan)
 
     # --- those who run
 
@@ -291,6 +293,27 @@ class StepPlanner:
         self._trim(sequence, sequence.num_computed_tokens)
         return self._try_plan(sequence, plan, 1 + most, most)
 
+    def _plan_ahead(self, plan: PlanBuilder) -> None:
+        """Where a stage would have nothing to do before tokens are back: drafts behind the drafts in flight, from a guess
+        of what is sampled there (worker/staged_drafts.py)."""
+        most = self._drafts_each()
+        if not most or self.speculation is None or not self.speculation.wants_run(1 + most):
+            return
+        for sequence in self.roster.running:
+            start, count = sequence.num_computed_tokens, sequence.max_num_tokens - sequence.num_tokens - 2
+            count = min(1 + most, count, plan.room)
+            single = sequence.num_tokens - start == 1 and not (sequence.row_lags or sequence.sibling_rows)
+            if not (sequence.drafts and sequence.slack and single and count > 0) or sequence.structured:
+                continue
+            assert sequence.row is not None
+            if self.cache.try_prepare(sequence.kv, start, start + count, sequence.row, plan.edits, plan.step_id):
+                sequence.num_computed_tokens = start + count
+                sequence.last_step = plan.step_id
+                work = plan.add_work(sequence, start, count)
+                plan.add_drafts(work, sequence, count)
+                plan.add_sample(work, sequence)
+                self.roster.refresh(sequence)
+
     def _plan_decode(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """One token that needs a block, a copy, or is the last: makes room by preempting from the tail."""
         if _may_be_last(sequence):
@@ -390,7 +413,9 @@ class StepPlanner:
         work_index = plan.add_work(sequence, start, count)
         if sequence.wants_scores and start < sequence.num_prompt_tokens - 1:
             plan.add_scores(work_index)
-        self.cache.link(kv, sequence.token_ids, min(end, len(sequence.token_ids)), plan.step_id)
+        self.cache.link(
+            kv, sequence.token_ids, min(end - drafts - sequence.slack, len(sequence.token_ids)), plan.step_id
+        )
         if end - drafts == sequence.num_tokens and end < sequence.max_num_tokens:
             if drafts:
                 plan.add_drafts(work_index, sequence, drafts)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.request import DraftsAhead, StepPlan, StepResult
+from headrace.speculative.ahead import RunsAhead
 
 FIRST = 4  # drafts, while nothing is known
 HOPE = 0.7  # of each, likewise, that it is accepted when those before are
@@ -87,6 +88,7 @@ class Speculation:
         self._rows_below = rows_below
         self._floors = floors
         self._costs: dict[int, _Cost] = {}
+        self._runs = RunsAhead()  # of a pipeline
         self._offered = [1.0] * most  # by position: the share of rows that have a draft there, and whose draft is right
         self._right = [HOPE ** (at + 1) for at in range(most)]
 
@@ -102,6 +104,10 @@ class Speculation:
         if cost.probing:
             return min(2, self.most)
         return 0 if cost.resting else self.best(rows)
+
+    def wants_run(self, drafts: int) -> bool:
+        """Whether drafts of a row, and a guess before them, shall go on behind those in flight."""
+        return self._runs.wanted(drafts)
 
     def best(self, rows: int) -> int:
         """The length with the most tokens a second, by what is known; 0 where none is worth it."""
@@ -124,17 +130,18 @@ class Speculation:
         """One step that was collected."""
         if result.drafted:
             self._count(plan, result)
-        if result.ahead is not None:
-            self.counts.add_ahead(result.ahead)
+        if (ahead := result.ahead) is not None:
+            self.counts.add_ahead(ahead)
+            self._runs.told(int(ahead.used > 0), int(ahead.refuted + ahead.spared > 0))
         if plan.counts and self._fixed is None:
             self._time(plan, result)
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:
-        planned = max(plan.drafts)
+        planned = min(max(plan.drafts), self.most)
         offered, right = [0] * planned, [0] * planned
         rows = 0
         for work, drafted, tokens in zip(plan.sample_work, result.drafted, result.tokens, strict=True):
-            if not plan.drafts[work]:
+            if not (plan.drafts[work] and tokens):
                 continue
             rows += 1
             accepted = max(0, len(tokens) - 1)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, cycle
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -97,6 +97,11 @@ class Step:
     drafts: Drafts | None = None
     pooled: Tensor | None = None  # [samples, width], float32: in place of samples
     result: StepResult | None = None  # of a device without a queue, at once
+
+    @property
+    def cancelled(self) -> bool:
+        """Nobody wants what it computes."""
+        return self.drafts is not None and self.drafts.cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +234,8 @@ class ModelRunner:
 
     def _take_tokens(self, *, all: bool = False) -> None:
         """What the last stage has sampled in steps so long ago, or collected already, that this one may go on from
-        it. (A plan names no row whose token may still be on its way: Scheduler, ``stages``.)"""
+        it. (A plan names no row whose token may still be on its way, unless it goes on from guesses: Scheduler,
+        ``stages``.)"""
         pipe = self._pipe
         while self._awaited and pipe is not None:
             awaited = self._awaited[0]
@@ -241,11 +247,12 @@ class ModelRunner:
 
     def _take_picked(self, awaited: _Awaited, picked: Tensor) -> None:
         """``picked`` [samples, 2]: tokens, and whether they are usable."""
-        rows, positions = ship_all(self._rows.device, awaited.rows, awaited.positions)
-        self._rows.token_ids[rows.long(), positions.long()] = picked[:, 0]
         if awaited.drafts is not None:
             tokens, _, wrong = _read_samples([Samples(picked, None)])
             self._accept(awaited.plan, awaited.drafts, tokens, {}, wrong)
+            return
+        rows, positions = ship_all(self._rows.device, awaited.rows, awaited.positions)
+        self._rows.token_ids[rows.long(), positions.long()] = picked[:, 0]
 
     def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         """All of it. ``masks``: of a plan that waits for them."""
@@ -435,6 +442,8 @@ class ModelRunner:
         if not self._decoder.embeds:
             begun = pipe.receive(entry())
             self._begin(step)
+        if step.cancelled and begun is not None:
+            return begun
         hidden = compute(begun)
         if not self._decoder.answers:
             pipe.send(hidden)
@@ -460,7 +469,7 @@ class ModelRunner:
             return step
         if not step.mailed:
             _to_host(step)
-        if step.drafts is not None and self._decoder.spec.answers:
+        if step.drafts is not None and self._decoder.answers:
             self._verifying.append(step)
         step.events[1].record(self._stream)
         step.recorded_graph = self.prompt_graphs is not None and self.prompt_graphs.record()
@@ -482,6 +491,11 @@ class ModelRunner:
             return
         if not self._decoder.answers:
             self._await_tokens(step, packing)
+            return
+        if step.cancelled and self._pipe is not None:
+            picked = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=self._rows.device)
+            self._pipe.send_tokens(picked)
+            step.samples = (Samples(picked, None),)
             return
         if (tokens := self._drawn_behind(step, packing, hidden, masks)) is not None:
             step.samples, step.mailed = (Samples(tokens),), True
@@ -539,7 +553,7 @@ class ModelRunner:
         wrong: Mapping[int, str] = errors
         drafted: Sequence[int] = ()
         ahead = None if step.drafts is None else step.drafts.proposal.ahead
-        if step.drafts is not None and self._decoder.spec.answers:
+        if step.drafts is not None and self._decoder.answers:
             drafted = step.drafts.counts
             tokens, scores, wrong = self._accept(step.plan, step.drafts, tokens, logprobs, errors)
         found = step.plan.step_id, tokens, scores, _read_prompt(step) if step.plan.prompt_logprobs else {}, wrong
@@ -568,11 +582,8 @@ class ModelRunner:
     ) -> tuple[Sequence[tuple[int, ...]], Mapping[int, tuple[TokenLogprobs, ...]], Mapping[int, str]]:
         """What rows get of their samples, as Speculator.end has it; it is counted."""
         assert self._speculator is not None
-        counts = drafts.counts
-        firsts = accumulate((1 + each for each in counts[:-1]), initial=0) if counts else ()
-        rows = [plan.sample_rows[first] for first in firsts]
         taken, scores, wrong = self._speculator.end(plan, drafts, tokens, logprobs, errors)
-        self._sampler.count(rows, taken)
+        self._sampler.count(drafts.rows, taken)
         return taken, scores, wrong
 
     def prepare(self) -> bool:

@@ -7,9 +7,6 @@ to propose. All samples of a row are picked at once, each behind the drafts befo
 its draft they are what would have been sampled one by one. A draft's key and value that were refuted are written over
 when the true token of that place is computed.
 
-Of a pipeline's stages the first one proposes, for it embeds tokens and is told what has been sampled; what it knows and
-proposed goes with the step to the others (draft_relay.py), and the last one accepts.
-
 What lives here: lengths, the plan as it is computed, acceptance. What may not: proposing (speculative/), sampling,
 deciding how many.
 """
@@ -18,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +26,6 @@ from headrace.speculative.lookup import Lookup
 from headrace.speculative.tree import Tree
 from headrace.speculative.verify import accepted
 from headrace.worker.branches import Branch, keep_branches
-from headrace.worker.draft_relay import DraftRelay
 from headrace.worker.rows import Ints, Rows, ship_all
 
 Tokens = Sequence[tuple[int, ...]]
@@ -105,11 +101,18 @@ class LookupProposer(Proposer):
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Of a plan's samples, in their order: what was proposed behind each. ``which``: of the proposal's rows; -1:
-    nothing was. ``trees``: by chunk, where they do not stand one behind another."""
+    nothing was. ``rows``: that they are for. ``trees``: by chunk, where they do not stand one behind another. In
+    pipelines (staged_drafts.py), of samples that go on from drafts in flight: ``guesses``, the place and the token that
+    each takes for sampled there; ``empty``: those that guess nothing, of which nothing is computed; ``cancelled``: all
+    guesses are known to be wrong."""
 
     proposal: Proposal
     which: list[int]
-    trees: Mapping[int, Tree]
+    rows: list[int]
+    trees: Mapping[int, Tree] = field(default_factory=dict)
+    guesses: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    empty: frozenset[int] = frozenset()
+    cancelled: bool = False
 
     @property
     def counts(self) -> list[int]:
@@ -123,14 +126,10 @@ class Drafts:
 
 class Speculator:
     """Follows every plan of a worker, whether anything is drafted in it or not. ``kv_caches``: the target's, in which
-    accepted branches of trees are moved. ``relay``: between the stages of a pipeline; all but the first have no
-    proposer."""
+    accepted branches of trees are moved."""
 
-    def __init__(
-        self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = (), relay: DraftRelay | None = None
-    ) -> None:
+    def __init__(self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = ()) -> None:
         self._rows = rows
-        self._relay = relay
         self._kv_caches = kv_caches
         self._proposer = proposer
         self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
@@ -173,32 +172,25 @@ class Speculator:
         starts, counts, most = (np.array(column, dtype=np.int32) for column in (plan.starts, plan.counts, plan.drafts))
         rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
         counts -= most
-        heard = None if self._relay is None else self._relay.hear(len(rows), int(most.max(initial=0)))
-        if heard is not None:
-            self._lengths[rows] = heard.lengths
         starts[work] = self._lengths[rows[work]] - counts[work]  # a chunk with several takers is shifted by nothing
-        known = replace(plan, starts=_array(starts), counts=_array(counts), drafts=array("i"))
+        known = replace(plan, starts=as_array(starts), counts=as_array(counts), drafts=array("i"))
         self._proposer.begins(known)
         which = np.flatnonzero(most)
         lengths = self._lengths[rows[which]]
-        if heard is not None:
-            proposal = Proposal(heard.counts[which], [heard.tokens[at] for at in which.tolist()])
-        elif len(which):
-            proposal = self._proposer.propose(rows[which], lengths, most[which])
-        else:
-            proposal = Proposal(most[which], [], stand=True)
-        if self._relay is not None and heard is None:
-            self._relay.tell(
-                self._lengths[rows], int(most.max(initial=0)), dict(zip(which.tolist(), proposal.lists(), strict=True))
-            )
+        proposal = (
+            self._proposer.propose(rows[which], lengths, most[which])
+            if len(which)
+            else Proposal(most[which], [], stand=True)
+        )
         if not proposal.stand:
             self._write(rows[which], lengths, proposal)
         drafts = np.zeros_like(most)
         drafts[which] = proposal.counts
-        exact = _with_samples(replace(known, counts=_array(counts + drafts), drafts=_array(drafts)), work, drafts)
+        exact = with_samples(replace(known, counts=as_array(counts + drafts), drafts=as_array(drafts)), work, drafts)
         places = {each: at for at, each in enumerate(which.tolist())}
         trees = {work: tree for work, tree in zip(which.tolist(), proposal.trees, strict=False) if tree is not None}
-        return exact, Drafts(proposal, [places.get(each, -1) for each in plan.sample_work], trees)
+        which_of = [places.get(each, -1) for each in plan.sample_work]
+        return exact, Drafts(proposal, which_of, list(plan.sample_rows), trees)
 
     def _write(self, rows: Ints, lengths: Ints, proposal: Proposal) -> None:
         """Drafts stand in their rows while they are verified."""
@@ -227,18 +219,19 @@ class Speculator:
             np.asarray(column, dtype=np.int32)[chosen]
             for column in (plan.sample_work, plan.sample_rows, plan.sample_back)
         )
-        changes: dict[str, Any] = {"sample_work": _array(work), "sample_rows": _array(rows)}
+        changes: dict[str, Any] = {"sample_work": as_array(work), "sample_rows": as_array(rows)}
         if not computed:
             refuted = np.zeros(len(plan.rows), dtype=np.int32)
             np.maximum.at(refuted, work, np.repeat(planned - kept, kept + 1))  # a chunk with drafts has one sampler
             changes |= {
-                name: _array(np.asarray(getattr(plan, name), dtype=np.int32) - refuted) for name in ("counts", "drafts")
+                name: as_array(np.asarray(getattr(plan, name), dtype=np.int32) - refuted)
+                for name in ("counts", "drafts")
             }
             back -= refuted[work]
         counts, which = drafts.proposal.counts.copy(), np.array(drafts.which, dtype=np.int32)
         counts[which[which >= 0]] = kept[which >= 0]
         left = replace(drafts, proposal=replace(drafts.proposal, counts=counts))
-        self._last = replace(plan, sample_back=_array(back), **changes)
+        self._last = replace(plan, sample_back=as_array(back), **changes)
         return self._last, left, at.tolist()
 
     def end(
@@ -252,8 +245,15 @@ class Speculator:
         branches: list[Branch] = []
         first = 0
         for j, proposed in enumerate(drafts.lists()):
+            if j in drafts.empty:
+                taken.append(())
+                continue
             samples = [None if at in errors else tokens[at][0] for at in range(first, first + len(proposed) + 1)]
             row, tree = plan.sample_rows[first], drafts.trees.get(plan.sample_work[first])
+            if j in drafts.guesses and not self._goes_on(row, *drafts.guesses[j]):
+                taken.append(())
+                first += len(samples)
+                continue
             mine, path = accepted(proposed, samples) if tree is None else tree.accepted(proposed, samples)
             if not mine:
                 failed[j] = errors[first]
@@ -262,20 +262,30 @@ class Speculator:
             taken.append(tuple(mine))
             if first in logprobs:
                 scores[j] = tuple(entry for at in (0, *path) for entry in logprobs[first + at])[: len(mine)]
+            self._take(row, len(proposed), mine)
             self._lengths[row] += max(1, len(mine))
             first += len(samples)
         if branches:
             keep_branches(self._rows, self._kv_caches, branches)
         return taken, scores, failed
 
+    def _goes_on(self, row: int, place: int, token: int) -> bool:
+        """Whether this is the row's last token."""
+        return bool(self._lengths[row] == place + 1 and self._rows.token_ids[row, place] == token)
 
-def _with_samples(plan: StepPlan, work: Ints, drafts: Ints) -> StepPlan:
+    def _take(self, row: int, drafts: int, tokens: Sequence[int]) -> None:
+        """A row gets these, of so many drafts and one more. Whoever sampled them has written them."""
+
+
+def with_samples(plan: StepPlan, work: Ints, drafts: Ints) -> StepPlan:
     """A sample behind each draft as well as before the first."""
     each = drafts[work] + 1
     back = np.repeat(np.cumsum(each, dtype=np.int32), each) - 1 - np.arange(each.sum(), dtype=np.int32)
     rows = np.repeat(np.asarray(plan.sample_rows, dtype=np.int32), each)
-    return replace(plan, sample_work=_array(np.repeat(work, each)), sample_rows=_array(rows), sample_back=_array(back))
+    return replace(
+        plan, sample_work=as_array(np.repeat(work, each)), sample_rows=as_array(rows), sample_back=as_array(back)
+    )
 
 
-def _array(values: Ints) -> array[int]:
+def as_array(values: Ints) -> array[int]:
     return array("i", values.astype(np.int32).tobytes())

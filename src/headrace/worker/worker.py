@@ -68,7 +68,6 @@ from headrace.worker.asleep import DeviceMemory, HostPages
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
 from headrace.worker.draft_place import place_draft, places_elsewhere
-from headrace.worker.draft_relay import DraftRelay
 from headrace.worker.draft_setup import DraftPlace, check_tree, draft_memory, load_head, resolve_draft
 from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.executor import DeviceExecutor
@@ -83,6 +82,7 @@ from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup, check_sharing, resolve_setup
 from headrace.worker.speculator import LookupProposer, Proposer, Speculator
+from headrace.worker.staged_drafts import StagedSpeculator
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
 # Call sites outside the decoder (rows.py, graphs.py, sampler.py), known before they exist so that their
@@ -558,9 +558,8 @@ class Worker:
         settings, draft = self._setup.speculative, self._setup.draft
         if settings is None:
             return None
-        relay = None if self._pipe is None else DraftRelay(self._pipe, rows.device)
-        if not self._proposes:
-            return Speculator(rows, Proposer(), kv_caches, relay)
+        if self._pipe is not None and self._pipe.stage:
+            return StagedSpeculator(rows, Proposer(), self._pipe)
         mirror = rows if self._apart is None else self._mirror(rows, self._apart.device)
         common = mirror, self._draft_kernels, self._config.scheduler.logits_rows, self._draft_blocks
         if self._draft is not None and draft is not None:
@@ -568,7 +567,7 @@ class Worker:
             ahead = settings.tree is None and draft.place is not None
             model = DraftModel(*parts, told=ahead) if settings.tree is None else TreeDrafts(*parts, topk=settings.tree)
             if self._apart is None:
-                return Speculator(rows, model, kv_caches, relay)
+                return self._speculating(rows, model, kv_caches)
             size = min(self._setup.block_sizes[group] for group in draft.groups)
             side = DraftSide(model, mirror, size, ahead=ahead and self._config.device.drafts_ahead)
             most_tokens, threads = self._setup.tokens_a_step, self._apart.threads
@@ -583,7 +582,12 @@ class Worker:
             settings.prompt_lookup_max,
             settings.suffix_tokens if settings.method == "suffix" else 0,
         )
-        return Speculator(rows, LookupProposer(rows, lookup), relay=relay)
+        return self._speculating(rows, LookupProposer(rows, lookup), kv_caches)
+
+    def _speculating(self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor]) -> Speculator:
+        if self._pipe is None:
+            return Speculator(rows, proposer, kv_caches)
+        return StagedSpeculator(rows, proposer, self._pipe)
 
     def _mirror(self, rows: Rows, device: torch.device) -> Rows:
         """The draft's own of the target's ``rows``."""
@@ -604,6 +608,7 @@ class Worker:
             start_seconds=self._stages.seconds,
             stages=1 if self._pipe is None else self._pipe.stages,
             max_drafts=setup.speculative.most if setup.speculative is not None else 0,
+            runs_ahead=self._runs_ahead,
             adapters=None if self._adapters is None else self._adapters.slots.layout.space,
             pooling=setup.spec.pooling,
         )
@@ -617,6 +622,13 @@ class Worker:
         if self._config.device.enable_sleep_mode:
             parts["asleep"] = HostPages([*self._kv_caches, *self._draft_kv])
         return DeviceExecutor(self._runner, info, threads=setup.worker_threads, **parts)
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """What the first stage guesses depends on what it has been told: its ranks must be told in step, which they are
+        not where a thread of each computes while others collect."""
+        in_step = self._group is None or self._setup.worker_threads is None or self._cuda
+        return self._pipe is not None and self._config.device.drafts_ahead and in_step
 
     def _later_kernels(self) -> Behind | None:
         """What the start did not wait for."""

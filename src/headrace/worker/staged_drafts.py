@@ -1,0 +1,147 @@
+"""Drafts in a pipeline, whose stages are several steps at once.
+
+The first stage proposes, as it embeds tokens and is told what has been sampled. What it knows of rows and has proposed
+goes with the step to the other stages, ahead of its hidden states; the last one samples, and what it sampled tells the
+first how much of that was right.
+
+A step need not wait for that (PipeInfer, Butler et al. 2024: several runs in flight). Where a plan says that even a
+chunk's first token is proposed, the chunk goes on behind the drafts that are on their way, from a guess of what is
+sampled there:
+
+    stage 0   | t d1 d2        | g d4 d5: g for what is sampled behind d2 | from the truth about the first run …
+    stage 1                    | t d1 d2 → s1 s2 s3                       | s3 is g: goes on → s4 …; else cancelled
+
+A run whose guess is wrong counts for nothing. By then the last stage knows, and computes nothing where no chunk of a step
+is left. Its keys are written over, as the next run that counts begins where it began or before. What each stage does
+follows from plans and samples alone, never from the time, so ranks of a stage need not agree.
+
+What lives here: the message, runs in flight, which of them count. What may not: proposing, when a run is planned
+(scheduler/step_planner.py), sending hidden states (model_runner.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.parallel.pipeline import Pipe
+from headrace.request import DraftsAhead, StepPlan
+from headrace.worker.rows import Ints, Rows
+from headrace.worker.speculator import Drafts, Proposal, Proposer, Speculator, as_array, with_samples
+
+# Columns of the message, by chunk: tokens before what is proposed; whether the last ones of these are unverified drafts;
+# how many tokens are proposed, then these.
+_LENGTH, _AHEAD, _COUNT, _FIRST = 0, 1, 2, 3
+
+
+class StagedSpeculator(Speculator):
+    """``proposer``: the first stage's; others have one that does nothing."""
+
+    def __init__(self, rows: Rows, proposer: Proposer, pipe: Pipe) -> None:
+        super().__init__(rows, proposer)
+        self._pipe = pipe
+        # first stage: tokens of each row with the drafts that are on their way; 0: all that it has is true
+        self._ends: Ints = np.zeros(len(rows.traits), dtype=np.int32)
+
+    def leave(self, plan: StepPlan) -> None:
+        super().leave(plan)
+        self._ends[[*plan.rows_dropped, *(new.row for new in plan.rows_added)]] = 0
+
+    def forget(self) -> None:
+        super().forget()
+        self._ends[:] = 0
+
+    def _drafted(self, plan: StepPlan) -> tuple[StepPlan, Drafts]:
+        table = self._lead(plan) if self._pipe.stage == 0 else self._follow(plan)
+        lengths, ahead, proposed = table[:, _LENGTH], table[:, _AHEAD] != 0, table[:, _COUNT]
+        lists = [row[_FIRST : _FIRST + count].tolist() for row, count in zip(table, proposed, strict=True)]
+        rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
+        self._lengths[rows[~ahead]] = lengths[~ahead]
+        counts = np.maximum(np.subtract(plan.counts, plan.drafts).astype(np.int32), 1)
+        counts[ahead] = 0
+        starts = np.array(plan.starts, dtype=np.int32)
+        starts[work] = lengths[work] - counts[work]
+        counts += proposed
+        drafts = np.maximum(proposed - ahead, 0)
+        guesses = {j: (int(lengths[at]), lists[at][0]) for j, at in enumerate(work.tolist()) if ahead[at] and lists[at]}
+        wrong = {work[j] for j, guess in guesses.items() if not self._may_be(plan.sample_rows[j], *guess)}
+        right = np.array([at for at in np.flatnonzero(proposed) if at not in wrong], dtype=np.int32)
+        self._write(rows[right], lengths[right], Proposal(proposed[right], [lists[at] for at in right]))
+        if self._pipe.stage == 0:
+            self._ends[rows[work]] = (lengths + proposed)[work]
+        tokens = [each[1:] if is_ahead else each for each, is_ahead in zip(lists, ahead, strict=True)]
+        empty = frozenset(j for j, at in enumerate(work) if not counts[at])
+        cancelled = bool(wrong) and len(wrong) == np.count_nonzero(counts)
+        if guesses:
+            sizes = {work[j]: int(proposed[work[j]]) for j in guesses}
+            lost = sum(sizes[at] for at in wrong)
+            told = DraftsAhead(sum(sizes.values()) - lost, 0 if cancelled else lost, lost if cancelled else 0)
+        own = Proposal(drafts, tokens, ahead=told if guesses else None)
+        found = Drafts(own, work.tolist(), list(plan.sample_rows), guesses=guesses, empty=empty, cancelled=cancelled)
+        return _without_empty(plan, starts, counts, drafts), found
+
+    def _may_be(self, row: int, place: int, token: int) -> bool:
+        """As far as this stage knows: what has been sampled, the last one does."""
+        return self._pipe.stage < self._pipe.stages - 1 or self._goes_on(row, place, token)
+
+    def _take(self, row: int, drafts: int, tokens: Sequence[int]) -> None:
+        if self._pipe.stage or not tokens:
+            return
+        begin, ids = int(self._lengths[row]), self._rows.token_ids[row]
+        end = begin + drafts
+        if self._ends[row] == end or len(tokens) <= drafts or int(ids[end]) != tokens[-1]:
+            self._ends[row] = 0  # nothing is on its way, or it is refuted
+        ids[begin : begin + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype, device=ids.device)
+
+    def _lead(self, plan: StepPlan) -> Ints:  # [chunks, columns]
+        """Proposes, and tells the next stage."""
+        starts, counts, most = (np.array(column, dtype=np.int32) for column in (plan.starts, plan.counts, plan.drafts))
+        rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
+        guessed = most == counts
+        ahead = guessed & (self._ends[rows] > 0)
+        lengths = np.where(ahead, self._ends[rows], self._lengths[rows])
+        most -= guessed & ~ahead  # the run before has turned out wrong: where the truth ends is known
+        counts -= most
+        starts[work] = lengths[work] - counts[work]
+        self._proposer.begins(
+            replace(plan, starts=as_array(starts), counts=as_array(counts), drafts=as_array(most[:0]))
+        )
+        table = np.zeros((len(rows), _FIRST + max(plan.drafts, default=0)), dtype=np.int32)
+        table[:, _LENGTH], table[:, _AHEAD] = lengths, ahead
+        if len(which := np.flatnonzero(most)):
+            proposal = self._proposer.propose(rows[which], lengths[which], most[which])
+            if self._rows.device.type == "cuda":
+                torch.cuda.current_stream(self._rows.device).synchronize()
+            for at, tokens in zip(which, proposal.lists(), strict=True):
+                table[at, _COUNT], table[at, _FIRST : _FIRST + len(tokens)] = len(tokens), tokens
+        self._pipe.send(torch.from_numpy(table).to(self._rows.device))
+        return table
+
+    def _follow(self, plan: StepPlan) -> Ints:  # [chunks, columns]
+        shape = len(plan.rows), _FIRST + max(plan.drafts, default=0)
+        given = self._pipe.receive(torch.empty(shape, dtype=torch.int32, device=self._rows.device))
+        if self._pipe.stage < self._pipe.stages - 1:
+            self._pipe.send(given)
+        return np.array(given.cpu().numpy())
+
+
+def _without_empty(plan: StepPlan, starts: Ints, counts: Ints, drafts: Ints) -> StepPlan:
+    """The plan as it is computed, of chunks that have a token. Those that have none share their step with no others than
+    such as are proposed whole, so nothing else of it counts chunks."""
+    kept = counts > 0
+    assert kept.all() or not (plan.prompt_logprobs or plan.masked)
+    work, rows = np.asarray(plan.sample_work, dtype=np.int32), np.asarray(plan.sample_rows, dtype=np.int32)
+    sampled, places = kept[work], np.cumsum(kept, dtype=np.int32) - 1
+    columns: dict[str, Ints] = {
+        "rows": np.asarray(plan.rows, dtype=np.int32),
+        "starts": starts,
+        "counts": counts,
+        "drafts": drafts,
+    }
+    left: dict[str, Any] = {name: as_array(column[kept]) for name, column in columns.items()}
+    left["sample_rows"] = as_array(rows[sampled])
+    return with_samples(replace(plan, **left), places[work[sampled]], drafts[kept])
