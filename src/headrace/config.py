@@ -340,6 +340,10 @@ class DeviceConfig:
     pipeline_layers: tuple[int, ...] = option(
         (), "number of layers of each stage, in order; default: as even as their sizes allow", metavar="N"
     )
+    context_parallel_size: int = option(
+        1, "number of devices that the keys and values of each request are spread over, one process each", flags=("-cp",),
+        minimum=1, technique="context_parallel", on=2, off=1,
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, "number of replicas of the model, each on devices of its own, behind one port", flags=("-dp",), minimum=1
     )
@@ -458,7 +462,7 @@ class DeviceConfig:
                 "leave one of them out."
             )
         self._check_nodes()
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
             if getattr(self, name) != 1 and self.executor == "keyed-hash":
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}, but keyed-hash computes no model; leave one of them out."
@@ -474,7 +478,7 @@ class DeviceConfig:
             return
         if self.num_ranks % self.nnodes:
             raise ConfigError(
-                f"{nodes}, but tensor_parallel_size times pipeline_parallel_size is {self.num_ranks}; give each node equally many devices."
+                f"{nodes}, but one replica has {self.num_ranks} devices; give each node equally many devices."
             )
         if self.distributed_executor_backend == "ray":
             raise ConfigError(
@@ -500,7 +504,7 @@ class DeviceConfig:
     @property
     def num_ranks(self) -> int:
         """Of one replica, each with a device."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def num_devices(self) -> int:

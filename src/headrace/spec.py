@@ -283,8 +283,9 @@ class KVSpec:
     """One KV group: layers that share a block table, an allocation and a lifetime rule.
 
     The allocation is block-major, ``[num_blocks, layers, 2 (K, V), num_kv_heads, block_size, head_dim]``, so that a
-    block of all its layers is one contiguous span. In a ``format`` the last dimension is of bytes (uint8), as many as a
-    token takes, and each head's part of a block holds the codes of all its tokens, then their scales (``components``).
+    block of all its layers is one contiguous span. Ranks that share the keys hold an equal part of a block's tokens
+    each. In a ``format`` the last dimension is of bytes (uint8), as many as a token takes, and each head's part of a
+    block holds the codes of all its tokens, then their scales (``components``).
     """
 
     layers: tuple[int, ...]
@@ -296,6 +297,7 @@ class KVSpec:
     window: int | None = None  # tokens; sliding only
     format: KVFormat | None = None  # None: the type the model computes in
     beside: int = 0  # bytes a block of what else is kept under its number: a draft model's keys and values
+    ranks: int = 1  # that share the keys
 
     @property
     def row_bytes(self) -> int:
@@ -309,15 +311,21 @@ class KVSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        return self.beside + self.token_bytes * self.block_size
+        """On one rank."""
+        return self.beside + self.token_bytes * self.held_tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """Of a block, on one rank."""
+        return self.block_size // self.ranks
 
     @property
     def components(self) -> tuple[KVComponent, ...]:
         """In the order in which they lie in a head's part of a block."""
         if self.format is None:
-            return (KVComponent("elements", (self.block_size, self.head_dim), ""),)
-        codes = KVComponent("codes", (self.block_size, self.head_dim), self.format.codes)
-        scales = KVComponent("scales", (self.block_size, self.format.scales), "bfloat16")
+            return (KVComponent("elements", (self.held_tokens, self.head_dim), ""),)
+        codes = KVComponent("codes", (self.held_tokens, self.head_dim), self.format.codes)
+        scales = KVComponent("scales", (self.held_tokens, self.format.scales), "bfloat16")
         return (codes, scales) if self.format.scales else (codes,)
 
 
@@ -357,19 +365,21 @@ def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ..
 
 
 def kv_groups(
-    spec: DecoderSpec, block_size: int, dtype_bytes: int, format: KVFormat | None = None
+    spec: DecoderSpec, block_size: int, dtype_bytes: int, format: KVFormat | None = None, ranks: int = 1
 ) -> tuple[KVSpec, ...]:
-    """The cache's view of ``attention_groups``: one KVSpec each, in that order."""
+    """The cache's view of ``attention_groups``: one KVSpec each, in that order. ``block_size``: tokens of a block on
+    each of so many ``ranks`` that share the keys."""
     return tuple(
         KVSpec(
             layers=layers,
             kind=KVKind.FULL if window is None else KVKind.SLIDING,
-            block_size=block_size,
+            block_size=block_size * ranks,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             dtype_bytes=dtype_bytes,
             window=window,
             format=format,
+            ranks=ranks,
         )
         for window, layers in attention_groups(spec)
     )

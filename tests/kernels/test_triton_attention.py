@@ -75,6 +75,16 @@ def test_tiles_brought_by_the_copy_engine(lengths: list[tuple[int, int]], window
     check(PagedCase(lengths, heads=4, kv_heads=2, dim=dim, dtype=torch.bfloat16, block_size=128), window, bulk=True)
 
 
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_sums_of_exponentials_in_parts(lengths: list[tuple[int, int]]) -> None:
+    """What ranks that share the keys merge by; keys in parts by several programs."""
+    case = PagedCase([*lengths[:3], (1, 2100)], heads=4, kv_heads=2, dim=16, dtype=torch.float32, block_size=16)
+    found, wanted = torch.full((2, *case.q.shape[:2]), float("nan"))
+    got = case.run(PagedAttention(16, 2, 20, True, lse=True), 7, 0.5, found)
+    assert_close(got, case.run(reference.paged_attention, 7, 0.5, wanted), torch.float32)
+    assert_close(found, wanted, torch.float32)
+
+
 def test_more_runs_of_queries_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
     case = PagedCase(MIXED, heads=4, kv_heads=2, dim=64, dtype=torch.float32, block_size=16)
     want, grids = run(case), []

@@ -144,8 +144,15 @@ class PagedCase:
             for cache in (self.k_cache, self.v_cache):
                 cache[blocks, :, unseen % self.block_size] = float("nan")
 
-    def run(self, attention: Callable[..., Tensor], window: int | None = None, soft_cap: float | None = None) -> Tensor:
-        return attention(self.q, self.k_cache, self.v_cache, self.inputs, self.q.shape[2] ** -0.5, window, soft_cap)
+    def run(
+        self,
+        attention: Callable[..., Tensor],
+        window: int | None = None,
+        soft_cap: float | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        how = self.inputs, self.q.shape[2] ** -0.5, window, soft_cap
+        return attention(self.q, self.k_cache, self.v_cache, *how, *(() if lse is None else (None, lse)))
 
     def part(self, row: int, first: int, end: int) -> PagedCase:
         """Queries first … end - 1 of one sequence as a batch of their own, over the same cache."""

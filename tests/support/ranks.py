@@ -10,13 +10,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
-from headrace.config import DeviceConfig
+from headrace.config import Decision, DeviceConfig, EngineConfig
+from headrace.engine import assembly
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
 from headrace.kernels.sums.reference import Onto, onto
@@ -24,12 +27,15 @@ from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_weights
+from headrace.models.source import ModelSource
 from headrace.models.weight_rules import ignored_keys, weight_rules
+from headrace.parallel import leader
 from headrace.parallel.group import side_by_side
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import cuts, share
 from headrace.parallel.stages import split_layers
 from headrace.spec import attention_groups
+from headrace.worker.worker import create_executor
 from tests.support.forward import CPU, load_decoder
 
 Result = TypeVar("Result")
@@ -57,7 +63,13 @@ class ThreadGroup:
         return onto(self.all_reduce(x), residual, scale)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return side_by_side(torch.stack(self._everybodys(x)), width)
+        return side_by_side(self.everybodys(x), width)
+
+    def everybodys(self, x: Tensor) -> Tensor:
+        return torch.stack(self._everybodys(x))
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        return torch.stack([each[self.rank] for each in self._everybodys(x)])
 
     def least(self, value: int) -> int:
         return min(int(each) for each in self._everybodys(torch.tensor(value)))
@@ -88,6 +100,59 @@ def together(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
+
+
+class Threaded:
+    """In place of parallel/leader.py's: the executors of all ranks, each in a thread, as one. What ``modes`` poisons it
+    poisons on every rank."""
+
+    def __init__(self, config: EngineConfig, source: ModelSource, *rest: Any, **_: Any) -> None:
+        size = config.device.num_ranks
+        shelf, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+        self._pools = [ThreadPoolExecutor(1) for _ in range(size)]
+        made = [
+            pool.submit(create_executor, config, source, group=ThreadGroup(rank, shelf, barrier))
+            for rank, pool in enumerate(self._pools)
+        ]
+        self._ranks, decisions = zip(*(each.result() for each in made), strict=True)
+        self.decisions, self.info = decisions[0], self._ranks[0].info
+        self._runner = self  # as modes.py looks for it
+        self._kv_caches = [
+            Caches(each) for each in zip(*(rank._runner._kv_caches for rank in self._ranks), strict=True)
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("submit", "sample", "collect", "recover", "prepare", "control", "close"):
+            return partial(self._on_all, name)
+        return getattr(self._ranks[0], name)
+
+    def _on_all(self, name: str, *given: Any) -> Any:
+        waits = [pool.submit(getattr(rank, name), *given) for pool, rank in zip(self._pools, self._ranks, strict=True)]
+        first, *_ = [each.result() for each in waits]
+        return first
+
+
+class Caches(tuple[Tensor, ...]):
+    """One group's, of all ranks."""
+
+    def fill_(self, value: float) -> None:
+        for each in self:
+            each.fill_(value)
+
+    def __setitem__(self, block: int, value: float) -> None:
+        for each in self:
+            each[block] = value
+
+
+def as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of several ranks start no processes."""
+
+    def create(*given: Any, **more: Any) -> tuple[Any, tuple[Decision, ...]]:
+        made = Threaded(*given, **more)
+        return made, made.decisions
+
+    monkeypatch.setattr(assembly, "_begin_ranks", lambda *_: None)
+    monkeypatch.setattr(leader, "create_executor", create)
 
 
 class Staged:

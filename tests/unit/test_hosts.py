@@ -182,7 +182,7 @@ def test_a_node_ends_with_node_0_and_says_how(config: EngineConfig, first: Ranks
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tensor_parallel_size": 3}, "nnodes is 2, but tensor_parallel_size times pipeline_parallel_size is 3"),
+        ({"tensor_parallel_size": 3}, "nnodes is 2, but one replica has 3 devices"),
         ({"node_rank": 2}, "node_rank is 2, but nnodes is 2"),
         ({"data_parallel_size": 2}, "data_parallel_size is 2; start a server on each host"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode is for one host"),

@@ -127,12 +127,13 @@ class DeltaFacts(Facts):
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts(Facts):
-    """``kv``: how the cache holds keys and values; None: in ``dtype``."""
+    """``kv``: how the cache holds keys and values; None: in ``dtype``. ``lse``: calls want the log-sum-exp, too."""
 
     head_dim: int
     num_heads: int
     num_kv_heads: int
     kv: KVFormat | None = field(default=None, kw_only=True)
+    lse: bool = field(default=False, kw_only=True)
 
     def ungrouped(self, most: int) -> str | None:
         """Why its query heads are no groups of up to so many."""

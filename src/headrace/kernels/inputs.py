@@ -41,7 +41,8 @@ class AttentionInputs:
     ``shared_tokens``: as StepPlan has it; too few, and nobody looks for keys that sequences share. ``leading``: so many
     sequences, which come first, have one query, and all behind them more than MOST_FEW; 0: who knows. ``chained``: some
     sequences are tokens of one and the same, each with one query, that see keys of those before them in this step: keys
-    are all written before any is read. ``tree``: where tokens of some sequences are a tree's.
+    are all written before any is read. ``tree``: where tokens of some sequences are a tree's. ``spread``: of ranks that
+    share the keys, each computes other rows, and the sequences are those of all ranks, one rank's behind another's.
 
     Its tensors stay as they are while it is in use: what a kernel derives from them for the first layer holds for all.
     """
@@ -58,6 +59,7 @@ class AttentionInputs:
     leading: int = 0
     chained: bool = False
     tree: TreeInputs | None = None
+    spread: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,10 +84,11 @@ class Alone:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What the last block computes to the end. ``attention``: of these tokens alone; None: of all, and these are picked
-    from it."""
+    from it. ``order``: as ForwardInputs has it."""
 
     tokens: Tensor  # [n], int32: packed tokens
     attention: AttentionInputs | None
+    order: Tensor | None = None
 
 
 class LayerStep(NamedTuple):
@@ -105,7 +108,8 @@ class ForwardInputs:
 
     ``wanted``: the packed tokens whose hidden states somebody reads, ascending; None: all of them. ``alone``: where it
     is worth it, what the last block attends to: to no more than these, each by itself. ``adapters``: the tokens that
-    adapters add to; None: no token of this step has one.
+    adapters add to; None: no token of this step has one. ``order``: where rows are spread over ranks, which of what
+    all of them give as ``wanted``, as many each, are the step's wanted tokens, in their order.
     """
 
     token_ids: Tensor  # [tokens], int64
@@ -114,6 +118,7 @@ class ForwardInputs:
     wanted: Tensor | None = None  # [n], int32; at least one
     alone: Alone | None = None
     adapters: AdapterRows | None = None
+    order: Tensor | None = None  # [n], int64
 
 
 # --- rows by adapter

@@ -10,12 +10,14 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headrace.kernels.attention.reference import merge_parts
 from headrace.kernels.candidate import Facts, HeadFacts, NormFacts, RopeFacts
 from headrace.kernels.inputs import AdapterRows, Alone, AttentionInputs, LayerStep, Quantized, Wanted
 from headrace.kernels.operations import (
@@ -31,6 +33,7 @@ from headrace.layers.context import LayerContext
 from headrace.layers.delta import Delta
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.packed import Piece, create_pieces
+from headrace.parallel.group import Group
 from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation, DecoderSpec, KVFormat, LayerSpec
 
@@ -183,7 +186,9 @@ class Attention(nn.Module):
         self._shape = (-1, sum(self._split), size)
         self._width = sites[Role.OUTPUT].ins
         self._scale = spec.attention_scale / layer.attention_divisor
-        self._window = layer.window
+        self._keys = context.keys
+        shares = 1 if context.keys is None else context.keys.size
+        self._window = None if layer.window is None else layer.window // shares
         self._soft_cap = spec.attention_soft_cap
         heads = (context.dtype, size, spec.num_heads, spec.num_kv_heads)
         self.quantized = None if context.kv is None else _quantized(context.kv, spec.num_kv_heads, context.device)
@@ -193,8 +198,8 @@ class Attention(nn.Module):
             self._whole = context.kernels.choose(WHOLE_ATTENTION, HeadFacts(*heads))
             return
         self._rotary_write = context.kernels.choose(ROTARY_WRITE, HeadFacts(*heads, kv=context.kv))
-        self._attend = context.kernels.choose(PAGED_ATTENTION, HeadFacts(*heads, kv=context.kv))
-        if cos_sin is not None:
+        self._attend = context.kernels.choose(PAGED_ATTENTION, HeadFacts(*heads, kv=context.kv, lse=shares > 1))
+        if cos_sin is not None and shares == 1:
             facts = RopeFacts(
                 *heads, cos_sin.shape[1], spec.qk_norm, layer.window, spec.attention_soft_cap, kv=context.kv
             )
@@ -206,6 +211,8 @@ class Attention(nn.Module):
         attended = self._attended(qkv, step)
         if step.wanted is not None:
             stream.sum = stream.sum[step.wanted.tokens]
+            if (order := step.wanted.order) is not None and self._keys is not None:
+                attended, stream.sum = (in_order(self._keys, each, order) for each in (attended, stream.sum))
             stream.adapters = None if stream.adapters is None else stream.adapters.wanted
         self.output.onto(stream, attended, following)
 
@@ -231,7 +238,12 @@ class Attention(nn.Module):
         q = self.write(whole, step)
         if wanted is not None and wanted.attention is not None:
             q, inputs, wanted = q[wanted.tokens], wanted.attention, None
-        out = self._attend(q, k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap, self.quantized)
+        how: tuple[Any, ...] = (k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap, self.quantized)
+        out = (
+            self._attend(q, *how)
+            if self._keys is None
+            else attend_between(self._keys, self._attend, q, how, inputs.spread)
+        )
         return _picked(out.view(-1, self._width), wanted)
 
     def write(self, qkv: Tensor, step: LayerStep) -> Tensor:  # → q as it attends, [tokens, heads, head_dim]
@@ -258,6 +270,25 @@ def attention_alone(inputs: AttentionInputs, alone: Alone) -> AttentionInputs:
     return replace(
         inputs, block_table=table, query_start=alone.query_start, context_len=alone.context, max_query_len=1, leading=0
     )
+
+
+def attend_between(
+    group: Group, attend: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...], spread: bool
+) -> Tensor:  # [tokens, heads, head_dim]
+    """Of ranks that share the keys (DistAttention: Lin et al. 2024), each attends to its own with all queries (pass-Q: Yang
+    et al. 2024), and what they find is merged. ``spread``: each has other queries. ``how``: whatever ``attend`` takes."""
+    q = group.everybodys(q).flatten(0, 1) if spread else q
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out = attend(q, *how, lse)
+    found = torch.cat((out, lse.unsqueeze(-1).view(out.dtype)), dim=-1)  # one meeting
+    parts = group.exchanged(found.unflatten(0, (group.size, -1))) if spread else group.everybodys(found)
+    out, sums = parts.split((out.shape[-1], parts.shape[-1] - out.shape[-1]), dim=-1)
+    return merge_parts(out, sums.contiguous().view(torch.float32).squeeze(-1))
+
+
+def in_order(group: Group, x: Tensor, order: Tensor) -> Tensor:
+    """Wanted rows, on every rank, from those that each has."""
+    return group.everybodys(x).flatten(0, 1)[order]
 
 
 def _picked(attended: Tensor, wanted: Wanted | None) -> Tensor:

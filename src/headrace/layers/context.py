@@ -17,7 +17,7 @@ from headrace.spec import KVFormat
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """``composes``: products may take in what stands around them. ``kv``: how the cache holds keys and values; None: in
-    ``dtype``. ``group``: the ranks that share the model; None: there is one."""
+    ``dtype``. ``group``: the ranks that share the model; ``keys``: those that share the keys; None: there is one."""
 
     dtype: torch.dtype
     device: torch.device
@@ -25,3 +25,4 @@ class LayerContext:
     composes: bool = False
     kv: KVFormat | None = None
     group: Group | None = None
+    keys: Group | None = None

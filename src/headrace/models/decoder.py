@@ -19,7 +19,7 @@ from headrace.kernels.inputs import AdapterRows, ForwardInputs, LayerStep, Wante
 from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
 from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
 from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
-from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, RMSNorm, attention_alone
+from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, RMSNorm, attention_alone, in_order
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.moe import SparseFeedForward
@@ -109,7 +109,8 @@ class Decoder(nn.Module):
 
     Created with memory for its parameters but no values: fill ``named_parameters()``, then call ``finish_loading``
     once. Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` that the model does
-    not allow. ``kv``: how the cache stores keys and values; None: in ``dtype``. ``drafts``: for another model.
+    not allow. ``kv``: how the cache stores keys and values; None: in ``dtype``. ``drafts``: for another model. ``group``,
+    ``keys``: ranks, as LayerContext has them.
     """
 
     def __init__(
@@ -123,12 +124,13 @@ class Decoder(nn.Module):
         kv: KVFormat | None = None,
         group: Group | None = None,
         drafts: bool = False,
+        keys: Group | None = None,
     ) -> None:
         super().__init__()
         _check(spec, max_model_len)
-        context = LayerContext(dtype, device, kernels, composes=_composes(spec), kv=kv, group=group)
+        context = LayerContext(dtype, device, kernels, composes=_composes(spec), kv=kv, group=group, keys=keys)
         self.spec = spec
-        self._group = group
+        self._group, self._keys = group, keys
         tables = {site.name: site for site in weights(spec) if site.role is Role.EMBEDDING}
         self.embedding = (
             Embedding(tables["embedding"], context, scale=spec.embedding_scale) if "embedding" in tables else None
@@ -151,7 +153,7 @@ class Decoder(nn.Module):
         self._eight = _rows_in_fp8(spec)
         self._make_step = (
             kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv, self._eight), reported=True)
-            if (is_plain(spec) or self._eight is not None) and group is None and spec.held is None
+            if (is_plain(spec) or self._eight is not None) and group is None and keys is None and spec.held is None
             else None
         )
         self._step: WholeStep | None = None
@@ -226,6 +228,8 @@ class Decoder(nn.Module):
             return stream.sum if stream.pending is None else stream.sum + stream.pending
         if wanted is not inputs.wanted:
             stream.sum = stream.sum[inputs.wanted]
+            if inputs.order is not None and self._keys is not None:
+                stream.sum = in_order(self._keys, stream.sum, inputs.order)
         return stream.normed(self.norm)
 
     def embedded(self, inputs: ForwardInputs) -> Tensor:  # [tokens, hidden]
@@ -332,9 +336,8 @@ def _wanted(inputs: ForwardInputs, group: int) -> Wanted | None:
     """For the last block, whose keys and values are in this KV group."""
     if inputs.wanted is None:
         return None
-    return Wanted(
-        inputs.wanted, None if inputs.alone is None else attention_alone(inputs.attention[group], inputs.alone)
-    )
+    alone = None if inputs.alone is None else attention_alone(inputs.attention[group], inputs.alone)
+    return Wanted(inputs.wanted, alone, inputs.order)
 
 
 def _norm(spec: DecoderSpec, context: LayerContext) -> RMSNorm | LayerNorm:

@@ -35,9 +35,10 @@ def count_ids(config: DeviceConfig) -> int:
 
 
 def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> tuple[Group | None, Pipe | None]:
-    """What rank ``rank`` has in common with the others of its stage, and with the other stages; None where there are
-    none. ``store``: through which CPUs find each other."""
-    size, stages, ids = config.tensor_parallel_size, config.pipeline_parallel_size, place.ids
+    """What rank ``rank`` has in common with the others of its stage or of its keys, and with the other stages; None
+    where there are none. ``store``: through which CPUs find each other."""
+    stages, ids = config.pipeline_parallel_size, place.ids
+    size = config.num_ranks // stages
     stage, at = divmod(rank, size)
     address, name = place.addresses[rank], f"stage-{stage}"
     pipe: Pipe | None = None
@@ -61,8 +62,8 @@ def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> tup
 
 def check_devices(config: DeviceConfig, needed: int) -> None:
     """Raises ConfigError where there are fewer GPUs than are needed: those of one replica, or of all."""
-    count, kinds = torch.cuda.device_count(), ("tensor", "pipeline", "data")
-    sizes = {name: getattr(config, f"{name}_parallel_size") for name in kinds[: 2 if needed <= config.num_ranks else 3]}
+    count, kinds = torch.cuda.device_count(), ("tensor", "pipeline", "context", "data")
+    sizes = {name: getattr(config, f"{name}_parallel_size") for name in kinds[: 3 if needed <= config.num_ranks else 4]}
     if count < needed:
         flags = " times ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(

@@ -50,6 +50,14 @@ class Group(Protocol):
         """[n, part] of every rank → [n, width]: side by side in the order of ranks, less what goes beyond ``width``."""
         ...
 
+    def everybodys(self, x: Tensor) -> Tensor:
+        """What every rank gives, alike in shape: [ranks, *x.shape]."""
+        ...
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        """``x`` [ranks, …] of every rank, of which part i is for rank i → what ranks have for this one, [ranks, …]."""
+        ...
+
     def least(self, value: int) -> int:
         """The smallest of what ranks give."""
         ...
@@ -124,10 +132,19 @@ class GlooGroup:
         return onto(self.all_reduce(x), residual, scale)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
+        return side_by_side(self.everybodys(x), width)
+
+    def everybodys(self, x: Tensor) -> Tensor:
         self.meetings += 1
         parts = x.new_empty((self.size, *x.shape))
         self._group.allgather([list(parts.unbind(0))], [x.contiguous()]).wait()
-        return side_by_side(parts, width)
+        return parts
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        self.meetings += 1
+        found, x = torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous()
+        self._group.alltoall_base(found, x, [], []).wait()
+        return found
 
     def least(self, value: int) -> int:
         held = torch.tensor([-value])

@@ -161,6 +161,9 @@ class NCCLGroup:
             _log.warning("ranks sum through %s", self.account)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
+        return side_by_side(self.everybodys(x), width)
+
+    def everybodys(self, x: Tensor) -> Tensor:
         self.meetings += 1
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
         _check(
@@ -169,7 +172,19 @@ class NCCLGroup:
                 x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype], self._comm, self._stream
             ),
         )
-        return side_by_side(parts, width)
+        return parts
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        self.meetings += 1
+        library, x = self._library, x.contiguous()
+        found, stream = torch.empty_like(x), self._stream
+        _check(library, library.ncclGroupStart())  # sends and receives wait for each other
+        for peer, (to, source) in enumerate(zip(x.unbind(0), found.unbind(0), strict=True)):
+            how = x[0].numel(), _TYPES[x.dtype], peer, self._comm, stream
+            _check(library, library.ncclSend(to.data_ptr(), *how))
+            _check(library, library.ncclRecv(source.data_ptr(), *how))
+        _check(library, library.ncclGroupEnd())
+        return found
 
     def least(self, value: int) -> int:
         return int(self._reduce(torch.tensor([value], device=self._device), _MIN))

@@ -26,6 +26,7 @@ from headrace import errors
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError
 from headrace.parallel import frames, meeting
+from headrace.parallel.context import check_context
 from headrace.parallel.meeting import Door, Place, differences, read_secret, versions
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
@@ -107,6 +108,7 @@ def begin_ranks(
             f"node_rank is {config.device.node_rank}, but the engine is on node 0; the other nodes run `headrace serve`."
         )
     size = config.device.tensor_parallel_size
+    check_context(spec, config)
     for stage in range(config.device.pipeline_parallel_size):
         part = staged(spec, config, stage * size)
         share(part, size, held_experts(part, config.device, 0))

@@ -121,7 +121,7 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
     for switches whose worth nobody knows."""
     size = config.device.tensor_parallel_size
     config, decisions = resolve_config(config, device.kind)
-    ranks = range(0, config.device.num_ranks, size)
+    ranks = range(0, size * config.device.pipeline_parallel_size, size)
     parts = [_busiest(staged(spec, config, rank), config.device, tuple(popularity)) for rank in ranks]
     dtype = dtype_of(spec, config, device)
     models = [cost_model_of(part, config, device, dtype, popularity) for part in parts]
@@ -167,7 +167,11 @@ def cost_model_of(
     assert config.cache.block_size is not None, "resolved"
     size = ELEMENT_BYTES[dtype]
     groups = kv_groups(
-        spec, config.cache.block_size, size, resolve_kv_format(config.cache.kv_cache_dtype, dtype, spec.head_dim)
+        spec,
+        config.cache.block_size,
+        size,
+        resolve_kv_format(config.cache.kv_cache_dtype, dtype, spec.head_dim),
+        config.device.context_parallel_size,
     )
     return CostModel(
         spec, groups, device.profile, weight_bytes=size, dtype=dtype, popularity=popularity, link=device.link

@@ -213,7 +213,8 @@ class Allocation:
         setup, scheduler = self._setup, self._setup.config.scheduler
         limits = Limits(scheduler.rows, setup.tokens_a_step, scheduler.logits_rows, longest)
         try:
-            rows = Rows(setup.rows, max(chunks(limits)) + 1, setup.spec.vocab_size, setup.block_sizes, setup.device)
+            sizes = setup.rows, max(chunks(limits)) + 1, setup.spec.vocab_size, setup.block_sizes
+            rows = Rows(*sizes, setup.device, share=setup.share)
             caches = [allocate_kv(KVGroup(each, 1), setup.dtype, setup.device).zero_() for each in setup.kv_specs]
             runner = create_runner(rows, caches)
             with measured_peak(setup.device) as peak:
@@ -269,10 +270,10 @@ class Allocation:
 
 
 def allocate_kv(group: KVGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[blocks, layers, 2, kv_heads, block_size, head_dim]; in a format of fewer bits uint8, with the bytes of a token
+    """[blocks, layers, 2, kv_heads, tokens of a block here, head_dim]; in a format of fewer bits uint8, with the bytes of a token
     in place of the last. On a CPU pages are taken at first touch."""
     spec = group.spec
     row, kind = (spec.head_dim, dtype) if spec.format is None else (spec.row_bytes, torch.uint8)
     return torch.empty(
-        group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, row, dtype=kind, device=device
+        group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.held_tokens, row, dtype=kind, device=device
     )

@@ -16,6 +16,7 @@ Rows are a cache of the scheduler's state: dropping all of them and adding them 
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,9 @@ from headrace.kernels.inputs import (
 )
 from headrace.kernels.operations import GATHER_INPUTS
 from headrace.kernels.rows.reference import write_rows
+from headrace.parallel.context import KeyShare
 from headrace.request import NO_SLOT, NewRow, SamplingParams, StepPlan
+from headrace.worker.spread import LEAST_SPREAD, of_ranks, of_tokens, spread_rows
 
 Ints = NDArray[np.int32]
 Wide = NDArray[np.int64]
@@ -254,8 +257,10 @@ class Rows:
         block_sizes: Sequence[int],
         device: torch.device,
         write: Callable[..., None] = write_rows,
+        share: KeyShare | None = None,
     ) -> None:
-        self.device = device
+        """``share``: of ranks that share the keys, this one's; block sizes are the scheduler's."""
+        self.device, self.share = device, share
         self.block_sizes = tuple(block_sizes)
         self.token_ids = lazy_zeros((max_rows, max_model_len), device)
         widths = [-(-max_model_len // size) for size in block_sizes]
@@ -482,11 +487,14 @@ class Gather:
         """``tables``: instead of the rows' block tables."""
         self._rows = rows
         self._tables = rows.tables if tables is None else tables
-        self._least_alone = LEAST_ALONE[rows.device.type]
+        self._least_alone = LEAST_ALONE[rows.device.type] if rows.share is None else sys.maxsize
+        self._least_spread = LEAST_SPREAD[rows.device.type]
         self._gather = kernels.choose(GATHER_INPUTS, Facts(torch.int32))
 
     def inputs(self, plan: StepPlan, packing: Packing, slots: Ints | None = None) -> ForwardInputs:
         """At least one chunk. ``slots``: of its adapter, or none, for each; None: no chunk has one."""
+        if self._rows.share is not None and self._spreads(packing):
+            return self._spread(self._rows.share, plan, packing)
         parts = [
             np.asarray(plan.rows, dtype=np.int32),
             packing.query_start,
@@ -522,6 +530,31 @@ class Gather:
             gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None, adapters=adapters
         )
 
+    def _spreads(self, packing: Packing) -> bool:
+        """Whether ranks that share the keys compute different rows."""
+        tokens, chunks = len(packing.chunk), len(packing.context)
+        return tokens > chunks and tokens >= self._least_spread and packing.position.min() >= 0
+
+    def _spread(self, share: KeyShare, plan: StepPlan, packing: Packing) -> ForwardInputs:
+        wanted = np.arange(len(packing.chunk), dtype=np.int32) if packing.wanted is None else packing.wanted
+        found = spread_rows(share, packing.context, packing.chunk, packing.position, wanted)
+        real = found.tokens >= 0
+        parts = (
+            np.asarray(plan.rows, dtype=np.int32)[found.sequence],
+            found.query_start,
+            found.context,
+            np.where(real, packing.chunk[found.tokens], 0).astype(np.int32),
+            np.where(real, packing.position[found.tokens], -1).astype(np.int32),
+            found.own_context,
+            found.wanted,
+            found.order,
+        )
+        row, start, ends, chunk, position, context, picked, order = ship_all(self._rows.device, *parts)
+        longest = int(packing.context.max())
+        inputs = self._gathered(row, start, ends, chunk, position, found.longest, longest)
+        attention = tuple(of_ranks(share, each, context, found.longest) for each in inputs.attention)
+        return replace(inputs, attention=attention, wanted=picked, order=order.long())
+
     def _adapters(self, packing: Packing, slots: Ints) -> AdapterRows | None:
         found, device = adapter_rows(slots[packing.chunk], self._rows.device), self._rows.device
         if found is None or packing.wanted is None:
@@ -542,6 +575,26 @@ class Gather:
         chained: bool = False,
     ) -> ForwardInputs:
         """The same from what is on the device already."""
+        lengths = longest_query, longest_context
+        found = self._gathered(row, query_start, context, chunk, position, *lengths, shared_tokens, leading, chained)
+        if (share := self._rows.share) is None:
+            return found
+        return replace(found, attention=tuple(of_tokens(share, each, chunk, position) for each in found.attention))
+
+    def _gathered(
+        self,
+        row: Tensor,
+        query_start: Tensor,
+        context: Tensor,
+        chunk: Tensor,
+        position: Tensor,
+        longest_query: int,
+        longest_context: int,
+        shared_tokens: int | None = None,
+        leading: int = 0,
+        chained: bool = False,
+    ) -> ForwardInputs:
+        """Over the scheduler's blocks."""
         rows, attention = self._rows, []
         for table, block_size in zip(self._tables, rows.block_sizes, strict=True):
             width = -(-longest_context // block_size)

@@ -19,6 +19,7 @@ from headrace.cost.shapes import multiplications
 from headrace.errors import ConfigError
 from headrace.lora.layout import Layout, create_layout
 from headrace.models import families
+from headrace.parallel.context import KeyShare
 from headrace.sites import is_plain
 from headrace.spec import DecoderSpec, KVFormat, KVSpec, kv_groups
 from headrace.speculative.settings import SpeculativeSettings, read_settings
@@ -42,7 +43,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What a worker computes, on what and in what. ``config`` is resolved; ``decisions``: of these choices. ``kv``: how
-    the cache holds keys and values; None: in ``dtype``. ``stages``: layers of each, of a pipeline."""
+    the cache holds keys and values; None: in ``dtype``. ``stages``: layers of each, of a pipeline. ``share``: of
+    ranks that share the keys, this one's."""
 
     config: EngineConfig
     spec: DecoderSpec
@@ -53,6 +55,7 @@ class Setup:
     kv: KVFormat | None = None
     draft: DraftSetup | None = None
     stages: tuple[tuple[int, int], ...] = ()
+    share: KeyShare | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -125,7 +128,8 @@ class Setup:
 
     @property
     def target_kv_specs(self) -> tuple[KVSpec, ...]:
-        return kv_groups(self.spec, self.block_size, self.dtype.itemsize, self.kv)
+        ranks = self.config.device.context_parallel_size
+        return kv_groups(self.spec, self.block_size, self.dtype.itemsize, self.kv, ranks)
 
     @property
     def draft_kv_specs(self) -> tuple[KVSpec, ...]:

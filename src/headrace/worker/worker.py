@@ -50,6 +50,7 @@ from headrace.models.shared_weights import share_weights
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
 from headrace.observe.progress import waiting
+from headrace.parallel.context import KeyShare, check_context
 from headrace.parallel.group import Group
 from headrace.parallel.pipeline import Pipe
 from headrace.parallel.placement import check_agreed, explained, held_experts
@@ -166,6 +167,11 @@ class Worker:
         self._formats = _weight_formats(setup.spec, source)
         if config.device.compressed_weights:
             setup, self._formats = _without_loss(setup)
+        self._keys: Group | None = None
+        if group is not None and config.device.context_parallel_size > 1:
+            check_context(setup.spec, config)
+            setup = replace(setup, share=KeyShare(group.rank, group.size))
+            self._keys, group = group, None
         self._group = group
         self._cuts: Mapping[str, Cut] = {}
         self._draft_places: int | None = (
@@ -194,7 +200,7 @@ class Worker:
         self._cuda = setup.device.type == "cuda"
         self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
         self._lasting = nullcontext if self._sleeping is None else self._sleeping.keeping
-        self._arena = create_arena(setup.device) if config.device.activation_arena else None
+        self._arena = create_arena(setup.device) if config.device.activation_arena and self._keys is None else None
         disabled = frozenset(config.device.disabled_kernels)
         if config.model.share_weights:
             check_sharing(setup)
@@ -209,7 +215,7 @@ class Worker:
         builders = None if head_start is None else head_start.builders
         self._draft_kernels = self._create_draft_kernels(disabled)
         self._ahead = create_ahead(
-            setup.device, strict=config.device.strict_kernels, builders=builders, later=group is None
+            setup.device, strict=config.device.strict_kernels, builders=builders, later=(group or self._keys) is None
         )
 
     def _create_draft_kernels(self, disabled: frozenset[str]) -> Kernels:
@@ -232,13 +238,14 @@ class Worker:
 
     def prepare(self, meanwhile: Callable[[], object]) -> Room:
         """The model is loaded, kernels are built, what steps hold is known: the room there is for KV."""
-        self._memory = Allocation(self._setup, self._head_start, self._pipe or self._group)
+        self._memory = Allocation(self._setup, self._head_start, self._pipe or self._group or self._keys)
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
         if self._apart is not None and self._apart.elsewhere:
             self._draft_places = places_elsewhere(self._setup, longest)
         with self._memory.explaining("weights"), self._lasting():
-            self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, group=self._group)
+            groups = {"group": self._group, "keys": self._keys}
+            self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, **groups)
             self._draft, self._head = self._create_draft(longest), self._create_head(longest)
         self._build_kernels(longest)
         self._stages.done("decoder")
@@ -258,9 +265,8 @@ class Worker:
             "rows", row_bytes(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes)
         ):
             write = self._kernels.choose(WRITE_ROWS, Facts(torch.int32))
-            self._rows = Rows(
-                setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write
-            )
+            sizes = setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes
+            self._rows = Rows(*sizes, setup.device, write, setup.share)
         if self._draft_places is not None:
             most = max(group.num_blocks for group in plan.groups)
             fewer = None if self._draft_places >= most else self._draft_places
@@ -482,7 +488,7 @@ class Worker:
             most |= {"max_num_seqs": min(setup.most_rows, MOST_DRAFTING), "built": False}
             tables = draft_tables(rows, self._draft_blocks)
             draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups, tables), **most)
-        if not config.device.prompt_graphs or stages > 1:
+        if not config.device.prompt_graphs or stages > 1 or setup.share is not None:
             return Graphs(decode, None, draft)
         token_bytes = sum(each[0].nbytes / size for each, size in zip(kv_caches, rows.block_sizes, strict=True))
         bounds = Bounds(

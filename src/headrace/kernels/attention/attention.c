@@ -406,12 +406,13 @@ INLINE int64_t first_key(const Attention *a, int64_t position) {
     return first > 0 ? first : 0;
 }
 
-static void store_rows(const Attention *a, const Item *it, const float *sums, const float *total) {
+static void store_rows(const Attention *a, const Item *it, const float *sums, const float *top, const float *total) {
     const int64_t dim = (a->dim + 15) / 16 * 16, size = size_of(a->type);
     for (int r = 0; r < it->rows; r++) {
         const int64_t token = it->token + r / it->group, head = it->kv_head * it->group + r % it->group;
         char *out = a->out + (token * a->q_heads + head) * a->dim * size;
         const float norm = total[r] > 0.0f ? 1.0f / total[r] : 0.0f;
+        if (a->lse) a->lse[token * a->q_heads + head] = total[r] > 0.0f ? top[r] + logf(total[r]) : -INFINITY;
         for (int64_t d = 0; d < a->dim; d += 16) store_upto(out, d, a->dim - d, *(const v16u *)(sums + r * dim + d) * norm, a->type);
     }
 }
@@ -427,7 +428,7 @@ static void attend_item(const Attention *a, const Item *it, Workspace *w) {
         for (int r = 0; r < it->rows; r++)
             merge_row(w->merged + r * dim, w->merged_top + r, w->merged_total + r, w->sums + r * dim, w->top[r], w->total[r], dim);
     }
-    store_rows(a, it, w->merged, w->merged_total);
+    store_rows(a, it, w->merged, w->merged_top, w->merged_total);
 }
 
 /* ---- work ---- */
@@ -492,7 +493,7 @@ static int attend_by_splits(const Attention *a, int64_t items, int64_t tiles, in
                 for (int r = 0; r < it.rows; r++, from += row_size)
                     merge_row(w->sums + r * dim, w->top + r, w->total + r, from + 2, from[0], from[1], dim);
             }
-            store_rows(a, &it, w->sums, w->total);
+            store_rows(a, &it, w->sums, w->top, w->total);
         }
     }
     free(partial);
@@ -515,6 +516,7 @@ static void attend_by_items(const Attention *a, int64_t items, int64_t tiles, in
 int headrace_attention(const Attention *a, int threads) {
     const int64_t covered = a->query_start[a->sequences], line = a->q_heads * a->dim * size_of(a->type);
     if (covered < a->tokens) memset(a->out + covered * line, 0, (a->tokens - covered) * line);
+    for (int64_t i = covered * a->q_heads; a->lse && i < a->tokens * a->q_heads; i++) a->lse[i] = -INFINITY;
     if (a->max_query_len < 1 || a->sequences < 1) return 0;
     const int64_t queries = queries_an_item(a), tiles = (a->max_query_len + queries - 1) / queries, items = a->sequences * tiles * a->kv_heads;
     if (items < 2 * threads && a->max_context_len > SPLIT && threads > 1) return attend_by_splits(a, items, tiles, queries, threads);

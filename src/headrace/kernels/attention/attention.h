@@ -20,6 +20,7 @@ typedef struct {
     const int32_t *tree_first;  /* [sequences]: the place of each tree's root; NULL where no token is in a tree */
     const int64_t *ancestors;   /* [tokens]: bit i: the token sees the key at tree_first + i; 0: it is in no tree */
     float scale, soft_cap; /* soft_cap 0 = none */
+    float *lse; /* [tokens, q_heads], written: log of a row's sum of exponentials, -inf where it sees nothing; NULL = not wanted */
 } Attention;
 
 int headrace_attention(const Attention *a, int threads);

@@ -77,7 +77,7 @@ def create_packed_attention(site: CallSite[HeadFacts]) -> Any:
 _NATIVE_HEAD_DIM, _NATIVE_GROUP = 512, 64  # attention.c: MAX_DIM, MAX_ROWS
 # The argument structs of the C file, field for field: i int, q int64, P pointer, f float.
 _ROTARY = Struct("@2i8q3P6q5P6q2P")
-_ATTENTION = Struct("@2i6q2P2q2P6q3P4q4P2f")
+_ATTENTION = Struct("@2i6q2P2q2P6q3P4q4P2fP")
 _CODES = MappingProxyType({"int8": 3, "float8_e4m3fn": 4, "float8_e5m2": 5, "uint4": 6})  # kv_codes.h
 
 
@@ -144,6 +144,7 @@ def create_paged_attention(native: Native, site: CallSite[HeadFacts]) -> Any:
         window: int | None,
         soft_cap: float | None,
         quantized: Quantized | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         q = q if q.stride(2) == 1 else q.contiguous()
         out = empty(q.shape, q.dtype, q.device)
@@ -158,6 +159,7 @@ def create_paged_attention(native: Native, site: CallSite[HeadFacts]) -> Any:
                 *k_cache.stride()[:3], *v_cache.stride()[:3],
                 table.data_ptr(), inputs.query_start.data_ptr(), inputs.context_len.data_ptr(),
                 table.stride(0), inputs.max_query_len, inputs.max_context_len, window or 0, *scales, *tree, scale, soft_cap or 0.0,
+                0 if lse is None else lse.data_ptr(),
             ),
             torch.get_num_threads(),
         )  # fmt: skip

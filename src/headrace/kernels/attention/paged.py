@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from headrace.kernels.attention.triton_cascade import Common, make_common
 from headrace.kernels.attention.triton_sharing import FEWEST, LEAST_SAVED
 from headrace.kernels.build.later import Later
 from headrace.kernels.build.launch import Aim, aiming, can_come_later
-from headrace.kernels.candidate import CallSite, Empty, HeadFacts, plainly_empty
+from headrace.kernels.candidate import CallSite, Declined, Empty, HeadFacts, plainly_empty
 from headrace.kernels.inputs import AttentionInputs, Quantized
 from headrace.spec import KVFormat
 
@@ -115,9 +115,9 @@ class PagedAttention:
     (triton_cascade.py). ``unified``: the decode kernel looks for no highest score where it need not (triton_decode.py);
     not for float16. ``prompts``: attends to sequences of many queries where there is no window and no cap, and keys and
     values lie as it wants; ``singles``: to those of one query beside them. ``kv``: calls come with ``quantized`` caches
-    of that format, uint8 (kv_codes.py). Tokens of trees are computed again, by what they see (triton_tree.py). Calls of
-    one object must follow each other
-    on the device.
+    of that format, uint8 (kv_codes.py). ``lse``: calls want the log-sum-exp, too;
+    ``invariant`` then. Tokens of trees are computed again, by what they see (triton_tree.py). Calls of one object must
+    follow each other on the device.
     """
 
     head_dim: int
@@ -133,6 +133,7 @@ class PagedAttention:
     singles: Singles | None = None
     kv: KVFormat | None = None
     empty: Empty = plainly_empty
+    lse: bool = False
     # the last, by window
     _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(init=False, repr=False, compare=False)
     _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
@@ -159,12 +160,14 @@ class PagedAttention:
         window: int | None,
         soft_cap: float | None,
         quantized: Quantized | None = None,
+        lse: Tensor | None = None,  # [T, Hq], float32, written
     ) -> Tensor:
         q = q if q.stride(2) == 1 else q.contiguous()
         out = self.empty(q.shape, q.dtype, q.device)
         if q.shape[0] == 0:
             return out
-        call = prefill.Attended(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized)
+        assert lse is None or self.invariant, "the decode kernel keeps no sums"
+        call = prefill.Attended(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, lse)
         few = 0 if self.invariant else _rows(self.group) // self.group
         longest, sequences = inputs.max_query_len, inputs.context_len.shape[0]
         if longest > few or q.shape[0] != sequences * longest:
@@ -300,7 +303,8 @@ class PagedAttention:
         if not case.planned:
             return plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, alone._ticket)
         alone._plans[window] = inputs, plan.empty_plan(inputs, window, programs, self.group, alone._ticket)
-        return alone(q, cache[:, 0, 0], cache[:, 0, 1], inputs, 1.0, window, soft_cap, quantized)
+        lse = torch.empty((tokens, q_heads), device=device) if self.lse else None
+        return alone(q, cache[:, 0, 0], cache[:, 0, 1], inputs, 1.0, window, soft_cap, quantized, lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,16 +328,22 @@ def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
     capability, processors = site.card.capability, site.card.processors
     bulk, group = capability[0] == 9, site.facts.num_heads // site.facts.num_kv_heads
     kv = site.facts.kv  # the kernels in CUDA C++ read none but plain caches
-    wanted = (
-        kv is None and site.uses("cuda_prefill") and not site.invariant and why_not(dtype, head_dim, capability) is None
-    )
+    invariant = site.invariant or site.facts.lse
+    wanted = kv is None and site.uses("cuda_prefill") and not invariant and why_not(dtype, head_dim, capability) is None
     prompts = Prompts(head_dim, group, site.device) if wanted else None
-    flags = site.invariant, bulk, dtype, site.device
-    singles = create_singles(site)
-    return PagedAttention(
-        head_dim, group, processors, *flags, unified=unified, prompts=prompts, singles=singles, kv=kv, empty=site.empty
-    )
+    flags = invariant, bulk, dtype, site.device
+    singles = None if invariant else create_singles(site)
+    more: dict[str, Any] = {
+        "prompts": prompts,
+        "singles": singles,
+        "kv": kv,
+        "empty": site.empty,
+        "lse": site.facts.lse,
+    }
+    return PagedAttention(head_dim, group, processors, *flags, unified=unified, **more)
 
 
-def create_cascade_attention(site: CallSite[HeadFacts]) -> PagedAttention:
+def create_cascade_attention(site: CallSite[HeadFacts]) -> PagedAttention | Declined:
+    if site.facts.lse:
+        return Declined("ranks share the keys, and its parts' sums are not kept")
     return replace(create_paged_attention(site), cascade=True)

@@ -62,27 +62,42 @@ def paged_attention(
     window: int | None,
     soft_cap: float | None,
     quantized: Quantized | None = None,
+    lse: Tensor | None = None,  # [T, Hq], float32, written; not with a tree
 ) -> Tensor:
     """Causal attention of packed queries over blocks (PagedAttention, Kwon et al. 2023). Returns [T, Hq, D].
 
     Query i of a sequence with Lq queries and context length Lc sits at position Lc - Lq + i and sees the positions up
     to its own, the last ``window`` of them. A query that sees nothing (padding: a negative position) yields zeros.
     Scores are capped as soft_cap · tanh(score / soft_cap). Only blocks that hold a visible key are read.
-    ``quantized``: as for ``rotary_write``; what codes mean is computed with in float32. A token of ``inputs.tree`` sees
+    ``quantized``: as for ``rotary_write``; what codes mean is computed with in float32. ``lse`` gets the log of the sum of
+    exp(score) over the keys that a query sees, -inf where it sees none: what ``merge_parts`` weighs by. A token of ``inputs.tree`` sees
     what it would see if its ancestors stood in a row before it.
     """
     if inputs.tree is not None:
         return _tree_attention(q, k_cache, v_cache, inputs, inputs.tree, scale, window, soft_cap, quantized)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     starts, contexts = inputs.query_start.tolist(), inputs.context_len.tolist()
+    if lse is not None:
+        lse.fill_(float("-inf"))
     for row, context in enumerate(contexts):
         begin, end = starts[row], starts[row + 1]
         first = max(0, context - (end - begin) + 1 - window) if window is not None else 0
         if end > begin and context > first:
             table = inputs.block_table[row]
             k, v = _gather(k_cache, v_cache, table, torch.arange(first, context), q.shape[2], quantized)
-            out[begin:end] = _attend(q[begin:end].float(), k, v, first, context, scale, window, soft_cap).to(q.dtype)
+            found, sums = _attend(q[begin:end].float(), k, v, first, context, scale, window, soft_cap)
+            out[begin:end] = found.to(q.dtype)
+            if lse is not None:
+                lse[begin:end] = sums
     return out
+
+
+def merge_parts(parts: Tensor, lse: Tensor) -> Tensor:
+    """Attention to all keys from attention to disjoint sets of them: ``parts`` [n, T, Hq, D] weighed by their share of
+    the sum of exponentials, ``lse`` [n, T, Hq] (as flash decoding merges its splits: Dao et al. 2023). Returns [T, Hq, D]
+    in the type of ``parts``; zeros where there are no keys."""
+    weights = torch.softmax(lse, dim=0).nan_to_num(0.0).unsqueeze(-1)
+    return (parts.float() * weights).sum(0).to(parts.dtype)
 
 
 def whole_attention(
@@ -121,7 +136,7 @@ def _tree_attention(
             seen = torch.tensor(places[low:])
             k, v = _gather(k_cache, v_cache, inputs.block_table[row], seen, q.shape[2], quantized)
             one = q[token : token + 1].float()
-            out[token] = _attend(one, k, v, low, len(places), scale, window, soft_cap)[0].to(q.dtype)
+            out[token] = _attend(one, k, v, low, len(places), scale, window, soft_cap)[0][0].to(q.dtype)
     return out
 
 
@@ -160,9 +175,9 @@ def _gather(
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, first: int, context: int, scale: float, window: int | None, soft_cap: float | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """One sequence in float32: q [Lq, Hq, D]; k and v [Hk, L, D] at positions ``first`` … ``context`` - 1. Returns [Lq,
-    Hq, D]."""
+    Hq, D] and, of each, the log of the sum of exponentials [Lq, Hq]."""
     num_queries, num_heads, head_dim = q.shape
     grouped = q.transpose(0, 1).reshape(k.shape[0], -1, head_dim)  # [Hk, Hq / Hk * Lq, D]
     scores = (grouped @ k.transpose(1, 2)).view(num_heads, num_queries, -1) * scale
@@ -172,5 +187,7 @@ def _attend(
     keys = torch.arange(first, context, device=q.device)
     hidden = keys > at if window is None else (keys > at) | (keys <= at - window)
     # NaN: a row that sees nothing
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).nan_to_num(0.0)
-    return (weights.view(k.shape[0], -1, k.shape[1]) @ v).view(num_heads, num_queries, head_dim).transpose(0, 1)
+    scores = scores.masked_fill_(hidden, float("-inf"))
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    found = (weights.view(k.shape[0], -1, k.shape[1]) @ v).view(num_heads, num_queries, head_dim).transpose(0, 1)
+    return found, scores.logsumexp(-1).T

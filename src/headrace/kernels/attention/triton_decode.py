@@ -359,7 +359,7 @@ def attend(
     ``plan`` is this step's, with this window. ``common``: scratch memory for what sequences share, needed if the plan
     says that some do. ``unified``: not for float16, whose weights reach from 2⁻²⁴ to 2¹⁶.
     """
-    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized = call
+    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, _ = call
     kind, scales = held(k_cache, v_cache, quantized)
     heads, dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[1]
     block_g = triton.next_power_of_2(heads // kv_heads)

@@ -255,11 +255,11 @@ def _fold_stored(
 )
 def _prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr, parts_ptr, sums_ptr, ticket_ptr,
-    k_shared, v_shared, tokens, sequences, few, window, shares, most_parts,
+    lse_ptr, k_shared, v_shared, tokens, sequences, few, window, shares, most_parts,
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
     BULK: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, UNIFORM: tl.constexpr,
-    MANY_RUNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    MANY_RUNS: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     RUNS: tl.constexpr = 0 if MANY_RUNS else 1  # the dimension of the grid
@@ -357,6 +357,9 @@ def _prefill_kernel(
         out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         at_out = (token * out_token + head * out_head)[:, None] + element[None, :]
         tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=inside & writes)
+        if LSE:
+            heads = tl.num_programs(1 - RUNS) * GROUP
+            tl.store(lse_ptr + token * heads + head, (peak + tl.log2(mass)) / LOG2_E, mask=live & writes)
     if run == tl.num_programs(RUNS) - 1:  # tokens of no sequence
         for token in range(tl.load(query_start_ptr + sequences), tokens):
             at = ((lane * 0 + token).to(tl.int64) * out_token + head * out_head)[:, None] + element[None, :]
@@ -415,6 +418,7 @@ class Attended(NamedTuple):
     window: int | None
     soft_cap: float | None
     quantized: Quantized | None = None
+    lse: Tensor | None = None  # [T, Hq], float32
 
 
 def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, tickets: Tensor) -> None:
@@ -424,7 +428,7 @@ def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, 
     With ``tiles.part`` keys are absorbed in parts of so many, dealt out to several programs where runs of queries are
     fewer than processors. ``tickets`` [processors], int32, are zero between launches.
     """
-    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized = call
+    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, lse = call
     kind, shared = held(k_cache, v_cache, quantized)
     (tokens, heads, dim), kv_heads, sequences = q.shape, k_cache.shape[1], inputs.context_len.shape[0]
     group = heads // kv_heads
@@ -438,10 +442,10 @@ def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, 
     sums = torch.empty((tokens, heads, parts, 2) if shares > 1 else (1,), dtype=torch.float32, device=q.device)
     _prefill_kernel[(*((runs, kv_heads) if many else (kv_heads, runs)), shares)](
         q, out, k_cache, v_cache, keys, values, inputs.block_table, inputs.query_start, inputs.context_len,
-        left, sums, tickets,
+        left, sums, tickets, sums if lse is None else lse,
         *shared, tokens, sequences, few, window or MAX_WINDOW, shares, parts,
         *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
         BULK=bulk, GROUP=group, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, KV=kind, BLOCK_SIZE=inputs.block_size,
         DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, PART=tiles.part, UNIFORM=tiles.uniform, MANY_RUNS=many,
-        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+        PRECISION="ieee", LSE=lse is not None, PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

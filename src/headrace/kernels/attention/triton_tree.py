@@ -92,7 +92,7 @@ def _tree_kernel(
 
 def attend(call: Attended) -> None:
     """Fills ``out`` for the tokens of ``inputs.tree``. See PagedAttention."""
-    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized = call
+    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, _ = call
     assert inputs.tree is not None
     kind, scales = held(k_cache, v_cache, quantized)
     kv_heads, dim = k_cache.shape[1], q.shape[2]

@@ -1,0 +1,57 @@
+"""Ranks that hold the keys of every sequence between them: which has which, and what does not go with it.
+
+What lives here: that rule, as arithmetic on numbers and arrays alike. What may not: torch, tensors of a step
+(worker/spread.py), how their results are merged (layers/basic.py).
+
+    position            | 0 1 2 3 4 5 6 7 8 …       position p lies on rank p % ranks (Striped Attention, Brandon et al.
+    rank (of 3)         | 0 1 2 0 1 2 0 1 2 …       2023), so that every rank has the same share of any prefix
+    its key on the rank | 0 0 0 1 1 1 2 2 2 …
+
+A block of the scheduler's is ``ranks`` times as long as one of a rank's cache, which holds the block's tokens that are
+the rank's under the same number. So plans and block tables are everybody's as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.spec import DecoderSpec
+
+Number = TypeVar("Number", bound=Any)  # int, or an array or tensor of them
+
+
+@dataclass(frozen=True, slots=True)
+class KeyShare:
+    """One rank's."""
+
+    rank: int
+    size: int
+
+    def keys(self, position: Number) -> Number:
+        """How many of the keys up to ``position`` the rank has; none up to -1."""
+        return cast(Number, (position + self.size - self.rank) // self.size)
+
+
+def check_context(spec: DecoderSpec, config: EngineConfig) -> None:
+    """Raises ConfigError where the keys of a sequence cannot lie on several ranks."""
+    size = config.device.context_parallel_size
+    if size > 1 and (problem := next(_problems(spec, config, size), None)):
+        raise ConfigError(f"--context-parallel-size is {size}, but {problem}.")
+
+
+def _problems(spec: DecoderSpec, config: EngineConfig, size: int) -> Iterator[str]:
+    if config.device.tensor_parallel_size > 1 or config.device.pipeline_parallel_size > 1:
+        yield "ranks that share the keys do not share layers yet; leave --tensor-parallel-size and --pipeline-parallel-size out"
+    if spec.pooling is not None or not spec.causal:
+        yield "this model's prompts are pooled; use --data-parallel-size"
+    if config.scheduler.speculative_config is not None:
+        yield "drafts are not verified by ranks that share the keys yet; leave --speculative-config out"
+    if config.adapters.enable_lora:
+        yield "adapters are not computed by ranks that share the keys yet; use --tensor-parallel-size"
+    for window in sorted({layer.window for layer in spec.layers if layer.window is not None}):
+        if window % size:
+            yield f"it does not divide the model's sliding window of {window} tokens; choose a number of ranks that does"

@@ -1,0 +1,97 @@
+"""Ranks that share the keys of every sequence answer as one rank does: every mode of the engine on ranks that are threads,
+a request that no rank's cache holds as processes; and what does not go with them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.errors import ConfigError, ContextLengthExceeded
+from tests.support import modes, tiny
+from tests.support.ranks import as_threads
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=modes.FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: str) -> Iterator[modes.Oracle]:
+    made = modes.Oracle(model)
+    yield made
+    made.close()
+
+
+def check(model: str, oracle: modes.Oracle, seed: int, size: int, **more: Any) -> None:
+    rng = random.Random(seed)
+    cases = modes.draw_cases(rng, oracle.vocab_size, 4)
+    mode = modes.draw_mode(rng, failing=False)
+    block = mode.keywords["block_size"] * size
+    mode.keywords |= {"num_blocks": -(-modes.LONGEST // block) + rng.choice((0, 1, 5, 30)), **more}
+    mode.keywords |= {"context_parallel_size": size}
+    for case, found in zip(cases, modes.run_trial(model, mode, cases, rng), strict=True):
+        if found is not None:
+            modes.compare(found, oracle.answer(case), may_fail=False)
+
+
+@pytest.mark.parametrize(("model", "seed"), [*zip(modes.FAMILIES, range(3), strict=True)], indirect=["model"])
+def test_no_mode_of_ranks_that_share_keys_changes_an_answer(
+    model: str, oracle: modes.Oracle, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_threads(monkeypatch)
+    check(model, oracle, seed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [*tiny.MODELS], indirect=True)
+@pytest.mark.parametrize("seed", range(10, 22))
+def test_no_mode_of_ranks_that_share_keys_changes_an_answer_at_length(
+    model: str, oracle: modes.Oracle, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_threads(monkeypatch)
+    check(model, oracle, seed, 2 + seed % 3)
+
+
+def spread(model: str, **more: Any) -> LLM:
+    return LLM(model, **{**modes.PLAIN, "max_num_seqs": 4, "context_parallel_size": 2, "block_size": 8, **more})
+
+
+def test_a_request_that_no_rank_could_hold_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of 64 tokens each, of which a prompt and its answer take 112, twice: computed, then found cached."""
+    as_threads(monkeypatch)
+    model, prompt = str(tiny.save("llama", tmp_path)), [(7 * at) % 250 for at in range(104)]
+
+    def answers(**more: Any) -> list[list[int]]:
+        with spread(model, num_blocks=8, **more) as llm:
+            found = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2)]
+            assert llm.engine.core.stats().counters.prefix_hits == 96
+            info = llm.engine.core.executor.info
+            assert info.memory["kv_cache"] == 8 * info.kv_groups[0].spec.bytes_per_block
+        return found
+
+    with pytest.raises(ContextLengthExceeded, match="64 tokens, but the prompt has 104"):
+        answers(context_parallel_size=1)
+    assert answers() == answers(context_parallel_size=1, block_size=16)
+
+
+def test_what_ranks_do_not_share_is_said_before_anything_starts(model: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=r"--context-parallel-size is 2, but .* leave --tensor-parallel-size and"):
+        spread(model, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="--context-parallel-size is 2, but drafts"):
+        spread(model, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match="--context-parallel-size is 2, but adapters"):
+        spread(model, enable_lora=True)
+    if "gemma2" in model:
+        with pytest.raises(ConfigError, match="5, but it does not divide the model's sliding window of 12 tokens"):
+            spread(model, context_parallel_size=5)
+    assert time.monotonic() - begun < 2
