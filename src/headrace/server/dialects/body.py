@@ -14,6 +14,7 @@ import tomllib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 from urllib.parse import parse_qsl
@@ -120,9 +121,16 @@ def _unknown_word(place: str, part: str, given: Any, taken: list[str]) -> Invali
     return InvalidRequest(f"{place} is {shown(given)}; give {' or '.join(taken)}.", param=place)
 
 
+@cache
+def _schema(kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """And its parts. Making it takes milliseconds, which every request that is refused would take from the others."""
+    (schema,), parts = msgspec.json.schema_components([kind])
+    return schema, parts
+
+
 def _looked_up(kind: Any, value: Any, path: str) -> tuple[Any, list[dict[str, Any]]]:
     """What stands at that path, and the schemas of what may stand there."""
-    (schema,), parts = msgspec.json.schema_components([kind])
+    schema, parts = _schema(kind)
     nodes: list[Any] = [schema]
     for index, name in _STEP.findall(path):
         children = [
