@@ -143,7 +143,7 @@ class Unread(Server):
 def test_a_pipe_that_nobody_reads_stops_no_request_and_a_terminal_that_closes_drains() -> None:
     """Lines are lost, and counted where the next one is read. Then SIGHUP to the whole group, twice: the terminal sends
     one, its shell another."""
-    server = Unread([*SERVE, "--threads", "1", "--kv-cache-memory", "16MiB"])
+    server = Unread([*SERVE, "--executor", "keyed-hash", "--device-time", "0.002"])
     try:
         server.wait_ready()
         for _ in range(80):
@@ -249,8 +249,8 @@ def test_wrong_flags_are_one_line_and_exit_status_two(arguments: tuple[str, ...]
 
 def test_serving_imports_no_torch_and_no_framework() -> None:
     """The front end's process stays light; the engine's has the rest."""
-    heavy = ("torch", "fastapi", "starlette", "pydantic", "transformers")
-    code = f"import sys, headrace.server.run, headrace.server.app, headrace.server.connection; print([m for m in {heavy} if m in sys.modules])"
+    heavy = ("torch", "fastapi", "starlette", "pydantic", "transformers", "numpy", "headrace.engine.core")
+    code = f"import sys, headrace.server.run, headrace.engine.client; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, env=environment()
     )

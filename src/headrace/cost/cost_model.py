@@ -24,8 +24,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from headrace.cost.links import Link, traffic_of
 from headrace.cost.popularity import share_of_rows, touched_experts
@@ -33,6 +32,9 @@ from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
 from headrace.sites import Role, Split, Weight, head, matrices, weights
 from headrace.spec import DecoderSpec, Held, KVSpec, MoESpec, PoolHead
+
+if TYPE_CHECKING:  # loaded by the first step that is priced: front ends count steps and price none
+    import numpy as np
 
 EXCEED = 0.01  # the share of steps that may take longer than the tail says
 PACE = 0.1  # by which one exceeding step moves the tail, relatively
@@ -262,6 +264,8 @@ def load_of(plan: StepPlan, windows: Sequence[int | None], saved: tuple[float, .
     if plan.counts.count(1) == rows:
         seen = tuple(_keys_of_tokens(plan.starts, window) for window in windows)
         return StepLoad(rows, len(plan.sample_work), seen, seen, seen, saved)
+    import numpy as np
+
     count = np.array(plan.counts, dtype=np.float64)
     end = np.array(plan.starts, dtype=np.float64) + count
     single = end[count == 1.0]
@@ -281,11 +285,15 @@ def _keys_of_tokens(starts: array[int], window: int | None) -> float:
     """Keys that decode tokens at these positions see."""
     if window is None:
         return float(sum(starts) + len(starts))
+    import numpy as np
+
     return float(np.minimum(np.asarray(starts) + 1, window).sum())
 
 
 def _triangle(positions: np.ndarray, window: int) -> np.ndarray:
     """Σ_{p=1}^{n} min(p, window) for each n."""
+    import numpy as np
+
     inside = np.minimum(positions, float(window))
     total: np.ndarray = inside * (inside + 1.0) / 2 + (positions - inside) * window
     return total

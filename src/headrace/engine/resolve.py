@@ -9,17 +9,19 @@ from __future__ import annotations
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import Decision, EngineConfig
-from headrace.engine.core import EngineCore
 from headrace.engine.info import EngineInfo
-from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.spec import DecoderSpec
 from headrace.speculative.settings import read_settings
-from headrace.techniques import TECHNIQUES, Technique
+
+if TYPE_CHECKING:  # a front end finds the model, and needs neither a scheduler nor an executor for that
+    from headrace.engine.core import EngineCore
+    from headrace.engine.keyed_hash import KeyedHashExecutor
+    from headrace.techniques import Technique
 
 _CHOSEN = tomllib.loads(Path(__file__).with_name("choices.toml").read_text(encoding="utf-8"))
 HASH_SLOTS = 1 << 20  # tokens, if that holds one sequence; eight bytes each
@@ -94,6 +96,8 @@ def estimated_bytes(config: EngineConfig) -> int:
 
 def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHashExecutor:
     """No model is computed; vocabulary and context are those of ``source``, so that its tokenizer fits."""
+    from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
+
     longest = _positive(source.config.get("max_position_embeddings"), 4096)
     max_model_len = config.model.max_model_len or longest
     if max_model_len > MAX_HASH_SLOTS:
@@ -127,6 +131,8 @@ def describe(
     config: EngineConfig, source: ModelSource, core: EngineCore, eos: tuple[int, ...], decisions: tuple[Decision, ...]
 ) -> EngineInfo:
     """The engine's own account of itself, once it stands."""
+    from headrace.techniques import TECHNIQUES
+
     info = core.executor.info
     model = config.model.model or source.name
     return EngineInfo(
