@@ -119,6 +119,6 @@ def test_an_operator_loads_and_unloads(server: Server, adapters: Path) -> None:
 
 
 def test_nobody_changes_them_unless_it_is_allowed(adapters: Path) -> None:
-    with serving("--lora-dir", str(adapters / "in"), command=SERVE) as closed:
+    with serving("--lora-dir", str(adapters / "in"), "--executor", "keyed-hash", command=SERVE) as closed:
         answer = closed.ask("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "later"})
         assert answer.status == 404 and "--allow-runtime-lora-updating" in answer.json["error"]["message"]

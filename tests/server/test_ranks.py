@@ -54,7 +54,7 @@ def test_a_killed_rank_is_told_to_clients_and_ends_the_server(tmp_path: Path) ->
 
 
 def test_a_supervised_server_comes_back_on_its_port_with_new_ranks(tmp_path: Path) -> None:
-    """The rank is killed while nobody asks for anything."""
+    """The rank is killed while nobody asks for anything. Then the engine is: it takes its rank along."""
     with serving(str(tiny.save("llama", tmp_path)), *FLAGS, "--supervise", command=SERVE) as server:
         asked = {**TEXT, "stream": False, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
         wanted = server.ask("POST", "/v1/completions", asked).json["choices"][0]["token_ids"]
@@ -63,17 +63,12 @@ def test_a_supervised_server_comes_back_on_its_port_with_new_ranks(tmp_path: Pat
         wait_for(lambda: (found := server.members("headrace.parallel.follower")) and found != [rank], 20)
         wait_for(lambda: is_ready(server), 40)
         assert server.ask("POST", "/v1/completions", asked).json["choices"][0]["token_ids"] == wanted
+        (engine,), (rank,) = server.members("headrace.engine.process"), server.members("headrace.parallel.follower")
+        os.kill(engine, signal.SIGKILL)
+        wait_for(lambda: not {engine, rank} & {*server.children()}, 5)
 
 
 def is_ready(server: Server) -> bool:
     with contextlib.suppress(OSError):
         return server.ask("GET", "/ready", timeout=2).status == 200
     return False
-
-
-def test_a_killed_engine_takes_its_ranks_along(tmp_path: Path) -> None:
-    with serving(str(tiny.save("llama", tmp_path)), *FLAGS, command=SERVE) as server:
-        (engine,), (rank,) = server.members("headrace.engine.process"), server.members("headrace.parallel.follower")
-        os.kill(engine, signal.SIGKILL)
-        assert server.wait(10) == 1
-        wait_for(lambda: rank not in server.children(), 5)

@@ -180,7 +180,16 @@ def _ascii_tokenizer(folder: Path) -> str:
 
 
 def test_what_the_models_tokens_cannot_write_is_a_400_and_hurts_nobody(tmp_path: Path) -> None:
-    flags = ("--threads", "1", "--max-model-len", "600", "--tokenizer", _ascii_tokenizer(tmp_path))
+    flags = (
+        "--executor",
+        "keyed-hash",
+        "--device-time",
+        "0.005",
+        "--max-model-len",
+        "600",
+        "--tokenizer",
+        _ascii_tokenizer(tmp_path),
+    )
     with serving(*flags, command=SERVE) as server, ThreadPoolExecutor(2) as threads:
         longer = threads.submit(
             server.ask, "POST", "/v1/completions", {"prompt": "Once", "max_tokens": 300, "ignore_eos": True}
