@@ -352,6 +352,12 @@ class DeviceConfig:
         "replica of a request: prefix weighs what is cached against what waits there; load looks at what waits; turns takes each in turn",
         choices=("prefix", "load", "turns"),
     )
+    prefill_replicas: int = option(
+        0,
+        "number of the replicas that only compute prompts; the others take over the keys and values, and answer",
+        minimum=0,
+        metavar="P",
+    )
     distributed_executor_backend: str = option(
         "mp", "who starts the processes of several devices: mp, this host and those of --nnodes, or ray, a Ray cluster (see docs/ranks.md)",
         choices=("mp",),
@@ -452,6 +458,7 @@ class DeviceConfig:
             raise ConfigError(
                 f"data_parallel_size is {self.data_parallel_size}; one server takes at most {MAX_REPLICAS} replicas."
             )
+        self._check_prefill()
         if self.expert_placement is not None and not self.enable_expert_parallel:
             raise ConfigError(
                 f"expert_placement is {self.expert_placement!r}, but enable_expert_parallel is off; turn it on, or leave the placement out."
@@ -500,6 +507,23 @@ class DeviceConfig:
     def devices_here(self) -> int:
         """Of all replicas; with Ray it is not known where they are."""
         return self.num_devices // self.nnodes
+
+    def _check_prefill(self) -> None:
+        prefill, replicas = self.prefill_replicas, self.data_parallel_size
+        if prefill and prefill >= replicas:
+            raise ConfigError(
+                f"prefill_replicas is {prefill} and data_parallel_size {replicas}: nobody would answer; give at most {replicas - 1}, "
+                f"or {prefill + 1} replicas."
+            )
+        if prefill and self.num_ranks > 1:
+            raise ConfigError(
+                f"prefill_replicas is {prefill}, but a replica of {self.num_ranks} ranks hands over no keys and values; "
+                "give 1 rank each, or leave prefill_replicas out."
+            )
+        if prefill and self.enable_sleep_mode:
+            raise ConfigError(
+                "enable_sleep_mode is on, but replicas that hand over keys and values do not sleep; leave it or prefill_replicas out."
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -699,6 +723,16 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+
+    def __post_init__(self) -> None:
+        cache = self.cache
+        if self.device.prefill_replicas and not (
+            cache.enable_prefix_caching and cache.kv_caching and cache.paged_allocation
+        ):
+            raise ConfigError(
+                "prefill_replicas needs enable_prefix_caching, kv_caching and paged_allocation: what is handed over lies in the prefix "
+                "cache. Turn them on, or leave prefill_replicas out."
+            )
 
 
 ENGINE_PARTS: Mapping[str, type] = {

@@ -190,6 +190,7 @@ class Answers:
         self.finished: dict[tuple[int, int], Finished] = {}
         self.cached: dict[tuple[int, int], int] = {}
         self.scores: dict[tuple[int, int], list[object]] = {}
+        self.logprobs: dict[tuple[int, int], list[object]] = {}
 
     def take(self, outputs: Iterable[SequenceOutput]) -> None:
         for output in outputs:
@@ -197,6 +198,7 @@ class Answers:
             assert key not in self.finished, f"{key} got an output after its end"
             self.tokens.setdefault(key, []).extend(output.token_ids)
             self.scores.setdefault(key, []).extend(output.prompt_logprobs)
+            self.logprobs.setdefault(key, []).extend(output.logprobs)
             if output.num_cached_tokens is not None:
                 self.cached[key] = output.num_cached_tokens
             if output.finished is not None:

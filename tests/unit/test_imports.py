@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.experts": {"engine", "worker", "quantize.texts", "parallel.placement", "parallel.balance"},
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
     "server": {"engine"},
-    "engine": {"models.source", "scheduler", "cache", "speculative"},
+    "engine": {"models.source", "scheduler", "cache", "speculative", "disagg"},
     "engine.core": {"scheduler", "cache", "speculative", "lora.registry"},
     "engine.client": {"models.source", "lora.registry"},
     "engine.loop": {"lora.registry", "scheduler.explain"},
@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "lora",
         "scheduler",
         "cache",
+        "disagg.desk",
     },
     "planner": {
         "engine.core",
@@ -86,7 +87,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lora": {"engine.executor", "scheduler.events", "models", "layers", "kernels", "parallel.shares"},
     "speculative": set(),
     "cache": set(),
+    "disagg": {"engine.executor", "scheduler", "cache"},
     "worker": {
+        "disagg.staging",
         "engine.executor",
         "models",
         "layers",

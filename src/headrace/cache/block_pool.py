@@ -134,8 +134,13 @@ class PrefixNode:
             node = node.parent
         digest = node.digest
         for node in reversed(pending):
-            digest = node.digest = hashlib.blake2b(digest + node.key, digest_size=16).digest()
+            digest = node.digest = chained(digest, node.key)
         return digest
+
+
+def chained(digest: bytes, key: bytes) -> bytes:
+    """The hash of a node below one with this hash."""
+    return hashlib.blake2b(digest + key, digest_size=16).digest()
 
 
 class PrefixTree:
@@ -156,12 +161,14 @@ class PrefixTree:
     def ensure_root(self, salt: str, adapter: str | None) -> PrefixNode:
         root = self._roots.get((salt, adapter))
         if root is None:
-            seed = b"\0".join((self._namespace, salt.encode("utf-8", "surrogatepass"), (adapter or "").encode()))
-            root = PrefixNode(
-                None, b"", [None] * self.num_groups, digest=hashlib.blake2b(seed, digest_size=16).digest()
-            )
+            root = PrefixNode(None, b"", [None] * self.num_groups, digest=self.root_hash(salt, adapter))
             self._roots[(salt, adapter)], self._name_of[root] = root, (salt, adapter)
         return root
+
+    def root_hash(self, salt: str, adapter: str | None) -> bytes:
+        """That its root has, or would have."""
+        seed = b"\0".join((self._namespace, salt.encode("utf-8", "surrogatepass"), (adapter or "").encode()))
+        return hashlib.blake2b(seed, digest_size=16).digest()
 
     def walk(self, root: PrefixNode, tokens: bytes, key_bytes: int, max_nodes: int) -> list[PrefixNode]:
         """The nodes of the longest known prefix of ``tokens`` (ids as bytes), at most ``max_nodes``."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from headrace.cache.adapters import AdapterBlocks, ResidentAdapter
-from headrace.cache.block_pool import BlockPool, Blocks, PrefixNode, PrefixTree
+from headrace.cache.block_pool import BlockPool, Blocks, PrefixNode, PrefixTree, chained
 from headrace.spec import AdapterSpace, KVGroup, KVSpec
 
 BlockTable = list[int | None]  # None: behind a sliding window, given back
@@ -364,6 +364,43 @@ class CacheManager:
         for kv in sequences:
             if kv.capacity:
                 kv.node, kv.num_linked_blocks, kv.num_matched_blocks = None, _NEVER, _NEVER
+
+    # --- blocks that another replica computes, or has asked for
+
+    def computed(self, salt: str, adapter: str | None, token_ids: array[int], most: int) -> list[PrefixNode]:
+        """The first nodes of a prompt, at most so many, whose blocks no step in flight still writes."""
+        root = self.tree.find_root(salt, adapter)
+        path = [] if root is None else self.tree.walk(root, token_ids.tobytes(), self.block_tokens * _ID_BYTES, most)
+        coming = {node for written in self._written.values() for _, node in written}
+        return path[: next((at for at, node in enumerate(path) if node in coming), len(path))]
+
+    def names(self, kv: SequenceKV, token_ids: array[int], count: int) -> list[bytes]:
+        """The hashes of a prompt's first nodes, whether or not they are in the tree."""
+        digest, size, found = self.tree.root_hash(kv.salt, kv.adapter), self.block_tokens, list[bytes]()
+        for start in range(0, count * size, size):
+            found.append(digest := chained(digest, token_ids[start : start + size].tobytes()))
+        return found
+
+    def try_reserve(self, kv: SequenceKV, num_tokens: int, spare: int) -> bool:
+        """Blocks for whole nodes that others compute, up to ``num_tokens``: of a sliding group those that a query behind
+        them sees. All or nothing; False where fewer than ``spare`` were left in a pool."""
+        skipped, fresh = [], []
+        for group, (spec, table) in enumerate(zip(self.specs, kv.tables, strict=True)):
+            first = self._first_needed(group, num_tokens) // self.block_tokens * self.block_tokens // spec.block_size
+            skipped.append(max(0, first - len(table)))
+            fresh.append(max(0, num_tokens // spec.block_size - len(table) - skipped[group]))
+        if any(want + spare > pool.num_available for want, pool in zip(fresh, self.pools, strict=True)):
+            return False
+        for table, pool, bad, none, want in zip(kv.tables, self.pools, self._distrusted, skipped, fresh, strict=True):
+            table += [None] * none
+            table += (blocks := [pool.allocate() for _ in range(want)])
+            bad.difference_update(blocks)
+        kv.capacity = max(kv.capacity, num_tokens)
+        return True
+
+    def node_blocks(self, kv: SequenceKV, depth: int) -> tuple[Blocks, ...]:
+        """What a sequence holds for one node, by group; () where that is behind a window."""
+        return tuple(self._node_blocks(table, group, depth) or () for group, table in enumerate(kv.tables))
 
     # --- blocks
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.cost.run_facts import cascades, facts_of, switches_of
+from headrace.disagg.desk import HandOver
 from headrace.engine.core import EngineCore
 from headrace.engine.draft_templates import check_draft_templates
-from headrace.engine.executor import Executor, ExecutorInfo
+from headrace.engine.executor import Executor, ExecutorInfo, OpenStaging
 from headrace.engine.grammar import Vocabulary, vocabulary_of
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.info import EngineInfo
@@ -27,6 +28,7 @@ from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config, resolve_pooling
 from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.engine.tokenizer import Tokenizer, check_texts, load_tokenizer
+from headrace.errors import ConfigError
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk
 from headrace.models.families import spec_from_config
@@ -94,12 +96,15 @@ def create_engine(
     watched: bool = True,
     texts: bool = False,
     lost: Callable[[str], None] | None = None,
+    replica: int = 0,
+    staging: int = -1,
 ) -> Engine:
     """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
 
     ``watched``: somebody reads answers while they are written, so that the time between two tokens counts. ``lost``: is
     told, from a thread, why the engine's ranks are gone, where it has several; every later step raises EngineDead.
     ``texts``: the caller has nothing else to ask; a model without a tokenizer is refused before its weights are read.
+    ``replica``: which of several; ``staging``: the file through which they hand over prompts, where they do.
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
@@ -136,11 +141,23 @@ def create_engine(
         forecast=recorder.floors,
         speed=recorder.speed,
     )
+    if staging >= 0:
+        _hand_over(core, config.device.prefill_replicas, replica, staging)
     info = describe(config, source, core, eos, decisions)
     trace = _create_trace(file, config.device, source, core, recorder, info) if file is not None else None
     if trace is not None:
         core.observe(trace)
     return Engine(core, source, tokenizer, info, defaults, recorder, masks, trace)
+
+
+def _hand_over(core: EngineCore, givers: int, replica: int, staging: int) -> None:
+    """Raises ConfigError where there is nothing to hand over."""
+    if core.executor.info.pooling is not None or not core.scheduler.cache.prefix_caching:
+        raise ConfigError(
+            f"prefill_replicas is {givers}, but this model gives no answers whose prompts could be computed elsewhere; leave it out."
+        )
+    core.hand_over = HandOver(core, replica)
+    core.executor.control(OpenStaging(staging, givers, core.hand_over.widths))
 
 
 def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) -> AdapterDesk | None:

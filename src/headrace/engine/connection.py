@@ -24,10 +24,11 @@ import msgspec
 
 from headrace import errors
 from headrace.config import EngineConfig
+from headrace.disagg.notes import Note, Sent, Taken, Want
 from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
 from headrace.processes.child import spawn
-from headrace.processes.messages import Channel, Frame, Question, Reply, pack
+from headrace.processes.messages import BadFrame, Channel, Frame, Question, Reply, pack
 from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of
 
 MAX_ASKED = 64  # requests that one question may be about
@@ -35,11 +36,13 @@ SERIAL_SHIFT = 40  # a request's id: which front end's (the parent's is 0), then
 
 
 class Launch(Frame):
-    """``door``: the inherited socket over which the parent hands further ones. ``replica``: which of several."""
+    """``door``: the inherited socket over which the parent hands further ones. ``replica``: which of several.
+    ``staging``: the inherited file through which they hand over prompts; -1: they do not."""
 
     config: EngineConfig
     door: int
     replica: int = 0
+    staging: int = -1
 
 
 class Started(Frame):
@@ -94,6 +97,44 @@ class Finish(Frame):
     request_id: int
     index: int
     num_tokens: int
+
+
+class ComputePrompt(Frame):
+    """For another replica, which answers it."""
+
+    request: Request
+
+
+class AwaitPrompt(Frame):
+    """To be answered once another replica has computed its prompt."""
+
+    request: Request
+
+
+class GoOn(Frame):
+    """No more of this request's prompt comes from elsewhere."""
+
+    request_id: int
+
+
+class HandOver(Frame):
+    """From one replica to another, by way of the front end that has asked. One of these."""
+
+    want: Want | None = None
+    sent: Sent | None = None
+    taken: Taken | None = None
+
+    @property
+    def note(self) -> Note:
+        note = self.want or self.sent or self.taken
+        if note is None:
+            raise BadFrame("a note that says nothing")
+        return note
+
+
+def pack_note(note: Note) -> bytes:
+    field: dict[str, Any] = {type(note).__name__.lower(): note}
+    return pack(HandOver(**field))
 
 
 class AskStats(Question):
@@ -168,9 +209,13 @@ GuestCommand = (  # what any front end may say
     | UnloadAdapter
     | Sleep
     | Wake
+    | ComputePrompt
+    | AwaitPrompt
+    | GoOn
+    | HandOver
 )
 Command = GuestCommand | Attach | Shutdown  # ... and what the parent may
-Event = Started | StartFailed | Beat | Asleep | Died | Reply | Step
+Event = Started | StartFailed | Beat | Asleep | Died | Reply | Step | HandOver
 
 
 def plain(record: Any) -> dict[str, Any]:
@@ -212,6 +257,7 @@ _START_ERRORS: dict[str, type[HeadraceError]] = {
 }
 
 OnEvent = Callable[[Step], None]
+OnNote = Callable[[Note], None]
 OnDeath = Callable[[EngineDead, Collection[int] | None], None]  # of these requests, or of all
 
 
@@ -222,6 +268,7 @@ class EngineSocket:
         self._channel = Channel(Event, self._hear, self.lost)
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._on_event: OnEvent = lambda frame: None
+        self.on_note: OnNote = lambda note: None
         self._on_death: OnDeath = lambda error, ids: None
         self._tasks: set[asyncio.Future[dict[str, Any]]] = set()
         self._farewell = ""  # what the engine said last about its own end
@@ -302,6 +349,8 @@ class EngineSocket:
         self.last_heard = time.perf_counter()
         if isinstance(frame, Step):
             self._on_event(frame)
+        elif isinstance(frame, HandOver):
+            self.on_note(frame.note)
         elif isinstance(frame, Beat):
             self.last_beat = frame
         elif isinstance(frame, Asleep):
@@ -370,12 +419,13 @@ class EngineConnection(EngineSocket):
         self._watch = asyncio.create_task(self._watch_process())
 
     @classmethod
-    async def launch(cls, config: EngineConfig, replica: int = 0) -> EngineConnection:
-        """Starts the process; it loads while the caller goes on. ``replica``: which of several it is."""
+    async def launch(cls, config: EngineConfig, replica: int = 0, staging: int = -1) -> EngineConnection:
+        """Starts the process; it loads while the caller goes on. ``replica``, ``staging``: as Launch has them."""
         (sock, theirs), (door, their_door) = socket.socketpair(), socket.socketpair()
         with theirs, their_door:
-            self = cls(await spawn("headrace.engine.process", theirs, their_door.fileno()), door)
-            launch = Launch(config, their_door.fileno(), replica)
+            inherited = (their_door.fileno(), *((staging,) if staging >= 0 else ()))
+            self = cls(await spawn("headrace.engine.process", theirs, *inherited), door)
+            launch = Launch(config, their_door.fileno(), replica, staging)
         await self._channel.open(sock)
         self._channel.send(launch)
         return self

@@ -36,6 +36,7 @@ from headrace.speculative.length import DraftCounts, Speculation
 from headrace.speculative.settings import HEADS, read_settings
 
 if TYPE_CHECKING:
+    from headrace.disagg.desk import HandOver, HandOverCounts
     from headrace.engine.grammar_masks import GrammarMasks, GrammarStats
     from headrace.lora.registry import AdapterDesk
 
@@ -66,6 +67,7 @@ class EngineStats:
     adapters: AdapterStats | None = None
     num_held: int = 0  # of those waiting: the engine sleeps, or is about to
     asleep: int = 0  # the level; 0: awake
+    hand_over: HandOverCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class EngineCore:
         self._observer = observer
         self._masks = masks
         self.adapters = adapters
+        self.hand_over: HandOver | None = None  # where prompts are computed by other replicas than answers
         # a chunk would cost every row of its step as much
         self._fast_forward = scheduler.fast_forward and not executor.info.padded
         self._events: list[Event] = []
@@ -156,7 +159,20 @@ class EngineCore:
     def request_ids(self) -> list[int]:
         """Of all requests that have not ended, but those whose grammars are being compiled."""
         entered = (event.request for event in self._events if isinstance(event, AddRequest))
-        return [*self._held, *(each.request_id for each in chain(self._unread, entered)), *self.scheduler.requests]
+        apart = () if self.hand_over is None else self.hand_over.request_ids
+        return [
+            *self._held,
+            *(each.request_id for each in chain(self._unread, entered)),
+            *self.scheduler.requests,
+            *apart,
+        ]
+
+    def knows(self, request_id: int) -> bool:
+        """Whether it has not ended."""
+        events = (each.request.request_id for each in self._events if isinstance(each, AddRequest | RefuseRequest))
+        unread = (each.request_id for each in self._unread)
+        compiling = () if self._masks is None else self._masks.compiling
+        return request_id in self.scheduler.requests or request_id in chain(events, unread, compiling)
 
     @property
     def begins_in_order(self) -> bool:
@@ -209,6 +225,8 @@ class EngineCore:
             self._masks.drop(request_id)
         if self.adapters is not None:
             self.adapters.drop(request_id)
+        if self.hand_over is not None:
+            self.hand_over.drop(request_id)
 
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
         """A stop string ends this answer after ``num_tokens`` output tokens; what is computed beyond is dropped."""
@@ -217,6 +235,8 @@ class EngineCore:
     def forget_prefixes(self) -> None:
         """What was computed so far is reused by no request that begins later; those that run go on."""
         self._events.append(ForgetPrefixes())
+        if self.hand_over is not None:
+            self.hand_over.forget()
 
     @property
     def settled(self) -> bool:
@@ -247,10 +267,7 @@ class EngineCore:
         """Those who waited come."""
         held, self._held = self._held, {}
         for request in held.values():
-            try:
-                self.add(request)
-            except InvalidRequest as error:
-                self._events.append(RefuseRequest(request, error.message, error.param))
+            self.enter(request)
 
     def check_asleep(self) -> None:
         """Raises HeadraceError where it is awake after all."""
@@ -280,7 +297,10 @@ class EngineCore:
         if self._dead is not None:
             raise self._dead
         try:
-            return self._step()
+            outputs = self._step()
+            if self.hand_over is not None:
+                self.hand_over.turn()
+            return outputs
         except EngineDead as error:
             self._dead = error
             raise
@@ -311,13 +331,17 @@ class EngineCore:
         if masks.compiling:
             for event in masks.take_compiled(_COMPILE_WAIT if self._idle else 0.0):
                 if isinstance(event, AddRequest):
-                    self._enter_late(event.request)
+                    self._enter_late(event.request, self._enter)
                 else:
                     self._events.append(event)
 
-    def _enter_late(self, request: Request) -> None:
+    def enter(self, request: Request) -> None:
+        """As ``add``, later: one that cannot be ends with an error."""
+        self._enter_late(request, self.add)
+
+    def _enter_late(self, request: Request, enter: Callable[[Request], None]) -> None:
         try:
-            self._enter(request)
+            enter(request)
         except InvalidRequest as error:
             self._events.append(RefuseRequest(request, error.message, error.param))
 
@@ -426,20 +450,26 @@ class EngineCore:
     def standing(self) -> Standing:
         """Where all of them stand. Until the next turn, and while nobody comes or goes, it is the same: many may ask
         about a long queue."""
-        unread = self._unread
-        coming = len(self._events) + len(unread) + len(self._held)
+        unread, apart = self._unread, () if self.hand_over is None else self.hand_over.waiting
+        coming = len(self._events) + len(unread) + len(self._held) + len(apart)
         if self._standing is None or self._standing[0] != coming:
             arriving = [event.request for event in self._events if isinstance(event, AddRequest)]
             waits = {each.request_id: Wait("adapter", 1, self.scheduler.limits.max_adapters) for each in unread}
             waits |= dict.fromkeys(self._held, Wait("asleep"))
-            self._standing = (coming, Standing(self.scheduler, [*arriving, *unread, *self._held.values()], waits))
+            waits |= {each.request_id: Wait("prefill") for each in apart}
+            self._standing = (
+                coming,
+                Standing(self.scheduler, [*arriving, *unread, *self._held.values(), *apart], waits),
+            )
         return self._standing[1]
 
     def stats(self) -> EngineStats:
         cache, roster = self.scheduler.cache, self.scheduler.roster
+        handed = None if self.hand_over is None else self.hand_over.counts
         return EngineStats(
             num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting + len(self._held),
+            num_waiting=self.scheduler.num_waiting + len(self._held) + (0 if handed is None else handed.waiting),
+            hand_over=handed,
             num_held=len(self._held),
             asleep=self.asleep,
             num_blocks=cache.num_blocks,

@@ -63,7 +63,33 @@ class Wake:
     """Everything is as before, but what the KV cache held; after level 2, adapters have to be loaded again, too."""
 
 
-Control = LoadAdapter | DropAdapter | Sleep | Wake
+@dataclass(frozen=True, slots=True)
+class OpenStaging:
+    """The file ``fd`` (disagg/staging.py), with a region for each of so many replicas. ``widths``: bytes of each KV group
+    in a slot."""
+
+    fd: int
+    replicas: int
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportBlocks:
+    """Copies blocks that no step writes into slots of a region. ``names``: what the slots then hold; ``blocks``: of
+    each slot by KV group."""
+
+    source: int
+    slots: tuple[int, ...]
+    names: tuple[bytes, ...]
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportBlocks(ExportBlocks):
+    """Copies from there into blocks that no step reads or writes."""
+
+
+Control = LoadAdapter | DropAdapter | Sleep | Wake | OpenStaging | ExportBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +120,8 @@ class Executor(Protocol):
     with nothing in flight and nothing to do: some milliseconds' worth of what later steps will want; whether there may
     be more. ``control`` changes a worker between two steps, every rank at the same place of the queue, and returns at
     once; what comes of it ``outcomes`` tells, each once (``wait``: seconds that may pass until there is one). Sleep and
-    Wake return when it is done; they raise OutOfMemory, and everything is as it was.
+    Wake return when it is done; they raise OutOfMemory, and everything is as it was. Exports and imports return when all
+    is copied, beside whatever is in flight; an import raises HeadraceError where its slots hold something else.
     """
 
     info: ExecutorInfo

@@ -14,7 +14,19 @@ from functools import partial
 from itertools import repeat
 
 from headrace.clock import Clock, RealClock
-from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, ExecutorInfo, LoadAdapter, Sleep, Ticket
+from headrace.disagg.staging import Staging
+from headrace.engine.executor import (
+    AdapterOutcome,
+    Control,
+    DropAdapter,
+    ExecutorInfo,
+    ExportBlocks,
+    ImportBlocks,
+    LoadAdapter,
+    OpenStaging,
+    Sleep,
+    Ticket,
+)
 from headrace.request import NO_SLOT, NewRow, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.spec import AdapterSpace, KVGroup, KVKind, KVSpec
 from headrace.speculative.verify import accepted
@@ -77,6 +89,7 @@ class KeyedHashExecutor:
         own = 0 if info.adapters is None else info.adapters.blocks
         self._pages = [array("Q", (0,)) for _ in range(own)] if own else self._kv[0]  # where adapters lie
         self._outcomes: list[AdapterOutcome] = []
+        self._staging: Staging | None = None
 
     def submit(self, plan: StepPlan) -> _HashTicket:
         self._busy_until = max(self._busy_until, self._clock.now()) + self._device_time
@@ -171,6 +184,26 @@ class KeyedHashExecutor:
                 blocks[:] = [array("Q", b"\xff" * len(block) * 8) for block in blocks]
         elif isinstance(order, DropAdapter):
             self._adapters.discard(order.name)
+        elif isinstance(order, OpenStaging):
+            self._staging = Staging(order.fd, order.replicas, order.widths)
+        elif isinstance(order, ExportBlocks):
+            self._move(order)
+
+    def _move(self, order: ExportBlocks) -> None:
+        staging, brings = self._staging, isinstance(order, ImportBlocks)
+        assert staging is not None, "the memory for it is open"
+        (staging.check if brings else staging.clear)(order)
+        for slot, blocks in zip(order.slots, order.blocks, strict=True):
+            for group, held in enumerate(blocks):
+                at = staging.data(order.source, slot, group).cast("Q")
+                for place, block in enumerate(held):
+                    size = self._specs[group].block_size
+                    part, own = at[place * size : (place + 1) * size], self._kv[group][block]
+                    if brings:
+                        own[:] = array("Q", part)
+                    else:
+                        part[:] = memoryview(own)
+        (staging.check if brings else staging.seal)(order)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
         told, self._outcomes = self._outcomes, []

@@ -32,6 +32,7 @@ from headrace.request import Finished, FinishReason, Request, SequenceOutput, St
 from headrace.scheduler.explain import RECENT, pace_of, predicted_start
 
 if TYPE_CHECKING:
+    from headrace.disagg.desk import HandOver
     from headrace.engine.assembly import Engine
     from headrace.lora.registry import AdapterDesk
 
@@ -139,6 +140,15 @@ class Link:
 Said = list[tuple[Link, Any]]
 
 
+def _about(frame: Any) -> int | None:
+    """The request that it is about, where it is about one."""
+    if isinstance(frame, (Request, frames.Abort, frames.Finish, frames.GoOn)):
+        return frame.request_id
+    if isinstance(frame, (frames.ComputePrompt, frames.AwaitPrompt)):
+        return frame.request.request_id
+    return frame.note.request_id if isinstance(frame, frames.HandOver) else None
+
+
 class Links:
     """Everybody who is served. The parent's requests have serial 0."""
 
@@ -178,10 +188,7 @@ class Links:
                 raise ConnectionResetError
             said = link.read()
             for frame in said:
-                if (
-                    isinstance(frame, (Request, frames.Abort, frames.Finish))
-                    and frame.request_id >> frames.SERIAL_SHIFT != link.serial
-                ):
+                if (told := _about(frame)) is not None and told >> frames.SERIAL_SHIFT != link.serial:
                     raise BadFrame("a request of another's")
             return [(link, frame) for frame in said]
         except (OSError, BadFrame) as error:
@@ -192,6 +199,12 @@ class Links:
             return [(link, Left())]
 
     # --- out
+
+    def send_to(self, request_id: int, data: bytes) -> None:
+        """To whoever has asked."""
+        for link in self._all:
+            if link.serial == request_id >> frames.SERIAL_SHIFT:
+                link.send(data)
 
     def send(self, data: bytes) -> None:
         """To all."""
@@ -383,6 +396,13 @@ class EngineLoop:
             frames.Shutdown: self._shut_down,
             Left: self._abort_all,
         }
+        if (desk := self._core.hand_over) is not None:
+            self._handlers |= {
+                frames.ComputePrompt: lambda _, command: desk.give(command.request),
+                frames.AwaitPrompt: lambda _, command: self._expect(desk, command.request),
+                frames.GoOn: lambda _, command: desk.go_on(command.request_id),
+                frames.HandOver: lambda _, command: desk.hear(command.note),
+            }
         self._running = True
         # who waits for an adapter, with the question's number, its name and key
         self._loading: list[tuple[Link, int, str, str]] = []
@@ -411,6 +431,9 @@ class EngineLoop:
                     pulse.enter("send")  # a front end may be slow to read
                     for unwanted in links.send_step(core.accounts.settle(outputs)):
                         self._abort(unwanted)
+            if core.hand_over is not None:
+                for note in core.hand_over.take_notes():
+                    links.send_to(note.request_id, frames.pack_note(note))
             if self._retiring and not core.falls_asleep:
                 self._answer_retired()
 
@@ -426,6 +449,11 @@ class EngineLoop:
                 SequenceOutput(request.request_id, index, (), finished=finished) for index in range(request.params.n)
             ]
             link.send(frames.pack_step(refused))
+
+    def _expect(self, desk: HandOver, request: Request) -> None:
+        desk.expect(request)
+        if request.explain:
+            self._core.accounts.open(request)
 
     def _abort(self, request_id: int) -> None:
         self._core.abort(request_id)

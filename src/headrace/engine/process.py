@@ -77,6 +77,8 @@ def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
             wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least),
             with_tokenizer=False,
             lost=partial(end_now, links),
+            replica=launch.replica,
+            staging=launch.staging,
         )
         if not least:  # a device whose time is made up proves nothing by it
             take_first_step(engine)

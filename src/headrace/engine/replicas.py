@@ -12,18 +12,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from headrace.config import Decision, EngineConfig
+from headrace.config import Decision, DeviceConfig, EngineConfig
+from headrace.disagg.desk import is_apart
+from headrace.disagg.staging import staging_size
 from headrace.engine import connection as frames
 from headrace.engine.connection import HANG_SECONDS, EngineConnection, EngineSocket, OnDeath, OnEvent
 from headrace.engine.info import EngineInfo
+from headrace.engine.relay import Relay
 from headrace.engine.routing import Router
 from headrace.errors import EngineDead
+from headrace.portability import shared_file
 from headrace.processes.messages import Question
 from headrace.request import Request
 
@@ -41,8 +46,14 @@ log = logging.getLogger(__name__)
 class Replicas:
     """``sockets``: one a replica. Has the interface of an EngineSocket; first ``await started()``."""
 
-    def __init__(self, sockets: Sequence[EngineSocket], routing: str, router: Router | None = None) -> None:
+    def __init__(
+        self, sockets: Sequence[EngineSocket], device: DeviceConfig, router: Router | None = None, staging: int = -1
+    ) -> None:
+        """``staging``: the file through which prompts are handed over, where this process has made it."""
+        routing = device.data_parallel_routing
+        self._staging = staging
         self._sockets = list(sockets)
+        self._relay = Relay(self._sockets, device.prefill_replicas)
         self._router = router or Router(len(sockets), routing=routing)
         self._routing = routing
         self._on_event: OnEvent = lambda frame: None
@@ -57,11 +68,16 @@ class Replicas:
     @classmethod
     async def launch(cls, config: EngineConfig) -> Replicas:
         """A process for each; they load while the caller goes on."""
-        count = range(config.device.data_parallel_size)
-        engines = [await EngineConnection.launch(config, number) for number in count]
-        found = cls(engines, config.device.data_parallel_routing)
+        count, prefill = range(config.device.data_parallel_size), config.device.prefill_replicas
+        staging = shared_file(staging_size(prefill)) if prefill else -1
+        engines = [await EngineConnection.launch(config, number, staging) for number in count]
+        found = cls(engines, config.device, staging=staging)
         found._tending = asyncio.create_task(found._end_hung())
         return found
+
+    async def launch_again(self, config: EngineConfig, number: int) -> EngineConnection:
+        """A process for the place of one that has died."""
+        return await EngineConnection.launch(config, number, self._staging)
 
     @property
     def own(self) -> list[EngineConnection]:
@@ -81,7 +97,7 @@ class Replicas:
 
     @property
     def info(self) -> EngineInfo:
-        info, how = self._sockets[0].info, f"replicas; {_HOW[self._routing]}"
+        info, how = self._sockets[0].info, f"replicas; {_HOW[self._routing]}{self._relay.account}"
         return replace(info, decisions=(*info.decisions, Decision("data_parallel_size", len(self._sockets), how)))
 
     def listen(self, on_event: OnEvent, on_death: OnDeath) -> None:
@@ -101,16 +117,26 @@ class Replicas:
 
     def _listen(self, number: int, sock: EngineSocket) -> None:
         sock.listen(partial(self._hear, number), partial(self._lost, number))
+        sock.on_note = partial(self._relay.pass_on, number)
 
     # --- requests
 
     def submit(self, request: Request) -> None:
-        up = [number for number, each in enumerate(self._sockets) if each.alive] or [
+        prompts, answers = self._relay.split(self._up())
+        answer, prompt = self._router.pair(request, answers, prompts if is_apart(request) else ())
+        if answer == prompt:
+            self._sockets[answer].submit(request)
+        else:
+            self._relay.begin(request, answer, prompt)
+
+    def _up(self) -> list[int]:
+        """Those that are well; where none is, those that live."""
+        return [number for number, each in enumerate(self._sockets) if each.alive] or [
             number for number, each in enumerate(self._sockets) if not each.dead
         ]
-        self._sockets[self._router.route(request, up)].submit(request)
 
     def abort(self, request_id: int) -> None:
+        self._relay.abort(request_id)
         if (number := self._router.ended(request_id)) is not None:
             self._sockets[number].abort(request_id)
 
@@ -119,6 +145,7 @@ class Replicas:
             self._sockets[number].finish(request_id, index, num_tokens)
 
     def _hear(self, number: int, frame: frames.Step) -> None:
+        frame = self._relay.hear(number, frame, self._router.where)
         for out in frame.rows:
             if out.num_cached_tokens is not None:
                 self._router.began(out.request_id)
@@ -128,6 +155,11 @@ class Replicas:
 
     def _lost(self, number: int, error: EngineDead, ids: object) -> None:
         lost, count = frozenset(self._router.lost(number)), len(self._sockets)
+        for request_id in lost:
+            self._relay.abort(request_id)
+        for request in self._relay.lost(number):
+            prompts, _ = self._relay.split(self._up())
+            self._relay.compute_again(request, self._router.move_prompt(request, prompts) if prompts else None)
         if self.death is not None:
             self._on_death(self.death, None)
             return
@@ -176,9 +208,9 @@ class Replicas:
         return self._news.add(await self._ask(self._news.question))
 
     async def ask(self, question: Callable[[int], Question]) -> dict[str, Any]:
-        """All replicas are asked: of each thing, what the first says that knows it."""
+        """All replicas are asked: of each thing, what the first says that knows it; those that answer come first."""
         found = await self._ask(lambda _: question)
-        joined = _joined(found.values())
+        joined = _joined(value for _, value in sorted(found.items(), key=lambda each: self._relay.computes(each[0])))
         if isinstance(asked := question(0), frames.LoadAdapter) and joined.get("error") is None:
             self._loaded[asked.name] = asked
         elif isinstance(asked, frames.UnloadAdapter):
@@ -221,6 +253,9 @@ class Replicas:
         if self._tending is not None:
             self._tending.cancel()
         await asyncio.gather(*(each.close(timeout) for each in self._sockets))
+        if self._staging >= 0:
+            os.close(self._staging)
+            self._staging = -1
 
 
 async def launch_engine(config: EngineConfig) -> EngineConnection | Replicas:

@@ -9,6 +9,10 @@ The rule: where its first token is expected soonest, counted in prompt tokens:
 The least cost wins; among equals the replica with the fewest answers, then each in turn. So a conversation returns to
 the replica that has its beginning, unless so much waits there that computing it anew elsewhere is sooner.
 
+With replicas that compute prompts for the others, an answer goes by the same rule to one of those others, and its prompt
+to where it is expected soonest; unless no more than SHORT of its tokens are missing where it is answered: then it is
+computed there, which a decode step hardly feels.
+
 What is cached is known from what was sent: each replica has a table of hashes of blocks, each chained to the one before,
 as large as its cache; a new block overwrites what stood at its place, much as it would evict a block there. A table that
 is wrong costs time, never tokens. Tables and loads lie in one block of memory, which several front ends may share: each
@@ -30,6 +34,7 @@ from headrace.request import Request
 BLOCK = 16  # tokens, until a replica's cache is known
 SLOTS = 1 << 16  # hashes of a replica at most
 ROW_COST = 128  # prompt tokens; simulated chats, agents and shared prefixes do well from 64 to 256
+SHORT = 64  # tokens; a decode step reads all weights anyway
 _LOADS = 2  # integers: tokens without an answer, answers under way
 
 
@@ -54,6 +59,7 @@ class _Sent:
     replica: int
     rows: int  # answers that have not ended
     missing: int  # tokens that have to be computed before the first answer comes
+    prompt: int  # the replica that computes them
 
 
 class Router:
@@ -95,21 +101,46 @@ class Router:
 
     def route(self, request: Request, up: Sequence[int]) -> int:
         """One of the replicas ``up``, of which there is at least one. ``ended`` or ``lost`` has to follow."""
+        return self.pair(request, up, ())[0]
+
+    def pair(self, request: Request, up: Sequence[int], prompts: Sequence[int]) -> tuple[int, int]:
+        """(who answers, one of ``up``; who computes the prompt: the same, or one of ``prompts``)."""
+        hashes, self._turn = self._hashes(request), self._turn + 1
+        chosen, missing = self._soonest(request, hashes, up)
+        computes = chosen
+        if prompts and missing > SHORT:
+            computes, missing = self._soonest(request, hashes, prompts)
+        for number in {chosen, computes}:
+            self._note(number, hashes)
+        self._sent[request.request_id] = _Sent(chosen, request.params.n, missing, computes)
+        self._waiting[computes][self._front] += missing
+        self._rows[chosen][self._front] += request.params.n
+        return chosen, computes
+
+    def move_prompt(self, request: Request, prompts: Sequence[int]) -> int:
+        """Another of ``prompts`` computes it, in place of one that has died."""
+        sent, hashes = self._sent[request.request_id], self._hashes(request)
+        self._waiting[sent.prompt][self._front] -= sent.missing
+        sent.prompt, sent.missing = self._soonest(request, hashes, prompts)
+        self._waiting[sent.prompt][self._front] += sent.missing
+        self._note(sent.prompt, hashes)
+        return sent.prompt
+
+    def _hashes(self, request: Request) -> list[int]:
         salt = f"{request.adapter or ''}\n{request.cache_salt}"
-        hashes = chain(request.prompt_token_ids, self._block, salt) if self._routing == "prefix" else []
-        length, self._turn = len(request.prompt_token_ids), self._turn + 1
+        return chain(request.prompt_token_ids, self._block, salt) if self._routing == "prefix" else []
+
+    def _soonest(self, request: Request, hashes: Sequence[int], up: Sequence[int]) -> tuple[int, int]:
+        """(the replica, tokens of the prompt that it lacks)."""
+        length = len(request.prompt_token_ids)
         missing = {number: length - self._block * self._cached(number, hashes) for number in up}
         chosen = min(up, key=lambda number: self._rank(number, missing[number]))
-        self._note(chosen, hashes)
-        self._sent[request.request_id] = _Sent(chosen, request.params.n, missing[chosen])
-        self._waiting[chosen][self._front] += missing[chosen]
-        self._rows[chosen][self._front] += request.params.n
-        return chosen
+        return chosen, missing[chosen]
 
     def began(self, request_id: int) -> None:
         """It has its first token."""
         if (sent := self._sent.get(request_id)) is not None:
-            self._waiting[sent.replica][self._front] -= sent.missing
+            self._waiting[sent.prompt][self._front] -= sent.missing
             sent.missing = 0
 
     def answered(self, request_id: int) -> None:

@@ -75,7 +75,9 @@ MASK_SECONDS = 0.008
 NO_MASKS: Mapping[int, float] = MappingProxyType({})
 
 
-WaitKind = Literal["next_step", "batch", "result", "rows", "token_budget", "time", "blocks", "adapter", "asleep"]
+WaitKind = Literal[
+    "next_step", "batch", "result", "rows", "token_budget", "time", "blocks", "adapter", "asleep", "prefill"
+]
 LOOKED_PAST = 256  # of those that wait for their adapters, in one step
 
 
@@ -86,7 +88,7 @@ class Wait:
 
     "next_step": nothing is missing. "batch": static batching, the batch before must end. "result": its last tokens are
     still computed. "adapter": it comes into host memory, or all of so many slots are in use by others.
-    "asleep": the engine is to wake first.
+    "asleep": the engine is to wake first. "prefill": another replica computes its prompt.
     """
 
     kind: WaitKind

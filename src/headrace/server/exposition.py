@@ -324,7 +324,8 @@ class ServerMetrics:
         grammars = engine.get("grammars") or {}
         waiting = engine.get("num_waiting", 0)
         drafts = engine.get("drafts") or {}
-        held, asleep = engine.get("num_held", 0), engine.get("asleep", 0)
+        held, asleep, handed = engine.get("num_held", 0), engine.get("asleep", 0), engine.get("hand_over")
+        coming = handed["waiting"] if handed else 0
         return {
             "counters": {},
             **engine,
@@ -339,7 +340,15 @@ class ServerMetrics:
             else None,
             "kv_usage": engine["num_used_blocks"] / total if total else 0.0,
             "grammars": grammars,
-            "waiting": {"capacity": waiting - held, "deferred": grammars.get("compiling", 0), "asleep": held},
+            "hand_over": {**handed, "seconds": {"out": handed["given_seconds"], "in": handed["taken_seconds"]}}
+            if handed
+            else None,
+            "waiting": {
+                "capacity": waiting - held - coming,
+                "deferred": grammars.get("compiling", 0),
+                "asleep": held,
+                "prefill": coming,
+            },
             "sleep_states": {name: int(level == asleep) for level, name in enumerate(SLEEP_STATES)},
             "sources": {
                 "local_compute": self.totals["local_compute"],

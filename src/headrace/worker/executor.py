@@ -16,8 +16,20 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, LoadAdapter, Sleep, Ticket, Wake
+from headrace.disagg.staging import Staging
+from headrace.engine.executor import (
+    AdapterOutcome,
+    Control,
+    ExecutorInfo,
+    ExportBlocks,
+    LoadAdapter,
+    OpenStaging,
+    Sleep,
+    Ticket,
+    Wake,
+)
 from headrace.errors import StepFailed
 from headrace.kernels.build.ahead import Behind
 from headrace.lora.device import DeviceAdapters
@@ -26,6 +38,7 @@ from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker.asleep import Asleep
 from headrace.worker.failure import failure_of
 from headrace.worker.model_runner import ModelRunner, Step
+from headrace.worker.mover import BlockMover
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +50,8 @@ class DeviceExecutor:
     one submitted after that was known, untouched, until ``recover`` (one that was under way is read, and the core drops
     it); that calls ``restore`` first, with nothing of the failed step left on the device.
 
-    ``threads``: of the worker thread, where steps are computed by one. ``asleep``: what is given up while this sleeps;
+    ``threads``: of the worker thread, where steps are computed by one. ``caches``: of each KV group all that lies under
+    a block's number, as BlockMover has it. ``asleep``: what is given up while this sleeps;
     None: it never does. ``later``: kernels for keys that sequences share
     which are still to come, its own now. Until they are there, steps are told that theirs share none: graphs, fused and
     plain attention are asked as for any such step, and what is computed is the same but for rounding.
@@ -53,8 +67,11 @@ class DeviceExecutor:
         later: Behind | None = None,
         adapters: DeviceAdapters | None = None,
         asleep: Asleep | None = None,
+        caches: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self.info = info
+        self._caches = caches
+        self._mover: BlockMover | None = None
         self._asleep = asleep
         self._adapters = adapters
         self.later = later
@@ -154,6 +171,13 @@ class DeviceExecutor:
             assert self._asleep is not None and not self._outcomes, "it can sleep, and nothing is in flight"
             work = self._asleep.sleep if isinstance(order, Sleep) else self._asleep.wake
             work() if self._pool is None else self._pool.submit(work).result()
+            return
+        if isinstance(order, OpenStaging):
+            self._mover = BlockMover(Staging(order.fd, order.replicas, order.widths), self._caches)
+            return
+        if isinstance(order, ExportBlocks):
+            assert self._mover is not None, "the memory for it is open"
+            self._mover.move(order)
             return
         adapters = self._adapters
         assert adapters is not None, "this device holds no adapters"

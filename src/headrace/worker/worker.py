@@ -618,7 +618,7 @@ class Worker:
             adapters=None if self._adapters is None else self._adapters.slots.layout.space,
             pooling=setup.spec.pooling,
         )
-        parts: dict[str, Any] = {"adapters": self._adapters, "asleep": self._sleeping}
+        parts: dict[str, Any] = {"adapters": self._adapters, "asleep": self._sleeping, "caches": self._movable()}
         if self._cuda:
             if self._sleeping is not None:
                 self._sleeping.restore = self._memory.restore
@@ -635,6 +635,14 @@ class Worker:
         not where a thread of each computes while others collect."""
         in_step = self._group is None or self._setup.worker_threads is None or self._cuda
         return self._pipe is not None and self._config.device.drafts_ahead and in_step
+
+    def _movable(self) -> list[list[Tensor]]:
+        """Of each KV group what lies under a block's number: also a draft's, but where it has blocks of its own."""
+        found, draft = [[each] for each in self._kv_caches], self._setup.draft
+        if draft is not None and not self._draft_blocks and self._apart is None:
+            for group, cache in zip(draft.groups, self._draft_kv, strict=True):
+                found[group].append(cache)
+        return found
 
     def _later_kernels(self) -> Behind | None:
         """What the start did not wait for."""

@@ -206,7 +206,7 @@ class FrontEnds:
             log.error("Replica %d starts again in %g s.", number, lives.wait)
             await asyncio.sleep(lives.wait)
             lives.begin()
-            found = await EngineConnection.launch(self._launch.engine, number)
+            found = await engine.launch_again(self._launch.engine, number)
             try:
                 await found.started()
             except HeadraceError as error:

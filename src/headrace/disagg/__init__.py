@@ -1,0 +1,1 @@
+"""Prompts and answers on replicas apart: keys and values are handed from the one to the other."""

@@ -1,0 +1,306 @@
+"""A replica's part in handing over prompts: what it gives to others, and what it waits for from them.
+
+Who decodes has the request from the start, and holds it back. Once there is room for the prompt, it takes blocks for
+it and says so (Want); prefixes that it has are not sent again. Who computes the prompt does so as for any request of
+one token. After each step, the nodes of the prefix tree that are computed and wanted are copied into free slots of
+shared memory (Sent), while the device computes the next chunk. Who decodes copies them into its blocks, names them in
+its own prefix tree, and gives the slots back (Taken). With the last one the request is entered, finds its prefix cached
+like any other, and computes what is left: the last tokens that fill no block. So what follows is what one replica would
+do, whatever the request asks for.
+
+Whatever goes wrong, the request is entered with what has come, and the rest is computed here:
+
+    no room                  it waits; once nothing else runs or comes, it is entered without (the scheduler knows what to do)
+    a slot was written anew  entered with what has come
+    who computes has died    the front end finds another one, or says that nobody does: ``go_on``
+    evicted before wanted    computed again there
+
+Blocks that wait are held until the scheduler has seen the request, no longer: held blocks can keep nobody from running.
+
+Sources: DistServe (Zhong et al. 2024), Splitwise (Patel et al. 2024), Mooncake (Qin et al. 2024).
+
+What lives here: that. What may not: torch, copies (worker/mover.py), sockets, which replica (engine/routing.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from headrace.cache.manager import SequenceKV
+from headrace.clock import Clock
+from headrace.disagg.notes import Note, Sent, Taken, Want
+from headrace.disagg.staging import num_slots, slot_widths
+from headrace.engine.executor import Executor, ExportBlocks, ImportBlocks
+from headrace.errors import HeadraceError
+from headrace.request import Request, SamplingParams
+from headrace.scheduler.scheduler import Scheduler
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+def prompt_alone(request: Request) -> Request:
+    """The same prompt, and nothing asked for beyond."""
+    return replace(request, params=_ONE_TOKEN, bad_word_ids=(), explain=False, grammar_seconds=0.0)
+
+
+def is_apart(request: Request) -> bool:
+    """Whether its prompt may be computed elsewhere: one that is scored is computed where the scores are wanted."""
+    return request.params.prompt_logprobs is None
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverCounts:
+    """Since the start. ``early``: bytes that were handed over while the rest of their prompt was computed. ``alone``:
+    requests that went on without the rest of their prompt."""
+
+    given: int = 0  # prompts
+    given_bytes: int = 0
+    early_bytes: int = 0
+    given_seconds: float = 0.0  # that this replica's loop spent copying
+    taken: int = 0
+    taken_bytes: int = 0
+    taken_seconds: float = 0.0
+    alone: int = 0
+    waiting: int = 0  # now
+
+
+@dataclass(slots=True)
+class _Giving:
+    request: Request
+    nodes: int  # that the prompt fills
+    next: int | None = None  # to be sent; None: none is wanted yet
+    slots: set[int] = field(default_factory=set)  # that hold some of it
+
+
+@dataclass(slots=True)
+class _Coming:
+    request: Request
+    nodes: int
+    names: Sequence[bytes] = ()
+    kv: SequenceKV | None = None  # None: there was no room yet
+    have: int = 0  # nodes that are there
+
+
+class Engine(Protocol):
+    """What it needs of an EngineCore. ``enter``: a request begins; ``knows``: it has begun, and has not ended."""
+
+    scheduler: Scheduler
+    executor: Executor
+    clock: Clock
+
+    def enter(self, request: Request) -> None: ...
+
+    def knows(self, request_id: int) -> bool: ...
+
+
+class HandOver:
+    """One replica's. ``replica``: its number, and that of its region, where it has one."""
+
+    def __init__(self, engine: Engine, replica: int) -> None:
+        self._scheduler, self._cache = engine.scheduler, engine.scheduler.cache
+        self._control, self._now = engine.executor.control, engine.clock.now
+        self._enter, self._knows = engine.enter, engine.knows
+        self._replica = replica
+        self.widths = slot_widths(self._cache.specs, self._cache.block_tokens)
+        self._slot_bytes = sum(self.widths)
+        self._free = list(range(num_slots(self.widths)))  # a heap: low ones first, whose pages are there
+        self._giving: dict[int, _Giving] = {}
+        self._coming: dict[int, _Coming] = {}
+        self._held: dict[int, SequenceKV] = {}  # of requests that were entered, until the scheduler has seen them
+        self._notes: list[Note] = []
+        self._counts = HandOverCounts()
+
+    # --- what it is asked
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._giving or self._coming or self._held)
+
+    @property
+    def request_ids(self) -> list[int]:
+        return [*self._giving, *self._coming]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """For their prompts."""
+        return [each.request for each in self._coming.values()]
+
+    @property
+    def counts(self) -> HandOverCounts:
+        return replace(self._counts, waiting=len(self._coming))
+
+    def take_notes(self) -> list[Note]:
+        """What others are to be told."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    # --- what it is told
+
+    def give(self, request: Request) -> None:
+        """Its prompt is to be computed here for another replica."""
+        self._giving[request.request_id] = _Giving(request, self._nodes(request))
+        self._enter(request)
+
+    def expect(self, request: Request) -> None:
+        """Its prompt is computed elsewhere."""
+        self._coming[request.request_id] = _Coming(request, self._nodes(request))
+        self.turn()
+
+    def go_on(self, request_id: int) -> None:
+        """No more of its prompt comes."""
+        if (coming := self._coming.get(request_id)) is not None:
+            self._go_on(coming)
+            self.turn()
+
+    def drop(self, request_id: int) -> None:
+        """Nobody wants it any more. (Somebody may still read its slots, and will see that they are another's.)"""
+        if (giving := self._giving.pop(request_id, None)) is not None:
+            self._release(giving.slots)
+        coming = self._coming.pop(request_id, None)
+        if coming is not None and coming.kv is not None:
+            self._cache.free(coming.kv, -1)
+        self.turn()
+
+    def hear(self, note: Note) -> None:
+        if isinstance(note, Sent):
+            self._take(note)
+        elif (giving := self._giving.get(note.request_id)) is not None:
+            if isinstance(note, Want):
+                giving.next = note.first
+            else:
+                self._release(giving.slots.intersection(note.slots))
+                giving.slots.difference_update(note.slots)
+            self._tidy(giving)
+        self.turn()
+
+    def forget(self) -> None:
+        """What has come so far is found by nobody who begins later."""
+        self._cache.forget_all([each.kv for each in self._coming.values() if each.kv is not None])
+
+    def turn(self) -> None:
+        """After each step, and whenever something was told: all that can be done now."""
+        for giving in [each for each in self._giving.values() if each.next is not None and each.next < each.nodes]:
+            if not self._free:
+                break
+            self._send(giving)
+        while (waiting := next((each for each in self._coming.values() if each.kv is None), None)) is not None:
+            if not self._admit(waiting):
+                break
+        for request_id in [each for each in self._held if self._seen(each)]:
+            self._cache.free(self._held.pop(request_id), -1)
+
+    # --- giving
+
+    def _nodes(self, request: Request) -> int:
+        return (len(request.prompt_token_ids) - 1) // self._cache.block_tokens
+
+    def _send(self, giving: _Giving) -> None:
+        request, first = giving.request, giving.next
+        assert first is not None
+        path = self._cache.computed(request.cache_salt, request.adapter, request.prompt_token_ids, giving.nodes)
+        ready = path[first : first + len(self._free)]
+        if not ready:
+            if not self._knows(request.request_id):  # it was computed before it was wanted, and is not there any more
+                self._enter(request)
+            return
+        slots = tuple(heapq.heappop(self._free) for _ in ready)
+        blocks = tuple(tuple(each or () for each in node.blocks) for node in ready)
+        began = self._now()
+        self._control(ExportBlocks(self._replica, slots, tuple(node.hash for node in ready), blocks))
+        giving.slots.update(slots)
+        giving.next = first + len(ready)
+        last = giving.next == giving.nodes
+        size = len(slots) * self._slot_bytes
+        counts = self._counts
+        self._counts = replace(
+            counts,
+            given=counts.given + last,
+            given_bytes=counts.given_bytes + size,
+            early_bytes=counts.early_bytes + (0 if last else size),
+            given_seconds=counts.given_seconds + self._now() - began,
+        )
+        self._notes.append(Sent(request.request_id, self._replica, first, slots, last))
+
+    def _release(self, slots: set[int]) -> None:
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+
+    def _tidy(self, giving: _Giving) -> None:
+        if giving.next == giving.nodes and not giving.slots:
+            self._giving.pop(giving.request.request_id, None)
+
+    # --- taking
+
+    def _admit(self, coming: _Coming) -> bool:
+        """Gets its blocks, if there is room."""
+        request, cache = coming.request, self._cache
+        holds = [each for each in self._coming.values() if each.kv is not None]
+        if not holds and not self._scheduler.has_work and not self._held:
+            spare = 0
+        else:
+            spare = len(self._scheduler.roster.running) + 1
+            rows = sum(each.request.params.n for each in holds) + request.params.n
+            if len(self._scheduler.roster.free_rows) < rows:
+                return False
+            if holds and 2 * cache.block_tokens * sum(each.nodes for each in (coming, *holds)) > cache.num_tokens:
+                return False  # what waits leaves half of them to what runs
+        kv = cache.create(request.cache_salt, request.adapter)
+        match = cache.lookup(kv, request.prompt_token_ids)
+        cache.attach(kv, match)
+        if not cache.try_reserve(kv, coming.nodes * cache.block_tokens, spare):
+            cache.free(kv, -1)
+            if spare:
+                return False
+            self._go_on(coming)  # it has all there is, and that is too little
+            return True
+        coming.kv, coming.have = kv, len(match.nodes)
+        self._notes.append(Want(request.request_id, coming.have, match.num_tokens))
+        if coming.have == coming.nodes:
+            self._finish(coming)
+        else:
+            coming.names = cache.names(kv, request.prompt_token_ids, coming.nodes)
+        return True
+
+    def _take(self, sent: Sent) -> None:
+        self._notes.append(Taken(sent.request_id, sent.slots))
+        coming = self._coming.get(sent.request_id)
+        if coming is None or coming.kv is None or sent.first != coming.have:
+            return
+        cache, kv, end = self._cache, coming.kv, coming.have + len(sent.slots)
+        blocks = tuple(cache.node_blocks(kv, at) for at in range(coming.have, end))
+        began = self._now()
+        try:
+            self._control(ImportBlocks(sent.source, sent.slots, tuple(coming.names[coming.have : end]), blocks))
+        except HeadraceError:  # they have been written anew: whoever sent them was told to forget the request
+            self._go_on(coming)
+            return
+        cache.link(kv, coming.request.prompt_token_ids, end * cache.block_tokens, None)
+        coming.have = end
+        counts = self._counts
+        self._counts = replace(
+            counts,
+            taken_bytes=counts.taken_bytes + len(sent.slots) * self._slot_bytes,
+            taken_seconds=counts.taken_seconds + self._now() - began,
+        )
+        if end == coming.nodes:
+            self._finish(coming)
+
+    def _finish(self, coming: _Coming) -> None:
+        self._counts = replace(self._counts, taken=self._counts.taken + 1)
+        self._begin(coming)
+
+    def _go_on(self, coming: _Coming) -> None:
+        self._counts = replace(self._counts, alone=self._counts.alone + 1)
+        self._begin(coming)
+
+    def _begin(self, coming: _Coming) -> None:
+        del self._coming[coming.request.request_id]
+        if coming.kv is not None:
+            self._held[coming.request.request_id] = coming.kv
+        self._enter(coming.request)
+
+    def _seen(self, request_id: int) -> bool:
+        return request_id in self._scheduler.requests or not self._knows(request_id)

@@ -1,0 +1,157 @@
+"""Prompts computed by one replica and answered by another: the same tokens, whoever dies, leaves or has no room.
+
+Replicas are cores in this process over the keyed-hash executor, which checks every slot of the cache that it reads; the
+front end is the real one, with turns in any order between it and them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig
+from headrace.disagg.notes import Sent
+from headrace.disagg.staging import staging_size
+from headrace.engine import connection as frames
+from headrace.engine.executor import ExportBlocks
+from headrace.errors import ConfigError
+from headrace.portability import shared_file
+from headrace.request import Request
+from tests.support.hand_over import House
+from tests.support.hash_engine import engine, expected, request
+
+
+def house_of(fd: int, count: int = 2, givers: int = 1, slots: int | None = None, **sizes: Any) -> House:
+    return House(fd, [engine(**sizes) for _ in range(count)], givers, slots)
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    made = shared_file(staging_size(2))
+    yield made
+    os.close(made)
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [(number * 37 + place * 11) % 500 + 8 for place in range(length)]
+
+
+def check(house: House, asked: Request) -> None:
+    for index in range(asked.params.n):
+        assert house.answers.tokens[asked.request_id, index] == expected(asked, index=index), house.answers.finished
+
+
+def test_answers_are_those_of_one_engine_and_prefixes_are_found_on_both_sides(fd: int) -> None:
+    house = house_of(fd, depth=1, budget=32, num_blocks=200)
+    first = [request(at, prompt(at, 90 + at), n=1 + at % 2, seed=at, stop_token_ids=(3,)) for at in range(3)]
+    for each in first:
+        house.front.submit(each)
+    house.run()
+    given, taken = house.handed(0), house.handed(1)
+    nodes = sum((len(each.prompt_token_ids) - 1) // 4 for each in first)
+    assert given.given == taken.taken == 3 and given.given_bytes == taken.taken_bytes == nodes * 64
+    assert given.early_bytes >= given.given_bytes / 2  # chunks of 32: those before the last went ahead
+    again = [
+        request(10, prompt(0, 90)),  # all of it is where it is answered
+        request(11, [*prompt(1, 91), *prompt(7, 80)]),  # its beginning
+        request(12, prompt(9, 40)),  # short
+        request(13, prompt(10, 90), prompt_logprobs=0),  # scored
+    ]
+    for each in again:
+        house.front.submit(each)
+        house.run()
+    assert [house.answers.cached[at, 0] for at in range(10, 14)] == [88, 88, 0, 0]
+    assert house.handed(0).given == 4 and house.handed(1).taken_bytes - taken.taken_bytes == (170 // 4 - 22) * 64
+    for each in (*first, *again):
+        check(house, each)
+    house.assert_at_rest()
+
+
+def test_a_full_replica_makes_requests_wait(fd: int) -> None:
+    """Of 40 blocks one prompt takes 30; staging has room for two."""
+    house = house_of(fd, num_blocks=40, slots=2)
+    asked = [request(at, prompt(at, 120), max_tokens=20) for at in range(4)]
+    for each in asked:
+        house.front.submit(each)
+    for _ in range(6):
+        for each in house.replicas:
+            each.turn()
+            while each.outbox:
+                each.tell()
+    state = house.replicas[1].core.explain(3)
+    assert state is not None and state.wait is not None and state.wait.kind == "prefill"
+    house.run()
+    for each in asked:
+        check(house, each)
+    assert house.handed(1).taken == 4
+    house.assert_at_rest()
+
+
+def test_what_was_written_anew_is_not_read(fd: int) -> None:
+    house = house_of(fd, budget=32)
+    one = request(1, prompt(1, 100))
+    house.front.submit(one)
+    giver, taker = house.replicas
+    while not any(isinstance(getattr(each, "sent", None), Sent) for each in taker.inbox):
+        for each in house.replicas:
+            each.turn() if each is giver or not taker.core.hand_over.request_ids else None  # type: ignore[union-attr]
+            while each.outbox:
+                each.tell()
+    sent = next(each.sent for each in taker.inbox if isinstance(each, frames.HandOver))
+    giver.core.executor.control(ExportBlocks(0, sent.slots[:1], (b"another's hash..",), (((0,),),)))
+    house.run()
+    check(house, one)
+    assert house.handed(1).alone == 1 and house.handed(1).taken == 0
+    house.assert_at_rest()
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(at, marks=pytest.mark.slow) for at in range(8, 200))])
+def test_whatever_happens_answers_are_right_and_nothing_is_left(fd: int, seed: int) -> None:
+    """Clients leave, replicas die, steps come in any order, in caches that are too small for all."""
+    rng = random.Random(seed)
+    sizes = {"num_blocks": rng.choice((45, 64, 200)), "slots": rng.choice((1, 7, None)), "depth": seed % 3}
+    house = house_of(fd, 4, 2, budget=rng.choice((24, 64)), window=rng.choice((None, None, 40)), **sizes)
+    deaths = rng.sample(range(4), rng.choice((0, 1, 1, 2, 3)))
+    asked, left = list[Request](), set[int]()
+    for at in range(rng.randint(4, 14)):
+        shared = prompt(rng.randint(0, 2), rng.choice((0, 40, 100)))
+        each = request(at, [*shared, *prompt(50 + at, rng.randint(1, 60))], n=rng.choice((1, 1, 3)), seed=at, max_tokens=12)  # fmt: skip
+        asked.append(each)
+        house.front.submit(each)
+        for _ in range(rng.randint(0, 12)):
+            one = rng.choice([each for each in house.replicas if each.alive])
+            one.turn() if rng.random() < 0.5 else one.outbox and one.tell()
+        if rng.random() < 0.25:
+            left.add(gone := rng.choice(asked).request_id)
+            house.front.abort(gone)
+        if deaths and rng.random() < 0.3:
+            house.replicas[deaths.pop()].die()
+    house.run(rng)
+    for each in asked:
+        if each.request_id not in left | house.lost:
+            check(house, each)
+    house.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prefill_replicas": 2, "data_parallel_size": 2}, "at most 1, or 3 replicas"),
+        ({"prefill_replicas": 1}, "nobody would answer"),
+        ({"prefill_replicas": 1, "data_parallel_size": 2, "tensor_parallel_size": 2}, "2 ranks"),
+        ({"prefill_replicas": 1, "data_parallel_size": 2, "enable_sleep_mode": True}, "enable_sleep_mode"),
+    ],
+)
+def test_nonsense_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DeviceConfig(**wrong)
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_hand_over() -> None:
+    device = DeviceConfig(prefill_replicas=1, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        EngineConfig(device=device, cache=CacheConfig(enable_prefix_caching=False))
