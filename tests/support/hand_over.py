@@ -39,7 +39,7 @@ class Replica:
         self.inbox: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
         self.death: EngineDead | None = None
-        self.asleep = 0
+        self.asleep = self.serial = 0
         self.on_note: Any = None
 
     alive = property(lambda self: self.death is None)

@@ -18,6 +18,7 @@ from headrace.disagg.notes import Sent
 from headrace.disagg.staging import staging_size
 from headrace.engine import connection as frames
 from headrace.engine.executor import ExportBlocks
+from headrace.engine.loop import Left
 from headrace.errors import ConfigError
 from headrace.portability import shared_file
 from headrace.request import Request
@@ -107,6 +108,25 @@ def test_what_was_written_anew_is_not_read(fd: int) -> None:
     check(house, one)
     assert house.handed(1).alone == 1 and house.handed(1).taken == 0
     house.assert_at_rest()
+
+
+def test_a_front_end_that_dies_leaves_nothing_behind(fd: int) -> None:
+    house = house_of(fd, budget=32, slots=3)
+    for at in range(3):
+        house.front.submit(request(at, prompt(at, 90)))
+    for _ in range(3):
+        for each in house.replicas:
+            each.turn()
+            while each.outbox:
+                each.tell()
+    assert all(each.core.hand_over.busy for each in house.replicas)  # type: ignore[union-attr]
+    for each in house.replicas:
+        each.inbox.append(Left())
+    while any(each.has_work for each in house.replicas):
+        for each in house.replicas:
+            each.turn()
+    for each in house.replicas:
+        each.assert_at_rest()
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(at, marks=pytest.mark.slow) for at in range(8, 200))])

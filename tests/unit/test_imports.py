@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "disagg.desk",
     },
     "planner": {
+        "disagg",
         "engine.core",
         "engine.executor",
         "engine.resolve",

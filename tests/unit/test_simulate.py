@@ -597,3 +597,24 @@ def test_conversations_find_their_prefixes_where_requests_in_turn_do_not() -> No
 def _replicated(count: int, routing: str = "prefix") -> EngineConfig:
     device = DeviceConfig(data_parallel_size=count, data_parallel_routing=routing)
     return EngineConfig(device=device, cache=CacheConfig(block_size=16))
+
+
+def test_prompts_apart_keep_tokens_close_together_and_pay_for_the_link() -> None:
+    """The same prompts are computed; a device that only decodes has no steps with prompts of others."""
+    talks = [LoadRequest(160, 12, at=1.5 * number) for number in range(16)]
+    both = simulate(SPEC, _replicated(2), tiny_device(), Load(talks)).figures
+    device = DeviceConfig(data_parallel_size=2, prefill_replicas=1)
+    config = EngineConfig(
+        device=device, cache=CacheConfig(block_size=16), scheduler=SchedulerConfig(max_num_batched_tokens=64)
+    )
+    fast, slow = (
+        simulate(SPEC, config, replace(tiny_device(), host_link=link), Load(talks)).figures for link in (1e9, 1e5)
+    )
+    assert fast["completed"] == both["completed"] == fast["handed_over_prompts"] == 16
+    # of 160 tokens nine blocks are handed over: the tenth is computed where the answer is
+    assert fast["computed_tokens"] == both["computed_tokens"] + 16 * 16
+    assert fast["p99_itl_ms"] < 0.8 * both["p99_itl_ms"] and fast["prefix_hit_share"] == 0.0
+    crossed = 2 * 9 * 16 * 2 * SPEC.num_kv_heads * SPEC.head_dim * 2 * SPEC.num_layers / 1e5 * 1e3  # ms, twice
+    waits = slow["mean_ttft_ms"] - fast["mean_ttft_ms"]
+    assert 0.2 * crossed < waits < crossed  # most of it goes ahead
+    assert 0.3 < fast["handed_over_early_share"] < 1.0

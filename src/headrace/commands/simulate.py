@@ -160,6 +160,10 @@ def _source(config: EngineConfig) -> ModelSource:
 def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
     threads = config.device.threads or physical_cores()[0]
     found = find_device(args.simulated, threads=threads, memory=args.device_memory, free_memory=available_memory())
+    if args.host_link is not None:
+        if args.host_link < 1:
+            raise ConfigError(f"--host-link is {args.host_link}; give bytes a second, at least 1.")
+        found = replace(found, host_link=args.host_link)
     return simulate_calibrate.with_prices(args, _linked(args, config, found))
 
 
@@ -217,7 +221,7 @@ NEEDS = {  # flag: what it is of
     "front_of": ("calibrate",),
     "output_calibration": ("calibrate",),
     "columns": ("sweep_rate", "compare"),
-    "host_link": ("four_costs",),
+    "host_link": ("four_costs", "prefill_replicas"),
 }
 AGAINST = {  # flag: what it says nothing to
     "against": ("calibrate", "advise", "four_costs"),
@@ -246,7 +250,7 @@ def check_modes(args: argparse.Namespace) -> None:
 
 
 def _given(args: argparse.Namespace, name: str) -> bool:
-    value = getattr(args, name)
+    value = getattr(args, name, None)
     # which may stand without contexts
     return value is not None and value is not False and (value != [] or name == "four_costs")
 

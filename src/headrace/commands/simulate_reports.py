@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 from headrace.config import EngineConfig
-from headrace.errors import ConfigError
 from headrace.flags import parse_size
 from headrace.observe.report import machine_facts, print_facts, table, write_json
 from headrace.planner.advice import Advice, advise
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-link",
         type=parse_size,
         metavar="SIZE",
-        help="bytes per second between device and host, one way, for --four-costs",
+        help="bytes per second between device and host, one way, for --four-costs and --prefill-replicas",
     )
 
 
@@ -50,8 +49,6 @@ def asked(args: argparse.Namespace) -> bool:
 
 
 def run_reports(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec) -> int:
-    if args.host_link is not None and args.host_link < 1:
-        raise ConfigError(f"--host-link is {args.host_link}; give bytes a second, at least 1.")
     found = priced(spec, config, device)
     facts = machine_facts(str(device), model=f"{config.model.model or 'demo'}, {found.dtype}")
     print_facts(facts)

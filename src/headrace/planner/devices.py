@@ -128,6 +128,11 @@ class Device:
         """The host may work while the device computes; a CPU is both."""
         return self.kind != "cpu"
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s of a copy between its memory and the host's. On a CPU it is read and written in the same memory."""
+        return self.host_link or self.profile.copy_bandwidth / 2
+
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype} {rate / TERA:.3g} TFLOP/s" for dtype, rate in self.profile.gemm_rates.items())
         limits = f"read {self.profile.read_bandwidth / TERA:.3g} TB/s, {rates}, {self.memory / GIB:.1f} GiB"

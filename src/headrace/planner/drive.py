@@ -26,6 +26,8 @@ from itertools import accumulate, count
 from typing import Any
 
 from headrace.cost.prices import FrontPrices
+from headrace.disagg.desk import HandOver, HandOverCounts, prompt_alone
+from headrace.disagg.notes import Note, Sent, Want
 from headrace.engine.core import EngineCore
 from headrace.engine.routing import Router
 from headrace.planner.workload.load import LoadRequest
@@ -92,6 +94,86 @@ def _by_request(brought: Sequence[Sequence[SequenceOutput]]) -> Iterable[list[Se
     return found.values()
 
 
+def wake(core: EngineCore, now: float) -> None:
+    """One that has nothing to do sees the time."""
+    core.clock.sleep_until(now if not core.has_work else 0.0)
+
+
+class Between:
+    """Replicas of which the first ``prompts`` compute prompts for the others. What they tell each other arrives at once,
+    and keys and values once they have crossed two links, of ``bandwidth`` bytes/s each: out of one device, into the
+    other. Each link carries one after the other."""
+
+    def __init__(self, cores: Sequence[EngineCore], prompts: int, bandwidth: float) -> None:
+        self._cores, self._prompts, self._bandwidth = cores, prompts, bandwidth
+        self._desks = [HandOver(core, number) for number, core in enumerate(cores)]
+        for core, desk in zip(cores, self._desks, strict=True):
+            core.hand_over = desk
+        self._notes: list[tuple[float, int, int, Note]] = []  # a heap: when, and to whom
+        self._number = count()
+        self._free = [0.0] * len(cores)  # until when each link is in use
+        self._apart: dict[int, tuple[int, int]] = {}  # who answers and who computes, by request
+        self._cached: dict[int, int] = {}  # tokens that one of them had
+
+    @property
+    def counts(self) -> list[HandOverCounts]:
+        return [each.counts for each in self._desks]
+
+    def add(self, request: Request, router: Router, now: float) -> None:
+        answers, prompts = range(self._prompts, len(self._cores)), range(self._prompts)
+        answer, computes = router.pair(request, answers, prompts)
+        for number in {answer, computes}:
+            wake(self._cores[number], now)
+        if answer == computes:
+            self._cores[answer].add(request)
+            return
+        self._apart[request.request_id] = answer, computes
+        self._desks[answer].expect(request)
+        self._desks[computes].give(prompt_alone(request))
+        self._collect(answer)
+
+    @property
+    def due(self) -> float:
+        return self._notes[0][0] if self._notes else math.inf
+
+    def pass_on(self) -> None:
+        now, _, number, note = heapq.heappop(self._notes)
+        wake(self._cores[number], now)
+        self._desks[number].hear(note)
+        self._collect(number)
+
+    def _collect(self, number: int) -> None:
+        for note in self._desks[number].take_notes():
+            answer, computes = self._apart[note.request_id]
+            at = self._cores[number].clock.now()
+            if isinstance(note, Sent):
+                seconds = len(note.slots) * sum(self._desks[number].widths) / self._bandwidth
+                for link in (computes, answer):
+                    at = self._free[link] = max(at, self._free[link]) + seconds
+            elif isinstance(note, Want):
+                self._keep(note.request_id, note.cached)
+            heapq.heappush(self._notes, (at, next(self._number), computes if number == answer else answer, note))
+
+    def _keep(self, request_id: int, cached: int) -> None:
+        self._cached[request_id] = max(cached, self._cached.get(request_id, 0))
+
+    def seen(self, core: EngineCore, outputs: Sequence[SequenceOutput]) -> Sequence[SequenceOutput]:
+        """What clients see of a step."""
+        number = self._cores.index(core)
+        self._collect(number)
+        if number >= self._prompts:
+            return [self._honest(each) if each.num_cached_tokens is not None else each for each in outputs]
+        for each in outputs:
+            self._keep(each.request_id, each.num_cached_tokens or 0)
+        return ()
+
+    def _honest(self, output: SequenceOutput) -> SequenceOutput:
+        """What was handed over was cached nowhere."""
+        if output.request_id not in self._apart:
+            return output
+        return output._replace(num_cached_tokens=self._cached.get(output.request_id, 0))
+
+
 @dataclass(slots=True)
 class Outcome:
     """One sample a request, in order of sending, whose it is and how urgent; ``seconds`` from the first request's zero
@@ -120,8 +202,10 @@ class Drive:
         max_queue: int,
         front: FrontPrices | None = None,
         router: Router | None = None,
+        between: Between | None = None,
     ) -> None:
-        self._cores, self._router = cores, router
+        """``between``: cores that compute prompts and those that answer; None: all do both."""
+        self._cores, self._router, self._between = cores, router, between
         # a heap: what steps brought, by their end
         self._brought: list[tuple[float, int, Sequence[SequenceOutput]]] = []
         self._asked = asked
@@ -168,6 +252,8 @@ class Drive:
         yield self._next_due(), self._send_due
         yield (self._front.due if self._front is not None else math.inf), self._turn
         yield (self._coming[0][0] if self._coming else math.inf), self._deliver
+        if self._between is not None:
+            yield self._between.due, self._between.pass_on
 
     def _next_step(self) -> tuple[EngineCore, float]:
         """The core whose step begins next, and when; infinitely late where none has work."""
@@ -176,6 +262,8 @@ class Drive:
 
     def _step(self, core: EngineCore) -> None:
         outputs, blocks = core.step(), core.scheduler.cache
+        if self._between is not None:
+            outputs = self._between.seen(core, outputs)
         self._outcome.most_used_blocks = max(self._outcome.most_used_blocks, blocks.num_used_blocks)
         if outputs:
             heapq.heappush(self._brought, (core.clock.now(), self._outcome.steps, outputs))
@@ -245,9 +333,12 @@ class Drive:
             tenant=asked.tenant,
             expects=asked.expects,
         )
+        if self._between is not None and self._router is not None:
+            self._between.add(request, self._router, self._now)
+            return
         up = range(len(self._cores))
         core = self._cores[0 if self._router is None else self._router.route(request, up)]
-        core.clock.sleep_until(self._now if not core.has_work else 0.0)
+        wake(core, self._now)
         core.add(request)
 
     def _greedy(self, max_tokens: int) -> SamplingParams:

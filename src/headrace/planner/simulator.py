@@ -21,7 +21,7 @@ from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder
 from headrace.planner.devices import Device
 from headrace.planner.drafts import Drafting
-from headrace.planner.drive import Drive, Outcome
+from headrace.planner.drive import Between, Drive, Outcome
 from headrace.planner.executor import DeviceCounts, ModelledExecutor
 from headrace.planner.pricing import Priced, Pricing, priced
 from headrace.planner.steadiness import Disturbances
@@ -102,11 +102,17 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
     front = pricing.front if load.front else None
     router = create_router(config, info) if count > 1 else None
+    prompts = config.device.prefill_replicas
+    between = Between(cores, prompts, device.host_bandwidth) if prompts else None
     outcome = Drive(
-        cores, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front, router=router
-    ).run()
+        cores, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front, router=router, between=between
+    ).run()  # fmt: skip
     counts = [executor.counts for _, executor in replicas]
     figures = figures_of(outcome, cores, counts, device, found.dtype, load.limits or {}, load.percentiles)
+    if between is not None:
+        figures |= hand_over_figures(between, outcome)
+    if "request_goodput" in figures and config.device.num_devices > 1:
+        figures["request_goodput_per_device"] = figures["request_goodput"] / config.device.num_devices
     figures |= promise_figures(recorders)
     figures |= draft_figures([drafts for core in cores if (drafts := core.stats().drafts) is not None])
     figures |= experiences(outcome.samples, Reader(config.scheduler.expected_ttft, config.scheduler.reading_speed))
@@ -221,6 +227,21 @@ def figures_of(
         "preemptions": sum(each.preemptions for each in counters),
         "prefix_hit_share": sum(each.prefix_hits for each in counters) / queries if queries else 0.0,
         "most_kv_used": outcome.most_used_blocks / cores[0].scheduler.cache.num_blocks,
+    }
+
+
+def hand_over_figures(between: Between, outcome: Outcome) -> dict[str, Any]:
+    """Of prompts that were computed by others than answered them. What was handed over is no hit."""
+    counts = between.counts
+    given = sum(each.given_bytes for each in counts)
+    cached, asked = (
+        sum(getattr(each, name) for each in outcome.samples) for name in ("cached_tokens", "prompt_tokens")
+    )
+    return {
+        "prefix_hit_share": cached / asked,
+        "handed_over_prompts": sum(each.given for each in counts),
+        "handed_over_bytes": given,
+        "handed_over_early_share": sum(each.early_bytes for each in counts) / given if given else 0.0,
     }
 
 
