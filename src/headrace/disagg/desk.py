@@ -10,7 +10,7 @@ do, whatever the request asks for.
 
 Whatever goes wrong, the request is entered with what has come, and the rest is computed here:
 
-    no room                  it waits; once nothing else runs or comes, it is entered without (the scheduler knows what to do)
+    no room                  it waits; once nothing else runs or comes, it is entered without, and the scheduler decides
     a slot was written anew  entered with what has come
     who computes has died    the front end finds another one, or says that nobody does: ``go_on``
     evicted before wanted    computed again there
@@ -35,7 +35,7 @@ from headrace.disagg.notes import Note, Sent, Taken, Want
 from headrace.disagg.staging import num_slots, slot_widths
 from headrace.engine.executor import Executor, ExportBlocks, ImportBlocks
 from headrace.errors import HeadraceError
-from headrace.request import Request, SamplingParams
+from headrace.request import Request, SamplingParams, SequenceStatus
 from headrace.scheduler.scheduler import Scheduler
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -200,6 +200,9 @@ class HandOver:
     def _send(self, giving: _Giving) -> None:
         request, first = giving.request, giving.next
         assert first is not None
+        siblings = self._scheduler.requests.get(request.request_id)
+        if siblings and siblings[0].status is SequenceStatus.WAITING:  # of a long queue nothing is looked up
+            return
         path = self._cache.computed(request.cache_salt, request.adapter, request.prompt_token_ids, giving.nodes)
         ready = path[first : first + len(self._free)]
         if not ready:
