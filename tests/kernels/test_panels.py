@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import c_int
 from importlib import resources
 from pathlib import Path
@@ -328,13 +329,27 @@ PROCESSORS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Native | Declined]]]:
+    """Compiled while the tests before run; that of the widest instructions is the product's own."""
+    flags = {*cpu_identity().split(), ""}
+    *compiled, plain = (name for name, (_, needed, _) in PROCESSORS.items() if needed in flags)
+    with ThreadPoolExecutor(2) as pool:
+        own = {compiled.pop(): pool.submit(native_library)} if compiled else {}
+        yield own | {
+            name: pool.submit(built, tmp_path_factory.mktemp("panels"), PROCESSORS[name][0])
+            for name in (*compiled, plain)
+        }
+
+
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_other_processors_compute_the_same(name: str, tmp_path: Path) -> None:
+def test_other_processors_compute_the_same(name: str, builds: Mapping[str, Future[Native | Declined]]) -> None:
     """Each way of multiplying that this processor has, and what stands around the instructions of others."""
-    flags, needed, vnni = PROCESSORS[name]
-    if needed and needed not in cpu_identity().split():
+    _, needed, vnni = PROCESSORS[name]
+    if name not in builds:
         pytest.skip(f"this processor has no {needed}")
-    other = built(tmp_path, flags)
+    other = builds[name].result()
+    assert isinstance(other, Native)
     assert other.library["headrace_panel_vnni"]() == vnni
     function = function_of(other, "headrace_panel_product", "qPPPqii", c_int)
     for form in (
