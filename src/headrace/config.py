@@ -14,6 +14,7 @@ import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -748,7 +749,7 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
 
 def built(config_class: type[Config], given: Mapping[str, Any]) -> Config:
     """An instance from those given values that are its fields; absent ones keep their defaults."""
-    kinds = field_types(config_class)
+    kinds = field_types(config_class)  # type: ignore[arg-type]  # a class has a hash, whatever its instances have
     return config_class(**{name: _as_field(given[name], kind) for name, kind in kinds.items() if name in given})
 
 
@@ -783,6 +784,7 @@ class FieldType:
     many: bool = False
 
 
+@cache
 def field_types(config_class: type) -> Mapping[str, FieldType]:
     """The type of every field of a config class, by field name."""
     return {name: _field_type(hint) for name, hint in get_type_hints(config_class).items()}
@@ -800,7 +802,7 @@ def _field_type(hint: Any) -> FieldType:
 def check_fields(config: Any) -> None:
     """Type, choices and minimum of every field. Raises ConfigError that names the field, its value and what is
     allowed."""
-    kinds = field_types(type(config))
+    kinds = field_types(config.__class__)
     for each in fields(config):
         value = getattr(config, each.name)
         if "aliases" in each.metadata and isinstance(value, str) and value in each.metadata["aliases"]:

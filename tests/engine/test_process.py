@@ -511,6 +511,7 @@ async def collect(stream: Any) -> list[RequestDelta]:
     return [delta async for batch in stream for delta in batch]
 
 
+@pytest.mark.usefixtures("cold_starts")
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
@@ -575,6 +576,7 @@ def test_the_engines_sockets_have_no_name() -> None:
     with_engine(work)
 
 
+@pytest.mark.usefixtures("cold_starts")
 def test_nothing_listens_and_no_file_is_left(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(short_tmp))
     before = len(os.listdir("/proc/self/fd"))

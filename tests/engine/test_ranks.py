@@ -425,6 +425,7 @@ def test_a_rank_that_is_stopped_ends_all_and_is_named(llama: str) -> None:
     assert gone(pid)
 
 
+@pytest.mark.usefixtures("cold_starts")
 def test_a_step_that_fails_on_all_ranks_alike_is_recovered_from(llama: str) -> None:
     """Its requests end; what follows is computed, by ranks that are at the same place. Nothing is left of them once the
     LLM is shut down."""

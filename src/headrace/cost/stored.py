@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -50,13 +51,20 @@ def load(kind: type[T], path: Path, what: str, remedy: str, **version: int) -> T
 def made_of(kind: type[T], stored: Mapping[str, Any]) -> T:
     """Inverse of ``dataclasses.asdict`` after a round trip through JSON. No number is negative or infinite. Raises
     TypeError, ValueError or AttributeError."""
-    hints = get_type_hints(kind)
+    hints = _field_types(kind)
     return kind(**{name: _made_of(hints.get(name), value, name) for name, value in stored.items()})
+
+
+@cache
+def _field_types(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
 
 
 def _made_of(kind: Any, value: Any, name: str) -> Any:
     if isinstance(value, (int, float)) and not 0 <= value < math.inf:
         raise ValueError(f"{name} = {value}, which is not a number of at least 0")
+    if kind in (float, int, str):  # most values
+        return value
     if get_origin(kind) is UnionType and value is not None:  # something, or None
         kind = get_args(kind)[0]
     if get_origin(kind) is tuple:
