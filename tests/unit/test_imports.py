@@ -184,24 +184,26 @@ def imports() -> tuple[tuple[str, str], ...]:
 
 def imported(name: str, path: Path) -> Iterator[str]:
     """Absolute names that a file imports anywhere, what stands under ``if TYPE_CHECKING`` left out."""
-    for node in _nodes(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from _from_names(name, path, node)
 
 
-def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All of them, but for what stands under ``if TYPE_CHECKING``; imports are statements, so expressions are not gone
-    into."""
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All of them, and their handlers and cases, but for what stands under ``if TYPE_CHECKING``; expressions are not
+    gone into."""
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.expr) and not _is_type_checking(node):
             yield node
-            yield from _nodes(node)
+            yield from statements(node)
 
 
 def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.If) and any(
+        "TYPE_CHECKING" in (getattr(each, "id", None), getattr(each, "attr", None)) for each in ast.walk(node.test)
+    )
 
 
 def _from_names(name: str, path: Path, node: ast.ImportFrom) -> Iterator[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headrace.techniques import TECHNIQUES
 from tests.support.rooms import PACKAGE, modules
-from tests.unit.test_imports import imports
+from tests.unit.test_imports import imports, statements
 
 RECORDED = Path(__file__).with_name("ratchets.json")
 BUDGETS = {  # code lines that a room is to come down to
@@ -61,7 +61,7 @@ def _size(source: str) -> tuple[int, int]:
 
 
 def _docstring_lines(tree: ast.Module) -> Iterator[int]:
-    for node in ast.walk(tree):
+    for node in (tree, *statements(tree)):
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             and ast.get_docstring(node, clean=False) is not None
@@ -96,13 +96,20 @@ def small_modules_of_one_importer() -> list[str]:
     return sorted(name for name, (lines, _) in sizes().items() if 0 < lines < SMALL and len(importers[name]) == 1)
 
 
+@cache
+def _lowered() -> dict[str, str]:
+    return {name: text.lower() for name, text in sources().items()}
+
+
 def _files_that_name(technique: str) -> int:
     """Whose code or comments have its name or its stem, at the beginning of a word or of a part of one."""
-    word = re.compile(
-        rf"(?<![a-zA-Z])(?:{technique}|{STEMS[technique]})" if technique in STEMS else rf"\b_?{technique}\b",
-        re.IGNORECASE,
+    named = f"{technique}|{STEMS[technique]}" if technique in STEMS else technique
+    word = re.compile(rf"(?<![a-zA-Z])(?:{named})" if technique in STEMS else rf"\b_?{technique}\b", re.IGNORECASE)
+    # each match has one of these; looking for them first is ten times as fast
+    parts = re.findall(r"[a-z_]{3,}", re.sub(r"\w\?", "", named.lower()))
+    return sum(
+        any(part in text for part in parts) and bool(word.search(sources()[name])) for name, text in _lowered().items()
     )
-    return sum(bool(word.search(text)) for text in sources().values())
 
 
 def table(found: dict[str, float], recorded: dict[str, float]) -> str:
