@@ -28,7 +28,6 @@ from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config, resolve_pooling
 from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.engine.tokenizer import Tokenizer, check_texts, load_tokenizer
-from headrace.errors import ConfigError
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk
 from headrace.models.families import spec_from_config
@@ -151,11 +150,6 @@ def create_engine(
 
 
 def _hand_over(core: EngineCore, givers: int, replica: int, staging: int) -> None:
-    """Raises ConfigError where there is nothing to hand over."""
-    if core.executor.info.pooling is not None or not core.scheduler.cache.prefix_caching:
-        raise ConfigError(
-            f"prefill_replicas is {givers}, but this model gives no answers whose prompts could be computed elsewhere; leave it out."
-        )
     core.hand_over = HandOver(core, replica)
     core.executor.control(OpenStaging(staging, givers, core.hand_over.widths))
 

@@ -72,9 +72,15 @@ def resolve_config(
 
 
 def resolve_pooling(config: EngineConfig, spec: DecoderSpec) -> tuple[EngineConfig, tuple[Decision, ...]]:
-    """Prompts are computed whole, and nothing of them is cached, where the model can compute no part of one."""
+    """Prompts are computed whole, and nothing of them is cached, where the model can compute no part of one. Raises
+    ConfigError."""
     if spec.pooling is None:
         return config, ()
+    if config.device.prefill_replicas:
+        raise ConfigError(
+            f"prefill_replicas is {config.device.prefill_replicas}, but this model answers with a vector, whose prompts nobody takes over; "
+            "leave it out."
+        )
     how = {"last": "the last token's", "cls": "the first token's", "mean": "the mean of all tokens'"}[spec.pooling.kind]
     further = ", normalized" if spec.pooling.normalize else ", and a head" if spec.pooling.task == "score" else ""
     task = Decision("task", spec.pooling.task, f"of hidden states {how}{further}")
