@@ -78,6 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.executor",
         "engine.resolve",
         "models",
+        "parallel.context",
         "parallel.placement",
         "parallel.shares",
         "parallel.stages",

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.config import DeviceConfig, EngineConfig
-from headrace.cost.links import Link, traffic_of
+from headrace.config import DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.cost.cost_model import StepLoad
+from headrace.cost.links import Link, key_traffic_of, traffic_of
 from headrace.errors import ConfigError
 from headrace.parallel.shares import share
 from headrace.planner.devices import known_devices
@@ -25,6 +26,35 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
     assert traffic.seconds(EXACT, 3, 2) == (16.0 + 1.88, 1.88) and traffic.seconds(EXACT, 0, 0) == (0.0, 0.0)
     assert traffic_of(replace(TINY, ranks=4), 2.0).seconds(EXACT, 1, 0)[1] == 1.5 * 7 * 8 / 100
     assert traffic_of(TINY, 2.0).seconds(EXACT, 3, 2) == (0.0, 0.0)
+
+
+def test_what_goes_to_the_keys_and_back_is_what_is_counted_by_hand() -> None:
+    """In each layer every rank sends 8 rows' worth of what it finds, or of 4 rows of its own queries and results."""
+    traffic = key_traffic_of(TINY, 2, 2.0)
+    query, layers = 2.0 * TINY.num_heads * TINY.head_dim, TINY.num_layers
+    assert (traffic.query, traffic.found) == (query, query + 4 * TINY.num_heads)
+    assert traffic.seconds(EXACT, 8, spread=False)[1] == pytest.approx(layers * 8 * traffic.found / 100)
+    every, sent = traffic.seconds(EXACT, 8, spread=True)
+    assert sent == pytest.approx(layers * 4 * (query + traffic.found) / 100)
+    assert every == pytest.approx(sent + layers * 2 * 2.0) and traffic.seconds(EXACT, 0, spread=True) == (0.0, 0.0)
+
+
+def test_ranks_that_share_the_keys_hold_more_tokens_and_compute_prompts_between_them() -> None:
+    """Of 8B on two cards, twice the tokens; a prompt of 32K tokens takes little more than half the time, and a decode
+    step of long contexts less."""
+    device = known_devices()["h200"]
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1024))
+    two = replace(config, device=DeviceConfig(context_parallel_size=2))
+    alone, shared = (priced(LLAMA_8B, each, device) for each in (config, two))
+    held = [each.placed().kv_groups[0] for each in (alone, shared)]
+    tokens = [each.num_blocks * each.spec.block_size for each in held]
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=0.01) and shared.kv_bytes(1000) * 2 == alone.kv_bytes(1000)
+    prompt = StepLoad(32768, 1, (32768 * 16384.0,), (32768.0,))
+    seconds = [each.cost_model.estimate_load(prompt).seconds for each in (alone, shared)]
+    assert 0.5 * seconds[0] < seconds[1] < 0.6 * seconds[0]
+    assert shared.decode_seconds(8, 32000) < alone.decode_seconds(8, 32000)
+    with pytest.raises(ConfigError, match="is 2, but ranks that share the keys do not share layers"):
+        priced(LLAMA_8B, replace(two, device=replace(two.device, tensor_parallel_size=2)), device)
 
 
 MEASURED = (  # of 0.67 MiB at most in one shot, over four

@@ -181,7 +181,7 @@ def _linked(args: argparse.Namespace, config: EngineConfig, device: Device) -> D
     ranks, asked = config.device.num_ranks, args.link_bandwidth is not None or args.link_latency is not None
     if asked and ranks == 1:
         raise ConfigError(
-            "--link-bandwidth and --link-latency are of ranks; give --tensor-parallel-size or --pipeline-parallel-size, too, or leave them out."
+            "--link-bandwidth and --link-latency are of ranks; give --tensor-parallel-size or another number of them, too, or leave them out."
         )
     if ranks == 1:
         return device

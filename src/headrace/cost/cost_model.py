@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from headrace.cost.links import Link, traffic_of
+from headrace.cost.links import Link, key_traffic_of, traffic_of
 from headrace.cost.popularity import share_of_rows, touched_experts
 from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
@@ -322,16 +322,18 @@ class CostModel:
         self.spec = spec
         self._link = link
         self._traffic = traffic_of(spec, weight_bytes)
+        self._ranks = ranks = groups[0].ranks if groups else 1
+        self._key_traffic = key_traffic_of(spec, ranks, weight_bytes)
         self.profile = profile
         self.dtype = dtype
         self._popularity = tuple(popularity)
         self._bandwidth = profile.read_bandwidth
         self._rate = profile.gemm_rate(dtype)
         self.windows = tuple(group.window for group in groups)
-        self._kv_token_bytes = tuple(float(g.token_bytes) for g in groups)
+        self._kv_token_bytes = tuple(g.token_bytes / g.ranks for g in groups)
         # An encoder's group has no layers: all of them attend, to twice as many pairs.
         layers = [len(g.layers) for g in groups] if spec.causal else [2 * spec.num_layers]
-        self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * each for each in layers)
+        self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * each / ranks for each in layers)
         self._dense = _dense_operators(spec, weight_bytes)
         self._dense_bytes, self._dense_flops = (
             sum(held for _, held, _ in self._dense),
@@ -370,7 +372,18 @@ class CostModel:
         """What ranks take to meet: (seconds, at the limit of their link)."""
         if self._link is None:
             return 0.0, 0.0
-        return self._traffic.seconds(self._link, load.filled or load.tokens, load.sampled)
+        tokens = load.filled or load.tokens
+        if self._ranks > 1:
+            return self._key_traffic.seconds(self._link, tokens, spread=self._spreads(load))
+        return self._traffic.seconds(self._link, tokens, load.sampled)
+
+    def _spreads(self, load: StepLoad) -> bool:
+        """Whether ranks that share the keys compute a step's rows between them: where there are prompts."""
+        return self._ranks > 1 and load.pairs != load.keys
+
+    def _rows(self, load: StepLoad, tokens: int) -> int:
+        """Of products, on one rank."""
+        return -(-tokens // self._ranks) if self._spreads(load) else tokens
 
     def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
         """The floor of a step that is not planned yet, for the scheduler."""
@@ -388,12 +401,13 @@ class CostModel:
 
     def work(self, load: StepLoad) -> Work:
         """The same bytes and FLOPs, by kind of work."""
-        tokens = load.filled or load.tokens
+        written = load.filled or load.tokens
+        tokens = self._rows(load, written)
         dense = self._dense_bytes, tokens * self._dense_flops
         sparse = [(self._expert_bytes(op, tokens), op.flops_per_token * tokens) for op in self._experts]
         head = (self._head[1], self._head[2] * load.sampled) if load.sampled else (0.0, 0.0)
         decode, prompts = self._attention(load)
-        others = tokens * (sum(self._kv_token_bytes) + self._token_bytes) + self._norm_bytes
+        others = written * sum(self._kv_token_bytes) + tokens * self._token_bytes + self._norm_bytes
         experts = sum(moved for moved, _ in sparse), sum(flops for _, flops in sparse)
         return Work(dense, head, experts, decode, prompts, others, tokens * self._activation_bytes)
 
@@ -416,15 +430,15 @@ class CostModel:
 
     def costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
         """(name, bytes, FLOPs) of every operator in the floor."""
-        tokens = load.tokens
-        if not tokens:
+        if not load.tokens:
             return []
+        tokens = self._rows(load, load.tokens)
         costs = [(name, held, flops * tokens) for name, held, flops in self._dense]
         for op in self._experts:
             costs.append(("experts", self._expert_bytes(op, tokens), op.flops_per_token * tokens))
         for index, per_token in enumerate(self._kv_token_bytes):
             costs.append(("attention", load.keys[index] * per_token, load.pairs[index] * self._pair_flops[index]))
-            costs.append(("kv_write", tokens * per_token, 0.0))
+            costs.append(("kv_write", load.tokens * per_token, 0.0))
         costs.append(("embedding", tokens * self._token_bytes, 0.0))
         costs.append(("norms", self._norm_bytes, 0.0))
         if load.sampled:

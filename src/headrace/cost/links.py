@@ -61,6 +61,31 @@ class Traffic:
         return self.sums * link.sum_seconds(size, self.ranks) + met + logits, sent
 
 
+@dataclass(frozen=True, slots=True)
+class KeyTraffic:
+    """Of one of ``ranks`` that share the keys, in a step: what they find, and the queries where each computes other rows,
+    go to all others. ``query``, ``found``: bytes of a row, in a layer."""
+
+    ranks: int
+    layers: int
+    query: float
+    found: float
+
+    def seconds(self, link: Link, tokens: int, *, spread: bool) -> tuple[float, float]:
+        """(all in all, at the link's bandwidth alone). ``spread``: ranks compute other rows."""
+        if self.ranks == 1 or not tokens:
+            return 0.0, 0.0
+        size = tokens / self.ranks * (self.query + self.found) if spread else tokens * self.found
+        sent = self.layers * (self.ranks - 1) * size / link.bandwidth
+        return sent + self.layers * (1 + spread) * link.latency, sent
+
+
+def key_traffic_of(spec: DecoderSpec, ranks: int, element_bytes: float) -> KeyTraffic:
+    """A sum of exponentials, in float32, goes with what each head finds."""
+    query = spec.num_heads * spec.head_dim * element_bytes
+    return KeyTraffic(ranks, len(spec.held_layers), query, query + 4.0 * spec.num_heads)
+
+
 def traffic_of(spec: DecoderSpec, element_bytes: float) -> Traffic:
     """``spec``: one rank's share, of a stage or of all. Behind both halves of every layer, of the embedding, and of the
     logits."""

@@ -27,6 +27,7 @@ from headrace.cost.sharing import SharedBlocks
 from headrace.engine.executor import ExecutorInfo
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
+from headrace.parallel.context import check_context
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
 from headrace.parallel.stages import staged
@@ -120,6 +121,7 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
     """``popularity``: how often tokens pick each expert. Of ranks, one and its share, of each stage. Raises ConfigError
     for switches whose worth nobody knows."""
     size = config.device.tensor_parallel_size
+    check_context(spec, config)
     config, decisions = resolve_config(config, device.kind)
     ranks = range(0, size * config.device.pipeline_parallel_size, size)
     parts = [_busiest(staged(spec, config, rank), config.device, tuple(popularity)) for rank in ranks]
@@ -207,6 +209,7 @@ def choose_prices(device: Device, config: EngineConfig, cost_model: CostModel, g
     prices = _for_layers(found.prices, len(spec.held_layers) / found.shape.layers)
     rate = found.rate if found.dtype == cost_model.dtype else profile.gemm_rate(cost_model.dtype)
     graphed = device.kind != "cpu" and config.device.prompt_graphs and not config.device.enforce_eager
+    graphed = graphed and config.device.context_parallel_size == 1
     shapes = _prompt_shapes(config, cost_model.spec, groups) if graphed else None
     step_time = StepTime(cost_model, prices, bandwidth=found.bandwidth, rate=rate, sharing=sharing, shapes=shapes)
     return Pricing(step_time, found.front, found, other, device.efficiency.origin)
