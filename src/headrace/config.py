@@ -361,7 +361,7 @@ class DeviceConfig:
     )
     distributed_executor_backend: str = option(
         "mp", "who starts the processes of several devices: mp, this host and those of --nnodes, or ray, a Ray cluster (see docs/ranks.md)",
-        choices=("mp",),
+        choices=("mp", "ray"),
     )  # fmt: skip
     nnodes: int = option(
         1, "number of hosts (nodes) that the devices are spread over, on each of which the same command runs", minimum=1
@@ -482,19 +482,20 @@ class DeviceConfig:
             raise ConfigError(f"node_rank is {self.node_rank}, but {nodes}; nodes count from 0.")
         if self.master_port > 65535:
             raise ConfigError(f"master_port is {self.master_port}; give 1 to 65535.")
+        ray = self.distributed_executor_backend == "ray"
+        if self.data_parallel_size > 1 and (ray or self.nnodes > 1):
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size}, but replicas share one host; start a server on each host instead."
+            )
         if self.nnodes == 1:
             return
         if self.num_ranks % self.nnodes:
             raise ConfigError(
                 f"{nodes}, but one replica has {self.num_ranks} devices; give each node equally many devices."
             )
-        if self.distributed_executor_backend == "ray":
+        if ray:
             raise ConfigError(
                 f"{nodes}, but Ray knows its nodes itself; leave it out, or distributed_executor_backend."
-            )
-        if self.data_parallel_size > 1:
-            raise ConfigError(
-                f"{nodes}, but data_parallel_size is {self.data_parallel_size}; start a server on each host instead, or take Ray."
             )
         if self.enable_sleep_mode:
             raise ConfigError(f"{nodes}, but enable_sleep_mode is for one host; leave one of them out.")

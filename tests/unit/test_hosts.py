@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -144,17 +145,15 @@ def test_what_differs_is_said_on_both_sides(config: EngineConfig, first: Ranks, 
 
 def test_a_node_that_never_comes_is_named(config: EngineConfig, first: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.0)
-    with pytest.raises(
-        ConfigError, match=rf"node 1 of 2 did not come to 127.0.0.1:{config.device.master_port} within 0 s"
-    ):
+    with pytest.raises(ConfigError, match=rf"node 1 did not come to 127.0.0.1:{config.device.master_port} within 0 s"):
         first.launch(config)
 
 
 def test_a_port_that_is_taken_and_an_address_elsewhere_are_said(config: EngineConfig, first: Ranks) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen at 127.0.0.1:\d+ \(Address already in use\).*--master-port"):
         Ranks(config, "a model", "", None)
-    with pytest.raises(ConfigError, match=r"cannot listen at 192.0.2.1:\d+ .*--master-addr"):
-        Ranks(config_of(master_addr="192.0.2.1"), "a model", "", None)
+    with pytest.raises(ConfigError, match=r"cannot listen at 203.0.113.1:\d+ .*--master-addr"):
+        Ranks(config_of(master_addr="203.0.113.1"), "a model", "", None)
 
 
 def test_a_node_says_that_node_0_is_not_there_or_is_no_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +183,10 @@ def test_a_node_ends_with_node_0_and_says_how(config: EngineConfig, first: Ranks
     [
         ({"tensor_parallel_size": 3}, "nnodes is 2, but one replica has 3 devices"),
         ({"node_rank": 2}, "node_rank is 2, but nnodes is 2"),
-        ({"data_parallel_size": 2}, "data_parallel_size is 2; start a server on each host"),
+        ({"data_parallel_size": 2}, "data_parallel_size is 2, but replicas share one host"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode is for one host"),
         ({"master_port": 70_000}, "master_port is 70000"),
+        ({"distributed_executor_backend": "ray"}, "nnodes is 2, but Ray knows its nodes itself"),
     ],
 )
 def test_what_cannot_be_spread_over_hosts_is_said(given: dict[str, Any], said: str) -> None:
@@ -204,6 +204,12 @@ def test_a_secret_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             Ranks(config_of(), "a model", "", None)
     with pytest.raises(ConfigError, match="--node-secret-file /nowhere cannot be read"):
         read_secret(DeviceConfig(node_secret_file="/nowhere"))
+
+
+def test_ray_is_asked_for_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r'needs Ray, .*pip install "headrace\[ray\]"'):
+        Ranks(config_of(nnodes=1, distributed_executor_backend="ray"), "a model", "", None)
 
 
 def test_a_sealed_message_opens_once_in_its_place_and_as_it_was() -> None:

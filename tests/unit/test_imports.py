@@ -162,6 +162,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "processes": {"msgspec"},
     "parallel": {"torch"},
     "parallel.context": set(),
+    "parallel.on_ray": {"ray"},
     "parallel.shares": set(),
     "parallel.stages": {"speculative.settings"},
     "worker": CORE,

@@ -75,8 +75,6 @@ def check_devices(config: DeviceConfig, needed: int) -> None:
 def take_gpus(config: DeviceConfig, replica: int) -> None:
     """From now on this process and its children see the GPUs of one replica alone. Raises ConfigError where there are
     too few of them for all. Must come before anything looks for a GPU."""
-    if config.distributed_executor_backend == "ray":
-        return  # which knows whose they are
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.device_count()):
         return
     check_devices(config, config.num_devices)

@@ -34,6 +34,7 @@ from headrace.processes.seal import Seal
 log = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "HEADRACE_NODE_SECRET"
+NODE = -1  # in place of a rank's number
 JOIN_SECONDS = 300.0  # for all nodes to come
 LOST_SECONDS = 30  # without an acknowledgement by the other host of what was sent
 _GREETING_SECONDS = 10.0
@@ -53,6 +54,13 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
+
+
+def called(device: DeviceConfig, node: int, rank: int = NODE) -> str:
+    """A node, or one of its ranks, for people. With Ray a node is the actor of a rank."""
+    if device.distributed_executor_backend == "ray":
+        return f"the actor of rank {node}" if rank == NODE else f"rank {rank}"
+    return f"node {node}" if rank == NODE else f"rank {rank} of node {node}"
 
 
 def read_secret(config: DeviceConfig) -> bytes:

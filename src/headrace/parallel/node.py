@@ -21,7 +21,7 @@ from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.resolve import find_source
 from headrace.errors import EngineDead
 from headrace.parallel import frames
-from headrace.parallel.meeting import JOIN_SECONDS, Place, knock, read_secret, versions
+from headrace.parallel.meeting import JOIN_SECONDS, Place, called, knock, read_secret, versions
 from headrace.parallel.ranks import END_SECONDS, KEY_VARIABLE, device_of, ended
 from headrace.processes.child import start
 from headrace.processes.messages import BadFrame, Unpacker, pack
@@ -85,15 +85,15 @@ class Node:
                 tell(frames.Beat())
                 beaten = now
             if why := self.stop():
-                tell(frames.Failed("", f"node {self.number} {why}"))
+                tell(frames.Failed("", f"{called(self.config.device, self.number)} {why}"))
                 raise EngineDead(f"This node {why}.")
             gone = next((rank for rank, child in self._children.items() if child.poll() is not None), None)
             if gone is not None and not noticed:
                 noticed = now
             elif gone is not None and now - noticed > _OWN_WORDS_SECONDS:
                 child = self._children[gone]
-                how = f"(process {child.pid}) {ended(child.returncode)}"
-                tell(frames.Failed("", f"rank {gone} of node {self.number} {how}"))
+                how = f"(process {child.pid} on {sock.getsockname()[0]}) {ended(child.returncode)}"
+                tell(frames.Failed("", f"{called(self.config.device, self.number, gone)} {how}"))
                 noticed = float("inf")
 
     def _wait(self) -> None:

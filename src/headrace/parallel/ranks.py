@@ -19,7 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from secrets import token_bytes
 from typing import TYPE_CHECKING, Any
 
 from headrace import errors
@@ -27,7 +28,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError
 from headrace.parallel import frames, meeting
 from headrace.parallel.context import check_context
-from headrace.parallel.meeting import Door, Place, differences, read_secret, versions
+from headrace.parallel.meeting import NODE, Door, Place, called, differences, read_secret, versions
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
 from headrace.parallel.stages import staged
@@ -39,6 +40,7 @@ from headrace.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from headrace.parallel.group import Group
+    from headrace.parallel.on_ray import Actors
     from headrace.parallel.pipeline import Pipe
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,6 @@ END_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 MEETING_SECONDS = 15.0  # all are there already
 NODE_WORDS_SECONDS = 2.0  # for a node to say how its rank has ended
-NODE = -1  # in place of a rank's number
 KEY_VARIABLE = "HEADRACE_RANK_KEY"  # by which a rank of another host seals what it says
 _SAID_SECONDS = 30.0
 _RECEIVED = 2**16
@@ -161,7 +162,15 @@ class Ranks:
         self._awaited = {(node, NODE) for node in nodes} | {(rank // here, rank) for rank in range(here, size)}
         self._nodes: list[_Rank] = []
         self._door: Door | None = None
-        if nodes:
+        self._actors: Actors | None = None
+        if nodes and device.distributed_executor_backend == "ray":
+            from headrace.parallel.on_ray import Actors
+
+            self._actors = Actors(config)
+            place = Place(self._actors.address, 0, token_bytes(32))
+            self._door = Door(place, self._come)
+            self._actors.begin(replace(place, port=self._door.port), model, self._lose)
+        elif nodes:
             self._door = Door(Place(device.master_addr, device.master_port, read_secret(device)), self._come)
         self._ranks = [self._begin(number) for number in range(1, here)]
         self._selector = selectors.DefaultSelector()
@@ -184,7 +193,7 @@ class Ranks:
     def _come(self, join: frames.Join, sock: socket.socket, seal: Seal) -> None:
         """From a thread of the door's."""
         host = sock.getpeername()[0]
-        name = f"node {join.node} ({host})" if join.rank == NODE else f"rank {join.rank} of node {join.node} ({host})"
+        name = f"{called(self._config.device, join.node, join.rank)} ({host})"
         with self._changed:
             problem = self._problem(join, name)
             if not problem:
@@ -233,13 +242,14 @@ class Ranks:
             with self._changed:
                 if not self._awaited or self._lost is not None:
                     break
-                missing = ", ".join(f"node {node}" for node in sorted({node for node, _ in self._awaited}))
+                nodes = sorted({node for node, _ in self._awaited})
+                missing = ", ".join(called(self._config.device, node) for node in nodes)
                 now, where = time.monotonic(), f"{self._door.address}:{self._door.port}"
                 if now - begun > meeting.JOIN_SECONDS:
                     last = f" ({self._door.last})" if self._door.last else ""
                     self._lose(
-                        f"{missing} of {self._config.device.nnodes} did not come to {where} within {meeting.JOIN_SECONDS:g} s{last}. "
-                        "Start each with the same command and its own --node-rank, and see that it can reach this port.",
+                        f"{missing} did not come to {where} within {meeting.JOIN_SECONDS:g} s{last}. Start each node with the same "
+                        "command and its own --node-rank, and see that it can reach this port.",
                         "ConfigError",
                     )
                     break
@@ -374,6 +384,8 @@ class Ranks:
         for rank in (*self._nodes, *self._ranks):
             rank.sock.close()
         self._selector.close()
+        if self._actors is not None:
+            self._actors.close()
 
     # --- listening, in a thread of its own
 

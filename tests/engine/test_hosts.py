@@ -1,0 +1,268 @@
+"""Two nodes on one host: tokens are those of one rank, and whoever is lost is named and takes all along."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.engine.keywords import create_config
+from headrace.engine.resolve import find_source
+from headrace.errors import ConfigError, EngineDead, HeadraceError
+from headrace.parallel.meeting import SECRET_VARIABLE, Place
+from headrace.parallel.node import Node
+from tests.support import modes, tiny
+from tests.support.serving import ROOT, SERVE, environment, serving, wait_for
+
+SECRET = "a secret of some length"
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[5, 6, 7], list(range(20))]
+SIZES = {**modes.PLAIN, "num_blocks": 32, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Nodes:
+    """All nodes but the first, each in a thread. ``ends``: what each ended with, once it has."""
+
+    def __init__(self, model: str, keywords: dict[str, Any]) -> None:
+        config = create_config(model, **keywords)
+        device = config.device
+        place, each = Place("127.0.0.1", device.master_port, SECRET.encode()), device.ranks_here
+        self.ends: dict[int, HeadraceError | None] = {}
+        self.nodes = [
+            Node(config, place, at, range(at * each, (at + 1) * each), find_source(config).fingerprint)
+            for at in range(1, device.nnodes)
+        ]
+        self._threads = [threading.Thread(target=self._run, args=(node,)) for node in self.nodes]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, node: Node) -> None:
+        try:
+            node.run()
+            self.ends[node.number] = None
+        except HeadraceError as error:
+            self.ends[node.number] = error
+
+    def wait(self) -> None:
+        for thread in self._threads:
+            thread.join(10)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: child.pid for node in self.nodes for rank, child in node._children.items()}
+
+
+@contextmanager
+def spread(model: str, nodes: int = 2, **sizes: int) -> Iterator[tuple[LLM, Nodes]]:
+    keywords = {**SIZES, **sizes, "nnodes": nodes, "master_port": free_port()}
+    others = Nodes(model, keywords)
+    try:
+        with LLM(model, **keywords) as llm:
+            yield llm, others
+    finally:
+        others.wait()
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def alone(model: str) -> list[list[int]]:
+    with LLM(model, **SIZES) as llm:
+        return answers(llm)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_two_nodes_answer_as_one_rank_and_a_killed_rank_of_the_other_is_named(llama: str) -> None:
+    with spread(llama, tensor_parallel_size=2) as (llm, others):
+        assert answers(llm) == alone(llama)
+        (pid,) = others.pids.values()
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        said = rf"rank 1 of node 1 \(process {pid} on 127.0.0.1\) was ended by signal 9 \(SIGKILL\)"
+        with pytest.raises(EngineDead, match=said):
+            while True:
+                answers(llm)
+        others.wait()
+        assert time.monotonic() - begun < 5
+    assert said.replace("\\", "") in str(others.ends[1]) and gone(pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline", "nodes"), [(1, 2, 2), (2, 2, 2), (4, 1, 2), (4, 1, 4), (2, 2, 4)])
+def test_ranks_of_nodes_answer_as_one_does_and_end_with_node_0(
+    llama: str, tensor: int, pipeline: int, nodes: int
+) -> None:
+    with spread(llama, nodes, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline) as (llm, others):
+        assert answers(llm) == alone(llama)
+        pids = others.pids
+        assert len(pids) == tensor * pipeline * (nodes - 1) // nodes
+    assert others.ends == dict.fromkeys(range(1, nodes)) and all(map(gone, pids.values()))
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_node_that_is_stopped_ends_all_and_is_named(llama: str) -> None:
+    with spread(llama, tensor_parallel_size=2) as (llm, others):
+        (pid,) = others.pids.values()
+        os.kill(pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match=r"rank 1 of node 1 .* has been silent for 20 s"):
+            answers(llm)
+        assert time.monotonic() - begun < 30
+    assert gone(pid)
+
+
+@contextmanager
+def commands(model: str, *more: str) -> Iterator[tuple[Any, subprocess.Popen[str]]]:
+    """Two nodes as people start them."""
+    port = free_port()
+    flags = ("--device", "cpu", "--threads", "1", "--dtype", "float32", "--kv-cache-memory", "8M", "-tp", "2")
+    flags = (*flags, "--nnodes", "2", "--master-port", str(port), *more)
+    node = subprocess.Popen(
+        (sys.executable, "-m", "headrace", "serve", model, *flags, "--node-rank", "1"),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        with serving(model, *flags, command=SERVE) as server:
+            yield server, node
+    finally:
+        node.kill()
+        node.wait()
+
+
+def followers(node: int) -> list[int]:
+    found = subprocess.run(("pgrep", "-P", str(node)), stdout=subprocess.PIPE, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_of_a_node_ends_the_server_and_its_ranks(llama: str, kind: signal.Signals) -> None:
+    with commands(llama) as (server, node):
+        assert server.ask("POST", "/v1/completions", ASKED).status == 200
+        ranks = followers(node.pid)
+        assert len(ranks) == 1
+        node.send_signal(kind)
+        assert server.wait(5 if kind == signal.SIGKILL else 35) == 1
+        said = "closed its connection" if kind == signal.SIGKILL else "has been silent for 20 s"
+        assert any(f"node 1 (127.0.0.1) {said}" in line for line in server.lines), server.lines
+        wait_for(lambda: all(map(gone, ranks)) or kind == signal.SIGSTOP, 5)
+        if kind == signal.SIGSTOP:  # they end; who started them cannot notice
+            wait_for(lambda: "Z" in Path(f"/proc/{ranks[0]}/stat").read_text(encoding="utf-8").split(), 5)
+
+
+@pytest.mark.slow
+def test_a_killed_node_0_ends_the_others_and_a_stopped_one_ends_them_with_itself(llama: str) -> None:
+    with commands(llama) as (server, node):
+        (rank,) = followers(node.pid)
+        (engine,) = server.members("headrace.engine.process")
+        os.kill(engine, signal.SIGKILL)
+        assert node.wait(5) == 1 and "Node 0 at 127.0.0.1" in (node.stderr.read() if node.stderr else "")
+        wait_for(lambda: gone(rank), 5)
+    with commands(llama) as (server, node):
+        (rank,) = followers(node.pid)
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0 and node.wait(5) == 0 and gone(rank)
+
+
+@pytest.mark.slow
+def test_supervised_nodes_come_together_again_behind_the_port(llama: str) -> None:
+    with commands(llama, "--supervise") as (server, node):
+        wanted = server.ask("POST", "/v1/completions", ASKED).json["choices"][0]["token_ids"]
+        (rank,) = followers(node.pid)
+        os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: (found := followers(node.pid)) and found != [rank], 60)
+        wait_for(lambda: _ready(server), 60)
+        assert server.ask("POST", "/v1/completions", ASKED).json["choices"][0]["token_ids"] == wanted
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0 and node.wait(5) == 0
+
+
+def _ready(server: Any) -> bool:
+    try:
+        return bool(server.ask("GET", "/ready", timeout=2).status == 200)
+    except OSError:
+        return False
+
+
+# --- Ray
+
+
+@pytest.fixture
+def ray_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """A cluster of two nodes with a CPU each, and the second of them."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    paths = (str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        second = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster, second
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_actors_of_ray_answer_as_one_rank_does_and_a_killed_node_is_noticed(
+    llama: str, ray_nodes: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.parallel import on_ray
+
+    cluster, second = ray_nodes
+    keywords: dict[str, Any] = {**SIZES, "distributed_executor_backend": "ray"}
+    monkeypatch.setattr(on_ray, "_PLACE_SECONDS", 3.0)
+    with pytest.raises(ConfigError, match=r"no place for 4 ranks with a CPU each.* CPUs are free"):
+        LLM(llama, **keywords, tensor_parallel_size=4)
+    with LLM(llama, **keywords, pipeline_parallel_size=2) as llm:
+        assert answers(llm) == alone(llama)
+    with LLM(llama, **keywords, tensor_parallel_size=2) as llm:
+        assert answers(llm) == alone(llama)
+        cluster.remove_node(second, allow_graceful=False)
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match=r"(the actor of rank 1|rank 1 ).*; all ranks end with it"):
+            while True:
+                answers(llm)
+        assert time.monotonic() - begun < 5
