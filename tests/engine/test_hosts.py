@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed
 
 from headrace import LLM, SamplingParams
 from headrace.engine.keywords import create_config
 from headrace.engine.resolve import find_source
 from headrace.errors import ConfigError, EngineDead, HeadraceError
+from headrace.parallel.group import GlooGroup, check_members
 from headrace.parallel.meeting import SECRET_VARIABLE, Place
 from headrace.parallel.node import Node
 from tests.support import modes, tiny
@@ -120,6 +123,25 @@ def test_two_nodes_answer_as_one_rank_and_a_killed_rank_of_the_other_is_named(ll
         others.wait()
         assert time.monotonic() - begun < 5
     assert said.replace("\\", "") in str(others.ends[1]) and gone(pid)
+
+
+def test_a_member_of_a_group_without_its_key_is_found_out() -> None:
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    found: dict[int, str] = {}
+
+    def meet(rank: int, key: bytes) -> None:
+        group = GlooGroup(store, "127.0.0.1", rank, 2)
+        try:
+            check_members(group, "stage-0", key, "cpu")
+        except EngineDead as error:
+            found[rank] = error.message
+
+    threads = [threading.Thread(target=meet, args=(rank, key)) for rank, key in enumerate((b"one", b"another"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(found) == [0, 1] and "met somebody who is no rank of theirs" in found[0]
 
 
 @pytest.mark.slow

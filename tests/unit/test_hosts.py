@@ -154,6 +154,8 @@ def test_a_port_that_is_taken_and_an_address_elsewhere_are_said(config: EngineCo
         Ranks(config, "a model", "", None)
     with pytest.raises(ConfigError, match=r"cannot listen at 203.0.113.1:\d+ .*--master-addr"):
         Ranks(config_of(master_addr="203.0.113.1"), "a model", "", None)
+    with pytest.raises(ConfigError, match=r"--master-addr is 0.0.0.0, which is every interface"):
+        Ranks(config_of(master_addr="0.0.0.0"), "a model", "", None)
 
 
 def test_a_node_says_that_node_0_is_not_there_or_is_no_node_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ What lives here: the secret, both ends of that, and what nodes must have in comm
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import logging
 import os
 import platform
@@ -41,6 +42,7 @@ _GREETING_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5
 _LEAST_SECRET = 16  # bytes
 _MOST_GREETING = 2**16  # bytes, of what is not authenticated yet
+_MOST_JOIN = 2**22  # bytes, with a config; known to be authentic once they are there
 _OWN = {"node_rank", "node_secret_file", "trace"}  # fields that may differ from node to node
 
 
@@ -125,6 +127,10 @@ class Door:
         self._secret, self._come, self.last, self._closed = place.secret, come, "", False
         try:
             family, *_, where = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
+            if ipaddress.ip_address(where[0]).is_unspecified:
+                raise ConfigError(
+                    f"--master-addr is {place.address}, which is every interface; give the address of one."
+                )
             self._sock = socket.create_server(where[:2], family=family)
         except OSError as error:
             why = str(error.strerror).partition(" (")[0]
@@ -150,7 +156,7 @@ class Door:
         try:
             sock.settimeout(_GREETING_SECONDS)
             seal = Seal(_greet(sock, self._secret, first=True), first=True)
-            join = receive(sock, frames.Join, seal.opened)
+            join = receive(sock, frames.Join, seal.opened, _MOST_JOIN)
             sock.settimeout(None)
             self._come(join, _tuned(sock), seal)
         except (ConfigError, BadFrame, OSError) as error:
