@@ -26,11 +26,12 @@ import sys
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.models.source import find_model
-try:
-    source = find_model(ModelConfig(model=sys.argv[1], load_format=sys.argv[2]))
-    print(source.name, source.path, source.weights.value)
-except ModelError as error:
-    print("ModelError:", error)
+for name in sys.argv[2:]:
+    try:
+        source = find_model(ModelConfig(model=name, load_format=sys.argv[1]))
+        print(source.name, source.path, source.weights.value)
+    except ModelError as error:
+        print("ModelError:", error)
 """
 
 
@@ -52,8 +53,9 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def find(hub: FakeHub, home: Path, name: str, load_format: str = "auto", **environment: str) -> str:
-    """find_model in a process of its own: the library reads its environment once, at import."""
+def find(hub: FakeHub, home: Path, *names: str, load_format: str = "auto", **environment: str) -> str:
+    """find_model in a process of its own, which says a line of each name: the library reads its environment once, at
+    import."""
     pytest.importorskip("huggingface_hub", reason="the extra [hf] is not installed")
     variables = {
         **os.environ,
@@ -67,7 +69,7 @@ def find(hub: FakeHub, home: Path, name: str, load_format: str = "auto", **envir
         **environment,
     }
     done = subprocess.run(
-        [sys.executable, "-c", FIND, name, load_format], env=variables, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", FIND, load_format, *names], env=variables, capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -90,7 +92,7 @@ def test_only_what_is_needed_is_fetched_and_only_once(repository: Path, tmp_path
 
 def test_weights_are_left_where_they_are_for_dummy_ones(repository: Path, tmp_path: Path) -> None:
     with fake_hub({"org/model": repository}) as hub:
-        assert find(hub, tmp_path / "home", "org/model", "dummy").endswith(" dummy")
+        assert find(hub, tmp_path / "home", "org/model", load_format="dummy").endswith(" dummy")
         assert hub.fetched() == {"config.json", "tokenizer.json"}
 
 
@@ -134,9 +136,11 @@ def test_a_resumed_download_that_is_not_the_file_is_not_kept(repository: Path, t
 def test_what_the_hub_refuses_is_one_sentence(repository: Path, tmp_path: Path) -> None:
     with fake_hub({"org/model": repository, "org/gated": repository}) as hub:
         hub.gated.add("org/gated")
-        assert "no folder 'org/other' here and no hub model 'org/other'" in find(hub, tmp_path / "home", "org/other")
-        assert "hub model org/gated is gated: accept its terms" in find(hub, tmp_path / "home", "org/gated")
-        assert "org/model has no revision 'v9'" in find(hub, tmp_path / "home", "org/model@v9")
+        names = "org/other", "org/gated", "org/model@v9"
+        other, gated, revision = find(hub, tmp_path / "home", *names).splitlines()
+        assert "no folder 'org/other' here and no hub model 'org/other'" in other
+        assert "hub model org/gated is gated: accept its terms" in gated
+        assert "org/model has no revision 'v9'" in revision
         said = find(hub, tmp_path / "home", "org/model", HF_HUB_OFFLINE="1")
         assert said.startswith("ModelError: hub model org/model is not in the cache and HF_HUB_OFFLINE is set")
         (repository / "model.safetensors").rename(repository / "weights.bin")
@@ -164,19 +168,15 @@ def test_a_quantisation_is_chosen_by_name(quantised: Path, tmp_path: Path) -> No
             and said.endswith("/Tiny-Q8_0.gguf gguf")
             and hub.fetched() == {"Tiny-Q8_0.gguf"}
         )
-        assert "has several .gguf files (BF16, Q4_K_M, Q8_0, UD-Q4_K_XL); say which, like org/q:Q4_K_M." in find(
-            hub, home, "org/q"
-        )
-        assert "org/q has no Q5_K_M in GGUF: there are BF16, Q4_K_M, Q8_0, UD-Q4_K_XL; name one" in find(
-            hub, home, "org/q:Q5_K_M"
-        )
-        assert find(hub, home, "org/q@main:BF16").split()[1].rpartition("/")[2].startswith("Tiny-BF16-00001-of-")
+        several, none, found = find(hub, home, "org/q", "org/q:Q5_K_M", "org/q@main:BF16").splitlines()
+        assert "has several .gguf files (BF16, Q4_K_M, Q8_0, UD-Q4_K_XL); say which, like org/q:Q4_K_M." in several
+        assert "org/q has no Q5_K_M in GGUF: there are BF16, Q4_K_M, Q8_0, UD-Q4_K_XL; name one" in none
+        assert found.split()[1].rpartition("/")[2].startswith("Tiny-BF16-00001-of-")
         shards = {name for name in hub.fetched() if name.startswith("BF16/")}
         assert len(shards) == len(list((quantised / "BF16").iterdir())) > 1
-    assert find(hub, home, "org/q:Q8_0", HF_HUB_OFFLINE="1").endswith("/Tiny-Q8_0.gguf gguf")
-    assert "the cached copy of org/q has no Q4_K_M in GGUF: there are BF16, Q8_0" in find(
-        hub, home, "org/q:Q4_K_M", HF_HUB_OFFLINE="1"
-    )
+    kept, none = find(hub, home, "org/q:Q8_0", "org/q:Q4_K_M", HF_HUB_OFFLINE="1").splitlines()
+    assert kept.endswith("/Tiny-Q8_0.gguf gguf")
+    assert "the cached copy of org/q has no Q4_K_M in GGUF: there are BF16, Q8_0" in none
 
 
 def test_the_files_of_a_quantisation() -> None:

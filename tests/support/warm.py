@@ -1,6 +1,6 @@
 """Child processes of the engine, started from one that has imported torch already: a tenth of a second each, not three.
 
-What lives here: that process, and what sends `python -P -m headrace.…` there in place of an exec. What may not: tests,
+What lives here: that process, and what sends `python -m …` there in place of an exec. What may not: tests,
 anything about what the children do.
 
 A child is a real process of this one with the environment, folder, files and session that it was to have, and its own
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,7 +29,7 @@ from headrace.processes import child
 from tests.support import warm_process
 from tests.support.warm_process import MODULES, exactly
 
-WARM = [[sys.executable, "-P", "-m", module] for module in MODULES]
+PYTHON = sys.executable
 EARLY = ("PYTHON", "LD_", "OMP_", "MKL_")
 SUBREAPER = 36  # prctl's: processes below this one that lose their parent become its children
 
@@ -55,11 +55,12 @@ class Nursery:
                 self._ready = self._ready or self._sock.recv(1, socket.MSG_DONTWAIT) == b"1"
             return self._ready
 
-    def start(self, module: str, env: dict[str, str], files: dict[int, int], session: bool) -> int:
-        """``files``: this process's numbers by the child's. Returns the child's id."""
+    def start(self, words: Sequence[str], env: dict[str, str], files: dict[int, int], session: bool) -> int:
+        """``words``: after the interpreter's name. ``files``: this process's numbers by the child's. Returns the child's
+        id."""
         with self._lock, self._adopting():
             assert self._sock is not None
-            said = {"module": module, "env": env, "folder": os.getcwd(), "files": list(files), "session": session}
+            said = {"words": words, "env": env, "folder": os.getcwd(), "files": list(files), "session": session}
             data = json.dumps({**said, "parent": os.getpid()}).encode()
             socket.send_fds(self._sock, [len(data).to_bytes(4, "little")], list(files.values()))
             self._sock.sendall(data)
@@ -81,29 +82,37 @@ class Nursery:
             prctl(SUBREAPER, 0)
 
 
-def _early(env: dict[str, str]) -> dict[str, str]:
+def _early(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(EARLY)}
 
 
 EXECUTE: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
+def _is_warm(words: list[str]) -> bool:
+    """Of the engine, or of the laboratory."""
+    own = any(words == [PYTHON, "-P", "-m", module] for module in MODULES)
+    return own or (words[:2] == [PYTHON, "-m"] and words[2].startswith("lab."))
+
+
 def starter(nursery: Nursery) -> Callable[..., None]:
     """In place of ``EXECUTE``, whose arguments it has."""
-    early, names = _early(child.environment()), inspect.signature(EXECUTE)
+    early, signature = [_early(env) for env in (child.environment(), os.environ)], inspect.signature(EXECUTE)
 
     def start(*given: Any) -> None:
-        said = names.bind(*given).arguments
-        env, args = said["env"], said["args"] if isinstance(said["args"], list | tuple) else ()
+        said = signature.bind(*given).arguments
+        env, words = said["env"] or dict(os.environ), said["args"] if isinstance(said["args"], list | tuple) else ()
         piped = any(said[name] != -1 for name in ("p2cwrite", "c2pread", "errread"))
-        if list(args) not in WARM or _early(env) != early or piped or not nursery.is_ready():
+        if not _is_warm(list(words)) or _early(env) not in early or piped or not nursery.is_ready():
             return EXECUTE(*given)
         own = dict(enumerate(said[name] for name in ("p2cread", "c2pwrite", "errwrite")))
         files = {number: number if file == -1 else file for number, file in own.items()}
         files |= {number: number for number in said["pass_fds"]}
         self = said["self"]
-        self.pid = nursery.start(args[3], dict(env), files, said["start_new_session"])
+        self.pid = nursery.start(words[1:], dict(env), files, said["start_new_session"])
         self._child_created = True
+        names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(said[name] for name in names))
         return None
 
     return start

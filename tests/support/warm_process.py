@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import socket
 import sys
 import time
@@ -64,9 +65,13 @@ def _become(asked: dict[str, Any], files: list[int], sock: socket.socket) -> Non
     os.environ.clear()
     os.environ.update(asked["env"])
     _place(files, asked["files"])
-    module = sys.modules[asked["module"]]
-    sys.argv = [str(module.__file__)]
-    module.main()
+    _, module, *rest = (word for word in asked["words"] if word != "-P")
+    sys.argv = [module, *rest]
+    if module in MODULES:
+        sys.modules[module].main()
+    else:
+        sys.path.insert(0, asked["folder"])
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _place(files: list[int], numbers: list[int]) -> None:
