@@ -202,6 +202,17 @@ def test_drafts_are_tokens_and_their_model_is_priced_where_it_is() -> None:
     # one pass foretells the sample, and four the next drafts: in a verification, or as long as they take
     assert ahead["mean_tpot_ms"] == pytest.approx(max(step, 5 * each) / 5, rel=0.1)
     assert ahead["drafts_ahead_used"] > 50 and ahead["drafts_ahead_refuted"] == 0
+    # two stages: a verification takes as long as a step, and beside it another is under way
+    stages = {
+        "pipeline_parallel_size": 2,
+        "pipeline_layers": (SPEC.num_layers // 2, SPEC.num_layers - SPEC.num_layers // 2),
+    }
+    alone, flight = (told(chain, drafts_ahead=on, **stages) for on in (False, True))
+    assert flight["total_output_tokens"] == alone["total_output_tokens"] == 101
+    assert flight["mean_tpot_ms"] == pytest.approx(alone["mean_tpot_ms"] / 2, rel=0.25)
+    assert flight["drafts_ahead_used"] > 40 and flight["drafts_ahead_spared"] == 0
+    often = told({**chain, "acceptance": 0.7}, **stages)
+    assert often["total_output_tokens"] == 101 and often["drafts_ahead_spared"] > 0
 
 
 def test_a_draft_device_without_a_draft_is_refused() -> None:

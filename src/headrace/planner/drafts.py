@@ -89,3 +89,49 @@ class ModelledDrafts:
             self._spared += limit - drawn
         self._runs.told(hits, len(rows) - hits)
         self._waits = (whole + 1) * each - seconds if whole < most else 0.0
+
+
+class ModelledRuns:
+    """Runs of drafts in flight over stages (worker/staged_drafts.py): which of them count, where a step's tokens are back
+    with the first stage ``stages`` steps later, or once they have been ``collected``."""
+
+    def __init__(self, stages: int) -> None:
+        self.collected = 0  # steps
+        self._stages = stages
+        self._step = 0
+        self._last: dict[int, int] = {}  # row → step of its last run that counts
+        self._broken: set[int] = set()  # rows whose drafts in flight are refuted from that run on
+        self._sizes: tuple[int, int] | None = None  # of this step's guessed runs: right, wrong
+
+    def begin(self) -> None:
+        """A step."""
+        self._step += 1
+        self._sizes = None
+
+    def forget(self, row: int) -> None:
+        self._last.pop(row, None)
+        self._broken.discard(row)
+
+    def goes_on(self, row: int, tokens: int, *, right: bool) -> bool:
+        """Whether one of so many proposed tokens counts that was planned behind drafts in flight; ``right``: what it
+        guesses. Where the first stage knows all of them by now, it begins from the truth."""
+        if self._last.get(row, 0) <= max(self.collected, self._step - self._stages):
+            return True
+        counts = right and row not in self._broken
+        self._sizes = self._sizes or (0, 0)
+        self._sizes = (self._sizes[0] + tokens * counts, self._sizes[1] + tokens * (not counts))
+        if not counts:
+            self._broken.add(row)
+        return counts
+
+    def verified(self, row: int, *, whole: bool) -> None:
+        """A run that counts; ``whole``: all of its drafts are right."""
+        self._last[row] = self._step
+        (self._broken.discard if whole else self._broken.add)(row)
+
+    def told(self) -> DraftsAhead | None:
+        """Of this step's guessed runs, which are refuted beside others or cancelled alone."""
+        if self._sizes is None:
+            return None
+        used, lost = self._sizes
+        return DraftsAhead(used, lost if used else 0, 0 if used else lost)

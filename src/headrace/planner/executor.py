@@ -23,7 +23,7 @@ import numpy as np
 from headrace.clock import Clock
 from headrace.cost.prices import RESTED
 from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, ExportBlocks, Ticket
-from headrace.planner.drafts import Drafting, ModelledDrafts
+from headrace.planner.drafts import Drafting, ModelledDrafts, ModelledRuns
 from headrace.planner.step_time import StepPrice
 from headrace.request import StepPlan, StepResult, TokenMasks
 
@@ -103,6 +103,7 @@ class ModelledExecutor:
         self._lengths: dict[int, int] = {}  # row → its tokens, where some are drafted
         self._drafting = drafting or Drafting()
         self._drafts = ModelledDrafts(self._drafting)
+        self._runs = ModelledRuns(info.stages)
 
     def submit(self, plan: StepPlan) -> _Timed:
         price = self._price(plan)
@@ -114,29 +115,37 @@ class ModelledExecutor:
         for new in plan.rows_added:
             self._sequences[new.row], self._lengths[new.row] = new.sequence_id * _SEQUENCE, len(new.token_ids)
             self._drafts.forget(new.row)
+            self._runs.forget(new.row)
         seconds, drafting, ahead = self._felt(price, now, pause), 0.0, None
         if plan.drafts:
             drafting, ahead = self._drafts.verified(plan, seconds, self._lengths, self._is_right)
+        guesses = [int(one == all) for one, all in zip(plan.drafts, plan.counts, strict=False)]  # beside drafts
+        drafted = [max(0, plan.drafts[work] - guesses[work]) for work in plan.sample_work] if plan.drafts else []
+        self._runs.begin()
+        tokens = self._drafted(plan) if self.info.max_drafts else self._tokens(plan)
+        told = self._runs.told()
+        ahead, cancelled = told or ahead, told is not None and not any(tokens)
         goes_on = 1 in plan.counts or any(plan.drafts)
-        seconds, end = self._computed(price, seconds, began, drafting=drafting, goes_on=goes_on)
+        seconds, end = self._computed(price, seconds, began, drafting=drafting, goes_on=goes_on, cancelled=cancelled)
         self._clock.sleep_until(began + price.launch_seconds + price.record_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price, seconds)
-        tokens, graph = self._drafted(plan) if self.info.max_drafts else self._tokens(plan), price.graph_tokens
-        recorded = price.record_seconds > 0.0
-        result = StepResult(plan.step_id, tokens, device_seconds=seconds, graph_tokens=graph, recorded_graph=recorded,
-                            drafted=[plan.drafts[work] for work in plan.sample_work] if plan.drafts else (), ahead=ahead)  # fmt: skip
+        result = StepResult(plan.step_id, tokens, device_seconds=seconds, graph_tokens=price.graph_tokens,
+                            recorded_graph=price.record_seconds > 0.0, drafted=drafted, ahead=ahead)  # fmt: skip
         ticket = _Timed(plan.step_id, result, end)
         self._in_flight.append(ticket)
         return ticket
 
     def _computed(
-        self, price: StepPrice, seconds: float, began: float, *, drafting: float, goes_on: bool
+        self, price: StepPrice, seconds: float, began: float, *, drafting: float, goes_on: bool, cancelled: bool
     ) -> tuple[float, float]:
         """(seconds that a device is at it, when the last has ended). A stage begins when it has what the one before
-        computed; a step, once the tokens that it ``goes_on`` from are there. ``drafting``: by the first stage, first."""
+        computed; a step, once the tokens that it ``goes_on`` from are there. ``drafting``: by the first stage, first.
+        ``cancelled``: when the last comes to it."""
         slower = seconds / price.seconds if price.stages else 1.0
         each, hop = [slower * every for every in price.stages] or [seconds], price.hop_seconds
         each[0] += drafting
+        if cancelled:
+            each[-1] = 0.0
         first = self._ends[0] + hop if price.stages and goes_on and len(self._ends) == len(each) else 0.0
         end = max(began, first)
         for stage, taken in enumerate(each):
@@ -156,11 +165,17 @@ class ModelledExecutor:
 
     def _drafted(self, plan: StepPlan) -> list[tuple[int, ...]]:
         """As many as are accepted, and the one behind them; rows are as long as they have got tokens."""
-        vocab, found = self.info.vocab_size, []
+        vocab, found = self.info.vocab_size, list[tuple[int, ...]]()
         for work, row in zip(plan.sample_work, plan.sample_rows, strict=True):
             first, length = self._sequences[row], self._lengths[row]
             drafts = -(-plan.drafts[work] // self._drafting.tree) if plan.drafts else 0
+            if drafts and plan.drafts[work] == plan.counts[work]:  # it begins with a guess
+                if not self._runs.goes_on(row, drafts, right=self._is_right(row, length - 1)):
+                    found.append(())
+                    continue
+                drafts -= 1
             right = next((at for at in range(drafts) if not self._is_right(row, length + at)), drafts)
+            self._runs.verified(row, whole=right == drafts)
             found.append(tuple((first + (length + at) * _POSITION) % vocab for at in range(right + 1)))
             self._lengths[row] = length + right + 1
         return found
@@ -194,6 +209,7 @@ class ModelledExecutor:
     def collect(self, ticket: Ticket) -> StepResult:
         assert ticket is self._in_flight[0], "tickets are collected in order"
         ticket = self._in_flight.popleft()
+        self._runs.collected += 1
         self._clock.sleep_until(ticket.ready_at)
         return ticket.result
 

@@ -157,8 +157,9 @@ def create_core(
     settings = read_settings(config.scheduler.speculative_config)
     drafting = None
     if settings is not None:
-        info = replace(info, max_drafts=settings.most)
-        ahead = config.device.drafts_ahead and settings.device is not None and settings.tree is None
+        ahead = config.device.drafts_ahead
+        info = replace(info, max_drafts=settings.most, runs_ahead=ahead and info.stages > 1)
+        ahead = ahead and settings.device is not None and settings.tree is None
         drafting = Drafting(settings.acceptance, settings.draft_cost, draft_seconds, settings.tree or 1, ahead)
     executor = ModelledExecutor(info, step_time.of_plan, clock, ratio=ratio, drafting=drafting)
     core = EngineCore(
