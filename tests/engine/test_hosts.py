@@ -125,23 +125,43 @@ def test_two_nodes_answer_as_one_rank_and_a_killed_rank_of_the_other_is_named(ll
     assert said.replace("\\", "") in str(others.ends[1]) and gone(pid)
 
 
-def test_a_member_of_a_group_without_its_key_is_found_out() -> None:
+def together(meet: Any) -> None:
+    """``meet(group)`` as two ranks, each in a thread."""
     store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    found: dict[int, str] = {}
-
-    def meet(rank: int, key: bytes) -> None:
-        group = GlooGroup(store, "127.0.0.1", rank, 2)
-        try:
-            check_members(group, "stage-0", key, "cpu")
-        except EngineDead as error:
-            found[rank] = error.message
-
-    threads = [threading.Thread(target=meet, args=(rank, key)) for rank, key in enumerate((b"one", b"another"))]
+    threads = [threading.Thread(target=lambda at=at: meet(GlooGroup(store, "127.0.0.1", at, 2))) for at in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
+
+
+def test_a_member_of_a_group_without_its_key_is_found_out() -> None:
+    found: dict[int, str] = {}
+
+    def meet(group: GlooGroup) -> None:
+        try:
+            check_members(group, "stage-0", (b"one", b"another")[group.rank], "cpu")
+        except EngineDead as error:
+            found[group.rank] = error.message
+
+    together(meet)
     assert sorted(found) == [0, 1] and "met somebody who is no rank of theirs" in found[0]
+
+
+def test_who_waits_for_a_host_that_is_gone_need_not_any_more_once_its_group_is_aborted() -> None:
+    ended = threading.Event()
+
+    def meet(group: GlooGroup) -> None:
+        if group.rank:  # it never answers, and its connection stays
+            ended.wait(10)
+            return
+        threading.Timer(0.1, group.abort).start()
+        with pytest.raises(RuntimeError):
+            group.all_reduce(torch.zeros(1))
+        ended.set()
+
+    together(meet)
+    assert ended.is_set()
 
 
 @pytest.mark.slow
