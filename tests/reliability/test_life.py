@@ -11,7 +11,7 @@ import pytest
 
 from tests.reliability import checks_life
 from tests.support.planted import planted
-from tests.support.serving import SERVE, serving
+from tests.support.serving import SERVE, serving, wait_for
 from tests.support.snapshot import private_bytes
 
 # A frozen engine is seen after so long. (That it is with the product's five seconds: tests/server/test_operation.py.)
@@ -93,6 +93,7 @@ def test_a_silent_step_is_filled_with_comments(silent_step: Future[str]) -> None
 def test_an_engine_holds_what_it_says_at_its_start() -> None:
     """The pages of the cache are touched when blocks are first used: what is said of a full one must hold then."""
     with serving("--kv-cache-memory", "64MiB", command=SERVE) as server:
+        wait_for(lambda: any("Ready after" in line for line in server.lines))
         told = next(
             found for line in server.lines if (found := re.search(r"memory +([\d.]+) GiB, at most ([\d.]+) GiB", line))
         )
