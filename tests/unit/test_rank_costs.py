@@ -29,12 +29,16 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
 
 
 def test_what_goes_to_the_keys_and_back_is_what_is_counted_by_hand() -> None:
-    """In each layer every rank sends 8 rows' worth of what it finds, or of 4 rows of its own queries and results."""
+    """In each layer every rank sends 8 rows' worth of what it finds, or of 4 rows of its own queries and
+    results, or while they are less the keys."""
     traffic = key_traffic_of(TINY, 2, 2.0)
     query, layers = 2.0 * TINY.num_heads * TINY.head_dim, TINY.num_layers
     assert (traffic.query, traffic.found) == (query, query + 4 * TINY.num_heads)
     assert traffic.seconds(EXACT, 8, spread=False)[1] == pytest.approx(layers * 8 * traffic.found / 100)
-    every, sent = traffic.seconds(EXACT, 8, spread=True)
+    keys = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group - 1)
+    assert keys[1] == pytest.approx(layers * (8 * traffic.group - 1) / 2 * traffic.key / 100)
+    assert keys[0] == pytest.approx(keys[1] + layers * 2.0)
+    every, sent = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group)
     assert sent == pytest.approx(layers * 4 * (query + traffic.found) / 100)
     assert every == pytest.approx(sent + layers * 2 * 2.0) and traffic.seconds(EXACT, 0, spread=True) == (0.0, 0.0)
 

@@ -374,7 +374,8 @@ class CostModel:
             return 0.0, 0.0
         tokens = load.filled or load.tokens
         if self._ranks > 1:
-            return self._key_traffic.seconds(self._link, tokens, spread=self._spreads(load))
+            keys = max(load.keys, default=0.0)
+            return self._key_traffic.seconds(self._link, tokens, spread=self._spreads(load), keys=keys)
         return self._traffic.seconds(self._link, tokens, load.sampled)
 
     def _spreads(self, load: StepLoad) -> bool:

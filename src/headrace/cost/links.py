@@ -63,27 +63,32 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class KeyTraffic:
-    """Of one of ``ranks`` that share the keys, in a step: what they find, and the queries where each computes other rows,
-    go to all others. ``query``, ``found``: bytes of a row, in a layer."""
+    """Of one of ``ranks`` that share the keys, in a step: what goes to all others is what they find; where each computes
+    other rows, the queries, too, or keys and values instead. ``query``, ``found``: bytes of a row, ``key``: of a token in
+    the cache, in a layer. ``group``: query heads of a KV head."""
 
     ranks: int
     layers: int
     query: float
     found: float
+    key: float
+    group: int
 
-    def seconds(self, link: Link, tokens: int, *, spread: bool) -> tuple[float, float]:
-        """(all in all, at the link's bandwidth alone). ``spread``: ranks compute other rows."""
+    def seconds(self, link: Link, tokens: int, *, spread: bool, keys: float = 0.0) -> tuple[float, float]:
+        """(all in all, at the link's bandwidth alone). ``spread``: ranks compute other rows, over so many ``keys``."""
         if self.ranks == 1 or not tokens:
             return 0.0, 0.0
-        size = tokens / self.ranks * (self.query + self.found) if spread else tokens * self.found
-        sent = self.layers * (self.ranks - 1) * size / link.bandwidth
-        return sent + self.layers * (1 + spread) * link.latency, sent
+        passed = spread and keys < tokens * self.group  # as KeyShare.passes_keys has it
+        size = (keys * self.key if passed else tokens * (self.query + self.found)) / self.ranks
+        sent = self.layers * (self.ranks - 1) * (size if spread else tokens * self.found) / link.bandwidth
+        return sent + self.layers * (2 if spread and not passed else 1) * link.latency, sent
 
 
 def key_traffic_of(spec: DecoderSpec, ranks: int, element_bytes: float) -> KeyTraffic:
     """A sum of exponentials, in float32, goes with what each head finds."""
     query = spec.num_heads * spec.head_dim * element_bytes
-    return KeyTraffic(ranks, len(spec.held_layers), query, query + 4.0 * spec.num_heads)
+    group = spec.num_heads // spec.num_kv_heads
+    return KeyTraffic(ranks, len(spec.held_layers), query, query + 4.0 * spec.num_heads, 2 * query / group, group)
 
 
 def traffic_of(spec: DecoderSpec, element_bytes: float) -> Traffic:

@@ -35,6 +35,17 @@ class TreeInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class PassedKeys:
+    """Of a step whose rows are spread over ranks, where keys and values come to the queries: which blocks each rank gives,
+    and its own queries once for every rank's keys."""
+
+    blocks: Tensor  # [b], int64: of this rank's cache, as all others give theirs
+    table: Tensor  # [sequences, max_blocks], int32: among the ranks · b blocks that are given
+    query_start: Tensor  # [sequences + 1], int32: among the rows of this rank, repeated for every rank
+    context_len: Tensor  # [sequences], int32
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """One KV group's view of a step: sequences are packed one after another, without padding between them.
 
@@ -42,7 +53,8 @@ class AttentionInputs:
     sequences, which come first, have one query, and all behind them more than MOST_FEW; 0: who knows. ``chained``: some
     sequences are tokens of one and the same, each with one query, that see keys of those before them in this step: keys
     are all written before any is read. ``tree``: where tokens of some sequences are a tree's. ``spread``: of ranks that
-    share the keys, each computes other rows, and the sequences are those of all ranks, one rank's behind another's.
+    share the keys, each computes other rows, and the sequences are those of all ranks, one rank's behind another's. ``passed``:
+    their keys go to the queries.
 
     Its tensors stay as they are while it is in use: what a kernel derives from them for the first layer holds for all.
     """
@@ -60,6 +72,7 @@ class AttentionInputs:
     chained: bool = False
     tree: TreeInputs | None = None
     spread: bool = False
+    passed: PassedKeys | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headrace.kernels.attention.reference import merge_parts
 from headrace.kernels.candidate import Facts, HeadFacts, NormFacts, RopeFacts
-from headrace.kernels.inputs import AdapterRows, Alone, AttentionInputs, LayerStep, Quantized, Wanted
+from headrace.kernels.inputs import AdapterRows, Alone, AttentionInputs, LayerStep, PassedKeys, Quantized, Wanted
 from headrace.kernels.operations import (
     EMBEDDING,
     LAYER_NORM,
@@ -239,11 +239,7 @@ class Attention(nn.Module):
         if wanted is not None and wanted.attention is not None:
             q, inputs, wanted = q[wanted.tokens], wanted.attention, None
         how: tuple[Any, ...] = (k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap, self.quantized)
-        out = (
-            self._attend(q, *how)
-            if self._keys is None
-            else attend_between(self._keys, self._attend, q, how, inputs.spread)
-        )
+        out = self._attend(q, *how) if self._keys is None else attend_between(self._keys, self._attend, q, how)
         return _picked(out.view(-1, self._width), wanted)
 
     def write(self, qkv: Tensor, step: LayerStep) -> Tensor:  # → q as it attends, [tokens, heads, head_dim]
@@ -273,17 +269,34 @@ def attention_alone(inputs: AttentionInputs, alone: Alone) -> AttentionInputs:
 
 
 def attend_between(
-    group: Group, attend: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...], spread: bool
+    group: Group, attend: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...]
 ) -> Tensor:  # [tokens, heads, head_dim]
     """Of ranks that share the keys (DistAttention: Lin et al. 2024), each attends to its own with all queries (pass-Q: Yang
-    et al. 2024), and what they find is merged. ``spread``: each has other queries. ``how``: whatever ``attend`` takes."""
-    q = group.everybodys(q).flatten(0, 1) if spread else q
+    et al. 2024), and what they find is merged. ``how``: whatever ``attend`` takes."""
+    inputs = how[2]
+    if (passed := inputs.passed) is not None:
+        return _attend_passed(group, attend, q, how, passed)
+    q = group.everybodys(q).flatten(0, 1) if inputs.spread else q
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     out = attend(q, *how, lse)
     found = torch.cat((out, lse.unsqueeze(-1).view(out.dtype)), dim=-1)  # one meeting
-    parts = group.exchanged(found.unflatten(0, (group.size, -1))) if spread else group.everybodys(found)
+    parts = group.exchanged(found.unflatten(0, (group.size, -1))) if inputs.spread else group.everybodys(found)
     out, sums = parts.split((out.shape[-1], parts.shape[-1] - out.shape[-1]), dim=-1)
     return merge_parts(out, sums.contiguous().view(torch.float32).squeeze(-1))
+
+
+def _attend_passed(
+    group: Group, attend: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...], passed: PassedKeys
+) -> Tensor:  # [tokens, heads, head_dim]
+    """The same where keys and values of all ranks come to the queries (pass-KV), which attend to one rank's after another."""
+    k_cache, v_cache, inputs, *rest = how
+    both = torch.stack([cache.index_select(0, passed.blocks) for cache in (k_cache, v_cache)])
+    k, v = group.everybodys(both).transpose(0, 1).flatten(1, 2)  # [2, ranks · blocks, …]
+    lengths = {"block_table": passed.table, "query_start": passed.query_start, "context_len": passed.context_len}
+    every = q.repeat(group.size, 1, 1)
+    lse = torch.empty(every.shape[:2], dtype=torch.float32, device=q.device)
+    out = attend(every, k, v, replace(inputs, **lengths), *rest, lse)
+    return merge_parts(out.unflatten(0, (group.size, -1)), lse.unflatten(0, (group.size, -1)))
 
 
 def in_order(group: Group, x: Tensor, order: Tensor) -> Tensor:

@@ -26,14 +26,21 @@ Number = TypeVar("Number", bound=Any)  # int, or an array or tensor of them
 
 @dataclass(frozen=True, slots=True)
 class KeyShare:
-    """One rank's."""
+    """One rank's. ``group``: query heads of a KV head."""
 
     rank: int
     size: int
+    group: int = 1
 
     def keys(self, position: Number) -> Number:
         """How many of the keys up to ``position`` the rank has; none up to -1."""
         return cast(Number, (position + self.size - self.rank) // self.size)
+
+    def passes_keys(self, rows: int, keys: int) -> bool:
+        """Whether in a step that computes ``rows`` and has ``keys`` in the cache, theirs among them, keys and values go to
+        the queries (pass-KV), or queries to the keys, and what they find back (pass-Q): whichever is less to send (Yang
+        et al. 2024, section 3.5)."""
+        return keys < rows * self.group
 
 
 def check_context(spec: DecoderSpec, config: EngineConfig) -> None:

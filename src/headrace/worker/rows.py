@@ -36,6 +36,7 @@ from headrace.kernels.inputs import (
     Alone,
     AttentionInputs,
     ForwardInputs,
+    PassedKeys,
     TreeInputs,
     adapter_rows,
 )
@@ -43,7 +44,7 @@ from headrace.kernels.operations import GATHER_INPUTS
 from headrace.kernels.rows.reference import write_rows
 from headrace.parallel.context import KeyShare
 from headrace.request import NO_SLOT, NewRow, SamplingParams, StepPlan
-from headrace.worker.spread import LEAST_SPREAD, of_ranks, of_tokens, spread_rows
+from headrace.worker.spread import LEAST_SPREAD, given_blocks, of_ranks, of_tokens, spread_rows
 
 Ints = NDArray[np.int32]
 Wide = NDArray[np.int64]
@@ -548,12 +549,25 @@ class Gather:
             found.own_context,
             found.wanted,
             found.order,
+            found.passed_start,
+            found.passed_context,
         )
-        row, start, ends, chunk, position, context, picked, order = ship_all(self._rows.device, *parts)
+        row, start, ends, chunk, position, context, picked, order, *passed = ship_all(self._rows.device, *parts)
         longest = int(packing.context.max())
         inputs = self._gathered(row, start, ends, chunk, position, found.longest, longest)
         attention = tuple(of_ranks(share, each, context, found.longest) for each in inputs.attention)
+        if share.passes_keys(len(packing.chunk), int(packing.context.sum())):
+            attention = tuple(self._passed(share, each, packing.context, *passed) for each in attention)
         return replace(inputs, attention=attention, wanted=picked, order=order.long())
+
+    def _passed(
+        self, share: KeyShare, inputs: AttentionInputs, context: Ints, start: Tensor, seen: Tensor
+    ) -> AttentionInputs:
+        """The same where keys go to the queries."""
+        *places, table = given_blocks(share, context, inputs.block_size * share.size)
+        chunk, place, flat = ship_all(self._rows.device, *places, table)
+        blocks = inputs.block_table[chunk.long(), place.long()].long()
+        return replace(inputs, passed=PassedKeys(blocks, flat.view(table.shape), start, seen))
 
     def _adapters(self, packing: Packing, slots: Ints) -> AdapterRows | None:
         found, device = adapter_rows(slots[packing.chunk], self._rows.device), self._rows.device

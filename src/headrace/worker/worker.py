@@ -170,7 +170,9 @@ class Worker:
         self._keys: Group | None = None
         if group is not None and config.device.context_parallel_size > 1:
             check_context(setup.spec, config)
-            setup = replace(setup, share=KeyShare(group.rank, group.size))
+            setup = replace(
+                setup, share=KeyShare(group.rank, group.size, setup.spec.num_heads // setup.spec.num_kv_heads)
+            )
             self._keys, group = group, None
         self._group = group
         self._cuts: Mapping[str, Cut] = {}
