@@ -69,5 +69,8 @@ def test_requests_outlive_who_computes_their_prompts() -> None:
             os.kill(sockets[victim]._process.pid, signal.SIGKILL)
             texts = ["".join(delta.text for delta in stream) for stream in streams]
             assert texts == [each.outputs[0].text for each in llm.generate(prompts, params, use_tqdm=False)]
+        stopping = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, stop=[texts[0][9:11]])
+        (stopped,) = llm.generate(prompts[:1], stopping, use_tqdm=False)
+        assert stopped.outputs[0].finish_reason == "stop"
         os.kill(sockets[2]._process.pid, signal.SIGKILL)
         assert llm.generate("once more", params, use_tqdm=False)[0].outputs[0].finish_reason == "error"

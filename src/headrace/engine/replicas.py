@@ -143,6 +143,7 @@ class Replicas:
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
         if (number := self._router.where(request_id)) is not None:
             self._sockets[number].finish(request_id, index, num_tokens)
+            self._router.answered(request_id, index)
 
     def _hear(self, number: int, frame: frames.Step) -> None:
         frame = self._relay.hear(number, frame, self._router.where)
@@ -150,7 +151,7 @@ class Replicas:
             if out.num_cached_tokens is not None:
                 self._router.began(out.request_id)
             if out.finished is not None:
-                self._router.answered(out.request_id)
+                self._router.answered(out.request_id, out.index)
         self._on_event(frame)
 
     def _lost(self, number: int, error: EngineDead, ids: object) -> None:

@@ -85,6 +85,14 @@ class ReplicatedCore:
 
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
         self.engine.finish(request_id, index, num_tokens)
+        self._end(request_id, index)
+
+    def _end(self, request_id: int, index: int) -> None:
+        """What still comes of this answer is nobody's."""
+        if (left := self._open.get(request_id)) is not None:
+            left.discard(index)
+            if not left:
+                del self._open[request_id]
 
     def abort(self, request_id: int) -> None:
         if self._open.pop(request_id, None) is not None:
@@ -135,9 +143,7 @@ class ReplicatedCore:
     def _take(self, outputs: list[SequenceOutput]) -> None:
         for each in outputs:
             if each.finished is not None:
-                self._open[each.request_id].discard(each.index)
-                if not self._open[each.request_id]:
-                    del self._open[each.request_id]
+                self._end(each.request_id, each.index)
         self._arrived += outputs
         if outputs:
             self._news.set()

@@ -27,7 +27,7 @@ import mmap
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.request import Request
 
@@ -60,6 +60,7 @@ class _Sent:
     rows: int  # answers that have not ended
     missing: int  # tokens that have to be computed before the first answer comes
     prompt: int  # the replica that computes them
+    ended: set[int] = field(default_factory=set)  # answers, by index
 
 
 class Router:
@@ -143,9 +144,10 @@ class Router:
             self._waiting[sent.prompt][self._front] -= sent.missing
             sent.missing = 0
 
-    def answered(self, request_id: int) -> None:
-        """One of its answers has ended."""
-        if (sent := self._sent.get(request_id)) is not None:
+    def answered(self, request_id: int, index: int) -> None:
+        """One of its answers has ended: here, by a stop string, or there, or both."""
+        if (sent := self._sent.get(request_id)) is not None and index not in sent.ended:
+            sent.ended.add(index)
             if sent.rows == 1:
                 self.ended(request_id)
             else:
