@@ -301,6 +301,7 @@ class StepPlanner:
         most = self._drafts_each()
         if not most or self.speculation is None or not self.speculation.wants_run(1 + most):
             return
+        most //= self.limits.stages - 1  # of all runs in flight: all before one must be right
         for sequence in self.roster.running:
             start, count = sequence.num_computed_tokens, sequence.max_num_tokens - sequence.num_tokens - 2
             count = min(1 + most, count, plan.room)
