@@ -14,6 +14,7 @@ import runpy
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 MODULES = ("headrace.parallel.follower", "headrace.engine.process")  # children are what their main does
@@ -37,9 +38,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     sock = socket.socket(fileno=os.dup(0))
-    sock.sendall(b"1")
+    with suppress(ConnectionError):  # of a parent that has not waited
+        sock.sendall(b"1")
     while True:
-        head, files, *_ = socket.recv_fds(sock, 4, 16)
+        head, files = b"", list[int]()
+        with suppress(ConnectionError):
+            head, files, *_ = socket.recv_fds(sock, 4, 16)
         if not head:
             return
         asked = json.loads(exactly(sock, int.from_bytes(head, "little")))
