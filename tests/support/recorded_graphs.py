@@ -203,6 +203,7 @@ class SlotDecoder:
         self.most_logits = 0  # rows at once
         self.draft_tokens = None
         self.spec, self.pooler = STAND_IN, None
+        self.embeds = self.answers = True
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         if self.fault is not None:
