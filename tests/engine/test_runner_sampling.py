@@ -36,6 +36,7 @@ class TableDecoder:
         self.table = table
         self.fault: Exception | None = None
         self.spec, self.pooler = STAND_IN, None
+        self.embeds = self.answers = True
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         if self.fault is not None:

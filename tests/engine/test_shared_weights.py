@@ -15,7 +15,7 @@ from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, ModelError
 from headrace.models import shared_weights
 from headrace.models.shared_weights import share_weights
-from tests.support import tiny
+from tests.support import quantised, tiny
 
 FOLDER = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs /dev/shm")
@@ -118,6 +118,6 @@ def test_no_room_is_an_error_with_numbers_and_leaves_nothing(monkeypatch: pytest
 
 
 def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
-    tiny.create("llama", seed=3).save_pretrained(tmp_path)
+    stored, _ = quantised.write("compressed-w4a16", tmp_path)
     with pytest.raises(ConfigError, match="quantized ones are packed"):
-        LLM(tmp_path, threads=1, share_weights=True, compressed_weights=True, dtype="bfloat16")
+        LLM(stored, threads=1, share_weights=True)
