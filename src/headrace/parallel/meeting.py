@@ -111,7 +111,7 @@ def _greet(sock: socket.socket, secret: bytes, *, first: bool) -> bytes:
     return blake2b(nonces, key=blake2b(secret).digest(), digest_size=32).digest()
 
 
-def _tuned(sock: socket.socket) -> socket.socket:
+def _without_delay(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host that is gone acknowledges nothing, and says nothing either
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
@@ -158,7 +158,7 @@ class Door:
             seal = Seal(_greet(sock, self._secret, first=True), first=True)
             join = receive(sock, frames.Join, seal.opened, _MOST_JOIN)
             sock.settimeout(None)
-            self._come(join, _tuned(sock), seal)
+            self._come(join, _without_delay(sock), seal)
         except (ConfigError, BadFrame, OSError) as error:
             why = "it does not know the secret" if isinstance(error, BadFrame) else str(error)
             self.last = f"{address} was turned away: {why}"
@@ -189,7 +189,7 @@ def knock(place: Place, join: Callable[[str], frames.Join], end: float) -> tuple
         if isinstance(reply, frames.Refused):
             raise ConfigError(reply.message)
         sock.settimeout(None)
-        return _tuned(sock), key
+        return _without_delay(sock), key
     except OSError as error:
         sock.close()
         raise ConfigError(f"Node 0 at {place} did not answer ({error}). See what it says.") from error
