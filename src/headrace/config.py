@@ -360,7 +360,7 @@ class DeviceConfig:
         metavar="P",
     )
     distributed_executor_backend: str = option(
-        "mp", "who starts the processes of several devices: mp, this host and those of --nnodes, or ray, a Ray cluster (see docs/ranks.md)",
+        "mp", "who starts the processes of several devices: mp, this host and those of --nnodes; ray, a Ray cluster",
         choices=("mp", "ray"),
     )  # fmt: skip
     nnodes: int = option(
@@ -370,7 +370,7 @@ class DeviceConfig:
         0, "which of the --nnodes hosts this is; 0 has the engine and the server, others end with it", minimum=0
     )
     master_addr: str = option("127.0.0.1", "address of node 0, on the network that joins the nodes", metavar="HOST")
-    master_port: int = option(29501, "port at which node 0 waits for the others", minimum=1)
+    master_port: int = option(29501, "port at which node 0 waits", minimum=1)
     node_secret_file: str | None = option(
         None, "file with the secret that all nodes share (or HEADRACE_NODE_SECRET)", metavar="FILE"
     )

@@ -121,6 +121,6 @@ def test_an_idle_loop_prepares_a_little_at_a_time_and_listens_in_between() -> No
         return [(None, Shutdown())]
 
     executor = StampedExecutor(SimpleNamespace(info=None, prepare=prepare), cast(StepRecorder, None), pulse, 0.0)  # type: ignore[arg-type]
-    core = SimpleNamespace(has_work=False, executor=executor)
+    core = SimpleNamespace(has_work=False, executor=executor, hand_over=None)
     EngineLoop(cast(Engine, SimpleNamespace(core=core)), cast(Any, SimpleNamespace(poll=poll, wait=wait)), pulse).run()
     assert heard == ["poll", "poll", "wait"] and phases == ["device"] * 3
