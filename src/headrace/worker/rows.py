@@ -554,7 +554,7 @@ class Gather:
         )
         row, start, ends, chunk, position, context, picked, order, *passed = ship_all(self._rows.device, *parts)
         longest = int(packing.context.max())
-        inputs = self._gathered(row, start, ends, chunk, position, found.longest, longest)
+        inputs = self.gathered(row, start, ends, chunk, position, found.longest, longest, whole=True)
         attention = tuple(of_ranks(share, each, context, found.longest) for each in inputs.attention)
         if share.passes_keys(len(packing.chunk), int(packing.context.sum())):
             attention = tuple(self._passed(share, each, packing.context, *passed) for each in attention)
@@ -587,28 +587,11 @@ class Gather:
         shared_tokens: int | None = None,
         leading: int = 0,
         chained: bool = False,
+        whole: bool = False,
     ) -> ForwardInputs:
-        """The same from what is on the device already."""
-        lengths = longest_query, longest_context
-        found = self._gathered(row, query_start, context, chunk, position, *lengths, shared_tokens, leading, chained)
-        if (share := self._rows.share) is None:
-            return found
-        return replace(found, attention=tuple(of_tokens(share, each, chunk, position) for each in found.attention))
-
-    def _gathered(
-        self,
-        row: Tensor,
-        query_start: Tensor,
-        context: Tensor,
-        chunk: Tensor,
-        position: Tensor,
-        longest_query: int,
-        longest_context: int,
-        shared_tokens: int | None = None,
-        leading: int = 0,
-        chained: bool = False,
-    ) -> ForwardInputs:
-        """Over the scheduler's blocks."""
+        """The same from what is on the device already; ``whole``: over the scheduler's blocks also where ranks share
+        the keys."""
+        share = None if whole else self._rows.share
         rows, attention = self._rows, []
         for table, block_size in zip(self._tables, rows.block_sizes, strict=True):
             width = -(-longest_context // block_size)
@@ -616,11 +599,10 @@ class Gather:
                 rows.token_ids, table, row, chunk, position, context, block_size, width
             )
             longest = longest_query, longest_context
-            attention.append(
-                AttentionInputs(
-                    block_table, query_start, context, slots, block_size, *longest, shared_tokens, leading, chained
-                )
+            found = AttentionInputs(
+                block_table, query_start, context, slots, block_size, *longest, shared_tokens, leading, chained
             )
+            attention.append(found if share is None else of_tokens(share, found, chunk, position))
         return ForwardInputs(ids, positions, tuple(attention))
 
     def wanting(self, inputs: ForwardInputs, wanted: Tensor, chunk: Tensor, position: Tensor) -> ForwardInputs:
