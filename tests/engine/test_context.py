@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 @pytest.fixture(scope="module", params=modes.FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.save(request.param, tmp_path_factory.mktemp(request.param)))
-
-
-@pytest.fixture(scope="module")
-def oracle(model: str) -> Iterator[modes.Oracle]:
-    made = modes.Oracle(model)
-    yield made
-    made.close()
 
 
 def check(model: str, oracle: modes.Oracle, seed: int, size: int, **more: Any) -> None:
@@ -53,6 +45,20 @@ def test_no_mode_of_ranks_that_share_keys_changes_an_answer(
     if seed == 1:
         monkeypatch.setattr(KeyShare, "passes_keys", lambda *_: False)
     check(model, oracle, seed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_keys_of_eight_bits_are_shared_too(model: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_threads(monkeypatch)
+    sizes: dict[str, Any] = {"dtype": "float32", "threads": 1, "device": "cpu", "max_model_len": 128, "num_blocks": 32}
+    found = []
+    for size in (1, 2):
+        with LLM(model, **sizes, kv_cache_dtype=kind, context_parallel_size=size) as llm:
+            prompts: list[Any] = [{"prompt_token_ids": [*range(3, count)]} for count in (9, 40)]
+            made = llm.generate(prompts, GREEDY, use_tqdm=False)
+            found.append([list(each.outputs[0].token_ids) for each in made])
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

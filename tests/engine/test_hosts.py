@@ -165,14 +165,17 @@ def test_who_waits_for_a_host_that_is_gone_need_not_any_more_once_its_group_is_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "pipeline", "nodes"), [(1, 2, 2), (2, 2, 2), (4, 1, 2), (4, 1, 4), (2, 2, 4)])
+@pytest.mark.parametrize(("tensor", "pipeline", "context", "nodes"), [
+    (1, 2, 1, 2), (2, 2, 1, 2), (4, 1, 1, 2), (4, 1, 1, 4), (2, 2, 1, 4), (1, 1, 2, 2),
+])  # fmt: skip
 def test_ranks_of_nodes_answer_as_one_does_and_end_with_node_0(
-    llama: str, tensor: int, pipeline: int, nodes: int
+    llama: str, tensor: int, pipeline: int, context: int, nodes: int
 ) -> None:
-    with spread(llama, nodes, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline) as (llm, others):
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "context_parallel_size": context}
+    with spread(llama, nodes, **sizes) as (llm, others):
         assert answers(llm) == alone(llama)
         pids = others.pids
-        assert len(pids) == tensor * pipeline * (nodes - 1) // nodes
+        assert len(pids) == tensor * pipeline * context * (nodes - 1) // nodes
     assert others.ends == dict.fromkeys(range(1, nodes)) and all(map(gone, pids.values()))
 
 

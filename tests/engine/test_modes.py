@@ -7,7 +7,6 @@ NaN.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ SEEDS, LONG_SEEDS = range(6), range(100, 150)
 @pytest.fixture(scope="module", params=modes.FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.save(request.param, tmp_path_factory.mktemp(request.param)))
-
-
-@pytest.fixture(scope="module")
-def oracle(model: str) -> Iterator[modes.Oracle]:
-    made = modes.Oracle(model)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,13 +220,6 @@ def test_ranks_of_whole_experts_in_formats_compute_what_one_does(
 @pytest.fixture(scope="module", params=("gemma2", "mixtral"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.save(request.param, tmp_path_factory.mktemp(request.param)))
-
-
-@pytest.fixture(scope="module")
-def oracle(model: str) -> Iterator[modes.Oracle]:
-    made = modes.Oracle(model)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("seed", range(1))
