@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,40 @@ def test_answers_are_those_of_one_engine_and_prefixes_are_found_on_both_sides(fd
     assert house.handed(0).given == 4 and house.handed(1).taken_bytes - taken.taken_bytes == (170 // 4 - 22) * 64
     for each in (*first, *again):
         check(house, each)
+    house.assert_at_rest()
+
+
+def test_what_prompts_share_is_handed_over_once(fd: int) -> None:
+    """All at once. Short rests are computed where the answer is; the last one belongs to somebody else."""
+    house = house_of(fd, budget=32, num_blocks=200)
+    asked = [request(at, [*prompt(0, 80), *prompt(at + 1, length)]) for at, length in enumerate((80, 80, 20, 0))]
+    asked.append(replace(asked[0], request_id=4, cache_salt="other"))
+    for each in asked:
+        house.front.submit(each)
+    house.run()
+    for each in asked:
+        check(house, each)
+    assert house.handed(1).taken == 3
+    assert house.handed(0).given_bytes == (39 + 19 + 39) * 64
+    assert house.replicas[1].core.scheduler.counters.prefix_hits >= 39 * 4 + 39 * 4 + 20 * 4 + 19 * 4 + 39 * 4
+    house.assert_at_rest()
+
+
+def test_who_waits_for_shared_nodes_goes_on_when_their_request_is_gone(fd: int) -> None:
+    house = house_of(fd, budget=32, num_blocks=200)
+    asked = [request(at, [*prompt(0, 100), *prompt(at, 66)]) for at in range(3)]
+    for each in asked:
+        house.front.submit(each)
+    for _ in range(2):
+        for each in house.replicas:
+            each.turn()
+            while each.outbox:
+                each.tell()
+    house.front.abort(0)
+    house.run()
+    for each in asked[1:]:
+        check(house, each)
+    assert house.handed(0).given_bytes <= (25 + 2 * 16) * 64
     house.assert_at_rest()
 
 

@@ -15,6 +15,8 @@ Whatever goes wrong, the request is entered with what has come, and the rest is 
     who computes has died    the front end finds another one, or says that nobody does: ``go_on``
     evicted before wanted    computed again there
 
+Of requests whose prompts begin alike, the first one's nodes come, and the others find them cached.
+
 Blocks that wait are held until the scheduler has seen the request, no longer: held blocks can keep nobody from running.
 
 Sources: DistServe (Zhong et al. 2024), Splitwise (Patel et al. 2024), Mooncake (Qin et al. 2024).
@@ -82,6 +84,8 @@ class _Coming:
     names: Sequence[bytes] = ()
     kv: SequenceKV | None = None  # None: there was no room yet
     have: int = 0  # nodes that are there
+    follows: tuple[int, int] = (-1, 0)  # a request, and how many of its nodes are this one's, too
+    joined: bool = False  # it waits for those alone
 
 
 class Engine(Protocol):
@@ -149,6 +153,15 @@ class HandOver:
         self._coming[request.request_id] = _Coming(request, self._nodes(request))
         self.turn()
 
+    def joins(self, request: Request) -> bool:
+        """Whether a request that is computed here waits for what is on its way for another one whose prompt begins
+        alike."""
+        joining = _Coming(request, self._nodes(request), joined=True)
+        if not self._coming or not is_apart(request) or not self._follows(joining):
+            return False
+        self._coming[request.request_id] = joining
+        return True
+
     def go_on(self, request_id: int) -> None:
         """No more of its prompt comes."""
         if (coming := self._coming.get(request_id)) is not None:
@@ -186,9 +199,14 @@ class HandOver:
             if not self._free:
                 break
             self._send(giving)
-        while (waiting := next((each for each in self._coming.values() if each.kv is None), None)) is not None:
-            if not self._admit(waiting):
-                break
+        room = True
+        for waiting in list(self._coming.values()):
+            if waiting.kv is not None or self._follows(waiting):
+                continue
+            if waiting.joined:
+                self._begin(waiting)
+            elif room:
+                room = self._admit(waiting)
         for request_id in [each for each in self._held if self._seen(each)]:
             self._cache.free(self._held.pop(request_id), -1)
 
@@ -236,6 +254,30 @@ class HandOver:
             self._giving.pop(giving.request.request_id, None)
 
     # --- taking
+
+    def _follows(self, coming: _Coming) -> bool:
+        """Whether nodes that it shares with another request are on their way for that one: they come once."""
+        leader, shared = coming.follows
+        if (first := self._coming.get(leader)) is not None and first.have < shared:
+            return True
+        on_their_way = [each for each in self._coming.values() if each.kv is not None]
+        found = [(self._shared(each.request, coming.request), each) for each in on_their_way]
+        shared, first = max(
+            ((nodes, each) for nodes, each in found if nodes > each.have), key=lambda pair: pair[0], default=(0, None)
+        )
+        coming.follows = (-1 if first is None else first.request.request_id, shared)
+        return first is not None
+
+    def _shared(self, one: Request, other: Request) -> int:
+        """Nodes that their prompts begin with alike."""
+        if (one.cache_salt, one.adapter) != (other.cache_salt, other.adapter):
+            return 0
+        size, ids, others = self._cache.block_tokens, one.prompt_token_ids, other.prompt_token_ids
+        most = min(self._nodes(one), self._nodes(other))
+        return next(
+            (at for at in range(most) if ids[at * size : at * size + size] != others[at * size : at * size + size]),
+            most,
+        )
 
     def _admit(self, coming: _Coming) -> bool:
         """Gets its blocks, if there is room."""

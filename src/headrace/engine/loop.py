@@ -438,8 +438,10 @@ class EngineLoop:
                 self._answer_retired()
 
     def _add(self, link: Link, request: Request) -> None:
+        desk = self._core.hand_over
         try:
-            self._core.add(request)
+            if desk is None or not desk.joins(request):
+                self._core.add(request)
             if request.explain:
                 self._core.accounts.open(request)
         except InvalidRequest as error:  # the front's validator let it pass; its own request ends, nobody else's

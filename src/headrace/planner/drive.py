@@ -125,7 +125,8 @@ class Between:
         for number in {answer, computes}:
             wake(self._cores[number], now)
         if answer == computes:
-            self._cores[answer].add(request)
+            if not self._desks[answer].joins(request):
+                self._cores[answer].add(request)
             return
         self._apart[request.request_id] = answer, computes
         self._desks[answer].expect(request)
