@@ -33,7 +33,7 @@ FIGURES = (
     ("an engine that is not heard", connection.HANG_SECONDS, 5.0),
     (
         "a hang, from the last turn to the end",
-        connection.HANG_SECONDS + lifecycle.HANG_SECONDS + process.BEAT_SECONDS,
+        connection.HANG_SECONDS + connection.GONE_SECONDS + process.BEAT_SECONDS,
         30.0,
     ),
     ("rendering a template", template.RENDER_SECONDS, 1.0),

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import Any
 
 from headrace.config import EngineConfig, ModelConfig, ServerConfig
+from headrace.engine import connection as engine
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta, refusal_of
@@ -234,7 +235,7 @@ def main() -> int:
         args.unread_seconds,
         args.max_connections,
     )
-    lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS, lifecycle.FULL_SECONDS = 0.5, 0.8, 0.2
+    lifecycle.LAST_WORDS_SECONDS, engine.GONE_SECONDS, connection.FULL_SECONDS = 0.5, 0.8, 0.2
 
     async def create() -> FakeEngine:
         await asyncio.sleep(args.load_seconds)

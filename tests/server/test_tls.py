@@ -21,9 +21,9 @@ import pytest
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
-from headrace.server import lifecycle, tls
+from headrace.server import connection, tls
+from headrace.server.connection import Acceptor
 from headrace.server.exposition import Page
-from headrace.server.lifecycle import Acceptor
 from headrace.server.tls import create_context
 from tests.support.certificates import MISSING, Pair, create_pair, trusting
 from tests.support.serving import SERVE, Answer, Server, events_of, serving
@@ -227,7 +227,7 @@ def test_bad_files_end_the_start_with_a_sentence(pair: Pair, tmp_path: Path) -> 
 
 def test_who_never_finishes_the_handshake_keeps_nobody_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of them gives way, and the others go by themselves."""
-    monkeypatch.setattr(lifecycle, "MAX_HANDSHAKES", 8)
+    monkeypatch.setattr(connection, "MAX_HANDSHAKES", 8)
 
     class Echo(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:

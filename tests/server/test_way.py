@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.support.serving import ROOT, SERVE, Server, environment, events_of, serving, wait_for
 
-PASSED = 50  # of all the package's modules; 45 are aimed at
+PASSED = 45  # of all the package's modules
 _WATCHED = ROOT / "tests" / "support" / "watched"
 _ASKED = {
     "messages": [{"role": "user", "content": "Hi"}],

@@ -19,8 +19,8 @@ from headrace.engine.loop import Left, Link, Links, ParentGone
 from headrace.processes.child import Lives
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import SequenceOutput
+from headrace.server.connection import Acceptor
 from headrace.server.exposition import Counters, Page, ServerMetrics, Watch
-from headrace.server.lifecycle import Acceptor
 
 GUEST = 3
 

@@ -17,8 +17,7 @@ from headrace.engine.template import ChatTemplate
 from headrace.engine.tokenizer import load_tokenizer, read_chat_template
 from headrace.errors import InvalidRequest, ModelError
 from headrace.models.source import find_model
-from headrace.processes.frames import encode_frame
-from headrace.processes.sandbox import MAX_PROCESSES, Sandbox
+from headrace.processes.sandbox import MAX_PROCESSES, Sandbox, json_line
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LOOPS_IF_ASKED = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}ok"
@@ -243,7 +242,7 @@ def test_nothing_outside_is_reachable(text: str, render) -> None:
 
 def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_API_KEY", "secret")
-    renderer = Sandbox("headrace.engine.template_worker", encode_frame({"compile": {"default": "x"}}))
+    renderer = Sandbox("headrace.engine.template_worker", json_line({"compile": {"default": "x"}}))
     renderer.finish_start(template._check_compiled)
     environment = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
     renderer.close()

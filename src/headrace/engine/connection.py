@@ -18,7 +18,7 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -30,6 +30,10 @@ from headrace.errors import EngineDead, HeadraceError
 from headrace.processes.child import spawn
 from headrace.processes.messages import BadFrame, Channel, Frame, Question, Reply, pack
 from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of
+
+if TYPE_CHECKING:
+    from headrace.engine.client import AsyncLLM
+    from headrace.engine.replicas import Replicas
 
 MAX_ASKED = 64  # requests that one question may be about
 SERIAL_SHIFT = 40  # a request's id: which front end's (the parent's is 0), then its own count
@@ -251,6 +255,8 @@ def _column(typecode: Literal["q", "i"], data: bytes) -> list[int]:
 
 _EXIT_SECONDS = 5.0  # between asking and killing
 HANG_SECONDS = 5.0  # without a beat
+WATCH_SECONDS = 0.2  # between looks at the engine
+GONE_SECONDS = 20.0  # that one without progress gets to come back: clients know within 30 s of its last turn
 LOAD_SILENCE = 60  # seconds without a beat; imports may hold the interpreter for some
 _START_ERRORS: dict[str, type[HeadraceError]] = {
     each.__name__: each for each in (errors.ModelError, errors.ConfigError, errors.OutOfMemory)
@@ -486,3 +492,19 @@ class EngineConnection(EngineSocket):
         """Nothing more is expected of it."""
         if self._process.returncode is None:
             self._process.kill()
+
+
+async def watch_engine(
+    engine: AsyncLLM | EngineSocket | Replicas, stop: asyncio.Event, look: Callable[[], None] = lambda: None
+) -> bool:
+    """Until ``stop`` is set, True, or the engine has died or hangs, False. ``look`` is called again and again."""
+    # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen
+    # nothing
+    hung = 0.0
+    while not engine.dead and hung < GONE_SECONDS:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), WATCH_SECONDS)
+            return True
+        look()
+        hung = 0.0 if engine.alive else hung + WATCH_SECONDS
+    return False

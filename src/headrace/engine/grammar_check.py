@@ -21,8 +21,7 @@ from functools import partial
 from headrace.engine.fair_threads import FairThreads
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, InvalidRequest
-from headrace.processes.frames import encode_frame
-from headrace.processes.sandbox import MAX_PROCESSES, Reply, SandboxPool
+from headrace.processes.sandbox import MAX_PROCESSES, Reply, SandboxPool, json_line
 from headrace.request import StructuredOutputs
 
 COMPILE_SECONDS = 2.0  # of CPU time
@@ -106,15 +105,15 @@ class GrammarCheck:
         verdict = self._verdict(wanted)  # of the same one, which was tried out meanwhile
         if verdict is None:
             given = {each.name: getattr(wanted, each.name) for each in fields(wanted)}
-            verdict = self._ask(encode_frame({"wanted": given, "seconds": seconds}), seconds)
+            verdict = self._ask(json_line({"wanted": given, "seconds": seconds}), seconds)
             if verdict is not None:
                 self._remember(wanted, verdict)
         return verdict
 
-    def _ask(self, frame: bytes, seconds: float) -> _Verdict | None:
+    def _ask(self, line: bytes, seconds: float) -> _Verdict | None:
         may_go_on = seconds < self._seconds
         with (self._pool if may_go_on else self._long_pool).borrowed() as sandbox:
-            reply = sandbox.request(frame)
+            reply = sandbox.request(line)
             if reply is not None:
                 return _Verdict(str(reply.get("error", "")), float(reply.get("seconds", 0.0)))
             ended_by = sandbox.ended_by()

@@ -26,7 +26,7 @@ from headrace.engine.grammar import (
     create_tokenizer,
 )
 from headrace.portability import address_space, limit
-from headrace.processes.sandbox import answer_frames
+from headrace.processes.sandbox import answer_lines
 from headrace.request import StructuredOutputs
 
 MEMORY_BYTES = 256 * 2**20  # of address space, above what the process has before its first grammar
@@ -85,4 +85,4 @@ class Trials:
 
 
 if __name__ == "__main__":
-    answer_frames(Trials())
+    answer_lines(Trials())

@@ -33,7 +33,7 @@ from headrace.processes.messages import Question
 from headrace.request import Request
 
 LOOK_SECONDS = 0.5
-END_HUNG_SECONDS = 20.0  # without progress; the whole engine gets as long (server/lifecycle.py)
+END_HUNG_SECONDS = 20.0  # without progress; the whole engine gets as long (watch_engine)
 _HOW = {
     "prefix": "each request goes where its first token is expected soonest, by what is cached and what waits there",
     "load": "each request goes where least waits",

@@ -29,8 +29,7 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
 from headrace.errors import InvalidRequest, ModelError
-from headrace.processes.frames import encode_frame
-from headrace.processes.sandbox import Reply, SandboxPool
+from headrace.processes.sandbox import Reply, SandboxPool, json_line
 
 RENDER_SECONDS = 1.0
 MAX_OUTPUT_BYTES = 16 * 2**20
@@ -168,9 +167,9 @@ class ChatTemplate:
         return reply if reply is not None and "text" in reply else first
 
     def _ask(self, name: str, given: Mapping[str, Any]) -> Reply | None:
-        frame = _render_frame(name, given, self._seconds)
+        line = _render_line(name, given, self._seconds)
         with self._pool.borrowed() as renderer:
-            reply = renderer.request(frame)
+            reply = renderer.request(line)
             if reply is None or reply.get("kind") in ("size", "memory"):
                 renderer.close()
         return reply
@@ -194,9 +193,9 @@ class ChatTemplate:
         )
 
 
-def _render_frame(name: str, variables: Mapping[str, Any], seconds: float) -> bytes:
+def _render_line(name: str, variables: Mapping[str, Any], seconds: float) -> bytes:
     try:
-        return encode_frame({"render": name, "variables": variables, "seconds": seconds, "max_bytes": MAX_OUTPUT_BYTES})
+        return json_line({"render": name, "variables": variables, "seconds": seconds, "max_bytes": MAX_OUTPUT_BYTES})
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(
             f"messages, tools and template variables must be plain JSON values ({error}); convert them first.",

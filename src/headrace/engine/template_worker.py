@@ -25,7 +25,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from headrace.portability import limit
-from headrace.processes.sandbox import answer_frames
+from headrace.processes.sandbox import answer_lines
 
 MEMORY_BYTES = 512 * 2**20  # of address space, far above what the interpreter and any honest render need
 
@@ -136,7 +136,7 @@ def answer(renderer: Renderer, body: bytes) -> dict[str, Any]:
 def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the process, whatever C code it is in
     limit_memory()
-    answer_frames(partial(answer, Renderer()))
+    answer_lines(partial(answer, Renderer()))
 
 
 if __name__ == "__main__":

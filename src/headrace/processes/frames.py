@@ -1,7 +1,7 @@
 """Frames between processes: a length of four bytes, then a body.
 
-Our own messages are msgpack of a fixed schema (messages.py). Input and output of other people's programs are JSON in
-ASCII: it can carry values that msgpack cannot, such as lone surrogates and integers of any size.
+Our own messages are msgpack of a fixed schema (messages.py); input and output of other people's programs are lines of
+JSON (sandbox.py).
 
 What lives here: writing and reading one frame, where a child finds its parent. What may not: what is in it, third-party
 modules.
@@ -9,11 +9,10 @@ modules.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 HEADER = struct.Struct("<I")
 MAX_FRAME = 256 * 2**20  # bytes; a peer that announces more is cut off
@@ -21,10 +20,6 @@ MAX_FRAME = 256 * 2**20  # bytes; a peer that announces more is cut off
 
 def framed(body: bytes) -> bytes:
     return HEADER.pack(len(body)) + body
-
-
-def encode_frame(value: Any) -> bytes:
-    return framed(json.dumps(value).encode("ascii"))
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

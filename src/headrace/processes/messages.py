@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from headrace.processes.frames import HEADER, MAX_FRAME, framed
+from headrace.processes.frames import HEADER, MAX_FRAME
 
 
 def _column_bytes(column: Any) -> bytes:
@@ -49,7 +49,8 @@ class Reply(Frame):
 
 def pack(frame: Any) -> bytes:
     """A Frame, or another tagged type of the schema, as bytes for the socket."""
-    return framed(_encoder.encode(frame))
+    body = _encoder.encode(frame)
+    return HEADER.pack(len(body)) + body
 
 
 class BadFrame(Exception):

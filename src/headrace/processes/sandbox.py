@@ -1,5 +1,6 @@
-"""Processes for other people's programs (a template, a grammar, a moderation function): each answers frames and can be
-killed at any moment.
+"""Processes for other people's programs (a template, a grammar, a moderation function): each answers lines of JSON and
+can be killed at any moment. ASCII alone: it can carry values that msgpack cannot, such as lone surrogates and integers
+of any size.
 
 What lives here: starting, asking and ending such processes, a pool of them, and their own loop. What may not: what they
 do, and their limits of memory and CPU time (they set those themselves, so that the kernel enforces them).
@@ -18,10 +19,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from headrace.portability import ignore_terminal
-from headrace.processes.frames import encode_frame, parent_socket, read_frame
+from headrace.processes.frames import MAX_FRAME, parent_socket
 
 MAX_PROCESSES = 4
 START_SECONDS = 60.0
@@ -31,17 +32,27 @@ Reply = dict[str, Any]
 Check = Callable[[Reply | None], None]
 
 
-def answer_frames(answer: Callable[[bytes], Reply]) -> None:
-    """The whole life of such a process: frame in, reply out, until the stream ends. Anything printed goes to stderr."""
+def json_line(value: Any) -> bytes:
+    return json.dumps(value).encode("ascii") + b"\n"
+
+
+def _read_line(stream: BinaryIO) -> bytes | None:
+    """The next line; None at the stream's end, also within a line, and for one that is far too long."""
+    line = stream.readline(MAX_FRAME)
+    return line if line.endswith(b"\n") else None
+
+
+def answer_lines(answer: Callable[[bytes], Reply]) -> None:
+    """The whole life of such a process: line in, reply out, until the stream ends. Anything printed goes to stderr."""
     ignore_terminal()
     os.dup2(2, 1)
     with parent_socket() as sock, sock.makefile("rb") as asked:
-        while (body := read_frame(asked)) is not None:
-            sock.sendall(encode_frame(answer(body)))
+        while (line := _read_line(asked)) is not None:
+            sock.sendall(json_line(answer(line)))
 
 
 class Sandbox:
-    """One process; ``opening`` is its first frame, sent immediately. Only a ``trusted`` one gets this process's
+    """One process; ``opening`` is its first line, sent immediately. Only a ``trusted`` one gets this process's
     environment and stderr."""
 
     def __init__(self, module: str, opening: bytes, *, trusted: bool = False) -> None:
@@ -66,27 +77,27 @@ class Sandbox:
                 reply = self._receive()
             check(reply)
 
-    def request(self, frame: bytes, seconds: float | None = None) -> Reply | None:
+    def request(self, line: bytes, seconds: float | None = None) -> Reply | None:
         """The reply, or None if the process has ended: see ``ended_by``. Raises TimeoutError; the process is then
         unusable."""
         self._socket.settimeout(seconds)
-        self._send(frame)
+        self._send(line)
         return self._receive()
 
     def ended_by(self) -> int:
         """The signal that ended the process, once it gave no reply; 0: it exited by itself."""
         return -min(0, int(self._process.wait()))
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, line: bytes) -> None:
         with contextlib.suppress(ConnectionError):  # a dead process shows in the reply
-            self._socket.sendall(frame)
+            self._socket.sendall(line)
 
     def _receive(self) -> Reply | None:
-        try:
-            body = read_frame(self._replies)
-        except ConnectionError:
-            body = None
-        return None if body is None else json.loads(body)
+        with contextlib.suppress(ConnectionError):
+            if (line := _read_line(self._replies)) is not None:
+                reply: Reply = json.loads(line)
+                return reply
+        return None
 
     @property
     def alive(self) -> bool:
@@ -121,7 +132,7 @@ class SandboxPool:
     def __init__(
         self, module: str, opening: Any, check: Check, *, most: int = MAX_PROCESSES, trusted: bool = False
     ) -> None:
-        self._create = partial(Sandbox, module, encode_frame(opening), trusted=trusted)
+        self._create = partial(Sandbox, module, json_line(opening), trusted=trusted)
         self._check = check
         self._idle: list[Sandbox] = []
         self._busy: list[Sandbox] = []

@@ -26,7 +26,6 @@ from typing import Any
 from headrace.observe.metrics import StepRecord
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies import DynamicPolicy
-from headrace.scheduler.policies.static import FirstComeFirstServed
 from headrace.scheduler.roster import Sequence
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.step_planner import Wait, rows_wanted
@@ -174,7 +173,6 @@ def _look_ahead(scheduler: Scheduler, queue: Seq[Sequence], starting: int) -> di
     """By request, of all that wait."""
     roster, found = scheduler.roster, dict[int, _Ahead]()
     fixed = not isinstance(scheduler.policy, DynamicPolicy)  # else those before it now may not be before it then
-    known = isinstance(scheduler.policy, FirstComeFirstServed)  # else others may come before it
     rows, blocks, distinct = _Rows(scheduler), _Blocks(scheduler), _Distinct()
     tokens = _tokens_of(roster.running)
     before = sum(
@@ -190,7 +188,7 @@ def _look_ahead(scheduler: Scheduler, queue: Seq[Sequence], starting: int) -> di
         pushes = bool(roster.running) and scheduler.policy.preempts(own, roster.running[-1])
         least = max(0, at_least - len(scheduler.in_flight)) if fixed and not pushes else 0
         later = len(arrivals) - bisect_right(arrivals, own.request.arrival_time)
-        most = 0 if place < starting else at_most if known else None
+        most = 0 if place < starting else at_most if scheduler.by_arrival else None  # else others may come before it
         bounds = tokens, before if fixed and not pushes else 0, least, most
         found.setdefault(own.request_id, _Ahead(place, later, bounds))
         insort(arrivals, own.request.arrival_time)

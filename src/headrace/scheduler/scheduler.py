@@ -44,8 +44,7 @@ from headrace.request import (
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
-from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
-from headrace.scheduler.policies.static import FirstComeFirstServed
+from headrace.scheduler.policies import DynamicPolicy, Forecast, Policy, Refusal, create_policy
 from headrace.scheduler.repetition import RepetitionDetector
 from headrace.scheduler.roster import NEVER, DecisionLog, Kind, Roster, Sequence, longest_first
 from headrace.scheduler.step_planner import NO_MASKS, StepPlanner
@@ -283,7 +282,8 @@ class Scheduler:
         self.roster = Roster(cache, limits, eos_token_ids, self._dynamic)
         self.in_flight: deque[InFlight] = deque()
         self._longest_first = config.longest_first
-        self.serves_by_arrival = isinstance(self.policy, FirstComeFirstServed) and config.continuous_batching
+        self.by_arrival = type(self.policy) is Policy  # alone: the order of a request is its number
+        self.serves_by_arrival = self.by_arrival and config.continuous_batching
         self.planner = StepPlanner(config, limits, self.roster, cache, self.policy, forecast)
         self.speculation = self.planner.speculation = speculation
         self._next_step = 0
@@ -317,7 +317,11 @@ class Scheduler:
 
     def expected(self, request: Request, behind: int = 0) -> Sequence:
         """What a request would be that comes after so many others. It is not entered."""
-        return self.roster.create(request, 0, self.policy.order(request, self._num_requests + 1 + behind))
+        return self._create(request, self._num_requests + 1 + behind)
+
+    def _create(self, request: Request, number: int) -> Sequence:
+        order = (number,) if self.by_arrival else self.policy.order(request, number)
+        return self.roster.create(request, 0, order)
 
     @property
     def num_running(self) -> int:
@@ -479,7 +483,7 @@ class Scheduler:
 
     def _add(self, request: Request, now: float, refusal: Refusal | None = None) -> None:
         self._num_requests += 1
-        sequence = self.roster.create(request, 0, self.policy.order(request, self._num_requests))
+        sequence = self._create(request, self._num_requests)
         kind: Kind = "refused"
         refusal = refusal or self._refusal(request)
         if refusal is None and self._dynamic is not None:

@@ -41,8 +41,9 @@ from headrace.server.limits import (
     shortened,
     tenant_of,
 )
-from headrace.server.parsing import AnswerFormat
-from headrace.server.service import CreateParser, DeltaStream, EngineStream, Service
+from headrace.server.parsing import PLAIN, AnswerFormat
+from headrace.server.parsing.parser import OutputParser
+from headrace.server.service import DeltaStream, EngineStream, Service
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.tools import offered_schemas
 from headrace.server.wire import Answer, PromptState, Shape, encode, with_usage
@@ -60,14 +61,14 @@ Schemas = Sequence[tuple[str, str]]  # where each stands in the request, and the
 
 @dataclass(frozen=True, slots=True)
 class Asked(Generic[Chatting]):
-    """What the answer to a conversation is made from. ``create_parser``: for one choice's text; None where all of it is
+    """What the answer to a conversation is made from. ``parsers``: one a choice; None where all of its text is
     content."""
 
     request: Chatting
     shape: Shape
     prompt: PromptState
     tokenizer: Tokenizer | None
-    create_parser: CreateParser
+    parsers: Sequence[OutputParser | None]
     echo: str  # what the answer begins with
 
 
@@ -94,12 +95,13 @@ async def converse(
             engine.inputs.check_count(conversation.messages, param)
         parsed = await render_chat(service, exchange, conversation, param)
         format, params, tools = _constrained(service, request, parsed.text or "")
-        params = service.model.parsed_params(params, format.create_parser)
+        parsers = [None if format is PLAIN else format.create_parser() for _ in range(params.n)]
+        params = params if parsers[0] is None else service.model.parsed_params(params)
         prepared = await prepare(service, exchange, request, param, parsed, params, tools)
         echoed = text_of(conversation.messages[-1]["content"]) if request.echo else ""
         [prepared], cost = priced(service, [prepared], shape, request.body, [echoed])
         prompt = PromptState(prepared.prompt_token_ids)
-        answer = create_answer(Asked(request, shape, prompt, engine.tokenizer, format.create_parser, echoed))
+        answer = create_answer(Asked(request, shape, prompt, engine.tokenizer, parsers, echoed))
         bound = await _bound(service, format, request, prepared.params)
         stream, grammar_name = request.body.stream, _grammar_name(request)
         del request, conversation, parsed  # their texts may be large, and the answer may take long

@@ -1,8 +1,7 @@
 """A server's life: bind, listen while the engine loads, serve, drain, end. Its exit status is the process's.
 
-What lives here: signals, the engine's birth and death, the order of shutting down; taking connections off the listening
-socket, which all front ends share (TLS, where it is spoken). What may not: routes, requests, HTTP (connection.py), how
-many connections there may be.
+What lives here: the listening socket, signals, the engine's birth and death, the order of shutting down. What may not:
+routes, requests, connections (connection.py).
 
 Exit status: 0 after a SIGTERM, SIGHUP or Ctrl-C, 1 when the engine could not start or died, or a second signal cut
 the draining short.
@@ -12,22 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
 import socket
-import ssl
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config import ServerConfig
+from headrace.engine.connection import watch_engine
 from headrace.errors import ConfigError, EngineDead, HeadraceError, Unavailable
 from headrace.server.app import ROUTES, App
-from headrace.server.connection import Connection, Connections, connection_limit
-from headrace.server.exposition import Page
+from headrace.server.connection import Acceptor, Connection, Connections, connection_limit
 from headrace.server.limits import Guard
 from headrace.server.openapi import Route
 from headrace.server.service import Service, State
@@ -35,13 +33,8 @@ from headrace.server.tls import create_context, follow_files
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
-    from headrace.engine.connection import EngineConnection
-    from headrace.engine.replicas import Replicas
-
 
 BACKLOG = 2048
-WATCH_SECONDS = 0.2  # between looks at the engine
-HANG_SECONDS = 20.0  # that an engine without progress gets to come back: clients know within 30 s of its last turn
 ENGINE_EXIT_SECONDS = 0.5  # for the engine's process to end by itself, once nothing is wanted of it
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LAST_WORDS_SECONDS = 1.0  # for error events to leave before connections are cut
@@ -160,23 +153,6 @@ async def loaded(loading: asyncio.Future[Loaded], signals: Signals, *hopeless: a
                 await loading
 
 
-async def watch_engine(
-    engine: AsyncLLM | EngineConnection | Replicas, signals: Signals, look: Callable[[], None] = lambda: None
-) -> bool:
-    """Until a signal comes, True, or the engine has died or hangs, False. ``look`` is called again and again."""
-    # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen
-    # nothing
-    hung = 0.0
-    while not engine.dead and hung < HANG_SECONDS:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signals.came.wait(), WATCH_SECONDS)
-        if signals.count:
-            return True
-        look()
-        hung = 0.0 if engine.alive else hung + WATCH_SECONDS
-    return False
-
-
 async def until(done: Callable[[], bool], seconds: float) -> None:
     """Returns once it is so, or after that many seconds."""
     deadline = time.monotonic() + seconds
@@ -216,7 +192,7 @@ class Lifecycle:
             page, pages = service.limits.page, service.limits.counters.pages
             connections = Connections(connection_limit(service.config.max_queue), page)
             tls = create_context(service.config)
-            acceptor = Acceptor(self._sock, lambda: Connection(app.answer, connections), page, pages, tls)
+            acceptor = Acceptor(self._sock, partial(Connection, app.answer, connections), page, pages, tls)
             acceptor.start()
             watched = [each for own in self._services for each in (own.observed.pulse.run(), own.observed.shared.run())]
             forever = (*watched, page.stamp(), follow_files(tls, service.config))
@@ -240,7 +216,7 @@ class Lifecycle:
                 await asyncio.to_thread(self._service.model.learn_dialect, engine.tokenizer)
             self._service.attach(engine)
             self._ready(engine)
-            stopped = await asyncio.create_task(watch_engine(engine, self._signals))
+            stopped = await asyncio.create_task(watch_engine(engine, self._signals.came))
             return await (self._drain(engine) if stopped else self._end_without_engine(engine))
         finally:
             await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
@@ -287,115 +263,3 @@ async def end_dead(service: Service) -> None:
     """Its engine has died, and its requests with it."""
     service.model.state = State.DEAD
     await cut((service,), EngineDead("The engine has died; the answer is incomplete. Send the request again."))
-
-
-# --- connections
-
-AT_ONCE = 64  # that one front end alone takes in one turn of its loop
-LEAVE_SECONDS = 0.001  # then it takes one;
-# after so many in a row it takes twice as many each time: another that waits for a core still gets its share
-PATIENCE = 16
-HANDSHAKE_SECONDS = 10.0  # that a client has for TLS
-MAX_HANDSHAKES = 256  # under way; the oldest gives way to the next, so that clients who never finish keep nobody out
-SHUTDOWN_SECONDS = 2.0  # for its last word in TLS
-FULL_SECONDS = 0.1  # without descriptors or memory: until some are free again
-_FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-
-
-class Acceptor:
-    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's; ``tls``: None is
-    plain."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        create: Callable[[], asyncio.Protocol],
-        page: Page,
-        pages: Sequence[Page],
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._sock = sock
-        self._create = create
-        self._tls = tls
-        self._page = page
-        self._others = [each for each in pages if each is not page]
-        self._loop = asyncio.get_running_loop()
-        self._pause: asyncio.TimerHandle | None = None
-        self._left = 0  # times in a row that it has left the others the chance
-        self._tasks: dict[asyncio.Task[None], None] = {}  # connections that are not made yet, oldest first
-
-    def start(self) -> None:
-        self._page.up = True
-        self._loop.add_reader(self._sock.fileno(), self._ready)
-
-    def close(self) -> None:
-        self._page.up = False
-        if self._pause is not None:
-            self._pause.cancel()
-        self._loop.remove_reader(self._sock.fileno())
-
-    def _ready(self) -> None:
-        if not self._others:
-            self._take(AT_ONCE)
-        elif self._has_more():
-            self._left += 1
-            self._rest(LEAVE_SECONDS, 1 << min(max(self._left - PATIENCE, 0), AT_ONCE.bit_length()))
-        else:
-            self._left = 0
-            self._take(1)
-
-    def _has_more(self) -> bool:
-        """By more than an eighth: few connections are dealt out evenly, among many a few do not matter."""
-        fewest = min((each.connections for each in self._others if each.up), default=self._page.connections)
-        return self._page.connections > fewest + fewest // 8
-
-    def _rest(self, seconds: float, then: int) -> None:
-        self._loop.remove_reader(self._sock.fileno())
-        self._pause = self._loop.call_later(seconds, self._resume, then)
-
-    def _resume(self, count: int) -> None:
-        self._pause = None
-        if self._take(count):
-            self._loop.add_reader(self._sock.fileno(), self._ready)
-
-    def _take(self, count: int) -> bool:
-        """False where there is no room for a connection: it waits in the kernel."""
-        # those hold descriptors, too, and nobody has given way to them yet
-        under_way = 0 if self._tls else len(self._tasks)
-        for _ in range(min(count, AT_ONCE - under_way)):
-            try:
-                sock, _ = self._sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return True
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                log.error("No connection can be accepted: %s; trying again in %g s.", error.strerror, FULL_SECONDS)
-                self._rest(FULL_SECONDS, 1)
-                return False
-            task = self._loop.create_task(self._serve(sock))
-            self._tasks[task] = None
-            task.add_done_callback(lambda done: self._tasks.pop(done, None))
-            if self._tls is not None and len(self._tasks) > MAX_HANDSHAKES:
-                oldest = next(iter(self._tasks))
-                del self._tasks[oldest]
-                oldest.cancel()
-        return True
-
-    async def _serve(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        try:
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is None:
-                await self._loop.connect_accepted_socket(self._create, sock)
-            else:
-                await self._loop.connect_accepted_socket(
-                    self._create,
-                    sock,
-                    ssl=self._tls,
-                    ssl_handshake_timeout=HANDSHAKE_SECONDS,
-                    ssl_shutdown_timeout=SHUTDOWN_SECONDS,
-                )
-        except OSError:  # it is gone again, speaks no TLS, shows no certificate, or takes too long
-            sock.close()

@@ -37,10 +37,9 @@ from headrace.server.http_errors import Forbidden
 from headrace.server.inflight import Inflight
 from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads, cell_of, sees_all
 from headrace.server.moderation.watch import Moderator
-from headrace.server.parsing import AnswerFormat, answer_format
+from headrace.server.parsing import PLAIN, AnswerFormat, answer_format
 from headrace.server.parsing.choice import dialect_of
 from headrace.server.parsing.formats import Dialect, ReasoningFormat
-from headrace.server.parsing.parser import OutputParser
 from headrace.server.stored import StoredResponses
 from headrace.server.tools import functions_of
 
@@ -116,8 +115,6 @@ class Rouser:
 
 _BEFORE, _AFTER = "Thinking of it.", "Having thought."  # in a conversation that shows what stands between
 
-CreateParser = Callable[[], OutputParser | None]
-
 
 class DeltaStream(Protocol):
     """One request's deltas in lists of what has arrived. Closing it before its end aborts the request."""
@@ -183,7 +180,9 @@ class Model:
     ) -> tuple[AnswerFormat, StructuredOutputs | None]:
         """What answers to ``prompt`` are made of, and what they are held to. ``continued``: a text that they go on
         with. Raises InvalidRequest."""
-        reasoning = self._dialect.reasoning
+        asked, reasoning = wanted is not None or choice.forced or choice.customs, self._dialect.reasoning
+        if not (asked or tools or reasoning):
+            return PLAIN, None
         if continued is not None and reasoning is not None:  # a text outside of reasoning is past it
             prompt = (
                 reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
@@ -191,7 +190,6 @@ class Model:
         format = answer_format(
             self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only
         )
-        asked = wanted is not None or choice.forced or choice.customs
         return constrain(format, tools, choice, wanted, self._special_markers) if asked else (format, None)
 
     @property
@@ -214,10 +212,9 @@ class Model:
             self._closing = between if reasoning.end in between else f"\n{reasoning.end}\n\n"
         return self._closing
 
-    def parsed_params(self, params: SamplingParams, create_parser: CreateParser) -> SamplingParams:
+    def parsed_params(self, params: SamplingParams) -> SamplingParams:
         """A parser must see the markers, also those that decoding would leave out."""
-        hidden = bool(self._special_markers) and params.skip_special_tokens and create_parser() is not None
-        return replace(params, skip_special_tokens=False) if hidden else params
+        return replace(params, skip_special_tokens=False) if self._special_markers else params
 
     @property
     def scheduling_policy(self) -> str:

@@ -1,7 +1,7 @@
 """HTTPS: the server's certificate, and which clients' certificates it asks for.
 
 What lives here: files to an ssl context, and what is wrong with them. What may not: sockets and handshakes
-(lifecycle.py).
+(connection.py).
 """
 
 from __future__ import annotations

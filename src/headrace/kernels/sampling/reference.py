@@ -12,6 +12,7 @@ or tokens are computed beside it cannot change it, and computing it for the kept
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -169,11 +170,9 @@ def _mass_above(scores: Tensor, floor: Tensor) -> Tensor:
     return (scores.exp() * (scores >= floor[:, None])).sum(-1, dtype=torch.float64).to(torch.float32)
 
 
-def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:  # [rows, vocab], float32 → [rows] float32, [rows] int64
-    """Each row's largest logit and the first token that has it. A NaN anywhere in a row makes its peak NaN and its
-    token any."""
-    peak, tokens = logits.max(-1)
-    return peak, tokens
+# Each row's largest logit and the first token that has it: [rows, vocab] → [rows] of the logits' type, [rows] int64. A
+# NaN anywhere in a row makes its peak NaN and its token any.
+greedy_tokens: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(torch.max, dim=-1)  # type: ignore[assignment]
 
 
 def pick_tokens(

@@ -14,17 +14,17 @@ from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.scheduler.policies.deadline import Deadline
 from headrace.scheduler.policies.fair import Fair
+from headrace.scheduler.policies.priority import Priority
 from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Policy, Refusal
 from headrace.scheduler.policies.qoe import QualityOfExperience
 from headrace.scheduler.policies.shortest_remaining import History, MaxTokens, ShortestRemaining
-from headrace.scheduler.policies.static import FirstComeFirstServed, Priority
 from headrace.scheduler.step_budget import Forecast
 
 Create = Callable[[SchedulerConfig, Forecast | None], Policy]
 
 POLICIES: Mapping[str, Create] = MappingProxyType(
     {
-        "fcfs": lambda config, forecast: FirstComeFirstServed(),
+        "fcfs": lambda config, forecast: Policy(),
         "priority": lambda config, forecast: Priority(),
         "deadline": lambda config, forecast: Deadline(
             config.ttft_target_ms / 1e3, config.tpot_target_ms / 1e3, forecast

@@ -15,13 +15,12 @@ while it is asked.
 A policy reads no clock and draws no random number: all it knows came through these calls, so a journal of the
 scheduler's calls replays.
 
-What lives here: the base classes. What may not: any policy (a file each), the register (__init__.py).
+What lives here: the base classes. What may not: any other policy (a file each), the register (__init__.py).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,11 +30,12 @@ from headrace.scheduler.roster import Roster, Sequence, WaitingQueue
 Order = tuple[float, ...]  # smaller goes first; all orders of one policy are of one length; never NaN
 
 
-class Policy(ABC):
-    """Sequences are admitted in ascending ``order``; the last in order is the first to be preempted."""
+class Policy:
+    """Sequences are admitted in ascending ``order``; the last in order is the first to be preempted. This one itself is
+    first come, first served: nobody is pushed out for a later arrival."""
 
-    @abstractmethod
-    def order(self, request: Request, arrival_number: int) -> Order: ...
+    def order(self, request: Request, arrival_number: int) -> Order:
+        return (arrival_number,)
 
     def preempts(self, candidate: Sequence, running: Sequence) -> bool:
         """Whether a waiting sequence may push out a running one when there is no room."""

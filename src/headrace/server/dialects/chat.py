@@ -108,8 +108,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 def _create_answer(asked: Asked[ChatRequest[ChatBody]]) -> ChatAnswer:
-    parsers = [asked.create_parser() for _ in range(asked.request.params.n)]
-    return ChatAnswer(asked.shape, asked.prompt, parsers, asked.tokenizer, echo=asked.echo)
+    return ChatAnswer(asked.shape, asked.prompt, asked.parsers, asked.tokenizer, echo=asked.echo)
 
 
 class ChatAnswer(ChoicesAnswer):

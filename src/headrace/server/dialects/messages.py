@@ -270,7 +270,7 @@ async def messages(service: Service, exchange: Exchange) -> None:
 
 
 def _create_answer(asked: Asked[ChatRequest[MessagesBody]]) -> MessageAnswer:
-    return MessageAnswer(asked.shape, asked.prompt, asked.create_parser(), asked.request.params.stop)
+    return MessageAnswer(asked.shape, asked.prompt, asked.parsers[0], asked.request.params.stop)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:

@@ -85,7 +85,7 @@ class _ResponseRoute:
         return request
 
     def create_answer(self, asked: Asked[ResponsesRequest]) -> ResponseAnswer:
-        answer = ResponseAnswer(asked.shape, asked.prompt, asked.create_parser(), asked.request.shown, self._keep)
+        answer = ResponseAnswer(asked.shape, asked.prompt, asked.parsers[0], asked.request.shown, self._keep)
         self._exchange.errors = ResponseErrors(answer)
         return answer
 

@@ -25,7 +25,7 @@ from typing import Any
 from msgspec import structs
 
 from headrace import errors
-from headrace.engine.connection import EngineConnection
+from headrace.engine.connection import WATCH_SECONDS, EngineConnection, watch_engine
 from headrace.engine.replicas import Replicas, launch_engine
 from headrace.engine.resolve import find_source
 from headrace.engine.routing import memory_size
@@ -39,12 +39,10 @@ from headrace.server.frontends import link
 from headrace.server.lifecycle import (
     ENGINE_EXIT_SECONDS,
     LAST_WORDS_SECONDS,
-    WATCH_SECONDS,
     Announce,
     Signals,
     loaded,
     until,
-    watch_engine,
 )
 
 FRONT_HANG_SECONDS = 20.0  # without a turn of a front end's event loop
@@ -169,7 +167,7 @@ class FrontEnds:
         engine = await loaded(asyncio.ensure_future(self._load()), self._signals, self._cannot_start)
         if engine is None:
             return 0
-        if await watch_engine(engine, self._signals, self._look):
+        if await watch_engine(engine, self._signals.came, self._look):
             return await self._drain(engine)
         log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
         return await self._end_without_engine()

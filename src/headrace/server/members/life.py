@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineConfig
+from headrace.engine.connection import watch_engine
 from headrace.errors import ConfigError, HeadraceError, ModelError, OutOfMemory
 from headrace.server.frontends.parent import FAILED_STARTS
 from headrace.server.lifecycle import (
@@ -23,7 +24,6 @@ from headrace.server.lifecycle import (
     Announce,
     Lifecycle,
     end_dead,
-    watch_engine,
 )
 from headrace.server.limits import Guard
 from headrace.server.members.budget import size
@@ -131,7 +131,7 @@ class MembersLife(Lifecycle):
             if hopeless:
                 return
             if member.engine is not None:
-                if await watch_engine(engine, self._signals):
+                if await watch_engine(engine, self._signals.came):
                     return
                 await self._bury(member, engine)
             with contextlib.suppress(TimeoutError):

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 from headrace.config import ServerConfig
 from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, ModerationFailed
-from headrace.processes.frames import encode_frame
-from headrace.processes.sandbox import START_SECONDS, Reply, SandboxPool
+from headrace.processes.sandbox import START_SECONDS, Reply, SandboxPool, json_line
 from headrace.request import Request
 from headrace.server.moderation.words import WordList, WordMatcher, read_words
 
@@ -75,13 +74,13 @@ class HookPool:
     async def judge(self, text: str, prompt: str | None, *, final: bool) -> bool:
         """Whether the function wants the answer ended. Raises ModerationFailed when it raises, hangs or ends its
         process."""
-        frame = encode_frame({"text": text, "prompt": prompt, "final": final})
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, frame)
+        line = json_line({"text": text, "prompt": prompt, "final": final})
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, line)
 
-    def _ask(self, frame: bytes) -> bool:
+    def _ask(self, line: bytes) -> bool:
         try:
             with self._pool.borrowed() as worker:
-                said = worker.request(frame, self._seconds)
+                said = worker.request(line, self._seconds)
                 if said is None:
                     worker.close()
         except TimeoutError:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.processes.sandbox import answer_frames
+from headrace.processes.sandbox import answer_lines
 from headrace.processes.tree import end_with_parent
 
 Hook = Callable[..., Any]
@@ -94,4 +94,4 @@ class Judge:
 
 if __name__ == "__main__":
     end_with_parent()
-    answer_frames(Judge())
+    answer_lines(Judge())

@@ -40,6 +40,9 @@ class AnswerFormat:
         return OutputParser(self) if parsed else None
 
 
+PLAIN = AnswerFormat()  # text, of which nothing is taken out
+
+
 def answer_format(
     dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True, only: bool = False
 ) -> AnswerFormat:

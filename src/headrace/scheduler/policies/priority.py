@@ -1,4 +1,5 @@
-"""Orders of service that never change: by arrival, and by class."""
+"""Classes of requests: lower numbers first, arrival within a class; a better class pushes a worse one out when there is
+no room."""
 
 from __future__ import annotations
 
@@ -7,16 +8,7 @@ from headrace.scheduler.policies.protocol import Order, Policy
 from headrace.scheduler.roster import Sequence
 
 
-class FirstComeFirstServed(Policy):
-    """Arrival decides, nobody is pushed out for a later arrival."""
-
-    def order(self, request: Request, arrival_number: int) -> Order:
-        return (arrival_number,)
-
-
 class Priority(Policy):
-    """Lower numbers first, arrival within a class; a better class pushes a worse one out when there is no room."""
-
     def order(self, request: Request, arrival_number: int) -> Order:
         return (request.priority, arrival_number)
 
