@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from headrace.kernels import Kernels
@@ -93,3 +94,15 @@ def test_a_cpu_that_onednn_does_not_pack_for_takes_the_next_candidate(monkeypatc
     assert_close(pack(weight, None)(x), reference.linear(weight, None)(x), torch.bfloat16)
     assert "on this CPU: bf16 path needs the cpu support avx512bw" in str(kernels.choices)
     products._refusal.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_without_instructions_for_their_type(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By float32's product over the weight widened part by part, biases with it, leading dimensions kept."""
+    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "_PART", 4 * 40)
+    weight, bias, x = torch.randn(70, 40).to(dtype), torch.randn(70).to(dtype), torch.randn(3, 50, 40).to(dtype)
+    for given in (None, bias):
+        y = products.product_of_many_rows(dtype)(x, weight, given)
+        assert_close(y, reference.linear(weight, given)(x), dtype)
+    assert products.product_of_many_rows(torch.float32) is F.linear

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +220,27 @@ def test_moe_bits_of_a_token_do_not_depend_on_the_others(dtype: torch.dtype) -> 
         [moe(x[t : t + 1], router[t : t + 1], gate_up, down, 2, True, Activation.SILU) for t in range(30)]
     )
     assert torch.equal(together, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["x86-64-v3", "x86-64"])
+def test_narrower_vectors_pass_the_same_tests(target: str, tmp_path: Path) -> None:
+    """The library as a processor with vectors of 8 and of 4 floats compiles it, by a compiler that takes it for one."""
+    real, fake = (
+        subprocess.run(["sh", "-c", "command -v cc"], capture_output=True, text=True).stdout.strip(),
+        tmp_path / "cc",
+    )
+    fake.write_text(
+        f"""#!/bin/bash
+[ "$1" = --version ] && echo {target}
+exec {real} "${{@/#-march=native/-march={target}}}"
+"""
+    )
+    fake.chmod(0o755)
+    names = ("native", "linear", "lora", "sampling", "sparse", "tree_attention", "quantized_kv", "drafts")
+    files = [f"tests/kernels/test_{name}.py" for name in names]
+    path, root = f"{tmp_path}{os.pathsep}{os.environ['PATH']}", Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *files], env=os.environ | {"PATH": path}, cwd=root, check=True
+    )

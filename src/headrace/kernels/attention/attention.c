@@ -3,8 +3,8 @@
  * What lives here: causal grouped-query attention with windows and soft caps. What may not: writing the cache (elementwise.c).
  *
  * A work item is (sequence, KV head, a few queries): the query heads of one KV head are rows of one small matrix, so a key is read once for
- * all of them. Keys are taken in CHUNKs at absolute multiples of CHUNK; in a chunk, scores are a product with the transposed keys (16 keys
- * side by side in a vector), then softmax goes online (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) and the values follow.
+ * all of them. Keys are taken in CHUNKs at absolute multiples of CHUNK; in a chunk, scores are a product with the transposed keys (keys
+ * side by side in vectors), then softmax goes online (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) and the values follow.
  * Within a SPLIT (absolute multiples again) the running maximum starts afresh and splits are merged in order, whoever computed them
  * (flash decoding). Keys and values in fewer bits (kv_codes.h) are multiplied as codes; a key's scale multiplies its score, and a value's the
  * weight it gets, so nothing is rounded on the way. A tree's queries share all chunks before its root; from there on each has its own keys, in
@@ -14,17 +14,18 @@
 #include "common.h"
 #include "kv_codes.h"
 
-#define CHUNK 64      /* keys a softmax step: four vectors */
+#define CHUNK 64      /* keys a softmax step */
 #define SPLIT 1024    /* keys after which the sums start afresh */
 #define MAX_ROWS 64   /* query rows a work item */
 #define MAX_DIM 512
+#define COLUMNS (MANY_REGISTERS ? 4 : 2) /* vectors whose sums, of four rows, are in registers at once */
 
 /* Where a chunk's keys and values lie, and their scales; NULL for those that are never touched. */
 typedef struct {
     const char *keys[CHUNK], *values[CHUNK], *key_scales[CHUNK], *value_scales[CHUNK];
 } Lines;
 
-/* What one thread works in. Rows are (query, head) pairs; `dim` is rounded up to 16. */
+/* What one thread works in. Rows are (query, head) pairs; `dim` is that of whole vectors. */
 typedef struct {
     float queries[MAX_ROWS * MAX_DIM];                                    /* [row][dim], as bf16 pairs where those are multiplied directly */
     float keys[CHUNK * MAX_DIM] __attribute__((aligned(64)));             /* [dim or pair of dims][key] */
@@ -50,6 +51,8 @@ typedef struct {
     int64_t num_queries, group;
     int rows;
 } Item;
+
+INLINE int64_t padded(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
 
 static int64_t position_of(const Item *it, int64_t query) {
     return it->ancestors ? it->position + __builtin_popcountll(it->ancestors[query]) - 1 : it->position + query;
@@ -79,35 +82,35 @@ static void find_lines(Lines *found, const Attention *a, const Item *it, int64_t
     }
 }
 
-/* Of one chunk's keys or values; 0 for absent ones. Sixteen that lie in a row are read at once. */
+/* Of one chunk's keys or values; 0 for absent ones. A vector of them that lie in a row is read at once. */
 INLINE void load_scales(const Attention *a, const Item *it, const char *const *found, const char *const *next, const float *shared, float *scale, float *low) {
     const int64_t own = scale_bytes(a->cache_type);
     const float all = shared ? shared[it->kv_head] : 1.0f;
-    for (int first = 0; first < CHUNK; first += 16) {
+    for (int first = 0; first < CHUNK; first += LANES) {
         if (own && next[first]) __builtin_prefetch(next[first]);
-        if (own && found[first] && found[first + 15] == found[first] + 15 * own) {
-            u16 lanes;
+        if (own && found[first] && found[first + LANES - 1] == found[first] + (LANES - 1) * own) {
+            uvec lanes;
             if (own == 4)
-                memcpy(&lanes, found[first], 64);
+                memcpy(&lanes, found[first], sizeof lanes);
             else {
-                h16 halves;
-                memcpy(&halves, found[first], 32);
-                lanes = __builtin_convertvector(halves, u16);
+                hvec halves;
+                memcpy(&halves, found[first], sizeof halves);
+                lanes = __builtin_convertvector(halves, uvec);
             }
-            *(v16 *)(scale + first) = (v16)(lanes << 16);
-            *(v16 *)(low + first) = own == 4 ? (v16)(lanes & 0xFFFF0000u) : splat(0.0f);
+            *(vec *)(scale + first) = (vec)(lanes << 16);
+            *(vec *)(low + first) = own == 4 ? (vec)(lanes & 0xFFFF0000u) : splat(0.0f);
             continue;
         }
-        for (int j = first; j < first + 16; j++) {
+        for (int j = first; j < first + LANES; j++) {
             scale[j] = !found[j] ? 0.0f : own ? read_bf16(found[j]) : all;
             low[j] = found[j] && own == 4 ? read_bf16(found[j] + 2) : 0.0f;
         }
     }
 }
 
-#if defined(__AVX512F__)
-/* 16 x 16 transpose of 32-bit lanes. */
-INLINE void transpose16(__m512i *r) {
+/* A square of 32-bit lanes, transposed. */
+#if LANES == 16
+INLINE void transpose(__m512i *r) {
     __m512i t[16];
     UNROLL for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
@@ -129,21 +132,47 @@ INLINE void transpose16(__m512i *r) {
         r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xDD);
     }
 }
+#elif LANES == 8
+INLINE void transpose(__m256i *r) {
+    __m256i t[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    UNROLL for (int j = 0; j < 4; j++) {
+        t[j] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x20);
+        t[j + 4] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x31);
+    }
+    UNROLL for (int j = 0; j < 8; j++) r[j] = t[j];
+}
 #endif
 
-/* Sixteen lines of `width` 32-bit lanes (NULL: zeros) into to[lane][CHUNK], columns 0 .. 15. */
+/* LANES lines of `width` 32-bit lanes (NULL: zeros) into to[lane][CHUNK], the first columns. */
 INLINE void transpose_lines(const float *const *lines, int64_t width, float *to) {
     int64_t d = 0;
-#if defined(__AVX512F__)
+#if LANES == 16
     for (; d + 16 <= width; d += 16) {
         __m512i r[16];
         UNROLL for (int j = 0; j < 16; j++) r[j] = lines[j] ? _mm512_loadu_si512(lines[j] + d) : _mm512_setzero_si512();
-        transpose16(r);
+        transpose(r);
         UNROLL for (int j = 0; j < 16; j++) _mm512_store_si512(to + (d + j) * CHUNK, r[j]);
+    }
+#elif LANES == 8
+    for (; d + 8 <= width; d += 8) {
+        __m256i r[8];
+        UNROLL for (int j = 0; j < 8; j++) r[j] = lines[j] ? _mm256_loadu_si256((const __m256i *)(lines[j] + d)) : _mm256_setzero_si256();
+        transpose(r);
+        UNROLL for (int j = 0; j < 8; j++) _mm256_store_si256((__m256i *)(to + (d + j) * CHUNK), r[j]);
     }
 #endif
     for (; d < width; d++)
-        for (int j = 0; j < 16; j++) {
+        for (int j = 0; j < LANES; j++) {
             float lane = 0.0f;
             if (lines[j]) memcpy(&lane, lines[j] + d, 4);
             to[d * CHUNK + j] = lane;
@@ -156,30 +185,30 @@ INLINE void fetch_line(const char *line, int64_t dim, const int type) {
         for (int64_t at = 0; at < row_bytes(dim, type); at += 64) __builtin_prefetch(line + at);
 }
 
-INLINE v16 load_held(const char *line, int64_t at, int64_t left, const int type) {
+INLINE vec load_held(const char *line, int64_t at, int64_t left, const int type) {
     return is_coded(type) ? load_codes(line, at, left, type) : load_upto(line, at, left, type);
 }
 
-INLINE void put_key(float *to, int64_t at, v16 x, const int pairs) {
+INLINE void put_key(float *to, int64_t at, vec x, const int pairs) {
     if (pairs)
-        *(h16u *)((uint16_t *)to + at) = narrow_bf16(x);
+        *(hvecu *)((uint16_t *)to + at) = narrow_bf16(x);
     else
-        *(v16u *)(to + at) = x;
+        *(vecu *)(to + at) = x;
 }
 
 /* The chunk's keys into w->keys, side by side; absent ones are zeros. */
 INLINE void load_keys(const Attention *a, Workspace *w, const int type, const int pairs) {
     const char *const *found = w->now.keys, *const *next = w->next.keys;
-    float wide[16][MAX_DIM];
-    for (int group = 0; group < CHUNK; group += 16) {
-        const float *lines[16];
-        for (int j = 0; j < 16; j++) {
+    float wide[LANES][MAX_DIM];
+    for (int group = 0; group < CHUNK; group += LANES) {
+        const float *lines[LANES];
+        for (int j = 0; j < LANES; j++) {
             lines[j] = (const float *)found[group + j];
             fetch_line(next[group + j], a->dim, type);
             if (type == F32 || (pairs && !is_coded(type)) || !lines[j]) continue;
             int64_t d = 0;
-            for (; d + 16 <= a->dim; d += 16) put_key(wide[j], d, load_held(found[group + j], d, 16, type), pairs);
-            for (; d < a->dim; d += 16) put_key(wide[j], d, load_held(found[group + j], d, a->dim - d, type), pairs);
+            for (; d + LANES <= a->dim; d += LANES) put_key(wide[j], d, load_held(found[group + j], d, LANES, type), pairs);
+            for (; d < a->dim; d += LANES) put_key(wide[j], d, load_held(found[group + j], d, a->dim - d, type), pairs);
             lines[j] = wide[j];
         }
         transpose_lines(lines, pairs ? a->dim / 2 : a->dim, w->keys + group);
@@ -194,10 +223,10 @@ INLINE void load_values(const Attention *a, Workspace *w, int64_t dim, const int
         int64_t d = 0;
         fetch_line(next[j], a->dim, type);
         if (found[j]) {
-            for (; d + 16 <= a->dim; d += 16) *(v16 *)(to + d) = load_held(found[j], d, 16, type);
-            for (; d < dim; d += 16) *(v16 *)(to + d) = load_held(found[j], d, a->dim - d, type);
+            for (; d + LANES <= a->dim; d += LANES) *(vec *)(to + d) = load_held(found[j], d, LANES, type);
+            for (; d < dim; d += LANES) *(vec *)(to + d) = load_held(found[j], d, a->dim - d, type);
         }
-        for (; d < dim; d += 16) *(v16 *)(to + d) = splat(0.0f);
+        for (; d < dim; d += LANES) *(vec *)(to + d) = splat(0.0f);
     }
 }
 
@@ -209,58 +238,62 @@ INLINE void load_queries(const Attention *a, const Item *it, Workspace *w, int64
         if (pairs)
             memcpy(w->queries + r * dim, q, a->dim * size);
         else
-            for (int64_t d = 0; d < a->dim; d += 16) *(v16u *)(w->queries + r * dim + d) = load_upto(q, d, a->dim - d, a->type);
-        v16 sum = splat(0.0f);
+            for (int64_t d = 0; d < a->dim; d += LANES) *(vecu *)(w->queries + r * dim + d) = load_upto(q, d, a->dim - d, a->type);
+        vec sum = splat(0.0f);
         if (a->cache_type == U4)
-            for (int64_t d = 0; d < a->dim; d += 16) sum += load_upto(q, d, a->dim - d, a->type);
-        w->query_sum[r] = sum16(sum);
+            for (int64_t d = 0; d < a->dim; d += LANES) sum += load_upto(q, d, a->dim - d, a->type);
+        w->query_sum[r] = vsum(sum);
     }
 }
 
 /* ---- arithmetic ---- */
 
-INLINE v16 multiply_add(v16 sum, float q, v16 k, const int pairs) {
+INLINE vec multiply_add(vec sum, float q, vec k, const int pairs) {
 #if HAVE_BF16_DOT
-    if (pairs) return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat(q), (__m512bh)k);
+    if (pairs) return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat(q), (__m512bh)k);
 #endif
     (void)pairs;
     return sum + q * k;
 }
 
-/* scores[row][key] = q . k for `rows` rows: one pass over the transposed keys. */
-INLINE void score_rows(const float *queries, const float *keys, float *scores, int64_t dim, int64_t width, const int rows, const int pairs) {
-    v16 sums[4][4];
+/* scores[row][key] = q . k for `rows` rows and COLUMNS vectors of the transposed keys. */
+INLINE void score_columns(const float *queries, const float *keys, float *scores, int64_t dim, int64_t width, const int rows, const int pairs) {
+    vec sums[4][COLUMNS];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < 4; c++) sums[r][c] = splat(0.0f);
+        UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = splat(0.0f);
     for (int64_t d = 0; d < width; d++) {
-        v16 k[4];
-        UNROLL for (int c = 0; c < 4; c++) k[c] = *(const v16 *)(keys + d * CHUNK + c * 16);
+        vec k[COLUMNS];
+        UNROLL for (int c = 0; c < COLUMNS; c++) k[c] = *(const vec *)(keys + d * CHUNK + c * LANES);
         UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int c = 0; c < 4; c++) sums[r][c] = multiply_add(sums[r][c], queries[r * dim + d], k[c], pairs);
+            UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = multiply_add(sums[r][c], queries[r * dim + d], k[c], pairs);
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < 4; c++) *(v16 *)(scores + r * CHUNK + c * 16) = sums[r][c];
+        UNROLL for (int c = 0; c < COLUMNS; c++) *(vec *)(scores + r * CHUNK + c * LANES) = sums[r][c];
 }
 
-/* sums[row][0 .. 63] += weights[row][key] * values[key][0 .. 63], 16 * cols columns of them. */
+INLINE void score_rows(const float *queries, const float *keys, float *scores, int64_t dim, int64_t width, const int rows, const int pairs) {
+    for (int key = 0; key < CHUNK; key += COLUMNS * LANES) score_columns(queries, keys + key, scores + key, dim, width, rows, pairs);
+}
+
+/* sums[row][d] += weights[row][key] * values[key][d], for `cols` vectors of d. */
 INLINE void weigh_rows(const float *weights, const float *values, float *sums, int64_t dim, const int rows, const int cols) {
-    v16 acc[4][4];
+    vec acc[4][COLUMNS];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < cols; c++) acc[r][c] = *(const v16 *)(sums + r * dim + c * 16);
+        UNROLL for (int c = 0; c < cols; c++) acc[r][c] = *(const vec *)(sums + r * dim + c * LANES);
     for (int j = 0; j < CHUNK; j++) {
-        v16 v[4];
-        UNROLL for (int c = 0; c < cols; c++) v[c] = *(const v16 *)(values + j * dim + c * 16);
+        vec v[COLUMNS];
+        UNROLL for (int c = 0; c < cols; c++) v[c] = *(const vec *)(values + j * dim + c * LANES);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int c = 0; c < cols; c++) acc[r][c] += weights[r * CHUNK + j] * v[c];
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < cols; c++) *(v16 *)(sums + r * dim + c * 16) = acc[r][c];
+        UNROLL for (int c = 0; c < cols; c++) *(vec *)(sums + r * dim + c * LANES) = acc[r][c];
 }
 
 INLINE void weigh(const float *weights, const float *values, float *sums, int64_t dim, const int rows) {
     int64_t d = 0;
-    for (; d + 64 <= dim; d += 64) weigh_rows(weights, values + d, sums + d, dim, rows, 4);
-    for (; d < dim; d += 16) weigh_rows(weights, values + d, sums + d, dim, rows, 1);
+    for (; d + COLUMNS * LANES <= dim; d += COLUMNS * LANES) weigh_rows(weights, values + d, sums + d, dim, rows, COLUMNS);
+    for (; d < dim; d += LANES) weigh_rows(weights, values + d, sums + d, dim, rows, 1);
 }
 
 static __attribute__((noinline)) void score(const float *queries, const float *keys, float *scores, int64_t dim, int64_t width, int rows, int pairs) {
@@ -281,38 +314,37 @@ static __attribute__((noinline)) void score(const float *queries, const float *k
 
 /* Scales, caps and masks a row's scores, turns them into weights and moves the row's maximum and sums along. */
 static __attribute__((noinline)) void soften_row(const Attention *a, Workspace *w, int r, int64_t position, int64_t chunk, int64_t dim) {
-    static const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float *scores = w->scores + r * CHUNK;
     const int64_t last = position - chunk, first = a->window > 0 ? last - a->window + 1 : 0; /* keys of this chunk that the row sees */
     const int upto = last > CHUNK ? CHUNK : (int)last, from = first > CHUNK ? CHUNK : first < 0 ? 0 : (int)first;
     const int coded = is_coded(a->cache_type);
-    v16 s[4], best = splat(-INFINITY), sum = splat(0.0f), low = splat(0.0f);
-    UNROLL for (int c = 0; c < 4; c++) {
-        s[c] = *(v16 *)(scores + c * 16);
-        if (coded) s[c] = s[c] * *(v16 *)(w->key_scale + c * 16) + *(v16 *)(w->key_low + c * 16) * w->query_sum[r];
+    vec s[CHUNK / LANES], best = splat(-INFINITY), sum = splat(0.0f), low = splat(0.0f);
+    UNROLL for (int c = 0; c < CHUNK / LANES; c++) {
+        s[c] = *(vec *)(scores + c * LANES);
+        if (coded) s[c] = s[c] * *(vec *)(w->key_scale + c * LANES) + *(vec *)(w->key_low + c * LANES) * w->query_sum[r];
         s[c] *= a->scale;
         if (a->soft_cap > 0) s[c] = vtanh(s[c] / a->soft_cap) * a->soft_cap;
-        const i16 key = lanes + c * 16;
+        const ivec key = lane_numbers() + c * LANES;
         s[c] = pick((key <= upto) & (key >= from), s[c], splat(-INFINITY));
         best = vmax(s[c], best);
     }
-    const float before = w->top[r], highest = max16(best), top = highest > before ? highest : before;
+    const float before = w->top[r], highest = vmost(best), top = highest > before ? highest : before;
     if (top == -INFINITY) { /* nothing seen so far */
         memset(scores, 0, CHUNK * sizeof(float));
         return;
     }
-    UNROLL for (int c = 0; c < 4; c++) {
+    UNROLL for (int c = 0; c < CHUNK / LANES; c++) {
         s[c] = vexp(s[c] - top);
-        *(v16 *)(scores + c * 16) = coded ? s[c] * *(v16 *)(w->value_scale + c * 16) : s[c];
-        if (coded) low += s[c] * *(v16 *)(w->value_low + c * 16);
+        *(vec *)(scores + c * LANES) = coded ? s[c] * *(vec *)(w->value_scale + c * LANES) : s[c];
+        if (coded) low += s[c] * *(vec *)(w->value_low + c * LANES);
         sum += s[c];
     }
     const float shrink = before == -INFINITY ? 0.0f : expf(before - top);
-    w->lows[r] = w->lows[r] * shrink + sum16(low);
-    w->total[r] = w->total[r] * shrink + sum16(sum);
+    w->lows[r] = w->lows[r] * shrink + vsum(low);
+    w->total[r] = w->total[r] * shrink + vsum(sum);
     w->top[r] = top;
     if (shrink != 1.0f)
-        for (int64_t d = 0; d < dim; d += 16) *(v16 *)(w->sums + r * dim + d) *= shrink;
+        for (int64_t d = 0; d < dim; d += LANES) *(vec *)(w->sums + r * dim + d) *= shrink;
 }
 
 INLINE void load_typed(const Attention *a, Workspace *w, int64_t dim, const int type, int pairs) {
@@ -324,7 +356,7 @@ INLINE void load_typed(const Attention *a, Workspace *w, int64_t dim, const int 
 }
 
 static __attribute__((noinline)) void load_chunk(const Attention *a, const Item *it, Workspace *w, int pairs) {
-    const int64_t dim = (a->dim + 15) / 16 * 16;
+    const int64_t dim = padded(a->dim);
     if (is_coded(a->cache_type)) {
         load_scales(a, it, w->now.key_scales, w->next.key_scales, a->k_scales, w->key_scale, w->key_low);
         load_scales(a, it, w->now.value_scales, w->next.value_scales, a->v_scales, w->value_scale, w->value_low);
@@ -342,7 +374,7 @@ static __attribute__((noinline)) void load_chunk(const Attention *a, const Item 
 
 /* The chunk that is found, by rows first .. end - 1. */
 static void attend_rows(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int pairs, int first, int end) {
-    const int64_t dim = (a->dim + 15) / 16 * 16;
+    const int64_t dim = padded(a->dim);
     load_chunk(a, it, w, pairs);
     score(w->queries + first * dim, w->keys, w->scores + first * CHUNK, dim, pairs ? a->dim / 2 : a->dim, end - first, pairs);
     int r = first;
@@ -384,7 +416,7 @@ static int can_pair(const Attention *a) {
 
 /* Keys of one split into w->sums, w->top, w->total; low .. high - 1 is what the item's queries may see at all. */
 static void attend_split(const Attention *a, const Item *it, Workspace *w, int64_t split, int64_t low, int64_t high) {
-    const int64_t dim = (a->dim + 15) / 16 * 16, end = split + SPLIT < high ? split + SPLIT : high;
+    const int64_t dim = padded(a->dim), end = split + SPLIT < high ? split + SPLIT : high;
     int64_t chunk = split > low ? split : low / CHUNK * CHUNK;
     clear_sums(w, it->rows, dim);
     find_lines(&w->now, a, it, chunk, low, high, 0);
@@ -398,7 +430,7 @@ static void attend_split(const Attention *a, const Item *it, Workspace *w, int64
     }
     if (a->cache_type == U4)
         for (int r = 0; r < it->rows; r++)
-            for (int64_t d = 0; d < dim; d += 16) *(v16 *)(w->sums + r * dim + d) += w->lows[r];
+            for (int64_t d = 0; d < dim; d += LANES) *(vec *)(w->sums + r * dim + d) += w->lows[r];
 }
 
 INLINE int64_t first_key(const Attention *a, int64_t position) {
@@ -407,18 +439,18 @@ INLINE int64_t first_key(const Attention *a, int64_t position) {
 }
 
 static void store_rows(const Attention *a, const Item *it, const float *sums, const float *top, const float *total) {
-    const int64_t dim = (a->dim + 15) / 16 * 16, size = size_of(a->type);
+    const int64_t dim = padded(a->dim), size = size_of(a->type);
     for (int r = 0; r < it->rows; r++) {
         const int64_t token = it->token + r / it->group, head = it->kv_head * it->group + r % it->group;
         char *out = a->out + (token * a->q_heads + head) * a->dim * size;
         const float norm = total[r] > 0.0f ? 1.0f / total[r] : 0.0f;
         if (a->lse) a->lse[token * a->q_heads + head] = total[r] > 0.0f ? top[r] + logf(total[r]) : -INFINITY;
-        for (int64_t d = 0; d < a->dim; d += 16) store_upto(out, d, a->dim - d, *(const v16u *)(sums + r * dim + d) * norm, a->type);
+        for (int64_t d = 0; d < a->dim; d += LANES) store_upto(out, d, a->dim - d, *(const vecu *)(sums + r * dim + d) * norm, a->type);
     }
 }
 
 static void attend_item(const Attention *a, const Item *it, Workspace *w) {
-    const int64_t dim = (a->dim + 15) / 16 * 16;
+    const int64_t dim = padded(a->dim);
     const int64_t low = first_key(a, it->position), high = it->high; /* keys anyone in the item sees */
     load_queries(a, it, w, dim, can_pair(a));
     memset(w->merged, 0, it->rows * dim * sizeof(float));
@@ -462,7 +494,7 @@ static int64_t queries_an_item(const Attention *a) {
 
 /* Few items and long contexts (one long sequence, few KV heads): the splits of an item are spread over the threads, then merged in order. */
 static int attend_by_splits(const Attention *a, int64_t items, int64_t tiles, int64_t queries, int threads) {
-    const int64_t dim = (a->dim + 15) / 16 * 16, splits = (a->max_context_len + SPLIT - 1) / SPLIT;
+    const int64_t dim = padded(a->dim), splits = (a->max_context_len + SPLIT - 1) / SPLIT;
     const int64_t row_size = dim + 2, item_size = queries * (a->q_heads / a->kv_heads) * row_size;
     float *partial = malloc(items * splits * item_size * sizeof(float));
     if (partial == NULL) return 1;

@@ -1,4 +1,4 @@
-/* Keys and values in 8 and 4 bits (kv_codes.py): 16 codes at a time to float32, a head of floats to codes and scales.
+/* Keys and values in 8 and 4 bits (kv_codes.py): a vector of codes at a time to float32, a head of floats to codes and scales.
  *
  * What lives here: both directions, to the bit as the twin has them. What may not: attention, rotary embedding.
  */
@@ -7,9 +7,9 @@
 
 #include "common.h"
 
-typedef uint8_t b16 __attribute__((vector_size(16)));
-typedef int8_t s16 __attribute__((vector_size(16)));
-typedef int16_t sh16 __attribute__((vector_size(32)));
+typedef uint8_t bvec __attribute__((vector_size(LANES))); /* a byte a lane */
+typedef int8_t sbvec __attribute__((vector_size(LANES)));
+typedef int16_t shvec __attribute__((vector_size(2 * LANES)));
 
 enum { I8 = 3, E4M3 = 4, E5M2 = 5, U4 = 6 }; /* further element types of a cache, as native.py numbers them */
 
@@ -19,32 +19,33 @@ INLINE int64_t scale_bytes(const int type) { return type == I8 ? 2 : type == U4 
 
 /* ---- to float32 ---- */
 
-INLINE b16 split_halves(uint64_t x) { /* eight bytes, the low half of each first */
+INLINE bvec split_halves(uint64_t x) { /* bytes, the low half of each first */
+    bvec out;
 #if defined(__AVX2__)
     const __m128i raw = _mm_cvtsi64_si128((int64_t)x), low = _mm_set1_epi8(15);
-    return (b16)_mm_unpacklo_epi8(_mm_and_si128(raw, low), _mm_and_si128(_mm_srli_epi16(raw, 4), low));
+    const __m128i bytes = _mm_unpacklo_epi8(_mm_and_si128(raw, low), _mm_and_si128(_mm_srli_epi16(raw, 4), low));
+    memcpy(&out, &bytes, sizeof out);
 #else
-    b16 out;
-    for (int i = 0; i < 16; i++) out[i] = x >> (4 * i) & 15;
-    return out;
+    for (int i = 0; i < LANES; i++) out[i] = x >> (4 * i) & 15;
 #endif
+    return out;
 }
 
 /* Of one byte each. Every value is a bfloat16. */
-INLINE v16 widen_codes(b16 raw, const int type) {
-    const h16 wide = __builtin_convertvector(raw, h16); /* by way of 16 bits: compilers take 8 to 32 apart into single elements */
-    if (type == I8) return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector((s16)raw, sh16), i16), v16);
-    if (type == U4) return __builtin_convertvector(__builtin_convertvector(wide, i16), v16);
-    const h16 high = wide << 8;
+INLINE vec widen_codes(bvec raw, const int type) {
+    const hvec wide = __builtin_convertvector(raw, hvec); /* by way of 16 bits: compilers take 8 to 32 apart into single elements */
+    if (type == I8) return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector((sbvec)raw, shvec), ivec), vec);
+    if (type == U4) return __builtin_convertvector(__builtin_convertvector(wide, ivec), vec);
+    const hvec high = wide << 8;
     if (type == E5M2) return widen_f16(high); /* the upper half of a float16 */
-    const h16 nan = (h16)((wide & 0x7F) == 0x7F) & 0x7C00;
-    return widen_f16(((h16)((sh16)high >> 1) & 0xBFFF) | nan) * 256.0f; /* an exponent of a bit less, biased by 8 less */
+    const hvec nan = (hvec)((wide & 0x7F) == 0x7F) & 0x7C00;
+    return widen_f16(((hvec)((shvec)high >> 1) & 0xBFFF) | nan) * 256.0f; /* an exponent of a bit less, biased by 8 less */
 }
 
-/* The codes of elements at .. at + 15 of a token's line, zeros from `left` on. */
-INLINE v16 load_codes(const char *line, int64_t at, int64_t left, const int type) {
-    const int64_t count = left < 16 ? left : 16;
-    b16 raw = {0};
+/* The codes of elements at .. at + LANES - 1 of a token's line, zeros from `left` on. */
+INLINE vec load_codes(const char *line, int64_t at, int64_t left, const int type) {
+    const int64_t count = left < LANES ? left : LANES;
+    bvec raw = {0};
     if (type == U4) {
         uint64_t halves = 0;
         memcpy(&halves, line + at / 2, count / 2);
@@ -73,26 +74,26 @@ INLINE float write_bf16(char *at, float x) { /* to nearest even; returns what wa
     return read_bf16(at);
 }
 
-INLINE v16 round_even(v16 x) { return (x + 12582912.0f) - 12582912.0f; } /* 1.5 * 2^23; |x| < 2^22 */
+INLINE vec round_even(vec x) { return (x + 12582912.0f) - 12582912.0f; } /* 1.5 * 2^23; |x| < 2^22 */
 
-INLINE i16 narrow_float8(v16 x, const int type) { /* to nearest even; what is too large saturates, NaN stays NaN */
+INLINE ivec narrow_float8(vec x, const int type) { /* to nearest even; what is too large saturates, NaN stays NaN */
     const int shift = type == E4M3 ? 20 : 21;
     const float most = type == E4M3 ? 448.0f : 57344.0f, least = type == E4M3 ? 0x1p-6f : 0x1p-14f, units = type == E4M3 ? 512.0f : 65536.0f;
-    const u16 bits = (u16)x, sign = bits >> 24 & 0x80;
-    v16 size = (v16)(bits & 0x7FFFFFFF);
-    const i16 nan = x != x;
+    const uvec bits = (uvec)x, sign = bits >> 24 & 0x80;
+    vec size = (vec)(bits & 0x7FFFFFFF);
+    const ivec nan = x != x;
     size = pick(nan, splat(0.0f), size);
     size = pick(size > most, splat(most), size);
-    const u16 wide = (u16)size, rounded = (wide + ((1u << (shift - 1)) - 1) + (wide >> shift & 1)) >> shift;
-    const i16 normal = (i16)(rounded - (type == E4M3 ? 120 << 3 : 112 << 2));
-    const i16 small = __builtin_convertvector(round_even(size * units), i16), is_small = size < least;
-    const i16 code = (is_small & small) | (~is_small & normal);
-    return (nan & 0x7F) | (~nan & ((i16)sign | code));
+    const uvec wide = (uvec)size, rounded = (wide + ((1u << (shift - 1)) - 1) + (wide >> shift & 1)) >> shift;
+    const ivec normal = (ivec)(rounded - (type == E4M3 ? 120 << 3 : 112 << 2));
+    const ivec small = __builtin_convertvector(round_even(size * units), ivec), is_small = size < least;
+    const ivec code = (is_small & small) | (~is_small & normal);
+    return (nan & 0x7F) | (~nan & ((ivec)sign | code));
 }
 
-INLINE void store_codes(char *line, int64_t at, int64_t left, i16 code, const int type) {
-    const int64_t count = left < 16 ? left : 16;
-    b16 raw = __builtin_convertvector((u16)code, b16);
+INLINE void store_codes(char *line, int64_t at, int64_t left, ivec code, const int type) {
+    const int64_t count = left < LANES ? left : LANES;
+    bvec raw = __builtin_convertvector((uvec)code, bvec);
     if (type == U4)
         for (int i = 0; i < count / 2; i++) line[at / 2 + i] = (char)(raw[2 * i] | raw[2 * i + 1] << 4);
     else
@@ -105,17 +106,17 @@ typedef struct {
 } Extent;
 
 INLINE Extent extent_of(const char *from, int64_t dim, const int type) {
-    v16 low = splat(INFINITY), high = splat(-INFINITY);
-    i16 odd = {0};
-    for (int64_t d = 0; d < dim; d += 16) {
-        const v16 x = load_upto(from, d, dim - d, type);
-        const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, inside = lanes < (int)(dim - d);
-        odd |= ((i16)x & 0x7F800000) == 0x7F800000;
+    vec low = splat(INFINITY), high = splat(-INFINITY);
+    ivec odd = {0};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vec x = load_upto(from, d, dim - d, type);
+        const ivec inside = lane_numbers() < (int)(dim - d);
+        odd |= ((ivec)x & 0x7F800000) == 0x7F800000;
         low = pick(inside & (x < low), x, low);
         high = pick(inside & (x > high), x, high);
     }
-    Extent found = {-max16(-low), max16(high), 0};
-    for (int i = 0; i < 16; i++) found.odd |= odd[i];
+    Extent found = {-vmost(-low), vmost(high), 0};
+    for (int i = 0; i < LANES; i++) found.odd |= odd[i];
     return found;
 }
 
@@ -132,15 +133,15 @@ INLINE void encode_head(const char *from, int64_t dim, const int type, char *cod
         scale = write_bf16(scales, odd ? 0.0f : kind == U4 ? (span > 0.0f ? span : 0.0f) / 15.0f : size / 127.0f);
         if (odd) memcpy(scales, (const uint16_t[]){0x7FC0}, 2);
     }
-    for (int64_t d = 0; d < dim; d += 16) {
-        v16 x = load_upto(from, d, dim - d, type);
-        i16 code = {0};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vec x = load_upto(from, d, dim - d, type);
+        ivec code = {0};
         if (!scale_bytes(kind))
             code = narrow_float8(x / scale, kind);
         else if (!odd && scale > 0.0f) {
-            const v16 least = splat(kind == U4 ? 0.0f : -127.0f), most = splat(kind == U4 ? 15.0f : 127.0f);
+            const vec least = splat(kind == U4 ? 0.0f : -127.0f), most = splat(kind == U4 ? 15.0f : 127.0f);
             x = round_even((x - low) / scale);
-            code = __builtin_convertvector(pick(x < least, least, pick(x > most, most, x)), i16);
+            code = __builtin_convertvector(pick(x < least, least, pick(x > most, most, x)), ivec);
         }
         store_codes(codes, d, dim - d, code, kind);
     }

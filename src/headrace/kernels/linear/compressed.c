@@ -155,11 +155,11 @@ INLINE void next_group(Reader *reader, int32_t g, __m512i *first, __m512i *secon
     reader->at = at + GROUP_BYTES;
 }
 
-INLINE v16 step(v16 sum, const int32_t *x, __m512i w) {
-    return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(*x), (__m512bh)w);
+INLINE vec step(vec sum, const int32_t *x, __m512i w) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(*x), (__m512bh)w);
 }
 
-INLINE void store_columns(const Product *p, int64_t row, int64_t n0, v16 out) {
+INLINE void store_columns(const Product *p, int64_t row, int64_t n0, vec out) {
     const int cols = p->n - n0 < COLUMNS ? (int)(p->n - n0) : COLUMNS;
     if (p->bias) out += load_some(p->bias, n0, cols, BF16);
     store_some(p->y, row * p->y_row + n0, cols, out, BF16);
@@ -168,7 +168,7 @@ INLINE void store_columns(const Product *p, int64_t row, int64_t n0, v16 out) {
 /* A panel for `rows` rows of x, of which p->m are there. */
 INLINE void panel_once(const Product *p, const Compressed *w, const int32_t *x, int64_t panel, const int rows) {
     Reader reader = read_panel(w, panel, p->k);
-    v16 sums[MOST];
+    vec sums[MOST];
     UNROLL for (int r = 0; r < rows; r++) sums[r] = splat(0.0f);
     for (int32_t g = 0; g < p->k / DEPTH; g++, x += 2 * rows) {
         __m512i first, second;
@@ -196,8 +196,8 @@ INLINE void unpack(uint16_t *out, Reader *reader, int64_t k0, int64_t count) {
 }
 
 /* MOST rows of x go on over what was unpacked of a panel. */
-static __attribute__((noinline)) void go_on(v16 *kept, const int32_t *x, const uint16_t *w, int64_t pairs) {
-    v16 sums[MOST];
+static __attribute__((noinline)) void go_on(vec *kept, const int32_t *x, const uint16_t *w, int64_t pairs) {
+    vec sums[MOST];
     UNROLL for (int r = 0; r < MOST; r++) sums[r] = kept[r];
     for (int64_t i = 0; i < pairs; i++, x += MOST, w += 2 * COLUMNS) {
         const __m512i here = _mm512_load_si512(w);
@@ -209,7 +209,7 @@ static __attribute__((noinline)) void go_on(v16 *kept, const int32_t *x, const u
 /* Up to TOGETHER panels for rows m0 .. m0 + rows - 1 of x (multiples of MOST), piece by piece of K: what is unpacked serves all these rows. */
 static void panels_in_pieces(const Product *p, const Compressed *w, const int32_t *x, int64_t panel, int64_t panels, int64_t m0, int64_t rows) {
     Reader readers[TOGETHER] = {0};
-    v16 sums[TOGETHER][BLOCK];
+    vec sums[TOGETHER][BLOCK];
     uint16_t unpacked[TOGETHER][COLUMNS * PIECE] __attribute__((aligned(64)));
     for (int64_t i = 0; i < panels; i++) {
         readers[i] = read_panel(w, panel + i, p->k);

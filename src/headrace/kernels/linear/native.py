@@ -12,6 +12,7 @@ its bandwidth.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_int
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,7 +25,8 @@ from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.native import TYPES, function_of
 from headrace.kernels.candidate import CallSite, Declined, Empty, WeightFacts, plainly_empty, rows_of
 
-FEW_ROWS = 40  # with more, torch's blocked product is quicker than this one, which reads the weight as it lies
+FEW_ROWS = 40  # with more, a blocked product is quicker than this one, which reads the weight as it lies
+_PART = 2**20  # elements of a weight that are widened at once: what the second cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +40,57 @@ class Product:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = rows_of(x)
         y = self.empty((*x.shape[:-1], weight.shape[0]), x.dtype, x.device)
-        self.function(
+        failed = self.function(
             TYPES[x.dtype], rows.shape[0], weight.shape[0], weight.shape[1], rows.data_ptr(), rows.stride(0), weight.data_ptr(), weight.stride(0),
             None if bias is None else bias.data_ptr(), y.data_ptr(), weight.shape[0], self.invariant, torch.get_num_threads(),
         )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no memory to widen {rows.shape[0]} rows of {rows.shape[1]} inputs")
         return y
 
 
 def create_product(native: Native, invariant: bool, empty: Empty = plainly_empty) -> Product:
-    return Product(function_of(native, "headrace_linear", "iqqqPqPqPPqii"), invariant, empty)
+    return Product(function_of(native, "headrace_linear", "iqqqPqPqPPqii", c_int), invariant, empty)
 
 
 def create_linear(native: Native, site: CallSite[WeightFacts]) -> Any:
     if not native.threads and torch.get_num_threads() > 1:
         return Declined("built without OpenMP (one thread only); torch's own product uses them all")
     product = create_product(native, site.invariant, site.empty)
-    always = site.invariant or site.facts.dtype is torch.float16  # torch's float16 product is slower still
+    many_rows = product_of_many_rows(site.facts.dtype)
 
     def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
 
         def linear(x: Tensor) -> Tensor:
-            if not always and x.numel() > FEW_ROWS * x.shape[-1]:
-                return F.linear(x, weight, bias)
+            if not site.invariant and x.numel() > FEW_ROWS * x.shape[-1]:
+                return many_rows(x, weight, bias)
             return product(x, weight, bias)
 
         return linear
 
     return pack
+
+
+def product_of_many_rows(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """torch's own where it computes in ``dtype`` by blocks; where it does not, as bfloat16 without instructions for it,
+    by float32's, over the weight widened part by part."""
+    blocked = dtype is torch.float32 or (dtype is torch.bfloat16 and _multiplies_bfloat16())
+    return F.linear if blocked else _widened_linear
+
+
+def _multiplies_bfloat16() -> bool:
+    known = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    return known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    outs, ins = weight.shape
+    y, rows, step = x.new_empty(*x.shape[:-1], outs), x.float(), max(1, _PART // ins)
+    for begin in range(0, outs, step):
+        part = slice(begin, begin + step)
+        y[..., part] = F.linear(rows, weight[part].float(), None if bias is None else bias[part].float())
+    return y
 
 
 _ROWS_HINT = 512
@@ -75,12 +100,8 @@ def create_onednn(site: CallSite[WeightFacts]) -> Any:
     dtype = site.facts.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         return Declined(f"packs float32 and bfloat16, not {dtype}")
-    if not (hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return Declined("this torch has no mkldnn._reorder_linear_weight and mkldnn._linear_pointwise")
-    if not torch.backends.mkldnn.is_available():
-        return Declined("this torch was built without oneDNN")
     if (refusal := _refusal(dtype)) is not None:
-        return Declined(f"oneDNN does not pack {dtype} on this CPU: {refusal}")
+        return Declined(refusal)
     if site.facts.shared:
         return Declined("the weight is another layer's too, and packing would keep a second copy of it")
     return pack_for_onednn
@@ -88,11 +109,15 @@ def create_onednn(site: CallSite[WeightFacts]) -> Any:
 
 @cache
 def _refusal(dtype: torch.dtype) -> str | None:
-    """What it says to a small weight: which CPUs it takes depends on the element type."""
+    """Why oneDNN does not multiply this element type here. A small weight asks: which CPUs it takes depends on the type."""
+    if not (hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return "this torch has no mkldnn._reorder_linear_weight and mkldnn._linear_pointwise"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
     try:
         pack_for_onednn(torch.zeros(16, 16, dtype=dtype), None)(torch.zeros(1, 16, dtype=dtype))
     except RuntimeError as error:
-        return (str(error).splitlines() or [repr(error)])[0]
+        return f"oneDNN does not pack {dtype} on this CPU: {(str(error).splitlines() or [repr(error)])[0]}"
     return None
 
 

@@ -86,6 +86,10 @@ void headrace_panel_rows(const Panels *w, int64_t count, const int64_t *ids, int
 
 /* ---- inputs: [chunks of K, rows], so that a chunk's rows lie one behind another ---- */
 
+#define VECTORS (BLOCK / LANES) /* of a block of inputs */
+
+typedef int8_t sfew __attribute__((vector_size(LANES)));
+
 typedef struct { /* CHUNK inputs of a row, rounded */
     int8_t codes[CHUNK];
     float scale[CHUNK / BLOCK];
@@ -103,10 +107,10 @@ typedef struct { /* of x */
 } Inputs;
 
 /* By Hadamard matrices of `size` inputs, as quant/rotated.py has it, and rounded to `type`. */
-static void rotate_block(v16 *halves, int size, int type) {
+static void rotate_block(vec *inputs, int size, int type) {
     float x[BLOCK];
     const float factor = (float)(1.0 / sqrt((double)size));
-    memcpy(x, halves, sizeof x);
+    memcpy(x, inputs, sizeof x);
     for (int half = 1; half < size; half *= 2)
         for (int i = 0; i < BLOCK; i += 2 * half)
             for (int j = i; j < i + half; j++) {
@@ -114,29 +118,33 @@ static void rotate_block(v16 *halves, int size, int type) {
                 x[j] = low + high, x[j + half] = low - high;
             }
     for (int i = 0; i < BLOCK; i++) x[i] *= factor;
-    for (int i = 0; i < 2; i++) store16(halves + i, 0, *(v16u *)(x + 16 * i), type), halves[i] = load16(halves + i, 0, type);
+    for (int i = 0; i < VECTORS; i++) store_vec(inputs + i, 0, *(vecu *)(x + LANES * i), type), inputs[i] = load_vec(inputs + i, 0, type);
 }
 
-INLINE void load_block(const Inputs *in, int64_t row, int64_t k, v16 *halves) {
-    for (int i = 0; i < 2; i++) {
-        const int64_t left = in->there - k - 16 * i;
-        halves[i] = left > 0 ? load_upto(in->x, row * in->row + k + 16 * i, left, in->type) : splat(0.0f);
+INLINE void load_block(const Inputs *in, int64_t row, int64_t k, vec *inputs) {
+    for (int i = 0; i < VECTORS; i++) {
+        const int64_t left = in->there - k - LANES * i;
+        inputs[i] = left > 0 ? load_upto(in->x, row * in->row + k + LANES * i, left, in->type) : splat(0.0f);
     }
-    if (in->rotation) rotate_block(halves, in->rotation, in->type);
+    if (in->rotation) rotate_block(inputs, in->rotation, in->type);
 }
 
-INLINE v16 magnitude(v16 x) { return (v16)((i16)x & 0x7fffffff); }
+INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
 /* The largest magnitude; NaN where one is no number. */
-INLINE float largest(const v16 *x) { return max16(vmax(magnitude(x[0]), magnitude(x[1]))) + sum16((x[0] + x[1]) * 0.0f); }
+INLINE float largest(const vec *x) {
+    vec most = magnitude(x[0]), sum = x[0];
+    UNROLL for (int i = 1; i < VECTORS; i++) most = vmax(most, magnitude(x[i])), sum += x[i];
+    return vmost(most) + vsum(sum * 0.0f);
+}
 
-INLINE v16 to_nearest(v16 x) { return (x + 0x1.8p23f) - 0x1.8p23f; } /* ties to even, of up to 2^22 */
+INLINE vec to_nearest(vec x) { return (x + 0x1.8p23f) - 0x1.8p23f; } /* ties to even, of up to 2^22 */
 
-INLINE s8x16 as_bytes(v16 x) { /* whole numbers */
-#if defined(__AVX512F__)
-    return (s8x16)_mm512_cvtepi32_epi8(_mm512_cvttps_epi32((__m512)x));
+INLINE sfew as_bytes(vec x) { /* whole numbers */
+#if LANES == 16
+    return (sfew)_mm512_cvtepi32_epi8(_mm512_cvttps_epi32((__m512)x));
 #else
-    return __builtin_convertvector(__builtin_convertvector(x, i16), s8x16);
+    return __builtin_convertvector(__builtin_convertvector(x, ivec), sfew);
 #endif
 }
 
@@ -151,21 +159,23 @@ INLINE int32_t sum_of_bytes(s8x16 x) {
 #endif
 }
 
-INLINE void round_block(Rounded *out, int block, const v16 *x, float scale) {
-    const v16 most = splat(127.0f);
-    for (int half = 0; half < 2; half++) {
-        const v16 codes = scale > 0x1p-120f ? to_nearest(x[half] / scale) : splat(0.0f), low = pick(codes < -most, -most, codes);
-        const s8x16 bytes = as_bytes(pick(low > most, most, low));
-        memcpy(out->codes + block * BLOCK + 16 * half, &bytes, 16);
-        out->halves[block * 2 + half] = sum_of_bytes(bytes);
+INLINE void round_block(Rounded *out, int block, const vec *x, float scale) {
+    const vec most = splat(127.0f);
+    s8x16 halves[2];
+    for (int i = 0; i < VECTORS; i++) {
+        const vec codes = scale > 0x1p-120f ? to_nearest(x[i] / scale) : splat(0.0f), low = pick(codes < -most, -most, codes);
+        const sfew bytes = as_bytes(pick(low > most, most, low));
+        memcpy((int8_t *)halves + LANES * i, &bytes, LANES);
     }
+    memcpy(out->codes + block * BLOCK, halves, BLOCK);
+    for (int i = 0; i < 2; i++) out->halves[block * 2 + i] = sum_of_bytes(halves[i]);
     out->sums[block] = out->halves[block * 2] + out->halves[block * 2 + 1];
     out->scale[block] = scale;
 }
 
 static float scale_of_row(const Inputs *in, int64_t r) {
     float most = 1e-10f;
-    v16 x[2];
+    vec x[VECTORS];
     for (int64_t k = 0; k < in->ins; k += BLOCK) {
         load_block(in, r, k, x);
         const float here = largest(x);
@@ -178,7 +188,7 @@ INLINE int64_t chunk_at(const Inputs *in, int64_t r, int64_t k) { return k / CHU
 
 static void round_row(const Inputs *in, int64_t r, Rounded *out) {
     const float of_row = in->by_row ? scale_of_row(in, r) : 0.0f;
-    v16 x[2];
+    vec x[VECTORS];
     for (int64_t k = 0; k < in->ins; k += BLOCK) {
         load_block(in, r, k, x);
         round_block(out + chunk_at(in, r, k), k % CHUNK / BLOCK, x, in->by_row ? of_row : largest(x) / 127.0f);
@@ -186,7 +196,7 @@ static void round_row(const Inputs *in, int64_t r, Rounded *out) {
 }
 
 static void plain_row(const Inputs *in, int64_t r, Plain *out) {
-    v16 x[2];
+    vec x[VECTORS];
     for (int64_t k = 0; k < in->ins; k += BLOCK) {
         load_block(in, r, k, x);
         memcpy(out[chunk_at(in, r, k)].x + k % CHUNK, x, sizeof x);
@@ -475,8 +485,11 @@ static void store_panels(const Output *to, const Inputs *in, char *out, int64_t 
     for (int64_t r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) {
             const int64_t at = (panel + p) * COLUMNS, left = to->w->outs - at;
-            const v16 bias = to->bias ? load_upto(to->bias, at, left, in->type) : splat(0.0f);
-            store_upto(out, (first + r) * stride + to->first + at, left, ((const v16 *)y)[r * TOGETHER + p] + bias, in->type);
+            const float *sums = (const float *)(y + (r * TOGETHER + p) * PARTS);
+            for (int64_t i = 0; i < COLUMNS && i < left; i += LANES) {
+                const vec bias = to->bias ? load_upto(to->bias, at + i, left - i, in->type) : splat(0.0f);
+                store_upto(out, (first + r) * stride + to->first + at + i, left - i, *(const vecu *)(sums + i) + bias, in->type);
+            }
         }
 }
 

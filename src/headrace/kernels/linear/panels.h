@@ -28,7 +28,7 @@
 #define VECTOR 16
 #endif
 #define PARTS (64 / VECTOR) /* of what 16 outputs take: vectors that the processor has stay in registers */
-#define LANES (VECTOR / 4)
+#define SHARE (COLUMNS / PARTS) /* outputs of a vector */
 
 typedef float vf __attribute__((vector_size(VECTOR)));
 typedef vf vfu __attribute__((aligned(4), may_alias));
@@ -36,7 +36,7 @@ typedef int32_t vi __attribute__((vector_size(VECTOR)));
 typedef uint8_t vb __attribute__((vector_size(VECTOR)));
 typedef vb vbu __attribute__((aligned(1), may_alias));
 typedef uint16_t vh __attribute__((vector_size(VECTOR)));
-typedef uint8_t few __attribute__((vector_size(LANES))); /* a byte a lane */
+typedef uint8_t few __attribute__((vector_size(SHARE))); /* a byte a lane */
 typedef few fewu __attribute__((aligned(1), may_alias));
 typedef int8_t s8x16 __attribute__((vector_size(16)));
 
@@ -134,13 +134,13 @@ INLINE void unpack_codes(vb *out, const int stride, const Panels *w, int64_t pan
 
 INLINE vf load_halves(const uint16_t *from, const int type) {
 #if VECTOR == 64
-    return (vf)load16(from, 0, type);
+    return (vf)load_vec(from, 0, type);
 #elif VECTOR == 32
     if (type == F16) return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
     return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
 #else
-    float out[LANES];
-    for (int i = 0; i < LANES; i++) out[i] = type == F16 ? widen_f16((h16){from[i]})[0] : widen_bf16((h16){from[i]})[0];
+    float out[SHARE];
+    for (int i = 0; i < SHARE; i++) out[i] = type == F16 ? widen_f16((hvec){from[i]})[0] : widen_bf16((hvec){from[i]})[0];
     return *(vfu *)out;
 #endif
 }
@@ -170,9 +170,9 @@ INLINE float shared_scale(const Panels *w, int64_t panel, int64_t group) {
 
 INLINE vf nested_scales(const Panels *w, int64_t panel, int64_t group, int part) {
     const int64_t groups = w->ins / w->group;
-    float out[LANES];
-    for (int i = 0; i < LANES; i++) {
-        const int64_t column = part * LANES + i, row = panel * COLUMNS + column, at = row < w->outs ? (row * groups + group) / 256 : 0;
+    float out[SHARE];
+    for (int i = 0; i < SHARE; i++) {
+        const int64_t column = part * SHARE + i, row = panel * COLUMNS + column, at = row < w->outs ? (row * groups + group) / 256 : 0;
         out[i] = w->nested[((const uint8_t *)w->scale)[(panel * groups + group) * COLUMNS + column]] * w->large[at] + w->offset;
     }
     return *(vfu *)out;
@@ -181,7 +181,7 @@ INLINE vf nested_scales(const Panels *w, int64_t panel, int64_t group, int part)
 /* `count` groups from group `at` on, 16 scales each, into vectors that stand `stride` apart. */
 INLINE void load_groups(vf *out, int64_t stride, const void *base, int64_t at, int64_t count, const int type) {
     for (int64_t i = 0; i < count; i++)
-        UNROLL for (int p = 0; p < PARTS; p++) out[i * stride + p] = load_scales(base, (at + i) * COLUMNS + p * LANES, type);
+        UNROLL for (int p = 0; p < PARTS; p++) out[i * stride + p] = load_scales(base, (at + i) * COLUMNS + p * SHARE, type);
 }
 
 static void groups_from(vf *out, int64_t stride, const void *base, int64_t at, int64_t count, int type) {
@@ -215,8 +215,8 @@ static void scales_at(const Panels *w, int64_t panel, int64_t k, int64_t count, 
     int64_t group = k >> shift, left = parts, n = 0;
     vf factor[PARTS], more[PARTS];
     UNROLL for (int p = 0; p < PARTS; p++) {
-        factor[p] = splat_vf(w->factor) * (w->scale_over ? load_halves(w->scale_over + over + p * LANES, F16) : splat_vf(1.0f));
-        more[p] = w->least_over ? load_halves(w->least_over + over + p * LANES, F16) : splat_vf(1.0f);
+        factor[p] = splat_vf(w->factor) * (w->scale_over ? load_halves(w->scale_over + over + p * SHARE, F16) : splat_vf(1.0f));
+        more[p] = w->least_over ? load_halves(w->least_over + over + p * SHARE, F16) : splat_vf(1.0f);
     }
     if (each > 1) left = each - group % each, group /= each;
     for (int64_t i = 0; i < parts; i += n, group++, left = each) { /* n parts, of one group or of a group each */
@@ -250,7 +250,7 @@ INLINE vf from_values(const float *values, vi codes) {
     return (vf)_mm256_blendv_ps(low, high, (__m256)(codes << 28));
 #else
     vf out;
-    for (int i = 0; i < LANES; i++) out[i] = values[codes[i]];
+    for (int i = 0; i < SHARE; i++) out[i] = values[codes[i]];
     return out;
 #endif
 }

@@ -10,7 +10,7 @@
 #include "common.h"
 
 #define ROWS 4       /* of a block */
-#define VECTORS 4    /* of 16 outputs that are added up at once */
+#define VECTORS (MANY_REGISTERS ? 4 : 2) /* of outputs that are added up at once */
 #define OUTPUTS 256  /* that a thread takes at a time */
 #define UNIT 8       /* elements that an address counts */
 #define WORTH_THREADS 4194304 /* multiplications below which waking threads costs more than they bring: some 30 µs of one core */
@@ -42,7 +42,7 @@ INLINE __m512bh load32(const char *base, int64_t at, int64_t left) {
 #endif
 
 /* Of so many rows and ranks; both are constants. x: where each row begins; a: where each rank does. Adds to the sums. */
-INLINE void dots(const char *const *x, const char *const *a, int64_t ins, v16 *sums, const int rows, const int ranks, const int type) {
+INLINE void dots(const char *const *x, const char *const *a, int64_t ins, vec *sums, const int rows, const int ranks, const int type) {
 #if HAVE_BF16_DOT
     if (type == BF16) {
         for (int64_t at = 0; at < ins; at += 32) {
@@ -51,17 +51,17 @@ INLINE void dots(const char *const *x, const char *const *a, int64_t ins, v16 *s
             UNROLL for (int row = 0; row < rows; row++) {
                 const __m512bh piece = load32(x[row], at, ins - at);
                 UNROLL for (int r = 0; r < ranks; r++)
-                    sums[row * ranks + r] = (v16)_mm512_dpbf16_ps((__m512)sums[row * ranks + r], piece, held[r]);
+                    sums[row * ranks + r] = (vec)_mm512_dpbf16_ps((__m512)sums[row * ranks + r], piece, held[r]);
             }
         }
         return;
     }
 #endif
-    for (int64_t at = 0; at < ins; at += 16) {
-        v16 held[8];
+    for (int64_t at = 0; at < ins; at += LANES) {
+        vec held[8];
         UNROLL for (int r = 0; r < ranks; r++) held[r] = load_upto(a[r], at, ins - at, type);
         UNROLL for (int row = 0; row < rows; row++) {
-            const v16 piece = load_upto(x[row], at, ins - at, type);
+            const vec piece = load_upto(x[row], at, ins - at, type);
             UNROLL for (int r = 0; r < ranks; r++) sums[row * ranks + r] += piece * held[r];
         }
     }
@@ -72,8 +72,8 @@ INLINE void shrink_rows(const Deltas *d, int64_t first, int64_t part, const int 
     const int32_t *addresses = d->a + line + part * d->most * d->a_chunks;
     const char *x[ROWS], *a[8];
     for (int64_t at = 0; at < rank; at += ranks) {
-        v16 sums[ROWS * 4];
-        UNROLL for (int i = 0; i < rows * ranks; i++) sums[i] = (v16){0};
+        vec sums[ROWS * 4];
+        UNROLL for (int i = 0; i < rows * ranks; i++) sums[i] = (vec){0};
         for (int64_t c = 0; c < d->a_chunks; c++) {
             const int64_t from = c * d->chunk, count = d->ins - from < d->chunk ? d->ins - from : d->chunk;
             UNROLL for (int row = 0; row < rows; row++) x[row] = d->x + (d->order[first + row] * d->x_row + from) * size;
@@ -83,7 +83,7 @@ INLINE void shrink_rows(const Deltas *d, int64_t first, int64_t part, const int 
         }
         for (int row = 0; row < rows; row++)
             for (int r = 0; r < ranks && at + r < rank; r++)
-                d->inner[((first + row) * d->parts + part) * d->most + at + r] = sum16(sums[row * ranks + r]);
+                d->inner[((first + row) * d->parts + part) * d->most + at + r] = vsum(sums[row * ranks + r]);
     }
 }
 
@@ -99,31 +99,31 @@ INLINE void shrink(const Deltas *d, int64_t block, int64_t part, const int type)
 
 /* ---- and up again ---- */
 
-/* vectors: of 16 outputs, all of them there; 0: one, of which `left` are. */
-INLINE v16 load_of(const char *base, int64_t at, int64_t left, const int vectors, const int type) {
-    return vectors ? load16(base, at, type) : load_upto(base, at, left, type);
+/* vectors: of LANES outputs, all of them there; 0: one, of which `left` are. */
+INLINE vec load_of(const char *base, int64_t at, int64_t left, const int vectors, const int type) {
+    return vectors ? load_vec(base, at, type) : load_upto(base, at, left, type);
 }
 
 /* b: where each rank's output 0 would lie; of this chunk it is so. */
 INLINE void add_vectors(char *const *y, const char *const *b, const float *const *inner, int64_t rank, int64_t at, int64_t left,
                         const int rows, const int all, const int type) {
     const int vectors = all ? all : 1;
-    v16 sums[ROWS * VECTORS];
+    vec sums[ROWS * VECTORS];
     UNROLL for (int row = 0; row < rows; row++)
-        UNROLL for (int v = 0; v < vectors; v++) sums[row * vectors + v] = load_of(y[row], at + 16 * v, left, all, type);
+        UNROLL for (int v = 0; v < vectors; v++) sums[row * vectors + v] = load_of(y[row], at + LANES * v, left, all, type);
     for (int64_t r = 0; r < rank; r++) {
-        v16 held[VECTORS];
-        UNROLL for (int v = 0; v < vectors; v++) held[v] = load_of(b[r], at + 16 * v, left, all, type);
+        vec held[VECTORS];
+        UNROLL for (int v = 0; v < vectors; v++) held[v] = load_of(b[r], at + LANES * v, left, all, type);
         UNROLL for (int row = 0; row < rows; row++) {
-            const v16 factor = splat(inner[row][r]);
+            const vec factor = splat(inner[row][r]);
             UNROLL for (int v = 0; v < vectors; v++) sums[row * vectors + v] += factor * held[v];
         }
     }
     UNROLL for (int row = 0; row < rows; row++)
         UNROLL for (int v = 0; v < vectors; v++) {
-            const v16 sum = sums[row * vectors + v];
+            const vec sum = sums[row * vectors + v];
             if (all)
-                store16(y[row], at + 16 * v, sum, type);
+                store_vec(y[row], at + LANES * v, sum, type);
             else
                 store_upto(y[row], at, left, sum, type);
         }
@@ -159,14 +159,14 @@ INLINE void add_pairs(char *const *y, const char *const *b, const int32_t (*pair
         UNROLL for (int half = 0; half < 2; half++) {
             const __m512 low = sums[row][2 * half], high = sums[row][2 * half + 1];
             const int64_t to = at + 32 * half;
-            store16(y[row], to, load16(y[row], to, BF16) + (v16)_mm512_permutex2var_ps(low, first, high), BF16);
-            store16(y[row], to + 16, load16(y[row], to + 16, BF16) + (v16)_mm512_permutex2var_ps(low, second, high), BF16);
+            store_vec(y[row], to, load_vec(y[row], to, BF16) + (vec)_mm512_permutex2var_ps(low, first, high), BF16);
+            store_vec(y[row], to + 16, load_vec(y[row], to + 16, BF16) + (vec)_mm512_permutex2var_ps(low, second, high), BF16);
         }
 }
 
 /* Ranks in pairs, rounded. */
 INLINE void pair_up(const float *inner, int64_t rank, int32_t *pairs) {
-    for (int64_t at = 0; at < rank; at += 16) store16(pairs, at, load_upto(inner, at, rank - at, F32), BF16);
+    for (int64_t at = 0; at < rank; at += 16) store_vec(pairs, at, load_upto(inner, at, rank - at, F32), BF16);
 }
 #endif
 
@@ -189,8 +189,8 @@ INLINE void expand_chunk(const Deltas *d, int64_t first, int64_t part, int64_t c
         for (; at + PAIRED <= end; at += PAIRED) add_pairs(y, b, (const int32_t(*)[128])pairs, rank, at, rows);
     }
 #endif
-    for (; at + 16 * VECTORS <= end; at += 16 * VECTORS) add_vectors(y, b, inner, rank, at, end - at, rows, VECTORS, type);
-    for (; at < end; at += 16) add_vectors(y, b, inner, rank, at, end - at, rows, 0, type);
+    for (; at + LANES * VECTORS <= end; at += LANES * VECTORS) add_vectors(y, b, inner, rank, at, end - at, rows, VECTORS, type);
+    for (; at < end; at += LANES) add_vectors(y, b, inner, rank, at, end - at, rows, 0, type);
 }
 
 /* Outputs from .. to - 1. */

@@ -21,7 +21,7 @@ from headrace.kernels.build.rehearsals import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes, rows_of
 from headrace.kernels.linear import panels
 from headrace.kernels.linear.candidates import INTEGER, INTEGERS
-from headrace.kernels.linear.native import FEW_ROWS
+from headrace.kernels.linear.native import FEW_ROWS, product_of_many_rows
 from headrace.kernels.linear.packing import empty
 from headrace.kernels.moe import reference
 from headrace.sites import matrices
@@ -34,7 +34,7 @@ def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
     num_experts, top_k = site.facts.num_experts, site.facts.top_k
     function = function_of(native, "headrace_moe", "si", c_int)
     invariant, empty = site.invariant, site.empty
-    always = invariant or site.facts.dtype is torch.float16
+    many_rows = product_of_many_rows(site.facts.dtype)
 
     def few(
         x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation,
@@ -59,10 +59,9 @@ def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
         x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation,
         places: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if always or x.shape[0] * top_k <= FEW_ROWS * num_experts:
+        if invariant or x.shape[0] * top_k <= FEW_ROWS * num_experts:
             return few(x, router_logits, gate_up, down, renormalize, kind, places)
-        # many tokens an expert: torch's blocked product
-        return reference.moe(x, router_logits, gate_up, down, top_k, renormalize, kind, places)
+        return reference.moe(x, router_logits, gate_up, down, top_k, renormalize, kind, places, many_rows)
 
     return moe
 

@@ -23,11 +23,11 @@ typedef struct {
     int64_t *expert, *place, *start, *active; /* of pair token * top_k + j: its expert and its place when sorted; first place of each expert */
     int64_t num_active;
     float *weight, *scores;         /* of each pair; scratch for one token's probabilities */
-    char *rows, *wide, *gated, *answers; /* sorted pairs x hidden, x 2 inner, x inner, x hidden */
+    char *rows, *wide, *gated, *answers; /* sorted pairs x hidden, x 2 inner, x inner, x hidden; rows and gated as products take them */
 } Routing;
 
 INLINE float element(const char *base, int64_t at, int type) {
-    v16 one = load_some(base, at, 1, type);
+    vec one = load_some(base, at, 1, type);
     return one[0];
 }
 
@@ -58,7 +58,7 @@ static void choose_experts(const Sparse *a, Routing *r, int64_t token) {
 
 /* Sorts the pairs by expert and gathers their tokens' rows; those of other ranks' experts have no place. */
 static void sort_pairs(const Sparse *a, Routing *r) {
-    const int64_t pairs = a->tokens * a->top_k, line = a->hidden * size_of(a->type);
+    const int64_t pairs = a->tokens * a->top_k, line = a->hidden * size_of(headrace_product_type(a->type));
     memset(r->start, 0, (a->held + 1) * sizeof(int64_t));
     for (int64_t i = 0; i < pairs; i++)
         if (r->expert[i] >= 0) r->start[r->expert[i] + 1]++;
@@ -71,29 +71,36 @@ static void sort_pairs(const Sparse *a, Routing *r) {
     for (int64_t e = a->held; e > 0; e--) r->start[e] = r->start[e - 1];
     r->start[0] = 0;
     for (int64_t i = 0; i < pairs; i++)
-        if (r->place[i] >= 0) memcpy(r->rows + r->place[i] * line, a->x + i / a->top_k * a->x_row * size_of(a->type), line);
+        if (r->place[i] >= 0) headrace_product_row(a->type, a->x + i / a->top_k * a->x_row * size_of(a->type), r->rows + r->place[i] * line, a->hidden);
 }
 
 /* One chunk of columns of y = x . w[expert]^T over an expert's pairs. */
 static void expert_columns(const Sparse *a, const Routing *r, int64_t expert, int64_t chunk, const char *x, const char *w, char *y, int64_t n, int64_t k) {
     const int64_t size = size_of(a->type), first = r->start[expert], to = (chunk + 1) * CHUNK_N;
-    const Product p = {a->type,        r->start[expert + 1] - first, n, k, x + first * k * size, w + expert * n * k * size, NULL,
+    const Product p = {a->type,        r->start[expert + 1] - first, n, k, x + first * k * size_of(headrace_product_type(a->type)), w + expert * n * k * size, NULL,
                        y + first * n * size, k, k, n, a->invariant};
     headrace_product_columns(&p, chunk * CHUNK_N, to < n ? to : n);
 }
 
 static void weighted_sum(const Sparse *a, const Routing *r, int64_t token) {
     const int64_t size = size_of(a->type);
-    for (int64_t i = 0; i < a->hidden; i += 16) {
-        v16 sum = splat(0.0f);
+    for (int64_t i = 0; i < a->hidden; i += LANES) {
+        vec sum = splat(0.0f);
         for (int64_t j = token * a->top_k; j < (token + 1) * a->top_k; j++)
             if (r->place[j] >= 0) sum += r->weight[j] * load_upto(r->answers + r->place[j] * a->hidden * size, i, a->hidden - i, a->type);
         store_upto(a->out + token * a->hidden * size, i, a->hidden - i, sum, a->type);
     }
 }
 
+/* In place of the gate, then as the next product takes it. */
+static void gate_pair(const Sparse *a, const Routing *r, int64_t i) {
+    char *wide = r->wide + i * 2 * a->inner * size_of(a->type);
+    headrace_gate_row(a->type, wide, wide, a->inner, a->activation);
+    headrace_product_row(a->type, wide, r->gated + i * a->inner * size_of(headrace_product_type(a->type)), a->inner);
+}
+
 static void compute(const Sparse *a, const Routing *r, int threads) {
-    const int64_t size = size_of(a->type), pairs = r->start[a->held];
+    const int64_t pairs = r->start[a->held];
     const int64_t wide_chunks = (2 * a->inner + CHUNK_N - 1) / CHUNK_N, down_chunks = (a->hidden + CHUNK_N - 1) / CHUNK_N;
 #pragma omp parallel num_threads(threads) if (threads > 1 && pairs * a->inner * a->hidden > 65536)
     {
@@ -101,8 +108,7 @@ static void compute(const Sparse *a, const Routing *r, int threads) {
         for (int64_t i = 0; i < r->num_active * wide_chunks; i++)
             expert_columns(a, r, r->active[i / wide_chunks], i % wide_chunks, r->rows, a->gate_up, r->wide, 2 * a->inner, a->hidden);
 #pragma omp for
-        for (int64_t i = 0; i < pairs; i++)
-            headrace_gate_row(a->type, r->wide + i * 2 * a->inner * size, r->gated + i * a->inner * size, a->inner, a->activation);
+        for (int64_t i = 0; i < pairs; i++) gate_pair(a, r, i);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < r->num_active * down_chunks; i++)
             expert_columns(a, r, r->active[i / down_chunks], i % down_chunks, r->gated, a->down, r->answers, a->hidden, a->inner);
@@ -119,8 +125,9 @@ static char *carve(char **memory, int64_t bytes) {
 
 /* Returns 1 if memory ran out. */
 int headrace_moe(const Sparse *a, int threads) {
-    const int64_t pairs = a->tokens * a->top_k, size = size_of(a->type), row = 2 * a->hidden + 3 * a->inner;
-    char *memory = malloc(pairs * (row * size + 20) + a->experts * 20 + 16 * 64), *rest = memory;
+    const int64_t pairs = a->tokens * a->top_k, size = size_of(a->type), x_size = size_of(headrace_product_type((int)a->type));
+    const int64_t row = (a->hidden + 2 * a->inner) * size + (a->hidden + a->inner) * x_size;
+    char *memory = malloc(pairs * (row + 20) + a->experts * 20 + 16 * 64), *rest = memory;
     if (!memory) return 1;
     Routing r;
     r.expert = (int64_t *)carve(&rest, pairs * 8);
@@ -129,9 +136,9 @@ int headrace_moe(const Sparse *a, int threads) {
     r.active = (int64_t *)carve(&rest, a->experts * 8);
     r.weight = (float *)carve(&rest, pairs * 4);
     r.scores = (float *)carve(&rest, a->experts * 4);
-    r.rows = carve(&rest, pairs * a->hidden * size);
+    r.rows = carve(&rest, pairs * a->hidden * x_size);
     r.wide = carve(&rest, pairs * 2 * a->inner * size);
-    r.gated = carve(&rest, pairs * a->inner * size);
+    r.gated = carve(&rest, pairs * a->inner * x_size);
     r.answers = carve(&rest, pairs * a->hidden * size);
     for (int64_t t = 0; t < a->tokens; t++) choose_experts(a, &r, t);
     sort_pairs(a, &r);

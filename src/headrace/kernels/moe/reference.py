@@ -5,6 +5,8 @@ What lives here: formulas in plain torch. What may not: anything that is fast at
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,6 +46,7 @@ def moe(
     renormalize: bool,
     kind: Activation,
     places: Tensor | None = None,  # [turns, E], int32
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
     """Sparse feed-forward (Shazeer et al. 2017): each token's ``top_k`` experts, weighted. Returns [T, H]; other
     experts are not read. With ``places`` (see ``here``), what this rank's experts contribute."""
@@ -52,6 +55,6 @@ def moe(
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in torch.unique(experts[experts >= 0]).tolist():
         tokens, choice = torch.where(experts == expert)
-        inner = gated_activation(F.linear(x[tokens], gate_up[expert]), kind)
-        out.index_add_(0, tokens, F.linear(inner, down[expert]).float() * weights[tokens, choice].unsqueeze(1))
+        inner = gated_activation(linear(x[tokens], gate_up[expert], None), kind)
+        out.index_add_(0, tokens, linear(inner, down[expert], None).float() * weights[tokens, choice].unsqueeze(1))
     return out.to(x.dtype)

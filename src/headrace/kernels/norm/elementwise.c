@@ -20,9 +20,9 @@ enum { OK = 0, BAD_POSITION = 1, BAD_SLOT = 2 };
 
 INLINE void norm_row(const char *x, const char *residual, const char *weight, char *y, char *sum, int64_t width, float eps,
                      const int type, const int weight_type) {
-    v16 squares = splat(0.0f);
-    for (int64_t i = 0; i < width; i += 16) {
-        v16 value = load_upto(x, i, width - i, type);
+    vec squares = splat(0.0f);
+    for (int64_t i = 0; i < width; i += LANES) {
+        vec value = load_upto(x, i, width - i, type);
         if (residual) {
             value += load_upto(residual, i, width - i, type);
             store_upto(sum, i, width - i, value, type);
@@ -30,9 +30,9 @@ INLINE void norm_row(const char *x, const char *residual, const char *weight, ch
         }
         squares += value * value;
     }
-    const float scale = 1.0f / sqrtf(sum16(squares) / (float)width + eps);
+    const float scale = 1.0f / sqrtf(vsum(squares) / (float)width + eps);
     const char *from = residual ? sum : x;
-    for (int64_t i = 0; i < width; i += 16)
+    for (int64_t i = 0; i < width; i += LANES)
         store_upto(y, i, width - i, load_upto(from, i, width - i, type) * scale * load_upto(weight, i, width - i, weight_type), type);
 }
 
@@ -61,17 +61,17 @@ void headrace_rms_norm(int type, int weight_type, int64_t rows, int64_t width, c
     }
 }
 
-INLINE v16 activate(v16 x, int kind) {
+INLINE vec activate(vec x, int kind) {
     if (kind == SILU) return x / (1.0f + vexp(-x));
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + vtanh(0.7978845608f * (x + 0.044715f * x * x * x)));
-    v16 out;
-    for (int i = 0; i < 16; i++) out[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.7071067812f));
+    vec out;
+    for (int i = 0; i < LANES; i++) out[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.7071067812f));
     return out;
 }
 
 INLINE void gate_row(const char *x, char *y, int64_t width, int kind, const int type) {
-    for (int64_t i = 0; i < width; i += 16) {
-        v16 gate = load_upto(x, i, width - i, type), up = load_upto(x, width + i, width - i, type);
+    for (int64_t i = 0; i < width; i += LANES) {
+        vec gate = load_upto(x, i, width - i, type), up = load_upto(x, width + i, width - i, type);
         store_upto(y, i, width - i, activate(gate, kind) * up, type);
     }
 }
@@ -92,7 +92,7 @@ void headrace_gated_activation(int type, int64_t rows, int64_t width, const char
 }
 
 INLINE void activate_row(const char *x, char *y, int64_t width, int kind, const int type) {
-    for (int64_t i = 0; i < width; i += 16) store_upto(y, i, width - i, activate(load_upto(x, i, width - i, type), kind), type);
+    for (int64_t i = 0; i < width; i += LANES) store_upto(y, i, width - i, activate(load_upto(x, i, width - i, type), kind), type);
 }
 
 void headrace_activation(int type, int64_t rows, int64_t width, const char *x, int64_t x_row, int kind, char *y, int threads) {
@@ -111,10 +111,10 @@ void headrace_activation(int type, int64_t rows, int64_t width, const char *x, i
 }
 
 INLINE void rotate_head(char *x, const float *cos_sin, int64_t half, const int type) {
-    for (int64_t i = 0; i < half; i += 16) {
+    for (int64_t i = 0; i < half; i += LANES) {
         const int64_t left = half - i;
-        v16 c = load_upto(cos_sin, i, left, F32), s = load_upto(cos_sin, half + i, left, F32);
-        v16 a = load_upto(x, i, left, type), b = load_upto(x, half + i, left, type);
+        vec c = load_upto(cos_sin, i, left, F32), s = load_upto(cos_sin, half + i, left, F32);
+        vec a = load_upto(x, i, left, type), b = load_upto(x, half + i, left, type);
         store_upto(x, i, left, a * c - b * s, type);
         store_upto(x, half + i, left, b * c + a * s, type);
     }
@@ -125,7 +125,7 @@ static void copy_cached(const char *from, char *to, int64_t dim, int type, int c
     if (type == cache_type)
         memcpy(to, from, dim * size_of(type));
     else
-        for (int64_t i = 0; i < dim; i += 16) store_upto(to, i, dim - i, load_upto(from, i, dim - i, type), cache_type);
+        for (int64_t i = 0; i < dim; i += LANES) store_upto(to, i, dim - i, load_upto(from, i, dim - i, type), cache_type);
 }
 
 INLINE void encode_any(const char *from, int64_t dim, int type, char *codes, char *scales, float shared, const int kind) {

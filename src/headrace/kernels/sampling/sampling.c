@@ -4,33 +4,37 @@
  *
  * The integers are those of the torch twin (kernels/sampling/reference.py); logarithms may differ from torch's in the last bit. Noise is largest
  * where its word is smallest: g = -log(-log1p(-w)) <= -log(w) for w = (word + 1/2) / 2^32, so a bound from the word's exponent tells,
- * before any logarithm, that none of 16 tokens can win; nearly all are settled by that.
+ * before any logarithm, that no token of a vector can win; nearly all are settled by that.
  */
 #include "common.h"
 
-typedef uint64_t w8 __attribute__((vector_size(64)));
+typedef uint64_t wvec __attribute__((vector_size(4 * LANES)));
 
 enum { RUN = 64, SPAN = 256 }; /* tokens with the same word of consecutive calls; tokens of RUN calls */
 #define LOG2 0.69314718056f
 #define LARGEST_NOISE 22.9f /* -log(2^-33) and a little */
 
-INLINE void multiply(u16 x, uint32_t factor, u16 *high, u16 *low) {
-    w8 even, odd;
-#if defined(__AVX512F__)
+INLINE void multiply(uvec x, uint32_t factor, uvec *high, uvec *low) {
+    wvec even, odd;
+#if LANES == 16
     __m512i f = _mm512_set1_epi64(factor);
-    even = (w8)_mm512_mul_epu32((__m512i)x, f);
-    odd = (w8)_mm512_mul_epu32((__m512i)((w8)x >> 32), f);
+    even = (wvec)_mm512_mul_epu32((__m512i)x, f);
+    odd = (wvec)_mm512_mul_epu32((__m512i)((wvec)x >> 32), f);
+#elif LANES == 8
+    __m256i f = _mm256_set1_epi64x(factor);
+    even = (wvec)_mm256_mul_epu32((__m256i)x, f);
+    odd = (wvec)_mm256_mul_epu32((__m256i)((wvec)x >> 32), f);
 #else
-    even = ((w8)x & 0xffffffffu) * (uint64_t)factor;
-    odd = ((w8)x >> 32) * (uint64_t)factor;
+    even = ((wvec)x & 0xffffffffu) * (uint64_t)factor;
+    odd = ((wvec)x >> 32) * (uint64_t)factor;
 #endif
-    *high = (u16)((even >> 32) | (odd & 0xffffffff00000000ull));
-    *low = (u16)((even & 0xffffffffu) | (odd << 32));
+    *high = (uvec)((even >> 32) | (odd & 0xffffffff00000000ull));
+    *low = (uvec)((even & 0xffffffffu) | (odd << 32));
 }
 
-INLINE void philox(u16 c[4], uint32_t k0, uint32_t k1) {
+INLINE void philox(uvec c[4], uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; round++) {
-        u16 h0, l0, h1, l1;
+        uvec h0, l0, h1, l1;
         multiply(c[0], 0xD2511F53u, &h0, &l0);
         multiply(c[2], 0xCD9E8D57u, &h1, &l1);
         c[0] = h1 ^ c[1] ^ k0;
@@ -50,18 +54,20 @@ static float gumbel(uint32_t word) {
 
 /* No noise of these words is larger: -log(w) <= (33 - exponent of the word as a float) ln 2; rounding adds at most 1 to the exponent.
  * Word 0 gives the largest noise there is, -log(1/2^33), and is treated as 1. */
-INLINE v16 bound(u16 words) {
-    i16 exponent = ((i16)__builtin_convertvector(words | 1u, v16) >> 23) - 127;
-    return (33.01f - __builtin_convertvector(exponent, v16)) * LOG2; /* .01: the sums in float32 */
+INLINE vec bound(uvec words) {
+    ivec exponent = ((ivec)__builtin_convertvector(words | 1u, vec) >> 23) - 127;
+    return (33.01f - __builtin_convertvector(exponent, vec)) * LOG2; /* .01: the sums in float32 */
 }
 
-INLINE int any_above(v16 x, float limit) {
-    i16 above = x > limit;
-#if defined(__AVX512F__)
+INLINE int any_above(vec x, float limit) {
+    ivec above = x > limit;
+#if LANES == 16
     return _mm512_test_epi32_mask((__m512i)above, (__m512i)above) != 0;
+#elif LANES == 8
+    return _mm256_movemask_ps((__m256)above) != 0;
 #else
     int found = 0;
-    for (int i = 0; i < 16; i++) found |= above[i];
+    for (int i = 0; i < LANES; i++) found |= above[i];
     return found;
 #endif
 }
@@ -77,21 +83,21 @@ INLINE void pick_in_span(const float *scores, int64_t first, int64_t left, float
     const int64_t count = left < SPAN ? left : SPAN;
     for (int64_t i = 0; i < count; i++) most = scores[first + i] > most ? scores[first + i] : most;
     if (!(most >= threshold) || most == -INFINITY || most + LARGEST_NOISE < b->value) return;
-    for (int at = 0; at < RUN && at < count; at += 16) {
-        u16 c[4] = {{0}, {0}, {0}, {0}};
-        for (int i = 0; i < 16; i++) c[0][i] = (uint32_t)(first / SPAN * RUN + at + i);
+    for (int at = 0; at < RUN && at < count; at += LANES) {
+        uvec c[4] = {{0}, {0}, {0}, {0}};
+        for (int i = 0; i < LANES; i++) c[0][i] = (uint32_t)(first / SPAN * RUN + at + i);
         c[1] += (uint32_t)position;
         philox(c, (uint32_t)seed, (uint32_t)((uint64_t)seed >> 32));
         for (int lane = 0; lane < 4; lane++) {
             const int64_t token = first + lane * RUN + at, here = first + count - token;
             if (here <= 0) break;
-            v16 score;
-            if (here >= 16)
-                score = *(const v16u *)(scores + token);
+            vec score;
+            if (here >= LANES)
+                score = *(const vecu *)(scores + token);
             else
-                for (int i = 0; i < 16; i++) score[i] = i < here ? scores[token + i] : -INFINITY;
+                for (int i = 0; i < LANES; i++) score[i] = i < here ? scores[token + i] : -INFINITY;
             if (!any_above(score + bound(c[lane]), b->value)) continue;
-            for (int i = 0; i < 16 && i < here; i++) {
+            for (int i = 0; i < LANES && i < here; i++) {
                 if (!(score[i] >= threshold)) continue;
                 const float value = score[i] + gumbel(c[lane][i]);
                 if (value > b->value || (value == b->value && token + i < b->token)) *b = (best){value, token + i};

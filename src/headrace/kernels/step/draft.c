@@ -16,7 +16,7 @@
 
 enum { QKV, OUTPUT, UP, DOWN, FIRST_NORM, SECOND_NORM, PARTS };
 
-void headrace_linear(int type, int64_t m, int64_t n, int64_t k, const char *x, int64_t x_row, const char *w, int64_t w_row, const char *bias,
+int headrace_linear(int type, int64_t m, int64_t n, int64_t k, const char *x, int64_t x_row, const char *w, int64_t w_row, const char *bias,
                      char *y, int64_t y_row, int invariant, int threads);
 
 int headrace_gumbel_argmax(int64_t rows, int64_t vocab, const float *scores, int64_t row_stride, const float *thresholds, const int64_t *seeds,
@@ -75,8 +75,8 @@ static char *make_pass(Pass *p, const Model *m, int64_t tokens, int64_t rows, in
     return memory;
 }
 
-static void product(const Model *m, int64_t rows, int64_t outs, int64_t ins, const char *x, const char *w, char *y, int threads) {
-    headrace_linear((int)m->type, rows, outs, ins, x, ins, w, ins, NULL, y, outs, 0, threads);
+static int product(const Model *m, int64_t rows, int64_t outs, int64_t ins, const char *x, const char *w, char *y, int threads) {
+    return headrace_linear((int)m->type, rows, outs, ins, x, ins, w, ins, NULL, y, outs, 0, threads);
 }
 
 /* y = norm(x + sum), and sum takes x in. */
@@ -109,13 +109,13 @@ static int forward(const Model *m, const Drafting *d, Pass *p) {
             norm_onto(m, p->tokens, p->other, p->sum, w[FIRST_NORM], p->normed);
         else
             headrace_rms_norm((int)m->type, (int)m->type, p->tokens, m->hidden, p->sum, m->hidden, NULL, 0, w[FIRST_NORM], (float)m->eps, p->normed, NULL, 1);
-        product(m, p->tokens, attended + 2 * m->kv_heads * m->dim, m->hidden, p->normed, w[QKV], p->wide, 1);
+        if (product(m, p->tokens, attended + 2 * m->kv_heads * m->dim, m->hidden, p->normed, w[QKV], p->wide, 1)) return 1;
         if (attend(m, d, p, layer)) return 1;
-        product(m, p->tokens, m->hidden, attended, p->attended, w[OUTPUT], p->other, 1);
+        if (product(m, p->tokens, m->hidden, attended, p->attended, w[OUTPUT], p->other, 1)) return 1;
         norm_onto(m, p->tokens, p->other, p->sum, w[SECOND_NORM], p->normed);
-        product(m, p->tokens, 2 * m->inner, m->hidden, p->normed, w[UP], p->wide, 1);
+        if (product(m, p->tokens, 2 * m->inner, m->hidden, p->normed, w[UP], p->wide, 1)) return 1;
         headrace_gated_activation((int)m->type, p->tokens, m->inner, p->wide, 2 * m->inner, 0, p->gated, 1);
-        product(m, p->tokens, m->hidden, m->inner, p->gated, w[DOWN], p->other, 1);
+        if (product(m, p->tokens, m->hidden, m->inner, p->gated, w[DOWN], p->other, 1)) return 1;
     }
     norm_onto(m, p->tokens, p->other, p->sum, m->norm, p->normed);
     return 0;
@@ -137,11 +137,11 @@ static void add_sequence(const Drafting *d, Pass *p, int64_t i, int64_t first, i
 }
 
 INLINE float peak_of(const char *logits, int64_t vocab, const int type) {
-    v16 top = splat(-INFINITY);
+    vec top = splat(-INFINITY);
     float best = -INFINITY;
     int64_t at = 0;
-    for (; at + 16 <= vocab; at += 16) top = vmax(load16(logits, at, type), top);
-    for (int i = 0; i < 16; i++) best = top[i] > best ? top[i] : best;
+    for (; at + LANES <= vocab; at += LANES) top = vmax(load_vec(logits, at, type), top);
+    for (int i = 0; i < LANES; i++) best = top[i] > best ? top[i] : best;
     for (int64_t i = at; i < vocab; i++) {
         const float value = load_upto(logits, i, 1, type)[0];
         best = value > best ? value : best;
@@ -152,9 +152,9 @@ INLINE float peak_of(const char *logits, int64_t vocab, const int type) {
 /* The first token that has the largest logit. */
 INLINE int32_t largest(const char *logits, int64_t vocab, const int type) {
     const float best = peak_of(logits, vocab, type);
-    for (int64_t i = 0; i < vocab; i += 16) {
-        const v16 part = load_upto(logits, i, vocab - i, type);
-        for (int j = 0; j < 16 && i + j < vocab; j++)
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        const vec part = load_upto(logits, i, vocab - i, type);
+        for (int j = 0; j < LANES && i + j < vocab; j++)
             if (part[j] == best) return (int32_t)(i + j);
     }
     return 0;
@@ -165,7 +165,7 @@ INLINE int32_t noisy(const Model *m, const Drafting *d, int64_t i, int64_t depth
     const float peak = peak_of(logits, m->vocab, type), kept = -INFINITY;
     const int64_t place = d->length[i] + depth - d->prompt[i];
     int64_t token = 0;
-    for (int64_t t = 0; t < m->vocab; t += 16) store_upto(scores, t, m->vocab - t, (load_upto(logits, t, m->vocab - t, type) - peak) / d->temperature[i], F32);
+    for (int64_t t = 0; t < m->vocab; t += LANES) store_upto(scores, t, m->vocab - t, (load_upto(logits, t, m->vocab - t, type) - peak) / d->temperature[i], F32);
     if (headrace_gumbel_argmax(1, m->vocab, scores, m->vocab, &kept, d->seed + i, &place, &token, 1)) return 0;
     return (int32_t)token;
 }
@@ -180,14 +180,15 @@ static int32_t drawn(const Model *m, const Drafting *d, int64_t i, int64_t depth
 }
 
 /* Draws behind the last token of each sequence. `which`: the rows they are of. */
-static void draw(const Model *m, const Drafting *d, Pass *p, const int64_t *which, int64_t depth, char *last, char *logits, float *scores) {
+static int draw(const Model *m, const Drafting *d, Pass *p, const int64_t *which, int64_t depth, char *last, char *logits, float *scores) {
     const int64_t size = size_of((int)m->type), line = m->hidden * size;
     for (int64_t s = 0; s < p->sequences; s++) memcpy(last + s * line, p->normed + (p->query_start[s + 1] - 1) * line, line);
-    product(m, p->sequences, m->vocab, m->hidden, last, m->head, logits, (int)d->threads);
+    if (product(m, p->sequences, m->vocab, m->hidden, last, m->head, logits, (int)d->threads)) return 1;
     for (int64_t s = 0; s < p->sequences; s++) {
         const int64_t i = which[s];
         d->token_ids[d->row[i] * d->id_row + d->length[i] + depth] = drawn(m, d, i, depth, logits + s * m->vocab * size, scores);
     }
+    return 0;
 }
 
 static int run_passes(const Model *m, const Drafting *d, Pass *p, int64_t *which, char *last, char *logits, float *scores) {
@@ -201,8 +202,7 @@ static int run_passes(const Model *m, const Drafting *d, Pass *p, int64_t *which
             const int64_t first = depth ? d->length[i] + depth - 1 : d->start[i];
             add_sequence(d, p, i, first, d->length[i] + depth - first);
         }
-        if (forward(m, d, p)) return 1;
-        draw(m, d, p, which, depth, last, logits, scores);
+        if (forward(m, d, p) || draw(m, d, p, which, depth, last, logits, scores)) return 1;
     }
     return 0;
 }
