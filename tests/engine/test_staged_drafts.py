@@ -22,7 +22,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor, Ticket
 from headrace.models.source import find_model
 from headrace.request import StepPlan, StepResult, TokenMasks
-from headrace.speculative.ahead import RunsAhead
+from headrace.speculative.ahead import StagedRuns
 from headrace.worker.draft_model import DraftModel
 from headrace.worker.rows import Ints
 from headrace.worker.speculator import Proposal
@@ -156,7 +156,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, chance: float, seed: int = 0) -> None
         return Proposal(np.array([len(each) for each in lists], dtype=np.int32), lists)
 
     monkeypatch.setattr(DraftModel, "propose", spoiled)
-    monkeypatch.setattr(RunsAhead, "wanted", lambda *_: True)
+    monkeypatch.setattr(StagedRuns, "wanted", lambda *_: True)
 
 
 def drafts_of(folder: Path, count: int) -> dict[str, Any]:

@@ -251,6 +251,8 @@ def test_quantile_by_hand() -> None:
     ("waits_budget", (512,), "Request 7 waits for the next step: this one's 512 tokens are given out."),
     ("waits_time", (50_000,), "Request 7 waits for the next step: this one's 50.0 ms are given out."),
     ("overfull", (300, 50_000), "300 answers together take longer than the 50.0 ms that a step may take: prompts get little beside them."),
+    ("runs_begin", (31_000, 42_000), "Drafts follow drafts that are on their way through the stages: a token takes 31.0 ms so, and 42.0 ms without."),
+    ("runs_end", (9, 8), "No drafts follow drafts that are on their way through the stages: a token takes 0.0 ms so, and 0.0 ms without."),
     ("waits_batch", (), "Request 7 waits for the running batch to end: continuous batching is off."),
     ("refused", (5000,), "Request 7 refused: a prompt of 5,000 tokens cannot run here."),
     ("turned_away", (500,), "Request 7 turned away: with its prompt of 500 tokens it could not be served in time."),

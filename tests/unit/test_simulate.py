@@ -179,13 +179,17 @@ def test_a_whole_simulation_by_hand() -> None:
 def test_drafts_are_tokens_and_their_model_is_priced_where_it_is() -> None:
     """A verification that takes what a step takes, and drafts of a device whose layers are five times as fast."""
 
-    def told(drafts: dict[str, Any] | None, draft: DraftOn | None = None, **device: Any) -> dict[str, Any]:
+    def told(
+        drafts: dict[str, Any] | None, draft: DraftOn | None = None, output: int = 101, **device: Any
+    ) -> dict[str, Any]:
         config = replace(
             EngineConfig(),
             scheduler=SchedulerConfig(speculative_config=None if drafts is None else json.dumps(drafts)),
             device=DeviceConfig(overlap=0, **device),
         )
-        return simulate(SPEC, config, tiny_device(layer=1.0), Load([LoadRequest(10, 101, at=0.0)], draft=draft)).figures
+        return simulate(
+            SPEC, config, tiny_device(layer=1.0), Load([LoadRequest(10, output, at=0.0)], draft=draft)
+        ).figures
 
     chain = {"model": "-", "num_speculative_tokens": 4, "acceptance": 1.0}
     own = {**chain, "device": "cpu"}
@@ -207,12 +211,12 @@ def test_drafts_are_tokens_and_their_model_is_priced_where_it_is() -> None:
         "pipeline_parallel_size": 2,
         "pipeline_layers": (SPEC.num_layers // 2, SPEC.num_layers - SPEC.num_layers // 2),
     }
-    alone, flight = (told(chain, drafts_ahead=on, **stages) for on in (False, True))
-    assert flight["total_output_tokens"] == alone["total_output_tokens"] == 101
+    alone, flight = (told(chain, output=2001, drafts_ahead=on, **stages) for on in (False, True))
+    assert flight["total_output_tokens"] == alone["total_output_tokens"] == 2001
     assert flight["mean_tpot_ms"] == pytest.approx(alone["mean_tpot_ms"] / 2, rel=0.25)
     assert flight["drafts_ahead_used"] > 40 and flight["drafts_ahead_spared"] == 0
-    often = told({**chain, "acceptance": 0.7}, **stages)
-    assert often["total_output_tokens"] == 101 and often["drafts_ahead_spared"] > 0
+    often = told({**chain, "acceptance": 0.7}, output=201, **stages)
+    assert often["total_output_tokens"] == 201 and often["drafts_ahead_spared"] > 0
 
 
 def test_a_draft_device_without_a_draft_is_refused() -> None:

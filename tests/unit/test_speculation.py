@@ -4,6 +4,7 @@ they are."""
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
+from headrace.engine.executor import Ticket
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.planner.drafts import Drafting
@@ -244,6 +246,49 @@ def test_a_modelled_device_accepts_as_often_as_it_is_told() -> None:
     )
     assert abs(chain / plain / (sum(0.8**n for n in range(5)) / 1.4) - 1.0) < 0.05
     assert abs(tree / chain - 1.0) < 0.02, "as deep, and twice as wide"
+
+
+def _staged(acceptance: float, slowed: float, *, runs: bool = True) -> tuple[float, EngineCore]:
+    """Tokens a second of one stream over two stages, whose steps take so many times as long where two are in flight."""
+    info = keyed_hash_info(max_drafts=2, max_model_len=4000, num_blocks=300)
+    clock, price = VirtualClock(), StepPrice(0.01, 0.0, 0.0, 0.0, stages=(0.005, 0.005))
+    under_way: list[Ticket] = []
+    executor = ModelledExecutor(
+        replace(info, stages=2, runs_ahead=runs), lambda plan: price, clock, drafting=Drafting(acceptance, 0.1),
+        ratio=lambda *_: slowed if under_way else 1.0,
+    )  # fmt: skip
+    submit, collect = executor.submit, executor.collect
+    executor.submit = lambda plan: (ticket := submit(plan), under_way.append(ticket))[0]  # type: ignore[method-assign]
+    executor.collect = lambda ticket: (collect(ticket), under_way.remove(ticket))[0]  # type: ignore[method-assign,func-returns-value]
+    config = SchedulerConfig(max_num_seqs=8, speculative_config=FIXED % 2)
+    core = EngineCore(
+        executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=1
+    )
+    core.add(request(1, range(5), max_tokens=3000))
+    answers = Answers()
+    for _ in range(400):
+        answers.take(core.step())
+    said = core.explain(1)
+    answers = run(core, answers=answers)
+    assert answers.tokens[1, 0] == list(executor.answer_ids(1, 5, 3000))
+    assert said is not None and runs == ("while they are verified" in said.drafts)
+    return 3000 / clock.now(), core
+
+
+@pytest.mark.parametrize(("acceptance", "slowed", "pays"), [
+    (0.95, 1.0, 1.2), (0.95, 1.4, 0.0), (0.3, 1.0, 0.0),
+])  # fmt: skip
+def test_runs_in_flight_over_stages_are_decided_by_time(acceptance: float, slowed: float, pays: float) -> None:
+    """They go on where they pay, and are tried and left where stages in flight slow each other down."""
+    without, _ = _staged(acceptance, slowed, runs=False)
+    speed, core = _staged(acceptance, slowed)
+    kinds = [entry.kind for entry in core.scheduler.log.after(0) if entry.kind.startswith("runs")]
+    if pays:
+        assert speed / without > pays and kinds[0] == "runs_begin"
+    else:
+        assert speed / without > 0.94 and kinds in ([], ["runs_begin", "runs_end"])
+    runs = core.scheduler.speculation and core.scheduler.speculation.runs
+    assert runs is not None and runs.on == bool(pays) == (runs.speeds[0] > runs.speeds[1])
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.7, 0.9, 1.0])

@@ -551,5 +551,7 @@ def create_scheduler(
     )
     speculation = None
     if settings is not None:
-        speculation = Speculation(info.max_drafts, settings.fixed, settings.disable_by_batch_size, forecast)
+        speculation = Speculation(
+            info.max_drafts, settings.fixed, settings.disable_by_batch_size, forecast, info.stages
+        )
     return Scheduler(config, limits, manager, eos_token_ids, forecast, speculation)

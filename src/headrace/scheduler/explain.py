@@ -139,11 +139,13 @@ def _drafts(scheduler: Scheduler, sequence: Sequence) -> str:
     if not sequence.drafts:
         return "none: the request asks for none"
     length = scheduler.speculation.length(len(scheduler.roster.running))
-    return (
-        f"{length} tokens a step"
-        if length
-        else "none: at this load they cost more than they bring, or how steps go without is being timed"
-    )
+    if not length:
+        return "none: at this load they cost more than they bring, or how steps go without is being timed"
+    said, runs = f"{length} tokens a step", scheduler.speculation.runs
+    if runs is None or not all(runs.speeds):
+        return said
+    begun = "others follow" if runs.on else "none follow"
+    return f"{said}; {begun} while they are verified: {runs.speeds[0]:.4g} tokens/s if so, {runs.speeds[1]:.4g} if not"
 
 
 def _next_step(scheduler: Scheduler, queue: Seq[Sequence]) -> tuple[int, Wait]:

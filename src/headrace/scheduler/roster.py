@@ -293,7 +293,7 @@ def _families_first(requests: Seq[Request], tokens: int) -> list[Request]:
 CAPACITY = 256  # entries; older ones are forgotten
 
 Kind = Literal[
-    "admitted", "resumed", "preempted", "refused", "turned_away", "aborted", "failed", "overfull",
+    "admitted", "resumed", "preempted", "refused", "turned_away", "aborted", "failed", "overfull", "runs_begin", "runs_end",
     "waits_batch", "waits_rows", "waits_budget", "waits_blocks", "waits_time", "waits_adapter",
 ]  # fmt: skip
 
@@ -304,7 +304,8 @@ class Entry(NamedTuple):
     admitted: prompt, cached, microseconds waited; resumed: to compute, cached; preempted: to compute again, used
     blocks, blocks; waits_rows: rows wanted, free; waits_budget: tokens a step; waits_blocks: tokens, used blocks,
     blocks; refused, turned_away: prompt; failed: sequences of the step; waits_time: microseconds a step may take;
-    overfull: single tokens that alone take longer, and that. The request is -1 where it is about none. ``tenant``:
+    overfull: single tokens that alone take longer, and that; runs_begin, runs_end: microseconds a token with runs of
+    drafts in flight over stages, and without. The request is -1 where it is about none. ``tenant``:
     whose request it is; "" where that is not known.
     """
 

@@ -544,8 +544,10 @@ class Scheduler:
             # which may not hold it any more: aborted, preempted, slid
             self.cache.forget_written_since(step.sampled[j].kv, result.step_id)
         self.roster.retire(result.step_id)
-        if self.speculation is not None:
-            self.speculation.observe(step.plan, result)
+        drafts = self.speculation
+        if drafts is not None and drafts.observe(step.plan, result, now) and drafts.runs is not None:
+            kind: Kind = "runs_begin" if drafts.runs.on else "runs_end"
+            self.roster.log.add(kind, -1, *(int(1e6 / speed) for speed in drafts.runs.speeds))
         cohort = self._cohort
         tokens = single_tokens(result) if cohort is not None and step.sampled is cohort.members else None
         if cohort is None or tokens is None:

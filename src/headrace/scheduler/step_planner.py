@@ -299,7 +299,7 @@ class StepPlanner:
         """Where a stage would have nothing to do before tokens are back: drafts behind the drafts in flight, from a guess
         of what is sampled there (worker/staged_drafts.py)."""
         most = self._drafts_each()
-        if not most or self.speculation is None or not self.speculation.wants_run(1 + most):
+        if not most or self.speculation is None or not self.speculation.wants_run(len(self.roster.running)):
             return
         most //= self.limits.stages - 1  # of all runs in flight: all before one must be right
         for sequence in self.roster.running:

@@ -61,7 +61,7 @@ STEP_COLUMNS = (
     "failed",
 )
 _Cursor = Annotated[int, Meta(ge=0, le=2**53 - 1)]  # what JSON's readers keep exact
-ABOUT_ALL = ("failed", "overfull")  # decisions that are about no one request
+ABOUT_ALL = ("failed", "overfull", "runs_begin", "runs_end")  # decisions that are about no one request
 
 _CACHED = {"admitted": "found in", "resumed": "still in"}
 

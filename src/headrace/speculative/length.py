@@ -5,24 +5,25 @@ the share of rows whose i-th draft was accepted. The length with the most tokens
 then a short probe, ever more seldom, finds out when drafts pay again. Batches of different sizes cost differently, so
 t0 and c are kept by (powers of two of) rows.
 
-What lives here: that decision and the counts of drafts. What may not: clocks (results say what steps took), torch,
-numpy, proposing.
+In a pipeline a step takes as long as from the tokens of the one before to its own, whichever stage that is spent in.
+
+What lives here: that decision and the counts of drafts. What may not: clocks (results say what steps took, and when they
+are collected), torch, numpy, proposing.
 """
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
 from typing import Protocol
 
 from headrace.request import DraftsAhead, StepPlan, StepResult
-from headrace.speculative.ahead import RunsAhead
+from headrace.speculative.ahead import ROUGH, StagedRuns
 
 FIRST = 4  # drafts, while nothing is known
 HOPE = 0.7  # of each, likewise, that it is accepted when those before are
 PRIOR = 0.1  # of a step's time that one draft more of every row costs, likewise
 PACE = 0.1  # of one step in what is known
-ROUGH = 3.0  # times what is known: no step counts as more, however long it was held up
 LEARN = 3  # steps without drafts before the first with them
 AGAIN = 256  # drafting steps, after which one goes without: its time is still known then
 PROBE = 6  # steps of a probe
@@ -77,10 +78,15 @@ class DraftCounts:
 
 class Speculation:
     """``most``: drafts of a row and step that the worker can propose; ``fixed``: as many always, instead of what seems
-    best; ``rows_below``: from so many rows on none."""
+    best; ``rows_below``: from so many rows on none; ``stages``: of a pipeline."""
 
     def __init__(
-        self, most: int, fixed: int | None = None, rows_below: int | None = None, floors: Floors | None = None
+        self,
+        most: int,
+        fixed: int | None = None,
+        rows_below: int | None = None,
+        floors: Floors | None = None,
+        stages: int = 1,
     ) -> None:
         self.most = most
         self.counts = DraftCounts()
@@ -88,7 +94,10 @@ class Speculation:
         self._rows_below = rows_below
         self._floors = floors
         self._costs: dict[int, _Cost] = {}
-        self._runs = RunsAhead()  # of a pipeline
+        self._stages = stages
+        self._runs: dict[int, StagedRuns] = {}  # by rows, as costs
+        self.runs: StagedRuns | None = None  # of those that were asked for last
+        self._collected = 0.0  # when the step before was
         self._offered = [1.0] * most  # by position: the share of rows that have a draft there, and whose draft is right
         self._right = [HOPE ** (at + 1) for at in range(most)]
 
@@ -105,9 +114,10 @@ class Speculation:
             return min(2, self.most)
         return 0 if cost.resting else self.best(rows)
 
-    def wants_run(self, drafts: int) -> bool:
-        """Whether drafts of a row, and a guess before them, shall go on behind those in flight."""
-        return self._runs.wanted(drafts)
+    def wants_run(self, rows: int) -> bool:
+        """Whether drafts of so many rows, and a guess before them, shall go on behind those in flight."""
+        self.runs = self._runs.setdefault(rows.bit_length(), StagedRuns(self._stages))
+        return self.runs.wanted()
 
     def best(self, rows: int) -> int:
         """The length with the most tokens a second, by what is known; 0 where none is worth it."""
@@ -126,15 +136,24 @@ class Speculation:
 
     # --- what steps say
 
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """One step that was collected."""
+    def observe(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> bool:
+        """One step that was collected. Whether from now on there are runs behind drafts in flight, or none any more."""
+        seconds, self._collected = result.device_seconds if self._stages == 1 else now - self._collected, now
         if result.drafted:
             self._count(plan, result)
-        if (ahead := result.ahead) is not None:
-            self.counts.add_ahead(ahead)
-            self._runs.told(int(ahead.used > 0), int(ahead.refuted + ahead.spared > 0))
-        if plan.counts and self._fixed is None:
-            self._time(plan, result)
+        if result.ahead is not None:
+            self.counts.add_ahead(result.ahead)
+        # others cost more for another reason
+        at_last_token = all(count - drafts <= 1 for count, drafts in zip_longest(plan.counts, plan.drafts, fillvalue=0))
+        if not (plan.counts and at_last_token and seconds > 0.0) or (self._stages > 1 and plan.rows_added):
+            return False
+        if self._fixed is None:
+            self._time(plan, result, seconds)
+        if self.runs is None:
+            return False
+        counts = [plan.counts[work] for work, tokens in zip(plan.sample_work, result.tokens, strict=True) if tokens]
+        worth = list(accumulate(self._right, initial=1.0))
+        return self.runs.told(seconds, [count - 1 for count in counts], worth)
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         planned = min(max(plan.drafts), self.most)
@@ -168,16 +187,12 @@ class Speculation:
         for at in range(known, self.most):
             self._offered[at], self._right[at] = self._offered[known - 1], self._right[at - 1] * chance
 
-    def _time(self, plan: StepPlan, result: StepResult) -> None:
-        """Steps in which every row is at its last token: others cost more for another reason."""
-        rows, seconds = len(plan.rows), result.device_seconds
-        alone = [count - 1 for count in plan.counts] == list(plan.drafts or array("i", bytes(4 * rows)))
-        if not alone or seconds <= 0.0:
-            return
+    def _time(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        rows = len(plan.rows)
         cost, drafted = self._cost(rows), sum(result.drafted) / rows
         if not plan.drafts:
             self._time_plain(cost, rows, seconds)
-        elif drafted and cost.seen:
+        elif drafted and cost.seen and not (self.runs is not None and self.runs.using):
             each = max(0.0, min(seconds, ROUGH * (cost.plain + cost.each * drafted)) - cost.plain) / drafted
             cost.each += PACE * (each - cost.each)
         if any(plan.drafts):
