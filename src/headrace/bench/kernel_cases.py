@@ -74,6 +74,8 @@ DEFAULT_SPEC = DecoderSpec(
     attention_scale=64**-0.5,
 )
 
+Calls = list[Callable[[], Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
@@ -85,7 +87,25 @@ class KernelCase:
     facts: Facts
     bytes: int
     flops: int
-    calls: Callable[[Callable[..., Any]], list[Callable[[], Any]]]
+    calls: Callable[[Callable[..., Any]], Calls]
+
+
+def _case(
+    op: str,
+    label: str,
+    facts: Facts,
+    size: int,
+    flops: int,
+    inputs: Sequence[Sequence[Any]],
+    run: Callable[..., Any] | None = None,
+) -> KernelCase:
+    """``inputs``: of each call in turn. ``run``: calls a kernel with them and returns what is compared, where that is not
+    its result."""
+
+    def calls(kernel: Callable[..., Any]) -> Calls:
+        return [partial(kernel, *each) if run is None else partial(run, kernel, *each) for each in inputs]
+
+    return KernelCase(op, label, facts, size, flops, calls)
 
 
 class CaseMaker:
@@ -118,13 +138,9 @@ class CaseMaker:
             "fused_linear": self._fused_linears,
             "added_linear": self._added,
             "gated_linear": self._gated,
-            "rms_norm": partial(self._norm, "rms_norm"),
-            "layer_norm": partial(self._norm, "layer_norm"),
-            "activation": partial(self._activation, "activation", 1),
-            "gated_activation": partial(self._activation, "gated_activation", 2),
-            "greedy_tokens": partial(self._logits, "greedy_tokens"),
-            "pick_tokens": partial(self._logits, "pick_tokens"),
-            "score_tokens": partial(self._logits, "score_tokens"),
+            **{op: partial(self._norm, op) for op in ("rms_norm", "layer_norm")},
+            **{op: partial(self._activation, op) for op in ("activation", "gated_activation")},
+            **{op: partial(self._logits, op) for op in ("greedy_tokens", "pick_tokens", "score_tokens")},
             "gumbel_argmax": self._pick,
             "rope_attention": self._rope,
             "paged_attention": self._attention,
@@ -139,8 +155,7 @@ class CaseMaker:
             "add_sparse": self._sparse,
             "packed_linear": lambda rows: (self._packed(form, rows) for form in self._packed_formats()),
             "packed_fused_linear": self._packed_fused,
-            "normed_linear": lambda rows: self._composed("normed_linear", rows),
-            "activated_linear": lambda rows: self._composed("activated_linear", rows),
+            **{op: partial(self._composed, op) for op in ("normed_linear", "activated_linear")},
             "packed_moe": self._packed_moe,
             "write_rows": self._write,
             "gather_inputs": self._gather,
@@ -202,20 +217,12 @@ class CaseMaker:
         facts = WeightFacts(self.dtype, ins, outs, **more)
         size, x, weight = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins)
 
-        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
-            weights = [
-                weight.clone() if i else weight for i in range(self._copies(size) if size < self.working_set else 1)
-            ]
+        def calls(pack: Callable[..., Any]) -> Calls:
+            weights = [weight.clone() if i else weight for i in range(self._copies(size, least=1))]
             return [partial(run, pack(each, None), x, each) for each in weights]
 
-        return KernelCase(
-            op,
-            f"{name} {rows}x{ins}x{outs}",
-            facts,
-            size + self._bytes(rows * (ins + outs)),
-            2 * rows * outs * ins,
-            calls,
-        )
+        label, moved = f"{name} {rows}x{ins}x{outs}", size + self._bytes(rows * (ins + outs))
+        return KernelCase(op, label, facts, moved, 2 * rows * outs * ins, calls)
 
     def _factors(self, parts: Sequence[int], ins: int) -> SlotFactors:
         """Of adapters of rank RANK in ADAPTERS slots, one after another in a pool, in random order."""
@@ -242,21 +249,12 @@ class CaseMaker:
         held = self._factors(site.parts, site.ins)
         x = self._random(rows, site.ins)
         y = self._random(rows, site.outs)
-        adapters = adapter_rows(slots, x.device)
-        assert adapters is not None
-
-        def added(add: Callable[..., None]) -> Tensor:
-            result = y.clone()
-            add(result, x, held, site.parts, adapters)
-            return result
-
+        inputs = y, x, held, site.parts, adapter_rows(slots, x.device)
         factors = RANK * (len(site.parts) * site.ins + site.outs)
         facts = DeltaFacts(self.dtype, site.ins, site.parts, RANK, held.chunk)
-        size = min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs)
+        size = self._bytes(min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs))
         label = f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}"
-        return KernelCase(
-            "add_deltas", label, facts, self._bytes(size), 2 * rows * factors, lambda add: [partial(added, add)]
-        )
+        return _case("add_deltas", label, facts, size, 2 * rows * factors, [inputs], _onto)
 
     def _looked_up(self, rows: int) -> KernelCase:
         """The same beside the embedding; of its rows, 1,024."""
@@ -264,21 +262,9 @@ class CaseMaker:
         held, y = self._factors((hidden,), 1024), self._random(rows, hidden)
         ids, adapters = torch.arange(rows) % 1024, adapter_rows(np.arange(rows, dtype=np.int32) % ADAPTERS, y.device)
         facts = DeltaFacts(self.dtype, 1024, (hidden,), RANK, held.chunk)
-
-        def looked_up(look_up: Callable[..., None]) -> Tensor:
-            result = y.clone()
-            look_up(result, ids, held, None, adapters)
-            return result
-
-        size, flops = min(rows, ADAPTERS) * RANK * hidden + rows * (RANK + 2 * hidden), 2 * rows * RANK * hidden
-        return KernelCase(
-            "look_up_deltas",
-            f"{rows}x{hidden}, rank {RANK}",
-            facts,
-            self._bytes(size),
-            flops,
-            lambda one: [partial(looked_up, one)],
-        )
+        size = self._bytes(min(rows, ADAPTERS) * RANK * hidden + rows * (RANK + 2 * hidden))
+        label, inputs = f"{rows}x{hidden}, rank {RANK}", (y, ids, held, None, adapters)
+        return _case("look_up_deltas", label, facts, size, 2 * rows * RANK * hidden, [inputs], _onto)
 
     def _sparse(self, rows: int) -> KernelCase:
         """One weight in a hundred of down, beside its product."""
@@ -290,17 +276,10 @@ class CaseMaker:
             self._random(rows, ins),
         )
         columns = torch.randint(ins, (outs * count,), generator=self._generator, dtype=torch.int32)
-        values = self._random(outs * count).float()
-
-        def added(add: Callable[..., None]) -> Tensor:
-            result = y.clone()
-            add(result, x, ends, columns, values)
-            return result
-
+        inputs = y, x, ends, columns, self._random(outs * count).float()
         size = 8 * outs * count + self._bytes(rows * (ins + 2 * outs))
-        label = f"down {rows}x{ins}x{outs}, 1 in 100"
-        flops = 2 * rows * outs * count
-        return KernelCase("add_sparse", label, Facts(self.dtype), size, flops, lambda add: [partial(added, add)])
+        label, flops = f"down {rows}x{ins}x{outs}, 1 in 100", 2 * rows * outs * count
+        return _case("add_sparse", label, Facts(self.dtype), size, flops, [inputs], _onto)
 
     def _packed_formats(self) -> Iterator[Format]:
         device = torch.get_default_device()
@@ -372,10 +351,9 @@ class CaseMaker:
         outs, ins = outs or self.spec.hidden_size, ins or self.spec.intermediate_size
         x, size = self._random(rows, width or ins), int(form.num_bytes(outs, ins, self.dtype.itemsize))
 
-        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
-            copies = self._copies(size) if size < self.working_set else 1
+        def calls(pack: Callable[..., Any]) -> Calls:
             # pieces of their own: candidates lay them out
-            layers = [pack([self._piece(form, outs, ins)], None) for _ in range(copies)]
+            layers = [pack([self._piece(form, outs, ins)], None) for _ in range(self._copies(size, least=1))]
             return [partial(_first, each, x, *rest) for each in layers]
 
         gated = any(isinstance(each, Around) and each.gate is not None for each in rest)
@@ -391,7 +369,7 @@ class CaseMaker:
         shapes = (2 * moe.intermediate_size, width), (width, moe.intermediate_size)
         x, router = self._random(rows, width), self._random(rows, moe.num_experts)
 
-        def calls(sparse: Callable[..., Any]) -> list[Callable[[], Any]]:
+        def calls(sparse: Callable[..., Any]) -> Calls:
             up, down = (self._piece(form, *shape, moe.num_experts) for shape in shapes)
             return [partial(sparse, x, router, [up], [down], moe.top_k, moe.renormalize, Activation.SILU)]
 
@@ -412,8 +390,8 @@ class CaseMaker:
         flat = torch.randint(-128, 128, shape, dtype=torch.int8, generator=self._generator)
         return flat.to(self.dtype).mul_(shape[-1] ** -0.5 / 74.0)
 
-    def _copies(self, size: int) -> int:
-        return max(2, min(64, -(-self.working_set // max(size, 1))))
+    def _copies(self, size: int, least: int = 2) -> int:
+        return max(least, min(64, -(-self.working_set // max(size, 1))))
 
     def _bytes(self, elements: int) -> int:
         return elements * self.dtype.itemsize
@@ -421,30 +399,16 @@ class CaseMaker:
     def _norm(self, op: str, rows: int) -> KernelCase:
         width = self.spec.hidden_size
         weight, shift = torch.ones(width, dtype=self.dtype), (torch.zeros(width, dtype=self.dtype),)
-        pairs = [(self._random(rows, width), self._random(rows, width)) for _ in range(4)]
         more = shift if op == "layer_norm" else ()
+        inputs = [(self._random(rows, width), weight, *more, 1e-5, self._random(rows, width)) for _ in range(4)]
+        facts, count = NormFacts(self.dtype, self.dtype), rows * width
+        return _case(op, f"{rows}x{width}, residual", facts, self._bytes(4 * count), 6 * count, inputs)
 
-        def calls(norm: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(norm, x, weight, *more, 1e-5, residual) for x, residual in pairs]
-
-        return KernelCase(
-            op,
-            f"{rows}x{width}, residual",
-            NormFacts(self.dtype, self.dtype),
-            self._bytes(4 * rows * width),
-            6 * rows * width,
-            calls,
-        )
-
-    def _activation(self, op: str, halves: int, rows: int) -> KernelCase:
-        width = self.spec.intermediate_size
-        inputs = [self._random(rows, halves * width) for _ in range(4)]
-
-        def calls(act: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(act, x, Activation.SILU) for x in inputs]
-
+    def _activation(self, op: str, rows: int) -> KernelCase:
+        width, halves = self.spec.intermediate_size, 1 + (op == "gated_activation")
+        inputs = [(self._random(rows, halves * width), Activation.SILU) for _ in range(4)]
         size = self._bytes(rows * width * (halves + 1))
-        return KernelCase(op, f"{rows}x{width}, silu", Facts(self.dtype), size, 6 * rows * width, calls)
+        return _case(op, f"{rows}x{width}, silu", Facts(self.dtype), size, 6 * rows * width, inputs)
 
     @property
     def _heads(self) -> tuple[torch.dtype, int, int, int]:
@@ -472,7 +436,7 @@ class CaseMaker:
         packed = [self._random(rows, sum(spec.qkv_heads), dim) for _ in range(4)]
         positions, slots = torch.arange(rows), torch.arange(rows)
 
-        def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
+        def calls(write: Callable[..., Any]) -> Calls:
             inputs = [x.clone().split(spec.qkv_heads, dim=1) for x in packed]  # written in place
             return [partial(write, *qkv, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
 
@@ -480,33 +444,34 @@ class CaseMaker:
         size = self._bytes(2 * rotated + 3 * rows * spec.num_kv_heads * dim) + rows * dim * 4
         return KernelCase("rotary_write", f"{rows} tokens", HeadFacts(*self._heads), size, 3 * rotated, calls)
 
-    def _rope(self, rows: int) -> KernelCase:
-        """One sequence per row, none of which share keys."""
-        spec, blocks = self.spec, -(-self.context // self.block_size)
-        table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
-        last = torch.full((rows,), self.context - 1)
+    def _decoding(self, rows: int) -> tuple[AttentionInputs, Tensor]:
+        """A token of each of so many sequences, none of which share keys; and its positions."""
+        blocks = -(-self.context // self.block_size)
+        table, last = self._table(rows, blocks), torch.full((rows,), self.context - 1)
         slots = table[:, -1].long() * self.block_size + last % self.block_size
         every, context = torch.arange(rows + 1).int(), torch.full((rows,), self.context, dtype=torch.int32)
-        inputs = AttentionInputs(table, every, context, slots, self.block_size, 1, self.context, shared_tokens=0)
+        return AttentionInputs(table, every, context, slots, self.block_size, 1, self.context, shared_tokens=0), last
+
+    def _table(self, rows: int, blocks: int) -> Tensor:
+        return torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
+
+    def _rope(self, rows: int) -> KernelCase:
+        """One sequence per row."""
+        spec, (inputs, last) = self.spec, self._decoding(rows)
         qkv = self._random(rows, sum(spec.qkv_heads), spec.head_dim)
         cos_sin = torch.rand(self.context, spec.head_dim) * 0.7
         keys = 2 * rows * self.context * spec.num_kv_heads * spec.head_dim
-        caches = [self._cache(rows * blocks * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
+        tokens = inputs.block_table.numel() * self.block_size
+        caches = [self._cache(tokens) for _ in range(self._copies(self._bytes(keys)))]
 
-        def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
+        def calls(attend: Callable[..., Any]) -> Calls:
             # q is turned in place
             return [partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches]
 
         facts = RopeFacts(*self._heads, spec.head_dim, normed=False, window=None, soft_cap=None)
         flops = 4 * rows * self.context * spec.num_heads * spec.head_dim
-        return KernelCase(
-            "rope_attention",
-            f"{rows} rows, context {self.context}",
-            facts,
-            self._bytes(keys + 2 * qkv.numel()),
-            flops,
-            calls,
-        )
+        label, size = f"{rows} rows, context {self.context}", self._bytes(keys + 2 * qkv.numel())
+        return KernelCase("rope_attention", label, facts, size, flops, calls)
 
     def _attention(self, rows: int) -> Iterator[KernelCase]:
         """Over keys and values as they come, and in each format of the cache."""
@@ -514,7 +479,7 @@ class CaseMaker:
         sequences, queries, context = (1, rows, max(rows, self.context)) if prompt else (rows, 1, self.context)
         per_row = -(-context // self.block_size)
         inputs = AttentionInputs(
-            block_table=torch.randperm(sequences * per_row, generator=self._generator).int().view(sequences, per_row),
+            block_table=self._table(sequences, per_row),
             query_start=torch.arange(0, rows + 1, queries, dtype=torch.int32),
             context_len=torch.full((sequences,), context, dtype=torch.int32),
             slots=torch.full((rows,), -1),
@@ -531,13 +496,9 @@ class CaseMaker:
             keys = 2 * sequences * context * spec.num_kv_heads * held
             caches = [self._cache(sequences * per_row * self.block_size, form) for _ in range(self._copies(keys))]
             rest = (spec.attention_scale, None, None, *(() if form is None else (self._scales(form),)))
-
-            def calls(attend: Callable[..., Any], caches: Any = caches, rest: Any = rest) -> list[Callable[[], Any]]:
-                return [partial(attend, q, k, v, inputs, *rest) for k, v in caches]
-
             label = f"{kind} {sequences}x{queries}, context {context}{'' if form is None else f', {form.name}'}"
-            facts = HeadFacts(*self._heads, kv=form)
-            yield KernelCase("paged_attention", label, facts, keys + self._bytes(2 * q.numel()), flops, calls)
+            facts, size = HeadFacts(*self._heads, kv=form), keys + self._bytes(2 * q.numel())
+            yield _case("paged_attention", label, facts, size, flops, [(q, *kv, inputs, *rest) for kv in caches])
 
     def _whole_attention(self, rows: int) -> KernelCase:
         """Sequences of two lengths in turn, as an encoder's texts are."""
@@ -548,217 +509,140 @@ class CaseMaker:
         edges, none = torch.tensor(starts, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         inputs = AttentionInputs(none, edges, edges.diff(), none, self.block_size, max(lengths), max(lengths))
         heads, facts = (spec.num_heads, spec.head_dim), HeadFacts(self.dtype, spec.head_dim, *[spec.num_heads] * 2)
-        q, k, v = (self._random(rows, *heads) for _ in range(3))
-
-        def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(attend, q, k, v, inputs, spec.attention_scale)]
-
+        qkv = [self._random(rows, *heads) for _ in range(3)]
         flops = 4 * sum(length**2 for length in lengths) * spec.num_heads * spec.head_dim
-        label = f"{len(lengths)} texts, {rows} tokens"
-        return KernelCase("whole_attention", label, facts, self._bytes(4 * q.numel()), flops, calls)
+        label, call = f"{len(lengths)} texts, {rows} tokens", (*qkv, inputs, spec.attention_scale)
+        return _case("whole_attention", label, facts, self._bytes(4 * qkv[0].numel()), flops, [call])
 
     def _step(self, rows: int, *, fp8: bool = False) -> KernelCase:
         """One layer and the norm after it, with one sequence per row."""
         spec, hidden, dim = self.spec, self.spec.hidden_size, self.spec.head_dim
         shapes = [(site.outs, site.ins) for site in self._sites.values()]
-        blocks = -(-self.context // self.block_size)
-        last = torch.full((rows,), self.context - 1)
-        table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
-        slots = table[:, -1].long() * self.block_size + (self.context - 1) % self.block_size
-        every, context = torch.arange(rows + 1).int(), torch.full((rows,), self.context, dtype=torch.int32)
-        attention = AttentionInputs(table, every, context, slots, self.block_size, 1, self.context)
+        attention, last = self._decoding(rows)
         inputs = ForwardInputs(torch.arange(rows) % 64, last, (attention,))
-        cache = self._random(rows * blocks, 1, 2, spec.num_kv_heads, self.block_size, dim)
+        cache = self._random(attention.block_table.numel(), 1, 2, spec.num_kv_heads, self.block_size, dim)
         elements = sum(outs * ins for outs, ins in shapes)
         size = elements if fp8 else self._bytes(elements)
 
         def weights() -> StepWeights:
-            layer = (
-                *(
-                    (self._weight(*each) * 32).to(torch.float8_e4m3fn) if fp8 else self._weight(*each)
-                    for each in shapes
-                ),
-                torch.ones(hidden, dtype=self.dtype),
-                torch.ones(hidden, dtype=self.dtype),
-            )
-            angles = torch.arange(self.context).unsqueeze(1) * 500000.0 ** (-torch.arange(dim // 2) / (dim // 2))
-            turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(64, hidden)
+            ones, made = torch.ones(hidden, dtype=self.dtype), map(self._weight, *zip(*shapes, strict=True))
+            layer = (*((each * 32).to(torch.float8_e4m3fn) if fp8 else each for each in made), ones, ones.clone())
+            turns, table = _turns(self.context, dim, 500000.0), self._random(64, hidden)
             scales = (tuple(torch.full((outs,), 1 / 32) for outs, _ in shapes),) if fp8 else ()
-            return StepWeights(
-                (layer,), table, layer[-1], table, turns, spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
-            )
+            more = spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
+            return StepWeights((layer,), table, layer[-1], table, turns, *more)
 
         made = [weights() for _ in range(min(2, self._copies(size)))]
 
-        def calls(make: Callable[..., Any]) -> list[Callable[[], Any]]:
+        def calls(make: Callable[..., Any]) -> Calls:
             return [partial(make(each), inputs, (cache,)) for each in made]
 
         keys = 2 * rows * self.context * spec.num_kv_heads * dim
-        facts = StepFacts(
-            self.dtype,
-            replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim)),
-            eight=EightBits("fp8") if fp8 else None,
-        )
+        one = replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim))
+        facts = StepFacts(self.dtype, one, eight=EightBits("fp8") if fp8 else None)
         flops = 2 * rows * elements + 4 * rows * self.context * spec.num_heads * dim
-        return KernelCase(
-            "decode_step",
-            f"1 layer{', FP8' * fp8}, {rows} rows, context {self.context}",
-            facts,
-            size + self._bytes(keys),
-            flops,
-            calls,
-        )
+        label = f"1 layer{', FP8' * fp8}, {rows} rows, context {self.context}"
+        return KernelCase("decode_step", label, facts, size + self._bytes(keys), flops, calls)
 
     def _draft_tokens(self, rows: int) -> KernelCase:
         """Four tokens behind sequences of which all but the last token is there, by a decoder of one layer and a few
         tokens."""
         width, dim, heads, inner, vocab, drafts = 128, 64, 2, 384, 512, 4
-        spec = replace(
-            self.spec,
-            layers=(LayerSpec(),),
-            hidden_size=width,
-            head_dim=dim,
-            num_heads=heads,
-            num_kv_heads=heads,
-            vocab_size=vocab,
-        )
-        spec = replace(spec, rope=RopeSpec(theta=10000.0, rotary_dim=dim))
+        sizes: dict[str, Any] = {"head_dim": dim, "num_heads": heads, "num_kv_heads": heads, "vocab_size": vocab}
+        rope = RopeSpec(theta=10000.0, rotary_dim=dim)
+        spec = replace(self.spec, layers=(LayerSpec(),), hidden_size=width, rope=rope, **sizes)
         blocks, ones = -(-(self.context + drafts) // self.block_size), torch.ones(width, dtype=self.dtype)
         shapes = ((3 * heads * dim, width), (width, heads * dim), (2 * inner, width), (width, inner))
         layer = (*(self._weight(*shape) for shape in shapes), ones, ones)
-        angles = torch.arange(self.context + drafts).unsqueeze(1) * 10000.0 ** (-torch.arange(dim // 2) / (dim // 2))
-        turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(vocab, width)
+        turns, table = _turns(self.context + drafts, dim, 10000.0), self._random(vocab, width)
         weights = StepWeights((layer,), table, ones, table, turns, (heads, heads, heads), spec.norm_eps, dim**-0.5)
         ids = torch.randint(vocab, (rows, self.context + drafts), dtype=torch.int32, generator=self._generator)
-        lie = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
+        lie = self._table(rows, blocks)
         cache, row = self._random(rows * blocks, 1, 2, heads, self.block_size, dim), torch.arange(rows).int()
         length = torch.full_like(row, self.context)
 
-        def calls(make: Callable[..., Any]) -> list[Callable[[], Any]]:
+        def calls(make: Callable[..., Any]) -> Calls:
             return [partial(_drafted, make(weights), ids, lie, row, length, drafts, cache)]
 
         products = sum(outs * ins for outs, ins in shapes) + vocab * width
         flops = 2 * rows * drafts * products
         label = f"1 layer of {width}, {rows} rows, {drafts} drafts, context {self.context}"
-        return KernelCase(
-            "draft_tokens", label, StepFacts(self.dtype, spec), drafts * self._bytes(products), flops, calls
-        )
+        size = drafts * self._bytes(products)
+        return KernelCase("draft_tokens", label, StepFacts(self.dtype, spec), size, flops, calls)
 
     def _moe(self, rows: int) -> KernelCase:
         moe, width = SPARSE, self.spec.hidden_size
         gate_up = self._weight(moe.num_experts, 2 * moe.intermediate_size, width)
-        down = self._weight(moe.num_experts, width, moe.intermediate_size)
+        rest = gate_up, self._weight(moe.num_experts, width, moe.intermediate_size), moe.top_k, moe.renormalize
         # other experts each time
         inputs = [(self._random(rows, width), self._random(rows, moe.num_experts)) for _ in range(16)]
-
-        def calls(sparse: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [
-                partial(sparse, x, router, gate_up, down, moe.top_k, moe.renormalize, Activation.SILU)
-                for x, router in inputs
-            ]
-
         pairs, expert = rows * moe.top_k, 3 * moe.intermediate_size * width
         touched = sum(len(torch.topk(router.float(), moe.top_k).indices.unique()) for _, router in inputs) / len(inputs)
         facts = ExpertFacts(self.dtype, moe.num_experts, moe.top_k)
         label = f"{rows} tokens, {moe.top_k} of {moe.num_experts}x{moe.intermediate_size}"
-        return KernelCase(
-            "moe", label, facts, self._bytes(int(touched * expert) + 2 * rows * width), 2 * pairs * expert, calls
+        size, calls = (
+            self._bytes(int(touched * expert) + 2 * rows * width),
+            [(*x, *rest, Activation.SILU) for x in inputs],
         )
+        return _case("moe", label, facts, size, 2 * pairs * expert, calls)
 
     def _embedding(self, rows: int) -> KernelCase:
-        table, width = self._weight(self.spec.vocab_size, self.spec.hidden_size), self.spec.hidden_size
-        ids = [torch.randint(self.spec.vocab_size, (rows,), generator=self._generator) for _ in range(16)]
-
-        def calls(look_up: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(look_up, row_ids, table, None) for row_ids in ids]
-
-        return KernelCase("embedding", f"{rows}x{width}", Facts(self.dtype), self._bytes(2 * rows * width), 0, calls)
+        vocab, width = self.spec.vocab_size, self.spec.hidden_size
+        table, size = self._weight(vocab, width), self._bytes(2 * rows * width)
+        inputs = [(torch.randint(vocab, (rows,), generator=self._generator), table, None) for _ in range(16)]
+        return _case("embedding", f"{rows}x{width}", Facts(self.dtype), size, 0, inputs)
 
     def _write(self, rows: int) -> KernelCase:
         """The ids of new sequences of the same length, in any order of rows."""
         ids = torch.randint(self.spec.vocab_size, (rows * self.context,), dtype=torch.int32, generator=self._generator)
-        written = torch.zeros(rows, self.context, dtype=torch.int32)
         row = torch.randperm(rows, generator=self._generator)
         begin = (torch.arange(rows + 1) * self.context).int()
-
-        def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(_written, write, written, ids, row, begin, self.context)]
-
-        size = rows * (2 * 4 * self.context + 8 + 4)
-        return KernelCase("write_rows", f"{rows} rows of {self.context}", Facts(torch.int32), size, 0, calls)
+        call = torch.zeros(rows, self.context, dtype=torch.int32), ids, row, begin, self.context
+        label, size = f"{rows} rows of {self.context}", rows * (2 * 4 * self.context + 8 + 4)
+        return _case("write_rows", label, Facts(torch.int32), size, 0, [call], partial(_left, 0))
 
     def _gather(self, rows: int) -> KernelCase:
         """A step of ``rows`` decoding sequences: their last token, its position, their block tables."""
         blocks = -(-self.context // self.block_size)
         ids = torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator)
-        every = torch.arange(rows).int()
-        table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
+        every, table = torch.arange(rows).int(), self._table(rows, blocks)
         context = torch.full((rows,), self.context, dtype=torch.int32)
-
-        def calls(gather: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(gather, ids, table, every, every.clone(), context - 1, context, self.block_size, blocks)]
-
-        size = rows * (4 * 5 + 8 * 3 + 2 * 4 * blocks)
-        return KernelCase("gather_inputs", f"{rows} rows, context {self.context}", Facts(torch.int32), size, 0, calls)
+        call = ids, table, every, every.clone(), context - 1, context, self.block_size, blocks
+        label, size = f"{rows} rows, context {self.context}", rows * (4 * 5 + 8 * 3 + 2 * 4 * blocks)
+        return _case("gather_inputs", label, Facts(torch.int32), size, 0, [call])
 
     def _store(self, rows: int) -> KernelCase:
         ids = torch.zeros(rows, self.context, dtype=torch.int32)
-        every = torch.arange(rows).int()
-        tokens = torch.arange(rows)
-
-        def calls(store: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(store, ids, every, torch.full_like(every, self.context - 1), tokens, tokens.float())]
-
-        return KernelCase("store_tokens", f"{rows} rows", Facts(torch.int32), rows * (4 + 4 + 8 + 4 + 4 + 8), 0, calls)
+        every, tokens = torch.arange(rows).int(), torch.arange(rows)
+        call = ids, every, torch.full_like(every, self.context - 1), tokens, tokens.float()
+        return _case("store_tokens", f"{rows} rows", Facts(torch.int32), rows * (4 + 4 + 8 + 4 + 4 + 8), 0, [call])
 
     def _fetch(self, rows: int) -> KernelCase:
         """The position of each row, and no edits of the block table."""
         ring = torch.randint(self.context, (1, 7, rows), dtype=torch.int32, generator=self._generator)
         ring[:, 3:] = 0
-        turn = torch.zeros(1, dtype=torch.int32)
-        step = torch.zeros(3, rows, dtype=torch.int32)
-        table = torch.zeros(rows, 8, dtype=torch.int32)
-
-        def calls(fetch: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(_fetched, fetch, ring, turn, step, table)]
-
-        return KernelCase("fetch_step", f"{rows} rows", Facts(torch.int32), 2 * 3 * 4 * rows, 0, calls)
+        turn, step, table = (torch.zeros(shape, dtype=torch.int32) for shape in ((1,), (3, rows), (rows, 8)))
+        call = ring, turn, step, table
+        return _case("fetch_step", f"{rows} rows", Facts(torch.int32), 2 * 3 * 4 * rows, 0, [call], partial(_left, 2))
 
     def _logits(self, op: str, rows: int) -> KernelCase:
         """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs
         of given tokens."""
-        vocab, generator = self.spec.vocab_size, self._generator
-        logits = [torch.randn(rows, vocab, generator=generator) * 4 for _ in range(4)]
-        peaks = [x.amax(-1) for x in logits]
+        vocab, every = self.spec.vocab_size, torch.arange(rows)
         filters = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.zeros(rows))
-        heat = torch.full((rows,), 0.8)
-        seeds = torch.arange(rows)
-        positions = torch.arange(rows)
-        chosen = torch.arange(rows) % vocab
-
-        def calls(function: Callable[..., Any]) -> list[Callable[[], Any]]:
-            if op == "greedy_tokens":
-                return [partial(function, x) for x in logits]
-            if op == "score_tokens":
-                return [partial(function, x, chosen, min(5, vocab)) for x in logits]
-            return [
-                partial(function, x, peak, heat, filters, seeds, positions)
-                for x, peak in zip(logits, peaks, strict=True)
-            ]
-
-        return KernelCase(op, f"{rows}x{vocab}", Facts(torch.float32), 4 * rows * vocab, rows * vocab, calls)
+        inputs: list[tuple[Any, ...]] = []
+        for _ in range(4):
+            x = torch.randn(rows, vocab, generator=self._generator) * 4
+            picked = x.amax(-1), torch.full((rows,), 0.8), filters, every, every
+            inputs.append((x, *{"greedy_tokens": (), "score_tokens": (every % vocab, min(5, vocab))}.get(op, picked)))
+        return _case(op, f"{rows}x{vocab}", Facts(torch.float32), 4 * rows * vocab, rows * vocab, inputs)
 
     def _pick(self, rows: int) -> KernelCase:
-        size = 4 * rows * self.spec.vocab_size
-        shape = (min(self._copies(size), 8), rows, self.spec.vocab_size)
-        scores = torch.empty(shape).normal_(0.0, 3.0, generator=self._generator)
-        seeds, positions = torch.arange(rows) * 977, torch.arange(rows)
-
-        def calls(pick: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(pick, row_scores, None, seeds, positions) for row_scores in scores]
-
-        label = f"{rows}x{self.spec.vocab_size}"
-        return KernelCase("gumbel_argmax", label, Facts(torch.float32), size, rows * self.spec.vocab_size, calls)
+        vocab = self.spec.vocab_size
+        size = 4 * rows * vocab
+        scores = torch.empty(min(self._copies(size), 8), rows, vocab).normal_(0.0, 3.0, generator=self._generator)
+        inputs = [(each, None, torch.arange(rows) * 977, torch.arange(rows)) for each in scores]
+        return _case("gumbel_argmax", f"{rows}x{vocab}", Facts(torch.float32), size, rows * vocab, inputs)
 
 
 def _first(product: Callable[..., Any], *inputs: Any) -> Any:
@@ -767,11 +651,22 @@ def _first(product: Callable[..., Any], *inputs: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _written(
-    write: Callable[..., None], token_ids: Tensor, ids: Tensor, row: Tensor, begin: Tensor, longest: int
-) -> Tensor:
-    write(token_ids, ids, row, begin, longest)
-    return token_ids
+def _onto(add: Callable[..., None], y: Tensor, *inputs: Any) -> Tensor:
+    """What it makes of a copy."""
+    result = y.clone()
+    add(result, *inputs)
+    return result
+
+
+def _left(place: int, kernel: Callable[..., None], *inputs: Any) -> Any:
+    """The input that it writes to."""
+    kernel(*inputs)
+    return inputs[place]
+
+
+def _turns(tokens: int, dim: int, theta: float) -> Tensor:  # [tokens, dim]
+    angles = torch.arange(tokens).unsqueeze(1) * theta ** (-torch.arange(dim // 2) / (dim // 2))
+    return torch.cat((angles.cos(), angles.sin()), 1)
 
 
 def _drafted(
@@ -781,8 +676,3 @@ def _drafted(
     greedy, seed = torch.zeros(len(row)), torch.zeros(len(row), dtype=torch.int64)
     draft(ids, table, DraftRows(row, length - 1, length, torch.full_like(row, drafts), length - 1, greedy, seed), cache)
     return ids[:, int(length[0])]
-
-
-def _fetched(fetch: Callable[..., None], ring: Tensor, turn: Tensor, step: Tensor, table: Tensor) -> Tensor:
-    fetch(ring, turn, step, table)
-    return step

@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.kernels.candidate import CallSite, Card, Declined, KernelContext, Shape, WeightFacts
+from headrace.kernels.candidate import CallSite, Card, Declined, EightBits, KernelContext, Shape, WeightFacts
 from headrace.kernels.linear import flat_forms, gated_tiles, ring_forms
 from headrace.kernels.linear import tuned as vendor
 from headrace.kernels.linear.around import MOST_ROWS, Around
@@ -37,6 +37,7 @@ from headrace.kernels.linear.candidates import SMALL_WEIGHT
 from headrace.kernels.linear.cublaslt import Operands, Products
 from headrace.kernels.linear.gated_tiles import Tile
 from headrace.kernels.linear.measured import Measured
+from headrace.kernels.linear.packing import Coding
 from headrace.kernels.linear.tuned import create_linear
 from headrace.kernels.norm.reference import gated_activation
 from headrace.observe.report import table, write_json
@@ -200,6 +201,8 @@ class RingProducts(Kind):
     """GEMMs of 2 to 64 rows with the ring kernel, compared with the flat forms."""
 
     name, measured = "ring", ring_forms.MEASURED
+    coding: Coding | None = None
+    eight: EightBits | None = None
 
     def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
         """Those inside layers: the head's weight is large enough for any form."""
@@ -209,27 +212,36 @@ class RingProducts(Kind):
             if shape.outs < flat_forms.LARGE and shape.ins % 64 == 0 and (shape.outs % 8 == 0 or not shape.gated)
         )
 
+    def rows(self, shape: Shape) -> tuple[int, ...]:
+        """The most of each class."""
+        return ring_forms.ROWS
+
+    def forms(self, shape: Shape, rows: int) -> tuple[ring_forms.RingForm, ...]:
+        sizes = (rows, ring_forms.MOST_ROWS) if rows == ring_forms.MOST_CUT else (rows,)  # in one launch, or in two
+        kind, processors = "" if self.eight is None else self.eight.kind_of, _processors()
+        tried = (ring_forms.candidate_forms(shape, size, processors, self.coding, kind) for size in sizes)
+        return tuple(chain.from_iterable(tried))
+
     def build(self, shapes: Sequence[Shape]) -> None:
         from headrace.kernels.linear.cuda_ring import machine_code
 
-        tried = (
-            (shape, form)
-            for shape in shapes
-            for rows in ring_forms.ROWS
-            for form in ring_forms.candidate_forms(shape, rows, _processors())
-        )
+        tried = ((shape, form) for shape in shapes for rows in self.rows(shape) for form in self.forms(shape, rows))
         needed = {(replace(form, late=False), self.activation if shape.gated else None) for shape, form in tried}
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets threads work side by side
             list(pool.map(lambda each: machine_code(*each), sorted(needed, key=str)))
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
-        for rows in ring_forms.ROWS:
+        for rows in self.rows(shape):
             x, around = random_inputs(rows, shape.ins), _around(shape, rows, self.activation)
-            tried = ring_forms.candidate_forms(shape, rows, _processors())
-            forms = {form: partial(_ring_calls, shape, form, x, around, weights) for form in tried}
-            yield Trial(
-                shape, rows, {None: partial(_measured_flat_calls, shape, x, around, weights), **forms}, gain=1.02
-            )
+            without = partial(_measured_flat_calls, shape, x, around, weights)
+            yield self.trial(shape, rows, without, (x, around, weights), gain=1.02)
+
+    def trial(
+        self, shape: Shape, rows: int, without: Callable[[], Calls], inputs: tuple[Any, ...], gain: float = 1.0
+    ) -> Trial:
+        """``inputs``: as ``ring_calls`` has them."""
+        forms = {form: partial(ring_calls, shape, form, *inputs) for form in self.forms(shape, rows)}
+        return Trial(shape, rows, {None: without, **forms}, gain)
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
         """A single row is left to the other forms, which multiply it without matrix instructions."""
@@ -400,7 +412,7 @@ def _over(weights: Sequence[Any], product: Callable[..., Any], *arguments: Any) 
     return [partial(product, each, *arguments) for each in weights]
 
 
-def _first(compute: Callable[..., Any], *arguments: Any) -> Tensor:
+def first(compute: Callable[..., Any], *arguments: Any) -> Tensor:
     y: Tensor = compute(*arguments)[0]
     return y
 
@@ -415,7 +427,7 @@ def _flat_calls(shape: Shape, form: Any, x: Tensor, weights: Sequence[Tensor], a
 
     forms = ((MOST_ROWS, form),)
     products = [Product(weight, None, shape, forms, make_scratch(shape, forms, x.device), True) for weight in weights]
-    return [partial(_first, product.launch, form, x, _around(shape, len(x), activation)) for product in products]
+    return [partial(first, product.launch, form, x, _around(shape, len(x), activation)) for product in products]
 
 
 def _build_flat(activation: Activation, forms: Sequence[tuple[bool, Any]]) -> None:
@@ -435,16 +447,26 @@ def _measured_flat_calls(shape: Shape, x: Tensor, around: Around, weights: Seque
     scratch = make_scratch(shape, forms, x.device)
     products = [Product(weight, None, shape, forms, scratch, True) for weight in weights]
     form: Any = products[0].form(len(x))
-    return [partial(_first, product.launch, form, x, around) for product in products]
+    return [partial(first, product.launch, form, x, around) for product in products]
 
 
-def _ring_calls(shape: Shape, form: Any, x: Tensor, around: Around, weights: Sequence[Tensor]) -> Calls:
+def ring_calls(
+    shape: Shape, form: Any, x: Tensor, around: Around, weights: Sequence[Any], units: Tensor | None = None
+) -> Calls:
     from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of
 
     none: Any = None  # what no form serves is not asked for here
     kernels = kernels_of(torch.cuda.current_device())
-    layers = [RingLinear(weight, None, shape, (), kernels, True, none, {}) for weight in weights]
-    return [partial(_first, layer.compute, x, around, form) for layer in layers]
+    layers = [RingLinear(weight, None, shape, (), kernels, True, none, {}, units=units) for weight in weights]
+    return _over(layers, _ringed, x, around, form)
+
+
+def _ringed(layer: Any, x: Tensor, around: Around, form: Any) -> Tensor:
+    count = -(-len(x) // form.rows)
+    y = x.new_empty(len(x), layer.shape.outs)
+    for part, own in zip(x.chunk(count), y.chunk(count), strict=True):
+        layer.compute(part, around, form, own)
+    return y
 
 
 def _vendor_forms(shape: Shape, x: Tensor, weights: Sequence[Tensor]) -> dict[Any, Callable[[], Calls]]:

@@ -6,9 +6,7 @@ What lives here: that kind of GEMMs, over random codes. What may not: timing and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.bench.tune import Calls, Kind, Trial, random_inputs
+from headrace.bench.tune import Calls, Kind, RingProducts, Trial, first, random_inputs
 from headrace.kernels.candidate import EightBits, Shape
 from headrace.kernels.linear import coded_forms, flat_forms, ring_forms
 from headrace.kernels.linear.around import MOST_ROWS, Around
@@ -45,19 +43,8 @@ class CodedProducts(Kind):
             yield Trial(shape, rows, {None: partial(_widened, x, around, packed), **forms})
 
 
-class _Rings(Kind):
-    """Of up to 64 rows by the ring kernel, beside the forms of Triton."""
-
-    coding: Coding | None = None
-    eight: EightBits | None = None
-
-    def _forms(self, shape: Shape, rows: int) -> tuple[ring_forms.RingForm, ...]:
-        processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-        kind = "" if self.eight is None else self.eight.kind_of
-        sizes = (rows, ring_forms.MOST_ROWS) if rows == ring_forms.MOST_CUT else (rows,)  # in one launch, or in two
-        return tuple(
-            form for size in sizes for form in ring_forms.candidate_forms(shape, size, processors, self.coding, kind)
-        )
+class _Rings(RingProducts):
+    """Of codes, or of 8 bits, beside the forms of Triton."""
 
     def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
         """A gate as one matrix, too, which more rows are multiplied by."""
@@ -66,16 +53,6 @@ class _Rings(Kind):
 
     def rows(self, shape: Shape) -> tuple[int, ...]:
         return ring_forms.row_classes(shape, self.coding, "" if self.eight is None else self.eight.kind_of)
-
-    def build(self, shapes: Sequence[Shape]) -> None:
-        from headrace.kernels.linear.cuda_ring import machine_code
-
-        needed = {
-            (replace(form, late=False), self.activation if shape.gated else None)
-            for shape in shapes for rows in self.rows(shape) for form in self._forms(shape, rows)
-        }  # fmt: skip
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda each: machine_code(*each), sorted(needed, key=str)))
 
 
 class CodedRings(_Rings):
@@ -96,10 +73,7 @@ class CodedRings(_Rings):
             )
             plain = next((form for most, form in own if rows <= most), None)
             others = partial(_calls, plain, x, around, packed) if plain else partial(_widened, x, around, packed)
-            forms: dict[Any, Any] = {
-                form: partial(_ring_calls, form, shape, x, around, packed, None) for form in self._forms(shape, rows)
-            }
-            yield Trial(shape, rows, {None: others, **forms})
+            yield self.trial(shape, rows, others, (x, around, packed))
 
 
 class EightBitRings(_Rings):
@@ -127,14 +101,8 @@ class EightBitRings(_Rings):
             squares = torch.ones((rows, -(-shape.ins // 128)) if eight.group else (1, rows), device="cuda")
             beside = replace(around, squares=squares)
             pairs, laid = x.view(torch.bfloat16), [each.view(torch.bfloat16) for each in own]
-            forms: dict[Any, Any] = {
-                form: partial(_ring_calls, form, shape, pairs, beside, laid, scale) for form in self._forms(shape, rows)
-            }
-            yield Trial(
-                shape,
-                rows,
-                {None: partial(_eight_calls, eight, shape, x, squares.view(rows, -1), around, own, scale), **forms},
-            )
+            others = partial(_eight_calls, eight, shape, x, squares.view(rows, -1), around, own, scale)
+            yield self.trial(shape, rows, others, (pairs, beside, laid, scale))
 
 
 def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
@@ -179,26 +147,7 @@ def _calls(form: Any, x: Tensor, around: Around, packed: Sequence[Packed]) -> Ca
     forms = ((len(x), form),)
     scratch = make_scratch(Shape(packed[0].outs, packed[0].ins), forms, x.device)
     products = [CodedProduct(each, None, forms, scratch, pdl=True) for each in packed]
-    return [partial(_first, product, form, x, around) for product in products]
-
-
-def _ring_calls(
-    form: Any, shape: Shape, x: Tensor, around: Around, weights: Sequence[Any], units: Tensor | None
-) -> Calls:
-    from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of
-
-    none: Any = None  # what no form serves is not asked for here
-    kernels = kernels_of(torch.cuda.current_device())
-    layers = [RingLinear(weight, None, shape, (), kernels, True, none, {}, units=units) for weight in weights]
-    return [partial(_computed, layer, x, around, form) for layer in layers]
-
-
-def _computed(layer: Any, x: Tensor, around: Around, form: Any) -> Tensor:
-    count = -(-len(x) // form.rows)
-    y = x.new_empty(len(x), layer.shape.outs)
-    for part, own in zip(x.chunk(count), y.chunk(count), strict=True):
-        layer.compute(part, around, form, own)
-    return y
+    return [partial(first, product.launch, form, x, around) for product in products]
 
 
 def _eight_calls(
@@ -211,17 +160,7 @@ def _eight_calls(
     scratch = make_scratch(shape, forms, x.device)
     form = next(form for most, form in forms if len(x) <= most)
     layers = [EightBitLinear(each, scale, None, None, eight, forms, scratch, pdl=True) for each in weights]
-    return [partial(_launched, layer, form, x, own, around) for layer in layers]
-
-
-def _launched(layer: Any, form: Any, x: Tensor, own: Tensor, around: Around) -> Tensor:
-    result: Tensor = layer.launch(form, x, own, around, torch.bfloat16)[0]
-    return result
-
-
-def _first(product: Any, form: Any, x: Tensor, around: Around) -> Tensor:
-    result: Tensor = product.launch(form, x, around)[0]
-    return result
+    return [partial(first, layer.launch, form, x, own, around, torch.bfloat16) for layer in layers]
 
 
 def _widened(x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
