@@ -34,6 +34,7 @@ from headrace.planner.devices import Device, device_of, find_device, known_devic
 from headrace.planner.runs import RecordedRun
 from headrace.spec import ELEMENT_BYTES, DecoderSpec, kv_groups
 from lab.jobs import config_for, flags_of, known_shapes
+from lab.truth_front import front_work
 from lab.truth_judge import Judged, judge, simulated
 from lab.truth_loads import REPEATS, Loads, Part, loads_for, repeated, sized, suited
 from lab.truth_run import Figures, Runner, offline, served
@@ -203,7 +204,9 @@ def _calibrated(bench: _Bench, runner: Runner, seen: _Measured) -> tuple[Calibra
     )
     if not bench.args.offline:
         fronts, loads = ([runner.path(name) for name in names] for names in (seen.fronts, seen.parts))
-        found = fit_front(fronts, found, recorded, loads)
+        found = fit_front(fronts, found, recorded)
+        assert found.front is not None, "just fitted"
+        found = replace(found, front=replace(found.front, work=front_work(loads)))
     return found, replace(device, calibrated=(found,))
 
 

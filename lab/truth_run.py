@@ -61,7 +61,14 @@ class Runner:
 
     def recorded(self, names: Sequence[str]) -> RecordedRun:
         """The steps of these parts."""
-        return read_run(self.trace).cut([self.spans[name] for name in names])
+        return cut(read_run(self.trace), [self.spans[name] for name in names])
+
+
+def cut(run: RecordedRun, spans: Sequence[range]) -> RecordedRun:
+    """The steps whose numbers are in these alone, and the prompts that they began."""
+    steps = tuple(step for step in run.steps if any(step.step_id in span for span in spans))
+    began = {round(step.scheduled, 6) for step in steps}
+    return replace(run, steps=steps, begun=tuple(each for each in run.begun if round(each[0], 6) in began))
 
 
 def _steps_so_far(trace: Path) -> int:

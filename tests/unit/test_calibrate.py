@@ -48,7 +48,7 @@ from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder, StepTimes
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.planner.against import VOID_STATUS, Compared, compare_figures, status_of
-from headrace.planner.calibrate import calibrate, fit_front, front_of, front_work
+from headrace.planner.calibrate import calibrate, fit_front, front_of
 from headrace.planner.devices import CPU_EFFICIENCY, GPU_EFFICIENCY, Device, classes_of, find_device, known_devices
 from headrace.planner.drive import Drive
 from headrace.planner.executor import ModelledExecutor
@@ -62,6 +62,7 @@ from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
 from headrace.server.exposition import render_steps
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+from lab.truth_front import front_work
 from tests.support.hash_engine import create_core
 
 SPEC = DecoderSpec(

@@ -61,7 +61,18 @@ class LoadGenerator:
     """Sends conversations when they are due, at most ``concurrency`` requests at once, and keeps a sample of each
     request."""
 
-    def __init__(self, client: HttpClient, model: str, endpoint: str, concurrency: float, *, as_ids: bool) -> None:
+    def __init__(
+        self,
+        client: HttpClient,
+        model: str,
+        endpoint: str,
+        concurrency: float,
+        *,
+        as_ids: bool,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``extra``: goes with each request."""
+        self._extra = extra or {}
         self.samples: list[Sample] = []
         self._client = client
         self.model = model
@@ -86,12 +97,7 @@ class LoadGenerator:
     async def run(self, conversations: Sequence[Conversation]) -> None:
         origin = time.perf_counter()
         if any(conversation.arrival is None for conversation in conversations):
-            queue = iter(conversations)
-            workers = (
-                min(len(conversations), int(self._concurrency))
-                if math.isfinite(self._concurrency)
-                else len(conversations)
-            )
+            queue, workers = iter(conversations), int(min(len(conversations), self._concurrency))
             await asyncio.gather(*(self._worker(queue, origin) for _ in range(workers)))
         else:
             await asyncio.gather(*(self._conversation(conversation, origin) for conversation in conversations))
@@ -109,7 +115,7 @@ class LoadGenerator:
             if due is not None:
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
             async with self._slots:
-                sample, text = await self._request(self._body(turn, history), due)
+                sample, text = await self._request({**self._body(turn, history), **self._extra}, due)
             self.samples.append(sample)
             if sample.error is not None:
                 return
@@ -120,7 +126,7 @@ class LoadGenerator:
         if self._endpoint == "embeddings":
             asked: Any = list(turn.new_ids) if self._as_ids else as_text(turn.new_ids)
             return {"model": self.model, "input": asked, "encoding_format": "base64"}
-        body: dict[str, Any] = {
+        body = {
             "model": self.model,
             "max_tokens": turn.max_tokens,
             "temperature": 0.0,

@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.bench.arguments import add_key_argument, declare
-from headrace.bench.load import BrokenAnswer, HttpClient, LoadGenerator, error_message, first_model
+from headrace.bench.load import HttpClient, LoadGenerator, first_model
 from headrace.bench.serve import limits_of
 from headrace.errors import ConfigError
 from headrace.observe.report import machine_facts, print_facts, table, write_json
-from headrace.planner.workload.conversations import Conversation, Turn, as_text, conversations_of
+from headrace.planner.workload.conversations import Conversation, conversations_of
 from headrace.planner.workload.load import Lengths, LoadRequest, arriving, conversing, drawn
-from headrace.planner.workload.statistics import Sample, failure_reasons, meets, parse_goodput, spread_of
+from headrace.planner.workload.statistics import failure_reasons, meets, parse_goodput, spread_of
 
 EMBEDDINGS = "embeddings"
 
@@ -138,36 +138,10 @@ def _whole(values: Sequence[str], flag: str) -> int | None:
 # --- measuring
 
 
-class _Sender(LoadGenerator):
-    """One kind's. An embedding is one event: its first token and its last."""
-
-    def __init__(self, client: HttpClient, model: str, share: Share) -> None:
-        embeds, clients = share.kind.endpoint == EMBEDDINGS, share.kind.clients
-        endpoint = "completions" if embeds else share.kind.endpoint
-        super().__init__(
-            client, model, endpoint, math.inf if clients is None else clients, as_ids=endpoint == "completions"
-        )
-        self._share, self._embeds = share, embeds
-
-    def _body(self, turn: Turn, history: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        if self._embeds:
-            return {"model": self.model, "input": as_text(turn.new_ids), **self._share.extra}
-        return {**super()._body(turn, history), **self._share.extra}
-
-    async def _request(self, body: Mapping[str, Any], due: float | None) -> tuple[Sample, str]:
-        if not self._embeds:
-            return await super()._request(body, due)
-        sample = Sample(sent=time.perf_counter(), due=due)
-        try:
-            answer = await self._client.post("/v1/embeddings", body)
-            if answer.status != 200:
-                raise BrokenAnswer(f"status {answer.status}: {error_message(answer.body)}")
-            sample.prompt_tokens = answer.json()["usage"]["prompt_tokens"]
-            sample.arrivals.append(time.perf_counter())
-        except (OSError, TimeoutError, BrokenAnswer, KeyError, TypeError) as error:
-            sample.error = f"{type(error).__name__}: {error}"
-        sample.ended = time.perf_counter()
-        return sample, ""
+def _sender(client: HttpClient, model: str, share: Share) -> LoadGenerator:
+    kind = share.kind
+    clients, as_ids = math.inf if kind.clients is None else kind.clients, kind.endpoint == "completions"
+    return LoadGenerator(client, model, kind.endpoint, clients, as_ids=as_ids, extra=share.extra)
 
 
 async def _measure(args: argparse.Namespace, shares: Sequence[Share]) -> tuple[dict[str, Any], float, str]:
@@ -177,18 +151,18 @@ async def _measure(args: argparse.Namespace, shares: Sequence[Share]) -> tuple[d
     found: dict[str, Any] = {"alone": {}, "together": {}}
     try:
         for share in shares:
-            await _Sender(client, models[share.name], share).warm_up(share.together, 1)
+            await _sender(client, models[share.name], share).warm_up(share.together, 1)
         for share in shares if args.alone else ():
-            found["alone"][share.name] = await _run(_Sender(client, models[share.name], share), share, share.alone)
+            found["alone"][share.name] = await _run(_sender(client, models[share.name], share), share, share.alone)
         begin = time.perf_counter()
-        together = (_run(_Sender(client, models[share.name], share), share, share.together) for share in shares)
+        together = (_run(_sender(client, models[share.name], share), share, share.together) for share in shares)
         found["together"] = dict(zip((share.name for share in shares), await asyncio.gather(*together), strict=True))
         return found, time.perf_counter() - begin, model
     finally:
         await client.close()
 
 
-async def _run(sender: _Sender, share: Share, conversations: Sequence[Conversation]) -> dict[str, Any]:
+async def _run(sender: LoadGenerator, share: Share, conversations: Sequence[Conversation]) -> dict[str, Any]:
     """Its figures. ``attainment``: of all its requests; a failed one has not met anything."""
     await sender.run(conversations)
     good = [sample for sample in sender.samples if sample.error is None and sample.arrivals]

@@ -18,21 +18,19 @@ What lives here: from recorded runs to calibrated steps, and to what is said of 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from headrace.cost.calibrated import CalibratedSteps, Covered, FittedRun, Parameter, Steadiness, same_device
 from headrace.cost.cost_model import CostModel
-from headrace.cost.prices import FrontPrices, FrontWork, HostPrices
+from headrace.cost.prices import FrontPrices, HostPrices
 from headrace.cost.run_facts import RunFacts, shape_of
 from headrace.errors import ConfigError
 from headrace.planner.against import read_samples
@@ -186,19 +184,14 @@ def fit_host(runs: Sequence[RecordedRun], steps: Sequence[RecordedStep]) -> tupl
     ]
     none = "" if launched else "no step was launched kernel by kernel beside the device; taken to be nothing"
     parameters.append(Parameter("launching a step, seconds", launch, spread, launched, none))
-    record, times = _record_seconds(steps)
-    graphed, replayed = _graphed_seconds(steps)
+    alone = [step for step in steps if step.alone]
+    plain = [step for step in steps if not (step.recorded or step.alone or step.load.filled)]
+    record, times = _longer([step for step in steps if step.recorded], plain)  # behind a step that was launched
+    graphed, replayed = _longer([step for step in steps if step.load.filled], alone)
     none = "" if replayed else "no graph computed a step with prompts; taken to be nothing"
     parameters.append(Parameter("handing over a graph with prompts, seconds", graphed, 0.0, replayed, none))
-    parameters.append(
-        Parameter(
-            "recording a graph, seconds",
-            record,
-            0.0,
-            times,
-            "" if times else "no step was recorded; taken to be nothing",
-        )
-    )
+    none = "" if times else "no step was recorded; taken to be nothing"
+    parameters.append(Parameter("recording a graph, seconds", record, 0.0, times, none))
     step, row, added, token = (float(each) for each in values)
     return HostPrices(step, row, added, token, launch, record, graphed), tuple(parameters)
 
@@ -228,20 +221,10 @@ def _least_absolute(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     return values, np.sqrt(np.maximum(np.diag(inverse), 0.0)) * spread, len(target)
 
 
-def _record_seconds(steps: Sequence[RecordedStep]) -> tuple[float, int]:
-    """What handing over took longer where a graph was recorded behind a step that was launched; and how many such steps
-    there were."""
-    recorded = [step.queued - step.submitted for step in steps if step.recorded]
-    plain = [step.queued - step.submitted for step in steps if not (step.recorded or step.alone or step.load.filled)]
-    return max(0.0, median(recorded) - (median(plain) if plain else 0.0)) if recorded else 0.0, len(recorded)
-
-
-def _graphed_seconds(steps: Sequence[RecordedStep]) -> tuple[float, int]:
-    """What handing over takes longer, in the middle, where a graph computes prompts than where it computes single
-    tokens; how many do."""
-    graphed = [step.queued - step.submitted for step in steps if step.load.filled]
-    plain = [step.queued - step.submitted for step in steps if step.alone]
-    return max(0.0, median(graphed) - (median(plain) if plain else 0.0)) if graphed else 0.0, len(graphed)
+def _longer(steps: Sequence[RecordedStep], than: Sequence[RecordedStep]) -> tuple[float, int]:
+    """By how much, in the middle, handing over such steps takes longer than others; and how many there are."""
+    taken, plain = ([step.queued - step.submitted for step in each] for each in (steps, than))
+    return max(0.0, median(taken) - (median(plain) if plain else 0.0)) if taken else 0.0, len(taken)
 
 
 def _launch_seconds(steps: Sequence[RecordedStep]) -> tuple[float, float, int]:
@@ -260,11 +243,9 @@ MOST_CACHED = 0.05  # of the prompt tokens: what was found in a cache cannot be 
 _FLOOR = 1e-4  # s: differences below are all alike
 
 
-def fit_front(
-    paths: Sequence[Path], found: CalibratedSteps, run: RecordedRun, loads: Sequence[Path] = ()
-) -> CalibratedSteps:
-    """``found`` with the front end's prices, the files among its runs. ``run``: the trace of the same run. ``loads``:
-    results of loads of many kinds, which tell what the front end computes for each. Raises ConfigError."""
+def fit_front(paths: Sequence[Path], found: CalibratedSteps, run: RecordedRun) -> CalibratedSteps:
+    """``found`` with the front end's prices, the files among its runs. ``run``: the trace of the same run. Raises
+    ConfigError."""
     late, files = [], []
     for path in paths:
         sha256, seen = _late(path, run)
@@ -275,9 +256,7 @@ def fit_front(
             f"Of the requests of --front-of {', '.join(map(str, paths))} only {len(late)} came to an idle engine with a prompt that was one step, "
             f"and at least {LEAST_REQUESTS} are needed; send some one by one: headrace bench serve --max-concurrency 1."
         )
-    front = front_of([prompt for prompt, _ in late], [seconds for _, seconds in late])
-    front = replace(front, work=front_work(loads))
-    return replace(found, front=front, runs=(*found.runs, *files))
+    return replace(found, front=front_of(*map(list, zip(*late, strict=True))), runs=(*found.runs, *files))
 
 
 def _late(path: Path, run: RecordedRun) -> tuple[str, list[tuple[int, float]]]:
@@ -322,24 +301,6 @@ def front_of(prompts: list[int], late: list[float]) -> FrontPrices:
         design = design[:, :1]
     values = least_absolute(design, np.array(late), floor=_FLOOR)
     return FrontPrices(float(values[0]), float(values[1]) if len(values) > 1 else 0.0)
-
-
-def front_work(loads: Sequence[Path]) -> FrontWork | None:
-    """seconds ≈ the sum of FrontWork's prices, each times how often it was due, none negative; None where fewer results
-    than there are prices say how long the front end computed. Tokens that a client saw at one time were one message."""
-    rows = [json.loads(path.read_bytes()) for path in loads]
-    rows = [row for row in rows if row.get("front_cpu_seconds")]
-    if len(rows) < len(fields(FrontWork)):
-        return None
-    design = np.array([_dues(row) for row in rows], dtype=np.float64)
-    values = least_absolute(design, np.array([row["front_cpu_seconds"] for row in rows]), floor=_FLOOR)
-    return FrontWork(*map(float, values))
-
-
-def _dues(row: Mapping[str, Any]) -> tuple[float, ...]:
-    """How often each of FrontWork's prices was due, in its order."""
-    messages = sum(len(set(each["arrivals"])) for each in row["requests"])
-    return row["completed"], row["total_input_tokens"], row["total_output_tokens"], messages, row["steps"]
 
 
 def _requests(path: Path) -> list[Sample]:

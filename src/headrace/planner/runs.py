@@ -65,12 +65,6 @@ class RecordedRun:
     dropped: int
     begun: tuple[tuple[float, int], ...] = ()
 
-    def cut(self, spans: Sequence[range]) -> RecordedRun:
-        """The steps whose numbers are in these alone, and the prompts that they began."""
-        steps = tuple(step for step in self.steps if any(step.step_id in span for span in spans))
-        began = {round(step.scheduled, 6) for step in steps}
-        return replace(self, steps=steps, begun=tuple(each for each in self.begun if round(each[0], 6) in began))
-
 
 def read_run(path: Path) -> RecordedRun:
     """Raises ConfigError when the file is no trace of steps with their loads."""
