@@ -20,9 +20,9 @@ from headrace.quant.scaled import ScaledWeight  # noqa: E402
 from headrace.quant.ternary import Ternary  # noqa: E402
 from headrace.quantize.grid import Grid, fit  # noqa: E402
 from headrace.quantize.makers import (  # noqa: E402
-    TernaryRecipe,
     huffman_coded,
     levels_recipe,
+    ternary_recipe,
 )
 from headrace.quantize.names import Choice  # noqa: E402
 
@@ -183,7 +183,7 @@ def test_three_values_come_back_from_the_book() -> None:
     for scale in (1, 9):
         weight = torch.randn(64, 140, generator=torch.Generator().manual_seed(scale)).pow(scale)
         weight[7] = 0.0
-        made = TernaryRecipe("rtn").made(weight, None, 1.0, Format())
+        made = ternary_recipe("rtn").made(weight, None, 1.0, Format())
         want = fit(weight, Grid(2, 0, kind="ternary")).rounded(weight)
         assert torch.equal(form.dense(form.prepare(made), slice(None), torch.float32), want)
         assert torch.equal(form.dense(made, slice(32, 40), torch.float32), want[32:40])
@@ -202,7 +202,7 @@ def test_three_values_come_back_from_the_book() -> None:
     ],
 )
 def test_words_that_cannot_be_are_named(damage: Callable[[Tensors], None], said: str) -> None:
-    made = TernaryRecipe("rtn").made(
+    made = ternary_recipe("rtn").made(
         torch.randn(64, 140, generator=torch.Generator().manual_seed(1)).pow(9), None, 1.0, Format()
     )
     damage(made)

@@ -77,6 +77,11 @@ class Inputs:
         return self.total / max(self.count, 1)
 
 
+def gram_of(seen: Inputs | None, device: torch.device) -> Tensor | None:
+    """None for an expert that no row came to."""
+    return None if seen is None or not seen.count else seen.gram.to(device)
+
+
 Seen = dict[tuple[Role, int], Inputs]  # by the matrix's role and, of experts, the expert; else 0
 
 

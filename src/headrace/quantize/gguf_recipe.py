@@ -19,6 +19,7 @@ from headrace.quant.gguf import BLOCKS, GGUFBlocks
 from headrace.quantize.blocks import Inputs
 from headrace.quantize.gguf_blocks import encoded
 from headrace.quantize.grid import Grid
+from headrace.quantize.layer import Maker
 from headrace.quantize.names import Choice
 from headrace.sites import Role, Weight, weights
 from headrace.spec import DecoderSpec
@@ -47,26 +48,15 @@ def finer_layer(layer: int, layers: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFRecipe:
-    """``types``: of each matrix, by its name on disk."""
+class GGUFRecipe(Maker):
+    """``types``: of each matrix, by its name on disk. Blocks are no grid: ``grid`` is nobody's."""
 
-    name: str
-    method: str
-    layout: str
-    types: Mapping[str, str] = field(repr=False)
-    form: str = "GGUF"
-
-    @property
-    def grid(self) -> Grid:
-        raise AssertionError("blocks are no grid that channels are scaled for")
-
-    def problem(self, outs: int, ins: int) -> str | None:
-        return None
+    types: Mapping[str, str] = field(repr=False, kw_only=True)
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         assert isinstance(form, GGUFBlocks)
-        known = self.method == "imatrix" and seen is not None and seen.count
-        importance = seen.gram.diagonal() / seen.count if known and seen is not None else None
+        known = seen if self.method == "imatrix" and seen is not None and seen.count else None
+        importance = None if known is None else known.gram.diagonal() / known.count
         return {"weight": encoded(form.kind, weight, importance).cpu()}
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
@@ -90,7 +80,7 @@ def gguf_recipe(choice: Choice, spec: DecoderSpec) -> GGUFRecipe:
             types |= {module: kind for module, kind in kinds if kind is not None}
     if not types:
         raise ConfigError(f"--format {choice.form} needs rows of multiples of 32 elements, and this model has none.")
-    return GGUFRecipe(choice.form, choice.method, layout, types)
+    return GGUFRecipe(choice.form, choice.method, layout, Grid(16), "GGUF", types=types)
 
 
 def _type(layout: str, weight: Weight, part: int, parts: int, spec: DecoderSpec) -> str | None:

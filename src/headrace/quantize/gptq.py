@@ -15,6 +15,14 @@ _BLOCK = 128  # inputs whose errors are carried to all behind them at once
 DAMP = 0.01  # of the mean of the Gram matrix's diagonal, added to it
 
 
+def chosen(weight: Tensor, gram: Tensor | None, grid: Grid, method: str) -> tuple[Tensor, Fit]:
+    """(codes, their grid): by GPTQ if that is the method and inputs are known, else the nearest."""
+    if gram is not None and method in ("gptq", "mr-gptq"):
+        return gptq(weight, gram, grid)
+    found = fit(weight, grid, clip=method != "rtn")
+    return found.codes(weight), found
+
+
 def gptq(
     weight: Tensor,
     gram: Tensor,

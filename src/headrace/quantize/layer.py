@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,34 +35,29 @@ _STEPS = 20  # exponents of factors that are tried
 _MATRICES = (Role.QKV, Role.OUTPUT, Role.UP, Role.DOWN)
 
 
-class Maker(Protocol):
-    """Makes matrices of one format. ``form``: the checkpoint convention, ``layout``: the format's name in it.
-    ``method``: how codes are chosen."""
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes matrices of one format. ``method``: how codes are chosen; ``form``: the checkpoint convention, ``layout``: the
+    format's name in it."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def form(self) -> str: ...
-
-    @property
-    def layout(self) -> str: ...
-
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def grid(self) -> Grid: ...
+    name: str
+    method: str
+    layout: str
+    grid: Grid
+    form: str = "headrace"
 
     def problem(self, outs: int, ins: int) -> str | None:
         """Why a matrix of this shape cannot be written in this format."""
+        return None
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         """Its tensors, by the suffix of their names. ``weight`` [outs, ins], float32; ``seen``: its inputs during
         calibration; ``most``: the largest weight among those merged with it; ``form``: as an engine will hold it."""
+        raise NotImplementedError(self.name)
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
         """``quantization_config`` of config.json."""
+        return {"quant_method": self.form, "format": self.layout, "ignore": list(ignored)}
 
 
 @dataclass(frozen=True, slots=True)

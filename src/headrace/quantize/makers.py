@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,46 +19,29 @@ from headrace.errors import ConfigError
 from headrace.quant import Format
 from headrace.quant.dfloat11 import canonical, code_lengths
 from headrace.quant.ternary import WORDS, book
-from headrace.quantize.blocks import Inputs
+from headrace.quantize.blocks import Inputs, gram_of
 from headrace.quantize.gguf_recipe import gguf_recipe
-from headrace.quantize.gptq import gptq, sensitivity
+from headrace.quantize.gptq import chosen, gptq, sensitivity
 from headrace.quantize.grid import Grid, fit
 from headrace.quantize.layer import Maker
-from headrace.quantize.names import Choice, is_gguf, own_entry
+from headrace.quantize.names import Choice, is_gguf
 from headrace.quantize.recipe import Recipe, pack, recipe_for
 from headrace.spec import DecoderSpec
 
 
-@dataclass(frozen=True, slots=True)
-class LevelsRecipe:
-    method: str
-    grid: Grid
-    name: str = "w1a16"
-    form: str = "headrace"
-    layout: str = "two-levels"
-
+class LevelsRecipe(Maker):
     def problem(self, outs: int, ins: int) -> str | None:
-        return (
-            f"its {ins} inputs are not a multiple of {self.grid.group}, those in a group"
-            if ins % self.grid.group
-            else None
-        )
+        size = self.grid.group
+        return f"its {ins} inputs are not a multiple of {size}, those in a group" if ins % size else None
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
-        if self.method == "gptq" and seen is not None and seen.count:
-            codes, found = gptq(weight, seen.gram.to(weight.device), self.grid)
-        else:
-            found = fit(weight, self.grid)
-            codes = found.codes(weight)
+        codes, found = chosen(weight, gram_of(seen, weight.device), self.grid, self.method)
         assert found.zero is not None
-        kept = {
-            "weight_scale": found.scale.to(self.grid.scales).cpu(),
-            "weight_low": found.zero.to(self.grid.scales).cpu(),
-        }
-        return {"weight_packed": pack(codes.cpu() - 1, 1), **kept}
+        scale, low = (each.to(self.grid.scales).cpu() for each in (found.scale, found.zero))
+        return {"weight_packed": pack(codes.cpu() - 1, 1), "weight_scale": scale, "weight_low": low}
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
-        return own_entry(self.layout, ignored, group_size=self.grid.group)
+        return Maker.entry(self, ignored) | {"group_size": self.grid.group}
 
 
 def levels_recipe(choice: Choice, *, group_size: int | None, asymmetric: bool) -> LevelsRecipe:
@@ -67,41 +50,32 @@ def levels_recipe(choice: Choice, *, group_size: int | None, asymmetric: bool) -
         raise ConfigError(
             "w1a16 has two levels for each 32, 64 or 128 inputs; give --group-size one of them, and no --asymmetric."
         )
-    return LevelsRecipe(choice.method, Grid(1, group_size or 64, kind="levels", scales=torch.float16))
+    grid = Grid(1, group_size or 64, kind="levels", scales=torch.float16)
+    return LevelsRecipe("w1a16", choice.method, "two-levels", grid)
 
 
 SHARE = 0.01  # of the weights are outliers, or of the columns
+_LAYOUTS = {"int8-outliers": "outlier-columns", "spqr": "sparse-outliers"}
 
 
 @dataclass(frozen=True, slots=True)
-class OutlierRecipe:
+class OutlierRecipe(Maker):
     """``layout``: "outlier-columns" with int8, or "sparse-outliers" with low-bit integers."""
 
-    inner: Recipe
-    name: str
-    layout: str
-    form: str = "headrace"
-
-    @property
-    def method(self) -> str:
-        return self.inner.method
-
-    @property
-    def grid(self) -> Grid:
-        return self.inner.grid
+    inner: Recipe = field(kw_only=True)
 
     def problem(self, outs: int, ins: int) -> str | None:
         return self.inner.problem(outs, ins)
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         if seen is None or not seen.count:  # an expert that no row came to
-            seen = Inputs(
-                1, torch.eye(weight.shape[1], device=weight.device), weight.abs().amax(0), weight.abs().amax(0)
-            )
+            largest = weight.abs().amax(0)
+            seen = Inputs(1, torch.eye(weight.shape[1], device=weight.device), largest, largest)
         return self._columns(weight, seen) if self.layout == "outlier-columns" else self._sparse(weight, seen)
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
-        return own_entry(self.layout, ignored, bits=self.grid.bits, group_size=self.grid.group, share=SHARE)
+        how = {"bits": self.grid.bits, "group_size": self.grid.group, "share": SHARE}
+        return Maker.entry(self, ignored) | how
 
     def _columns(self, weight: Tensor, seen: Inputs) -> dict[str, Tensor]:
         index = seen.most.topk(math.ceil(weight.shape[1] * SHARE)).indices.sort().values.to(weight.device)
@@ -125,18 +99,8 @@ class OutlierRecipe:
         return self.inner.stored(codes.cpu(), found) | tensors
 
 
-@dataclass(frozen=True, slots=True)
-class LosslessRecipe:
+class LosslessRecipe(Maker):
     """bfloat16, each exponent in as many bits as it is rare."""
-
-    name: str = "dfloat11"
-    form: str = "headrace"
-    layout: str = "dfloat11"
-    method: str = "rtn"
-    grid: Grid = Grid(16)  # noqa: RUF009 - a frozen value
-
-    def problem(self, outs: int, ins: int) -> str | None:
-        return None
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
         narrow = weight.cpu().to(torch.bfloat16)
@@ -145,9 +109,6 @@ class LosslessRecipe:
                 "--format dfloat11 is lossless for bfloat16 only, and this model has weights of more bits; give another."
             )
         return huffman_coded(narrow)
-
-    def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
-        return own_entry(self.layout, ignored)
 
 
 def huffman_coded(weight: Tensor) -> dict[str, Tensor]:
@@ -171,25 +132,14 @@ def huffman_coded(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class TernaryRecipe:
+class TernaryRecipe(Maker):
     """Three levels per row, chosen so that errors compensate each other."""
-
-    method: str
-    name: str = "qmoe"
-    form: str = "headrace"
-    layout: str = "ternary"
-    grid: Grid = Grid(2, 0, kind="ternary")  # noqa: RUF009 - a frozen value
 
     def problem(self, outs: int, ins: int) -> str | None:
         return f"its {ins} inputs are not an even number" if ins % 2 else None
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
-        if self.method == "gptq" and seen is not None and seen.count:
-            codes, found = gptq(weight, seen.gram.to(weight.device), self.grid)
-        else:
-            found = fit(weight, self.grid)
-            codes = found.codes(weight)
+        codes, found = chosen(weight, gram_of(seen, weight.device), self.grid, self.method)
         words, ends = ternary_words(codes.cpu().to(torch.int64))
         assert found.zero is not None
         return {
@@ -199,8 +149,9 @@ class TernaryRecipe:
             "shape": torch.tensor(weight.shape, dtype=torch.int64),
         }
 
-    def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
-        return own_entry(self.layout, ignored)
+
+def ternary_recipe(method: str) -> TernaryRecipe:
+    return TernaryRecipe("qmoe", method, "ternary", Grid(2, 0, kind="ternary"))
 
 
 def ternary_words(codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,14 +188,14 @@ def maker_for(
             assert spec is not None, "which matrix gets which type depends on it"
             return gguf_recipe(choice, spec)
         if choice.form == "qmoe":
-            return TernaryRecipe(choice.method)
+            return ternary_recipe(choice.method)
         if scales is not torch.bfloat16:
             raise ConfigError(
                 f"--format dfloat11 holds bfloat16, and this model is stored in {str(scales).removeprefix('torch.')}; give another."
             )
-        return LosslessRecipe()
+        return LosslessRecipe("dfloat11", "rtn", "dfloat11", Grid(16))
     if choice.form == "w1a16":
         return levels_recipe(choice, group_size=group_size, asymmetric=asymmetric)
     recipe = recipe_for(choice, group_size=group_size, asymmetric=asymmetric, scales=scales)
-    layout = {"int8-outliers": "outlier-columns", "spqr": "sparse-outliers"}.get(choice.form)
-    return recipe if layout is None else OutlierRecipe(recipe, choice.form, layout)
+    layout = _LAYOUTS.get(choice.form)
+    return recipe if layout is None else OutlierRecipe(choice.form, recipe.method, layout, recipe.grid, inner=recipe)

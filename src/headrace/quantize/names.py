@@ -6,9 +6,7 @@ What lives here: names, their descriptions, which go together. What may not: tor
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.errors import ConfigError
 
@@ -83,8 +81,3 @@ def is_gguf(form: str) -> bool:
 
 def needs_text(choice: Choice) -> bool:
     return choice.method != "rtn" or choice.form in ("fp8-static", "int8-outliers", "slicegpt")
-
-
-def own_entry(layout: str, ignored: Sequence[str], **more: Any) -> dict[str, Any]:
-    """``quantization_config`` of a format that only Headrace defines."""
-    return {"quant_method": "headrace", "format": layout, "ignore": list(ignored), **more}

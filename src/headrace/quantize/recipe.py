@@ -17,9 +17,10 @@ from headrace.errors import ConfigError
 from headrace.quant import Format
 from headrace.quant.codes import FP8_MAX
 from headrace.quant.rotated import rotated
-from headrace.quantize.blocks import Inputs
-from headrace.quantize.gptq import gptq
-from headrace.quantize.grid import FP4_MAX, Fit, Grid, fit, fp4_codes
+from headrace.quantize.blocks import Inputs, gram_of
+from headrace.quantize.gptq import chosen
+from headrace.quantize.grid import FP4_MAX, Fit, Grid, fp4_codes
+from headrace.quantize.layer import Maker
 from headrace.quantize.names import Choice
 
 BLOCK = 128  # of FP8: outputs, and inputs, with a scale in common
@@ -28,31 +29,17 @@ _LAYOUTS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized", "f
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class Recipe(Maker):
     """``inputs``: what GEMMs round their inputs to, row by row: "", "int" or "float" of 8 bits; ``static``: with one
     fixed scale. ``packed``: codes share words of 32 bits. ``rotation``: how many input channels are rotated together,
     0: none."""
 
-    name: str
-    grid: Grid
-    method: str = "rtn"
     inputs: str = ""
     static: bool = False
     packed: bool = False
     rotation: int = 0
 
-    @property
-    def form(self) -> str:
-        """The checkpoint convention."""
-        return "compressed-tensors"
-
-    @property
-    def layout(self) -> str:
-        """The format's name in that convention."""
-        return "pack-quantized" if self.packed else _LAYOUTS.get(self.grid.kind, "int-quantized")
-
     def problem(self, outs: int, ins: int) -> str | None:
-        """Why a matrix of this shape cannot be written in this format."""
         for size, whose in ((self.grid.group, "in a group"), (self.rotation, "rotated together")):
             if size and ins % size:
                 return f"its {ins} inputs are not a multiple of {size}, those {whose}"
@@ -64,18 +51,12 @@ class Recipe:
     # --- one matrix
 
     def made(self, weight: Tensor, seen: Inputs | None, most: float, form: Format) -> dict[str, Tensor]:
-        """A matrix's tensors, by the suffix of their names. ``weight`` [outs, ins], float32; ``seen``: its inputs
-        during calibration; ``most``: the largest weight among those merged with it."""
         grid = replace(self.grid, whole=most / FP8_MAX / FP4_MAX or 1.0) if self.grid.kind == "nvfp4" else self.grid
-        gram = None if seen is None or not seen.count else seen.gram.to(weight.device)
+        gram = gram_of(seen, weight.device)
         if self.rotation:
             weight = rotated(weight, self.rotation)
             gram = None if gram is None else rotated(rotated(gram, self.rotation).T, self.rotation)
-        if gram is not None and self.method in ("gptq", "mr-gptq"):
-            codes, found = gptq(weight, gram, grid)
-        else:
-            found = fit(weight, grid, clip=self.method != "rtn")
-            codes = found.codes(weight)
+        codes, found = chosen(weight, gram, grid, self.method)
         return self.stored(codes.cpu(), found) | self._input_scale(seen)
 
     def stored(self, codes: Tensor, found: Fit) -> dict[str, Tensor]:
@@ -112,7 +93,6 @@ class Recipe:
     # --- config.json
 
     def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """``quantization_config`` of config.json."""
         grid = self.grid
         strategy: dict[str, Any] = (
             {"strategy": "group", "group_size": grid.group} if grid.group else {"strategy": "channel"}
@@ -131,11 +111,9 @@ class Recipe:
             "format": self.layout,
         }  # fmt: skip
         return {
-            "quant_method": "compressed-tensors",
-            "format": self.layout,
+            **Maker.entry(self, ignored),
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": list(ignored),
             "kv_cache_scheme": None,
             **({"transform_config": self._rotations(ignored)} if self.rotation else {}),
         }
@@ -161,7 +139,9 @@ class Recipe:
 
 def recipe_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scales: torch.dtype) -> Recipe:
     """Raises ConfigError."""
-    recipe = replace(_recipe(choice), name=choice.form, method=choice.method)
+    grid, how = _forms(choice)
+    layout = "pack-quantized" if "packed" in how else _LAYOUTS.get(grid.kind, "int-quantized")
+    recipe = Recipe(choice.form, choice.method, layout, grid, "compressed-tensors", **how)
     if choice.method == "mr-gptq":
         recipe = replace(recipe, rotation=ROTATION)
     if (group_size is not None or asymmetric) and not recipe.packed:
@@ -176,23 +156,23 @@ def recipe_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scal
     return replace(recipe, grid=grid)
 
 
-def _recipe(choice: Choice) -> Recipe:
+def _forms(choice: Choice) -> tuple[Grid, dict[str, Any]]:
+    """And what else the recipe has."""
     match choice.form:
         case "fp8" | "fp8-static":
-            return Recipe("", Grid(8, 0, kind="fp8"), inputs="float", static=choice.form == "fp8-static")
+            return Grid(8, 0, kind="fp8"), {"inputs": "float", "static": choice.form == "fp8-static"}
         case "fp8-block":
-            return Recipe("", Grid(8, BLOCK, kind="fp8", rows=BLOCK), inputs="float")
+            return Grid(8, BLOCK, kind="fp8", rows=BLOCK), {"inputs": "float"}
         case "w8a8" | "int8-outliers":
-            return Recipe("", Grid(8, 0), inputs="int")
+            return Grid(8, 0), {"inputs": "int"}
         case "spqr":
-            return Recipe("", Grid(3, 64), packed=True)
+            return Grid(3, 64), {"packed": True}
         case "mxfp4":
-            return Recipe("", Grid(4, 32, kind="mxfp4"))
+            return Grid(4, 32, kind="mxfp4"), {}
         case "nvfp4":
-            return Recipe("", Grid(4, 16, kind="nvfp4"))
-    return Recipe(
-        "", Grid(choice.bits, 0 if choice.bits == 8 else 128), inputs="int" if choice.rounds_inputs else "", packed=True
-    )
+            return Grid(4, 16, kind="nvfp4"), {}
+    inputs = "int" if choice.rounds_inputs else ""
+    return Grid(choice.bits, 0 if choice.bits == 8 else 128), {"inputs": inputs, "packed": True}
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
