@@ -110,7 +110,9 @@ class HandOver:
         self._replica = replica
         self.widths = slot_widths(self._cache.specs, self._cache.block_tokens)
         self._slot_bytes = sum(self.widths)
-        self._free = list(range(num_slots(self.widths)))  # a heap: low ones first, whose pages are there
+        step_nodes = -(-self._scheduler.limits.max_num_batched_tokens // self._cache.block_tokens)
+        self.slots = num_slots(self.widths, step_nodes)
+        self._free = list(range(self.slots))  # a heap: low ones first, whose pages are there
         self._giving: dict[int, _Giving] = {}
         self._coming: dict[int, _Coming] = {}
         self._held: dict[int, SequenceKV] = {}  # of requests that were entered, until the scheduler has seen them
@@ -201,11 +203,11 @@ class HandOver:
             self._send(giving)
         room = True
         for waiting in list(self._coming.values()):
-            if waiting.kv is not None or self._follows(waiting):
+            if waiting.kv is not None or not (room or waiting.joined) or self._follows(waiting):
                 continue
             if waiting.joined:
                 self._begin(waiting)
-            elif room:
+            else:
                 room = self._admit(waiting)
         for request_id in [each for each in self._held if self._seen(each)]:
             self._cache.free(self._held.pop(request_id), -1)

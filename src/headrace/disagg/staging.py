@@ -15,6 +15,7 @@ What lives here: that memory. What may not: torch, who hands over what (desk.py)
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Sequence
 
@@ -22,7 +23,8 @@ from headrace.engine.executor import ExportBlocks
 from headrace.errors import ConfigError, HeadraceError
 from headrace.spec import KVSpec
 
-REGION = 1 << 28  # bytes of one replica
+# Bytes of one replica: a step of 8,192 tokens whose keys and values take 128 KiB each. Where files are not sparse, less.
+REGION = 1 << (30 if hasattr(os, "memfd_create") else 28)
 MOST_SLOTS = 4096
 ALIGNED = 64
 _HEADER = struct.Struct("=16sQ32x")  # name, bits of the groups
@@ -43,10 +45,11 @@ def slot_bytes(widths: Sequence[int]) -> int:
     return -(-sum(widths) // ALIGNED) * ALIGNED
 
 
-def num_slots(widths: Sequence[int]) -> int:
-    """In a region. Raises ConfigError where not even one fits."""
+def num_slots(widths: Sequence[int], step_nodes: int) -> int:
+    """In a region: two steps' worth of nodes, if there is room for so many: while others take what a step has completed,
+    the next one's come. Raises ConfigError where not even one fits."""
     size = slot_bytes(widths)
-    if not (count := min(MOST_SLOTS, REGION // (size + _HEADER.size))):
+    if not (count := min(MOST_SLOTS, 2 * step_nodes, REGION // (size + _HEADER.size))):
         raise ConfigError(
             f"The blocks of one hand-over take {size} bytes, and {REGION} are set aside; lower --block-size, or leave --prefill-replicas out."
         )
@@ -54,11 +57,11 @@ def num_slots(widths: Sequence[int]) -> int:
 
 
 class Staging:
-    """All regions. ``fd``: as ``portability.shared_file`` makes it, of ``staging_size`` bytes."""
+    """All regions, of so many ``slots``. ``fd``: as ``portability.shared_file`` makes it, of ``staging_size`` bytes."""
 
-    def __init__(self, fd: int, replicas: int, widths: Sequence[int]) -> None:
+    def __init__(self, fd: int, replicas: int, widths: Sequence[int], slots: int) -> None:
         self.map = mmap.mmap(fd, staging_size(replicas))
-        self.widths = widths
+        self.widths, self.replicas, self.region_bytes = widths, replicas, slots * slot_bytes(widths)
         self._view, self._size = memoryview(self.map), slot_bytes(widths)
 
     def offset(self, source: int, slot: int) -> int:

@@ -151,7 +151,7 @@ def create_engine(
 
 def _hand_over(core: EngineCore, givers: int, replica: int, staging: int) -> None:
     core.hand_over = HandOver(core, replica)
-    core.executor.control(OpenStaging(staging, givers, core.hand_over.widths))
+    core.executor.control(OpenStaging(staging, givers, core.hand_over.widths, core.hand_over.slots))
 
 
 def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) -> AdapterDesk | None:

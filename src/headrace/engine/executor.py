@@ -65,12 +65,13 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class OpenStaging:
-    """The file ``fd`` (disagg/staging.py), with a region for each of so many replicas. ``widths``: bytes of each KV group
-    in a slot."""
+    """The file ``fd`` (disagg/staging.py), with a region of ``slots`` for each of so many replicas. ``widths``: bytes of
+    each KV group in a slot."""
 
     fd: int
     replicas: int
     widths: tuple[int, ...]
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ class KeyedHashExecutor:
         elif isinstance(order, DropAdapter):
             self._adapters.discard(order.name)
         elif isinstance(order, OpenStaging):
-            self._staging = Staging(order.fd, order.replicas, order.widths)
+            self._staging = Staging(order.fd, order.replicas, order.widths, order.slots)
         elif isinstance(order, ExportBlocks):
             self._move(order)
 

@@ -173,7 +173,7 @@ class DeviceExecutor:
             work() if self._pool is None else self._pool.submit(work).result()
             return
         if isinstance(order, OpenStaging):
-            self._mover = BlockMover(Staging(order.fd, order.replicas, order.widths), self._caches)
+            self._mover = BlockMover(Staging(order.fd, order.replicas, order.widths, order.slots), self._caches)
             return
         if isinstance(order, ExportBlocks):
             assert self._mover is not None, "the memory for it is open"

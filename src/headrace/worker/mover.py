@@ -33,7 +33,9 @@ class BlockMover:
         self._stream = None
         if device.type == "cuda":
             cudart = torch.cuda.cudart()
-            torch.cuda.check_error(cudart.cudaHostRegister(self._shared.data_ptr(), self._shared.numel(), 0))
+            for region in range(staging.replicas):
+                begin = self._shared.data_ptr() + staging.offset(region, 0)
+                torch.cuda.check_error(cudart.cudaHostRegister(begin, staging.region_bytes, 0))
             self._stream = torch.cuda.Stream(device)
 
     @torch.inference_mode()
