@@ -354,10 +354,11 @@ class DeviceConfig:
         choices=("prefix", "load", "turns"),
     )
     prefill_replicas: int = option(
-        0,
-        "number of the replicas that only compute prompts; the others take over the keys and values, and answer",
-        minimum=0,
-        metavar="P",
+        0, "number of the replicas that only compute prompts, for the others",
+        minimum=0, metavar="P", technique="prompts_apart", on=1, off=0,
+    )  # fmt: skip
+    swap_roles: bool = switch(
+        False, "with --prefill-replicas: which replicas compute prompts, and how many, follows the load"
     )
     distributed_executor_backend: str = option(
         "mp", "who starts the processes of several devices: mp, this host and those of --nnodes; ray, a Ray cluster",
@@ -510,8 +511,17 @@ class DeviceConfig:
         """Of all replicas; with Ray it is not known where they are."""
         return self.num_devices // self.nnodes
 
+    @property
+    def staging_regions(self) -> int:
+        """Replicas that may hand over prompts."""
+        return self.data_parallel_size if self.swap_roles else self.prefill_replicas
+
     def _check_prefill(self) -> None:
         prefill, replicas = self.prefill_replicas, self.data_parallel_size
+        if self.swap_roles and not prefill:
+            raise ConfigError(
+                "swap_roles is on, but no replica computes prompts for others; give --prefill-replicas, too, or turn it off."
+            )
         if prefill and prefill >= replicas:
             raise ConfigError(
                 f"prefill_replicas is {prefill} and data_parallel_size {replicas}: nobody would answer; give at most {replicas - 1}, "

@@ -58,7 +58,13 @@ def test_what_a_technique_is_measured_under_can_be_run(technique: Technique) -> 
         assert many == 1 or load.pick in load.figures
 
 
-@pytest.mark.parametrize("name", [technique.name for technique in TECHNIQUES if not technique.needs_gpu])
+def _name(technique: Technique) -> Any:
+    """Replicas are processes, which take their time to start."""
+    several = any("device.data_parallel_size" in load.engine for load in technique.loads)
+    return pytest.param(technique.name, marks=pytest.mark.slow) if several else technique.name
+
+
+@pytest.mark.parametrize("name", [_name(technique) for technique in TECHNIQUES if not technique.needs_gpu])
 def test_tokens_are_equal_on_and_off(name: str, measured: Callable[[str], list[Any]]) -> None:
     for result in measured(name):
         assert result.compared > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.disagg import roles
 from headrace.disagg.staging import staging_size
 from headrace.engine.assembly import create_engine
 from headrace.engine.keywords import create_config
@@ -56,6 +57,22 @@ def test_tokens_and_logprobs_are_those_of_one_engine(kind: str, overlap: int, tm
         for engine in engines:
             engine.close()
         os.close(fd)
+
+
+def test_roles_change_while_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes, of which one computes prompts at first: these queue, and another one joins it."""
+    monkeypatch.setattr(roles, "PERIOD", 0.02)
+    with LLM(
+        **{"executor": "keyed-hash", "device_time": 0.004, "data_parallel_size": 3, "prefill_replicas": 1},
+        **{"swap_roles": True, "expected_ttft": 0.01, "max_num_batched_tokens": 128, "overlap": 0},
+    ) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        calls = [[f"{call} prompt {number}" + " and so on" * 40 for number in range(6)] for call in range(6)]
+        texts = [[each.outputs[0].text for each in llm.generate(call, params, use_tqdm=False)] for call in calls]
+        engine = llm.engine.core.engine  # type: ignore[attr-defined]
+        assert engine._told_roles["roles"]["changes"] > 0
+        again = [[each.outputs[0].text for each in llm.generate(call, params, use_tqdm=False)] for call in calls]
+        assert texts == again and all(all(call) for call in texts)
 
 
 def test_requests_outlive_who_computes_their_prompts() -> None:

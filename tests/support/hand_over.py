@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from headrace.config import DeviceConfig
+from headrace.config import DeviceConfig, EngineConfig
 from headrace.disagg.desk import HandOver
 from headrace.engine import connection as frames
 from headrace.engine.core import EngineCore
@@ -33,7 +33,7 @@ class Replica:
         if slots is not None:
             desk._free = list(range(slots))
         self.slots = len(desk._free)
-        core.executor.control(OpenStaging(fd, givers, desk.widths))
+        core.executor.control(OpenStaging(fd, givers, desk.widths, desk.slots))
         self._loop = EngineLoop(SimpleNamespace(core=self.core), self, SimpleNamespace())  # type: ignore[arg-type]
         self._heard, self._told = Unpacker(frames.Command), Unpacker(frames.Event)
         self.inbox: deque[Any] = deque()
@@ -93,12 +93,16 @@ class Replica:
 
 
 class House:
-    """The first ``givers`` of the ``cores`` compute prompts. ``slots``: of each region; None: as many as there are."""
+    """The first ``givers`` of the ``cores`` compute prompts. ``slots``: of each region; None: as many as there are.
+    ``swaps``: roles may change; ``seconds`` is the front end's time."""
 
-    def __init__(self, fd: int, cores: Sequence[EngineCore], givers: int = 1, slots: int | None = None) -> None:
-        count = len(cores)
-        self.replicas = [Replica(core, number, fd, givers, slots) for number, core in enumerate(cores)]
-        self.front = Replicas(self.replicas, DeviceConfig(data_parallel_size=count, prefill_replicas=givers))  # type: ignore[arg-type]
+    def __init__(
+        self, fd: int, cores: Sequence[EngineCore], givers: int = 1, slots: int | None = None, swaps: bool = False
+    ) -> None:
+        count, self.seconds = len(cores), 0.0
+        device = DeviceConfig(data_parallel_size=count, prefill_replicas=givers, swap_roles=swaps)
+        self.replicas = [Replica(core, number, fd, device.staging_regions, slots) for number, core in enumerate(cores)]
+        self.front = Replicas(self.replicas, EngineConfig(device=device), now=lambda: self.seconds)  # type: ignore[arg-type]
         for number in range(count):
             self.front._router.learn(number, cores[0].scheduler.cache.num_blocks, cores[0].scheduler.cache.block_tokens)
         self.answers, self.lost = Answers(), set[int]()
@@ -122,5 +126,7 @@ class House:
         for each in self.replicas:
             if each.alive:
                 each.assert_at_rest()
-        assert not self.front._relay._open
+        assert not self.front._relay._open and not self.front._roles._asked
+        for load in self.front._roles._loads:
+            assert not (load.prompts.length or load.room.length or load.answering)
         assert not any(map(sum, (*self.front._router._waiting, *self.front._router._rows)))

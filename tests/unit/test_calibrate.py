@@ -856,7 +856,11 @@ def test_every_switch_of_how_steps_are_computed_is_one_that_a_calibration_knows(
         for each in fields(DeviceConfig)
         if each.metadata.get("technique") is True and each.metadata.get("flag") is False
     }
-    assert switches - set(MEASURED_SWITCHES) == {"cascade_attention", "drafts_ahead"}  # whose worth is counted
+    assert switches - set(MEASURED_SWITCHES) == {
+        "cascade_attention",
+        "drafts_ahead",
+        "swap_roles",
+    }  # whose worth is counted
 
 
 def test_what_is_assumed_of_kernels_is_what_kernels_say() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig
 from headrace.disagg.notes import Sent
+from headrace.disagg.roles import Measured
 from headrace.disagg.staging import staging_size
 from headrace.engine import connection as frames
 from headrace.engine.executor import ExportBlocks
@@ -27,13 +28,15 @@ from tests.support.hand_over import House
 from tests.support.hash_engine import engine, expected, request
 
 
-def house_of(fd: int, count: int = 2, givers: int = 1, slots: int | None = None, **sizes: Any) -> House:
-    return House(fd, [engine(**sizes) for _ in range(count)], givers, slots)
+def house_of(
+    fd: int, count: int = 2, givers: int = 1, slots: int | None = None, swaps: bool = False, **sizes: Any
+) -> House:
+    return House(fd, [engine(**sizes) for _ in range(count)], givers, slots, swaps)
 
 
 @pytest.fixture
 def fd() -> Iterator[int]:
-    made = shared_file(staging_size(2))
+    made = shared_file(staging_size(4))
     yield made
     os.close(made)
 
@@ -166,10 +169,11 @@ def test_a_front_end_that_dies_leaves_nothing_behind(fd: int) -> None:
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(at, marks=pytest.mark.slow) for at in range(8, 60))])
 def test_whatever_happens_answers_are_right_and_nothing_is_left(fd: int, seed: int) -> None:
-    """Clients leave, replicas die, steps come in any order, in caches that are too small for all."""
+    """Clients leave, replicas die or change roles, steps come in any order, in caches that are too small for all."""
     rng = random.Random(seed)
     sizes = {"num_blocks": rng.choice((45, 64, 200)), "slots": rng.choice((1, 7, None)), "depth": seed % 3}
-    house = house_of(fd, 4, 2, budget=rng.choice((24, 64)), window=rng.choice((None, None, 40)), **sizes)
+    swaps = seed % 2 == 1
+    house = house_of(fd, 4, 2, budget=rng.choice((24, 64)), window=rng.choice((None, None, 40)), swaps=swaps, **sizes)
     deaths = rng.sample(range(4), rng.choice((0, 1, 1, 2, 3)))
     asked, left = list[Request](), set[int]()
     for at in range(rng.randint(4, 14)):
@@ -185,6 +189,8 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(fd: int, seed: i
             house.front.abort(gone)
         if deaths and rng.random() < 0.3:
             house.replicas[deaths.pop()].die()
+        if swaps and rng.random() < 0.3:
+            house.front._roles._turn(rng.randrange(4), rng.random() < 0.5, Measured())
     house.run(rng)
     for each in asked:
         if each.request_id not in left | house.lost:
@@ -197,6 +203,7 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(fd: int, seed: i
     [
         ({"prefill_replicas": 2, "data_parallel_size": 2}, "at most 1, or 3 replicas"),
         ({"prefill_replicas": 1}, "nobody would answer"),
+        ({"swap_roles": True, "data_parallel_size": 2}, "give --prefill-replicas"),
         ({"prefill_replicas": 1, "data_parallel_size": 2, "tensor_parallel_size": 2}, "2 ranks"),
         ({"prefill_replicas": 1, "data_parallel_size": 2, "enable_sleep_mode": True}, "enable_sleep_mode"),
     ],

@@ -633,3 +633,28 @@ def test_prompts_apart_keep_tokens_close_together_and_pay_for_the_link() -> None
     waits = slow["mean_ttft_ms"] - fast["mean_ttft_ms"]
     assert 0.2 * crossed < waits < crossed  # most of it goes ahead
     assert 0.3 < fast["handed_over_early_share"] < 1.0
+
+
+def test_roles_follow_the_load() -> None:
+    """First prompts are long and answers short, then the other way round: one of three replicas is too few for prompts,
+    and then enough, and then more than they fill."""
+    heavy = [LoadRequest(400, 2, at=1.3 * number) for number in range(40)]
+    light = [LoadRequest(80, 40, at=60.0 + 1.0 * number) for number in range(40)]
+    scheduler = SchedulerConfig(max_num_batched_tokens=64, expected_ttft=3.0, reading_speed=2.8)
+    found = {
+        swaps: simulate(
+            SPEC,
+            EngineConfig(
+                device=DeviceConfig(data_parallel_size=3, prefill_replicas=1, swap_roles=swaps),
+                cache=CacheConfig(block_size=16),
+                scheduler=scheduler,
+            ),
+            tiny_device(),
+            Load([*heavy, *light], limits={"ttft": 2.0}),
+        ).figures
+        for swaps in (False, True)
+    }
+    assert found[True]["completed"] == found[False]["completed"] == 80
+    assert found[True]["role_changes"] == 3 and found[False]["role_changes"] == 0
+    assert found[True]["mean_ttft_ms"] < found[False]["mean_ttft_ms"] / 2
+    assert found[True]["request_goodput"] > 1.5 * found[False]["request_goodput"]

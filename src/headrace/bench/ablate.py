@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.bench.arguments import declare
 from headrace.bench.driver import Run, drive, greedy
@@ -401,10 +401,7 @@ class Ablation:
         """An engine with the technique ``mode`` and ``settings`` on top of the config; warmed up, and closed
         afterwards."""
         value = self._technique.off if mode == "off" else self._technique.on
-        from headrace.engine.assembly import create_engine  # tokenizers
-
-        config = with_values(self._config, {**load.engine, self._technique.switch: value, **settings})
-        engine = create_engine(config, with_tokenizer=False)
+        engine = create(with_values(self._config, {**load.engine, self._technique.switch: value, **settings}))
         self._choices = "; ".join(f"{each.name} {each.value}" for each in engine.info.decisions)
         try:
             engine.await_kernels()
@@ -413,6 +410,17 @@ class Ablation:
             yield engine
         finally:
             engine.close()
+
+
+def create(config: EngineConfig) -> Engine:
+    """In this process, or replicas in processes of their own."""
+    if config.device.data_parallel_size > 1:
+        from headrace.engine.replicated import create_replicated
+
+        return cast("Engine", create_replicated(config))
+    from headrace.engine.assembly import create_engine  # tokenizers
+
+    return create_engine(config, with_tokenizer=False)
 
 
 def drive_load(engine: Engine, load: Load, seed: int) -> Run:

@@ -27,10 +27,10 @@ EVENT = "headrace_run"  # the trace's event
 
 # Switches of how steps are computed: only a run with the same ones says what steps take. Not among them: what
 # cascade_attention saves is counted, as is what ranks hold of experts and keys, and overlap changes when a step begins, not what
-# it takes, and drafts_ahead when its drafts are there.
+# it takes, and drafts_ahead when its drafts are there; prompts_apart and swap_roles change which replica computes it.
 _NOT_MEASURED = (
     "device.cascade_attention", "device.overlap", "device.enable_expert_parallel", "device.drafts_ahead",
-    "device.context_parallel_size",
+    "device.context_parallel_size", "device.prefill_replicas", "device.swap_roles",
 )  # fmt: skip
 _MEASURED = (
     each.switch for each in TECHNIQUES if each.switch.startswith("device.") and each.switch not in _NOT_MEASURED

@@ -141,7 +141,7 @@ def create_engine(
         speed=recorder.speed,
     )
     if staging >= 0:
-        _hand_over(core, config.device.prefill_replicas, replica, staging)
+        _hand_over(core, config.device.staging_regions, replica, staging)
     info = describe(config, source, core, eos, decisions)
     trace = _create_trace(file, config.device, source, core, recorder, info) if file is not None else None
     if trace is not None:

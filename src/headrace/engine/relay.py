@@ -10,7 +10,7 @@ Of one that dies while it computes a prompt, another takes over from the first n
 none, who answers computes the rest. Who answers has told its own cached tokens as everything that came to it; the
 number that clients see is what either of them had found cached.
 
-What lives here: that. What may not: who is chosen (routing.py), notes' meaning (disagg/desk.py).
+What lives here: that. What may not: who is chosen (routing.py, disagg/roles.py), notes' meaning (disagg/desk.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from headrace.disagg.desk import prompt_alone
 from headrace.disagg.notes import Note, Sent, Want
+from headrace.disagg.roles import Roles
 from headrace.engine import connection as frames
 from headrace.engine.connection import EngineSocket
 from headrace.processes.messages import pack
@@ -38,26 +39,11 @@ class _Apart:
 
 
 class Relay:
-    """``sockets``: of all replicas; the first ``prompts`` compute those."""
+    """``sockets``: of all replicas. ``roles`` is told how far requests are."""
 
-    def __init__(self, sockets: Sequence[EngineSocket], prompts: int) -> None:
-        self._sockets, self._prompts = sockets, prompts
+    def __init__(self, sockets: Sequence[EngineSocket], roles: Roles) -> None:
+        self._sockets, self._roles = sockets, roles
         self._open: dict[int, _Apart] = {}  # until there is a first token
-
-    @property
-    def account(self) -> str:
-        if not self._prompts:
-            return ""
-        return f"; {self._prompts} compute prompts, whose keys and values the others take over"
-
-    def computes(self, number: int) -> bool:
-        return number < self._prompts
-
-    def split(self, up: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """(who may compute prompts, who may answer). Where all that answer are gone, the others do."""
-        prompts = [number for number in up if number < self._prompts]
-        answers = [number for number in up if number >= self._prompts]
-        return (prompts, answers) if answers else ((), up)
 
     def begin(self, request: Request, answers: int, computes: int) -> None:
         self._open[request.request_id] = _Apart(request, answers, computes)
@@ -84,6 +70,7 @@ class Relay:
             self._go_on(apart)
             return
         apart.computes = number
+        self._roles.moved(request.request_id, number)
         self._compute(request, number)
         if apart.wanted is not None:
             self._sockets[number].send(frames.pack_note(Want(request.request_id, apart.wanted, 0)))
@@ -106,23 +93,21 @@ class Relay:
             return
         if isinstance(note, Want):
             apart.wanted, apart.had = note.first, note.cached
+            self._roles.has_room(note.request_id)
         if apart.computes is not None:
             self._sockets[apart.computes].send(frames.pack_note(note))
 
     def hear(self, number: int, frame: frames.Step, where: Callable[[int], int | None]) -> frames.Step:
-        """What clients are to see of it. ``where``: who answers a request."""
-        if self.computes(number):
-            theirs = [out for out in frame.rows if where(out.request_id) in (number, None)]
-            for out in frame.rows:
-                if (apart := self._open.get(out.request_id)) is not None and apart.computes == number:
-                    self._computed(apart, out)
-        elif self._open:
-            theirs = [self._begun(out) for out in frame.rows]
-        else:
-            return frame
+        """What clients are to see of it. ``where``: who answers a request. (A prompt that is computed for another
+        replica ends with its token, so none of these is in the columns.)"""
+        for out in frame.rows:
+            if (apart := self._open.get(out.request_id)) is not None and apart.computes == number:
+                self._computed(apart, out)
+        theirs = [self._begun(out) for out in frame.rows if where(out.request_id) in (number, None)]
         return frames.Step(frame.request_ids, frame.indexes, frame.token_ids, tuple(theirs))
 
     def _computed(self, apart: _Apart, out: SequenceOutput) -> None:
+        self._roles.computed(out.request_id)
         if out.finished is not None and out.finished.reason is FinishReason.ERROR:
             self._go_on(apart)
         elif apart.found is None:  # later it finds what it has computed itself

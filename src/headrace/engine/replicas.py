@@ -13,14 +13,17 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from headrace.config import Decision, DeviceConfig, EngineConfig
+from headrace.config import Decision, EngineConfig
 from headrace.disagg.desk import is_apart
+from headrace.disagg.roles import Change, Roles, Targets
 from headrace.disagg.staging import staging_size
 from headrace.engine import connection as frames
 from headrace.engine.connection import HANG_SECONDS, EngineConnection, EngineSocket, OnDeath, OnEvent
@@ -33,6 +36,7 @@ from headrace.processes.messages import Question
 from headrace.request import Request
 
 LOOK_SECONDS = 0.5
+CHANGES = 64
 END_HUNG_SECONDS = 20.0  # without progress; the whole engine gets as long (watch_engine)
 _HOW = {
     "prefix": "each request goes where its first token is expected soonest, by what is cached and what waits there",
@@ -47,15 +51,26 @@ class Replicas:
     """``sockets``: one a replica. Has the interface of an EngineSocket; first ``await started()``."""
 
     def __init__(
-        self, sockets: Sequence[EngineSocket], device: DeviceConfig, router: Router | None = None, staging: int = -1
+        self,
+        sockets: Sequence[EngineSocket],
+        config: EngineConfig,
+        router: Router | None = None,
+        staging: int = -1,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``staging``: the file through which prompts are handed over, where this process has made it."""
-        routing = device.data_parallel_routing
+        device, count = config.device, len(sockets)
         self._staging = staging
         self._sockets = list(sockets)
-        self._relay = Relay(self._sockets, device.prefill_replicas)
-        self._router = router or Router(len(sockets), routing=routing)
-        self._routing = routing
+        self._router = router = router or Router(count, routing=device.data_parallel_routing)
+        targets = Targets.of(config.scheduler)
+        self._roles = Roles(
+            count, device.prefill_replicas, now, memory=router.roles, load=router.load, share=router.fronts,
+            targets=targets if router.front == 0 else None, changes=device.swap_roles,
+        )  # fmt: skip
+        self._changes = deque[tuple[Any, ...]](maxlen=CHANGES)  # entries of the decision log, until they are read
+        self._relay = Relay(self._sockets, self._roles)
+        self._now, self._device, self._apart = now, device, device.prefill_replicas > 0
         self._on_event: OnEvent = lambda frame: None
         self._on_death: OnDeath = lambda error, ids: None
         self._loaded: dict[str, frames.LoadAdapter] = {}  # for replicas that come later
@@ -68,10 +83,10 @@ class Replicas:
     @classmethod
     async def launch(cls, config: EngineConfig) -> Replicas:
         """A process for each; they load while the caller goes on."""
-        count, prefill = range(config.device.data_parallel_size), config.device.prefill_replicas
-        staging = shared_file(staging_size(prefill)) if prefill else -1
+        count, regions = range(config.device.data_parallel_size), config.device.staging_regions
+        staging = shared_file(staging_size(regions)) if regions else -1
         engines = [await EngineConnection.launch(config, number, staging) for number in count]
-        found = cls(engines, config.device, staging=staging)
+        found = cls(engines, config, staging=staging)
         found._tending = asyncio.create_task(found._end_hung())
         return found
 
@@ -97,8 +112,17 @@ class Replicas:
 
     @property
     def info(self) -> EngineInfo:
-        info, how = self._sockets[0].info, f"replicas; {_HOW[self._routing]}{self._relay.account}"
+        info, how = self._sockets[0].info, f"replicas; {_HOW[self._device.data_parallel_routing]}{self._account}"
         return replace(info, decisions=(*info.decisions, Decision("data_parallel_size", len(self._sockets), how)))
+
+    @property
+    def _account(self) -> str:
+        if not self._apart:
+            return ""
+        changing = ", at first; roles follow the load" if self._device.swap_roles else ""
+        return (
+            f"; {self._device.prefill_replicas} compute prompts, whose keys and values the others take over{changing}"
+        )
 
     def listen(self, on_event: OnEvent, on_death: OnDeath) -> None:
         """``on_death`` gets the requests that a dead replica had; None: all, nothing is left."""
@@ -122,8 +146,13 @@ class Replicas:
     # --- requests
 
     def submit(self, request: Request) -> None:
-        prompts, answers = self._relay.split(self._up())
+        up = self._up()
+        if self._apart:
+            self._change_roles(up)
+        prompts, answers = self._roles.split(up)
         answer, prompt = self._router.pair(request, answers, prompts if is_apart(request) else ())
+        if self._apart:
+            self._roles.asked(request.request_id, answer, prompt)
         if answer == prompt:
             self._sockets[answer].submit(request)
         else:
@@ -135,31 +164,50 @@ class Replicas:
             number for number, each in enumerate(self._sockets) if not each.dead
         ]
 
+    def _change_roles(self, up: Sequence[int]) -> None:
+        for change in self._roles.look(up):
+            log.info("%s", told(change))
+            self._changes.append(entry_of(change))
+        if (advice := self._roles.advice) is not None:
+            self._roles.advice = None
+            log.warning("%s", advice)
+
     def abort(self, request_id: int) -> None:
         self._relay.abort(request_id)
+        self._roles.ended(request_id)
         if (number := self._router.ended(request_id)) is not None:
             self._sockets[number].abort(request_id)
 
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
         if (number := self._router.where(request_id)) is not None:
             self._sockets[number].finish(request_id, index, num_tokens)
-            self._router.answered(request_id, index)
+            self._answered(request_id, index)
 
     def _hear(self, number: int, frame: frames.Step) -> None:
-        frame = self._relay.hear(number, frame, self._router.where)
+        if self._apart and frame.rows:
+            frame = self._relay.hear(number, frame, self._router.where)
         for out in frame.rows:
             if out.num_cached_tokens is not None:
                 self._router.began(out.request_id)
+                self._roles.began(out.request_id)
             if out.finished is not None:
-                self._router.answered(out.request_id, out.index)
+                self._answered(out.request_id, out.index)
+        if self._apart and (frame.rows or frame.request_ids):
+            self._roles.stepped(number, self._now())
         self._on_event(frame)
+
+    def _answered(self, request_id: int, index: int) -> None:
+        self._router.answered(request_id, index)
+        if self._apart and self._router.where(request_id) is None:
+            self._roles.ended(request_id)
 
     def _lost(self, number: int, error: EngineDead, ids: object) -> None:
         lost, count = frozenset(self._router.lost(number)), len(self._sockets)
         for request_id in lost:
             self._relay.abort(request_id)
+            self._roles.ended(request_id)
         for request in self._relay.lost(number):
-            prompts, _ = self._relay.split(self._up())
+            prompts, _ = self._roles.split(self._up())
             self._relay.compute_again(request, self._router.move_prompt(request, prompts) if prompts else None)
         if self.death is not None:
             self._on_death(self.death, None)
@@ -201,17 +249,25 @@ class Replicas:
 
     async def stats(self) -> dict[str, Any]:
         """Sums of all replicas, and each one's own by its number ("replicas")."""
-        return _with_sums(await self._ask(frames.AskStats))
+        return _with_sums(await self._ask(frames.AskStats)) | self._told_roles
+
+    @property
+    def _told_roles(self) -> dict[str, Any]:
+        if not self._apart:
+            return {}
+        return {"roles": {"prompts": self._roles.told, "changes": self._roles.num_changes}}
 
     async def recent(self, step: int, decision: int) -> dict[str, Any]:
         """As of one engine: steps and decisions of all replicas in one order, with numbers of their own. For one reader:
         what has been told is not told again."""
-        return self._news.add(await self._ask(self._news.question))
+        told = self._news.add(await self._ask(self._news.question), self._changes) | self._told_roles
+        self._changes.clear()
+        return told
 
     async def ask(self, question: Callable[[int], Question]) -> dict[str, Any]:
         """All replicas are asked: of each thing, what the first says that knows it; those that answer come first."""
         found = await self._ask(lambda _: question)
-        joined = _joined(value for _, value in sorted(found.items(), key=lambda each: self._relay.computes(each[0])))
+        joined = _joined(value for _, value in sorted(found.items(), key=lambda each: self._roles.computes(each[0])))
         if isinstance(asked := question(0), frames.LoadAdapter) and joined.get("error") is None:
             self._loaded[asked.name] = asked
         elif isinstance(asked, frames.UnloadAdapter):
@@ -264,6 +320,21 @@ async def launch_engine(config: EngineConfig) -> EngineConnection | Replicas:
     return await (Replicas if config.device.data_parallel_size > 1 else EngineConnection).launch(config)
 
 
+def told(change: Change) -> str:
+    role, why = "computes prompts" if change.prompts else "answers", change.why
+    return (
+        f"Replica {change.replica} {role} from now on: prompts waited {why.queue:.2f} s, requests {why.room:.2f} s for room "
+        f"where they are answered, and tokens came every {1e3 * why.gap:.0f} ms."
+    )
+
+
+def entry_of(change: Change) -> tuple[Any, ...]:
+    """As the scheduler's log has them (scheduler/roster.py): the replica, then microseconds."""
+    seconds = (change.why.queue, change.why.room, change.why.gap)
+    kind = "computes_prompts" if change.prompts else "answers"
+    return 0, change.at, kind, -1, (change.replica, *(round(1e6 * each) for each in seconds)), ""
+
+
 class _News:
     """Steps and decisions of several engines under numbers of ours. Each engine numbers its own from the start."""
 
@@ -278,8 +349,9 @@ class _News:
         step, decision = self._seen[number]
         return lambda asked: frames.AskRecent(asked, step, decision)
 
-    def add(self, answers: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        records, decisions = [], []
+    def add(self, answers: Mapping[int, dict[str, Any]], ours: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
+        """``ours``: decisions that were taken here."""
+        records, decisions = [], list(ours)
         for number, answer in answers.items():
             steps, told = answer.pop("records"), answer.pop("decisions")
             step, decision = self._seen[number]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from headrace.clock import RealClock
 from headrace.config import EngineConfig
 from headrace.engine import connection as frames
 from headrace.engine.info import EngineInfo
@@ -32,6 +33,7 @@ class ReplicatedCore:
     """What LLM uses of an EngineCore. An answer whose replica dies ends with an error."""
 
     begins_in_order = False
+    clock = RealClock()
 
     def __init__(self, config: EngineConfig) -> None:
         self._loop = asyncio.new_event_loop()

@@ -15,8 +15,8 @@ computed there, which a decode step hardly feels.
 
 What is cached is known from what was sent: each replica has a table of hashes of blocks, each chained to the one before,
 as large as its cache; a new block overwrites what stood at its place, much as it would evict a block there. A table that
-is wrong costs time, never tokens. Tables and loads lie in one block of memory, which several front ends may share: each
-writes its own loads, and all of them write the tables.
+is wrong costs time, never tokens. Tables, loads and roles lie in one block of memory, which several front ends may share:
+each writes its own loads, all of them write the tables, and the first one the roles.
 
 What lives here: the rule and what it looks at. What may not: sockets, processes, a replica's state.
 """
@@ -29,6 +29,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.disagg import roles
 from headrace.request import Request
 
 BLOCK = 16  # tokens, until a replica's cache is known
@@ -40,7 +41,7 @@ _LOADS = 2  # integers: tokens without an answer, answers under way
 
 def memory_size(replicas: int, fronts: int) -> int:
     """Bytes."""
-    return 8 * replicas * (SLOTS + _LOADS * fronts)
+    return 8 * replicas * (SLOTS + _LOADS * fronts) + roles.memory_size(replicas)
 
 
 def chain(ids: array[int], block: int, salt: str = "") -> list[int]:
@@ -83,7 +84,8 @@ class Router:
         self._waiting = [loads[number * fronts : (number + 1) * fronts] for number in range(replicas)]
         rest = loads[replicas * fronts :]
         self._rows = [rest[number * fronts : (number + 1) * fronts] for number in range(replicas)]
-        self._front, self._routing, self._turn = front, routing, 0
+        self.roles, self.fronts, self.front = rest[replicas * fronts :], fronts, front
+        self._routing, self._turn = routing, 0
         self._sizes = [SLOTS] * replicas
         self._block = BLOCK
         self._sent: dict[int, _Sent] = {}
@@ -114,16 +116,16 @@ class Router:
         for number in {chosen, computes}:
             self._note(number, hashes)
         self._sent[request.request_id] = _Sent(chosen, request.params.n, missing, computes)
-        self._waiting[computes][self._front] += missing
-        self._rows[chosen][self._front] += request.params.n
+        self._waiting[computes][self.front] += missing
+        self._rows[chosen][self.front] += request.params.n
         return chosen, computes
 
     def move_prompt(self, request: Request, prompts: Sequence[int]) -> int:
         """Another of ``prompts`` computes it, in place of one that has died."""
         sent, hashes = self._sent[request.request_id], self._hashes(request)
-        self._waiting[sent.prompt][self._front] -= sent.missing
+        self._waiting[sent.prompt][self.front] -= sent.missing
         sent.prompt, sent.missing = self._soonest(request, hashes, prompts)
-        self._waiting[sent.prompt][self._front] += sent.missing
+        self._waiting[sent.prompt][self.front] += sent.missing
         self._note(sent.prompt, hashes)
         return sent.prompt
 
@@ -141,7 +143,7 @@ class Router:
     def began(self, request_id: int) -> None:
         """It has its first token."""
         if (sent := self._sent.get(request_id)) is not None:
-            self._waiting[sent.prompt][self._front] -= sent.missing
+            self._waiting[sent.prompt][self.front] -= sent.missing
             sent.missing = 0
 
     def answered(self, request_id: int, index: int) -> None:
@@ -152,14 +154,14 @@ class Router:
                 self.ended(request_id)
             else:
                 sent.rows -= 1
-                self._rows[sent.replica][self._front] -= 1
+                self._rows[sent.replica][self.front] -= 1
 
     def ended(self, request_id: int) -> int | None:
         """Where it was; None for one that has ended before."""
         self.began(request_id)
         if (sent := self._sent.pop(request_id, None)) is None:
             return None
-        self._rows[sent.replica][self._front] -= sent.rows
+        self._rows[sent.replica][self.front] -= sent.rows
         return sent.replica
 
     def lost(self, replica: int) -> list[int]:
@@ -169,6 +171,10 @@ class Router:
             self.ended(request_id)
         return found
 
+    def load(self, replica: int) -> tuple[int, int]:
+        """(prompt tokens that wait there, answers under way), of all front ends."""
+        return sum(self._waiting[replica]), sum(self._rows[replica])
+
     def where(self, request_id: int) -> int | None:
         sent = self._sent.get(request_id)
         return None if sent is None else sent.replica
@@ -177,8 +183,8 @@ class Router:
         turn = (number - self._turn) % len(self._tables)
         if self._routing == "turns":
             return 0, 0, turn
-        rows = sum(self._rows[number])
-        return missing + sum(self._waiting[number]) + ROW_COST * rows, rows, turn
+        waiting, rows = self.load(number)
+        return missing + waiting + ROW_COST * rows, rows, turn
 
     def _cached(self, number: int, hashes: Sequence[int]) -> int:
         """Blocks from the first on: the last one that is known, for whoever has it has had all before it."""

@@ -25,9 +25,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any
 
+from headrace.config import DeviceConfig
 from headrace.cost.prices import FrontPrices
 from headrace.disagg.desk import HandOver, HandOverCounts, prompt_alone
 from headrace.disagg.notes import Note, Sent, Want
+from headrace.disagg.roles import Roles, Targets
 from headrace.engine.core import EngineCore
 from headrace.engine.routing import Router
 from headrace.planner.workload.load import LoadRequest
@@ -100,12 +102,18 @@ def wake(core: EngineCore, now: float) -> None:
 
 
 class Between:
-    """Replicas of which the first ``prompts`` compute prompts for the others. What they tell each other arrives at once,
-    and keys and values once they have crossed two links, of ``bandwidth`` bytes/s each: out of one device, into the
+    """Replicas of which some compute prompts for the others, as ``device`` says. What they tell each other arrives at
+    once, and keys and values once they have crossed two links, of ``bandwidth`` bytes/s each: out of one device, into the
     other. Each link carries one after the other."""
 
-    def __init__(self, cores: Sequence[EngineCore], prompts: int, bandwidth: float) -> None:
-        self._cores, self._prompts, self._bandwidth = cores, prompts, bandwidth
+    def __init__(
+        self, cores: Sequence[EngineCore], device: DeviceConfig, router: Router, targets: Targets, bandwidth: float
+    ) -> None:
+        self._cores, self._router, self._bandwidth, self._at = cores, router, bandwidth, 0.0
+        self.roles = Roles(
+            len(cores), device.prefill_replicas, lambda: self._at, memory=router.roles, load=router.load, targets=targets,
+            changes=device.swap_roles,
+        )  # fmt: skip
         self._desks = [HandOver(core, number) for number, core in enumerate(cores)]
         for core, desk in zip(cores, self._desks, strict=True):
             core.hand_over = desk
@@ -119,9 +127,12 @@ class Between:
     def counts(self) -> list[HandOverCounts]:
         return [each.counts for each in self._desks]
 
-    def add(self, request: Request, router: Router, now: float) -> None:
-        answers, prompts = range(self._prompts, len(self._cores)), range(self._prompts)
-        answer, computes = router.pair(request, answers, prompts)
+    def add(self, request: Request, now: float) -> None:
+        self._at = max(self._at, now)
+        self.roles.look(range(len(self._cores)))
+        prompts, answers = self.roles.split(range(len(self._cores)))
+        answer, computes = self._router.pair(request, answers, prompts)
+        self.roles.asked(request.request_id, answer, computes)
         for number in {answer, computes}:
             wake(self._cores[number], now)
         if answer == computes:
@@ -152,6 +163,8 @@ class Between:
                 for link in (computes, answer):
                     at = self._free[link] = max(at, self._free[link]) + seconds
             elif isinstance(note, Want):
+                self._at = max(self._at, at)
+                self.roles.has_room(note.request_id)
                 self._keep(note.request_id, note.cached)
             heapq.heappush(self._notes, (at, next(self._number), computes if number == answer else answer, note))
 
@@ -162,14 +175,23 @@ class Between:
         """What clients see of a step."""
         number = self._cores.index(core)
         self._collect(number)
-        if number >= self._prompts:
-            return [self._honest(each) if each.num_cached_tokens is not None else each for each in outputs]
+        self._at = max(self._at, core.clock.now())
+        theirs = [each for each in outputs if self._apart.get(each.request_id, (number,))[0] == number]
         for each in outputs:
-            self._keep(each.request_id, each.num_cached_tokens or 0)
-        return ()
+            if self._apart.get(each.request_id, (number,))[0] != number:
+                self._keep(each.request_id, each.num_cached_tokens or 0)
+                self.roles.computed(each.request_id)
+        theirs = [self._honest(each) if each.num_cached_tokens is not None else each for each in theirs]
+        for each in theirs:
+            if each.finished is not None:
+                self.roles.ended(each.request_id)
+        if theirs:
+            self.roles.stepped(number, core.clock.now())
+        return theirs
 
     def _honest(self, output: SequenceOutput) -> SequenceOutput:
-        """What was handed over was cached nowhere."""
+        """With its first token. What was handed over was cached nowhere."""
+        self.roles.began(output.request_id)
         if output.request_id not in self._apart:
             return output
         return output._replace(num_cached_tokens=self._cached.get(output.request_id, 0))
@@ -334,8 +356,8 @@ class Drive:
             tenant=asked.tenant,
             expects=asked.expects,
         )
-        if self._between is not None and self._router is not None:
-            self._between.add(request, self._router, self._now)
+        if self._between is not None:
+            self._between.add(request, self._now)
             return
         up = range(len(self._cores))
         core = self._cores[0 if self._router is None else self._router.route(request, up)]

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.clock import VirtualClock
 from headrace.config import Decision, EngineConfig
+from headrace.disagg.roles import Targets
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import ExecutorInfo
 from headrace.engine.routing import Router
@@ -102,8 +103,9 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
     front = pricing.front if load.front else None
     router = create_router(config, info) if count > 1 else None
-    prompts = config.device.prefill_replicas
-    between = Between(cores, prompts, device.host_bandwidth) if prompts else None
+    between = None
+    if router is not None and config.device.prefill_replicas:
+        between = Between(cores, config.device, router, Targets.of(config.scheduler), device.host_bandwidth)
     outcome = Drive(
         cores, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front, router=router, between=between
     ).run()  # fmt: skip
@@ -243,6 +245,7 @@ def hand_over_figures(between: Between, outcome: Outcome) -> dict[str, Any]:
         "handed_over_prompts": sum(each.given for each in counts),
         "handed_over_bytes": given,
         "handed_over_early_share": sum(each.early_bytes for each in counts) / given if given else 0.0,
+        "role_changes": between.roles.num_changes,
     }
 
 

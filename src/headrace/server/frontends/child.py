@@ -94,7 +94,7 @@ class FrontEnd:
         if device.data_parallel_size == 1:
             return first[0]
         router = create_router(self._launch)
-        self._replicas = Replicas([first[number] for number in sorted(first)], device, router)
+        self._replicas = Replicas([first[number] for number in sorted(first)], self._launch.engine, router)
         self._replacing = asyncio.ensure_future(self._replace())
         return self._replicas
 
