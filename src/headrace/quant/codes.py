@@ -8,13 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.kernels.linear.packing import Codes, Coding
+
 FP8_MAX = 448.0
 _LEAST = 1e-10  # of a row's largest input: rows of zeros stay zeros
+
+
+def coding_of(bits: int, group: int, **more: Any) -> Coding | None:
+    """None where kernels have no groups of so many inputs."""
+    from headrace.kernels.linear.packing import Coding, sets_of
+
+    sets = sets_of(group)
+    return None if sets is None else Coding(bits, sets, **more)
+
+
+def codes_of(*parts: Any, **more: Any) -> Codes:
+    """Codes, their scale, the inputs of one and what else there is."""
+    from headrace.kernels.linear.packing import Codes
+
+    return Codes(*parts, **more)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

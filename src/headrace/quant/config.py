@@ -75,6 +75,12 @@ def _size(config: _Config, name: str, default: int) -> int:
     return max(value, 0)
 
 
+def _pair(config: _Config, name: str, value: Any) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or any(type(e) is not int or not 0 < e < 2**24 for e in value):
+        raise _refuse(config, f"{name} is {str(value)[:60]}", "two positive numbers are needed")
+    return value[0], value[1]
+
+
 def _texts(config: _Config, *names: str) -> list[str]:
     found: list[str] = []
     for name in names:
@@ -110,20 +116,12 @@ def _fp8(config: _Config) -> Choose:
     sizes = config.get("weight_block_size")
     if sizes is None:
         return _without(config, exceptions, ScaledWeight(FP8, BY_TENSOR, activations=Activations("fp8", static)))
-    if (
-        not isinstance(sizes, list)
-        or len(sizes) != 2
-        or not all(type(each) is int and 0 < each < 2**24 for each in sizes)
-    ):
-        raise _refuse(config, f"weight_block_size is {str(sizes)[:60]}", "two positive numbers are needed")
+    block = _pair(config, "weight_block_size", sizes)
     if static:
         raise _refuse(config, "blocks with static activations")
-    activations = Activations("fp8", group=sizes[1], powers=powers)
-    return _without(
-        config,
-        exceptions,
-        ScaledWeight(FP8, (sizes[0], sizes[1]), ("weight_scale_inv", "weight_scale"), activations=activations),
-    )
+    activations = Activations("fp8", group=block[1], powers=powers)
+    form = ScaledWeight(FP8, block, ("weight_scale_inv", "weight_scale"), activations=activations)
+    return _without(config, exceptions, form)
 
 
 def _fbgemm(config: _Config) -> Choose:
@@ -265,14 +263,7 @@ def _block(config: _Config, weights: _Config, size: int) -> tuple[int, int]:
         return 1, size
     if strategy != "block":
         return BY_TENSOR if strategy == "tensor" else BY_CHANNEL
-    block = weights.get("block_structure")
-    if (
-        not isinstance(block, list)
-        or len(block) != 2
-        or not all(type(each) is int and 0 < each < 2**24 for each in block)
-    ):
-        raise _refuse(config, f"block_structure is {str(block)[:60]!r}", "two positive numbers are needed")
-    return block[0], block[1]
+    return _pair(config, "block_structure", weights.get("block_structure"))
 
 
 def _inputs(config: _Config, inputs: Any) -> Activations | None:
@@ -305,14 +296,14 @@ def _gptq(config: _Config) -> Choose:
     version = _of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     if config.get("rotation"):
         raise _refuse(config, f"rotation {str(config['rotation'])[:40]!r}")
-    plain, offset = _gptq_format(config, {}, 0 if version == "gptq_v2" else 1), 0 if version == "gptq_v2" else 1
+    offset = int(version != "gptq_v2")
+    plain = _gptq_format(config, {}, offset)
     overrides = config.get("dynamic") or {}
     if not isinstance(overrides, Mapping):
         raise _refuse(config, f"dynamic is {str(overrides)[:60]!r}", "a mapping is needed")
     formats = {
         pattern: _gptq_format(config, own, offset) for pattern, own in overrides.items() if not pattern.startswith("-:")
     }
-    head = config.get("lm_head") is True
     blocks = [
         name
         for group in config.get("modules_in_block_to_quantize") or []
@@ -324,12 +315,9 @@ def _gptq(config: _Config) -> Choose:
             if _is_target(name, "re:" + pattern.removeprefix("-:").removeprefix("+:")):
                 return formats.get(pattern)
         if name == "lm_head":
-            return plain if head else None
-        return (
-            plain
-            if _is_expert_or_dense(name) and (not blocks or any(_is_part(name, str(each)) for each in blocks))
-            else None
-        )
+            return plain if config.get("lm_head") is True else None
+        mine = _is_expert_or_dense(name) and (not blocks or any(_is_part(name, str(each)) for each in blocks))
+        return plain if mine else None
 
     return choose
 

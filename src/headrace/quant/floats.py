@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.quant import Format, FormatError, StoredTensor, Tensors, check_scale
-from headrace.quant.codes import by_group, looked_up, nibbles, table_like
+from headrace.quant.codes import by_group, codes_of, coding_of, looked_up, nibbles, table_like
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +79,7 @@ class MXFP4(Format):
         return Coding(4, 4, floats=True, scales=Scales.POWER)
 
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        from headrace.kernels.linear.packing import Codes
-
-        return Codes(nibbles(tensors["codes"][rows]).flatten(1), tensors["scale"][rows], MX_GROUP)
+        return codes_of(nibbles(tensors["codes"][rows]).flatten(1), tensors["scale"][rows], MX_GROUP)
 
     def make_up(self, tensors: Tensors, seed: int) -> None:
         Format.make_up(self, tensors, seed)
@@ -128,11 +126,9 @@ class NVFP4(Format):
         return Coding(4, 8, floats=True, scales=Scales.FP8)
 
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        from headrace.kernels.linear.packing import Codes
-
         scale, whole = tensors["scale"][rows], tensors["whole"].float()
         factor = (1 / whole if self.inverse else whole).expand(len(scale))
-        return Codes(nibbles(tensors["codes"][rows]), scale, NV_GROUP, factor=factor)
+        return codes_of(nibbles(tensors["codes"][rows]), scale, NV_GROUP, factor=factor)
 
     @property
     def unit_scale(self) -> float:
@@ -201,16 +197,11 @@ class NormalFloat(Format):
 
     @property
     def coding(self) -> Coding | None:
-        from headrace.kernels.linear.packing import Coding, sets_of
-
-        sets = sets_of(self.block)
-        return None if sets is None else Coding(4, sets, table=True)
+        return coding_of(4, self.block, table=True)
 
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        from headrace.kernels.linear.packing import Codes
-
         codes = nibbles(tensors["codes"][rows], high_first=True)
-        return Codes(codes, self._absmax(tensors, rows), self.block, table=tensors["table"])
+        return codes_of(codes, self._absmax(tensors, rows), self.block, table=tensors["table"])
 
     def _absmax(self, tensors: Tensors, rows: Any) -> Tensor:
         absmax = tensors["absmax"][rows]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.quant import Format, FormatError, StoredTensor, Tensors
+from headrace.quant.codes import codes_of
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +78,6 @@ class GGUFBlocks(Format):
         return Coding(bits, sets_of(group) or 1, floats=self.kind == "MXFP4", shifts=shifts, table=table, scales=scales)
 
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        from headrace.kernels.linear.packing import Codes
-
         parts, count = self._parts(tensors, rows), len(tensors["weight"][rows])
 
         def of_row(values: Tensor) -> Tensor:
@@ -88,10 +87,10 @@ class GGUFBlocks(Format):
         codes, scale = of_row(parts.codes), of_row(parts.scale)
         shift = None if parts.shift is None else of_row(parts.shift)
         if parts.scales is None:
-            return Codes(codes, scale, group, shift, table=None if self.kind == "MXFP4" else table)
+            return codes_of(codes, scale, group, shift, table=None if self.kind == "MXFP4" else table)
         large = (scale,) if shift is None else (scale, shift)
         shifts = None if parts.shifts is None else of_row(parts.shifts)
-        return Codes(codes, of_row(parts.scales), group, shifts, large=large, size=size, table=table)
+        return codes_of(codes, of_row(parts.scales), group, shifts, large=large, size=size, table=table)
 
     def _parts(self, tensors: Tensors, rows: Any) -> Parts:
         from headrace.quant import gguf_blocks

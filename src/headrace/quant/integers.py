@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.quant import Format, FormatError, StoredTensor, Tensors, check_scale
-from headrace.quant.codes import Activations, by_group, unpack
+from headrace.quant.codes import Activations, by_group, codes_of, coding_of, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -46,17 +46,13 @@ def _checked_order(order: Tensor | None, groups: int, name: str) -> None:
 
 def _in_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, group: int) -> Codes:
     """``order``: as in ``_widened``. Columns are brought together by group."""
-    import torch
-
-    from headrace.kernels.linear.packing import Codes
-
-    codes, scales = codes.to(torch.uint8), scales.contiguous()
+    codes, scales = codes.byte(), scales.contiguous()
     if order is None:
-        return Codes(codes, scales, group, zeros)
+        return codes_of(codes, scales, group, zeros)
     if not _even(order, group):
         raise FormatError(f"groups are of other sizes than {group}")
     found = order.sort(stable=True).indices
-    return Codes(codes[:, found], scales, group, zeros, order=found.int())
+    return codes_of(codes[:, found], scales, group, zeros, order=found.int())
 
 
 def _even(order: Tensor, group: int) -> bool:
@@ -98,10 +94,7 @@ class _Grouped(Format):
 
     @property
     def _coding(self) -> Coding | None:
-        from headrace.kernels.linear.packing import Coding, sets_of
-
-        sets = sets_of(self.group)
-        return None if sets is None else Coding(self.bits, sets, zeros=self.zero, ordered=self.act_order)
+        return coding_of(self.bits, self.group, zeros=self.zero, ordered=self.act_order)
 
     def has_codes(self, tensors: Tensors) -> bool:
         order = tensors.get("g_idx", tensors.get("weight_g_idx"))

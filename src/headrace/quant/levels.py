@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.quant import Format, StoredTensor, Tensors, check_scale
-from headrace.quant.codes import by_group, unpack
+from headrace.quant.codes import by_group, codes_of, coding_of, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -50,18 +50,11 @@ class TwoLevels(Format):
 
     @property
     def coding(self) -> Coding | None:
-        from headrace.kernels.linear.packing import Coding, sets_of
-
-        sets = sets_of(self.group)
-        return None if sets is None else Coding(1, sets, shifts=True)
+        return coding_of(1, self.group, shifts=True)
 
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        import torch
-
-        from headrace.kernels.linear.packing import Codes
-
         codes, scale, low = self._parts(tensors, rows)
-        return Codes(codes.to(torch.uint8), scale, self.group, low)
+        return codes_of(codes.byte(), scale, self.group, low)
 
     def _parts(self, tensors: Tensors, rows: Any) -> tuple[Tensor, Tensor, Tensor]:
         packed, scale, low = (tensors[f"weight_{name}"][rows] for name in ("packed", "scale", "low"))

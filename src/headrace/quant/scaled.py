@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.quant import Format, FormatError, StoredTensor, Tensors, check_scale
-from headrace.quant.codes import Activations, by_group
+from headrace.quant.codes import Activations, by_group, codes_of, coding_of
 
 if TYPE_CHECKING:
     import torch
@@ -74,10 +74,7 @@ class ScaledWeight(Format):
 
     @property
     def rounded_coding(self) -> Coding | None:
-        from headrace.kernels.linear.packing import Coding, sets_of
-
-        sets = sets_of(self.block[1])
-        return None if sets is None else Coding(8, sets, zeros=self.zero, floats=self.dtype != "int8")
+        return coding_of(8, self.block[1], zeros=self.zero, floats=self.dtype != "int8")
 
     @property
     def rounds_inputs(self) -> bool:
@@ -97,14 +94,12 @@ class ScaledWeight(Format):
     def codes(self, tensors: Tensors, rows: slice) -> Codes:
         import torch
 
-        from headrace.kernels.linear.packing import Codes
-
         weight, scale = tensors["weight"][rows], self._of_rows(tensors["scale"], rows) * self.factor
         scale = scale.expand(len(weight), -1)
         if self.dtype != "int8":
-            return Codes(weight.view(torch.uint8), scale, self.block[1])
+            return codes_of(weight.view(torch.uint8), scale, self.block[1])
         zero = self._of_rows(tensors["zero"].int(), rows).expand_as(scale) + 128 if self.zero else None
-        return Codes((weight.int() + 128).to(torch.uint8), scale, self.block[1], zero)
+        return codes_of((weight.int() + 128).to(torch.uint8), scale, self.block[1], zero)
 
     def _of_rows(self, grid: Tensor, rows: Any) -> Tensor:
         """[rows, groups]"""

@@ -13,13 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.models.checkpoint import DTYPES
 from headrace.models.safetensors_file import read_header, write_file
 
 _INDEX = "model.safetensors.index.json"
-_NAMES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
-    torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64",
-}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Shards:
@@ -42,13 +40,10 @@ class Shards:
         os.replace(unfinished, self.path(index))
 
     def read(self, index: int) -> dict[str, Tensor]:
-        entries = read_header(self.path(index))
         data = torch.frombuffer(bytearray(self.path(index).read_bytes()), dtype=torch.uint8)
-        types = {name: dtype for dtype, name in _NAMES.items()}
-        places = {name: data[each.start : each.start + each.num_bytes] for name, each in entries.items()}
         return {
-            name: place.clone().view(types[entries[name].dtype]).view(entries[name].shape)
-            for name, place in places.items()
+            name: data[each.start : each.start + each.num_bytes].clone().view(DTYPES[each.dtype]).view(each.shape)
+            for name, each in read_header(self.path(index)).items()
         }
 
     def remove(self) -> None:
