@@ -13,9 +13,12 @@ calibrated on it. What may not: prices of steps (step_time.py), what fits (prici
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated, load_calibrated, same_device
 from headrace.cost.links import Link, SmallSums
@@ -33,16 +36,18 @@ from headrace.errors import ConfigError
 GB, GIB, TERA = 10**9, 2**30, 1e12
 HERE = "cpu"
 Chip = tuple[tuple[int, int], int]  # compute capability, and streaming multiprocessors
-HOPPER: Chip = (9, 0), 132
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
-PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes/s of sixteen lanes, one way
 # of NVLink's published bytes/s, one way: what sums of 8 to 64 MiB over two and four H100 reach through NCCL, in a graph
 REACHED_LINK = 315 / 450
 MEETING_SECONDS = 22e-6  # what they take beside their bytes
 SMALL_SUMS = SmallSums(340e9, 2.3e-6, 0.55e-6, 2.0 * 2**20)  # by the kernel of kernels/sums, likewise
-NVLINK_5, NVLINK_4 = (Link(each * REACHED_LINK, MEETING_SECONDS, SMALL_SUMS) for each in (900e9, 450e9))
-NVLINK_3, OVER_PCIE_4 = (Link(each * REACHED_LINK, MEETING_SECONDS) for each in (300e9, PCIE_4))
+LINKS = {
+    name: Link(each * REACHED_LINK, MEETING_SECONDS, small)
+    for name, each, small in (
+        ("NVLink 5", 900e9, SMALL_SUMS), ("NVLink 4", 450e9, SMALL_SUMS), ("NVLink 3", 300e9, None), ("PCIe 4", 31.5e9, None),
+    )
+}  # fmt: skip
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
 # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
 GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)
@@ -140,50 +145,35 @@ class Device:
         return f"{self.name} ({limits}; limits {self.profile.source}{assumed})"
 
 
-def known_devices() -> dict[str, Device]:
-    """The catalogue. Rates are those of dense products with sums in float32."""
-    h200 = {"bfloat16": 798.0, "float16": 798.0, "float32": 54.0}
-    h100 = {"bfloat16": 790.0, "float16": 755.0, "float32": 51.0}
-    return {
-        "h200": _card("NVIDIA H200", HOPPER, 4.47, h200, 140 * GIB, "measured", PCIE_5, NVLINK_4),
-        "h100": _card("NVIDIA H100 80GB HBM3", HOPPER, 3.14, h100, 79 * GIB, "measured", PCIE_5, NVLINK_4),
-        "b200": _published("NVIDIA B200", ((10, 0), 148), 8.0, (2250, 75), 180, PCIE_5, NVLINK_5),
-        "a100": _published("NVIDIA A100 SXM", ((8, 0), 108), 2.039, (312, 19.5), 80, PCIE_4, NVLINK_3),
-        "l40s": _published("NVIDIA L40S", ((8, 9), 142), 0.864, (362, 91.6), 48, PCIE_4, OVER_PCIE_4),
-        "rtx4090": _published("NVIDIA GeForce RTX 4090", ((8, 9), 128), 1.008, (165, 82.6), 24, PCIE_4, OVER_PCIE_4),
-    }
-
-
-def _published(
-    name: str, chip: Chip, bandwidth: float, rates: tuple[float, float], memory_gb: int, host_link: float, link: Link
-) -> Device:
-    """``rates``: of 16-bit numbers, and of float32."""
-    half, single = (rate * REACHED_RATE for rate in rates)
-    lowered = {"bfloat16": half, "float16": half, "float32": single}
-    return _card(name, chip, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published", host_link, link)
+@cache
+def known_devices() -> Mapping[str, Device]:
+    """The catalogue, devices.toml."""
+    rows = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+    return {key: _card(**row) for key, row in rows.items()}
 
 
 def _card(
     name: str,
-    chip: Chip,
-    bandwidth: float,
+    chip: list[int],
+    read: float,
     rates: Mapping[str, float],
     memory: int,
     source: str,
-    host_link: float,
-    link: Link,
+    host: float,
+    link: str,
 ) -> Device:
-    """``bandwidth`` in TB/s, ``rates`` in TFLOP/s."""
-    read = bandwidth * TERA
-    gemm = {dtype: rate * TERA for dtype, rate in rates.items()}
+    """Published limits are lowered to what is reached of them."""
+    of_read, of_rate = (REACHED_BANDWIDTH, REACHED_RATE) if source == "published" else (1.0, 1.0)
+    bandwidth, (major, minor, processors) = read * of_read * TERA, chip
     profile = DeviceProfile(
         identity=DeviceIdentity(kind="cuda", name=name, threads=0),
-        read_bandwidth=read,
-        copy_bandwidth=read,
-        gemm_rates=gemm,
+        read_bandwidth=bandwidth,
+        copy_bandwidth=bandwidth,
+        gemm_rates={dtype: rate * of_rate * TERA for dtype, rate in rates.items()},
         source=source,
     )
-    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, link=link, host_link=host_link, chip=chip)
+    beside: dict[str, Any] = {"link": LINKS[link], "host_link": host * 1e9, "chip": ((major, minor), processors)}
+    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, **beside)
 
 
 def classes_of(kind: str, *, eager: bool = False) -> Classes:

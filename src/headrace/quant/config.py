@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
@@ -400,16 +402,6 @@ _METHODS: Mapping[str, Callable[[_Config], Choose]] = {
 }  # fmt: skip
 
 # How a method's checkpoints usually are, for random weights (--load-format dummy --quantization …).
-_W4A16 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
-USUAL: Mapping[str, Mapping[str, Any]] = {
-    "fp8": {"activation_scheme": "dynamic"},
-    "fbgemm_fp8": {},
-    "modelopt": {"quant_algo": "NVFP4"},
-    "compressed-tensors": {
-        "format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": _W4A16}}, "ignore": ["lm_head"],
-    },
-    "gptq": {"bits": 4, "group_size": 128, "desc_act": False},
-    "awq": {"bits": 4, "group_size": 128, "version": "gemm"},
-    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "mxfp4": {},
-}  # fmt: skip
+USUAL: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("usual_configs.toml").read_text(encoding="utf-8")
+)

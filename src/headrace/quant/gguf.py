@@ -6,8 +6,10 @@ What lives here: the types' names and sizes (torch-free), and the format. What m
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.quant import Format, FormatError, StoredTensor, Tensors
@@ -20,19 +22,15 @@ if TYPE_CHECKING:
     from headrace.kernels.linear.packing import Codes, Coding
     from headrace.quant.gguf_blocks import Parts
 
+_TYPES = tomllib.loads(Path(__file__).with_name("gguf_types.toml").read_text(encoding="utf-8"))
 # type → (elements, bytes, offsets of its float16 scales) of one block
 BLOCKS: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
-    "Q4_0": (32, 18, (0,)), "Q4_1": (32, 20, (0, 2)), "Q5_0": (32, 22, (0,)), "Q5_1": (32, 24, (0, 2)),
-    "Q8_0": (32, 34, (0,)), "Q2_K": (256, 84, (80, 82)), "Q3_K": (256, 110, (108,)), "Q4_K": (256, 144, (0, 2)),
-    "Q5_K": (256, 176, (0, 2)), "Q6_K": (256, 210, (208,)), "IQ4_NL": (32, 18, (0,)), "IQ4_XS": (256, 136, (0,)),
-    "MXFP4": (32, 17, ()),
-}  # fmt: skip
+    kind: (row["elements"], row["bytes"], tuple(row["halves"])) for kind, row in _TYPES.items()
+}
 # type → (bits of a code, inputs of one scale, whether shifts are added)
 CODES: Mapping[str, tuple[int, int, bool]] = {
-    "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (5, 32, False), "Q5_1": (5, 32, True), "Q8_0": (8, 32, False),
-    "Q2_K": (2, 16, True), "Q3_K": (3, 16, False), "Q4_K": (4, 32, True), "Q5_K": (5, 32, True), "Q6_K": (6, 16, False),
-    "IQ4_NL": (4, 32, False), "IQ4_XS": (4, 32, False), "MXFP4": (4, 32, False),
-}  # fmt: skip
+    kind: (row["bits"], row["group"], row["shifts"]) for kind, row in _TYPES.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
