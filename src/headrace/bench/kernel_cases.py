@@ -514,49 +514,51 @@ class CaseMaker:
         label, call = f"{len(lengths)} texts, {rows} tokens", (*qkv, inputs, spec.attention_scale)
         return _case("whole_attention", label, facts, self._bytes(4 * qkv[0].numel()), flops, [call])
 
+    def _step_weights(self, spec: DecoderSpec, tokens: int, ids: int, *, fp8: bool = False) -> StepWeights:
+        """One layer, for so many positions and ``ids``."""
+        assert spec.rope is not None
+        sites, half = layer_matrices(spec, 0).values(), spec.head_dim // 2
+        ones, made = (
+            torch.ones(spec.hidden_size, dtype=self.dtype),
+            (self._weight(each.outs, each.ins) for each in sites),
+        )
+        layer = (*((each * 32).to(torch.float8_e4m3fn) if fp8 else each for each in made), ones, ones.clone())
+        angles = torch.arange(tokens).unsqueeze(1) * spec.rope.theta ** (-torch.arange(half) / half)
+        turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(ids, spec.hidden_size)
+        scales = (tuple(torch.full((each.outs,), 1 / 32) for each in sites),) if fp8 else ()
+        more = spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
+        return StepWeights((layer,), table, layer[-1], table, turns, *more)
+
     def _step(self, rows: int, *, fp8: bool = False) -> KernelCase:
         """One layer and the norm after it, with one sequence per row."""
-        spec, hidden, dim = self.spec, self.spec.hidden_size, self.spec.head_dim
-        shapes = [(site.outs, site.ins) for site in self._sites.values()]
+        rope = RopeSpec(theta=500000.0, rotary_dim=self.spec.head_dim)
+        spec = replace(self.spec, layers=(LayerSpec(),), gated_mlp=True, rope=rope)
         attention, last = self._decoding(rows)
         inputs = ForwardInputs(torch.arange(rows) % 64, last, (attention,))
-        cache = self._random(attention.block_table.numel(), 1, 2, spec.num_kv_heads, self.block_size, dim)
-        elements = sum(outs * ins for outs, ins in shapes)
+        cache = self._random(attention.block_table.numel(), 1, 2, spec.num_kv_heads, self.block_size, spec.head_dim)
+        elements = sum(site.outs * site.ins for site in self._sites.values())
         size = elements if fp8 else self._bytes(elements)
-
-        def weights() -> StepWeights:
-            ones, made = torch.ones(hidden, dtype=self.dtype), map(self._weight, *zip(*shapes, strict=True))
-            layer = (*((each * 32).to(torch.float8_e4m3fn) if fp8 else each for each in made), ones, ones.clone())
-            turns, table = _turns(self.context, dim, 500000.0), self._random(64, hidden)
-            scales = (tuple(torch.full((outs,), 1 / 32) for outs, _ in shapes),) if fp8 else ()
-            more = spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
-            return StepWeights((layer,), table, layer[-1], table, turns, *more)
-
-        made = [weights() for _ in range(min(2, self._copies(size)))]
+        made = [self._step_weights(spec, self.context, 64, fp8=fp8) for _ in range(min(2, self._copies(size)))]
 
         def calls(make: Callable[..., Any]) -> Calls:
             return [partial(make(each), inputs, (cache,)) for each in made]
 
-        keys = 2 * rows * self.context * spec.num_kv_heads * dim
-        one = replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim))
-        facts = StepFacts(self.dtype, one, eight=EightBits("fp8") if fp8 else None)
-        flops = 2 * rows * elements + 4 * rows * self.context * spec.num_heads * dim
+        keys = rows * self.context * spec.head_dim
+        facts = StepFacts(self.dtype, spec, eight=EightBits("fp8") if fp8 else None)
+        flops, moved = 2 * rows * elements + 4 * keys * spec.num_heads, size + self._bytes(2 * keys * spec.num_kv_heads)
         label = f"1 layer{', FP8' * fp8}, {rows} rows, context {self.context}"
-        return KernelCase("decode_step", label, facts, size + self._bytes(keys), flops, calls)
+        return KernelCase("decode_step", label, facts, moved, flops, calls)
 
     def _draft_tokens(self, rows: int) -> KernelCase:
         """Four tokens behind sequences of which all but the last token is there, by a decoder of one layer and a few
         tokens."""
-        width, dim, heads, inner, vocab, drafts = 128, 64, 2, 384, 512, 4
+        width, dim, heads, vocab, drafts = 128, 64, 2, 512, 4
         sizes: dict[str, Any] = {"head_dim": dim, "num_heads": heads, "num_kv_heads": heads, "vocab_size": vocab}
-        rope = RopeSpec(theta=10000.0, rotary_dim=dim)
-        spec = replace(self.spec, layers=(LayerSpec(),), hidden_size=width, rope=rope, **sizes)
-        blocks, ones = -(-(self.context + drafts) // self.block_size), torch.ones(width, dtype=self.dtype)
-        shapes = ((3 * heads * dim, width), (width, heads * dim), (2 * inner, width), (width, inner))
-        layer = (*(self._weight(*shape) for shape in shapes), ones, ones)
-        turns, table = _turns(self.context + drafts, dim, 10000.0), self._random(vocab, width)
-        weights = StepWeights((layer,), table, ones, table, turns, (heads, heads, heads), spec.norm_eps, dim**-0.5)
-        ids = torch.randint(vocab, (rows, self.context + drafts), dtype=torch.int32, generator=self._generator)
+        sizes |= {"hidden_size": width, "intermediate_size": 384, "attention_scale": dim**-0.5, "gated_mlp": True}
+        spec = replace(self.spec, layers=(LayerSpec(),), rope=RopeSpec(theta=10000.0, rotary_dim=dim), **sizes)
+        most = self.context + drafts
+        weights, blocks = self._step_weights(spec, most, vocab), -(-most // self.block_size)
+        ids = torch.randint(vocab, (rows, most), dtype=torch.int32, generator=self._generator)
         lie = self._table(rows, blocks)
         cache, row = self._random(rows * blocks, 1, 2, heads, self.block_size, dim), torch.arange(rows).int()
         length = torch.full_like(row, self.context)
@@ -564,10 +566,9 @@ class CaseMaker:
         def calls(make: Callable[..., Any]) -> Calls:
             return [partial(_drafted, make(weights), ids, lie, row, length, drafts, cache)]
 
-        products = sum(outs * ins for outs, ins in shapes) + vocab * width
-        flops = 2 * rows * drafts * products
+        products = sum(site.outs * site.ins for site in layer_matrices(spec, 0).values()) + vocab * width
+        flops, size = 2 * rows * drafts * products, drafts * self._bytes(products)
         label = f"1 layer of {width}, {rows} rows, {drafts} drafts, context {self.context}"
-        size = drafts * self._bytes(products)
         return KernelCase("draft_tokens", label, StepFacts(self.dtype, spec), size, flops, calls)
 
     def _moe(self, rows: int) -> KernelCase:
@@ -662,11 +663,6 @@ def _left(place: int, kernel: Callable[..., None], *inputs: Any) -> Any:
     """The input that it writes to."""
     kernel(*inputs)
     return inputs[place]
-
-
-def _turns(tokens: int, dim: int, theta: float) -> Tensor:  # [tokens, dim]
-    angles = torch.arange(tokens).unsqueeze(1) * theta ** (-torch.arange(dim // 2) / (dim // 2))
-    return torch.cat((angles.cos(), angles.sin()), 1)
 
 
 def _drafted(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace.observe.metrics import StepRecord
-from headrace.observe.report import MOST_FRACTION, void_note
+from headrace.observe.report import void_note
 
 COLUMNS = (
     "steps",
@@ -149,11 +149,10 @@ def calibrate(records: Iterable[StepRecord]) -> Calibration | None:
     return fit([record.floor_seconds for record in good], [record.measured_seconds for record in good])
 
 
-def describe_calibration(found: Calibration | None, most: float = MOST_FRACTION) -> str:
-    """``most``: a fraction of the limit above this is void."""
+def describe_calibration(found: Calibration | None) -> str:
     if found is None:
         return "no fit: the steps do not differ enough in size, or no limit is known"
-    if (void := void_note({"the fit over all steps": found.efficiency}, most)) is not None:
+    if (void := void_note({"the fit over all steps": found.efficiency})) is not None:
         return void
     figures = f"{found.efficiency:.0%} of the limit plus {found.overhead * 1e3:.2f} ms per step"
     return f"fit over all steps: {figures}; half of the steps within {found.error:.0%} of it"

@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ModelError
-from headrace.models.safetensors_file import TensorEntry, read_sharded
+from headrace.models.safetensors_file import TYPES, TensorEntry, read_sharded
 from headrace.models.source import ModelSource, WeightFormat
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
-}  # fmt: skip
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, word) for name, word in TYPES.items()}
 
 
 class Checkpoint(Protocol):

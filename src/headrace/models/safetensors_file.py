@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from headrace.models.source import MAX_INDEX_BYTES, read_json, reading, refuse_l
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 1 << 17
 
-DTYPE_BYTES: Mapping[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+TYPES: Mapping[str, str] = {  # and torch's names
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
+    "I64": "int64", "U64": "uint64", "F64": "float64",
 }  # fmt: skip
+DTYPE_BYTES: Mapping[str, int] = {name: int((re.findall(r"\d+", name) or [8])[0]) // 8 for name in TYPES}
 
 _AGAIN = "Download the file again."
 

@@ -56,10 +56,10 @@ def _memory_gib() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2**30
 
 
-def void_note(fractions: Mapping[str, float | None], most: float = MOST_FRACTION) -> str | None:
-    """Explains a fraction of the limit above ``most``: nothing is faster than its limit, so the limit was measured on a
+def void_note(fractions: Mapping[str, float | None]) -> str | None:
+    """Explains a fraction of the limit above MOST_FRACTION: nothing is faster than its limit, so the limit was measured on a
     busy machine."""
-    beyond = {name: fraction for name, fraction in fractions.items() if is_void(fraction, most)}
+    beyond = {name: fraction for name, fraction in fractions.items() if is_void(fraction)}
     if not beyond:
         return None
     name, worst = max(beyond.items(), key=lambda each: each[1] or 0.0)
@@ -69,13 +69,13 @@ def void_note(fractions: Mapping[str, float | None], most: float = MOST_FRACTION
     )
 
 
-def is_void(fraction: float | None, most: float = MOST_FRACTION) -> bool:
-    return fraction is not None and fraction > most
+def is_void(fraction: float | None) -> bool:
+    return fraction is not None and fraction > MOST_FRACTION
 
 
-def shown_fraction(fraction: float | None, most: float = MOST_FRACTION) -> float | str | None:
+def shown_fraction(fraction: float | None) -> float | str | None:
     """A fraction as tables show it."""
-    return VOID if is_void(fraction, most) else fraction
+    return VOID if is_void(fraction) else fraction
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:

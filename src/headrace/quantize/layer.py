@@ -216,8 +216,8 @@ def activation_aware(weights: Sequence[Tensor], mean: Tensor, gram: Tensor, grid
     return best
 
 
-def smooth(weights: Sequence[Tensor], most: Tensor, *, strength: float = 0.5) -> Tensor:
-    """Factors [ins] likewise; ``most``: the inputs' largest magnitudes, [ins]. ``strength``: 0 leaves the inputs
-    unchanged, 1 moves all of their range to the weights."""
+def smooth(weights: Sequence[Tensor], most: Tensor) -> Tensor:
+    """Factors [ins] likewise, which move half of the inputs' range to the weights; ``most``: the inputs' largest
+    magnitudes, [ins]."""
     heaviest = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0).clamp(min=1e-5)
-    return (most.float().clamp(min=1e-5).pow(strength) / heaviest.pow(1.0 - strength)).clamp(1e-4, 1e4)
+    return (most.float().clamp(min=1e-5).sqrt() / heaviest.sqrt()).clamp(1e-4, 1e4)
