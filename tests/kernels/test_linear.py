@@ -103,6 +103,6 @@ def test_many_rows_without_instructions_for_their_type(dtype: torch.dtype, monke
     monkeypatch.setattr(products, "_PART", 4 * 40)
     weight, bias, x = torch.randn(70, 40).to(dtype), torch.randn(70).to(dtype), torch.randn(3, 50, 40).to(dtype)
     for given in (None, bias):
-        y = products.product_of_many_rows(dtype)(x, weight, given)
+        y = products.linear_of_many_rows(dtype)(x, weight, given)
         assert_close(y, reference.linear(weight, given)(x), dtype)
-    assert products.product_of_many_rows(torch.float32) is F.linear
+    assert products.linear_of_many_rows(torch.float32) is F.linear

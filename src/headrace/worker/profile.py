@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +38,7 @@ from headrace.cost.profile import (
 )
 from headrace.engine.executor import ExecutorInfo
 from headrace.errors import ConfigError
+from headrace.kernels.linear.native import product_of_many_rows
 from headrace.models import families
 from headrace.observe.metrics import StepRecorder
 from headrace.parallel.placement import held_experts
@@ -133,7 +135,7 @@ def glance_limits() -> Limits:
 
 
 def _glance_at_gemm(dtype: torch.dtype) -> float:
-    """FLOP/s. A CPU without kernels for the type takes seconds for a large GEMM, and its rate is that of a small one."""
+    """FLOP/s. A slow CPU takes seconds for a large GEMM, and its rate is that of a small one."""
     rate = max(_gemm_rates(dtype, 192, GLANCE_ROUNDS, 0.0))
     return rate if rate < GLANCE_RATE else max(_gemm_rates(dtype, 768, GLANCE_ROUNDS, 0.0))
 
@@ -193,20 +195,9 @@ def identity_here(device: str = "cpu") -> DeviceIdentity:
 def _gemm_rates(dtype: torch.dtype, size: int, rounds: int, seconds: float) -> list[float]:
     """FLOP/s of [size, size] x [size, size] products, one figure a round."""
     left, right = _random(size, dtype), _random(size, dtype)
-    multiply = _packed_product(left, right) if dtype is torch.bfloat16 else (lambda: left @ right)
+    multiply = partial(product_of_many_rows(right), left)
     multiply()  # the first call compiles or packs
     return [2.0 * size**3 / _seconds_per_call(multiply, seconds) for _ in range(rounds)]
-
-
-def _packed_product(left: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """The product as linear layers do it, with the weight packed once where torch was built with that."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return lambda: left @ weight
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, left.shape[0])
-    except RuntimeError:  # this CPU has no bf16 kernels: the plain product is what runs
-        return lambda: left @ weight
-    return lambda: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], "")
 
 
 def _random(size: int, dtype: torch.dtype) -> Tensor:

@@ -57,7 +57,7 @@ def create_linear(native: Native, site: CallSite[WeightFacts]) -> Any:
     if not native.threads and torch.get_num_threads() > 1:
         return Declined("built without OpenMP (one thread only); torch's own product uses them all")
     product = create_product(native, site.invariant, site.empty)
-    many_rows = product_of_many_rows(site.facts.dtype)
+    many_rows = linear_of_many_rows(site.facts.dtype)
 
     def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -72,7 +72,7 @@ def create_linear(native: Native, site: CallSite[WeightFacts]) -> Any:
     return pack
 
 
-def product_of_many_rows(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def linear_of_many_rows(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """torch's own where it computes in ``dtype`` by blocks; where it does not, as bfloat16 without instructions for it,
     by float32's, over the weight widened part by part."""
     blocked = dtype is torch.float32 or (dtype is torch.bfloat16 and _multiplies_bfloat16())
@@ -93,31 +93,45 @@ def _widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+def product_of_many_rows(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """What a layer multiplies many rows by ``weight`` [out, in] with, packed where oneDNN takes it."""
+    if _unpacked(weight.dtype) is None:
+        return pack_for_onednn(weight, None)
+    linear = linear_of_many_rows(weight.dtype)
+    return lambda x: linear(x, weight, None)
+
+
 _ROWS_HINT = 512
 
 
 def create_onednn(site: CallSite[WeightFacts]) -> Any:
-    dtype = site.facts.dtype
-    if dtype not in (torch.float32, torch.bfloat16):
-        return Declined(f"packs float32 and bfloat16, not {dtype}")
-    if (refusal := _refusal(dtype)) is not None:
-        return Declined(refusal)
+    if (reason := _unpacked(site.facts.dtype)) is not None:
+        return Declined(reason)
     if site.facts.shared:
         return Declined("the weight is another layer's too, and packing would keep a second copy of it")
     return pack_for_onednn
 
 
-@cache
-def _refusal(dtype: torch.dtype) -> str | None:
-    """Why oneDNN does not multiply this element type here. A small weight asks: which CPUs it takes depends on the type."""
+def _unpacked(dtype: torch.dtype) -> str | None:
+    """Why oneDNN packs no weight of this type here."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"packs float32 and bfloat16, not {dtype}"
     if not (hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return "this torch has no mkldnn._reorder_linear_weight and mkldnn._linear_pointwise"
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
+    if (refusal := _refusal(dtype)) is not None:
+        return f"oneDNN does not pack {dtype} on this CPU: {refusal}"
+    return None
+
+
+@cache
+def _refusal(dtype: torch.dtype) -> str | None:
+    """What it says to a small weight: which CPUs it takes depends on the element type."""
     try:
         pack_for_onednn(torch.zeros(16, 16, dtype=dtype), None)(torch.zeros(1, 16, dtype=dtype))
     except RuntimeError as error:
-        return f"oneDNN does not pack {dtype} on this CPU: {(str(error).splitlines() or [repr(error)])[0]}"
+        return (str(error).splitlines() or [repr(error)])[0]
     return None
 
 

@@ -21,7 +21,7 @@ from headrace.kernels.build.rehearsals import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes, rows_of
 from headrace.kernels.linear import panels
 from headrace.kernels.linear.candidates import INTEGER, INTEGERS
-from headrace.kernels.linear.native import FEW_ROWS, product_of_many_rows
+from headrace.kernels.linear.native import FEW_ROWS, linear_of_many_rows
 from headrace.kernels.linear.packing import empty
 from headrace.kernels.moe import reference
 from headrace.sites import matrices
@@ -34,7 +34,7 @@ def create_moe(native: Native, site: CallSite[ExpertFacts]) -> Any:
     num_experts, top_k = site.facts.num_experts, site.facts.top_k
     function = function_of(native, "headrace_moe", "si", c_int)
     invariant, empty = site.invariant, site.empty
-    many_rows = product_of_many_rows(site.facts.dtype)
+    many_rows = linear_of_many_rows(site.facts.dtype)
 
     def few(
         x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation,
