@@ -14,8 +14,7 @@ from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.scheduler.policies.deadline import Deadline
 from headrace.scheduler.policies.fair import Fair
-from headrace.scheduler.policies.priority import Priority
-from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Policy, Refusal
+from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Policy, Priority, Refusal
 from headrace.scheduler.policies.qoe import QualityOfExperience
 from headrace.scheduler.policies.shortest_remaining import History, MaxTokens, ShortestRemaining
 from headrace.scheduler.step_budget import Forecast

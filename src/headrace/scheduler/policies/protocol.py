@@ -15,7 +15,8 @@ while it is asked.
 A policy reads no clock and draws no random number: all it knows came through these calls, so a journal of the
 scheduler's calls replays.
 
-What lives here: the base classes. What may not: any other policy (a file each), the register (__init__.py).
+What lives here: the base classes, and the two orders that never change. What may not: other policies (a file each), the
+register (__init__.py).
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ class Policy:
     def preempts(self, candidate: Sequence, running: Sequence) -> bool:
         """Whether a waiting sequence may push out a running one when there is no room."""
         return False
+
+
+class Priority(Policy):
+    """Lower numbers first, arrival within a class; a better class pushes a worse one out when there is no room."""
+
+    def order(self, request: Request, arrival_number: int) -> Order:
+        return (request.priority, arrival_number)
+
+    def preempts(self, candidate: Sequence, running: Sequence) -> bool:
+        return candidate.order[0] < running.order[0]
 
 
 @dataclass(frozen=True, slots=True)
