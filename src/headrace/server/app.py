@@ -35,6 +35,7 @@ from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, Me
 from headrace.server.limits import Guard
 from headrace.server.openapi import Handler, Route, document
 from headrace.server.service import Service, SleepQuery, is_sleeping, sleep, wake_up
+from headrace.server.wire import Json
 
 # --- handlers that need no generation
 
@@ -124,13 +125,13 @@ async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
     await exchange.reply_json({"status": "ok"})
 
 
-def _without_secrets(config: ServerConfig) -> dict[str, Any]:
+def _without_secrets(config: ServerConfig) -> Json:
     """Of keys only how many there are."""
     return {**_plain(config), "api_key": f"{len(config.api_key)} set"}
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(record, enc_hook=str)
+def _plain(record: Any) -> Json:
+    found: Json = msgspec.to_builtins(record, enc_hook=str)
     return found
 
 
@@ -250,9 +251,9 @@ class AccessLog:
             access_log.log(level, "request", extra={"facts": _facts(exchange, status)})
 
 
-def _facts(exchange: Exchange, status: int) -> dict[str, Any]:
+def _facts(exchange: Exchange, status: int) -> Json:
     """Figures, and names of ours. ``id`` is the client's own only where that is harmless to repeat."""
-    facts: dict[str, Any] = {
+    facts: Json = {
         "method": exchange.method if exchange.route != "-" else "-",
         "route": exchange.route,
         "status": status,

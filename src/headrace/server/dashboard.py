@@ -15,7 +15,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, structs
@@ -27,7 +27,7 @@ from headrace.server.exchange import Exchange
 from headrace.server.exposition import FINE, ServerMetrics
 from headrace.server.inflight import SENTENCES
 from headrace.server.limits import is_own, sees_all
-from headrace.server.wire import encode
+from headrace.server.wire import Given, Json, encode
 from headrace.techniques import TECHNIQUES
 
 if TYPE_CHECKING:  # they hold our History
@@ -107,8 +107,8 @@ class History:
     def __init__(self) -> None:
         self.samples = Samples()
         self.steps: deque[Row] = deque(maxlen=STEPS)
-        self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS)
-        self.stats: Mapping[str, Any] = {}
+        self.decisions: deque[Json] = deque(maxlen=DECISIONS)
+        self.stats: Given = {}
         # the histograms' counts, of which differences are taken
         self._marks: deque[list[tuple[int, ...]]] = deque(maxlen=WINDOW)
 
@@ -127,7 +127,7 @@ class History:
         """The last step and decision that are known."""
         return self.steps[-1][0] if self.steps else -1, self.decisions[-1]["number"] if self.decisions else 0
 
-    def after(self, sample: int, step: int, decision: int) -> dict[str, Any]:
+    def after(self, sample: int, step: int, decision: int) -> Json:
         """What a page that knows these has to be told."""
         return {
             "num_blocks": self.stats.get("num_blocks", 0),
@@ -137,7 +137,7 @@ class History:
             "decisions": [entry for entry in self.decisions if entry["number"] > decision],
         }
 
-    def take(self, metrics: ServerMetrics, stats: Mapping[str, Any], now: float) -> None:
+    def take(self, metrics: ServerMetrics, stats: Given, now: float) -> None:
         """One second's news."""
         self.stats = {name: value for name, value in stats.items() if name not in ("records", "decisions")}
         self.steps.extend(_step_row(record) for record in stats["records"])
@@ -154,18 +154,18 @@ class History:
         self.samples.add((round(now, 3), *_gauges(metrics, stats), *latencies, *_sums(stats)))
 
 
-def _decision(number: int, at: float, kind: str, request: int, values: Sequence[int], tenant: str) -> dict[str, Any]:
+def _decision(number: int, at: float, kind: str, request: int, values: Sequence[int], tenant: str) -> Json:
     """``tenant`` is for choosing who may see it, and is not shown."""
     return {"number": number, "time": at, "kind": kind, "text": sentence(kind, request, values), "tenant": tenant}
 
 
-def _step_row(record: Mapping[str, Any]) -> Row:
+def _step_row(record: Given) -> Row:
     kind = "decode" if record["decodes"] == record["rows"] else "mixed" if record["decodes"] else "prefill"
     values = (kind if name == "kind" else record[name] for name in STEP_COLUMNS)
     return tuple(round(value, 7) if isinstance(value, float) else value for value in values)
 
 
-def _gauges(metrics: ServerMetrics, stats: Mapping[str, Any]) -> Row:
+def _gauges(metrics: ServerMetrics, stats: Given) -> Row:
     counters = stats["counters"]
     return (
         metrics.totals["prompt_tokens_total"], metrics.totals["generation_tokens_total"],
@@ -176,12 +176,12 @@ def _gauges(metrics: ServerMetrics, stats: Mapping[str, Any]) -> Row:
     )  # fmt: skip
 
 
-def _drafts(counts: Mapping[str, Any] | None) -> tuple[int | None, ...]:
+def _drafts(counts: Given | None) -> tuple[int | None, ...]:
     """Verifications of one row, drafts in them, and how many of these were right; None where nothing drafts."""
     return (None,) * 3 if counts is None else (counts["steps"], sum(counts["drafted"]), sum(counts["accepted"]))
 
 
-def _sums(stats: Mapping[str, Any]) -> Row:
+def _sums(stats: Given) -> Row:
     steps, energy = stats["steps"], stats["steps"]["energy"] or {"joules": None, "seconds": None}
     times = (steps[name] for name in ("measured_seconds", "floor_seconds", "idle_seconds"))
     return tuple(None if value is None else round(value, 6) for value in (*times, energy["joules"], energy["seconds"]))
@@ -235,13 +235,13 @@ async def data(service: Service, exchange: Exchange) -> None:
     await exchange.reply(200, encode(answer), headers=((b"cache-control", b"no-store"),))
 
 
-def seen(decisions: Sequence[Mapping[str, Any]], key: str | None) -> list[dict[str, Any]]:
+def seen(decisions: Sequence[Given], key: str | None) -> list[Json]:
     """Of one key's requests and of none; all of them for None."""
     shown = [each for each in decisions if key is None or each["kind"] in ABOUT_ALL or is_own(each["tenant"], key)]
     return [{name: value for name, value in each.items() if name != "tenant"} for each in shown]
 
 
-def _answer(service: Service, news: Mapping[str, Any], key: str | None, *, first: bool) -> dict[str, Any]:
+def _answer(service: Service, news: Given, key: str | None, *, first: bool) -> Json:
     """``key``: whose requests are told one by one; sums are of all."""
     return {
         "object": "dashboard",
@@ -262,11 +262,11 @@ def _answer(service: Service, news: Mapping[str, Any], key: str | None, *, first
     }
 
 
-def _totals(steps: Mapping[str, Any]) -> dict[str, float]:
+def _totals(steps: Given) -> dict[str, float]:
     return {name: steps.get(name, 0) for name in ("steps", "failed_steps", "roofline_fraction", "idle_share")}
 
 
-def _engine(service: Service) -> dict[str, Any] | None:
+def _engine(service: Service) -> Json | None:
     """What was decided at start, and stays."""
     if service.model.found is None:
         return None

@@ -27,6 +27,7 @@ import msgspec
 from headrace.observe.metrics import FINE_BUCKETS, Histogram
 from headrace.portability import shared_file
 from headrace.request import RequestTimes
+from headrace.server.wire import Given, Json
 
 _INTS, _FLOATS = 960, 64
 CELLS = 1024  # of tenants' places
@@ -302,7 +303,7 @@ class ServerMetrics:
     def count_end(self, reason: str) -> None:
         self.finished.add(reason if reason in self.finished else "error")
 
-    def render(self, model: str, engine: Mapping[str, Any]) -> bytes:
+    def render(self, model: str, engine: Given) -> bytes:
         """``engine`` is AsyncLLM.stats(); empty while it loads. Of replicas, under vLLM's names each has its own number as
         ``engine``, and under ours stands their sum."""
         labels = f'model_name="{_escaped(model)}"'
@@ -318,7 +319,7 @@ class ServerMetrics:
         self._add_framework(plain)
         return (str(page) + str(plain) + (render_steps(engine["steps"]) if engine.get("steps") else "")).encode()
 
-    def _told(self, engine: Mapping[str, Any]) -> dict[str, Any]:
+    def _told(self, engine: Given) -> Json:
         """What the lines of [served] look in."""
         total = engine.get("num_blocks", 0)
         grammars = engine.get("grammars") or {}
@@ -372,7 +373,7 @@ class ServerMetrics:
         page.add("http_request_duration_seconds", "summary", "arrival to the end of the answer, streams too", seconds)
 
 
-def render_steps(summary: Mapping[str, Any]) -> str:
+def render_steps(summary: Given) -> str:
     """The step record: what ``StepRecorder.summary()`` holds, under constant names."""
     errors = summary["prediction_errors"]
     by_kind = {kind: {which: each[kind] for which, each in errors.items()} for kind in ("signed", "absolute")}
@@ -420,8 +421,8 @@ class _Text:
     def add_all(
         self,
         metrics: Mapping[str, Metric],
-        values: Mapping[str, Any],
-        each: Mapping[str, Mapping[str, Any]] | None = None,
+        values: Given,
+        each: Mapping[str, Given] | None = None,
     ) -> None:
         """Those of a table, with what is found of them in ``values``; ``each``: the same of several engines, by
         labels."""
@@ -438,10 +439,10 @@ class _Text:
 _OF_FRONT_ENDS = ("sources", "finished")
 
 
-def _find(path: str, values: Mapping[str, Any]) -> tuple[Any] | None:
+def _find(path: str, values: Given) -> tuple[Any] | None:
     """None where what it is part of is missing."""
     *owners, last = path.split(".")
-    held: Mapping[str, Any] | None = values
+    held: Given | None = values
     for owner in owners:
         held = held.get(owner) if held is not None else None
     return None if held is None else (held.get(last),)
@@ -467,7 +468,7 @@ def _samples(metric: Metric, value: Any) -> float | Iterable[Sample]:
     )
 
 
-def _buckets(histogram: Mapping[str, Any]) -> Iterator[Sample]:
+def _buckets(histogram: Given) -> Iterator[Sample]:
     """Of ``Histogram.as_dict()``."""
     seen = 0
     for bound, count in zip((*histogram["bounds"], "+Inf"), histogram["counts"], strict=True):
@@ -533,7 +534,7 @@ def _labelled(line: str, label: str) -> str:
     return f"{name}{{{label}}} {value}"
 
 
-def render_members(members: Mapping[str, Mapping[str, Any]], budget: int) -> str:
+def render_members(members: Mapping[str, Given], budget: int) -> str:
     """``members``: of each model its condition, and the bytes it holds and needs; how often it was woken."""
     page = _Text({"headrace_": ""})
     names = {name: f'model_name="{_escaped(name)}"' for name in members}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from headrace.server.tools import (
     parameters_of,
     types_of,
 )
+from headrace.server.wire import Given, Json
 
 _NAME = re.compile(r"[\w.:/-]{1,200}")
 _KEY = {
@@ -276,7 +277,7 @@ class _Function:
         part = f'ws {self._write(tags.key_begin)} /[^<>"\\n]{{1,200}}/ {self._write(tags.key_end)} {kind} {value}'
         return f"({part})* ws {self._write(tags.end)}"
 
-    def _values(self, pattern: re.Pattern[str]) -> tuple[dict[str, Any], frozenset[str]]:
+    def _values(self, pattern: re.Pattern[str]) -> tuple[Json, frozenset[str]]:
         """Parameters that are values by name and no more. Raises _Unwritable."""
         given = self._parameters
         properties, required = given.get("properties", {}), given.get("required", [])
@@ -292,11 +293,11 @@ class _Function:
             raise _Unwritable
         return properties, frozenset(required)
 
-    def _value(self, schema: Mapping[str, Any]) -> str:
+    def _value(self, schema: Given) -> str:
         places = {name: self._parameters[name] for name in ("$defs", "definitions") if name in self._parameters}
         return self._rule(_json({**places, **schema, **self._guidance}))
 
-    def _tagged(self, tags: Tags, properties: Mapping[str, Any], required: Collection[str]) -> str:
+    def _tagged(self, tags: Tags, properties: Given, required: Collection[str]) -> str:
         parts = []
         for key, schema in properties.items():
             lead = ["ws", self._write(tags.key_begin), json.dumps(key), self._write(tags.key_end)]
@@ -307,7 +308,7 @@ class _Function:
             parts.append(part if key in required else f"({part})?")
         return " ".join([*parts, "ws", self._write(tags.end)])
 
-    def _tagged_value(self, tags: Tags, schema: Mapping[str, Any]) -> str:
+    def _tagged_value(self, tags: Tags, schema: Given) -> str:
         line = '"\\n"? ' if tags.lines else ""
         end = self._write(tags.value_end)
         if types_of(schema) != {"string"}:
@@ -328,7 +329,7 @@ class _Function:
         self._inner.append(f"{name}{_text_until(end, self._special)}")
         return name
 
-    def _keywords(self, literals: Literals, properties: Mapping[str, Any], required: Collection[str]) -> str:
+    def _keywords(self, literals: Literals, properties: Given, required: Collection[str]) -> str:
         """Those that are required first: then all others may follow a comma."""
         comma = '","' if literals.quote else '", "'
         first = [self._keyword(literals, key, schema) for key, schema in properties.items() if key in required]
@@ -341,7 +342,7 @@ class _Function:
         chains = [" ".join([each, *_after(comma, others[index + 1 :])]) for index, each in enumerate(others)]
         return f"({' | '.join(chains)})? {close}" if chains else close
 
-    def _keyword(self, literals: Literals, key: str, schema: Mapping[str, Any]) -> str:
+    def _keyword(self, literals: Literals, key: str, schema: Given) -> str:
         kinds, plain = types_of(schema), not {"enum", "const"} & set(schema)
         if kinds == {"boolean"} and plain and not literals.quote:
             value = '("True" | "False")'

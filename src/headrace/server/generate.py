@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -46,7 +46,7 @@ from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import DeltaStream, EngineStream, Service
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.tools import offered_schemas
-from headrace.server.wire import Answer, PromptState, Shape, encode, with_usage
+from headrace.server.wire import Answer, Given, PromptState, Shape, encode, with_usage
 
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Asked(Generic[Chatting]):
 async def converse(
     service: Service,
     exchange: Exchange,
-    parse: Callable[[Mapping[str, Any], Mapping[str, Any]], Chatting],
+    parse: Callable[[Given, Given], Chatting],
     create_answer: Callable[[Asked[Chatting]], Answer],
     param: str = "messages",
     complete: Callable[[Chatting], Awaitable[Chatting]] | None = None,

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, NotFound
 from headrace.request import Request, RequestTimes, StepAccount
 from headrace.server.exchange import Exchange
-from headrace.server.wire import Answer, ChoiceState, PromptState
+from headrace.server.wire import Answer, ChoiceState, Given, Json, PromptState
 
 if TYPE_CHECKING:  # which holds our register
     from headrace.server.service import Service
@@ -81,7 +81,7 @@ class Job:
         ]
         self.streams = [None] * len(self.streams)
 
-    def explained(self) -> dict[str, Any]:
+    def explained(self) -> Json:
         """Where the time went: of the whole request, from the first of its answers to begin to the last to end."""
         times, accounts = list(self.times.values()), list(self.accounts.values())
         arrival = min((each.arrival for each in times), default=None)
@@ -169,7 +169,7 @@ async def list_requests(service: Service, exchange: Exchange) -> None:
     await exchange.reply_json({"object": "list", "data": sorted(shown, key=lambda each: -float(each["seconds"]))})
 
 
-def running(service: Service, tenant: str) -> list[dict[str, Any]]:
+def running(service: Service, tenant: str) -> list[Json]:
     """One tenant's, of this front end."""
     return [_head(job) for job in service.observed.inflight.running(tenant)]
 
@@ -188,7 +188,7 @@ def unknown(name: str) -> NotFound:
     return NotFound(told, param="id", code="request_not_found")
 
 
-async def standing(service: Service, name: str, tenant: str) -> dict[str, Any] | None:
+async def standing(service: Service, name: str, tenant: str) -> Json | None:
     """A request of this front end; None for an unknown one, and alike for somebody else's."""
     job = service.observed.inflight.find(name, tenant)
     if job is None:
@@ -206,7 +206,7 @@ async def standing(service: Service, name: str, tenant: str) -> dict[str, Any] |
     return {**_head(job), **_standing(job, [state for state in states if state is not None])}
 
 
-async def explained(service: Service, job: Job) -> dict[str, Any] | None:
+async def explained(service: Service, job: Job) -> Json | None:
     """Where a request's time went, if it asked. An answer that ended at a stop string does not bring its steps: the
     engine knows them."""
     if not job.explain:
@@ -219,7 +219,7 @@ async def explained(service: Service, job: Job) -> dict[str, Any] | None:
     return job.explained()
 
 
-async def _ask(service: Service, streams: Sequence[Any], what: str) -> list[Mapping[str, Any] | None]:
+async def _ask(service: Service, streams: Sequence[Any], what: str) -> list[Given | None]:
     """What the engine says of each; nothing when it is in a step that takes long."""
     with contextlib.suppress(TimeoutError, EngineDead):
         if streams and service.model.found is not None:
@@ -227,7 +227,7 @@ async def _ask(service: Service, streams: Sequence[Any], what: str) -> list[Mapp
     return []
 
 
-def _head(job: Job) -> dict[str, Any]:
+def _head(job: Job) -> Json:
     reasons = [choice.finish_reason for choice in job.choices]
     return {
         "id": job.ids[0],
@@ -243,13 +243,13 @@ def _head(job: Job) -> dict[str, Any]:
     }
 
 
-def _standing(job: Job, states: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _standing(job: Job, states: list[Given]) -> Json:
     """Of several prompts the first that waits stands for all."""
     waiting = [state for state in states if not state["running"]]
     if not states:
         return {"waits_for": _wait("grammar", {})} if job.structured and not job.completion_tokens else {}
     running = len(states) - len(waiting)
-    shown: dict[str, Any] = {
+    shown: Json = {
         "state": "running" if running or job.completion_tokens else "waiting",
         "prompts": {"waiting": len(waiting), "running": running, "all": len(job.streams)},
         "computed_prompt_tokens": sum(state["num_computed"] for state in states),
@@ -261,7 +261,7 @@ def _standing(job: Job, states: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {**shown, **_queued(waiting[0])} if waiting else shown
 
 
-def _queued(state: Mapping[str, Any]) -> dict[str, Any]:
+def _queued(state: Given) -> Json:
     wait = state["wait"] or {"kind": "next_step"}
     return {
         "queue": {"position": state["position"], "length": state["num_waiting"], "overtaken_by": state["later_first"]},
@@ -270,7 +270,7 @@ def _queued(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _wait(kind: str, numbers: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _wait(kind: str, numbers: Given, state: Given | None = None) -> Json:
     text = SENTENCES["waits"][kind].format_map({"needed": 0, "available": 0, **numbers})
     others = state["position"] - 1 if state is not None else 0
     if others and state is not None:
@@ -280,7 +280,7 @@ def _wait(kind: str, numbers: Mapping[str, Any], state: Mapping[str, Any] | None
     return {"kind": kind, "needed": numbers.get("needed", 0), "available": numbers.get("available", 0), "text": text}
 
 
-def _prediction(state: Mapping[str, Any]) -> dict[str, Any]:
+def _prediction(state: Given) -> Json:
     earliest, latest = state["earliest"], state["latest"]
     basis = f"the pace of the last {state['steps_measured']} steps"
     if state["wait"] is not None and state["wait"]["kind"] == "asleep":

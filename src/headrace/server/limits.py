@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -47,7 +47,7 @@ from headrace.server.dialects.body import Body
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CELLS
 from headrace.server.http_errors import Forbidden, HttpError, RequestTimeout, UnsupportedMediaType
-from headrace.server.wire import Shape, decode_object
+from headrace.server.wire import Json, Shape, decode_object
 
 Headers = Sequence[tuple[bytes, bytes]]
 Answered = tuple[tuple[bytes, bytes], ...]
@@ -559,7 +559,7 @@ class Bodies:
         self._of_keys: Counter[str] = Counter()
         self._total = 0
 
-    async def read(self, exchange: Exchange, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+    async def read(self, exchange: Exchange, parse: Callable[[Json], Parsed]) -> Parsed:
         """The parsed body, which counts as held until ``release``. Raises 408, 413, 415, 429 and 400 errors."""
         _check_kind(exchange)
         body = await self._receive(exchange) if exchange.whole is None else exchange.whole
@@ -637,9 +637,7 @@ class Bodies:
         self._held[exchange], self._total, self._of_keys[exchange.tenant] = held, total, of_key
 
 
-def _parse_known(
-    body: bytearray, kind: type[Body], parse: Callable[[dict[str, Any]], Parsed]
-) -> tuple[Parsed, list[str]]:
+def _parse_known(body: bytearray, kind: type[Body], parse: Callable[[Json], Parsed]) -> tuple[Parsed, list[str]]:
     """And the names of fields that were left out, for ``kind`` knows none of these."""
     raw, known = decode_object(body, pack=True), {*kind.names(), *kind.aliases}
     return parse({name: value for name, value in raw.items() if name in known}), [

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec import UNSET, Struct, structs
 from msgspec.json import schema_components
@@ -24,7 +23,7 @@ from headrace.server.dialects.body import NUMBERS, TOLD, Body
 from headrace.server.dialects.messages import AnthropicErrors
 from headrace.server.exchange import Exchange
 from headrace.server.service import Service
-from headrace.server.wire import ErrorShape
+from headrace.server.wire import ErrorShape, Json
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 
@@ -49,7 +48,7 @@ class Route:
     query: type[Struct] | None = None
 
 
-Schema = dict[str, Any]
+Schema = Json
 
 NO_MEANING = "accepted; changes nothing in the answer"
 _ALWAYS = (400, 403, 405, 408, 431, 500, 503)
@@ -57,15 +56,15 @@ _WITH_BODY = (404, 413, 415, 429)
 _SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}]
 
 
-def document(routes: Iterable[Route], version: str, *, keys: bool, closed: bool = True) -> dict[str, Any]:
+def document(routes: Iterable[Route], version: str, *, keys: bool, closed: bool = True) -> Json:
     """``keys``: whether this server asks for one. ``closed``: it refuses fields that are not named here."""
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, Json] = {}
     bodies, parts = body_schemas(route.body for route in routes if route.body)
     answers, further = _answer_schemas(route.answer for route in routes if route.answer)
     schemas = {**bodies, **answers}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas, keys, closed)
-    components: dict[str, Any] = {"schemas": {**parts, **further}}
+    components: Json = {"schemas": {**parts, **further}}
     if keys:
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -135,8 +134,8 @@ def _answer_schemas(answers: Iterable[type]) -> tuple[dict[type, Schema], dict[s
     return dict(zip(kinds, schemas, strict=True)), parts
 
 
-def _operation(route: Route, schemas: Mapping[type, Schema], keys: bool, closed: bool) -> dict[str, Any]:
-    operation: dict[str, Any] = {
+def _operation(route: Route, schemas: Mapping[type, Schema], keys: bool, closed: bool) -> Json:
+    operation: Json = {
         "operationId": f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', route.path).strip('_') or 'root'}",
         "summary": route.summary,
         "responses": {**_success(route, schemas), **_failures(route, keys)},
@@ -160,10 +159,10 @@ def _operation(route: Route, schemas: Mapping[type, Schema], keys: bool, closed:
     return operation
 
 
-def _success(route: Route, schemas: Mapping[type, Schema]) -> dict[str, Any]:
+def _success(route: Route, schemas: Mapping[type, Schema]) -> Json:
     if route.answer is None:
         return {}
-    content: dict[str, Any] = {kind: {"schema": schemas[route.answer]} for kind in route.content_types}
+    content: Json = {kind: {"schema": schemas[route.answer]} for kind in route.content_types}
     if route.body and "stream" in route.body.__struct_fields__:
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": "with stream: data: {JSON} one a line, blank lines between"}
@@ -171,7 +170,7 @@ def _success(route: Route, schemas: Mapping[type, Schema]) -> dict[str, Any]:
     return {"200": {"description": "as asked", "content": content}}
 
 
-def _failures(route: Route, keys: bool) -> dict[str, Any]:
+def _failures(route: Route, keys: bool) -> Json:
     statuses = {*_ALWAYS, *((401,) if keys and not route.open else ())}
     if route.body:
         statuses |= {*_WITH_BODY}
@@ -183,8 +182,8 @@ def _failures(route: Route, keys: bool) -> dict[str, Any]:
     return {str(status): _failure(status, schema) for status in sorted(statuses)}
 
 
-def _failure(status: int, schema: Schema) -> dict[str, Any]:
-    failure: dict[str, Any] = {
+def _failure(status: int, schema: Schema) -> Json:
+    failure: Json = {
         "description": TOLD["statuses"][str(status)],
         "content": {"application/json": {"schema": schema}},
     }

@@ -8,12 +8,13 @@ answers (parsing/).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.server.dialects.conversation import Grammar, Mode, Tool, ToolChoice, name_of
 from headrace.server.parsing.formats import FORCED_CALLS, Style, ToolFormat
+from headrace.server.wire import Given, Json
 
 _PLACES = ("$defs", "definitions")  # of what a schema refers to
 # At most a space between the parts of a call, as models write them: small ones lose themselves where more is allowed.
@@ -50,7 +51,7 @@ def types_of(schema: Any) -> frozenset[str]:
     return frozenset().union(*found) if found and len(found) == len(branches) and all(found) else frozenset()
 
 
-def guidance(tools: Sequence[Tool]) -> dict[str, Any]:
+def guidance(tools: Sequence[Tool]) -> Json:
     """How llguidance is to read schemas of calls: ``oneOf`` as ``anyOf``, and what it cannot hold a call to
     (``uniqueItems``, ``not``) as advice to the model, unless a function is ``strict``.
     """
@@ -63,19 +64,19 @@ def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> str:
     if choice.mode is Mode.NAMED:
         tool = next(tool for tool in tools if tool["function"]["name"] == choice.name)
         return json.dumps({**parameters_of(tool), **guidance([tool])})
-    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(tool) for tool in tools]}}
+    calls: Json = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(tool) for tool in tools]}}
     if not choice.parallel:
         calls["maxItems"] = 1
     return json.dumps({**calls, **_definitions(tools, choice), **guidance(tools)})
 
 
-def call_schema(tools: Sequence[Tool], choice: ToolChoice, format: ToolFormat) -> dict[str, Any]:
+def call_schema(tools: Sequence[Tool], choice: ToolChoice, format: ToolFormat) -> Json:
     """One call of one of them, as an object."""
     return {"anyOf": [_call(tool, format) for tool in tools], **_definitions(tools, choice), **guidance(tools)}
 
 
-def parameters_of(tool: Tool) -> Mapping[str, Any]:
-    given: Mapping[str, Any] | None = tool["function"].get("parameters")
+def parameters_of(tool: Tool) -> Given:
+    given: Given | None = tool["function"].get("parameters")
     return {"type": "object", **given} if given else {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -109,7 +110,7 @@ def check_arguments(tools: Sequence[Tool], choice: ToolChoice) -> None:
             raise InvalidRequest(f"{where} must have the type object: a call's arguments are one.", param=where)
 
 
-def _call(tool: Tool, format: ToolFormat = FORCED_CALLS) -> dict[str, Any]:
+def _call(tool: Tool, format: ToolFormat = FORCED_CALLS) -> Json:
     name = tool["function"]["name"]
     parameters = {key: value for key, value in parameters_of(tool).items() if key not in _PLACES}
     properties = {format.name_key: {"const": name}, format.arguments_key: parameters}
@@ -120,9 +121,9 @@ def _call(tool: Tool, format: ToolFormat = FORCED_CALLS) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def _definitions(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
+def _definitions(tools: Sequence[Tool], choice: ToolChoice) -> Json:
     """References in a function's schema are from its root, which is now the list's."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Json] = {}
     for index, tool in enumerate(tools):
         where = choice.place(index)
         check_references(where, tool)

@@ -29,6 +29,9 @@ from headrace.errors import HeadraceError, InvalidRequest
 from headrace.request import TokenLogprobs
 from headrace.server.answer_types import CachedTokens, Error, ErrorDetail, Usage
 
+Json = dict[str, Any]  # an object
+Given = Mapping[str, Any]  # one that is read alone
+
 MAX_DEPTH = 64  # nested lists and objects in a body
 MAX_CONTAINERS = 100_000  # lists and objects
 MAX_STRINGS = 250_000
@@ -50,7 +53,7 @@ _outline = msgspec.json.Decoder(dict[str, msgspec.Raw])  # the same; what the fi
 _integers = msgspec.json.Decoder(list[int])
 
 
-def decode_object(body: bytes | bytearray, *, pack: bool = False) -> dict[str, Any]:
+def decode_object(body: bytes | bytearray, *, pack: bool = False) -> Json:
     """A request body as a dict. Raises InvalidRequest for anything that is not one JSON object of bounded depth.
 
     ``pack``: a field that is a long list of 32-bit integers becomes an array of them, which nobody need look at again.
@@ -186,7 +189,7 @@ def around(value: Any) -> list[str]:
     return encode(value).decode().split(_HOLE_JSON)
 
 
-def encode_object(members: Mapping[str, Any]) -> Iterator[bytes]:
+def encode_object(members: Given) -> Iterator[bytes]:
     """As ``encode``, in pieces: a member that is an iterator gives pieces of JSON already."""
     begin = "{"
     for name, value in members.items():
@@ -267,7 +270,7 @@ class PromptState:
     text: str = ""
     cached_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _rendered: dict[str, Any] = field(default_factory=dict)
+    _rendered: Json = field(default_factory=dict)
 
     def once(self, name: str, render: Callable[[], Rendered]) -> Rendered:
         """What all choices show of the prompt, as the first one has rendered it."""
@@ -305,7 +308,7 @@ class Answer(ABC):
     where it is asked for."""
 
     prefix: str  # of its id
-    explained: Mapping[str, Any] | None = None
+    explained: Given | None = None
 
     def __init__(self, shape: Shape, prompts: Sequence[PromptState], choices: Sequence[ChoiceState]) -> None:
         self.shape, self.prompts, self.choices = shape, prompts, choices
@@ -339,7 +342,7 @@ class Answer(ABC):
     def pieces(self) -> Iterator[bytes]:
         """The answer in one object of JSON. What it was made of may be gone afterwards."""
 
-    def extras(self) -> dict[str, Any]:
+    def extras(self) -> Json:
         """What the API does not know, for those who asked for it."""
         return {} if self.explained is None else {"explain": self.explained}
 
@@ -372,7 +375,7 @@ class ChoicesAnswer(Answer):
         parts[-1] += "\n\n"
         return parts
 
-    def _of_answer(self, kind: str) -> dict[str, Any]:
+    def _of_answer(self, kind: str) -> Json:
         shown = {"id": self.id, "object": kind, "created": self.created, "model": self.shape.model}
         return {**shown, "system_fingerprint": self.shape.fingerprint}
 
@@ -387,7 +390,7 @@ class ChoicesAnswer(Answer):
         members = encode({**told, **self.extras()}).decode()
         return f"{self._head}],{members[1:]}\n\n{DONE}" if members != "{}" else DONE
 
-    def event_of(self, choice: dict[str, Any], **extra: Any) -> str:
+    def event_of(self, choice: Json, **extra: Any) -> str:
         """An event that is not worth prerendering."""
         further = "".join(f",{quote(name)}:{encode(value).decode()}" for name, value in extra.items())
         return f"{self._head}{encode(choice).decode()}]{further}{self._tail[1:]}"
@@ -405,10 +408,10 @@ class ChoicesAnswer(Answer):
         yield b"]"
 
     @abstractmethod
-    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+    def choice(self, index: int, choice: ChoiceState) -> Json:
         """Members of one choice; those that may be long are pieces of JSON."""
 
-    def _prompt_members(self) -> dict[str, Any]:
+    def _prompt_members(self) -> Json:
         return {}
 
     def _prompt_scores(self, prompt: PromptState) -> Iterator[bytes]:
@@ -436,15 +439,15 @@ class LogprobFormat:
     def __init__(self, tokenizer: TokenTexts | None) -> None:
         self._tokenizer = tokenizer
 
-    def chat(self, entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
+    def chat(self, entries: Iterable[TokenLogprobs]) -> Json:
         """``choices[].logprobs`` of chat completions."""
         return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}
 
-    def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+    def _chat_entry(self, entry: TokenLogprobs) -> Json:
         chosen, *best = zip(entry.token_ids, entry.logprobs, strict=True)
         return {**self._token(*chosen), "top_logprobs": [self._token(*each) for each in best]}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float) -> Json:
         raw = list(self._tokenizer.token_bytes(token_id)) if self._tokenizer is not None else None
         return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": raw}
 
@@ -485,9 +488,9 @@ class LogprobFormat:
         """``prompt_logprobs``, encoded: nothing for the first token, then by token id: logprob, rank and text."""
         return encode_list(itertools.chain([None], map(self._by_id, entries)))
 
-    def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
+    def _by_id(self, entry: TokenLogprobs) -> Json:
         pairs = zip(entry.token_ids, entry.logprobs, strict=True)
-        found: dict[str, Any] = {}
+        found: Json = {}
         for place, (token_id, logprob) in enumerate(pairs):
             rank = place or entry.rank
             found.setdefault(

@@ -39,7 +39,7 @@ from headrace.request import (
     shown,
 )
 from headrace.server.dialects.conversation import MAX_TOOLS, Chat, Customs, FreeText, Mode, ToolChoice, offer
-from headrace.server.wire import PART_ITEMS, TEXT_ALONE, Shape
+from headrace.server.wire import PART_ITEMS, TEXT_ALONE, Given, Json, Shape
 
 _WORDS = {
     "str": "a string",
@@ -122,13 +122,13 @@ def _unknown_word(place: str, part: str, given: Any, taken: list[str]) -> Invali
 
 
 @cache
-def _schema(kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _schema(kind: Any) -> tuple[Json, Json]:
     """And its parts. Making it takes milliseconds, which every request that is refused would take from the others."""
     (schema,), parts = msgspec.json.schema_components([kind])
     return schema, parts
 
 
-def _looked_up(kind: Any, value: Any, path: str) -> tuple[Any, list[dict[str, Any]]]:
+def _looked_up(kind: Any, value: Any, path: str) -> tuple[Any, list[Json]]:
     """What stands at that path, and the schemas of what may stand there."""
     schema, parts = _schema(kind)
     nodes: list[Any] = [schema]
@@ -142,7 +142,7 @@ def _looked_up(kind: Any, value: Any, path: str) -> tuple[Any, list[dict[str, An
     return value, list(_branches(nodes, parts, value))
 
 
-def _branches(nodes: Iterable[dict[str, Any]], parts: dict[str, Any], value: Any) -> Iterator[dict[str, Any]]:
+def _branches(nodes: Iterable[Json], parts: Json, value: Any) -> Iterator[Json]:
     """The schemas of a value, where it says itself which of several it is that one."""
     for node in nodes:
         held = parts[node["$ref"].rpartition("/")[2]] if "$ref" in node else node
@@ -189,18 +189,18 @@ Ids = Annotated[
 _TEXT, _ID = {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": _LARGEST}
 
 
-def many(item: Mapping[str, Any], most: int) -> dict[str, Any]:
+def many(item: Given, most: int) -> Json:
     """The schema of a list of these."""
     return {"type": "array", "minItems": 1, "maxItems": most, "items": item}
 
 
-def prompts_schema(most: int) -> dict[str, Any]:
+def prompts_schema(most: int) -> Json:
     """Of what ``read_prompts`` takes."""
     ids = {"type": "array", "minItems": 1, "items": _ID}
     return {"anyOf": [_TEXT, ids, many(_TEXT, most), many(ids, most)]}
 
 
-def texts_schema(most: int) -> dict[str, Any]:
+def texts_schema(most: int) -> Json:
     return {"anyOf": [_TEXT, many(_TEXT, most)]}
 
 
@@ -239,7 +239,7 @@ class Body(Struct):
         return (*cls.__struct_fields__, *cls.refused)
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> Self:
+    def read(cls, raw: Given) -> Self:
         """Raises InvalidRequest naming the field."""
         taken, given = cls.__struct_fields__, {}
         for called, value in raw.items():
@@ -353,11 +353,11 @@ Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)]
 Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
 Budget = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Variables = Annotated[dict[str, Any], Meta(max_length=64)]  # of a chat template
+Variables = Annotated[Json, Meta(max_length=64)]  # of a chat template
 
 
 class Structured(Struct, forbid_unknown_fields=True):
-    json: dict[str, Any] | str | bool | None = None
+    json: Json | str | bool | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -369,14 +369,14 @@ class ObjectFormat(Struct, tag="json_object"):
 
 
 class SchemaFormat(Struct, tag="json_schema"):
-    schema: dict[str, Any]
+    schema: Json
 
 
 Format = FreeText | ObjectFormat | SchemaFormat
 
 
 class Described(Struct):
-    schema: dict[str, Any]
+    schema: Json
 
 
 class DescribedFormat(Struct, tag="json_schema"):
@@ -464,7 +464,7 @@ class GeneratingBody(Body):
     speculative: bool | None = None
     structured_outputs: Structured | None = None
     user: Label = ""
-    metadata: dict[str, Any] = {}
+    metadata: Json = {}
     prompt_cache_key: Label = ""
     safety_identifier: Label = ""
     service_tier: Label = ""
@@ -510,11 +510,11 @@ class Conversation:
     """What a chat template gets. ``tools`` is None where it shall not see any; ``choice`` says what is made of them."""
 
     messages: Chat
-    tools: list[dict[str, Any]] | None
+    tools: list[Json] | None
     choice: ToolChoice
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    variables: dict[str, Any]
+    variables: Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -539,8 +539,8 @@ class ChatRequest(GenerationRequest[Read]):
 
 
 def choose(
-    choice: Any, tools: list[dict[str, Any]], *, parallel: bool, customs: Customs, place: str = "function.parameters"
-) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+    choice: Any, tools: list[Json], *, parallel: bool, customs: Customs, place: str = "function.parameters"
+) -> tuple[list[Json] | None, ToolChoice]:
     """What the model is shown, and what is made of it. Raises InvalidRequest. ``place``: of a function's schema in a
     tool."""
     allowed = None
@@ -562,7 +562,7 @@ def _name_of(choice: FunctionChoice | CustomChoice) -> str:
     return name
 
 
-def template_variables(effort: Effort | None, given: dict[str, Any]) -> dict[str, Any]:
+def template_variables(effort: Effort | None, given: Json) -> Json:
     """How much to think is the template's to say to the model. Of what is ``given`` besides nothing may be ours."""
     check_template_variables(given)
     return {
@@ -571,7 +571,7 @@ def template_variables(effort: Effort | None, given: dict[str, Any]) -> dict[str
     }
 
 
-def model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+def model_defaults(defaults: Given) -> Json:
     return {ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None}
 
 
@@ -582,7 +582,7 @@ _SAMPLED = tuple(
 )
 
 
-def asked(body: Read, defaults: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+def asked(body: Read, defaults: Given, **values: Any) -> Json:
     """What every GenerationRequest has, of the model's ``defaults``, a body's own fields, and ``values`` beside them.
     Raises InvalidRequest naming the field as the client wrote it."""
     given = {**{name: getattr(body, name, None) for name in _SAMPLED}, **values}
@@ -652,7 +652,7 @@ def older_shape(body: OlderBody, *, logprobs: bool) -> Shape:
     )  # fmt: skip
 
 
-def thinking_options(budget: int | None, own: int | None = None) -> dict[str, Any]:
+def thinking_options(budget: int | None, own: int | None = None) -> Json:
     """``budget``: by the field that all routes have; ``own``: in the API's own, which asks for nothing where nobody
     reasons."""
     return {"thinking_budget": own if budget is None else budget, "needs_reasoning": budget is not None}

@@ -37,7 +37,7 @@ from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.service import Service
-from headrace.server.wire import HOLE, ChoicesAnswer, ChoiceState, PromptState, Shape, encode_list, quote
+from headrace.server.wire import HOLE, ChoicesAnswer, ChoiceState, Given, Json, PromptState, Shape, encode_list, quote
 
 
 class ChatBody(OlderBody, kw_only=True):
@@ -59,7 +59,7 @@ class ChatBody(OlderBody, kw_only=True):
     refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "OlderBody", "ChatBody")
 
 
-def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest[ChatBody]:
+def parse_chat(raw: Given, defaults: Given) -> ChatRequest[ChatBody]:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = ChatBody.read(raw)
     old, new = body.max_tokens, body.max_completion_tokens
@@ -88,7 +88,7 @@ def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatReque
     )
 
 
-def read_conversation(raw: Mapping[str, Any], body: ChatBody) -> Conversation:
+def read_conversation(raw: Given, body: ChatBody) -> Conversation:
     """``raw``: the body as it was written, of which a template may see what is not checked here."""
     tools, customs = read_tools(raw.get("tools") or [], body.tools)
     shown, offered = choose(body.tool_choice, tools, parallel=body.parallel_tool_calls, customs=customs)
@@ -175,27 +175,27 @@ class ChatAnswer(ChoicesAnswer):
             )
         return "".join(self._plain_around(choice, segment))
 
-    def _rich(self, choice: int, shown: dict[str, Any], told: RequestDelta | None) -> str:
+    def _rich(self, choice: int, shown: Json, told: RequestDelta | None) -> str:
         """``told``: whose tokens this chunk tells of, if it is asked to."""
         logprobs = self.format.chat(told.logprobs) if told is not None and self.shape.logprobs else None
-        event: dict[str, Any] = {"index": choice, "delta": shown, "logprobs": logprobs, "finish_reason": None}
+        event: Json = {"index": choice, "delta": shown, "logprobs": logprobs, "finish_reason": None}
         if self.shape.token_ids:
             event["token_ids"] = list(told.token_ids) if told is not None else []
         return self.event_of(event)
 
-    def _prompt_members(self) -> dict[str, Any]:
-        prompt, members = self.prompts[0], dict[str, Any]()
+    def _prompt_members(self) -> Json:
+        prompt, members = self.prompts[0], Json()
         if self.shape.token_ids:
             members["prompt_token_ids"] = self._prompt_ids(prompt)
         if self.shape.prompt_logprobs:
             members["prompt_logprobs"] = self._prompt_scores(prompt)
         return members
 
-    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+    def choice(self, index: int, choice: ChoiceState) -> Json:
         parser, reason = self._parsers[index], choice.finish_reason or ""
         text = "".join(choice.texts)
         segments = [Content(text)] if parser is None else [*parser.push(text), *parser.finish(reason)]
-        shown: dict[str, Any] = {
+        shown: Json = {
             "index": index,
             "message": message_of(segments, self._echo),
             "logprobs": self.format.chat_pieces(choice.logprobs) if self.shape.logprobs else None,
@@ -207,7 +207,7 @@ class ChatAnswer(ChoicesAnswer):
         return shown
 
 
-def _delta(segment: Segment) -> dict[str, Any]:
+def _delta(segment: Segment) -> Json:
     if isinstance(segment, Content):
         return {"content": segment.text}
     if isinstance(segment, Reasoning):

@@ -38,6 +38,8 @@ from headrace.server.wire import (
     HOLE,
     ChoicesAnswer,
     ChoiceState,
+    Given,
+    Json,
     PromptState,
     Shape,
     encode,
@@ -72,7 +74,7 @@ class CompletionRequest(GenerationRequest[CompletionBody]):
     discard: bool
 
 
-def parse_completion(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+def parse_completion(raw: Given, defaults: Given) -> CompletionRequest:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = CompletionBody.read(raw)
     limit = body.max_tokens
@@ -163,8 +165,8 @@ class CompletionAnswer(ChoicesAnswer):
             for index, choice in enumerate(self.choices):
                 yield self.event_of(self._opening_choice(index, choice))
 
-    def _opening_choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
-        shown: dict[str, Any] = {
+    def _opening_choice(self, index: int, choice: ChoiceState) -> Json:
+        shown: Json = {
             "index": index,
             "text": choice.prompt.text if self._echo else "",
             "logprobs": None,
@@ -193,12 +195,12 @@ class CompletionAnswer(ChoicesAnswer):
             {**self._rich(choice, delta), "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         )
 
-    def _rich(self, choice: int, delta: RequestDelta) -> dict[str, Any]:
+    def _rich(self, choice: int, delta: RequestDelta) -> Json:
         logprobs = None
         if self.shape.logprobs and delta.logprobs:
             logprobs = self.format.completion(delta.logprobs, self._offsets[choice])
             self._offsets[choice] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-        shown: dict[str, Any] = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        shown: Json = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
         if self.shape.token_ids:
             shown["token_ids"] = list(delta.token_ids)
         return shown
@@ -210,9 +212,9 @@ class CompletionAnswer(ChoicesAnswer):
                 choice.finish_reason, choice.stop_reason = "length", None
         return super().pieces()
 
-    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+    def choice(self, index: int, choice: ChoiceState) -> Json:
         prompt = choice.prompt
-        shown: dict[str, Any] = {
+        shown: Json = {
             "index": index,
             "text": self._text(choice),
             "logprobs": encode_object(self._logprobs(choice)) if self.shape.logprobs else None,
@@ -232,7 +234,7 @@ class CompletionAnswer(ChoicesAnswer):
             yield prompt.once("text", lambda: encode(prompt.text)[1:-1])
         yield encode("".join(choice.texts))[1:]
 
-    def _logprobs(self, choice: ChoiceState) -> dict[str, Any]:
+    def _logprobs(self, choice: ChoiceState) -> Json:
         prompt = choice.prompt
         if not self._echo:
             return {name: encode_list(column) for name, column in self.format.columns(choice.logprobs, 0).items()}

@@ -18,12 +18,12 @@ from msgspec import Meta, Struct
 from headrace.engine.template import joined
 from headrace.errors import InvalidRequest
 from headrace.server.parsing.texts import INPUT
-from headrace.server.wire import decode_object
+from headrace.server.wire import Given, Json, decode_object
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
 
-Tool = Mapping[str, Any]
+Tool = Given
 
 
 class Grammar(Struct, frozen=True):
@@ -74,12 +74,12 @@ class ToolChoice:
 
 def offer(
     asked: ToolChoice,
-    tools: Sequence[dict[str, Any]] | None,
+    tools: Sequence[Json] | None,
     *,
     allowed: Collection[str] | None = None,
     place: str = "function.parameters",
     customs: Customs | None = None,
-) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+) -> tuple[list[Json] | None, ToolChoice]:
     """What the model is shown, and what is made of it. Raises InvalidRequest.
 
     ``place``: of a function's schema in a tool. Tools that are not ``allowed`` are not shown: what a model has not read
@@ -134,7 +134,7 @@ class RefusalPart(Struct, tag="refusal"):
 
 class CalledFunction(Struct):
     name: str
-    arguments: str | dict[str, Any] = {}
+    arguments: str | Json = {}
 
 
 class CalledCustom(Struct):
@@ -177,7 +177,7 @@ class AssistantMessage(SystemMessage, tag="assistant"):
 
 class Function(Struct):
     name: Annotated[str, Meta(min_length=1)]
-    parameters: dict[str, Any] = {}
+    parameters: Json = {}
 
 
 class ChatFunction(Struct, tag="function"):
@@ -207,7 +207,7 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[ChatFunction | ChatCustom], Meta(max_length=MAX_TOOLS)]
 
 
-def read_messages(given: list[Any], messages: list[Message]) -> list[dict[str, Any]]:
+def read_messages(given: list[Any], messages: list[Message]) -> list[Json]:
     """``given``: as they were written. Content becomes a text, a list of several text parts, or for the assistant None;
     tool arguments become an object, ``developer`` ``system``; what else a client wrote is the template's. Raises
     InvalidRequest.
@@ -218,7 +218,7 @@ def read_messages(given: list[Any], messages: list[Message]) -> list[dict[str, A
     ]
 
 
-def read_tools(given: list[Any], tools: list[ChatFunction | ChatCustom]) -> tuple[list[dict[str, Any]], Customs]:
+def read_tools(given: list[Any], tools: list[ChatFunction | ChatCustom]) -> tuple[list[Json], Customs]:
     """Custom tools as functions; and their grammars."""
     customs = {tool.custom.name: _grammar(tool.custom) for tool in tools if isinstance(tool, ChatCustom)}
     return [_function(raw, tool) for raw, tool in zip(given, tools, strict=True)], customs
@@ -228,7 +228,7 @@ def _grammar(custom: Custom) -> Grammar | None:
     return custom.format.grammar if isinstance(custom.format, ChatGrammar) else None
 
 
-def _function(given: dict[str, Any], tool: ChatFunction | ChatCustom) -> dict[str, Any]:
+def _function(given: Json, tool: ChatFunction | ChatCustom) -> Json:
     return (
         custom_function(tool.custom.name, tool.custom.description, _grammar(tool.custom))
         if isinstance(tool, ChatCustom)
@@ -236,7 +236,7 @@ def _function(given: dict[str, Any], tool: ChatFunction | ChatCustom) -> dict[st
     )
 
 
-def _message(where: str, given: dict[str, Any], message: Message) -> dict[str, Any]:
+def _message(where: str, given: Json, message: Message) -> Json:
     shown = {name: value for name, value in given.items() if value is not None}
     content = message.content
     if isinstance(content, list):
@@ -248,7 +248,7 @@ def _message(where: str, given: dict[str, Any], message: Message) -> dict[str, A
     return shown
 
 
-def _call(where: str, given: dict[str, Any], call: ChatCall) -> dict[str, Any]:
+def _call(where: str, given: Json, call: ChatCall) -> Json:
     if call.type == "custom" and call.custom is not None:
         return {
             "id": call.id,
@@ -265,7 +265,7 @@ def _call(where: str, given: dict[str, Any], call: ChatCall) -> dict[str, Any]:
     return {**given, "function": {**given["function"], "arguments": arguments}}
 
 
-def read_arguments(where: str, text: str) -> dict[str, Any]:
+def read_arguments(where: str, text: str) -> Json:
     """A call's arguments come as a string of JSON; templates want the object."""
     try:
         return decode_object(text.encode()) if text.strip() else {}
@@ -285,22 +285,22 @@ def text_of(content: Content) -> str:
     return content or "" if content is None or isinstance(content, str) else joined(content)
 
 
-Chat = list[dict[str, Any]]
+Chat = list[Json]
 
 
-def tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def tool_call(call_id: str, name: str, arguments: Json) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def function_tool(name: str, description: str | None, schema: dict[str, Any] | None, strict: Any) -> dict[str, Any]:
+def function_tool(name: str, description: str | None, schema: Json | None, strict: Any) -> Json:
     """A tool as chat completions have it."""
     given = {"name": name, "description": description, "parameters": schema, "strict": strict is True or None}
     return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
-def custom_function(name: str, description: str | None, grammar: Grammar | None) -> dict[str, Any]:
+def custom_function(name: str, description: str | None, grammar: Grammar | None) -> Json:
     """A custom tool as a function."""
-    schema: dict[str, Any] = {"type": "string"}
+    schema: Json = {"type": "string"}
     if grammar is not None:
         schema["description"] = f"A text of this {grammar.syntax} grammar:\n{grammar.definition}"
     if grammar is not None and grammar.syntax == "regex":

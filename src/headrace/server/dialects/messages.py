@@ -51,6 +51,8 @@ from headrace.server.service import Service
 from headrace.server.wire import (
     HOLE,
     ErrorShape,
+    Given,
+    Json,
     PromptState,
     Shape,
     around,
@@ -75,7 +77,7 @@ class ThinkingBlock(Struct, tag="thinking"):
 class ToolUse(Struct, tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Json
 
 
 class ToolResult(Struct, tag="tool_result"):
@@ -97,7 +99,7 @@ class CustomTool(Struct):
     name: Annotated[str, Meta(min_length=1)]
     type: Literal["custom"] | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Json | None = None
     strict: Any = None
 
 
@@ -149,7 +151,7 @@ class MessagesBody(GeneratingBody, kw_only=True):
     output_config: OutputConfig = OutputConfig()
     thinking: Thinking | None = None
     chat_template_kwargs: Variables = {}
-    cache_control: dict[str, Any] = {}
+    cache_control: Json = {}
     stop_sequences: Stops = []
     thinking_token_budget: Budget | None = None
     inference_geo: Label = ""
@@ -168,7 +170,7 @@ class CountBody(Body, kw_only=True):
     output_config: OutputConfig = OutputConfig()
     thinking: Thinking | None = None
     chat_template_kwargs: Variables = {}
-    cache_control: dict[str, Any] = {}
+    cache_control: Json = {}
 
     refused: ClassVar[Mapping[str, Refused]] = refused("CountBody")
 
@@ -176,7 +178,7 @@ class CountBody(Body, kw_only=True):
 Prompt = MessagesBody | CountBody
 
 
-def parse_messages(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest[MessagesBody]:
+def parse_messages(raw: Given, defaults: Given) -> ChatRequest[MessagesBody]:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = MessagesBody.read(raw)
     budget = body.thinking.budget_tokens if isinstance(body.thinking, EnabledThinking) else None
@@ -187,7 +189,7 @@ def parse_messages(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatR
     )
 
 
-def parse_count_tokens(raw: Mapping[str, Any]) -> tuple[CountBody, Conversation]:
+def parse_count_tokens(raw: Given) -> tuple[CountBody, Conversation]:
     """Raises InvalidRequest naming the field."""
     body = CountBody.read(raw)
     return body, _conversation(body)
@@ -247,11 +249,11 @@ def _of_user(blocks: list[TextBlock | ToolResult]) -> Chat:
     return messages
 
 
-def _of_assistant(blocks: list[TextBlock | ThinkingBlock | ToolUse]) -> dict[str, Any]:
+def _of_assistant(blocks: list[TextBlock | ThinkingBlock | ToolUse]) -> Json:
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [tool_call(block.id, block.name, block.input) for block in blocks if isinstance(block, ToolUse)]
-    message: dict[str, Any] = {"role": "assistant", "content": content_of(texts) if texts else None}
+    message: Json = {"role": "assistant", "content": content_of(texts) if texts else None}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -364,7 +366,7 @@ def _block(part: Part) -> Block:
     return Block("tool_use", id=part.id, name=part.name, input=_arguments(part))
 
 
-def _arguments(part: Part) -> dict[str, Any]:
+def _arguments(part: Part) -> Json:
     """Empty where they are not complete; the stop_reason then says why."""
     try:
         return decode_object(part.text.encode()) if part.closed else {}

@@ -41,7 +41,7 @@ from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
 from headrace.server.limits import Price, tenant_of
 from headrace.server.service import Service
-from headrace.server.wire import Answer, ChoiceState, PromptState, Shape, encode_list, encode_object
+from headrace.server.wire import Answer, ChoiceState, Given, Json, PromptState, Shape, encode_list, encode_object
 from headrace.spec import PoolingSpec
 
 MAX_INPUTS = 2048  # OpenAI's
@@ -116,19 +116,19 @@ class Job:
     places: Sequence[tuple[int, int]] = ()
 
 
-def parse_embedding(raw: Mapping[str, Any]) -> tuple[EmbeddingBody, list[str | array[int]]]:
+def parse_embedding(raw: Given) -> tuple[EmbeddingBody, list[str | array[int]]]:
     """Raises InvalidRequest naming the field."""
     body = EmbeddingBody.read(raw)
     return body, read_prompts("input", body.input, MAX_INPUTS)
 
 
-def parse_rerank(raw: Mapping[str, Any]) -> tuple[RerankBody, list[tuple[str, str]]]:
+def parse_rerank(raw: Given) -> tuple[RerankBody, list[tuple[str, str]]]:
     """Raises InvalidRequest naming the field."""
     body = RerankBody.read(raw)
     return body, [(body.query, each if isinstance(each, str) else each.text) for each in body.documents]
 
 
-def parse_score(raw: Mapping[str, Any]) -> tuple[ScoreBody, list[tuple[str, str]]]:
+def parse_score(raw: Given) -> tuple[ScoreBody, list[tuple[str, str]]]:
     """Raises InvalidRequest naming the field."""
     body = ScoreBody.read(raw)
     for name, texts in (("text_1", body.text_1), ("text_2", body.text_2)):
@@ -176,7 +176,7 @@ async def _score(
     service.model.check_task("embed", "score")
     truncate = body.truncate_prompt_tokens
     if service.model.any_engine().info.task == "score":
-        options: dict[str, Any] = {"instruction": body.instruction, "truncate_prompt_tokens": truncate}
+        options: Json = {"instruction": body.instruction, "truncate_prompt_tokens": truncate}
         prompts = [partial(_pair, *pair, **options) for pair in pairs]
         job = Job(prompts, [len(first) + len(second) for first, second in pairs], param)
     else:
@@ -259,7 +259,7 @@ class PooledAnswer(Answer):
         tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         return PooledUsage(tokens, tokens)
 
-    def listed(self, data: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+    def listed(self, data: Iterable[Json]) -> Iterator[bytes]:
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.shape.model}
         return encode_object({**head, "data": encode_list(data), "usage": self.usage()})
 
@@ -288,7 +288,7 @@ class EmbeddingAnswer(PooledAnswer):
     def pieces(self) -> Iterator[bytes]:
         return self.listed(map(self._item, range(len(self.results))))
 
-    def _item(self, index: int) -> dict[str, Any]:
+    def _item(self, index: int) -> Json:
         values, self.results[index] = pooled.embedding(self.results[index], self.pooling, self._params), b""
         return {"object": "embedding", "index": index, "embedding": self._encoded(values)}
 
@@ -342,6 +342,6 @@ class RerankAnswer(ScoreAnswer):
         head = {"id": self.id, "model": self.shape.model, "usage": self.usage()}
         return encode_object({**head, "results": encode_list(results)})
 
-    def _result(self, index: int, relevance: float) -> dict[str, Any]:
+    def _result(self, index: int, relevance: float) -> Json:
         shown = {} if self._documents is None else {"document": {"text": self._documents[index]}}
         return {"index": index, **shown, "relevance_score": relevance}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -36,7 +36,7 @@ from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import Service
 from headrace.server.stored import Stored
-from headrace.server.wire import HOLE, ErrorShape, PromptState, Shape, around, encode, error_object, quote
+from headrace.server.wire import HOLE, ErrorShape, Given, Json, PromptState, Shape, around, encode, error_object, quote
 
 _INPUT_ITEMS = "/input_items"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -172,7 +172,7 @@ class ResponseAnswer(PartsAnswer):
         shape: Shape,
         prompt: PromptState,
         parser: OutputParser | None,
-        shown: Mapping[str, Any],
+        shown: Given,
         keep: Callable[[Response], None] = lambda _: None,
     ) -> None:
         super().__init__(shape, prompt, parser)
@@ -181,7 +181,7 @@ class ResponseAnswer(PartsAnswer):
         self._number = 0
         self._failed = False
         self._growth: list[list[str]] = []  # each part's deltas, but for their numbers and texts
-        self._places: list[dict[str, Any]] = []  # of each part, in the events about it
+        self._places: list[Json] = []  # of each part, in the events about it
 
     # --- the object
 
@@ -192,7 +192,7 @@ class ResponseAnswer(PartsAnswer):
         self._keep(response)
         return response
 
-    def _response(self, status: Any, incomplete: Any = None, error: dict[str, Any] | None = None) -> Response:
+    def _response(self, status: Any, incomplete: Any = None, error: Json | None = None) -> Response:
         ended = status != "in_progress"
         return Response(
             id=self.id,
@@ -244,7 +244,7 @@ class ResponseAnswer(PartsAnswer):
 
     def open(self, index: int, part: Part) -> str:
         item_id = f"{'ctc' if part.custom else _ID_PREFIXES[part.kind]}_{uuid.uuid4().hex}"
-        place: dict[str, Any] = {"item_id": item_id, "output_index": index}
+        place: Json = {"item_id": item_id, "output_index": index}
         self._places.append(place if part.kind is Kind.CALL else {**place, "content_index": 0})
         kind = f"{_stem(part)}.delta"
         self._growth.append(around({"type": kind, "sequence_number": HOLE, **self._about(index, kind, delta=HOLE)}))
@@ -287,9 +287,9 @@ class ResponseAnswer(PartsAnswer):
         self._number += 1
         return event_of(kind, sequence_number=self._number - 1, **fields)
 
-    def _about(self, index: int, kind: str, **fields: Any) -> dict[str, Any]:
+    def _about(self, index: int, kind: str, **fields: Any) -> Json:
         """What an event about one part says."""
-        logprobs: dict[str, Any] = {"logprobs": []} if kind.startswith("response.output_text") else {}
+        logprobs: Json = {"logprobs": []} if kind.startswith("response.output_text") else {}
         return {**self._places[index], **fields, **logprobs}
 
 
@@ -303,7 +303,7 @@ class ResponseErrors(ErrorShape):
         return self._answer.failure(error).encode("ascii")
 
 
-def _content(part: Part, text: str) -> dict[str, Any]:
+def _content(part: Part, text: str) -> Json:
     if part.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

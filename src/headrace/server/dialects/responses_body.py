@@ -46,6 +46,7 @@ from headrace.server.dialects.conversation import (
     tool_call,
 )
 from headrace.server.parsing.texts import INPUT
+from headrace.server.wire import Given, Json
 
 
 class InputText(Struct, tag="input_text"):
@@ -108,7 +109,7 @@ Item = MessageItem | Call | FunctionCallOutput | CustomToolCallOutput | Reasonin
 class FunctionTool(Struct, tag="function"):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: Any = None
 
 
@@ -163,7 +164,7 @@ class ResponsesBody(GeneratingBody, kw_only=True):
 class ResponsesRequest(ChatRequest[ResponsesBody]):
     """``shown``: fields that the answer repeats. ``items``: the input."""
 
-    shown: Mapping[str, Any]
+    shown: Given
     items: Sequence[Any]
 
     def after(self, earlier: Sequence[Any]) -> ResponsesRequest:
@@ -178,7 +179,7 @@ class ResponsesRequest(ChatRequest[ResponsesBody]):
 _SHOWN = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "parallel_tool_calls")
 
 
-def parse_responses(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ResponsesRequest:
+def parse_responses(raw: Given, defaults: Given) -> ResponsesRequest:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     given = raw.get("input")
     items = _typed(
@@ -214,7 +215,7 @@ def _typed(items: Any) -> Any:
 
 
 def _conversation(body: ResponsesBody) -> Conversation:
-    tools: list[dict[str, Any]] = []
+    tools: list[Json] = []
     customs: dict[str, Grammar | None] = {}
     for tool in body.tools:
         if isinstance(tool, TextTool):
@@ -237,9 +238,9 @@ def _messages(instructions: str | None, *lists: tuple[str, list[Item]]) -> Chat:
     messages: Chat = []
     thoughts: list[str] = []
 
-    def assistant() -> dict[str, Any]:
+    def assistant() -> Json:
         """A new message, with what was thought before it."""
-        message: dict[str, Any] = {"role": "assistant", "content": None}
+        message: Json = {"role": "assistant", "content": None}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
             thoughts.clear()
@@ -268,7 +269,7 @@ def _messages(instructions: str | None, *lists: tuple[str, list[Item]]) -> Chat:
     return messages if instructions is None else [{"role": "system", "content": instructions}, *messages]
 
 
-def _call(where: str, item: Call) -> dict[str, Any]:
+def _call(where: str, item: Call) -> Json:
     arguments = (
         {INPUT: item.input}
         if isinstance(item, CustomToolCall)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from headrace.errors import InvalidRequest, NotFound
 from headrace.request import check_token_ids
@@ -19,7 +19,7 @@ from headrace.server.dialects.conversation import Messages, Tools
 from headrace.server.exchange import Exchange
 from headrace.server.limits import TOKEN_BYTES
 from headrace.server.service import Service
-from headrace.server.wire import encode_list, encode_object
+from headrace.server.wire import Given, encode_list, encode_object
 
 
 class TokenizeBody(Body):
@@ -43,7 +43,7 @@ class DetokenizeBody(Body, kw_only=True):
     skip_special_tokens: bool = False
 
 
-def parse_tokenize(raw: Mapping[str, Any]) -> tuple[TokenizeBody, Conversation | None]:
+def parse_tokenize(raw: Given) -> tuple[TokenizeBody, Conversation | None]:
     """Raises InvalidRequest naming the field."""
     body = TokenizeBody.read(raw)
     if (body.prompt is None) == (body.messages is None):
@@ -56,7 +56,7 @@ def parse_tokenize(raw: Mapping[str, Any]) -> tuple[TokenizeBody, Conversation |
     )
 
 
-def parse_detokenize(raw: Mapping[str, Any]) -> DetokenizeBody:
+def parse_detokenize(raw: Given) -> DetokenizeBody:
     """Raises InvalidRequest naming the field."""
     body = DetokenizeBody.read(raw)
     body.tokens = read_ids("tokens", body.tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineConfig, ServerConfig
@@ -17,6 +17,7 @@ from headrace.errors import EngineDead
 from headrace.processes.messages import Channel, Frame, Question, Reply
 from headrace.server.dashboard import History
 from headrace.server.exposition import ServerMetrics
+from headrace.server.wire import Given
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
@@ -104,14 +105,14 @@ class Peers:
     def __init__(self, find_engine: FindEngine, metrics: Callable[[], ServerMetrics]) -> None:
         self._find_engine = find_engine
         self._metrics = metrics
-        self._last: Mapping[str, Any] = {}
+        self._last: Given = {}
         self._history = History()
 
     async def run(self) -> None:
         """For as long as the server runs."""
         await self._history.run(self._find_engine, self._metrics)
 
-    async def engine_stats(self) -> Mapping[str, Any]:
+    async def engine_stats(self) -> Given:
         """The engine's numbers; the last known ones while it is loading, gone, or in a step that takes long."""
         engine = self._find_engine()
         if engine is not None and engine.alive:
@@ -119,7 +120,7 @@ class Peers:
                 self._last = await asyncio.wait_for(engine.stats(), STATS_SECONDS)
         return self._last
 
-    async def dashboard(self, *after: int) -> Mapping[str, Any]:
+    async def dashboard(self, *after: int) -> Given:
         """What is newer than this sample, step and decision."""
         return self._history.after(*after)
 
@@ -133,7 +134,7 @@ class PeersBehindParent(Peers):
 
     def __init__(self, parent: Channel) -> None:
         self._parent = parent
-        self._last: Mapping[str, Any] = {}
+        self._last: Given = {}
 
     async def _ask(self, what: str, *about: Any) -> Any:
         return await self._parent.ask(lambda number: Ask(number, what, about), ANSWER_SECONDS)
@@ -141,11 +142,11 @@ class PeersBehindParent(Peers):
     async def run(self) -> None:
         """The parent does."""
 
-    async def engine_stats(self) -> Mapping[str, Any]:
+    async def engine_stats(self) -> Given:
         self._last = await self._ask("engine_stats") or self._last
         return self._last
 
-    async def dashboard(self, *after: int) -> Mapping[str, Any]:
+    async def dashboard(self, *after: int) -> Given:
         return await self._ask("dashboard", *after) or History().after(*after)
 
     async def others(self, what: str, *about: Any) -> list[Any]:
