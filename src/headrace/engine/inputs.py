@@ -51,26 +51,20 @@ _OTHERWISE = {
     "generates.",
     "score": "This model scores pairs of texts and does nothing else; use /v1/rerank or /v1/score (LLM.score).",
 }
-_DEFAULT_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_ALIKE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection", "speculative")
+_DEFAULTS = {**{name: name for name in _ALIKE}, "max_new_tokens": "max_tokens"}
+
+
+def model_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's generation_config.json and a server's own defaults, by the names of SamplingParams."""
+    return {ours: found[theirs] for theirs, ours in _DEFAULTS.items() if found.get(theirs) is not None}
 
 
 def default_params(generation_defaults: Mapping[str, Any]) -> SamplingParams:
     """The model's own sampling defaults (its generation_config.json), where it has any. Raises ModelError for one out
     of range."""
-    found = {
-        field: generation_defaults[name]
-        for name, field in _DEFAULT_FIELDS.items()
-        if generation_defaults.get(name) is not None
-    }
     try:
-        return SamplingParams(**found)
+        return SamplingParams(**model_defaults(generation_defaults))
     except InvalidRequest as error:
         raise ModelError(
             f"generation_config.json: {error.message} Correct it or use --generation-config headrace."

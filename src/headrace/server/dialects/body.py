@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Meta, Struct, structs
 
+from headrace.engine.inputs import model_defaults
 from headrace.engine.template import check_template_variables
 from headrace.errors import InvalidRequest
 from headrace.request import (
@@ -38,17 +39,10 @@ from headrace.request import (
     StructuredOutputs,
     shown,
 )
-from headrace.server.dialects.conversation import MAX_TOOLS, Chat, Customs, FreeText, Mode, ToolChoice, offer
+from headrace.server.dialects.conversation import MAX_TOOLS, Chat, Customs, FreeText, Mode, Name, ToolChoice, offer
 from headrace.server.wire import PART_ITEMS, TEXT_ALONE, Given, Json, Shape
 
-_WORDS = {
-    "str": "a string",
-    "int": "an integer",
-    "float": "a number",
-    "bool": "a boolean",
-    "array": "a list",
-    "object": "an object",
-}
+_WORDS = dict(str="a string", int="an integer", float="a number", bool="a boolean", array="a list", object="an object")
 _EXPECTED = re.compile(
     r"Expected `(?P<kinds>.+?)`(?:, got `(?P<got>\w+)`| (?P<length>of length )?(?P<bound>[<>]=?) (?P<limit>\S+))"
 )
@@ -322,23 +316,6 @@ MAX_SALT = 1024  # characters; the engine takes some more, for it gets the tenan
 MAX_USER = 256  # characters that tell users apart
 EXPECTED_NAMES = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
 
-# A model's generation_config.json and the server's own defaults, by the names of SamplingParams.
-_DEFAULTS = {
-    **{
-        name: name
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "repetition_detection",
-            "speculative",
-        )
-    },
-    "max_new_tokens": "max_tokens",
-}
-
 # What a number may be that SamplingParams or Expectations check, for every route and for Python.
 NUMBERS: Mapping[str, Bounds] = {
     **BOUNDS, **{theirs: EXPECTED[ours] for ours, theirs in EXPECTED_NAMES.items()},
@@ -351,8 +328,14 @@ _NAMED = {
 }
 Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)]
-Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
-Budget = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Bias = Annotated[
+    dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=MAX_ID_ENTRIES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
+]
+Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=_LARGEST)]
+Truncate = Annotated[int, Meta(ge=-1, le=_LARGEST, extra_json_schema={"not": {"const": 0}})]
+Salt = Annotated[str, Meta(max_length=MAX_SALT)]
 Variables = Annotated[Json, Meta(max_length=64)]  # of a chat template
 
 
@@ -389,23 +372,20 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-FunctionName = Annotated[str, Meta(min_length=1)]
-
-
 class Named(Struct):
-    name: FunctionName
+    name: Name
 
 
 class FunctionChoice(Struct, tag="function"):
     """Chat completions have the name inside of an object, responses beside the type."""
 
     function: Named | None = None
-    name: FunctionName | None = None
+    name: Name | None = None
 
 
 class CustomChoice(Struct, tag="custom"):
     custom: Named | None = None
-    name: FunctionName | None = None
+    name: Name | None = None
 
 
 ToolNames = Annotated[list[FunctionChoice | CustomChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
@@ -430,20 +410,13 @@ class GeneratingBody(Body):
 
     model: str | None = None
     stream: bool = False
-    logit_bias: (
-        Annotated[
-            Bias, Meta(max_length=MAX_ID_ENTRIES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,10}$"}})
-        ]
-        | None
-    ) = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    logit_bias: Bias | None = None
+    priority: Priority = 0
     expected_ttft: float | None = None
     expected_tpot: float | None = None
     reading_speed: float | None = None
-    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
-    truncate_prompt_tokens: (
-        Annotated[int, Meta(ge=-1, le=2**31 - 1, extra_json_schema={"not": {"const": 0}})] | None
-    ) = None
+    cache_salt: Salt = ""
+    truncate_prompt_tokens: Truncate | None = None
     explain: bool = False
     temperature: float | None = None
     top_p: float | None = None
@@ -569,10 +542,6 @@ def template_variables(effort: Effort | None, given: Json) -> Json:
         **({} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}),
         **given,
     }
-
-
-def model_defaults(defaults: Given) -> Json:
-    return {ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None}
 
 
 # What is handed on as it is; a field of another meaning or name is given beside them.

@@ -7,7 +7,7 @@ and deltas. What may not: what routes share (body.py), messages (conversation.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from msgspec import UNSET
 
@@ -16,10 +16,10 @@ from headrace.errors import InvalidRequest
 from headrace.server import generate
 from headrace.server.answer_types import Call, Called, ChatMessage
 from headrace.server.dialects.body import (
-    Budget,
     ChatRequest,
     Choice,
     Conversation,
+    Count,
     Effort,
     OlderBody,
     Refused,
@@ -34,10 +34,16 @@ from headrace.server.dialects.body import (
 from headrace.server.dialects.conversation import Messages, Tools, read_messages, read_tools
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Asked
-from headrace.server.parsing.parser import OutputParser
-from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
+from headrace.server.parsing.segments import (
+    Content,
+    Reasoning,
+    Segment,
+    ToolCallArguments,
+    ToolCallStart,
+    argument_texts,
+)
 from headrace.server.service import Service
-from headrace.server.wire import HOLE, ChoicesAnswer, ChoiceState, Given, Json, PromptState, Shape, encode_list, quote
+from headrace.server.wire import HOLE, ChoicesAnswer, ChoiceState, Given, Json, encode_list, quote
 
 
 class ChatBody(OlderBody, kw_only=True):
@@ -50,7 +56,7 @@ class ChatBody(OlderBody, kw_only=True):
     chat_template_kwargs: Variables = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    thinking_token_budget: Budget | None = None
+    thinking_token_budget: Count | None = None
     echo: bool = False
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
@@ -104,45 +110,30 @@ def read_conversation(raw: Given, body: ChatBody) -> Conversation:
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
-    await generate.converse(service, exchange, parse_chat, _create_answer)
-
-
-def _create_answer(asked: Asked[ChatRequest[ChatBody]]) -> ChatAnswer:
-    return ChatAnswer(asked.shape, asked.prompt, asked.parsers, asked.tokenizer, echo=asked.echo)
+    await generate.converse(service, exchange, parse_chat, ChatAnswer)
 
 
 class ChatAnswer(ChoicesAnswer):
-    """chat.completion and chat.completion.chunk. ``parsers``: one a choice; None where all of a text is content, and
-    nothing looks at it. ``echo``: what contents begin with, that the model did not write.
-    """
+    """chat.completion and chat.completion.chunk. What has no parser nothing looks at."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(
-        self,
-        shape: Shape,
-        prompt: PromptState,
-        parsers: Sequence[OutputParser | None],
-        tokenizer: Any,
-        *,
-        echo: str = "",
-    ) -> None:
-        super().__init__(shape, [prompt], len(parsers), tokenizer)
-        self._echo, self._parsers, self._plain = echo, parsers, shape.plain
-        self._contents = [self._plain_around(index, Content(HOLE)) for index in range(len(parsers))]
-        self._thoughts = [self._plain_around(index, Reasoning(HOLE)) for index in range(len(parsers))]
+    def __init__(self, asked: Asked[ChatRequest[ChatBody]]) -> None:
+        super().__init__(asked.shape, [asked.prompt], len(asked.parsers), asked.tokenizer)
+        self._echo, self._parsers, self._plain = asked.echo, asked.parsers, asked.shape.plain
+        choices = range(len(asked.parsers))
+        self._contents, self._thoughts = (
+            [self._plain_around(index, segment) for index in choices] for segment in (Content(HOLE), Reasoning(HOLE))
+        )
 
     def _plain_around(self, index: int, segment: Segment) -> list[str]:
-        return self._around({"index": index, "delta": _delta(segment), "logprobs": None, "finish_reason": None})
+        return self._around(_choice(index, _delta(segment)))
 
     def opening(self) -> Iterator[str]:
-        delta = {"role": "assistant", "content": self._echo}
         extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.shape.token_ids else {}
         for index in range(len(self.choices)):
-            yield self.event_of(
-                {"index": index, "delta": delta, "logprobs": None, "finish_reason": None},
-                **(extra if index == 0 else {}),
-            )
+            yield self.event_of(_choice(index, {"role": "assistant", "content": self._echo}), **extra)
+            extra = {}
 
     def event(self, choice: int, delta: RequestDelta) -> str:
         parser, reason, plain = self._parsers[choice], delta.finish_reason, self._plain
@@ -178,7 +169,7 @@ class ChatAnswer(ChoicesAnswer):
     def _rich(self, choice: int, shown: Json, told: RequestDelta | None) -> str:
         """``told``: whose tokens this chunk tells of, if it is asked to."""
         logprobs = self.format.chat(told.logprobs) if told is not None and self.shape.logprobs else None
-        event: Json = {"index": choice, "delta": shown, "logprobs": logprobs, "finish_reason": None}
+        event = _choice(choice, shown, logprobs)
         if self.shape.token_ids:
             event["token_ids"] = list(told.token_ids) if told is not None else []
         return self.event_of(event)
@@ -207,6 +198,10 @@ class ChatAnswer(ChoicesAnswer):
         return shown
 
 
+def _choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
 def _delta(segment: Segment) -> Json:
     if isinstance(segment, Content):
         return {"content": segment.text}
@@ -228,10 +223,7 @@ def message_of(segments: Sequence[Segment], echo: str = "") -> ChatMessage:
 
 
 def _calls_of(segments: Sequence[Segment]) -> list[Call]:
-    texts: dict[int, str] = {}
-    for each in segments:
-        if isinstance(each, ToolCallArguments):
-            texts[each.index] = texts.get(each.index, "") + each.text
+    texts = argument_texts(segments)
     return [_call(each, texts.get(each.index, "")) for each in segments if isinstance(each, ToolCallStart)]
 
 

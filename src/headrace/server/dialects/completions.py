@@ -15,16 +15,17 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from headrace.engine.inputs import model_defaults
 from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.server import generate
 from headrace.server.dialects.body import (
+    Count,
     GenerationRequest,
     OlderBody,
     Refused,
     asked,
-    model_defaults,
     older_shape,
     prompts_schema,
     read_prompts,
@@ -57,7 +58,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 class CompletionBody(OlderBody, kw_only=True):
     prompt: Annotated[Any, Meta(extra_json_schema=prompts_schema(MAX_PROMPTS))]
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Count | None = None
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
@@ -77,9 +78,8 @@ class CompletionRequest(GenerationRequest[CompletionBody]):
 def parse_completion(raw: Given, defaults: Given) -> CompletionRequest:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = CompletionBody.read(raw)
-    limit = body.max_tokens
-    if limit is None:
-        limit = model_defaults(defaults).get("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    default = model_defaults(defaults).get("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    limit = default if body.max_tokens is None else body.max_tokens
     discard = limit == 0 and body.echo
     values = {"max_tokens": 1 if discard else limit, "logprobs": body.logprobs}
     if body.echo and body.prompt_logprobs is None:
@@ -105,9 +105,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     engine = service.model.engine
     request = await service.limits.bodies.read(exchange, partial(parse_completion, defaults=service.model.defaults))
     body, params, discard = request.body, request.params, request.discard
-    stream = body.stream
-    echo = body.echo
-    truncate = body.truncate_prompt_tokens
+    stream, echo, truncate = body.stream, body.echo, body.truncate_prompt_tokens
     shape = await generate.shape_of(service, request)
     exchange.watch_disconnect()
     with service.limits.admit(exchange, len(request.prompts), body.user_name):
@@ -130,15 +128,14 @@ async def completions(service: Service, exchange: Exchange) -> None:
 async def _prompt_state(service: Service, request: Request, prompt: str | array[int], echo: bool) -> PromptState:
     """``text`` is what echo shows: the prompt as it was written, or as it reads after truncation."""
     ids, tokenizer = request.prompt_token_ids, service.model.any_engine().tokenizer
-    if not echo:
-        return PromptState(ids)
-    if isinstance(prompt, str):
-        return PromptState(ids, prompt)
-    if tokenizer is None:
-        return PromptState(ids, "")
-    return PromptState(
-        ids, await service.limits.threads.run(TOKEN_BYTES * len(ids), partial(tokenizer.decode, ids, False))
-    )
+    if not echo or isinstance(prompt, str) or tokenizer is None:
+        return PromptState(ids, prompt if echo and isinstance(prompt, str) else "")
+    decode = partial(tokenizer.decode, ids, False)
+    return PromptState(ids, await service.limits.threads.run(TOKEN_BYTES * len(ids), decode))
+
+
+def _choice(index: int, text: str, logprobs: Json | None = None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
 
 class CompletionAnswer(ChoicesAnswer):
@@ -151,56 +148,35 @@ class CompletionAnswer(ChoicesAnswer):
         self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any, *, echo: bool, discard: bool
     ) -> None:
         super().__init__(shape, prompts, n, tokenizer)
-        self._n = n
-        self._echo = echo
-        self._discard = discard
+        self._echo, self._discard = echo, discard
         self._offsets = [len(choice.prompt.text) if echo else 0 for choice in self.choices]
-        choices = range(len(self.choices))
-        self._plain = [
-            self._around({"index": index, "text": HOLE, "logprobs": None, "finish_reason": None}) for index in choices
-        ]
+        self._plain = [self._around(_choice(index, HOLE)) for index in range(len(self.choices))]
 
     def opening(self) -> Iterator[str]:
-        if self._echo or self.shape.token_ids:
-            for index, choice in enumerate(self.choices):
-                yield self.event_of(self._opening_choice(index, choice))
-
-    def _opening_choice(self, index: int, choice: ChoiceState) -> Json:
-        shown: Json = {
-            "index": index,
-            "text": choice.prompt.text if self._echo else "",
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        if self.shape.token_ids:
-            shown["prompt_token_ids"] = list(choice.prompt.token_ids)
-        return shown
+        for index, choice in enumerate(self.choices) if self._echo or self.shape.token_ids else ():
+            shown = _choice(index, choice.prompt.text if self._echo else "")
+            if self.shape.token_ids:
+                shown["prompt_token_ids"] = list(choice.prompt.token_ids)
+            yield self.event_of(shown)
 
     def event(self, choice: int, delta: RequestDelta) -> str:
+        reason = delta.finish_reason
         if self._discard:
             self.choices[choice].num_tokens = 0
-            return (
-                self._end(choice, RequestDelta(delta.index, "", (), finish_reason="length"))
-                if delta.finish_reason is not None
-                else ""
-            )
-        if delta.finish_reason is not None:
-            return self._end(choice, delta)
-        if self.shape.plain:
+            delta = RequestDelta(delta.index, "", (), finish_reason="length")
+            if reason is None:
+                return ""
+        if reason is None and self.shape.plain:
             return quote(delta.text).join(self._plain[choice])
-        return self.event_of(self._rich(choice, delta))
-
-    def _end(self, choice: int, delta: RequestDelta) -> str:
-        return self.event_of(
-            {**self._rich(choice, delta), "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        )
+        ended = {} if reason is None else {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        return self.event_of({**self._rich(choice, delta), **ended})
 
     def _rich(self, choice: int, delta: RequestDelta) -> Json:
         logprobs = None
         if self.shape.logprobs and delta.logprobs:
             logprobs = self.format.completion(delta.logprobs, self._offsets[choice])
             self._offsets[choice] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-        shown: Json = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        shown = _choice(choice, delta.text, logprobs)
         if self.shape.token_ids:
             shown["token_ids"] = list(delta.token_ids)
         return shown

@@ -24,6 +24,7 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
 
 Tool = Given
+Name = Annotated[str, Meta(min_length=1)]
 
 
 class Grammar(Struct, frozen=True):
@@ -176,7 +177,7 @@ class AssistantMessage(SystemMessage, tag="assistant"):
 
 
 class Function(Struct):
-    name: Annotated[str, Meta(min_length=1)]
+    name: Name
     parameters: Json = {}
 
 
@@ -192,9 +193,12 @@ class ChatGrammar(Struct, tag="grammar"):
     grammar: Grammar
 
 
-class Custom(Struct):
-    name: Annotated[str, Meta(min_length=1)]
+class NamedTool(Struct):
+    name: Name
     description: str | None = None
+
+
+class Custom(NamedTool):
     format: FreeText | ChatGrammar | None = None
 
 
@@ -221,19 +225,14 @@ def read_messages(given: list[Any], messages: list[Message]) -> list[Json]:
 def read_tools(given: list[Any], tools: list[ChatFunction | ChatCustom]) -> tuple[list[Json], Customs]:
     """Custom tools as functions; and their grammars."""
     customs = {tool.custom.name: _grammar(tool.custom) for tool in tools if isinstance(tool, ChatCustom)}
-    return [_function(raw, tool) for raw, tool in zip(given, tools, strict=True)], customs
+    return [
+        custom_function(tool.custom, _grammar(tool.custom)) if isinstance(tool, ChatCustom) else raw
+        for raw, tool in zip(given, tools, strict=True)
+    ], customs
 
 
 def _grammar(custom: Custom) -> Grammar | None:
     return custom.format.grammar if isinstance(custom.format, ChatGrammar) else None
-
-
-def _function(given: Json, tool: ChatFunction | ChatCustom) -> Json:
-    return (
-        custom_function(tool.custom.name, tool.custom.description, _grammar(tool.custom))
-        if isinstance(tool, ChatCustom)
-        else given
-    )
 
 
 def _message(where: str, given: Json, message: Message) -> Json:
@@ -250,11 +249,7 @@ def _message(where: str, given: Json, message: Message) -> Json:
 
 def _call(where: str, given: Json, call: ChatCall) -> Json:
     if call.type == "custom" and call.custom is not None:
-        return {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.custom.name, "arguments": {INPUT: call.custom.input}},
-        }
+        return tool_call(call.id, call.custom.name, {INPUT: call.custom.input})
     if call.function is None:
         raise InvalidRequest(
             f"{where} must be an object with function.name and function.arguments.", param=where, code="invalid_type"
@@ -288,7 +283,7 @@ def text_of(content: Content) -> str:
 Chat = list[Json]
 
 
-def tool_call(call_id: str, name: str, arguments: Json) -> Json:
+def tool_call(call_id: Any, name: str, arguments: Json) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -298,7 +293,7 @@ def function_tool(name: str, description: str | None, schema: Json | None, stric
     return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
-def custom_function(name: str, description: str | None, grammar: Grammar | None) -> Json:
+def custom_function(tool: NamedTool, grammar: Grammar | None) -> Json:
     """A custom tool as a function."""
     schema: Json = {"type": "string"}
     if grammar is not None:
@@ -306,4 +301,5 @@ def custom_function(name: str, description: str | None, grammar: Grammar | None)
     if grammar is not None and grammar.syntax == "regex":
         schema["pattern"] = f"^(?:{grammar.definition})$"
     parameters = {"type": "object", "properties": {INPUT: schema}, "required": [INPUT], "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
+    told = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": told}

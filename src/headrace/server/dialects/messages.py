@@ -17,9 +17,9 @@ from headrace.server import generate
 from headrace.server.answer_types import AnthropicError, Block, Message, MessageUsage
 from headrace.server.dialects.body import (
     Body,
-    Budget,
     ChatRequest,
     Conversation,
+    Count,
     Effort,
     Format,
     GeneratingBody,
@@ -37,6 +37,7 @@ from headrace.server.dialects.conversation import (
     MAX_TOOLS,
     Chat,
     Mode,
+    Name,
     ToolChoice,
     content_of,
     function_tool,
@@ -96,7 +97,7 @@ class AssistantTurn(Struct, tag_field="role", tag="assistant"):
 class CustomTool(Struct):
     """One that the client runs."""
 
-    name: Annotated[str, Meta(min_length=1)]
+    name: Name
     type: Literal["custom"] | None = None
     description: str | None = None
     input_schema: Json | None = None
@@ -128,7 +129,7 @@ class DisabledThinking(AdaptiveThinking, tag="disabled"):
 
 
 class EnabledThinking(AdaptiveThinking, tag="enabled"):
-    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    budget_tokens: Count | None = None
 
 
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,7 +154,7 @@ class MessagesBody(GeneratingBody, kw_only=True):
     chat_template_kwargs: Variables = {}
     cache_control: Json = {}
     stop_sequences: Stops = []
-    thinking_token_budget: Budget | None = None
+    thinking_token_budget: Count | None = None
     inference_geo: Label = ""
 
     format_name: ClassVar[str] = "output_config.format"

@@ -26,11 +26,14 @@ from headrace.errors import InvalidRequest
 from headrace.request import Request
 from headrace.server.answer_types import PooledUsage
 from headrace.server.dialects.body import (
-    MAX_SALT,
     MAX_USER,
     Body,
+    Count,
     Label,
+    Priority,
     Refused,
+    Salt,
+    Truncate,
     check_count,
     prompts_schema,
     read_prompts,
@@ -62,11 +65,9 @@ class PoolingBody(Body):
     """What the three routes share."""
 
     model: str | None = None
-    truncate_prompt_tokens: (
-        Annotated[int, Meta(ge=-1, le=2**31 - 1, extra_json_schema={"not": {"const": 0}})] | None
-    ) = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
-    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
+    truncate_prompt_tokens: Truncate | None = None
+    priority: Priority = 0
+    cache_salt: Salt = ""
     user: Label = ""
 
     refused: ClassVar[Mapping[str, Refused]] = refused("PoolingBody")
@@ -88,7 +89,7 @@ class PairsBody(PoolingBody):
 class RerankBody(PairsBody, kw_only=True):
     query: str
     documents: Documents
-    top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    top_n: Count = 0
     return_documents: bool = True
 
     refused: ClassVar[Mapping[str, Refused]] = refused("PoolingBody", "RerankBody")
@@ -273,16 +274,8 @@ class PooledAnswer(Answer):
 class EmbeddingAnswer(PooledAnswer):
     prefix = "embd-"
 
-    def __init__(
-        self,
-        shape: Shape,
-        prompts: Sequence[PromptState],
-        *,
-        pooling: PoolingSpec,
-        params: PoolingParams,
-        encoding: str,
-    ) -> None:
-        super().__init__(shape, prompts, pooling=pooling)
+    def __init__(self, *given: Any, params: PoolingParams, encoding: str, **more: Any) -> None:
+        super().__init__(*given, **more)
         self._params, self._encoding = params, encoding
 
     def pieces(self) -> Iterator[bytes]:
@@ -303,16 +296,8 @@ class EmbeddingAnswer(PooledAnswer):
 class ScoreAnswer(PooledAnswer):
     prefix = "score-"
 
-    def __init__(
-        self,
-        shape: Shape,
-        prompts: Sequence[PromptState],
-        *,
-        pooling: PoolingSpec,
-        activation: bool | None,
-        places: Sequence[tuple[int, int]],
-    ) -> None:
-        super().__init__(shape, prompts, pooling=pooling)
+    def __init__(self, *given: Any, activation: bool | None, places: Sequence[tuple[int, int]], **more: Any) -> None:
+        super().__init__(*given, **more)
         self._activation, self._places = activation, places
 
     def scores(self) -> list[float]:

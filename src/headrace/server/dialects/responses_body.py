@@ -14,10 +14,10 @@ from msgspec import Meta, Struct
 
 from headrace.errors import InvalidRequest
 from headrace.server.dialects.body import (
-    Budget,
     ChatRequest,
     Choice,
     Conversation,
+    Count,
     Effort,
     Format,
     GeneratingBody,
@@ -39,6 +39,7 @@ from headrace.server.dialects.conversation import (
     Chat,
     FreeText,
     Grammar,
+    NamedTool,
     content_of,
     custom_function,
     function_tool,
@@ -106,9 +107,7 @@ Call = FunctionCall | CustomToolCall
 Item = MessageItem | Call | FunctionCallOutput | CustomToolCallOutput | ReasoningItem
 
 
-class FunctionTool(Struct, tag="function"):
-    name: Annotated[str, Meta(min_length=1)]
-    description: str | None = None
+class FunctionTool(NamedTool, tag="function"):
     parameters: Json | None = None
     strict: Any = None
 
@@ -117,11 +116,9 @@ class TextGrammar(Grammar, tag="grammar", frozen=True):
     pass
 
 
-class TextTool(Struct, tag="custom"):
+class TextTool(NamedTool, tag="custom"):
     """What it is given is a text."""
 
-    name: Annotated[str, Meta(min_length=1)]
-    description: str | None = None
     format: FreeText | TextGrammar | None = None
 
 
@@ -147,7 +144,7 @@ class ResponsesBody(GeneratingBody, kw_only=True):
     max_output_tokens: int | None = None
     tools: Annotated[list[FunctionTool | TextTool], Meta(max_length=MAX_TOOLS)] = []
     tool_choice: Choice = "auto"
-    thinking_token_budget: Budget | None = None
+    thinking_token_budget: Count | None = None
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     chat_template_kwargs: Variables = {}
@@ -220,7 +217,7 @@ def _conversation(body: ResponsesBody) -> Conversation:
     for tool in body.tools:
         if isinstance(tool, TextTool):
             customs[tool.name] = tool.format if isinstance(tool.format, TextGrammar) else None
-            function = custom_function(tool.name, tool.description, customs[tool.name])
+            function = custom_function(tool, customs[tool.name])
         else:
             function = function_tool(tool.name, tool.description, tool.parameters, tool.strict)
         tools.append(function)

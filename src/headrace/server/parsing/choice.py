@@ -19,7 +19,7 @@ from headrace.config import Decision
 from headrace.errors import HeadraceError
 from headrace.server.parsing import answer_format
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, TRIAL, Dialect, ReasoningFormat, ToolFormat
-from headrace.server.parsing.segments import Segment, ToolCallArguments, ToolCallStart
+from headrace.server.parsing.segments import Segment, ToolCallStart, argument_texts
 
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer
@@ -137,10 +137,7 @@ def _calls_in(format: ToolFormat, text: str) -> list[tuple[str, Any]]:
     parser = answer_format(Dialect(format, None), "", {_NAME: _TYPES}).create_parser()
     assert parser is not None
     segments: list[Segment] = [*parser.push(text), *parser.finish()]
-    texts: dict[int, str] = {}
-    for each in segments:
-        if isinstance(each, ToolCallArguments):
-            texts[each.index] = texts.get(each.index, "") + each.text
+    texts = argument_texts(segments)
     try:
         return [(each.name, json.loads(texts[each.index])) for each in segments if isinstance(each, ToolCallStart)]
     except ValueError:

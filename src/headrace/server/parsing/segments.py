@@ -5,6 +5,7 @@ What lives here: the four kinds of segment. What may not: parsing, JSON of any r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -42,3 +43,12 @@ class ToolCallArguments:
 
 
 Segment = Reasoning | Content | ToolCallStart | ToolCallArguments
+
+
+def argument_texts(segments: Iterable[Segment]) -> dict[int, str]:
+    """By call."""
+    texts: dict[int, str] = {}
+    for each in segments:
+        if isinstance(each, ToolCallArguments):
+            texts[each.index] = texts.get(each.index, "") + each.text
+    return texts
