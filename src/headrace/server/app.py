@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, NotFound, Unavailable
 from headrace.request import RequestTimes
 from headrace.server import adapters, dashboard, inflight, pages
@@ -110,10 +109,11 @@ async def load(service: Service, exchange: Exchange) -> None:
 async def server_info(service: Service, exchange: Exchange) -> None:
     """What was asked for, and what was chosen where nothing was."""
     info, config = service.model.any_engine().info, service.model.engine_config
+    keys = len(service.config.api_key)  # of these only how many
     await exchange.reply_json(
         {
             "version": service.version,
-            "config": {**_plain(config), "server": _without_secrets(service.config)},
+            "config": {**_plain(config), "server": {**_plain(service.config), "api_key": f"{keys} set"}},
             "decisions": [_plain(decision) for decision in (*info.decisions, *service.model.decisions)],
             "engine": _plain(replace(info, decisions=())),
         }
@@ -123,11 +123,6 @@ async def server_info(service: Service, exchange: Exchange) -> None:
 async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
     await service.model.engine.reset_prefix_cache()
     await exchange.reply_json({"status": "ok"})
-
-
-def _without_secrets(config: ServerConfig) -> Json:
-    """Of keys only how many there are."""
-    return {**_plain(config), "api_key": f"{len(config.api_key)} set"}
 
 
 def _plain(record: Any) -> Json:
@@ -253,20 +248,13 @@ class AccessLog:
 
 def _facts(exchange: Exchange, status: int) -> Json:
     """Figures, and names of ours. ``id`` is the client's own only where that is harmless to repeat."""
-    facts: Json = {
-        "method": exchange.method if exchange.route != "-" else "-",
-        "route": exchange.route,
-        "status": status,
-    }
+    facts: Json = dict(method=exchange.method if exchange.route != "-" else "-", route=exchange.route, status=status)
     facts |= {"seconds": round(time.perf_counter() - exchange.arrival, 6), "id": exchange.request_id}
     facts |= _reason(exchange.error)
     if exchange.prompt_tokens:
-        facts |= {
-            "tokens_in": exchange.prompt_tokens,
-            "tokens_out": exchange.completion_tokens,
-            "cached": exchange.cached_tokens,
-        }
-        facts |= {"finish_reason": exchange.finish_reason or "none", **_phases(exchange.times)}
+        facts |= dict(tokens_in=exchange.prompt_tokens, tokens_out=exchange.completion_tokens)
+        facts |= {"cached": exchange.cached_tokens, "finish_reason": exchange.finish_reason or "none"}
+        facts |= _phases(exchange.times)
     return facts
 
 

@@ -49,17 +49,8 @@ SAMPLE_COLUMNS = (
     "measured_seconds", "floor_seconds", "idle_seconds", "energy_joules", "energy_seconds",
 )  # fmt: skip
 STEP_COLUMNS = (
-    "step_id",
-    "kind",
-    "rows",
-    "tokens",
-    "begin",
-    "measured_seconds",
-    "predicted_seconds",
-    "floor_seconds",
-    "fraction",
-    "failed",
-)
+    "step_id", "kind", "rows", "tokens", "begin", "measured_seconds", "predicted_seconds", "floor_seconds", "fraction", "failed",
+)  # fmt: skip
 _Cursor = Annotated[int, Meta(ge=0, le=2**53 - 1)]  # what JSON's readers keep exact
 ABOUT_ALL = ("failed", "overfull", "runs_begin", "runs_end")  # decisions that are about no one request
 
@@ -226,12 +217,8 @@ async def data(service: Service, exchange: Exchange) -> None:
     """Everything after the cursors that the page has; what never changes only to a page that has nothing yet."""
     cursors = read_query(exchange.query, Cursors)
     news = await service.observed.shared.dashboard(*structs.astuple(cursors))
-    answer = _answer(
-        service,
-        news,
-        None if sees_all(service.config, exchange.key_name) else exchange.key_name,
-        first=cursors.sample < 0,
-    )
+    key = None if sees_all(service.config, exchange.key_name) else exchange.key_name
+    answer = _answer(service, news, key, first=cursors.sample < 0)
     await exchange.reply(200, encode(answer), headers=((b"cache-control", b"no-store"),))
 
 

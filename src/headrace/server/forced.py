@@ -41,7 +41,7 @@ _KEY = {
     Style.KEYWORDS: re.compile(r"\w{1,200}"),
 }
 _ROOT = frozenset(
-    (
+    [
         "type",
         "properties",
         "required",
@@ -51,7 +51,7 @@ _ROOT = frozenset(
         "$schema",
         "$defs",
         "definitions",
-    )
+    ]
 )
 _TEXT = frozenset(("type", "description", "title", "default", "examples"))  # of a schema that any text satisfies
 _MOST_OPTIONAL = 48  # parameters, of Python's arguments: their rules grow with its square
@@ -256,8 +256,11 @@ class _Function:
 
     def _rule(self, body: str) -> str:
         """A rule of its own, by its name."""
+        return self._rule_of(f": {body}")
+
+    def _rule_of(self, body: str) -> str:
         name = f"{self.name}v{len(self._inner)}"
-        self._inner.append(f"{name}: {body}")
+        self._inner.append(name + body)
         return name
 
     def _arguments(self, format: ToolFormat) -> str:
@@ -325,9 +328,7 @@ class _Function:
 
     def _text(self, end: str) -> str:
         """The name of a rule for any text and its end."""
-        name = f"{self.name}v{len(self._inner)}"
-        self._inner.append(f"{name}{_text_until(end, self._special)}")
-        return name
+        return self._rule_of(_text_until(end, self._special))
 
     def _keywords(self, literals: Literals, properties: Given, required: Collection[str]) -> str:
         """Those that are required first: then all others may follow a comma."""

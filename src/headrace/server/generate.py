@@ -123,15 +123,7 @@ async def _bound(
     text = await service.model.closing(reasoning)
     closing = service.model.any_engine().inputs.encode(text, add_special_tokens=False)
     opened, most = format.opened or reasoning.implied, (params.max_tokens or 0) - len(closing) - 1
-    return Bound(
-        tokens=tokens,
-        most=most,
-        begin=reasoning.begin,
-        end=reasoning.end,
-        opened=opened,
-        closing_text=text,
-        closing=closing,
-    )
+    return Bound(tokens, most, reasoning.begin, reasoning.end, opened, text, closing)
 
 
 def _constrained(
@@ -240,12 +232,8 @@ async def prepare(
     except InvalidRequest as error:
         if error.param == "structured_outputs" and tools:
             await _blame_tool(service, tools, error, exchange.tenant)
-        names = {
-            "prompt_token_ids": param,
-            "max_tokens": body.limit_name or "max_tokens",
-            "structured_outputs": _grammar_name(request),
-        }
-        error.param = names.get(error.param or "", error.param)
+        names = dict(prompt_token_ids=param, max_tokens=body.limit_name, structured_outputs=_grammar_name(request))
+        error.param = names.get(error.param or "") or error.param
         raise
 
 
@@ -279,10 +267,7 @@ def priced(
 async def shape_of(service: Service, request: GenerationRequest[Any]) -> Shape:
     """Raises NotFound for a model that is not served, or does not generate."""
     service.model.check_task("generate")
-    await service.model.learn(request.body.model)
-    return replace(
-        request.shape, model=service.model.check_model(request.body.model), fingerprint=service.model.fingerprint
-    )
+    return await service.model.named(request.shape, request.body.model)
 
 
 # --- answers

@@ -98,22 +98,23 @@ class Guard:
 
         Returns the headers by which a browser knows that its page may read the answer.
         """
-        hosts = [value.decode("latin-1").strip() for name, value in headers if name == b"host"]
+        hosts, origins = (
+            [value.decode("latin-1").strip() for name, value in headers if name == kind]
+            for kind in (b"host", b"origin")
+        )
         if len(hosts) > 1:
             raise HttpError("The request has several Host headers; send one.")
         host = hosts[0] if hosts else ""
-        if self._loopback and host and not self._is_ours(_host_name(host)):
+        name = _host_name(host)
+        if self._loopback and host and name != self._host and not is_loopback(name):
             raise Forbidden(
                 "The Host header names another machine than this one; use the address the server listens on.",
                 code="foreign_host",
             )
         allowed = None
-        for name, value in headers:
-            if name != b"origin":
-                continue
-            origin = value.decode("latin-1").strip()
+        for origin in origins:
             if self._cors.allows(origin):
-                allowed = value.strip()
+                allowed = origin.encode("latin-1")
             elif origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
                 raise Forbidden(
                     "The Origin header names another site; its pages may use this server only if --allowed-origins names it.",
@@ -131,9 +132,6 @@ class Guard:
             return None
         local = b"access-control-request-private-network" in asked
         return self._cors.preflight(asked.get(b"access-control-request-headers", b""), local)
-
-    def _is_ours(self, name: str) -> bool:
-        return name == self._host or is_loopback(name)
 
     def check_key(self, headers: Headers) -> str:
         """The tenant's name ("" where no key is needed). Every key is compared, in constant time, so that time tells
@@ -287,17 +285,15 @@ def is_own(tenant: str, key: str) -> bool:
 
 def check_operators(config: ServerConfig) -> None:
     """Raises ConfigError for an operator that is no key."""
-    keys = _key_names(config)
-    unknown = next((name for name in config.operator_key if name not in keys), None)
+    _check_keys(config, "operator_key", config.operator_key, "which is no key", "never the key itself")
+
+
+def _check_keys(config: ServerConfig, field: str, names: Iterable[str], why: str, remedy: str) -> None:
+    keys = [key_name(number) for number in range(1, len(config.api_key) + 1)]
+    unknown = next((name for name in names if name not in keys), None)
     if unknown is not None:
         known = f"{keys[0]} to {keys[-1]} in the order of --api-key" if keys else "none is set"
-        raise ConfigError(
-            f"operator_key names {unknown[:80]!r}, which is no key ({known}); name one, never the key itself."
-        )
-
-
-def _key_names(config: ServerConfig) -> list[str]:
-    return [key_name(number) for number in range(1, len(config.api_key) + 1)]
+        raise ConfigError(f"{field} names {unknown[:80]!r}, {why} ({known}); name one, {remedy}.")
 
 
 def check_weights(scheduler: SchedulerConfig, config: ServerConfig) -> None:
@@ -307,13 +303,8 @@ def check_weights(scheduler: SchedulerConfig, config: ServerConfig) -> None:
         raise ConfigError(
             f"tenant_weight is given, but --scheduling-policy is {scheduler.scheduling_policy}, which knows no shares; add --scheduling-policy fair."
         )
-    keys = _key_names(config)
-    unknown = next((name for name in names if are_keys(config) and name not in keys), None)
-    if unknown is not None:
-        known = f"{keys[0]} to {keys[-1]} in the order of --api-key" if keys else "none is set"
-        raise ConfigError(
-            f"tenant_weight names {unknown[:80]!r}, but tenants are API keys here ({known}); name one, or add --tenant-by user."
-        )
+    if are_keys(config):
+        _check_keys(config, "tenant_weight", names, "but tenants are API keys here", "or add --tenant-by user")
 
 
 # --- what answers may cost
@@ -561,26 +552,23 @@ class Bodies:
 
     async def read(self, exchange: Exchange, parse: Callable[[Json], Parsed]) -> Parsed:
         """The parsed body, which counts as held until ``release``. Raises 408, 413, 415, 429 and 400 errors."""
-        _check_kind(exchange)
         body = await self._receive(exchange) if exchange.whole is None else exchange.whole
-        size = len(body) if len(body) > _DECODED_INLINE else 0
         if self._ignored is None:
-            return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)), exchange.tenant)
-        parsed, unknown = await self._threads.run(
-            size, lambda: _parse_known(body, exchange.body or Body, parse), exchange.tenant
-        )
+            return await self._decoded(exchange, body, lambda: parse(decode_object(body, pack=True)))
+        parsed, unknown = await self._decoded(exchange, body, lambda: _parse_known(body, exchange.body or Body, parse))
         if unknown:
             self._ignored.note(exchange.route, unknown)
         return parsed
 
     async def peek_model(self, exchange: Exchange) -> str | None:
         """The ``model`` of a body that ``read`` will read; None where it has none, or is no object."""
-        _check_kind(exchange)
         body = exchange.whole = await self._receive(exchange)
-        size = len(body) if len(body) > _DECODED_INLINE else 0
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # which ``read`` tells of
-            return (await self._threads.run(size, lambda: _named.decode(body), exchange.tenant)).model
+            return (await self._decoded(exchange, body, lambda: _named.decode(body))).model
         return None
+
+    async def _decoded(self, exchange: Exchange, body: bytearray, work: Callable[[], Result]) -> Result:
+        return await self._threads.run(len(body) if len(body) > _DECODED_INLINE else 0, work, exchange.tenant)
 
     def release(self, exchange: Exchange) -> None:
         """Nothing of its body is needed any more. May be called again."""
@@ -590,6 +578,7 @@ class Bodies:
         self._of_keys[exchange.tenant] -= size
 
     async def _receive(self, exchange: Exchange) -> bytearray:
+        _check_kind(exchange)
         announced = int(exchange.header(b"content-length") or b"0")
         # A client that waits for 100 Continue has sent nothing yet; what is far too large is not even read to be thrown
         # away.

@@ -251,12 +251,7 @@ def describe(engine: AsyncLLM, decisions: Sequence[Decision] = ()) -> list[str]:
     plain = (*(decision for decision in info.decisions if not decision.name.startswith("kernel ")), *decisions)
     shown = [(decision.name, f"{decision.value}: {decision.reason}") for decision in plain]
     if kernels:
-        shown.append(
-            (
-                "kernels",
-                ", ".join(f"{count} {name}" for name, count in kernels.items())
-                + ": headrace doctor says which and why",
-            )
-        )
+        counted = ", ".join(f"{count} {name}" for name, count in kernels.items())
+        shown.append(("kernels", f"{counted}: headrace doctor says which and why"))
     width = max((len(name) for name, _ in shown), default=0)
     return lines + [f"  {name:<{width}}  {text}" for name, text in shown]

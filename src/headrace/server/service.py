@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeGuard
 
 from msgspec import Meta, Struct
 
@@ -42,6 +42,7 @@ from headrace.server.parsing.choice import dialect_of
 from headrace.server.parsing.formats import Dialect, ReasoningFormat
 from headrace.server.stored import StoredResponses
 from headrace.server.tools import functions_of
+from headrace.server.wire import Shape
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
@@ -184,9 +185,7 @@ class Model:
         if not (asked or tools or reasoning):
             return PLAIN, None
         if continued is not None and reasoning is not None:  # a text outside of reasoning is past it
-            prompt = (
-                reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
-            )
+            prompt = max((reasoning.end, reasoning.begin), key=continued.rfind)
         format = answer_format(
             self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only
         )
@@ -200,10 +199,8 @@ class Model:
     async def closing(self, reasoning: ReasoningFormat) -> str:
         """What the family writes from the end of its reasoning to the answer: as its template shows it, or lines."""
         if self._closing is None:
-            said = [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": _AFTER, "reasoning_content": _BEFORE},
-            ]
+            thought = {"role": "assistant", "content": _AFTER, "reasoning_content": _BEFORE}
+            said = [{"role": "user", "content": "a"}, thought]
             render = partial(self.any_engine().inputs.chat_prompt, said, add_generation_prompt=False)
             shown = ""
             with contextlib.suppress(InvalidRequest):
@@ -274,23 +271,23 @@ class Model:
         except InvalidRequest as error:
             raise NotFound(error.message, param="model", code=error.code) from None
 
+    def _may_be_adapter(self, name: str | None) -> TypeGuard[str]:
+        own = name is None or name in self.any_engine().info.served_names
+        return not own and self.engine_config.adapters.enable_lora
+
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request's model names; None: it names the base."""
-        engine = self.any_engine()
-        if name is None or name in engine.info.served_names or not self.engine_config.adapters.enable_lora:
-            return None
-        return name if engine.has_adapter(name) else None
+        return name if self._may_be_adapter(name) and self.any_engine().has_adapter(name) else None
 
     async def learn(self, name: str | None) -> None:
         """Where the name is not known here, another front end may have loaded it."""
-        engine = self.any_engine()
-        if (
-            name is not None
-            and name not in engine.info.served_names
-            and self.engine_config.adapters.enable_lora
-            and not engine.has_adapter(name)
-        ):
-            await engine.adapters()
+        if self._may_be_adapter(name) and not self.any_engine().has_adapter(name):
+            await self.any_engine().adapters()
+
+    async def named(self, shape: Shape, name: str | None) -> Shape:
+        """With the model that is asked for. Raises NotFound."""
+        await self.learn(name)
+        return replace(shape, model=self.check_model(name), fingerprint=self.fingerprint)
 
 
 class Limits:
@@ -408,11 +405,9 @@ class Service:
 
         async def prompt_text() -> str:
             tokenizer, ids = self.model.any_engine().tokenizer, request.prompt_token_ids
-            return (
-                ""
-                if tokenizer is None
-                else await self.limits.threads.run(len(ids), lambda: tokenizer.decode(ids, False))
-            )
+            if tokenizer is None:
+                return ""
+            return await self.limits.threads.run(len(ids), partial(tokenizer.decode, ids, False))
 
         return stream if self.moderator is None else self.moderator.watch(stream, request, prompt_text)
 

@@ -24,10 +24,11 @@ from headrace.server.service import EngineStream
 _INCOMPLETE = "\ufffd"  # a character that further tokens complete
 _CHARACTER_TOKENS = 4  # at most
 
+Deltas = Sequence[RequestDelta]
 GoOn = Callable[["array[int]", SamplingParams], Awaitable[EngineStream]]  # a request with this prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bound:
     """At most ``tokens`` between ``begin`` and ``end``; then ``closing`` is written. ``opened``: reasoning begins with
     the answer.
@@ -66,10 +67,10 @@ class BoundedStream:
         self._source = source
         # with the answer it goes on with; None: it has all of them
         self._streams: dict[EngineStream, int | None] = {source: None}
-        self._pending: dict[asyncio.Task[Sequence[RequestDelta] | None], EngineStream] = {}
+        self._pending: dict[asyncio.Task[Deltas | None], EngineStream] = {}
         self._deltas = self._read()
 
-    def __aiter__(self) -> AsyncIterator[Sequence[RequestDelta]]:
+    def __aiter__(self) -> AsyncIterator[Deltas]:
         return self._deltas
 
     def end_answer(self, index: int) -> None:
@@ -90,8 +91,8 @@ class BoundedStream:
         for stream in streams:
             await stream.aclose()
 
-    async def _read(self) -> AsyncIterator[Sequence[RequestDelta]]:
-        iterators: dict[EngineStream, AsyncIterator[Sequence[RequestDelta]]] = {}
+    async def _read(self) -> AsyncIterator[Deltas]:
+        iterators: dict[EngineStream, AsyncIterator[Deltas]] = {}
         try:
             if first := [delta for index in range(len(self._answers)) for delta in await self._cut_if_due(index, [])]:
                 yield first
@@ -200,15 +201,8 @@ class _BoundedAnswer:
         """What of it is within the bound, with text that was held back."""
         ids = newest.token_ids[: len(newest.token_ids) - (len(self.ids) - kept)]
         text = self._decode(self.ids[:kept]).rstrip(_INCOMPLETE)[self._shown :]
-        return replace(
-            newest,
-            text=text,
-            token_ids=ids,
-            logprobs=newest.logprobs[: len(ids)],
-            finish_reason=None,
-            stop_reason=None,
-            last=False,
-        )
+        kept_of = replace(newest, finish_reason=None, stop_reason=None, last=False)
+        return replace(kept_of, text=text, token_ids=ids, logprobs=newest.logprobs[: len(ids)])
 
 
 def _rest(request: Request, index: int, written: int) -> SamplingParams:
@@ -226,5 +220,5 @@ def _rest(request: Request, index: int, written: int) -> SamplingParams:
     )
 
 
-async def _next(stream: AsyncIterator[Sequence[RequestDelta]]) -> Sequence[RequestDelta] | None:
+async def _next(stream: AsyncIterator[Deltas]) -> Deltas | None:
     return await anext(stream, None)

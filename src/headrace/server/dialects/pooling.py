@@ -44,7 +44,17 @@ from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
 from headrace.server.limits import Price, tenant_of
 from headrace.server.service import Service
-from headrace.server.wire import Answer, ChoiceState, Given, Json, PromptState, Shape, encode_list, encode_object
+from headrace.server.wire import (
+    TEXT_ALONE,
+    Answer,
+    ChoiceState,
+    Given,
+    Json,
+    PromptState,
+    Shape,
+    encode_list,
+    encode_object,
+)
 from headrace.spec import PoolingSpec
 
 MAX_INPUTS = 2048  # OpenAI's
@@ -215,8 +225,7 @@ async def _deliver(
     bytes_each: int,
 ) -> None:
     """Checks every prompt, has all of them computed, and answers. ``bytes_each``: of the answer, for each prompt."""
-    await service.model.learn(body.model)
-    shape = Shape(model=service.model.check_model(body.model), fingerprint=service.model.fingerprint)
+    shape = await service.model.named(TEXT_ALONE, body.model)
     service.model.check_priority(body.priority)
     count = len(job.prompts)
     cost = Price(bytes_each * count, 0, 0, 0, (job.param, f"{count} prompts of {bytes_each} bytes each"))

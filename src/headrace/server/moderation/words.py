@@ -129,14 +129,15 @@ class WordMatcher:
             if _is_word(character) != self._inside:
                 self._inside = not self._inside
                 if self._feed(_BORDER):
-                    return self._length - self._list.found[self._state], True
+                    break
             found = self._feed(_folded(character))
             self._length += 1
             if found:
-                return self._length - self._list.found[self._state], True
-        if final and self._inside and self._feed(_BORDER):
-            return self._length - self._list.found[self._state], True
-        return self._length if final else self._length - self._list.chars[self._state], False
+                break
+        else:
+            if not (final and self._inside and self._feed(_BORDER)):
+                return self._length if final else self._length - self._list.chars[self._state], False
+        return self._length - self._list.found[self._state], True
 
     def _feed(self, symbol: str) -> bool:
         self._state = self._list.step(self._state, symbol)

@@ -9,9 +9,9 @@ What is given is the inside of one JSON object, from its opening brace on and wi
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Mapping
 
-from headrace.server.parsing.cursor import MAX_HEAD, Cursor, Ended, Malformed, Wait
+from headrace.server.parsing.cursor import MAX_HEAD, Cursor, Ended, Malformed, Reads, Wait
 from headrace.server.parsing.formats import Tags
 from headrace.server.parsing.values import MAX_TEXT, WORDS, Give, quoted, read_literal, read_until
 
@@ -40,7 +40,7 @@ def read_tagged(cursor: Cursor, tags: Tags, types: Types, give: Give) -> Wait:
         give(lead)
 
 
-def _another(cursor: Cursor, tags: Tags) -> Generator[None, None, bool]:
+def _another(cursor: Cursor, tags: Tags) -> Reads[bool]:
     """Whether one more begins; else the end is taken."""
     if (yield from cursor.literal(tags.key_begin)):
         return True
@@ -51,7 +51,7 @@ def _another(cursor: Cursor, tags: Tags) -> Generator[None, None, bool]:
     return False
 
 
-def read_up_to(cursor: Cursor, end: str) -> Generator[None, None, str]:
+def read_up_to(cursor: Cursor, end: str) -> Reads[str]:
     """A short text and the marker after it."""
     written = ""
     while not written.endswith(end):

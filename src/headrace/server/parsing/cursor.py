@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
+from typing import TypeVar
 
 MAX_HEAD = 4096  # characters of a call that may be held back until its name is known and its arguments begin
 MAX_SPACE = 64  # characters of white space that may be looked over
 
-Wait = Generator[None, None, None]
+Found = TypeVar("Found")
+Reads = Generator[None, None, Found]
+Wait = Reads[None]
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -68,7 +71,7 @@ class Cursor:
     def _limit(self) -> int:
         return min(len(self.text), self.at + self._room) if self.recording else len(self.text)
 
-    def peek(self) -> Generator[None, None, str]:
+    def peek(self) -> Reads[str]:
         """The next character. Raises Ended, and Malformed where the head is full."""
         while self.at == len(self.text):
             if self.ended:
@@ -78,13 +81,13 @@ class Cursor:
             raise Malformed
         return self.text[self.at]
 
-    def window(self, length: int) -> Generator[None, None, str]:
+    def window(self, length: int) -> Reads[str]:
         """The next ``length`` characters, or fewer at the end of the text."""
         while len(self.text) - self.at < length and not self.ended:
             yield
         return self.text[self.at : self.at + length]
 
-    def space(self) -> Generator[None, None, str]:
+    def space(self) -> Reads[str]:
         """Takes white space up to the next other character; returns that character. Raises as ``peek``."""
         while True:
             character = yield from self.peek()
@@ -106,7 +109,7 @@ class Cursor:
                 return
             yield
 
-    def literal(self, literal: str) -> Generator[None, None, bool]:
+    def literal(self, literal: str) -> Reads[bool]:
         """Takes white space and ``literal`` if they come next; nothing otherwise."""
         if not (yield from self.sees(literal)):
             return False
@@ -119,7 +122,7 @@ class Cursor:
             rest = self.text[self._after_space() :]
             raise Ended if literal.startswith(rest) else Malformed
 
-    def sees(self, literal: str) -> Generator[None, None, bool]:
+    def sees(self, literal: str) -> Reads[bool]:
         """Whether ``literal`` comes next, after white space."""
         while True:
             begin = self._after_space()

@@ -130,19 +130,10 @@ class ToolFormat(_Format, frozen=True, kw_only=True):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        tags, quote = self.tags, self.literals.quote
+        tags = self.tags
         of_tags = (tags.key_begin, tags.key_end, tags.value_begin, tags.value_end, tags.end) if tags is not None else ()
-        own = (
-            *self.section_begin,
-            *self.section_end,
-            self.begin,
-            *self.end,
-            self.separator,
-            self.lead,
-            self.name_end,
-            quote,
-        )
-        return (*own, *of_tags, *super().markers)
+        alone = (self.begin, self.separator, self.lead, self.name_end, self.literals.quote)
+        return (*self.section_begin, *self.section_end, *self.end, *alone, *of_tags, *super().markers)
 
 
 class ReasoningFormat(_Format, frozen=True, kw_only=True):

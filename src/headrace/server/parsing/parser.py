@@ -15,13 +15,13 @@ import re
 import secrets
 import string
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from headrace.server.parsing.arguments import Types, read_tagged, read_up_to
-from headrace.server.parsing.cursor import Cursor, Ended, Malformed, Wait
+from headrace.server.parsing.cursor import Cursor, Ended, Malformed, Reads, Wait
 from headrace.server.parsing.formats import Channels, ReasoningFormat, Style, ToolFormat
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.parsing.texts import CustomText
@@ -181,7 +181,7 @@ class OutputParser:
             else:
                 give = yield from self._read_header(channels, marker)
 
-    def _read_header(self, channels: Channels, before: str) -> Generator[None, None, Give]:
+    def _read_header(self, channels: Channels, before: str) -> Reads[Give]:
         """What the text of the message is for. A call is read here, with its arguments. ``before``: what was taken as
         its start."""
         cursor = self._cursor
@@ -236,7 +236,7 @@ class OutputParser:
             self._count = 1
             self._out.append(ToolCallStart(0, create_call_id(), self._form.text_of, custom=True))
 
-    def _until(self, markers: _Markers, give: Give) -> Generator[None, None, str]:
+    def _until(self, markers: _Markers, give: Give) -> Reads[str]:
         """Gives out the text before a marker and the white space that leads to it; returns the marker, or nothing where
         none comes."""
         cursor = self._cursor
@@ -291,7 +291,7 @@ class OutputParser:
         if tools.begin:
             yield from self._cursor.require(tools.begin)
 
-    def _next_call(self, tools: ToolFormat) -> Generator[None, None, bool]:
+    def _next_call(self, tools: ToolFormat) -> Reads[bool]:
         """After a call: up to the next one. What is in the way of it is content."""
         cursor = self._cursor
         if self._form.single or self._form.fixed_name:
@@ -307,14 +307,14 @@ class OutputParser:
         cursor.head()
         return False
 
-    def _begins_call(self, tools: ToolFormat, separated: bool) -> Generator[None, None, bool]:
+    def _begins_call(self, tools: ToolFormat, separated: bool) -> Reads[bool]:
         if tools.begin:
             return (yield from self._cursor.literal(tools.begin))
         if tools.style is Style.KEYWORDS:
             return separated or (not tools.separator and (yield from self._sees_name()))
         return (yield from self._cursor.sees("{"))
 
-    def _sees_name(self) -> Generator[None, None, bool]:
+    def _sees_name(self) -> Reads[bool]:
         """Whether a letter comes next, after white space."""
         yield from self._cursor.skip_space()
         return bool(_NAME.match((yield from self._cursor.window(1))))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from headrace.server.parsing.cursor import Cursor, Ended, Malformed, Wait
+from headrace.server.parsing.cursor import Cursor, Ended, Malformed, Reads, Wait
 from headrace.server.parsing.formats import Literals
 
 MAX_DEPTH = 128
@@ -59,7 +59,7 @@ class _Values:
             if (yield from self._leave()):
                 return
 
-    def _enter(self, opener: str) -> Generator[None, None, bool]:
+    def _enter(self, opener: str) -> Reads[bool]:
         """Into an object or a list, up to its first value; False where it has none."""
         if len(self._open) == MAX_DEPTH:
             raise Malformed
@@ -71,7 +71,7 @@ class _Values:
             yield from self._read_key()
         return True
 
-    def _leave(self) -> Generator[None, None, bool]:
+    def _leave(self) -> Reads[bool]:
         """After a value: out of what ends here, up to the next value; True where the outermost has ended."""
         while self._open:
             character = yield from self._space()
@@ -92,13 +92,13 @@ class _Values:
     def _close(self, closer: str) -> None:
         self._take(closer if self._open else "")
 
-    def _continues(self) -> Generator[None, None, bool]:
+    def _continues(self) -> Reads[bool]:
         """Takes the comma; whether a value comes behind it."""
         yield from ()
         self._take(",")
         return True
 
-    def _space(self) -> Generator[None, None, str]:
+    def _space(self) -> Reads[str]:
         """The next character that is no white space."""
         while (character := (yield from self._cursor.peek())) in " \t\r\n":
             self._give(self._cursor.match(_SPACE))
@@ -152,7 +152,7 @@ def _read_escape(cursor: Cursor, give: Give) -> Wait:
     give(cursor.take(cursor.at + needed))
 
 
-def _read_atom(cursor: Cursor, words: Mapping[str, str]) -> Generator[None, None, str]:
+def _read_atom(cursor: Cursor, words: Mapping[str, str]) -> Reads[str]:
     """A number or one of ``words``; whole, because only what follows shows where it ends. Raises Malformed, Ended."""
     while True:
         found = _ATOM.match(cursor.text, cursor.at)
@@ -170,7 +170,7 @@ def _read_atom(cursor: Cursor, words: Mapping[str, str]) -> Generator[None, None
     return words.get(atom, atom)
 
 
-def read_text(cursor: Cursor) -> Generator[None, None, str]:
+def read_text(cursor: Cursor) -> Reads[str]:
     """A string's value, for strings that are short where all is well."""
     if (yield from cursor.space()) != '"':
         raise Malformed
@@ -204,14 +204,14 @@ class _Literals(_Values):
     def _close(self, closer: str) -> None:
         self._take("}" if closer == "}" else "]")
 
-    def _continues(self) -> Generator[None, None, bool]:
+    def _continues(self) -> Reads[bool]:
         self._cursor.take(self._cursor.at + 1)
         if (yield from self._space()) == self._open[-1]:
             return False
         self._give(", ")
         return True
 
-    def _space(self) -> Generator[None, None, str]:
+    def _space(self) -> Reads[str]:
         return (yield from self._cursor.space())
 
     def _read_scalar(self, first: str) -> Wait:
@@ -228,7 +228,7 @@ class _Literals(_Values):
         yield from self._cursor.require(":")
         self._give(": ")
 
-    def _read_text(self) -> Generator[None, None, bool]:
+    def _read_text(self) -> Reads[bool]:
         """A text between quotes, where one begins."""
         cursor, quote = self._cursor, self._literals.quote
         if quote:
@@ -268,7 +268,7 @@ def read_keywords(cursor: Cursor, literals: Literals, give: Give) -> Wait:
         give(lead)
 
 
-def read_word(cursor: Cursor, letters: re.Pattern[str]) -> Generator[None, None, str]:
+def read_word(cursor: Cursor, letters: re.Pattern[str]) -> Reads[str]:
     """Characters that are ``letters``, up to the first that is none. Raises Malformed where there are none or too
     many."""
     word = ""
@@ -316,7 +316,7 @@ def _read_python_string(cursor: Cursor, give: Give) -> Wait:
     give('"')
 
 
-def _read_python_escape(cursor: Cursor) -> Generator[None, None, str]:
+def _read_python_escape(cursor: Cursor) -> Reads[str]:
     """An escape taken whole, as JSON writes it. One that Python does not know is its two characters, as in Python."""
     window = yield from cursor.window(2)
     letter = window[1:]
