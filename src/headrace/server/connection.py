@@ -535,15 +535,8 @@ class Acceptor:
         try:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is None:
-                await self._loop.connect_accepted_socket(self._create, sock)
-            else:
-                await self._loop.connect_accepted_socket(
-                    self._create,
-                    sock,
-                    ssl=self._tls,
-                    ssl_handshake_timeout=HANDSHAKE_SECONDS,
-                    ssl_shutdown_timeout=SHUTDOWN_SECONDS,
-                )
+            limits = {"ssl_handshake_timeout": HANDSHAKE_SECONDS, "ssl_shutdown_timeout": SHUTDOWN_SECONDS}
+            secured: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls, **limits}
+            await self._loop.connect_accepted_socket(self._create, sock, **secured)
         except OSError:  # it is gone again, speaks no TLS, shows no certificate, or takes too long
             sock.close()

@@ -174,6 +174,8 @@ FINE = "time_to_first_token_fine"  # for the dashboard, and not shown here
 
 Key = TypeVar("Key")
 Sample = tuple[str, str, float]  # what its name ends in, labels, value
+Value = float | Iterable[Sample]
+Each = Mapping[str, Value] | None
 
 
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -394,16 +396,7 @@ class _Text:
     def __str__(self) -> str:
         return "".join(self._parts)
 
-    def add(
-        self,
-        name: str,
-        kind: str,
-        help: str,
-        value: float | Iterable[Sample],
-        *,
-        only: str | None = None,
-        each: Mapping[str, float | Iterable[Sample]] | None = None,
-    ) -> None:
+    def add(self, name: str, kind: str, help: str, value: Value, only: str | None = None, each: Each = None) -> None:
         """``each``: the values of several engines under vLLM's name, by their labels."""
         head, lines = f"# HELP \0{name} {help}\n# TYPE \0{name} {kind}\n", _lines(name, value)
         for prefix, fixed in self._labels.items():
@@ -433,7 +426,7 @@ class _Text:
             apart = each if metric.at and metric.at.partition(".")[0] not in _OF_FRONT_ENDS else None
             own = {labels: _find(metric.at, told) for labels, told in apart.items()} if apart else {}
             parts = {labels: _samples(metric, part[0]) for labels, part in own.items() if part is not None}
-            self.add(name, metric.kind, metric.help, _samples(metric, found[0]), only=metric.only, each=parts)
+            self.add(name, metric.kind, metric.help, _samples(metric, found[0]), metric.only, parts)
 
 
 _OF_FRONT_ENDS = ("sources", "finished")
@@ -448,7 +441,7 @@ def _find(path: str, values: Given) -> tuple[Any] | None:
     return None if held is None else (held.get(last),)
 
 
-def _lines(name: str, value: float | Iterable[Sample]) -> str:
+def _lines(name: str, value: Value) -> str:
     """With marks for what comes before the name, and for labels."""
     return "".join(
         f"\0{name}{suffix}{{\1,{labels}}} {number}\n" if labels else f"\0{name}{suffix}{{\1}} {number}\n"
@@ -456,7 +449,7 @@ def _lines(name: str, value: float | Iterable[Sample]) -> str:
     )
 
 
-def _samples(metric: Metric, value: Any) -> float | Iterable[Sample]:
+def _samples(metric: Metric, value: Any) -> Value:
     if metric.kind == "histogram":
         return _buckets(value)
     return (

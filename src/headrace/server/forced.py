@@ -24,6 +24,7 @@ from headrace.server.dialects.conversation import Tool, ToolChoice
 from headrace.server.parsing import AnswerFormat
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, Literals, Style, Tags, ToolFormat
 from headrace.server.tools import (
+    PLACES,
     call_schema,
     check_arguments,
     check_references,
@@ -40,22 +41,14 @@ _KEY = {
     Style.TAGS: re.compile(r"[^<>\"\n\s](?:[^<>\"\n]{0,198}[^<>\"\n\s])?"),
     Style.KEYWORDS: re.compile(r"\w{1,200}"),
 }
-_ROOT = frozenset(
-    [
-        "type",
-        "properties",
-        "required",
-        "additionalProperties",
-        "description",
-        "title",
-        "$schema",
-        "$defs",
-        "definitions",
-    ]
-)
-_TEXT = frozenset(("type", "description", "title", "default", "examples"))  # of a schema that any text satisfies
+_SAID = ("description", "title")
+_ROOT = frozenset(("type", "properties", "required", "additionalProperties", "$schema", *_SAID, *PLACES))
+_TEXT = frozenset(("type", "default", "examples", *_SAID))  # of a schema that any text satisfies
 _MOST_OPTIONAL = 48  # parameters, of Python's arguments: their rules grow with its square
 _SPACE = "ws: /[ \\n]{0,2}/\n"
+
+
+Special = Collection[str]  # markers that are tokens of their own
 
 
 class _Unwritable(Exception):
@@ -67,10 +60,9 @@ def constrain(
     tools: Sequence[Tool] | None,
     choice: ToolChoice,
     wanted: StructuredOutputs | None,
-    special: Collection[str],
+    special: Special,
 ) -> tuple[AnswerFormat, StructuredOutputs | None]:
-    """The form in which what is asked for will come, and the grammar for it. ``special``: markers that are tokens of
-    their own.
+    """The form in which what is asked for will come, and the grammar for it.
 
     Where a call is asked for, no answer is, whatever form ``wanted`` gives it; else there may be calls instead of one.
     Raises InvalidRequest for tools that cannot be called so.
@@ -93,7 +85,7 @@ def constrain(
     return form, replace(wanted, preface=_preface(form, special, first, calls_too))
 
 
-def _beside(format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]) -> _Calls:
+def _beside(format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, special: Special) -> _Calls:
     """Calls that may come instead of an answer."""
     check_arguments(tools, choice)
     try:
@@ -104,7 +96,7 @@ def _beside(format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, speci
 
 
 def _constrain_to_calls(
-    form: AnswerFormat, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]
+    form: AnswerFormat, tools: Sequence[Tool], choice: ToolChoice, special: Special
 ) -> tuple[AnswerFormat, StructuredOutputs]:
     check_arguments(tools, choice)
     if form.tools is not None:
@@ -124,7 +116,7 @@ def _constrain_to_calls(
 # --- reasoning
 
 
-def _preface(form: AnswerFormat, special: Collection[str], answer: str, calls: _Calls | None = None) -> str:
+def _preface(form: AnswerFormat, special: Special, answer: str, calls: _Calls | None = None) -> str:
     """What stands before an ``answer``, or instead of it."""
     rules = [] if calls is None else calls.rules
     last = answer if calls is None else f"({answer} | {calls.start})"
@@ -138,7 +130,7 @@ def _preface(form: AnswerFormat, special: Collection[str], answer: str, calls: _
     return "\n".join([f"start: {first} {last}", f"thought{ended}", *rules, _SPACE])
 
 
-def _text_until(end: str, special: Collection[str]) -> str:
+def _text_until(end: str, special: Special) -> str:
     """What follows a rule's name in Lark: any text, then ``end``. A special token is in no text, so that only it ends
     one."""
     pieces = _pieces(end, special)
@@ -151,22 +143,22 @@ def _text_until(end: str, special: Collection[str]) -> str:
 # --- calls
 
 
-def _pieces(text: str, special: Collection[str]) -> list[str]:
+def _pieces(text: str, special: Special) -> list[str]:
     """``text`` with special tokens apart."""
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     return [piece for piece in re.split(f"({names})", text) if piece]
 
 
-def _named(pieces: Sequence[str], special: Collection[str]) -> list[str]:
+def _named(pieces: Sequence[str], special: Special) -> list[str]:
     return [special_name(piece) if piece in special else json.dumps(piece, ensure_ascii=False) for piece in pieces]
 
 
-def _literal(text: str, special: Collection[str]) -> str:
+def _literal(text: str, special: Special) -> str:
     """``text`` in Lark; special tokens in it by their names."""
     return " ".join(_named(_pieces(text, special), special))
 
 
-def _marked(text: str, special: Collection[str]) -> list[str]:
+def _marked(text: str, special: Special) -> list[str]:
     """A marker that a family may not have."""
     return [_literal(text, special)] if text else []
 
@@ -178,13 +170,7 @@ class _Calls:
     """
 
     def __init__(
-        self,
-        format: ToolFormat,
-        tools: Sequence[Tool],
-        choice: ToolChoice,
-        special: Collection[str],
-        *,
-        beside: bool = False,
+        self, format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, special: Special, *, beside: bool = False
     ) -> None:
         offered = [tool for tool in tools if not choice.name or tool["function"]["name"] == choice.name]
         self._format, self._special = format, special
@@ -234,7 +220,7 @@ def _json(schema: Any) -> str:
 class _Function:
     """One function's call behind what begins every call: rules in Lark, the first of which is ``name``."""
 
-    def __init__(self, format: ToolFormat, tool: Tool, name: str, special: Collection[str], beside: bool) -> None:
+    def __init__(self, format: ToolFormat, tool: Tool, name: str, special: Special, beside: bool) -> None:
         self.name = name
         self._special = special
         self._beside = beside

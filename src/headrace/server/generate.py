@@ -134,13 +134,12 @@ def _constrained(
     params, conversation = request.params, request.conversation
     wanted, choice, tools = params.structured_outputs, conversation.choice, conversation.tools
     offered = offered_schemas(tools, choice) if tools is not None and (choice.forced or wanted is not None) else ()
-    continued = text_of(conversation.messages[-1]["content"]) if conversation.continue_final_message else None
-    if continued is not None and choice.forced:
+    if conversation.continue_final_message and choice.forced:
         raise InvalidRequest(
             "tool_choice asks for a call, but the last message is to be continued; give one of them.",
             param="tool_choice",
         )
-    answer, grammar = service.model.answer_format(prompt[-_ENDING:], tools, choice, wanted, continued)
+    answer, grammar = service.model.answer_format(prompt[-_ENDING:], conversation, wanted)
     return answer, params if grammar is wanted else replace(params, structured_outputs=grammar), offered
 
 
@@ -186,19 +185,13 @@ async def render_chat(
 
 
 async def encode_prompt(
-    service: Service,
-    exchange: Exchange,
-    prompt: str | array[int],
-    add_special_tokens: bool,
-    truncate: int | None = None,
+    service: Service, exchange: Exchange, prompt: str | array[int], special: bool, truncate: int | None = None
 ) -> ParsedPrompt:
     """Text to ids, off the event loop if it is long; ids as they are. ``truncate`` None: a text that is far too long is
     refused early."""
     if not isinstance(prompt, str):
         return ParsedPrompt(None, prompt)
-    encode = partial(
-        service.model.any_engine().inputs.encode, prompt, add_special_tokens=add_special_tokens, truncate=truncate
-    )
+    encode = partial(service.model.any_engine().inputs.encode, prompt, add_special_tokens=special, truncate=truncate)
     return ParsedPrompt(prompt, array("i", await service.limits.threads.run(len(prompt), encode, exchange.tenant)))
 
 

@@ -123,19 +123,9 @@ class Inflight:
     ) -> Iterator[Job]:
         """Known from now on; ended when the block is left."""
         ids = (answer.id,) if exchange.client_named else (answer.id, exchange.request_id)
-        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        structured = requests[0].params.structured_outputs is not None
-        job = Job(
-            ids,
-            exchange.tenant,
-            exchange.route,
-            answer.prompts,
-            answer.choices,
-            streams,
-            prompt_tokens,
-            structured,
-            requests[0].explain,
-        )
+        count, first = sum(len(request.prompt_token_ids) for request in requests), requests[0]
+        held, explain = first.params.structured_outputs is not None, first.explain
+        job = Job(ids, exchange.tenant, exchange.route, answer.prompts, answer.choices, streams, count, held, explain)
         job.client_request_id = exchange.request_id if exchange.client_named else None
         self._jobs.update(dict.fromkeys(ids, job))
         try:

@@ -18,6 +18,7 @@ import socket
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -160,41 +161,36 @@ async def until(done: Callable[[], bool], seconds: float) -> None:
         await asyncio.sleep(0.02)
 
 
+@dataclass
 class Lifecycle:
-    """One server. ``announce`` gets lines for people, ``ready`` is called once with the engine."""
+    """One server. ``announce`` gets lines for people, ``ready`` is called once with the engine. ``behind``: services
+    of which ``service`` is the front, where there are several models."""
 
-    def __init__(
-        self,
-        service: Service,
-        guard: Guard,
-        sock: socket.socket,
-        create_engine: CreateEngine,
-        announce: Announce,
-        ready: Callable[[AsyncLLM], None],
-        routes: Sequence[Route] = ROUTES,
-        services: Sequence[Service] = (),
-    ) -> None:
-        """``services``: those behind ``service``, which then is the front of several models."""
-        self._routes, self._services = routes, (service, *services)
-        self._service = service
-        self._guard = guard
-        self._sock = sock
-        self._create_engine = create_engine
-        self._announce = announce
-        self._ready = ready
-        self._signals = Signals()
+    service: Service
+    guard: Guard
+    sock: socket.socket
+    create_engine: CreateEngine
+    announce: Announce
+    ready: Callable[[AsyncLLM], None]
+    routes: Sequence[Route] = ROUTES
+    behind: Sequence[Service] = ()
+    signals: Signals = field(default_factory=Signals)
+
+    @property
+    def services(self) -> Sequence[Service]:
+        return (self.service, *self.behind)
 
     async def run(self) -> int:
-        with self._signals.handled():
-            loading = asyncio.ensure_future(self._create_engine())
-            service = self._service
-            app = App(service, self._guard, self._routes)
+        with self.signals.handled():
+            loading = asyncio.ensure_future(self.create_engine())
+            service = self.service
+            app = App(service, self.guard, self.routes)
             page, pages = service.limits.page, service.limits.counters.pages
             connections = Connections(connection_limit(service.config.max_queue), page)
             tls = create_context(service.config)
-            acceptor = Acceptor(self._sock, partial(Connection, app.answer, connections), page, pages, tls)
+            acceptor = Acceptor(self.sock, partial(Connection, app.answer, connections), page, pages, tls)
             acceptor.start()
-            watched = [each for own in self._services for each in (own.observed.pulse.run(), own.observed.shared.run())]
+            watched = [each for own in self.services for each in (own.observed.pulse.run(), own.observed.shared.run())]
             forever = (*watched, page.stamp(), follow_files(tls, service.config))
             beside = [asyncio.create_task(each) for each in forever]
             try:
@@ -204,46 +200,46 @@ class Lifecycle:
                     each.cancel()
                 acceptor.close()
                 await connections.close(LAST_WORDS_SECONDS)
-                self._service.limits.threads.close()
+                self.service.limits.threads.close()
 
     async def _live(self, loading: asyncio.Future[AsyncLLM]) -> int:
-        engine = await loaded(loading, self._signals)
+        engine = await loaded(loading, self.signals)
         if engine is None:
-            self._announce("Stopped while the engine was loading.")
+            self.announce("Stopped while the engine was loading.")
             return 0
         try:
             if engine.tokenizer is not None:
-                await asyncio.to_thread(self._service.model.learn_dialect, engine.tokenizer)
-            self._service.attach(engine)
-            self._ready(engine)
-            stopped = await asyncio.create_task(watch_engine(engine, self._signals.came))
+                await asyncio.to_thread(self.service.model.learn_dialect, engine.tokenizer)
+            self.service.attach(engine)
+            self.ready(engine)
+            stopped = await asyncio.create_task(watch_engine(engine, self.signals.came))
             return await (self._drain(engine) if stopped else self._end_without_engine(engine))
         finally:
             await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
 
     async def _drain(self, engine: AsyncLLM | None = None) -> int:
         """New requests get 503 from now on; those that run may finish. ``engine``: that all of them need."""
-        for each in self._services:
+        for each in self.services:
             each.model.state = State.DRAINING
-        limit = self._service.config.shutdown_timeout
-        if count := running(self._services):
-            self._announce(f"Stopping: {count} running requests get up to {limit:g} s (press again to end them now).")
+        limit = self.service.config.shutdown_timeout
+        if count := running(self.services):
+            self.announce(f"Stopping: {count} running requests get up to {limit:g} s (press again to end them now).")
 
         def died() -> bool:
             return engine is not None and engine.dead
 
-        await until(lambda: not running(self._services) or self._signals.count > 1 or died(), limit)
+        await until(lambda: not running(self.services) or self.signals.count > 1 or died(), limit)
         if engine is not None and engine.dead:
             return await self._end_without_engine(engine)
-        forced = self._signals.count >= 2
+        forced = self.signals.count >= 2
         told = "The server is shutting down and could not wait for this request; send it to another."
-        await cut(self._services, Unavailable(told))
+        await cut(self.services, Unavailable(told))
         return 1 if forced else 0
 
     async def _end_without_engine(self, engine: AsyncLLM) -> int:
-        if self._service.limits.counters.fd < 0:  # of front ends below a parent, that says it
+        if self.service.limits.counters.fd < 0:  # of front ends below a parent, that says it
             log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
-        await end_dead(self._service)
+        await end_dead(self.service)
         return 1
 
 

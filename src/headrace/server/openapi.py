@@ -99,11 +99,8 @@ def _body_schema(kind: type[Body], given: Schema) -> Schema:
         name: _described(kind, name, schema, name in required) for name, schema in given["properties"].items()
     }
     for name, refused in kind.refused.items():
-        properties[name] = {
-            "enum": [None, *refused.unless],
-            "description": f"Not supported: {refused.instead}.",
-            "deprecated": True,
-        }
+        told = f"Not supported: {refused.instead}."
+        properties[name] = {"enum": [None, *refused.unless], "description": told, "deprecated": True}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     if required:
         schema["required"] = required

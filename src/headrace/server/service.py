@@ -27,8 +27,8 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.processes.garbage import freeze_start
 from headrace.request import Request, SamplingParams, StructuredOutputs
-from headrace.server.dialects.body import read_query
-from headrace.server.dialects.conversation import Tool, ToolChoice
+from headrace.server.dialects.body import Conversation, read_query
+from headrace.server.dialects.conversation import text_of
 from headrace.server.exchange import Exchange, Pulse
 from headrace.server.exposition import Counters, Page, ServerMetrics, most_places
 from headrace.server.forced import constrain
@@ -172,20 +172,16 @@ class Model:
         self._special_markers = frozenset(filter(tokenizer.is_special, self._dialect.names))
 
     def answer_format(
-        self,
-        prompt: str,
-        tools: Sequence[Tool] | None,
-        choice: ToolChoice,
-        wanted: StructuredOutputs | None,
-        continued: str | None = None,
+        self, prompt: str, conversation: Conversation, wanted: StructuredOutputs | None
     ) -> tuple[AnswerFormat, StructuredOutputs | None]:
-        """What answers to ``prompt`` are made of, and what they are held to. ``continued``: a text that they go on
-        with. Raises InvalidRequest."""
+        """What answers are made of, and what they are held to. ``prompt``: its end. Raises InvalidRequest."""
+        tools, choice = conversation.tools, conversation.choice
         asked, reasoning = wanted is not None or choice.forced or choice.customs, self._dialect.reasoning
         if not (asked or tools or reasoning):
             return PLAIN, None
-        if continued is not None and reasoning is not None:  # a text outside of reasoning is past it
-            prompt = max((reasoning.end, reasoning.begin), key=continued.rfind)
+        if conversation.continue_final_message and reasoning is not None:  # a text outside of reasoning is past it
+            said = text_of(conversation.messages[-1]["content"])
+            prompt = max((reasoning.end, reasoning.begin), key=said.rfind)
         format = answer_format(
             self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only
         )

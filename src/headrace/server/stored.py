@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20
@@ -43,31 +43,27 @@ class _Shelf:
         self.size -= self.entries.pop(name)[1].size
 
 
+@dataclass(slots=True)
 class StoredResponses:
     """``clock`` gives seconds."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        max_responses: int = MAX_RESPONSES,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
-        self._clock, self._max_responses, self._max_bytes = clock, max_responses, max_bytes
-        self._shelves: dict[str, _Shelf] = {}
+    clock: Callable[[], float] = time.monotonic
+    max_responses: int = MAX_RESPONSES
+    max_bytes: int = MAX_BYTES
+    _shelves: dict[str, _Shelf] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return sum(len(shelf.entries) for shelf in self._shelves.values())
 
     def put(self, tenant: str, name: str, stored: Stored) -> None:
         """Kept if it is not larger than all that may be kept; the oldest of whoever holds most give way."""
-        if stored.size > self._max_bytes:
+        if stored.size > self.max_bytes:
             return
         shelf = self._shelves.setdefault(tenant, _Shelf(OrderedDict()))
-        shelf.entries[name] = self._clock(), stored
+        shelf.entries[name] = self.clock(), stored
         shelf.size += stored.size
         self._forget_old()
-        while len(self) > self._max_responses or sum(each.size for each in self._shelves.values()) > self._max_bytes:
+        while len(self) > self.max_responses or sum(each.size for each in self._shelves.values()) > self.max_bytes:
             largest = max(self._shelves.values(), key=lambda each: (each.size, len(each.entries)))
             largest.pop(next(iter(largest.entries)))
 
@@ -85,7 +81,7 @@ class StoredResponses:
         return found
 
     def _forget_old(self) -> None:
-        limit = self._clock() - MAX_SECONDS
+        limit = self.clock() - MAX_SECONDS
         for tenant, shelf in list(self._shelves.items()):
             while shelf.entries and next(iter(shelf.entries.values()))[0] < limit:
                 shelf.pop(next(iter(shelf.entries)))

@@ -16,7 +16,7 @@ from headrace.server.dialects.conversation import Grammar, Mode, Tool, ToolChoic
 from headrace.server.parsing.formats import FORCED_CALLS, Style, ToolFormat
 from headrace.server.wire import Given, Json
 
-_PLACES = ("$defs", "definitions")  # of what a schema refers to
+PLACES = ("$defs", "definitions")  # of what a schema refers to
 # At most a space between the parts of a call, as models write them: small ones lose themselves where more is allowed.
 _SPACING = {"whitespace_pattern": " ?", "coerce_one_of": True}
 
@@ -112,7 +112,7 @@ def check_arguments(tools: Sequence[Tool], choice: ToolChoice) -> None:
 
 def _call(tool: Tool, format: ToolFormat = FORCED_CALLS) -> Json:
     name = tool["function"]["name"]
-    parameters = {key: value for key, value in parameters_of(tool).items() if key not in _PLACES}
+    parameters = {key: value for key, value in parameters_of(tool).items() if key not in PLACES}
     properties = {format.name_key: {"const": name}, format.arguments_key: parameters}
     if format.style is Style.KEYED:
         properties = {name: parameters}
@@ -127,7 +127,7 @@ def _definitions(tools: Sequence[Tool], choice: ToolChoice) -> Json:
     for index, tool in enumerate(tools):
         where = choice.place(index)
         check_references(where, tool)
-        for place in _PLACES:
+        for place in PLACES:
             given = parameters_of(tool).get(place, {})
             if not isinstance(given, dict):
                 raise InvalidRequest(f"{place} of {where} must be an object.", param=where, code="invalid_type")
@@ -147,7 +147,7 @@ def check_references(where: str, tool: Tool) -> None:
         node = nodes.pop()
         nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
         target = node.get("$ref") if isinstance(node, dict) else None
-        if isinstance(target, str) and not target.startswith(tuple(f"#/{place}/" for place in _PLACES)):
+        if isinstance(target, str) and not target.startswith(tuple(f"#/{place}/" for place in PLACES)):
             remedy = "refer to #/$defs, or choose the function by name"
             raise InvalidRequest(
                 f"{where} refers to {target[:100]!r}, which a list of calls cannot hold; {remedy}.", param=where

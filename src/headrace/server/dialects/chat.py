@@ -80,18 +80,10 @@ def parse_chat(raw: Given, defaults: Given) -> ChatRequest[ChatBody]:
             "echo shows the message that is continued, and none is; set continue_final_message or leave echo out.",
             param="echo",
         )
-    return ChatRequest(
-        conversation=read_conversation(raw, body),
-        **asked(
-            body,
-            defaults,
-            max_tokens=old if new is None else new,
-            logprobs=body.top_logprobs if body.logprobs else None,
-        ),
-        shape=older_shape(body, logprobs=body.logprobs),
-        echo=body.echo,
-        **thinking_options(body.thinking_token_budget),
-    )
+    conversation, scores = read_conversation(raw, body), body.top_logprobs if body.logprobs else None
+    common = asked(body, defaults, max_tokens=old if new is None else new, logprobs=scores)
+    common |= {"shape": older_shape(body, logprobs=body.logprobs), **thinking_options(body.thinking_token_budget)}
+    return ChatRequest(conversation=conversation, echo=body.echo, **common)
 
 
 def read_conversation(raw: Given, body: ChatBody) -> Conversation:

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from headrace.engine.output import RequestDelta
 from headrace.server.parsing.parser import OutputParser
-from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallStart
+from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.wire import Answer, ChoiceState, PromptState, Shape, encode
 
 
@@ -24,6 +24,9 @@ class Kind(Enum):
     REASONING = "reasoning"
     TEXT = "text"
     CALL = "call"
+
+
+_KINDS = {Content: Kind.TEXT, Reasoning: Kind.REASONING, ToolCallArguments: Kind.CALL}
 
 
 @dataclass(slots=True)
@@ -110,7 +113,7 @@ class PartsAnswer(Answer):
     def _change(self, segment: Segment) -> str:
         if isinstance(segment, ToolCallStart):
             return self._enter(Part(Kind.CALL, segment.id, segment.name, custom=segment.custom))
-        events, kind = "", self._kind_of(segment)
+        events, kind = "", _KINDS[type(segment)]
         if not segment.text:
             return ""
         if not self.parts or self.parts[-1].kind is not kind:
@@ -118,16 +121,6 @@ class PartsAnswer(Answer):
         part = self.parts[-1]
         part.pieces.append(segment.text)
         return events + self.grow(len(self.parts) - 1, part, segment.text)
-
-    @staticmethod
-    def _kind_of(segment: Segment) -> Kind:
-        return (
-            Kind.TEXT
-            if isinstance(segment, Content)
-            else Kind.REASONING
-            if isinstance(segment, Reasoning)
-            else Kind.CALL
-        )
 
     def _enter(self, part: Part) -> str:
         events = self._close_last() if self.parts else ""

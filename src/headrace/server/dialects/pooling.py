@@ -64,6 +64,9 @@ _FLOAT_BYTES = 24  # of a number in JSON, at most; base64 takes less
 Texts = Annotated[Any, Meta(extra_json_schema=texts_schema(MAX_INPUTS))]
 
 
+Pairs = list[tuple[str, str]]
+
+
 class TextDocument(Struct):
     text: str
 
@@ -133,13 +136,13 @@ def parse_embedding(raw: Given) -> tuple[EmbeddingBody, list[str | array[int]]]:
     return body, read_prompts("input", body.input, MAX_INPUTS)
 
 
-def parse_rerank(raw: Given) -> tuple[RerankBody, list[tuple[str, str]]]:
+def parse_rerank(raw: Given) -> tuple[RerankBody, Pairs]:
     """Raises InvalidRequest naming the field."""
     body = RerankBody.read(raw)
     return body, [(body.query, each if isinstance(each, str) else each.text) for each in body.documents]
 
 
-def parse_score(raw: Given) -> tuple[ScoreBody, list[tuple[str, str]]]:
+def parse_score(raw: Given) -> tuple[ScoreBody, Pairs]:
     """Raises InvalidRequest naming the field."""
     body = ScoreBody.read(raw)
     for name, texts in (("text_1", body.text_1), ("text_2", body.text_2)):
@@ -176,12 +179,7 @@ async def score(service: Service, exchange: Exchange) -> None:
 
 
 async def _score(
-    service: Service,
-    exchange: Exchange,
-    body: PairsBody,
-    pairs: Sequence[tuple[str, str]],
-    create: Callable[..., ScoreAnswer],
-    param: str,
+    service: Service, exchange: Exchange, body: PairsBody, pairs: Pairs, create: Callable[..., ScoreAnswer], param: str
 ) -> None:
     """A reranker reads both texts of a pair at once; of a model that embeds, each text is embedded once."""
     service.model.check_task("embed", "score")
@@ -217,12 +215,7 @@ def _pooling(service: Service) -> PoolingSpec:
 
 
 async def _deliver(
-    service: Service,
-    exchange: Exchange,
-    body: PoolingBody,
-    job: Job,
-    create: Callable[[Shape, Sequence[PromptState]], Answer],
-    bytes_each: int,
+    service: Service, exchange: Exchange, body: PoolingBody, job: Job, create: Callable[..., Answer], bytes_each: int
 ) -> None:
     """Checks every prompt, has all of them computed, and answers. ``bytes_each``: of the answer, for each prompt."""
     shape = await service.model.named(TEXT_ALONE, body.model)

@@ -40,6 +40,7 @@ from headrace.server.wire import HOLE, ErrorShape, Given, Json, PromptState, Sha
 
 _INPUT_ITEMS = "/input_items"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_STEMS = {Kind.REASONING: "reasoning_text", Kind.TEXT: "output_text", Kind.CALL: "function_call_arguments"}
 _ID_PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
@@ -311,10 +312,4 @@ def _content(part: Part, text: str) -> Json:
 
 def _stem(part: Part) -> str:
     """Of the events about a part's text."""
-    if part.custom:
-        return "response.custom_tool_call_input"
-    return {
-        Kind.REASONING: "response.reasoning_text",
-        Kind.TEXT: "response.output_text",
-        Kind.CALL: "response.function_call_arguments",
-    }[part.kind]
+    return f"response.{'custom_tool_call_input' if part.custom else _STEMS[part.kind]}"

@@ -75,12 +75,8 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         parsed = await generate.encode_prompt(service, exchange, body.prompt or "", bool(body.add_special_tokens))
     ids, tokenizer = parsed.token_ids or array("i"), engine.tokenizer if body.return_token_strs else None
     strings = None if tokenizer is None else encode_list(map(tokenizer.token_text, ids))
-    shown = {
-        "count": len(ids),
-        "max_model_len": engine.info.max_sequence_tokens,
-        "tokens": encode_list(ids),
-        "token_strs": strings,
-    }
+    longest = engine.info.max_sequence_tokens
+    shown = {"count": len(ids), "max_model_len": longest, "tokens": encode_list(ids), "token_strs": strings}
     await exchange.reply_pieces(
         await service.limits.threads.run(TOKEN_BYTES * len(ids), lambda: list(encode_object(shown)), exchange.tenant)
     )

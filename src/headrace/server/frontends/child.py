@@ -48,13 +48,9 @@ class FrontEnd:
         self._replicas: Replicas | None = None
         self._warning: asyncio.Future[None] | None = None
         counters = Counters.open(launch.counters, launch.server.api_server_count)
+        routes, number = [route.path for route in ROUTES], launch.number - 1
         self._service = Service(
-            launch.server,
-            launch.version,
-            [route.path for route in ROUTES],
-            engine_config=launch.engine,
-            counters=counters,
-            number=launch.number - 1,
+            launch.server, launch.version, routes, engine_config=launch.engine, counters=counters, number=number
         )
         self._service.created = launch.created
         self._parent = Channel(link.FromParent, self._hear, _end_orphaned, self._respond)

@@ -86,17 +86,17 @@ class MembersLife(Lifecycle):
         members = self._keeper.members
         lives = [asyncio.create_task(self._keep(member)) for member in members]
         try:
-            stop = asyncio.create_task(self._signals.came.wait())
+            stop = asyncio.create_task(self.signals.came.wait())
             settled = asyncio.create_task(self._await_starts())
             await asyncio.wait([stop, settled], return_when=asyncio.FIRST_COMPLETED)
             settled.cancel()
-            if not self._signals.count:
+            if not self.signals.count:
                 if any(member.engine is not None for member in members):
                     self._all_ready()
                 ended: asyncio.Future[Any] = asyncio.gather(*lives)
                 await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
-            if not self._signals.count:
+            if not self.signals.count:
                 log.error("No model can be served, and the server ends.")
                 return 1
             return await self._drain()
@@ -116,7 +116,7 @@ class MembersLife(Lifecycle):
     async def _keep(self, member: Member) -> None:
         """Starts it, and again when it dies; until the server ends, or the next start would fail as the last did."""
         failed, ever = 0, False
-        while not self._signals.count:
+        while not self.signals.count:
             try:
                 engine = await self._keeper.load(member, partial(self._start, member.config.engine))
             except HeadraceError as error:
@@ -131,11 +131,11 @@ class MembersLife(Lifecycle):
             if hopeless:
                 return
             if member.engine is not None:
-                if await watch_engine(engine, self._signals.came):
+                if await watch_engine(engine, self.signals.came):
                     return
                 await self._bury(member, engine)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signals.came.wait(), min(MOST_SECONDS, 2.0**failed - 0.5))
+                await asyncio.wait_for(self.signals.came.wait(), min(MOST_SECONDS, 2.0**failed - 0.5))
 
     async def _bury(self, member: Member, engine: AsyncLLM) -> None:
         """Its requests end; others' go on."""
