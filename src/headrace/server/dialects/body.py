@@ -214,18 +214,18 @@ class Refused:
             raise InvalidRequest(f"{name} is not supported: {self.instead}.", param=name, code=self.code)
 
 
-def refused(*tables: str) -> Mapping[str, Refused]:
-    """What stands in these tables of fields.toml."""
-    entries = {name: entry for table in tables for name, entry in TOLD["refused"][table].items()}
-    return {name: Refused(entry) if isinstance(entry, str) else Refused(**entry) for name, entry in entries.items()}
-
-
 class Body(Struct):
     """The fields of a route. Null says the same as leaving a field out: it is gone before the struct is made."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {}
+    also: ClassVar[tuple[str, ...]] = ()  # tables of fields.toml, beside those that bear its name and its bases'
+    refused: ClassVar[dict[str, Refused]] = {}  # what stands in these
     one_of: ClassVar[tuple[str, ...]] = ()  # fields of which exactly one is given
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields, where these are not given by their own
+
+    def __init_subclass__(cls) -> None:
+        tables = [name for each in reversed(cls.__mro__) for name in (*vars(each).get("also", ()), each.__name__)]
+        entries = {name: entry for table in tables for name, entry in TOLD["refused"].get(table, {}).items()}
+        cls.refused = {name: Refused(**({"instead": e} if isinstance(e, str) else e)) for name, e in entries.items()}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -444,7 +444,6 @@ class GeneratingBody(Body):
 
     format_name: ClassVar[str] = "response_format"  # of the API's own field that says what the answer must be
     wire_names: ClassVar[Mapping[str, str]] = {}  # what clients call what SamplingParams call otherwise
-    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody")
 
     @property
     def limit_name(self) -> str | None:
@@ -474,8 +473,6 @@ class OlderBody(GeneratingBody, kw_only=True):
     n: int = 1
     stop: Word | Stops | None = None
     response_format: FreeText | ObjectFormat | DescribedFormat | None = None
-
-    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "OlderBody")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

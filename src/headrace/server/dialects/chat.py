@@ -6,8 +6,7 @@ and deltas. What may not: what routes share (body.py), messages (conversation.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET
 
@@ -22,12 +21,10 @@ from headrace.server.dialects.body import (
     Count,
     Effort,
     OlderBody,
-    Refused,
     Variables,
     asked,
     choose,
     older_shape,
-    refused,
     template_variables,
     thinking_options,
 )
@@ -61,8 +58,7 @@ class ChatBody(OlderBody, kw_only=True):
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
 
-    wire_names: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
-    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "OlderBody", "ChatBody")
+    wire_names = {"logprobs": "top_logprobs"}
 
 
 def parse_chat(raw: Given, defaults: Given) -> ChatRequest[ChatBody]:

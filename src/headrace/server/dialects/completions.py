@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -24,12 +24,10 @@ from headrace.server.dialects.body import (
     Count,
     GenerationRequest,
     OlderBody,
-    Refused,
     asked,
     older_shape,
     prompts_schema,
     read_prompts,
-    refused,
 )
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
@@ -62,8 +60,6 @@ class CompletionBody(OlderBody, kw_only=True):
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
-
-    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "OlderBody", "CompletionBody")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

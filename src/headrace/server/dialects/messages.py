@@ -7,8 +7,7 @@ generation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -24,11 +23,9 @@ from headrace.server.dialects.body import (
     Format,
     GeneratingBody,
     Label,
-    Refused,
     Stops,
     Variables,
     asked,
-    refused,
     template_variables,
     thinking_options,
 )
@@ -157,9 +154,9 @@ class MessagesBody(GeneratingBody, kw_only=True):
     thinking_token_budget: Count | None = None
     inference_geo: Label = ""
 
-    format_name: ClassVar[str] = "output_config.format"
-    wire_names: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences"}
-    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "parts", "CountBody", "MessagesBody")
+    format_name = "output_config.format"
+    wire_names = {"stop": "stop_sequences"}
+    also = ("parts", "CountBody")
 
 
 class CountBody(Body, kw_only=True):
@@ -172,8 +169,6 @@ class CountBody(Body, kw_only=True):
     thinking: Thinking | None = None
     chat_template_kwargs: Variables = {}
     cache_control: Json = {}
-
-    refused: ClassVar[Mapping[str, Refused]] = refused("CountBody")
 
 
 Prompt = MessagesBody | CountBody

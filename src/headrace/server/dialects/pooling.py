@@ -11,10 +11,10 @@ import asyncio
 import base64
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -31,13 +31,11 @@ from headrace.server.dialects.body import (
     Count,
     Label,
     Priority,
-    Refused,
     Salt,
     Truncate,
     check_count,
     prompts_schema,
     read_prompts,
-    refused,
     texts_schema,
 )
 from headrace.server.exchange import Exchange
@@ -83,15 +81,11 @@ class PoolingBody(Body):
     cache_salt: Salt = ""
     user: Label = ""
 
-    refused: ClassVar[Mapping[str, Refused]] = refused("PoolingBody")
-
 
 class EmbeddingBody(PoolingBody, kw_only=True):
     input: Annotated[Any, Meta(extra_json_schema=prompts_schema(MAX_INPUTS))]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-
-    refused: ClassVar[Mapping[str, Refused]] = refused("PoolingBody", "EmbeddingBody")
 
 
 class PairsBody(PoolingBody):
@@ -105,13 +99,11 @@ class RerankBody(PairsBody, kw_only=True):
     top_n: Count = 0
     return_documents: bool = True
 
-    refused: ClassVar[Mapping[str, Refused]] = refused("PoolingBody", "RerankBody")
-
 
 class ScoreBody(PairsBody, kw_only=True):
     """Under any of the names that vLLM has had for the two texts."""
 
-    aliases: ClassVar[Mapping[str, str]] = {
+    aliases = {
         "queries": "text_1", "data_1": "text_1", "documents": "text_2", "data_2": "text_2"
     }  # fmt: skip
     text_1: Texts

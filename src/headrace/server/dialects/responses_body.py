@@ -6,9 +6,9 @@ What lives here: this route's own fields, items to messages. What may not: what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -21,7 +21,6 @@ from headrace.server.dialects.body import (
     Effort,
     Format,
     GeneratingBody,
-    Refused,
     Stops,
     Variables,
     Word,
@@ -29,7 +28,6 @@ from headrace.server.dialects.body import (
     check_count,
     choose,
     read,
-    refused,
     template_variables,
     thinking_options,
 )
@@ -153,8 +151,8 @@ class ResponsesBody(GeneratingBody, kw_only=True):
     store: bool = True
     previous_response_id: str | None = None
 
-    format_name: ClassVar[str] = "text.format"
-    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "parts", "ResponsesBody")
+    format_name = "text.format"
+    also = ("parts",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,12 @@ What may not live here: tokenizers, prompts of routes that generate (generate.py
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
 
 from headrace.errors import InvalidRequest, NotFound
 from headrace.request import check_token_ids
 from headrace.server import generate
-from headrace.server.dialects.body import Body, Conversation, Ids, Refused, Variables, read_ids, refused
+from headrace.server.dialects.body import Body, Conversation, Ids, Variables, read_ids
 from headrace.server.dialects.chat import ChatBody, read_conversation
 from headrace.server.dialects.conversation import Messages, Tools
 from headrace.server.exchange import Exchange
@@ -33,8 +31,7 @@ class TokenizeBody(Body):
     chat_template_kwargs: Variables = {}
     return_token_strs: bool = False
 
-    refused: ClassVar[Mapping[str, Refused]] = refused("TokenizeBody")
-    one_of: ClassVar[tuple[str, ...]] = ("prompt", "messages")
+    one_of = ("prompt", "messages")
 
 
 class DetokenizeBody(Body, kw_only=True):
