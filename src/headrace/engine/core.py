@@ -158,14 +158,14 @@ class EngineCore:
     @property
     def request_ids(self) -> list[int]:
         """Of all requests that have not ended, but those whose grammars are being compiled."""
-        entered = (event.request for event in self._events if isinstance(event, AddRequest))
         apart = () if self.hand_over is None else self.hand_over.request_ids
-        return [
-            *self._held,
-            *(each.request_id for each in chain(self._unread, entered)),
-            *self.scheduler.requests,
-            *apart,
-        ]
+        coming = (each.request_id for each in chain(self._unread, self._arriving))
+        return [*self._held, *coming, *self.scheduler.requests, *apart]
+
+    @property
+    def _arriving(self) -> list[Request]:
+        """With the next step."""
+        return [event.request for event in self._events if isinstance(event, AddRequest)]
 
     def knows(self, request_id: int) -> bool:
         """Whether it has not ended."""
@@ -315,9 +315,8 @@ class EngineCore:
         if self.adapters is not None and self.adapters.busy and not self.asleep:
             self._take_adapted(self.adapters)
         open_step = bool(self._fifo) and self._fifo[-1].waits
-        submitted = (
-            self._submit_next() if len(self._fifo) <= self.depth and not self._failed and not open_step else False
-        )
+        room = len(self._fifo) <= self.depth and not self._failed and not open_step
+        submitted = room and self._submit_next()
         self._complete_oldest()
         if self._fifo and (not submitted or len(self._fifo) > self.depth):
             outputs = self._collect_oldest()
@@ -351,9 +350,8 @@ class EngineCore:
 
     def _take_adapted(self, desk: AdapterDesk) -> None:
         """Requests whose adapters have come begin; likewise."""
-        entered = (event.request for event in self._events if isinstance(event, AddRequest))
         live = (siblings[0].request for siblings in self.scheduler.requests.values())
-        in_use = {each.adapter for each in chain(entered, live) if each.adapter is not None}
+        in_use = {each.adapter for each in chain(self._arriving, live) if each.adapter is not None}
         self._events += desk.take_ready(self.executor.outcomes(_COMPILE_WAIT if self._idle else 0.0), in_use)
 
     def _complete_oldest(self) -> None:
@@ -363,11 +361,8 @@ class EngineCore:
         step, sampled = self._fifo[0], self.scheduler.in_flight[0].sampled
         masks = self._masks
         assert masks is not None
-        wanted = (
-            []
-            if self._failed
-            else [(j, sampled[j]) for j in step.plan.masked if sampled[j].status is not SequenceStatus.FINISHED]
-        )
+        masked = () if self._failed else step.plan.masked
+        wanted = [(j, sampled[j]) for j in masked if sampled[j].status is not SequenceStatus.FINISHED]
         runs = masks.forced(wanted) if self._fast_forward else {}
         drafts = self.executor.drafts(step.ticket) if step.plan.drafts else ()
         paths = {j: drafts[j] for j, _ in wanted if drafts and j not in runs}  # what is forced needs no drafts
@@ -407,7 +402,11 @@ class EngineCore:
     def _collect_oldest(self) -> Sequence[SequenceOutput]:
         awaited = self.clock.now()
         step = self._fifo.popleft()
-        result, error = self._result_of(step)
+        result, error = None, ""
+        try:
+            result = self.executor.collect(step.ticket)
+        except StepFailed as failure:
+            error = failure.message
         collected = self.clock.now()
         work = self.scheduler.in_flight[0].work if self.accounts else []
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
@@ -429,12 +428,6 @@ class EngineCore:
             self.accounts.count(work, record.fraction if record is not None else None)
         return outputs
 
-    def _result_of(self, step: _Submitted) -> tuple[StepResult | None, str]:
-        try:
-            return self.executor.collect(step.ticket), ""
-        except StepFailed as failure:
-            return None, failure.message
-
     def _settle(self, failed: bool) -> None:
         """After a failure nothing is submitted until all steps in flight are collected and the executor has
         recovered."""
@@ -453,14 +446,11 @@ class EngineCore:
         unread, apart = self._unread, () if self.hand_over is None else self.hand_over.waiting
         coming = len(self._events) + len(unread) + len(self._held) + len(apart)
         if self._standing is None or self._standing[0] != coming:
-            arriving = [event.request for event in self._events if isinstance(event, AddRequest)]
             waits = {each.request_id: Wait("adapter", 1, self.scheduler.limits.max_adapters) for each in unread}
             waits |= dict.fromkeys(self._held, Wait("asleep"))
             waits |= {each.request_id: Wait("prefill") for each in apart}
-            self._standing = (
-                coming,
-                Standing(self.scheduler, [*arriving, *unread, *self._held.values(), *apart], waits),
-            )
+            queue = [*self._arriving, *unread, *self._held.values(), *apart]
+            self._standing = coming, Standing(self.scheduler, queue, waits)
         return self._standing[1]
 
     def stats(self) -> EngineStats:
@@ -491,16 +481,9 @@ class EngineCore:
         waits = chain((each.request for each in roster.waiting), desk.waiting)
         waiting = Counter(each.adapter for each in waits if each.adapter is not None)
         resident, brought = (0, 0) if books is None else (books.num_resident, books.num_brought)
-        return AdapterStats(
-            self.scheduler.limits.max_adapters,
-            len(desk.names),
-            desk.num_held,
-            resident,
-            desk.num_loads,
-            brought,
-            dict(running),
-            dict(waiting),
-        )
+        most, known = self.scheduler.limits.max_adapters, len(desk.names)
+        counts = (dict(running), dict(waiting))
+        return AdapterStats(most, known, desk.num_held, resident, desk.num_loads, brought, *counts)
 
 
 def _at_dead_end(output: SequenceOutput, masks: GrammarMasks) -> SequenceOutput:
@@ -509,11 +492,9 @@ def _at_dead_end(output: SequenceOutput, masks: GrammarMasks) -> SequenceOutput:
     if output.finished is None or output.finished.reason is not FinishReason.ERROR:
         return output
     reason = masks.dead_end(output.request_id, output.index)
-    return (
-        output
-        if reason is None
-        else output._replace(finished=replace(output.finished, message=reason, param="structured_outputs"))
-    )
+    if reason is None:
+        return output
+    return output._replace(finished=replace(output.finished, message=reason, param="structured_outputs"))
 
 
 def create_scheduler(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.config import EngineConfig
+from headrace.engine.template import CALL
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.models.source import ModelSource, TokenizerFiles, find_model
@@ -21,13 +22,12 @@ _TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
 }
-_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _USER, _SYSTEM = {"role": "user", "content": "Where is it?"}, {"role": "system", "content": "You are brief."}
 _CONVERSATIONS: tuple[tuple[Sequence[Any], Sequence[Any] | None], ...] = (
     ((_USER,), None),
     ((_SYSTEM, _USER, {"role": "assistant", "content": "There."}, {"role": "user", "content": "Two\nlines of <text>."}), None),
     ((_USER,), (_TOOL,)),
-    ((_SYSTEM, _USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    ((_SYSTEM, _USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
       {"role": "tool", "tool_call_id": "abcdefghi", "name": "look", "content": "seen"}), (_TOOL,)),
 )  # fmt: skip
 

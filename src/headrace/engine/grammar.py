@@ -190,6 +190,11 @@ def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(wrapped), eos_token=list(vocabulary.eos))
 
 
+def characters(wanted: StructuredOutputs) -> int:
+    """Of all texts that it is made of."""
+    return sum(map(len, filter(None, (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice))))
+
+
 def grammar_of(wanted: StructuredOutputs) -> str:
     """The constraint in llguidance's terms, behind what may stand before it. Raises GrammarError for a schema that is
     no JSON."""

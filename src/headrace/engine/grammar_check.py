@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from headrace.engine.fair_threads import FairThreads
+from headrace.engine.grammar import characters
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.processes.sandbox import MAX_PROCESSES, Reply, SandboxPool, json_line
@@ -85,7 +86,7 @@ class GrammarCheck:
         """``require`` beside the event loop; afterwards it answers at once. Raises Overloaded, too."""
         if self._verdict(wanted) is None:
             quick = partial(self._try_out, wanted, min(QUICK_SECONDS, self._seconds))
-            if _characters(wanted) > _LARGE or await self._quick.run(quick, tenant) is None:
+            if characters(wanted) > _LARGE or await self._quick.run(quick, tenant) is None:
                 await self._slow.run(partial(self._try_out, wanted, self._seconds), tenant)
         self.require(wanted)
 
@@ -134,24 +135,12 @@ class GrammarCheck:
         return "it takes too much memory to compile"
 
 
-def _characters(wanted: StructuredOutputs) -> int:
-    return sum(
-        len(text)
-        for text in (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice)
-        if text is not None
-    )
-
-
 def _digest(wanted: StructuredOutputs) -> bytes:
     return hashlib.sha256(repr(wanted).encode()).digest()
 
 
 def _name(wanted: StructuredOutputs) -> str:
-    names = {
-        "json": "JSON schema",
-        "json_object": "JSON object",
-        "regex": "regular expression",
-        "choice": "choice",
-        "grammar": "grammar",
-    }
+    names = dict(
+        json="JSON schema", json_object="JSON object", regex="regular expression", choice="choice", grammar="grammar"
+    )
     return next(name for field, name in names.items() if getattr(wanted, field) not in (None, False, ()))

@@ -37,6 +37,7 @@ from headrace.engine.fair_threads import CompileQueue
 from headrace.engine.grammar import (
     GrammarError,
     Vocabulary,
+    characters,
     check_start,
     create_limits,
     create_matcher,
@@ -427,9 +428,4 @@ def _probe(bridge: _Bridge, matcher: LLMatcher) -> float:
 
 def _size(wanted: StructuredOutputs) -> int:
     """Bytes that a compiled grammar takes, about."""
-    characters = sum(
-        len(text)
-        for text in (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice)
-        if text is not None
-    )
-    return _BYTES_EACH + _BYTES_A_CHARACTER * characters
+    return _BYTES_EACH + _BYTES_A_CHARACTER * characters(wanted)

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import countOf
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.info import EngineInfo
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from headrace.request import (
-    NO_EXPECTATIONS,
     Expectations,
     Request,
     SamplingParams,
@@ -135,19 +134,31 @@ def _id_array(ids: Any, param: str) -> array[int]:
     return packed
 
 
-class RequestOptions(TypedDict, total=False):
-    """What a caller says of a request beside its prompt and SamplingParams. ``priority``: lower goes first.
-    ``explain``: the steps that compute it are counted. ``tenant`` (who asks) and ``expects`` are for policies that heed
-    them.
+class Placing(TypedDict, total=False):
+    """What a Request says beside its prompt and SamplingParams. ``priority``: lower goes first. ``explain``: the steps
+    that compute it are counted. ``tenant`` (who asks) and ``expects`` are for policies that heed them.
     """
 
     priority: int
     cache_salt: str
     adapter: str | None
-    truncate_prompt_tokens: int | None
     explain: bool
     tenant: str
     expects: Expectations
+
+
+class RequestOptions(Placing, total=False):
+    """As a caller says it."""
+
+    truncate_prompt_tokens: int | None
+
+
+def _placed(prompt: ParsedPrompt, options: Placing) -> Placing:
+    """With what the prompt says itself. Raises InvalidRequest."""
+    priority = prompt.priority if prompt.priority is not None else options.get("priority", 0)
+    check_integer("priority", priority, -(2**31), 2**31 - 1)
+    salt = _text("cache_salt", prompt.cache_salt or options.get("cache_salt", ""))
+    return {**options, "priority": priority, "cache_salt": salt}
 
 
 @dataclass(slots=True)
@@ -172,15 +183,10 @@ class InputProcessor:
         prompt: ParsedPrompt,
         params: SamplingParams,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
-        adapter: str | None = None,
-        truncate_prompt_tokens: int | None = None,
         param: str = "prompt",
         clamp: bool = False,
-        explain: bool = False,
-        tenant: str = "",
-        expects: Expectations = NO_EXPECTATIONS,
+        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[Placing],
     ) -> Request:
         """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that nobody asked for, so it may
         shrink to what fits."""
@@ -195,27 +201,23 @@ class InputProcessor:
         if truncate_prompt_tokens is not None:
             ids = self._truncated(ids, truncate_prompt_tokens)
         params = self._checked_params(ids, params, param, clamp)
-        priority = prompt.priority if prompt.priority is not None else priority
-        check_integer("priority", priority, -(2**31), 2**31 - 1)
-        salt, bad_words = _text("cache_salt", prompt.cache_salt or cache_salt), self._bad_word_ids(params.bad_words)
+        placing = _placed(prompt, options)
+        bad_words = self._bad_word_ids(params.bad_words)
         seconds = 0.0 if params.structured_outputs is None else self.check_grammar(params.structured_outputs)
         number = next(self.ids)  # of those that can be served
         seed = derived_seed(self.seed, number) if params.seed is None else params.seed & _MASK64
         return Request(
-            request_id=number, prompt_token_ids=ids, params=params, seed=seed, priority=priority, arrival_time=time.perf_counter(),
-            cache_salt=salt, adapter=adapter, bad_word_ids=bad_words, explain=explain, tenant=tenant, expects=expects, grammar_seconds=seconds,
+            request_id=number, prompt_token_ids=ids, params=params, seed=seed, arrival_time=time.perf_counter(),
+            bad_word_ids=bad_words, grammar_seconds=seconds, **placing,
         )  # fmt: skip
 
     def pooling_request(
         self,
         prompt: ParsedPrompt,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
-        adapter: str | None = None,
-        truncate_prompt_tokens: int | None = None,
         param: str = "input",
-        tenant: str = "",
+        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[Placing],
     ) -> Request:
         """What a model that pools is asked: one vector, or one score. ``truncate_prompt_tokens`` keeps the beginning of
         the prompt, and the special tokens around it (-1: as many as fit)."""
@@ -232,12 +234,9 @@ class InputProcessor:
         self._check_prompt_length(len(ids), param)
         if prompt.given is not None:
             check_token_ids(param, ids, self.info.vocab_size)
-        priority = prompt.priority if prompt.priority is not None else priority
-        check_integer("priority", priority, -(2**31), 2**31 - 1)
-        return Request(
-            request_id=next(self.ids), prompt_token_ids=ids, params=_POOLED, priority=priority, arrival_time=time.perf_counter(),
-            cache_salt=_text("cache_salt", prompt.cache_salt or cache_salt), adapter=adapter, tenant=tenant,
-        )  # fmt: skip
+        placing, number = _placed(prompt, options), next(self.ids)
+        now = time.perf_counter()
+        return Request(request_id=number, prompt_token_ids=ids, params=_POOLED, arrival_time=now, **placing)
 
     def pair(
         self, query: str, document: str, *, instruction: str | None = None, truncate_prompt_tokens: int | None = None

@@ -143,10 +143,8 @@ class KeyedHashExecutor:
     def _compute_drafting(self, row: _HashRow, start: int, count: int, drafts: int) -> Links:
         links = [self._compute(row, start, count - drafts)]
         for position in range(start + count - drafts, start + count):
-            right = self._draw(links[-1], row)
-            row.token_ids.append(
-                right if _mix(links[-1], 0xACC) <= self._acceptance else (right + 1) % self.info.vocab_size
-            )
+            wrong = _mix(links[-1], 0xACC) > self._acceptance
+            row.token_ids.append((self._draw(links[-1], row) + wrong) % self.info.vocab_size)
             links.append(self._compute(row, position, 1))
         return tuple(links)
 

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.engine import connection as frames
 from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, Sleep, Ticket, Wake
@@ -43,6 +43,7 @@ STALLED_SECONDS = 0.5
 MAX_OWED = 64 * 2**20  # bytes that one front end may leave unread
 _LOOK_SECONDS = 0.05
 
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
@@ -320,34 +321,28 @@ class StampedExecutor:
         predicted = self._recorder.predict(plan) if self._slow or plan.num_tokens >= _LONG_STEP_TOKENS else 0.0
         self._limits[plan.step_id] = max(DEVICE_LIMIT, DEVICE_FACTOR * max(predicted, self._least))
         self._submitted[plan.step_id] = time.perf_counter()
-        self._pulse.enter("device", sum(self._limits.values()))  # an inline executor computes here
+        # an inline executor computes here
+        return self._on_device(sum(self._limits.values()), self._inner.submit, plan)
+
+    def _on_device(self, limit: float, call: Callable[..., Result], *given: Any) -> Result:
+        self._pulse.enter("device", limit)
         try:
-            return self._inner.submit(plan)
+            return call(*given)
         finally:
             self._pulse.enter("host", HOST_LIMIT)
 
     def drafts(self, ticket: Ticket) -> Sequence[Sequence[int]]:
-        self._pulse.enter("device", self._limits.get(ticket.step_id, DEVICE_LIMIT))
-        try:
-            return self._inner.drafts(ticket)
-        finally:
-            self._pulse.enter("host", HOST_LIMIT)
+        return self._on_device(self._limits.get(ticket.step_id, DEVICE_LIMIT), self._inner.drafts, ticket)
 
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
-        self._pulse.enter("device", self._limits.get(ticket.step_id, DEVICE_LIMIT))
-        try:
-            self._inner.sample(ticket, masks)
-        finally:
-            self._pulse.enter("host", HOST_LIMIT)
+        self._on_device(self._limits.get(ticket.step_id, DEVICE_LIMIT), self._inner.sample, ticket, masks)
 
     def collect(self, ticket: Ticket) -> StepResult:
         began = self._submitted.pop(ticket.step_id)
-        self._pulse.enter("device", self._limits.pop(ticket.step_id))
         try:
-            return self._inner.collect(ticket)
+            return self._on_device(self._limits.pop(ticket.step_id), self._inner.collect, ticket)
         finally:
             self._slow = time.perf_counter() - began > _SLOW_SECONDS
-            self._pulse.enter("host", HOST_LIMIT)
 
     def recover(self) -> None:
         self._inner.recover()
@@ -426,7 +421,9 @@ class EngineLoop:
             if core.has_work and self._running:
                 outputs = core.step()
                 if self._forgetting and core.settled:
-                    self._answer_forgotten()
+                    for link, number in self._forgetting:
+                        _reply(link, number, {})
+                    self._forgetting.clear()
                 if outputs:
                     pulse.enter("send")  # a front end may be slow to read
                     for unwanted in links.send_step(core.accounts.settle(outputs)):
@@ -483,11 +480,8 @@ class EngineLoop:
     def _answer_recent(self, link: Link, command: frames.AskRecent) -> None:
         records = self._engine.recorder.after(command.step, at_most=RECENT_STEPS)
         decisions = [tuple(entry) for entry in self._core.scheduler.log.after(command.decision)]
-        _reply(
-            link,
-            command.number,
-            {**self._stats(), "records": [frames.plain(each) for each in records], "decisions": decisions},
-        )
+        told = {"records": [frames.plain(each) for each in records], "decisions": decisions}
+        _reply(link, command.number, {**self._stats(), **told})
 
     def _answer_requests(self, link: Link, command: frames.AskRequests) -> None:
         core, pace = self._core, pace_of(self._engine.recorder.after(-1, at_most=RECENT), self._core.step_tokens)
@@ -495,23 +489,12 @@ class EngineLoop:
         states = [standing.explain(request_id) for request_id in command.request_ids]
         accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
         shown = [None if account is None else frames.plain(account) for account in accounts]
-        _reply(
-            link,
-            command.number,
-            {
-                "requests": [None if state is None else predicted_start(state, pace) for state in states],
-                "accounts": shown,
-            },
-        )
+        starts = [None if state is None else predicted_start(state, pace) for state in states]
+        _reply(link, command.number, {"requests": starts, "accounts": shown})
 
     def _forget_prefixes(self, link: Link, command: frames.ForgetPrefixes) -> None:
         self._core.forget_prefixes()
         self._forgetting.append((link, command.number))
-
-    def _answer_forgotten(self) -> None:
-        for link, number in self._forgetting:
-            _reply(link, number, {})
-        self._forgetting.clear()
 
     @property
     def _desk(self) -> AdapterDesk:
@@ -545,18 +528,21 @@ class EngineLoop:
     def _sleep(self, link: Link, command: frames.Sleep) -> None:
         self._core.sleep(command.level)
         self._retiring.append((link, command.number))
+        self._tell_bedtime()
+
+    def _tell_bedtime(self) -> None:
         self._links.send(pack(frames.Asleep(self._core.bedtime)))
 
     def _answer_retired(self) -> None:
         answer = _told(self._core.check_asleep)
-        self._links.send(pack(frames.Asleep(self._core.bedtime)))
+        self._tell_bedtime()
         for link, number in self._retiring:
             _reply(link, number, answer)
         self._retiring.clear()
 
     def _wake(self, link: Link, command: frames.Wake) -> None:
         answer = _told(self._core.wake)
-        self._links.send(pack(frames.Asleep(self._core.bedtime)))
+        self._tell_bedtime()
         _reply(link, command.number, answer)
 
     def _shut_down(self, link: Link, command: frames.Shutdown) -> None:

@@ -35,22 +35,10 @@ RENDER_SECONDS = 1.0
 MAX_OUTPUT_BYTES = 16 * 2**20
 
 # What a template is given by its caller and not by a client: these would replace it, or what it is made of.
-RESERVED_VARIABLES = frozenset(
-    [
-        "chat_template",
-        "tokenize",
-        "continue_final_message",
-        "messages",
-        "conversation",
-        "tools",
-        "add_generation_prompt",
-        "self",
-        "return_dict",
-        "return_tensors",
-        "bos_token",
-        "eos_token",
-    ]
-)
+RESERVED_VARIABLES = frozenset((
+    "chat_template", "tokenize", "continue_final_message", "messages", "conversation", "tools", "add_generation_prompt",
+    "self", "return_dict", "return_tensors", "bos_token", "eos_token",
+))  # fmt: skip
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 Message = dict[str, Any]
@@ -59,8 +47,8 @@ Render = Callable[[Sequence[Message]], str | None]  # None: the template refuses
 _MARK = "Zephyrus"
 _END = "\u27e6end of the message\u27e7 "
 _HELLO: Message = {"role": "user", "content": "Hello"}
-_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
-_CALLING: Message = {"role": "assistant", "tool_calls": [_CALL]}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+_CALLING: Message = {"role": "assistant", "tool_calls": [CALL]}
 _RESULT: Message = {"role": "tool", "tool_call_id": "abcdefghi", "name": "look", "content": "seen"}
 _NOTHING = ("None", "null")  # as templates write it
 

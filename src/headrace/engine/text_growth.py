@@ -22,15 +22,8 @@ MAX_ADDED = 1 << 12  # bytes that a part may put around a text
 # Only these normalisers can multiply. A name in escapes is looked at as well: nobody writes ASCII so.
 _SUSPECT = re.compile(r'"type"\s*:\s*"(?:Replace|Precompiled|Prepend)"')
 _ESCAPED = re.compile(r"\\u00[2-7]")
-_FORMS = {
-    "NFKC": 11,
-    "NFKD": 11,
-    "NFC": 3,
-    "NFD": 3,
-    "Lowercase": 3,
-    "BertNormalizer": 9,
-    "ByteLevel": 2,
-}  # the most that one character grows
+# the most that one character grows
+_FORMS = {"NFKC": 11, "NFKD": 11, "NFC": 3, "NFD": 3, "Lowercase": 3, "BertNormalizer": 9, "ByteLevel": 2}
 
 
 def check_normalizer(tokenizer_json: str, origin: str) -> None:
@@ -70,11 +63,8 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
         part = waiting.pop()
         if isinstance(part, dict):
             yield part
-            waiting += [
-                inner
-                for name in ("normalizers", "pretokenizers", "decoders", "processors")
-                for inner in _list(part.get(name))
-            ]
+            for name in ("normalizers", "pretokenizers", "decoders", "processors"):
+                waiting += _list(part.get(name))
 
 
 def _list(value: Any) -> list[Any]:
@@ -92,13 +82,8 @@ def _growth(part: dict[str, Any]) -> int:
     if kind == "Precompiled":
         return _longest_entry(part.get("precompiled_charsmap"))
     if kind == "TemplateProcessing":
-        return max(
-            1,
-            *(
-                sum("Sequence" in item for item in _list(part.get(name)) if isinstance(item, dict))
-                for name in ("single", "pair")
-            ),
-        )
+        forms = (_list(part.get(name)) for name in ("single", "pair"))
+        return max(1, *(sum("Sequence" in item for item in each if isinstance(item, dict)) for each in forms))
     return _FORMS.get(kind, 1) if isinstance(kind, str) else 1
 
 

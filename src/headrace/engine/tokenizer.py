@@ -160,11 +160,10 @@ class Tokenizer:
             with _damage_explained("the tokenizer fails on this text"):
                 # of the library's calls only those for batches leave the interpreter to others meanwhile
                 if len(text) > _SHORT:
-                    ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
-                        0
-                    ].ids
+                    [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 else:
-                    ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                    found = self._backend.encode(text, add_special_tokens=add_special_tokens)
+                ids: list[int] = found.ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest(
                 f"the text cannot be encoded as UTF-8 ({_surrogate(text)}); send valid text.", param="prompt"
