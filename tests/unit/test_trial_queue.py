@@ -20,10 +20,10 @@ class Scripted(GrammarCheck):
 
     asked = 0
 
-    def _ask(self, frame: bytes, seconds: float) -> _Verdict | None:
+    def _ask(self, line: bytes, seconds: float) -> _Verdict | None:
         self.asked += 1
-        assert json.loads(frame[4:])["seconds"] == seconds
-        if b"bomb" not in frame:
+        assert json.loads(line)["seconds"] == seconds
+        if b"bomb" not in line:
             return _Verdict("")
         time.sleep(SLOW if seconds == self._seconds else 0.01)
         return _Verdict("it takes too long") if seconds == self._seconds else None

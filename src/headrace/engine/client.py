@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from headrace.config import EngineConfig
 from headrace.engine import connection as frames
@@ -42,6 +42,7 @@ from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, StepFailed, Unavailable
 from headrace.lora.registry import adapter_folder, adapter_names
 from headrace.models.source import ModelSource
+from headrace.processes.messages import Question
 from headrace.request import Request, RequestOutput, SamplingParams
 
 MAX_PENDING = 256  # deltas
@@ -347,7 +348,7 @@ class AsyncLLM:
         """Where these requests stand (``predicted_start`` of each, None once it has ended) and what their steps were,
         for those that asked."""
         ids = [stream.request.request_id for stream in streams[: frames.MAX_ASKED]]
-        return await self._connection.ask(lambda number: frames.AskRequests(number, ids))
+        return await self._connection.ask(frames.AskRequests, ids)
 
     async def reset_prefix_cache(self) -> None:
         """Requests that begin from now on reuse nothing computed before; those that run go on. Returns when it is
@@ -364,16 +365,15 @@ class AsyncLLM:
     async def sleep(self, level: int = 1) -> None:
         """As ``LLM.sleep``; requests that come from now on wait."""
         check_sleep(self.info, level)
-        wanted: Literal[1, 2] = 2 if level == 2 else 1
-        await self._told(lambda number: frames.Sleep(number, wanted))
+        await self._told(frames.Sleep, level)
 
     async def wake_up(self) -> None:
         """As ``LLM.wake_up``. Requests that have waited begin."""
         check_sleep(self.info)
         await self._told(frames.Wake)
 
-    async def _told(self, order: Callable[[int], frames.Sleep | frames.Wake]) -> None:
-        if (error := (await self._connection.ask(order)).get("error")) is not None:
+    async def _told(self, order: type[Question], *about: Any) -> None:
+        if (error := (await self._connection.ask(order, *about)).get("error")) is not None:
             raise Unavailable(error)
 
     # --- adapters
@@ -395,16 +395,16 @@ class AsyncLLM:
     async def load_adapter(self, name: str, folder: str) -> None:
         """Returns once it is in host memory. Raises InvalidRequest for what is no adapter of this model, and for a name
         that is taken."""
-        await self._tell(lambda number: frames.LoadAdapter(number, name, folder))
+        await self._tell(frames.LoadAdapter, name, folder)
 
     async def unload_adapter(self, name: str) -> None:
         """New requests are refused, those that have it go on. Raises InvalidRequest for an unknown name."""
-        await self._tell(lambda number: frames.UnloadAdapter(number, name))
+        await self._tell(frames.UnloadAdapter, name)
 
-    async def _tell(self, question: Callable[[int], frames.LoadAdapter | frames.UnloadAdapter]) -> None:
+    async def _tell(self, question: type[Question], *about: Any) -> None:
         if not self.config.adapters.enable_lora:
             raise InvalidRequest("This server serves no adapters; start it with --enable-lora.")
-        if (error := (await self._connection.ask(question)).get("error")) is not None:
+        if (error := (await self._connection.ask(question, *about)).get("error")) is not None:
             raise InvalidRequest(error, param="lora_name")
         await self.adapters()
 

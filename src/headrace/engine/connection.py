@@ -258,7 +258,7 @@ HANG_SECONDS = 5.0  # without a beat
 WATCH_SECONDS = 0.2  # between looks at the engine
 GONE_SECONDS = 20.0  # that one without progress gets to come back: clients know within 30 s of its last turn
 LOAD_SILENCE = 60  # seconds without a beat; imports may hold the interpreter for some
-_START_ERRORS: dict[str, type[HeadraceError]] = {
+START_ERRORS: dict[str, type[HeadraceError]] = {
     each.__name__: each for each in (errors.ModelError, errors.ConfigError, errors.OutOfMemory)
 }
 
@@ -337,18 +337,18 @@ class EngineSocket:
     async def recent(self, step: int, decision: int) -> dict[str, Any]:
         """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the
         newest only."""
-        return await self.ask(lambda number: AskRecent(number, step, decision))
+        return await self.ask(AskRecent, step, decision)
 
-    async def ask(self, question: Callable[[int], Question]) -> dict[str, Any]:
-        """The answer to ``question(number)``. Raises EngineDead."""
+    async def ask(self, kind: type[Question], *about: Any) -> dict[str, Any]:
+        """The answer to such a question. Raises EngineDead."""
         if self.death is not None:
             raise self.death
-        found: dict[str, Any] = await self._channel.ask(question)
+        found: dict[str, Any] = await self._channel.ask(kind, *about)
         return found
 
-    def ask_later(self, question: Callable[[int], Question]) -> None:
+    def ask_later(self, kind: type[Question], *about: Any) -> None:
         """The same for who does not wait."""
-        self._tasks.add(task := asyncio.ensure_future(self.ask(question)))
+        self._tasks.add(task := asyncio.ensure_future(self.ask(kind, *about)))
         task.add_done_callback(self._tasks.discard)
 
     def _hear(self, frame: Any) -> None:
@@ -367,7 +367,7 @@ class EngineSocket:
             if not self._info.done():
                 self._info.set_result(frame.info)
         elif isinstance(frame, StartFailed):
-            self._fail_start(_START_ERRORS.get(frame.kind, EngineDead)(frame.message))
+            self._fail_start(START_ERRORS.get(frame.kind, EngineDead)(frame.message))
 
     async def started(self) -> EngineInfo:
         """Waits until the engine can serve. Raises what kept it from that."""

@@ -73,7 +73,7 @@ class Replicas:
         self._now, self._device, self._apart = now, device, device.prefill_replicas > 0
         self._on_event: OnEvent = lambda frame: None
         self._on_death: OnDeath = lambda error, ids: None
-        self._loaded: dict[str, frames.LoadAdapter] = {}  # for replicas that come later
+        self._loaded: dict[str, Sequence[Any]] = {}  # for replicas that come later
         self._news = _News(len(sockets))
         self._tending: asyncio.Task[None] | None = None
         self._closing = False
@@ -137,7 +137,7 @@ class Replicas:
         self._news.forget(number)
         self._router.forget_prefixes(number)
         for load in self._loaded.values():
-            sock.ask_later(partial(frames.LoadAdapter, name=load.name, folder=load.folder))
+            sock.ask_later(frames.LoadAdapter, *load)
 
     def _listen(self, number: int, sock: EngineSocket) -> None:
         sock.listen(partial(self._hear, number), partial(self._lost, number))
@@ -260,30 +260,31 @@ class Replicas:
     async def recent(self, step: int, decision: int) -> dict[str, Any]:
         """As of one engine: steps and decisions of all replicas in one order, with numbers of their own. For one reader:
         what has been told is not told again."""
-        told = self._news.add(await self._ask(self._news.question), self._changes) | self._told_roles
+        asked = self._ask(frames.AskRecent, self._news.seen.__getitem__)
+        told = self._news.add(await asked, self._changes) | self._told_roles
         self._changes.clear()
         return told
 
-    async def ask(self, question: Callable[[int], Question]) -> dict[str, Any]:
+    async def ask(self, kind: type[Question], *about: Any) -> dict[str, Any]:
         """All replicas are asked: of each thing, what the first says that knows it; those that answer come first."""
-        found = await self._ask(lambda _: question)
+        found = await self._ask(kind, lambda _: about)
         joined = _joined(value for _, value in sorted(found.items(), key=lambda each: self._roles.computes(each[0])))
-        if isinstance(asked := question(0), frames.LoadAdapter) and joined.get("error") is None:
-            self._loaded[asked.name] = asked
-        elif isinstance(asked, frames.UnloadAdapter):
-            self._loaded.pop(asked.name, None)
-        elif isinstance(asked, frames.ForgetPrefixes | frames.Sleep):
+        if kind is frames.LoadAdapter and joined.get("error") is None:
+            self._loaded[about[0]] = about
+        elif kind is frames.UnloadAdapter:
+            self._loaded.pop(about[0], None)
+        elif kind in (frames.ForgetPrefixes, frames.Sleep):
             self._router.forget_prefixes(*range(len(self._sockets)))
         return joined
 
     async def _ask(
-        self, question: Callable[[int], Callable[[int], Question]] | type[Question]
+        self, kind: type[Question], about: Callable[[int], Sequence[Any]] = lambda _: ()
     ) -> dict[int, dict[str, Any]]:
-        """By replica. One that dies meanwhile says nothing. Raises EngineDead where none is left."""
+        """By replica; ``about``: what is asked of each. One that dies meanwhile says nothing. Raises EngineDead where none is left."""
 
         async def one(number: int) -> dict[str, Any] | None:
             with contextlib.suppress(EngineDead):
-                return await self._sockets[number].ask(question if isinstance(question, type) else question(number))
+                return await self._sockets[number].ask(kind, *about(number))
             return None
 
         numbers = [number for number, each in enumerate(self._sockets) if not each.dead]
@@ -339,23 +340,19 @@ class _News:
     """Steps and decisions of several engines under numbers of ours. Each engine numbers its own from the start."""
 
     def __init__(self, replicas: int) -> None:
-        self._seen = [(-1, 0)] * replicas  # the last step and decision of each
+        self.seen = [(-1, 0)] * replicas  # the last step and decision of each
         self._steps, self._decisions = -1, 0
 
     def forget(self, number: int) -> None:
-        self._seen[number] = (-1, 0)
-
-    def question(self, number: int) -> Callable[[int], Question]:
-        step, decision = self._seen[number]
-        return lambda asked: frames.AskRecent(asked, step, decision)
+        self.seen[number] = (-1, 0)
 
     def add(self, answers: Mapping[int, dict[str, Any]], ours: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
         """``ours``: decisions that were taken here."""
         records, decisions = [], list(ours)
         for number, answer in answers.items():
             steps, told = answer.pop("records"), answer.pop("decisions")
-            step, decision = self._seen[number]
-            self._seen[number] = (steps[-1]["step_id"] if steps else step, told[-1][0] if told else decision)
+            step, decision = self.seen[number]
+            self.seen[number] = (steps[-1]["step_id"] if steps else step, told[-1][0] if told else decision)
             records += steps
             decisions += told
         records.sort(key=lambda each: each["begin"])

@@ -8,7 +8,7 @@ There is no thread: the event loop that the replicas' sockets need turns while s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -103,7 +103,7 @@ class ReplicatedCore:
     def require(self, name: str, folder: str) -> None:
         """Raises ConfigError for what is no adapter of this model."""
         try:
-            self._tell(lambda number: frames.LoadAdapter(number, name, folder))
+            self._tell(frames.LoadAdapter, name, folder)
         except HeadraceError as error:
             raise ConfigError(error.message) from None
 
@@ -116,7 +116,7 @@ class ReplicatedCore:
         return self.engine.asleep
 
     def sleep(self, level: int) -> None:
-        self._tell(lambda number: frames.Sleep(number, 2 if level == 2 else 1))
+        self._tell(frames.Sleep, level)
 
     def wake(self) -> None:
         self._tell(frames.Wake)
@@ -124,8 +124,8 @@ class ReplicatedCore:
     def check_asleep(self) -> None:
         pass
 
-    def _tell(self, question: Callable[[int], Question]) -> None:
-        if (error := self._run(self.engine.ask(question)).get("error")) is not None:
+    def _tell(self, question: type[Question], *about: Any) -> None:
+        if (error := self._run(self.engine.ask(question, *about)).get("error")) is not None:
             raise HeadraceError(error)
 
     def close(self) -> None:

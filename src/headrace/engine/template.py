@@ -35,10 +35,22 @@ RENDER_SECONDS = 1.0
 MAX_OUTPUT_BYTES = 16 * 2**20
 
 # What a template is given by its caller and not by a client: these would replace it, or what it is made of.
-RESERVED_VARIABLES = frozenset((
-    "chat_template", "tokenize", "continue_final_message", "messages", "conversation", "tools", "add_generation_prompt",
-    "self", "return_dict", "return_tensors", "bos_token", "eos_token",
-))  # fmt: skip
+RESERVED_VARIABLES = frozenset(
+    [
+        "chat_template",
+        "tokenize",
+        "continue_final_message",
+        "messages",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "self",
+        "return_dict",
+        "return_tensors",
+        "bos_token",
+        "eos_token",
+    ]
+)
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 Message = dict[str, Any]

@@ -200,12 +200,12 @@ class Channel(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    async def ask(self, question: Callable[[int], Question], seconds: float | None = None) -> Any:
-        """The answer to ``question(number)``, or None if none comes in time. Raises what ``fail`` was given."""
+    async def ask(self, kind: Callable[..., Question], *about: Any, seconds: float | None = None) -> Any:
+        """The answer to such a question, or None if none comes in time. Raises what ``fail`` was given."""
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(question(number))
+            self.send(kind(number, *about))
             await asyncio.wait((answer,), timeout=seconds)
             return answer.result() if answer.done() else None
         finally:

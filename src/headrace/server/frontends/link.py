@@ -94,7 +94,7 @@ FromParent = Go | Engine | Reply | Ask
 
 async def ask_all(talks: Iterable[Channel], what: str, about: Sequence[Any]) -> list[Any]:
     """Everybody's answers, while whoever asked still waits: one that says nothing has nothing to say."""
-    asked = (talk.ask(lambda number: Ask(number, what, about), PASSED_ON_SECONDS) for talk in talks)
+    asked = (talk.ask(Ask, what, about, seconds=PASSED_ON_SECONDS) for talk in talks)
     answers = await asyncio.gather(*asked)
     return [answer for answer in answers if answer is not None]
 
@@ -137,7 +137,7 @@ class PeersBehindParent(Peers):
         self._last: Given = {}
 
     async def _ask(self, what: str, *about: Any) -> Any:
-        return await self._parent.ask(lambda number: Ask(number, what, about), ANSWER_SECONDS)
+        return await self._parent.ask(Ask, what, about, seconds=ANSWER_SECONDS)
 
     async def run(self) -> None:
         """The parent does."""

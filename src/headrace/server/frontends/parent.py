@@ -24,8 +24,7 @@ from typing import Any
 
 from msgspec import structs
 
-from headrace import errors
-from headrace.engine.connection import WATCH_SECONDS, EngineConnection, watch_engine
+from headrace.engine.connection import START_ERRORS, WATCH_SECONDS, EngineConnection, watch_engine
 from headrace.engine.replicas import Replicas, launch_engine
 from headrace.engine.resolve import find_source
 from headrace.engine.routing import memory_size
@@ -49,9 +48,6 @@ FRONT_HANG_SECONDS = 20.0  # without a turn of a front end's event loop
 MAX_SHORT_LIVES = 5  # in a row, at one place: the next would not last either
 FAILED_STARTS = 5  # in a row, of all, none of which became ready: the next would not either
 _GRACE_SECONDS = 2.0  # beyond what front ends have for their last words
-_KINDS: dict[str, type[HeadraceError]] = {
-    each.__name__: each for each in (errors.ConfigError, errors.ModelError, errors.OutOfMemory)
-}
 
 log = logging.getLogger("headrace.server")
 
@@ -321,7 +317,7 @@ class FrontEnds:
         elif isinstance(frame, link.Warn):
             self._announce(frame.line)
         elif isinstance(frame, link.Failed):
-            front.failure = _KINDS.get(frame.kind, HeadraceError)(frame.message)
+            front.failure = START_ERRORS.get(frame.kind, HeadraceError)(frame.message)
 
     async def _respond(self, asking: FrontEnd, question: link.Ask) -> Any:
         if question.what in ("engine_stats", "dashboard"):
