@@ -13,7 +13,7 @@ import pytest
 from headrace.config import ModelConfig
 from headrace.engine.client import Stream
 from headrace.engine.info import EngineInfo
-from headrace.engine.inputs import InputProcessor
+from headrace.engine.inputs import InputProcessor, placing_of
 from headrace.engine.output import RequestDelta
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest, Unavailable
@@ -21,6 +21,7 @@ from headrace.models.source import find_model
 from headrace.request import Request, SamplingParams, TokenLogprobs
 from headrace.server.dialects.chat import ChatAnswer
 from headrace.server.dialects.completions import CompletionAnswer
+from headrace.server.generate import Asked
 from headrace.server.limits import Budget, price, shortened
 from headrace.server.wire import PromptState, Shape, encode_list, encode_object, joined_lists
 
@@ -135,7 +136,8 @@ def test_scores_of_a_prompt_are_written_once_for_all_choices() -> None:
 
 
 def test_no_piece_is_large() -> None:
-    answer = ChatAnswer(SCORED, PromptState(array("i", [1])), [None, None], None)
+    request: Any = None  # nothing of it is shown
+    answer = ChatAnswer(Asked(request, SCORED, PromptState(array("i", [1])), None, [None, None], ""))
     for choice in answer.choices:
         choice.logprobs, choice.token_ids = entries(5000), list(range(5000))
     pieces = list(answer.pieces())
@@ -157,6 +159,14 @@ def inputs_of(tokenizer: Tokenizer, length: int = 128) -> InputProcessor:
         eos_token_ids=(), device="none", dtype="none",
     )  # fmt: skip
     return InputProcessor(info, tokenizer, 0)
+
+
+def test_what_goes_on_from_a_request_is_placed_as_that_was() -> None:
+    given = Request(1, array("i", [1]), SamplingParams(), 7, 3, 0.0, "salt", "adapter", explain=True, tenant="ann")
+    placed = placing_of(given)
+    assert Request(2, array("i", [1, 2]), SamplingParams(), **placed) == replace(
+        given, request_id=2, prompt_token_ids=array("i", [1, 2]), seed=0
+    )
 
 
 @pytest.mark.parametrize(

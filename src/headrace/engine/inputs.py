@@ -153,6 +153,13 @@ class RequestOptions(Placing, total=False):
     truncate_prompt_tokens: int | None
 
 
+def placing_of(request: Request) -> Placing:
+    """For one that goes on from it."""
+    found: Any = {name: getattr(request, name) for name in Placing.__annotations__}
+    placing: Placing = found
+    return placing
+
+
 def _placed(prompt: ParsedPrompt, options: Placing) -> Placing:
     """With what the prompt says itself. Raises InvalidRequest."""
     priority = prompt.priority if prompt.priority is not None else options.get("priority", 0)

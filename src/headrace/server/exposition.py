@@ -18,6 +18,7 @@ import resource
 import time
 import tomllib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -411,12 +412,7 @@ class _Text:
                 )
                 self._parts.append((head + whole).replace("\0", prefix))
 
-    def add_all(
-        self,
-        metrics: Mapping[str, Metric],
-        values: Given,
-        each: Mapping[str, Given] | None = None,
-    ) -> None:
+    def add_all(self, metrics: Mapping[str, Metric], values: Given, each: Mapping[str, Given] | None = None) -> None:
         """Those of a table, with what is found of them in ``values``; ``each``: the same of several engines, by
         labels."""
         for name, metric in metrics.items():
@@ -503,8 +499,7 @@ _OF_HTTP = ("http_", "headrace_http_")  # how the names of metrics begin that ar
 def merged(pages: Mapping[str, str], front: str) -> str:
     """One page of each model's and of the front end that they share: a metric stands in one place, and every sample has
     its model's name, but those of HTTP, which are the front end's."""
-    heads: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
+    heads, samples = defaultdict[str, dict[str, None]](dict), defaultdict[str, list[str]](list)
     for model, page in (*pages.items(), (None, front)):
         label, name = f'model_name="{_escaped(model or "")}"', ""
         for line in page.splitlines(keepends=True):
@@ -512,12 +507,11 @@ def merged(pages: Mapping[str, str], front: str) -> str:
             if name.startswith(_OF_HTTP) != (model is None):
                 continue
             if line.startswith("#"):
-                if line not in heads.setdefault(name, []):
-                    heads[name].append(line)
-                continue
-            known = model is None or "model_name=" in line
-            samples.setdefault(name, []).append(line if known else _labelled(line, label))
-    return "".join("".join((*head, *samples.get(name, ()))) for name, head in heads.items())
+                heads[name][line] = None
+            else:
+                known = model is None or "model_name=" in line
+                samples[name].append(line if known else _labelled(line, label))
+    return "".join(line for name, head in heads.items() for line in (*head, *samples[name]))
 
 
 def _labelled(line: str, label: str) -> str:

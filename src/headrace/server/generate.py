@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from headrace.engine.inputs import Message, ParsedPrompt
+from headrace.engine.inputs import Message, ParsedPrompt, placing_of
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
 from headrace.request import NO_EXPECTATIONS, Request, SamplingParams, StructuredOutputs
@@ -39,7 +39,6 @@ from headrace.server.limits import (
     Reservation,
     price,
     shortened,
-    tenant_of,
 )
 from headrace.server.parsing import PLAIN, AnswerFormat
 from headrace.server.parsing.parser import OutputParser
@@ -212,15 +211,13 @@ async def prepare(
     """The engine's own validator: nothing is submitted before every prompt of the request has passed. ``tools``: that a
     grammar is made of."""
     _check_policy(service, request)
-    inputs = service.model.any_engine().inputs
-    body = request.body
-    adapter = service.model.adapter_of(request.body.model)
+    inputs, body = service.model.any_engine().inputs, request.body
+    placing = service.placing(exchange, body, body.user_name, explain=body.explain, expects=request.expects)
     try:
         await inputs.check_grammar_soon(params, exchange.tenant)
         return inputs.request(
             parsed, params, param=param, clamp=body.limit_name is None, truncate_prompt_tokens=body.truncate_prompt_tokens,
-            priority=body.priority, cache_salt=service.cache_salt(exchange, body.cache_salt), explain=body.explain,
-            tenant=tenant_of(service.config, exchange.key_name, body.user_name, adapter), expects=request.expects, adapter=adapter,
+            **placing,
         )  # fmt: skip
     except InvalidRequest as error:
         if error.param == "structured_outputs" and tools:
@@ -332,10 +329,7 @@ class Delivery:
         async def submit(ids: array[int], params: SamplingParams) -> EngineStream:
             engine = self._service.model.engine
             await engine.inputs.check_grammar_soon(params, self._exchange.tenant)
-            following = engine.inputs.request(
-                ParsedPrompt(None, ids), params, priority=request.priority, cache_salt=request.cache_salt, explain=request.explain,
-                tenant=request.tenant, expects=request.expects,
-            )  # fmt: skip
+            following = engine.inputs.request(ParsedPrompt(None, ids), params, **placing_of(request))
             return engine.submit(following, whole=not self._is_stream)
 
         decode = partial(tokenizer.decode, skip_special_tokens=request.params.skip_special_tokens)

@@ -17,17 +17,18 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeGuard, Unpack
 
 from msgspec import Meta, Struct
 
 from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.engine.info import check_sleep
+from headrace.engine.inputs import Placing
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.processes.garbage import freeze_start
 from headrace.request import Request, SamplingParams, StructuredOutputs
-from headrace.server.dialects.body import Conversation, read_query
+from headrace.server.dialects.body import Conversation, GeneratingBody, read_query
 from headrace.server.dialects.conversation import text_of
 from headrace.server.exchange import Exchange, Pulse
 from headrace.server.exposition import Counters, Page, ServerMetrics, most_places
@@ -35,7 +36,7 @@ from headrace.server.forced import constrain
 from headrace.server.frontends.link import Peers
 from headrace.server.http_errors import Forbidden
 from headrace.server.inflight import Inflight
-from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads, cell_of, sees_all
+from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads, cell_of, sees_all, tenant_of
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import PLAIN, AnswerFormat, answer_format
 from headrace.server.parsing.choice import dialect_of
@@ -47,6 +48,7 @@ from headrace.server.wire import Shape
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
     from headrace.engine.tokenizer import Tokenizer
+    from headrace.server.dialects.pooling import PoolingBody
 
 log = logging.getLogger("headrace.server")
 
@@ -407,6 +409,16 @@ class Service:
 
         return stream if self.moderator is None else self.moderator.watch(stream, request, prompt_text)
 
-    def cache_salt(self, exchange: Exchange, salt: str) -> str:
-        """The namespace of cached prefixes: the tenant's, within it the one that the client asks for."""
-        return f"{exchange.tenant}:{salt}" if exchange.tenant and self.config.prefix_sharing == "key" else salt
+    def placing(
+        self, exchange: Exchange, body: GeneratingBody | PoolingBody, user: str, **more: Unpack[Placing]
+    ) -> Placing:
+        """Cached prefixes have a namespace: the tenant's, within it the one that the client asks for."""
+        adapter, salt = self.model.adapter_of(body.model), body.cache_salt
+        apart = exchange.tenant and self.config.prefix_sharing == "key"
+        return {
+            **more,
+            "priority": body.priority,
+            "cache_salt": f"{exchange.tenant}:{salt}" if apart else salt,
+            "adapter": adapter,
+            "tenant": tenant_of(self.config, exchange.key_name, user, adapter),
+        }

@@ -40,7 +40,7 @@ from headrace.server.dialects.body import (
 )
 from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
-from headrace.server.limits import Price, tenant_of
+from headrace.server.limits import Price
 from headrace.server.service import Service
 from headrace.server.wire import (
     TEXT_ALONE,
@@ -228,12 +228,8 @@ async def _deliver(
 
 
 def _request(service: Service, exchange: Exchange, body: PoolingBody, job: Job, make: Any) -> Request:
-    inputs, adapter = service.model.any_engine().inputs, service.model.adapter_of(body.model)
-    return inputs.pooling_request(
-        make(inputs), param=job.param, truncate_prompt_tokens=job.truncate, priority=body.priority,
-        cache_salt=service.cache_salt(exchange, body.cache_salt), adapter=adapter,
-        tenant=tenant_of(service.config, exchange.key_name, body.user[:MAX_USER], adapter),
-    )  # fmt: skip
+    inputs, placing = service.model.any_engine().inputs, service.placing(exchange, body, body.user[:MAX_USER])
+    return inputs.pooling_request(make(inputs), param=job.param, truncate_prompt_tokens=job.truncate, **placing)
 
 
 # --- answers
