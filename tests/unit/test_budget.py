@@ -18,7 +18,7 @@ from headrace.engine.output import RequestDelta
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest, Unavailable
 from headrace.models.source import find_model
-from headrace.request import Request, SamplingParams, TokenLogprobs
+from headrace.request import NO_EXPECTATIONS, Request, SamplingParams, TokenLogprobs
 from headrace.server.dialects.chat import ChatAnswer
 from headrace.server.dialects.completions import CompletionAnswer
 from headrace.server.generate import Asked
@@ -162,11 +162,15 @@ def inputs_of(tokenizer: Tokenizer, length: int = 128) -> InputProcessor:
 
 
 def test_what_goes_on_from_a_request_is_placed_as_that_was() -> None:
-    given = Request(1, array("i", [1]), SamplingParams(), 7, 3, 0.0, "salt", "adapter", explain=True, tenant="ann")
-    placed = placing_of(given)
-    assert Request(2, array("i", [1, 2]), SamplingParams(), **placed) == replace(
-        given, request_id=2, prompt_token_ids=array("i", [1, 2]), seed=0
-    )
+    where: Any = {
+        "priority": 3,
+        "cache_salt": "salt",
+        "adapter": "a",
+        "explain": True,
+        "tenant": "ann",
+        "expects": NO_EXPECTATIONS,
+    }
+    assert placing_of(replace(asked()[0], **where)) == where
 
 
 @pytest.mark.parametrize(

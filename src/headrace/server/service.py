@@ -412,13 +412,15 @@ class Service:
     def placing(
         self, exchange: Exchange, body: GeneratingBody | PoolingBody, user: str, **more: Unpack[Placing]
     ) -> Placing:
-        """Cached prefixes have a namespace: the tenant's, within it the one that the client asks for."""
-        adapter, salt = self.model.adapter_of(body.model), body.cache_salt
-        apart = exchange.tenant and self.config.prefix_sharing == "key"
+        adapter = self.model.adapter_of(body.model)
         return {
             **more,
             "priority": body.priority,
-            "cache_salt": f"{exchange.tenant}:{salt}" if apart else salt,
+            "cache_salt": self.cache_salt(exchange, body.cache_salt),
             "adapter": adapter,
             "tenant": tenant_of(self.config, exchange.key_name, user, adapter),
         }
+
+    def cache_salt(self, exchange: Exchange, salt: str) -> str:
+        """The namespace of cached prefixes: the tenant's, within it the one that the client asks for."""
+        return f"{exchange.tenant}:{salt}" if exchange.tenant and self.config.prefix_sharing == "key" else salt
