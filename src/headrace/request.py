@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     TokenArray = array[int]
 else:
     TokenArray = array  # what msgspec asks for when a request is sent
+Json = dict[str, Any]  # an object of JSON's
+Given = Mapping[str, Any]  # one that is read alone
 
 MAX_N = 128
 MAX_LOGPROBS = 20

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
@@ -36,7 +36,7 @@ from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.processes.builders import mark_of
 from headrace.processes.garbage import no_collections
-from headrace.request import SamplingParams
+from headrace.request import Json, SamplingParams
 from headrace.torch_environment import prepare_for_torch
 from headrace.worker.head_start import HeadStart, Stages, begin_head_start
 
@@ -270,6 +270,6 @@ def _load(
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits, ranks=ranks)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
-    told: dict[str, Any] = {"device": device, "dtype": dtype, "promise": promise, "switches": switches}
+    told: Json = {"device": device, "dtype": dtype, "promise": promise, "switches": switches}
     recorder, profile = create_recorder(source.config, executor.info, limits(), **told, ranks=config.device)
     return config, executor, (*(() if found is None else (found,)), *pooled, *decisions, *loaded, profile), recorder

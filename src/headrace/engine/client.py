@@ -43,7 +43,7 @@ from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidReque
 from headrace.lora.registry import adapter_folder, adapter_names
 from headrace.models.source import ModelSource
 from headrace.processes.messages import Question
-from headrace.request import Request, RequestOutput, SamplingParams
+from headrace.request import Json, Request, RequestOutput, SamplingParams
 
 MAX_PENDING = 256  # deltas
 MAX_PENDING_COST = 1 << 20
@@ -336,15 +336,15 @@ class AsyncLLM:
     def ready(self) -> bool:
         return self.alive and not self._closing
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self) -> Json:
         """Gauges and counters of the engine: see EngineSocket."""
         return await self._connection.stats()
 
-    async def recent(self, step: int, decision: int) -> dict[str, Any]:
+    async def recent(self, step: int, decision: int) -> Json:
         """The same, with what happened after this step and this decision."""
         return await self._connection.recent(step, decision)
 
-    async def explain(self, streams: Sequence[Stream]) -> dict[str, Any]:
+    async def explain(self, streams: Sequence[Stream]) -> Json:
         """Where these requests stand (``predicted_start`` of each, None once it has ended) and what their steps were,
         for those that asked."""
         ids = [stream.request.request_id for stream in streams[: frames.MAX_ASKED]]

@@ -29,7 +29,7 @@ from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
 from headrace.processes.child import spawn
 from headrace.processes.messages import BadFrame, Channel, Frame, Question, Reply, pack
-from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of
+from headrace.request import Json, Request, SequenceOutput, Singles, TokenOutputs, column_of
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
@@ -137,7 +137,7 @@ class HandOver(Frame):
 
 
 def pack_note(note: Note) -> bytes:
-    field: dict[str, Any] = {type(note).__name__.lower(): note}
+    field: Json = {type(note).__name__.lower(): note}
     return pack(HandOver(**field))
 
 
@@ -222,10 +222,10 @@ Command = GuestCommand | Attach | Shutdown  # ... and what the parent may
 Event = Started | StartFailed | Beat | Asleep | Died | Reply | Step | HandOver
 
 
-def plain(record: Any) -> dict[str, Any]:
+def plain(record: Any) -> Json:
     """A dataclass as a dict, all the way down. (``asdict`` leaves a tuple for the interpreter to keep each time, up to
     2000 of each length.)"""
-    found: dict[str, Any] = msgspec.to_builtins(record)
+    found: Json = msgspec.to_builtins(record)
     return found
 
 
@@ -276,7 +276,7 @@ class EngineSocket:
         self._on_event: OnEvent = lambda frame: None
         self.on_note: OnNote = lambda note: None
         self._on_death: OnDeath = lambda error, ids: None
-        self._tasks: set[asyncio.Future[dict[str, Any]]] = set()
+        self._tasks: set[asyncio.Future[Json]] = set()
         self._farewell = ""  # what the engine said last about its own end
         self._closing = False
         self.death: EngineDead | None = None
@@ -329,21 +329,21 @@ class EngineSocket:
     def dead(self) -> bool:
         return self.death is not None
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self) -> Json:
         """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps"
         (``StepRecorder.summary()``)."""
         return await self.ask(AskStats)
 
-    async def recent(self, step: int, decision: int) -> dict[str, Any]:
+    async def recent(self, step: int, decision: int) -> Json:
         """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the
         newest only."""
         return await self.ask(AskRecent, step, decision)
 
-    async def ask(self, kind: type[Question], *about: Any) -> dict[str, Any]:
+    async def ask(self, kind: type[Question], *about: Any) -> Json:
         """The answer to such a question. Raises EngineDead."""
         if self.death is not None:
             raise self.death
-        found: dict[str, Any] = await self._channel.ask(kind, *about)
+        found: Json = await self._channel.ask(kind, *about)
         return found
 
     def ask_later(self, kind: type[Question], *about: Any) -> None:

@@ -21,6 +21,8 @@ from headrace.engine.info import EngineInfo
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from headrace.request import (
     Expectations,
+    Given,
+    Json,
     Request,
     SamplingParams,
     StructuredOutputs,
@@ -33,8 +35,8 @@ from headrace.request import (
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
-Message = Mapping[str, Any]
+Prompt = str | Given | Sequence[int]
+Message = Given
 
 _MASK64 = 2**64 - 1
 _EARLY_CHARS = 1 << 16  # texts beyond this are counted piece by piece before they are tokenised whole
@@ -54,12 +56,12 @@ _ALIKE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repet
 _DEFAULTS = {**{name: name for name in _ALIKE}, "max_new_tokens": "max_tokens"}
 
 
-def model_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
+def model_defaults(found: Given) -> Json:
     """A model's generation_config.json and a server's own defaults, by the names of SamplingParams."""
     return {ours: found[theirs] for theirs, ours in _DEFAULTS.items() if found.get(theirs) is not None}
 
 
-def default_params(generation_defaults: Mapping[str, Any]) -> SamplingParams:
+def default_params(generation_defaults: Given) -> SamplingParams:
     """The model's own sampling defaults (its generation_config.json), where it has any. Raises ModelError for one out
     of range."""
     try:
@@ -103,7 +105,7 @@ def parse_prompt(prompt: Prompt, param: str = "prompt") -> ParsedPrompt:
     raise InvalidRequest(f"{param} is of type {type(prompt).__name__}; give {forms}.", param=param)
 
 
-def _parse_mapping(prompt: Mapping[str, Any], param: str) -> ParsedPrompt:
+def _parse_mapping(prompt: Given, param: str) -> ParsedPrompt:
     unknown = sorted(set(map(str, prompt)) - _PROMPT_FIELDS)
     if unknown:
         raise InvalidRequest(

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from headrace.config import ENGINE_PARTS, EngineConfig, engine_config, field_types, switches
 from headrace.errors import ConfigError
+from headrace.request import Given, Json
 
 
 def create_config(
-    model: str | os.PathLike[str] | None = None, *, technique: Mapping[str, Any] | None = None, **keywords: Any
+    model: str | os.PathLike[str] | None = None, *, technique: Given | None = None, **keywords: Any
 ) -> EngineConfig:
     """Raises ConfigError for a name that is no config field (naming the nearest ones) and for a value its field does
     not allow."""
@@ -31,10 +32,10 @@ def create_config(
     return engine_config(given)
 
 
-def _switches(technique: Mapping[str, Any]) -> dict[str, Any]:
+def _switches(technique: Given) -> Json:
     """Values by field name; hyphens and a missing ``enable_`` are accepted, as on the command line, and so are True and
     False for any switch."""
-    known, found = switches(), dict[str, Any]()
+    known, found = switches(), Json()
     for written, value in technique.items():
         name = written.replace("-", "_")
         if name not in known:

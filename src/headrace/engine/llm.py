@@ -40,13 +40,13 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed
 from headrace.observe.progress import Progress, ProgressLine
 from headrace.processes.garbage import collect_now_and_then, no_collections
-from headrace.request import LoRARequest, Request, RequestOutput, SamplingParams
+from headrace.request import Given, Json, LoRARequest, Request, RequestOutput, SamplingParams
 from headrace.spec import PoolingSpec
 
 Sink = Callable[[RequestDelta], None]
 Conversation = Sequence[Message]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
-Given = tuple[ParsedPrompt, Request]
+Prepared = tuple[ParsedPrompt, Request]
 
 
 class LLM:
@@ -65,7 +65,7 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        technique: Mapping[str, Any] | None = None,
+        technique: Given | None = None,
         **keywords: Any,
     ) -> None:
         self._open(create_config(model, technique=technique, **keywords))
@@ -132,7 +132,7 @@ class LLM:
         all prompts, or of each. Raises InvalidRequest before anything runs when one cannot be served, naming its index.
         """
 
-        def read() -> list[Given]:
+        def read() -> list[Prepared]:
             parsed = _for_each(_as_list(prompts), parse_prompt)
             return self._requests(parsed, sampling_params, priority, truncate_prompt_tokens, lora_request)
 
@@ -147,7 +147,7 @@ class LLM:
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Given | None = None,
         priority: Sequence[int] | None = None,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
@@ -206,7 +206,7 @@ class LLM:
         a model that embeds, the cosine. ``activation`` off: a reranker's logit."""
         self._inputs.check_task("embed", "score")
         pairs = paired(data_1, data_2)
-        run: dict[str, Any] = {"truncate": truncate_prompt_tokens, "use_tqdm": use_tqdm, "lora": lora_request}
+        run: Json = {"truncate": truncate_prompt_tokens, "use_tqdm": use_tqdm, "lora": lora_request}
         if self.info.task == "embed":
             texts = list(dict.fromkeys(text for pair in pairs for text in pair))
             found = dict(zip(texts, self._pooled([ParsedPrompt(text, None) for text in texts], **run), strict=True))
@@ -218,7 +218,7 @@ class LLM:
                 )
                 for first, second in both
             ]  # fmt: skip
-        options: dict[str, Any] = {"instruction": instruction, "truncate_prompt_tokens": truncate_prompt_tokens}
+        options: Json = {"instruction": instruction, "truncate_prompt_tokens": truncate_prompt_tokens}
         prompts = _for_each(pairs, lambda pair: self._inputs.pair(*pair, **options))
         return [
             ScoringRequestOutput(
@@ -241,7 +241,7 @@ class LLM:
     ) -> list[RequestOutput]:
         loras = _one_each("lora_request", lora, LoRARequest, len(prompts))
 
-        def request(job: tuple[ParsedPrompt, LoRARequest | None]) -> Given:
+        def request(job: tuple[ParsedPrompt, LoRARequest | None]) -> Prepared:
             adapter = None if job[1] is None else self._adapter(job[1])
             made = self._inputs.pooling_request(
                 job[0], truncate_prompt_tokens=truncate, adapter=adapter, param="prompt"
@@ -343,7 +343,7 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _run(self, read: Callable[[], list[Given]], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
+    def _run(self, read: Callable[[], list[Prepared]], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
         """Every answer is a stream that is collected."""
         with no_collections():
             given = read()
@@ -360,7 +360,7 @@ class LLM:
                     bar.close()
             return [collectors[request.request_id].output() for _, request in given]
 
-    def _enter(self, given: list[Given], bar: Progress | None) -> dict[int, OutputCollector]:
+    def _enter(self, given: list[Prepared], bar: Progress | None) -> dict[int, OutputCollector]:
         """All requests of a call. The first of them that fill a step begin, and the others come in while that is
         computed."""
         core = self.engine.core
@@ -436,7 +436,7 @@ class LLM:
         priority: Sequence[int] | None,
         truncate: int | None = None,
         lora: Adapters = None,
-    ) -> list[Given]:
+    ) -> list[Prepared]:
         """All validated before the first one runs."""
         count = len(prompts)
         jobs = zip(

@@ -28,7 +28,7 @@ from headrace.engine.executor import AdapterOutcome, Control, Executor, Executor
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.observe.metrics import StepRecorder
 from headrace.processes.messages import BadFrame, Reply, Unpacker, pack
-from headrace.request import Finished, FinishReason, Request, SequenceOutput, StepPlan, StepResult, TokenMasks
+from headrace.request import Finished, FinishReason, Json, Request, SequenceOutput, StepPlan, StepResult, TokenMasks
 from headrace.scheduler.explain import RECENT, pace_of, predicted_start
 
 if TYPE_CHECKING:
@@ -474,7 +474,7 @@ class EngineLoop:
         self._core.finish(command.request_id, command.index, command.num_tokens)
         self._core.accounts.end(command.request_id, command.index)
 
-    def _stats(self) -> dict[str, Any]:
+    def _stats(self) -> Json:
         return {**frames.plain(self._core.stats()), "steps": self._engine.recorder.summary()}
 
     def _answer_recent(self, link: Link, command: frames.AskRecent) -> None:
@@ -549,11 +549,11 @@ class EngineLoop:
         self._running = False
 
 
-def _reply(link: Link, number: int, stats: dict[str, Any]) -> None:
+def _reply(link: Link, number: int, stats: Json) -> None:
     link.send(pack(Reply(number, stats)))
 
 
-def _told(work: Callable[[], object]) -> dict[str, Any]:
+def _told(work: Callable[[], object]) -> Json:
     """The answer to who asked for it."""
     try:
         work()

@@ -38,6 +38,7 @@ from headrace.request import (
     CompletionOutput,
     Finished,
     FinishReason,
+    Json,
     Logprob,
     Request,
     RequestOutput,
@@ -237,7 +238,7 @@ class PieceRules:
     drop_first_marks: bool = False
 
 
-def piece_rules(decoder: dict[str, Any] | None) -> PieceRules | None:
+def piece_rules(decoder: Json | None) -> PieceRules | None:
     """The rules of a decoder that PieceDecoder can stand for; None for any other."""
     if decoder is None:
         return None
@@ -247,7 +248,7 @@ def piece_rules(decoder: dict[str, Any] | None) -> PieceRules | None:
     return _sequence_rules([(step.get("type"), step) for step in steps])
 
 
-def _sequence_rules(steps: list[tuple[Any, dict[str, Any]]]) -> PieceRules | None:
+def _sequence_rules(steps: list[tuple[Any, Json]]) -> PieceRules | None:
     """Replace(▁→space), ByteFallback, Fuse, then perhaps Strip: as converted Llama, Mistral, Gemma and Phi tokenizers
     have it."""
     if [kind for kind, _ in steps[:3]] != ["Replace", "ByteFallback", "Fuse"] or len(steps) > 4:
@@ -263,7 +264,7 @@ def _sequence_rules(steps: list[tuple[Any, dict[str, Any]]]) -> PieceRules | Non
     return PieceRules(True, strip_left=int(strip.get("start", 0)))
 
 
-def is_byte_level(decoder: dict[str, Any] | None) -> bool:
+def is_byte_level(decoder: Json | None) -> bool:
     if decoder is None:
         return False
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]

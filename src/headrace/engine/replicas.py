@@ -33,7 +33,7 @@ from headrace.engine.routing import Router
 from headrace.errors import EngineDead
 from headrace.portability import shared_file
 from headrace.processes.messages import Question
-from headrace.request import Request
+from headrace.request import Given, Json, Request
 
 LOOK_SECONDS = 0.5
 CHANGES = 64
@@ -247,17 +247,17 @@ class Replicas:
         """The level at which all of them sleep, or are about to; 0: requests go on."""
         return min((each.asleep for each in self._sockets if not each.dead), default=0)
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self) -> Json:
         """Sums of all replicas, and each one's own by its number ("replicas")."""
         return _with_sums(await self._ask(frames.AskStats)) | self._told_roles
 
     @property
-    def _told_roles(self) -> dict[str, Any]:
+    def _told_roles(self) -> Json:
         if not self._apart:
             return {}
         return {"roles": {"prompts": self._roles.told, "changes": self._roles.num_changes}}
 
-    async def recent(self, step: int, decision: int) -> dict[str, Any]:
+    async def recent(self, step: int, decision: int) -> Json:
         """As of one engine: steps and decisions of all replicas in one order, with numbers of their own. For one reader:
         what has been told is not told again."""
         asked = self._ask(frames.AskRecent, self._news.seen.__getitem__)
@@ -265,7 +265,7 @@ class Replicas:
         self._changes.clear()
         return told
 
-    async def ask(self, kind: type[Question], *about: Any) -> dict[str, Any]:
+    async def ask(self, kind: type[Question], *about: Any) -> Json:
         """All replicas are asked: of each thing, what the first says that knows it; those that answer come first."""
         found = await self._ask(kind, lambda _: about)
         joined = _joined(value for _, value in sorted(found.items(), key=lambda each: self._roles.computes(each[0])))
@@ -277,12 +277,10 @@ class Replicas:
             self._router.forget_prefixes(*range(len(self._sockets)))
         return joined
 
-    async def _ask(
-        self, kind: type[Question], about: Callable[[int], Sequence[Any]] = lambda _: ()
-    ) -> dict[int, dict[str, Any]]:
+    async def _ask(self, kind: type[Question], about: Callable[[int], Sequence[Any]] = lambda _: ()) -> dict[int, Json]:
         """By replica; ``about``: what is asked of each. One that dies meanwhile says nothing. Raises EngineDead where none is left."""
 
-        async def one(number: int) -> dict[str, Any] | None:
+        async def one(number: int) -> Json | None:
             with contextlib.suppress(EngineDead):
                 return await self._sockets[number].ask(kind, *about(number))
             return None
@@ -346,7 +344,7 @@ class _News:
     def forget(self, number: int) -> None:
         self.seen[number] = (-1, 0)
 
-    def add(self, answers: Mapping[int, dict[str, Any]], ours: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
+    def add(self, answers: Mapping[int, Json], ours: Iterable[tuple[Any, ...]]) -> Json:
         """``ours``: decisions that were taken here."""
         records, decisions = [], list(ours)
         for number, answer in answers.items():
@@ -366,9 +364,9 @@ class _News:
         }
 
 
-def _joined(answers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _joined(answers: Iterable[Given]) -> Json:
     """Lists are joined place by place."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for answer in answers:
         for name, value in answer.items():
             if isinstance(value, list) and isinstance(mine := found.get(name), list):
@@ -383,8 +381,8 @@ _ALIKE = frozenset(("bounds", "promise_seconds", "slots"))
 _MEANS = frozenset(("signed", "absolute"))
 
 
-def _with_sums(answers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    total: dict[str, Any] = _sum("", list(answers.values()))
+def _with_sums(answers: Mapping[int, Given]) -> Json:
+    total: Json = _sum("", list(answers.values()))
     if steps := total.get("steps"):
         measured, idle = steps["measured_seconds"], steps["idle_seconds"]
         steps["roofline_fraction"] = steps["floor_seconds"] / measured if measured > 0 else 0.0

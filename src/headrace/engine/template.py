@@ -30,6 +30,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.processes.sandbox import Reply, SandboxPool, json_line
+from headrace.request import Given, Json
 
 RENDER_SECONDS = 1.0
 MAX_OUTPUT_BYTES = 16 * 2**20
@@ -53,7 +54,7 @@ RESERVED_VARIABLES = frozenset(
 )
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
-Message = dict[str, Any]
+Message = Json
 Render = Callable[[Sequence[Message]], str | None]  # None: the template refuses the conversation
 
 _MARK = "Zephyrus"
@@ -120,10 +121,10 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Given],
         tools: Sequence[Any] | None,
         add_generation_prompt: bool,
-        variables: Mapping[str, Any],
+        variables: Given,
         *,
         continue_final_message: bool = False,
     ) -> str:
@@ -145,19 +146,17 @@ class ChatTemplate:
         text = _text(self._ask_in_turn(name, given), self._seconds)
         return _up_to_mark(text) if continue_final_message else text
 
-    def _given(
-        self, messages: Sequence[Message], tools: Any, opens: bool, variables: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _given(self, messages: Sequence[Message], tools: Any, opens: bool, variables: Given) -> Json:
         """All that a template is given."""
         fixed = {"messages": messages, "tools": tools, "add_generation_prompt": opens}
         return {**self._special_tokens, "documents": None, **variables, **fixed}
 
-    def _try(self, name: str, messages: Sequence[dict[str, Any]]) -> str | None:
+    def _try(self, name: str, messages: Sequence[Json]) -> str | None:
         """A conversation of ours; None where the template refuses it."""
         reply = self._ask_in_turn(name, self._given(messages, None, False, {}))
         return reply["text"] if reply is not None and "text" in reply else None
 
-    def _ask_in_turn(self, name: str, given: Mapping[str, Any]) -> Reply | None:
+    def _ask_in_turn(self, name: str, given: Given) -> Reply | None:
         """As it was sent; where the template fails at it, as other templates want it."""
         first = reply = self._ask(name, given)
         for change in _changes(given["messages"]):
@@ -166,7 +165,7 @@ class ChatTemplate:
             reply = self._ask(name, {**given, "messages": [change(message) for message in given["messages"]]})
         return reply if reply is not None and "text" in reply else first
 
-    def _ask(self, name: str, given: Mapping[str, Any]) -> Reply | None:
+    def _ask(self, name: str, given: Given) -> Reply | None:
         line = _render_line(name, given, self._seconds)
         with self._pool.borrowed() as renderer:
             reply = renderer.request(line)
@@ -193,7 +192,7 @@ class ChatTemplate:
         )
 
 
-def _render_line(name: str, variables: Mapping[str, Any], seconds: float) -> bytes:
+def _render_line(name: str, variables: Given, seconds: float) -> bytes:
     try:
         return json_line({"render": name, "variables": variables, "seconds": seconds, "max_bytes": MAX_OUTPUT_BYTES})
     except (TypeError, ValueError, RecursionError) as error:
@@ -203,7 +202,7 @@ def _render_line(name: str, variables: Mapping[str, Any], seconds: float) -> byt
         ) from error
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(message: Given) -> Json:
     """Keys without a value are left out, and reasoning is offered under each name that templates look for."""
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
@@ -212,20 +211,21 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _changes(messages: Sequence[Mapping[str, Any]]) -> list[Callable[[dict[str, Any]], dict[str, Any]]]:
+def _changes(messages: Sequence[Given]) -> list[Callable[[Json], Json]]:
     """What else a conversation may look like: most templates want a call's arguments as an object, a few as a text of
     JSON; not all take null for content.
     """
     calls, nulls = any(each.get("tool_calls") for each in messages), any(each["content"] is None for each in messages)
-    changes: list[Callable[[dict[str, Any]], dict[str, Any]]] = [_without_null] * nulls + [_with_argument_texts] * calls
+    asked = ((_without_null, nulls), (_with_argument_texts, calls))
+    changes: list[Callable[[Json], Json]] = [change for change, wanted in asked if wanted]
     return [*changes, lambda message: _without_null(_with_argument_texts(message))] if calls and nulls else changes
 
 
-def _without_null(message: dict[str, Any]) -> dict[str, Any]:
+def _without_null(message: Json) -> Json:
     return {**message, "content": ""} if message["content"] is None else message
 
 
-def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
+def _with_argument_texts(message: Json) -> Json:
     calls = message.get("tool_calls")
     return (
         {**message, "tool_calls": [_with_argument_text(call) for call in calls]} if isinstance(calls, list) else message
@@ -258,7 +258,7 @@ def _text(reply: Reply | None, seconds: float) -> str:
     )
 
 
-def check_template_variables(variables: Mapping[str, Any]) -> None:
+def check_template_variables(variables: Given) -> None:
     """Raises InvalidRequest for a variable that a client may not set (chat_template_kwargs)."""
     taken = next((name for name in variables if name in RESERVED_VARIABLES or name.startswith("_")), None)
     if taken is not None:
@@ -278,7 +278,7 @@ class Contents:
         self._render = render
         self._known: dict[tuple[str, Any], bool] = {}
 
-    def settled(self, message: Mapping[str, Any]) -> Message:
+    def settled(self, message: Given) -> Message:
         """The message with its content in a form that the template takes."""
         content, role = message.get("content"), str(message.get("role"))
         if content is None:
@@ -343,7 +343,7 @@ def _up_to_mark(text: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def joined(parts: Sequence[Mapping[str, Any]]) -> str:
+def joined(parts: Sequence[Given]) -> str:
     """Parts of a text for templates that know no parts: a line each, so that words do not run together."""
     return "\n".join(str(part.get("text", "")) for part in parts)
 

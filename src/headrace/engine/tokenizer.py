@@ -38,6 +38,7 @@ from headrace.models.source import (
     find_tokenizer_files,
     read_bounded,
 )
+from headrace.request import Given, Json
 from headrace.spec import PoolHead
 
 _SHORT = 4096  # characters
@@ -140,7 +141,7 @@ class Tokenizer:
         self.chat_templates: Mapping[str, str] = templates
 
     @property
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Json:
         """tokenizer_config.json as it holds here: tokens by their texts, and the chat template."""
         config = {name: value for name, value in self._files.config.items() if name != "chat_template"}
         template = self.chat_templates.get("default") or next(iter(self.chat_templates.values()), None)
@@ -223,7 +224,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Given],
         /,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool | None = None,
@@ -246,7 +247,7 @@ class Tokenizer:
     def encode_chat(
         self,
         text: str,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Given],
         tools: Sequence[Any] | None,
         add_generation_prompt: bool | None,
         **kwargs: Any,
@@ -268,9 +269,7 @@ class Tokenizer:
             log.warning("A message holds the text of a special token; %s, so it is read as that token.", CHANGES)
         return self.encode(text, False) if ids is None else ids
 
-    def _encode_marked(
-        self, text: str, marked: Mapping[str, Any], add_generation_prompt: bool | None
-    ) -> list[int] | None:
+    def _encode_marked(self, text: str, marked: Given, add_generation_prompt: bool | None) -> list[int] | None:
         rendered = self.apply_chat_template(
             marked["messages"], marked["tools"], add_generation_prompt, **marked["kwargs"]
         )
@@ -381,10 +380,10 @@ def _create_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
     return backend
 
 
-def _decoder_json(backend: tokenizers.Tokenizer) -> dict[str, Any] | None:
+def _decoder_json(backend: tokenizers.Tokenizer) -> Json | None:
     if backend.decoder is None:
         return None
-    value: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    value: Json = json.loads(backend.decoder.__getstate__())
     return value
 
 
@@ -430,7 +429,7 @@ def _added_token(value: Any) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(_content(fields) or "", **flags)
 
 
-def _apply_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+def _apply_bos_eos(backend: tokenizers.Tokenizer, config: Given, named: Mapping[str, str]) -> None:
     """``add_bos_token``/``add_eos_token``, where tokenizer_config.json says them, replace tokenizer.json's
     post-processor."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
@@ -452,7 +451,7 @@ def _apply_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], nam
     backend.post_processor = tokenizers.Tokenizer.from_str(json.dumps(carrier)).post_processor
 
 
-def _special(content: str | None) -> dict[str, Any] | None:
+def _special(content: str | None) -> Json | None:
     return None if content is None else {"SpecialToken": {"id": content, "type_id": 0}}
 
 

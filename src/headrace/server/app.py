@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError, NotFound, Unavailable
-from headrace.request import RequestTimes
+from headrace.request import Json, RequestTimes
 from headrace.server import adapters, dashboard, inflight, pages
 from headrace.server import answer_types as answers
 from headrace.server.dialects import completions, messages, pooling, responses, responses_body, tokens
@@ -34,7 +34,6 @@ from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, Me
 from headrace.server.limits import Guard
 from headrace.server.openapi import Handler, Route, document
 from headrace.server.service import Service, SleepQuery, is_sleeping, sleep, wake_up
-from headrace.server.wire import Json
 
 # --- handlers that need no generation
 

@@ -22,12 +22,13 @@ from msgspec import Meta, Struct, structs
 
 from headrace.engine.connection import SERIAL_SHIFT
 from headrace.errors import EngineDead
+from headrace.request import Given, Json
 from headrace.server.dialects.body import read_query
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import FINE, ServerMetrics
 from headrace.server.inflight import SENTENCES
 from headrace.server.limits import is_own, sees_all
-from headrace.server.wire import Given, Json, encode
+from headrace.server.wire import encode
 from headrace.techniques import TECHNIQUES
 
 if TYPE_CHECKING:  # they hold our History

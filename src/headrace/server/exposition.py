@@ -27,8 +27,7 @@ import msgspec
 
 from headrace.observe.metrics import FINE_BUCKETS, Histogram
 from headrace.portability import shared_file
-from headrace.request import RequestTimes
-from headrace.server.wire import Given, Json
+from headrace.request import Given, Json, RequestTimes
 
 _INTS, _FLOATS = 960, 64
 CELLS = 1024  # of tenants' places

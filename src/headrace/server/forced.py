@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.engine.grammar import special_name
 from headrace.errors import InvalidRequest
-from headrace.request import StructuredOutputs
+from headrace.request import Given, Json, StructuredOutputs
 from headrace.server.dialects.conversation import Tool, ToolChoice
 from headrace.server.parsing import AnswerFormat
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, Literals, Style, Tags, ToolFormat
@@ -34,7 +34,6 @@ from headrace.server.tools import (
     parameters_of,
     types_of,
 )
-from headrace.server.wire import Given, Json
 
 _NAME = re.compile(r"[\w.:/-]{1,200}")
 _KEY = {

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from headrace.engine.inputs import Message, ParsedPrompt, placing_of
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
-from headrace.request import NO_EXPECTATIONS, Request, SamplingParams, StructuredOutputs
+from headrace.request import NO_EXPECTATIONS, Given, Request, SamplingParams, StructuredOutputs
 from headrace.server.dialects.body import (
     EXPECTED_NAMES,
     ChatRequest,
@@ -45,7 +45,7 @@ from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import DeltaStream, EngineStream, Service
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.tools import offered_schemas
-from headrace.server.wire import Answer, Given, PromptState, Shape, encode, with_usage
+from headrace.server.wire import Answer, PromptState, Shape, encode, with_usage
 
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, NotFound
-from headrace.request import Request, RequestTimes, StepAccount
+from headrace.request import Given, Json, Request, RequestTimes, StepAccount
 from headrace.server.exchange import Exchange
-from headrace.server.wire import Answer, ChoiceState, Given, Json, PromptState
+from headrace.server.wire import Answer, ChoiceState, PromptState
 
 if TYPE_CHECKING:  # which holds our register
     from headrace.server.service import Service

@@ -42,12 +42,12 @@ from headrace.config import SchedulerConfig, ServerConfig
 from headrace.engine.fair_threads import FairThreads
 from headrace.errors import ConfigError, InvalidRequest, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
 from headrace.processes.sandbox import MAX_PROCESSES
-from headrace.request import Request, SamplingParams
+from headrace.request import Json, Request, SamplingParams
 from headrace.server.dialects.body import Body
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CELLS
 from headrace.server.http_errors import Forbidden, HttpError, RequestTimeout, UnsupportedMediaType
-from headrace.server.wire import Json, Shape, decode_object
+from headrace.server.wire import Shape, decode_object
 
 Headers = Sequence[tuple[bytes, bytes]]
 Answered = tuple[tuple[bytes, bytes], ...]

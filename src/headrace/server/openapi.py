@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, Struct, structs
 from msgspec.json import schema_components
 
+from headrace.request import Json
 from headrace.server import answer_types
 from headrace.server.answer_types import AnthropicError, Error
 from headrace.server.dialects.body import NUMBERS, TOLD, Body
 from headrace.server.dialects.messages import AnthropicErrors
 from headrace.server.exchange import Exchange
 from headrace.server.service import Service
-from headrace.server.wire import ErrorShape, Json
+from headrace.server.wire import ErrorShape
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 

@@ -13,11 +13,11 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeGuard, Unpack
 
 from msgspec import Meta, Struct
 
@@ -27,7 +27,7 @@ from headrace.engine.inputs import Placing
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.processes.garbage import freeze_start
-from headrace.request import Request, SamplingParams, StructuredOutputs
+from headrace.request import Given, Request, SamplingParams, StructuredOutputs
 from headrace.server.dialects.body import Conversation, GeneratingBody, read_query
 from headrace.server.dialects.conversation import text_of
 from headrace.server.exchange import Exchange, Pulse
@@ -238,7 +238,7 @@ class Model:
         return self.found.info.served_names[0] if self.found is not None else ""
 
     @property
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> Given:
         """What holds where a request says nothing: the model's own, and the server's."""
         model = self.any_engine().generation_defaults
         return {**model, "repetition_detection": True} if self._config.repetition_detection else model

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import InvalidRequest
+from headrace.request import Given, Json
 from headrace.server.dialects.conversation import Grammar, Mode, Tool, ToolChoice, name_of
 from headrace.server.parsing.formats import FORCED_CALLS, Style, ToolFormat
-from headrace.server.wire import Given, Json
 
 PLACES = ("$defs", "definitions")  # of what a schema refers to
 # At most a space between the parts of a call, as models write them: small ones lose themselves where more is allowed.

@@ -17,7 +17,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -26,11 +26,8 @@ from msgspec import Struct
 
 from headrace.engine.output import RequestDelta
 from headrace.errors import HeadraceError, InvalidRequest
-from headrace.request import TokenLogprobs
+from headrace.request import Given, Json, TokenLogprobs
 from headrace.server.answer_types import CachedTokens, Error, ErrorDetail, Usage
-
-Json = dict[str, Any]  # an object
-Given = Mapping[str, Any]  # one that is read alone
 
 MAX_DEPTH = 64  # nested lists and objects in a body
 MAX_CONTAINERS = 100_000  # lists and objects

@@ -34,13 +34,15 @@ from headrace.request import (
     MAX_STOP_STRINGS,
     Bounds,
     Expectations,
+    Given,
+    Json,
     RepetitionDetection,
     SamplingParams,
     StructuredOutputs,
     shown,
 )
 from headrace.server.dialects.conversation import MAX_TOOLS, Chat, Customs, FreeText, Mode, Name, ToolChoice, offer
-from headrace.server.wire import PART_ITEMS, TEXT_ALONE, Given, Json, Shape
+from headrace.server.wire import PART_ITEMS, TEXT_ALONE, Shape
 
 _WORDS = dict(str="a string", int="an integer", float="a number", bool="a boolean", array="a list", object="an object")
 _EXPECTED = re.compile(

@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
+from headrace.request import Given, Json
 from headrace.server import generate
 from headrace.server.answer_types import Call, Called, ChatMessage
 from headrace.server.dialects.body import (
@@ -40,7 +41,7 @@ from headrace.server.parsing.segments import (
     argument_texts,
 )
 from headrace.server.service import Service
-from headrace.server.wire import HOLE, ChoicesAnswer, ChoiceState, Given, Json, encode_list, quote
+from headrace.server.wire import HOLE, ChoicesAnswer, ChoiceState, encode_list, quote
 
 
 class ChatBody(OlderBody, kw_only=True):

@@ -18,7 +18,7 @@ from msgspec import Meta
 from headrace.engine.inputs import model_defaults
 from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
-from headrace.request import Request
+from headrace.request import Given, Json, Request
 from headrace.server import generate
 from headrace.server.dialects.body import (
     Count,
@@ -37,8 +37,6 @@ from headrace.server.wire import (
     HOLE,
     ChoicesAnswer,
     ChoiceState,
-    Given,
-    Json,
     PromptState,
     Shape,
     encode,

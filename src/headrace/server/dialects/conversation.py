@@ -17,8 +17,9 @@ from msgspec import Meta, Struct
 
 from headrace.engine.template import joined
 from headrace.errors import InvalidRequest
+from headrace.request import Given, Json
 from headrace.server.parsing.texts import INPUT
-from headrace.server.wire import Given, Json, decode_object
+from headrace.server.wire import decode_object
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128

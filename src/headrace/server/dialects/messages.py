@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from headrace.errors import HeadraceError, InvalidRequest
+from headrace.request import Given, Json
 from headrace.server import generate
 from headrace.server.answer_types import AnthropicError, Block, Message, MessageUsage
 from headrace.server.dialects.body import (
@@ -49,8 +50,6 @@ from headrace.server.service import Service
 from headrace.server.wire import (
     HOLE,
     ErrorShape,
-    Given,
-    Json,
     PromptState,
     Shape,
     around,

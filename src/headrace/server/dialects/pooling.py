@@ -23,7 +23,7 @@ from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.engine.pooled import PoolingParams, cosine, paired
 from headrace.errors import InvalidRequest
-from headrace.request import Request
+from headrace.request import Given, Json, Request
 from headrace.server.answer_types import PooledUsage
 from headrace.server.dialects.body import (
     MAX_USER,
@@ -42,17 +42,7 @@ from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
 from headrace.server.limits import Price
 from headrace.server.service import Service
-from headrace.server.wire import (
-    TEXT_ALONE,
-    Answer,
-    ChoiceState,
-    Given,
-    Json,
-    PromptState,
-    Shape,
-    encode_list,
-    encode_object,
-)
+from headrace.server.wire import TEXT_ALONE, Answer, ChoiceState, PromptState, Shape, encode_list, encode_object
 from headrace.spec import PoolingSpec
 
 MAX_INPUTS = 2048  # OpenAI's

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from headrace.errors import HeadraceError, InvalidRequest, NotFound
+from headrace.request import Given, Json
 from headrace.server import generate
 from headrace.server.answer_types import (
     Deleted,
@@ -36,7 +37,7 @@ from headrace.server.generate import Asked
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import Service
 from headrace.server.stored import Stored
-from headrace.server.wire import HOLE, ErrorShape, Given, Json, PromptState, Shape, around, encode, error_object, quote
+from headrace.server.wire import HOLE, ErrorShape, PromptState, Shape, around, encode, error_object, quote
 
 _INPUT_ITEMS = "/input_items"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from headrace.errors import InvalidRequest
+from headrace.request import Given, Json
 from headrace.server.dialects.body import (
     ChatRequest,
     Choice,
@@ -45,7 +46,6 @@ from headrace.server.dialects.conversation import (
     tool_call,
 )
 from headrace.server.parsing.texts import INPUT
-from headrace.server.wire import Given, Json
 
 
 class InputText(Struct, tag="input_text"):

@@ -9,7 +9,7 @@ from array import array
 from functools import partial
 
 from headrace.errors import InvalidRequest, NotFound
-from headrace.request import check_token_ids
+from headrace.request import Given, check_token_ids
 from headrace.server import generate
 from headrace.server.dialects.body import Body, Conversation, Ids, Variables, read_ids
 from headrace.server.dialects.chat import ChatBody, read_conversation
@@ -17,7 +17,7 @@ from headrace.server.dialects.conversation import Messages, Tools
 from headrace.server.exchange import Exchange
 from headrace.server.limits import TOKEN_BYTES
 from headrace.server.service import Service
-from headrace.server.wire import Given, encode_list, encode_object
+from headrace.server.wire import encode_list, encode_object
 
 
 class TokenizeBody(Body):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDead
 from headrace.processes.messages import Channel, Frame, Question, Reply
+from headrace.request import Given
 from headrace.server.dashboard import History
 from headrace.server.exposition import ServerMetrics
-from headrace.server.wire import Given
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
