@@ -143,10 +143,11 @@ def create_engine(
     if staging >= 0:
         _hand_over(core, config.device.staging_regions, replica, staging)
     info = describe(config, source, core, eos, decisions)
-    trace = _create_trace(file, config.device, source, core, recorder, info) if file is not None else None
-    if trace is not None:
-        core.observe(trace)
-    return Engine(core, source, tokenizer, info, defaults, recorder, masks, trace)
+    engine = Engine(core, source, tokenizer, info, defaults, recorder, masks)
+    if file is not None:
+        engine.trace = _create_trace(file, config.device, engine)
+        core.observe(engine.trace)
+    return engine
 
 
 def _hand_over(core: EngineCore, givers: int, replica: int, staging: int) -> None:
@@ -171,22 +172,16 @@ def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) 
     return desk
 
 
-def _create_trace(
-    file: TraceFile,
-    config: DeviceConfig,
-    source: ModelSource,
-    core: EngineCore,
-    recorder: StepRecorder,
-    info: EngineInfo,
-) -> StepTrace:
+def _create_trace(file: TraceFile, config: DeviceConfig, engine: Engine) -> StepTrace:
     """Writes this engine's steps down. ``config`` is resolved; nothing is running."""
-    name, floors = f"headrace: {info.model}, {info.device}", recorder.floors
+    core, recorder, floors = engine.core, engine.recorder, engine.recorder.floors
+    name = f"headrace: {engine.info.model}, {engine.info.device}"
     if floors is None:
         return StepTrace(file, recorder, core.stats, name=name)
     from headrace import __version__
     from headrace.cost.sharing import SharedBlocks
 
-    facts = facts_of(floors, config, model=source.name, engine=__version__)
+    facts = facts_of(floors, config, model=engine.source.name, engine=__version__)
     groups = [group.spec for group in core.executor.info.kv_groups]
     heads = floors.spec.num_heads // floors.spec.num_kv_heads
     sharing = SharedBlocks(groups, heads) if cascades(config, facts.device.kind, facts.dtype) else None
@@ -196,7 +191,7 @@ def _create_trace(
 def trace_into(path: str, engine: Engine, config: DeviceConfig) -> StepTrace:
     """An observer that writes an idle engine's steps from now on into a file of its own. ``config`` is resolved. Raises
     ConfigError."""
-    return _create_trace(TraceFile(path), config, engine.source, engine.core, engine.recorder, engine.info)
+    return _create_trace(TraceFile(path), config, engine)
 
 
 def prefix_namespace(

@@ -182,13 +182,8 @@ class AsyncLLM:
         self.default_params = defaults
         self.loop = asyncio.get_running_loop()
         self.info: EngineInfo = connection.info
-        self.inputs = InputProcessor(
-            connection.info,
-            tokenizer,
-            config.model.seed,
-            create_grammar_check(tokenizer),
-            ids=itertools.count(serial << frames.SERIAL_SHIFT),
-        )
+        grammars, ids = create_grammar_check(tokenizer), itertools.count(serial << frames.SERIAL_SHIFT)
+        self.inputs = InputProcessor(connection.info, tokenizer, config.model.seed, grammars, ids=ids)
         self._connection = connection
         self._outputs = OutputProcessor(tokenizer, self._finish)
         # dropped streams abort themselves

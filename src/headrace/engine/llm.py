@@ -22,7 +22,7 @@ from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine, create_engine
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo, check_sleep
-from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, parse_prompt
+from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, RequestOptions, parse_prompt
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.pooled import (
@@ -398,14 +398,10 @@ class LLM:
         truncate: int | None = None,
         lora: LoRARequest | None = None,
     ) -> Request:
-        return self._inputs.request(
-            prompt,
-            self.get_default_sampling_params() if params is None else params,
-            priority=priority,
-            truncate_prompt_tokens=truncate,
-            clamp=clamp or params is None,
-            adapter=None if lora is None else self._adapter(lora),
-        )
+        chosen = self.get_default_sampling_params() if params is None else params
+        adapter = None if lora is None else self._adapter(lora)
+        options: RequestOptions = {"priority": priority, "truncate_prompt_tokens": truncate, "adapter": adapter}
+        return self._inputs.request(prompt, chosen, clamp=clamp or params is None, **options)
 
     def _adapter(self, lora: LoRARequest) -> str:
         """Its name, by which the engine knows it from now on."""

@@ -213,12 +213,8 @@ class Replicas:
             self._on_death(self.death, None)
             return
         if isinstance(self._sockets[number], EngineConnection) and not self._closing:
-            log.error(
-                "Replica %d of %d: %s Its requests are ended, the others' go on.",
-                number,
-                count,
-                error.message.removesuffix(" Restart the server."),
-            )
+            why = error.message.removesuffix(" Restart the server.")
+            log.error("Replica %d of %d: %s Its requests are ended, the others' go on.", number, count, why)
         self._on_death(EngineDead(f"replica {number} of {count} has died; send the request again."), lost)
 
     # --- state

@@ -206,9 +206,8 @@ class SharedHistogram(Histogram):
 
     __slots__ = ("_sum",)
 
-    def __init__(
-        self, bounds: Sequence[float], page: Page
-    ) -> None:  # what is on the page stays: another may have counted before
+    def __init__(self, bounds: Sequence[float], page: Page) -> None:
+        # what is on the page stays: another may have counted before
         self.bounds = tuple(bounds)
         self.counts = page.take_ints(len(self.bounds) + 1)  # type: ignore[assignment]
         self._sum = page.take_float()

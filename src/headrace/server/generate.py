@@ -266,6 +266,7 @@ _STREAMS_A_TURN = 16  # of the event loop, that one request may open
 _EVENT_BYTES = 64 * 1024  # of a stream, that are written at once
 
 Merged = AsyncGenerator[tuple[int, Sequence[RequestDelta]], None]
+Arrivals = asyncio.Queue[tuple[int, Sequence[RequestDelta] | Exception | None]]
 
 
 class Delivery:
@@ -436,7 +437,7 @@ async def merge(sources: Sequence[DeltaStream]) -> Merged:
             async for batch in only:
                 yield 0, batch
         return
-    queue: asyncio.Queue[tuple[int, Sequence[RequestDelta] | Exception | None]] = asyncio.Queue()
+    queue = Arrivals()
     tasks = [asyncio.create_task(_pump(index, source, queue)) for index, source in enumerate(sources)]
     try:
         open_sources = len(sources)
@@ -454,13 +455,12 @@ async def merge(sources: Sequence[DeltaStream]) -> Merged:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(
-    index: int, source: DeltaStream, queue: asyncio.Queue[tuple[int, Sequence[RequestDelta] | Exception | None]]
-) -> None:
+async def _pump(index: int, source: DeltaStream, queue: Arrivals) -> None:
+    end: Exception | None = None
     try:
         async with contextlib.aclosing(source):
             async for batch in source:
                 queue.put_nowait((index, batch))
-        queue.put_nowait((index, None))
     except Exception as error:  # handed to the reader, which raises it
-        queue.put_nowait((index, error))
+        end = error
+    queue.put_nowait((index, end))

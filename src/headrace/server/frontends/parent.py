@@ -223,11 +223,8 @@ class FrontEnds:
         for front in self._fronts.values():
             if not front.hung and front.watch.hung():
                 front.hung = True
-                log.error(
-                    "Front end %d hangs: its event loop has not turned for %g s. It is ended.",
-                    front.number,
-                    FRONT_HANG_SECONDS,
-                )
+                told = "Front end %d hangs: its event loop has not turned for %g s. It is ended."
+                log.error(told, front.number, FRONT_HANG_SECONDS)
                 front.signal(signal.SIGKILL)
         fronts = list(self._fronts.values())
         if (

@@ -200,17 +200,14 @@ class _JudgedAnswer:
         return passed
 
     async def _look(self, text: str, final: bool) -> tuple[int, bool]:
-        if self._matcher is None:
-            cleared, bad = self._length, False
-        else:
-            cleared, bad = self._matcher.push(text, final=final)
+        cleared, bad = (self._length, False) if self._matcher is None else self._matcher.push(text, final=final)
         if self._judge is None:
             return cleared, bad
         self._held += text
         given = self._held[: cleared - self._judge.length]
         self._held = self._held[len(given) :]
         judged, refused = await self._judge.push(given, final=final or bad)
-        return (judged, True) if refused else (judged, bad)
+        return judged, refused or bad
 
     def _passed(self, cleared: int) -> list[RequestDelta]:
         passed = []
