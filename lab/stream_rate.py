@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.bench.arguments import add_key_argument, count
+from headrace.bench.arguments import add_server_arguments, count
 from headrace.bench.sweep import Sweep
 from headrace.errors import HeadraceError
 from headrace.portability import process_status
@@ -303,10 +303,8 @@ def _offline(requests: int) -> list[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--base-url", help="a server that is running; without it one is started with the keyed-hash executor"
-    )
-    add_key_argument(parser)
+    running = "a server that is running; without it one is started with the keyed-hash executor"
+    add_server_arguments(parser, default=None, help=running)
     parser.add_argument(
         "--api-server-count", type=count, default=1, help="front ends of the server that is started (default: 1)"
     )

@@ -21,14 +21,6 @@ DTYPES = ("bfloat16", "float32", "float16")
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
 
-def add_key_argument(parser: argparse._ActionsContainer) -> None:
-    """``--api-key``, by default from where a server started here takes its key."""
-    key = os.environ.get("HEADRACE_API_KEY") or None
-    parser.add_argument(
-        "--api-key", metavar="KEY", default=key, help="key to send as bearer token (also HEADRACE_API_KEY)"
-    )
-
-
 def _kind(read: Callable[[str], Number], allows: Callable[[Number], bool], said: str) -> Callable[[str], Number]:
     """A conversion that raises ArgumentTypeError for anything that is not ``said``."""
 
@@ -89,18 +81,25 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
 
 
 @cache
-def _declared() -> Mapping[str, Any]:
+def declared() -> Mapping[str, Any]:
+    """flags.toml."""
     return tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 
 
 def declare(parser: argparse._ActionsContainer, section: str, **changes: Mapping[str, Any]) -> None:
     """Adds the flags of a section of flags.toml. ``changes``: by a flag's name, what only the command knows of it."""
     command, _, place = section.partition(".")
-    for flag, row in _declared()[command][place].items():
+    for flag, row in declared()[command][place].items():
         given = {**row, **changes.get(flag.lstrip("-").replace("-", "_"), {})}
-        if "type" in given:
+        if isinstance(given.get("type"), str):
             given["type"] = _TYPES[given["type"]]
         parser.add_argument(*given.pop("names", [flag]), **given)
+
+
+def add_server_arguments(parser: argparse._ActionsContainer, **base_url: Any) -> None:
+    """Where it is (``base_url``: what is other than usual), and its key: by default, as a server started here has it."""
+    key = {"default": os.environ.get("HEADRACE_API_KEY") or None}
+    declare(parser, "server.arguments", base_url=base_url, api_key=key)
 
 
 def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.bench.arguments import add_key_argument, declare
+from headrace.bench.arguments import add_server_arguments, declare
 from headrace.bench.load import HttpClient, LoadGenerator, first_model
 from headrace.bench.serve import limits_of
 from headrace.errors import ConfigError
@@ -66,10 +66,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
-    )
-    add_key_argument(parser)
+    add_server_arguments(parser)
     declare(parser, "mixed.arguments", kinds={"choices": KINDS})
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headrace.bench.arguments import count, declare, natural, output
+from headrace.bench.arguments import declare
 from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, steady_decode, summarise_steps
 from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
@@ -35,20 +35,10 @@ from headrace.request import SamplingParams
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     declare(parser, "offline.throughput")
-    _add_output(parser)
 
 
 def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-size", type=count, default=1, help="concurrent requests (default: 1)")
-    parser.add_argument("--input-len", type=count, default=32, help="prompt tokens (default: 32)")
-    parser.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
-    parser.add_argument("--num-iters-warmup", type=natural, default=2, help="batches before timing (default: 2)")
-    parser.add_argument("--num-iters", type=count, default=5, help="timed batches (default: 5)")
-    _add_output(parser)
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
+    declare(parser, "offline.latency")
 
 
 def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:

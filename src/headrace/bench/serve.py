@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.arguments import add_key_argument, declare
+from headrace.bench.arguments import add_server_arguments, declare
 from headrace.bench.load import ROUTES, BrokenAnswer, HttpClient, LoadGenerator, first_model
 from headrace.bench.load_flags import (
     add_arrival_flags,
@@ -55,10 +55,7 @@ TICK = 0.01  # s between looks at how late the client's own loop is
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("server")
-    where.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
-    )
-    add_key_argument(where)
+    add_server_arguments(where)
     declare(where, "serve.arguments", endpoint={"choices": sorted(ROUTES)})
     add_workload_flags(parser, trace="trace", max_input=8192, max_output=1024)
     add_arrival_flags(parser, clients=CLOSED_LOOP)

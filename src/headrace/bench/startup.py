@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.bench.arguments import count, output
+from headrace.bench.arguments import declare
 from headrace.bench.load import BenchFailed, BrokenAnswer, HttpClient, LoadGenerator
 from headrace.bench.serve import limits_of
 from headrace.cache_home import cache_home
@@ -46,11 +46,7 @@ _IMPORTED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--repeats", type=count, default=3, help="number of starts of each kind; the median is shown (default: 3)"
-    )
-    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="MODEL and flags of headrace serve, after --")
+    declare(parser, "startup.arguments")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from headrace.bench.arguments import declared
 from headrace.config import EngineConfig
 from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config
 
@@ -42,43 +43,7 @@ class Benchmark:
             add_config_flags(parser, EngineConfig)
 
 
-BENCHMARKS: dict[str, Benchmark] = {
-    "throughput": Benchmark(
-        "headrace.bench.offline",
-        "many requests through the offline API",
-        "add_throughput_arguments",
-        "run_throughput",
-        model=True,
-        engine=True,
-    ),
-    "latency": Benchmark(
-        "headrace.bench.offline",
-        "one batch from start to finish, and its steps",
-        "add_latency_arguments",
-        "run_latency",
-        model=True,
-        engine=True,
-    ),
-    "serve": Benchmark("headrace.bench.serve", "load on any OpenAI-compatible server"),
-    "mixed": Benchmark("headrace.bench.mixed", "kinds of clients at once, and how many met their objective"),
-    "startup": Benchmark("headrace.bench.startup", "the time from the command to readiness, by stage"),
-    "kernels": Benchmark(
-        "headrace.bench.kernels",
-        "every candidate of every operation, compared with its floor and its twin",
-        "add_kernels_arguments",
-        flags="headrace.bench.arguments",
-    ),
-    "lora": Benchmark(
-        "headrace.bench.lora", "tokens per second with adapters beside the base model's", model=True, engine=True
-    ),
-    "experts": Benchmark(
-        "headrace.bench.experts",
-        "which experts tokens choose, and how evenly placements of them fill several devices",
-        model=True,
-        engine=True,
-    ),
-    "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a full load curve", engine=True),
-}
+BENCHMARKS = {name: Benchmark(**row) for name, row in declared()["benchmarks"].items()}
 
 
 class _LateParser(CommandParser):

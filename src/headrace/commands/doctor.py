@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from headrace.bench.arguments import declare
 from headrace.commands.simulate_reports import CONTEXT, of_prices, sentences
 from headrace.config import EngineConfig
 from headrace.cost.profile import (
@@ -52,18 +53,8 @@ NO_MODEL = "No batch advice: this executor computes no model. Leave --executor o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="measure the device (under a minute) and store the result; measure all shape advice",
-    )
-    parser.add_argument("--no-load", action="store_true", help="only inspect the machine, do not load a model")
-    parser.add_argument(
-        "--assume",
-        metavar="CARD",
-        help=f"say instead which kernels would compute the model on such a card, and how fast: {', '.join(CARDS)}",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    assumed = f"say instead which kernels would compute the model on such a card, and how fast: {', '.join(CARDS)}"
+    declare(parser, "doctor.arguments", assume={"help": assumed})
     add_model_argument(parser)
     add_config_flags(parser, EngineConfig)
 

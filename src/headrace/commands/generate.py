@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from headrace.bench.arguments import declare
 from headrace.commands.sampling_flags import (
     PARAM_NAMES,
     add_sampling_flags,
@@ -46,23 +47,7 @@ _PER_ROW = 4  # lines under way for each row of the engine: enough to keep it fu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument(
-        "-i", "--input", metavar="FILE", help="JSONL file with one prompt per line; - for standard input"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        default="-",
-        help="JSONL file for answers, one per line in order (default: stdout)",
-    )
-    parser.add_argument(
-        "-p",
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="complete this text instead and print the result (may be repeated)",
-    )
+    declare(parser, "generate.arguments")
     add_sampling_flags(parser)
     add_config_flags(parser, EngineConfig)
 

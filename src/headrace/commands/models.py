@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from headrace.bench.arguments import declare
 from headrace.errors import ConfigError, ModelError
 from headrace.flags import near_match
 from headrace.models.hub import HubId, download_model
@@ -19,24 +20,20 @@ from headrace.models.hub_cache import cached_models, hub_cache, remove_cached
 from headrace.observe.progress import said_bytes
 from headrace.observe.report import table
 
+ACTIONS = {
+    "list": "List the cache's contents and sizes.",
+    "pull": "Download a model from the hub to the cache.",
+    "remove": "Remove models from the cache, with all revisions.",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", title="actions (without one: list)", dest="action")
-    listing = actions.add_parser(
-        "list", help="list the cache's contents and sizes", description="List the cache's contents and sizes."
-    )
-    listing.add_argument("--json", action="store_true", help="print it as JSON")
-    pull = actions.add_parser(
-        "pull",
-        help="download a model from the hub to the cache",
-        description="Download a model from the hub to the cache.",
-    )
-    pull.add_argument("model", metavar="MODEL", help="org/name[@revision]; append :Q4_K_M for that GGUF quantization")
-    remove = actions.add_parser(
-        "remove", help="remove models from the cache", description="Remove models from the cache, with all revisions."
-    )
-    remove.add_argument("models", metavar="MODEL", nargs="+", help="org/name")
-    remove.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(
+            name, help=text[0].lower() + text[1:].partition(",")[0].rstrip("."), description=text
+        )
+        declare(action, f"models.{name}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,14 +36,10 @@ Rows = list[list[int]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from headrace.quantize.names import FORMATS, METHODS
 
-    parser.add_argument("model", metavar="MODEL", help="directory or hub id of a safetensors checkpoint")
-    formats = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
-    declare(parser, "quantize.arguments", format={"help": formats})
-    methods = "; ".join(f"{name}: {text}" for name, text in METHODS.items())
+    formats, methods = ("; ".join(f"{name}: {text}" for name, text in each.items()) for each in (FORMATS, METHODS))
     usual = "with --calibration gptq, or smooth for w8a8; else rtn"
-    parser.add_argument("--method", choices=tuple(METHODS), help=f"how codes are chosen ({usual}). {methods}")
-    text = "text, or JSON lines with text or messages; an eighth is held out for evaluation"
-    declare(parser, "quantize.arguments_2", calibration={"help": text})
+    method = {"choices": tuple(METHODS), "help": f"how codes are chosen ({usual}). {methods}"}
+    declare(parser, "quantize.arguments", format={"help": formats}, method=method)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,13 +13,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.arguments import declare
 from headrace.bench.load_flags import add_figure_flags
 from headrace.bench.serve import plot_distributions
 from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
 from headrace.cost.links import Link
 from headrace.errors import ConfigError
-from headrace.flags import add_config_flags, add_model_argument, engine_config, parse_size, server_config
+from headrace.flags import add_config_flags, add_model_argument, engine_config, server_config
 from headrace.models import families
 from headrace.models.source import ModelSource, find_model
 from headrace.observe.report import load_pyplot, machine_facts, print_facts, print_figures, table, write_json
@@ -39,41 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser, EngineConfig, ServerConfig)
     parser.conflict_handler = "resolve"  # --device and --trace mean a simulation's here
     where = parser.add_argument_group("device")
-    where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=f"required: {DEVICES}")
-    where.add_argument(
-        "--device-memory",
-        type=parse_size,
-        metavar="SIZE",
-        help="memory of the device in bytes, instead of its known size",
-    )
-    where.add_argument(
-        "--link-bandwidth",
-        type=parse_size,
-        metavar="SIZE",
-        help="bytes/s between ranks, one way (default: the device's)",
-    )
-    where.add_argument(
-        "--link-latency",
-        type=float,
-        metavar="US",
-        help="microseconds of one all-reduce without its bytes (default: the device's)",
-    )
-    where.add_argument(
-        "--draft-device",
-        metavar="DEVICE",
-        help="price the draft model of --speculative-config on a device of its own (default: as its draft_cost says)",
-    )
+    size, device = simulate_reports.SIZE, {"help": f"required: {DEVICES}"}
+    declare(where, "simulate.device", device=device, device_memory=size, link_bandwidth=size)
     simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")
     add_figure_flags(shown, plotted=", as bench serve does; with --against, of both runs")
-    shown.add_argument(
-        "--against",
-        type=Path,
-        nargs="+",
-        metavar="RUN.json",
-        help="runs of bench serve with this load: shows their errors; with several, a verdict",
-    )
+    declare(shown, "simulate.figures")
     simulate_curve.add_arguments(parser)
     simulate_reports.add_arguments(parser)
 

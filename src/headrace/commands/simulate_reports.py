@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
+from headrace.bench.arguments import declare
 from headrace.config import EngineConfig
 from headrace.flags import parse_size
 from headrace.observe.report import machine_facts, print_facts, table, write_json
@@ -24,24 +25,12 @@ from headrace.spec import DecoderSpec
 
 SWEPT_TOKENS = 1_000_000  # of keys, at most, in one point of the sweep: it computes their prompts, too
 CONTEXT = 2048
+SIZE = {"type": parse_size}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     reports = parser.add_argument_group("reports (they need no load)")
-    reports.add_argument(
-        "--advise", type=parse_size, nargs="?", const=CONTEXT, metavar="CONTEXT",
-        help=f"how many sequences of this length are worth their memory, and what a second engine would gain (default: {CONTEXT})",
-    )  # fmt: skip
-    reports.add_argument(
-        "--four-costs", type=parse_size, nargs="*", metavar="CONTEXT",
-        help="cost of long contexts: prompt, concurrent users, time per token, switching between users (default: 4k to 1M)",
-    )  # fmt: skip
-    reports.add_argument(
-        "--host-link",
-        type=parse_size,
-        metavar="SIZE",
-        help="bytes per second between device and host, one way, for --four-costs and --prefill-replicas",
-    )
+    declare(reports, "simulate_reports.arguments", advise=SIZE, four_costs=SIZE, host_link=SIZE)
 
 
 def asked(args: argparse.Namespace) -> bool:
