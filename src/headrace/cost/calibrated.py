@@ -25,7 +25,7 @@ from headrace.errors import ConfigError
 from headrace.sites import is_plain
 from headrace.spec import DecoderSpec
 
-VERSION = 2  # since graphs of steps with prompts have prices of their own
+VERSION = 2  # since captured steps with prompts have prices of their own
 SUFFIX = ".calibrated.json"
 SHIPPED = Path(__file__).parent / "shipped"  # fitted to our own runs
 SHARES = (

@@ -220,8 +220,7 @@ class StepLoad:
     lone: tuple[float, ...] = ()  # per KV group: of the keys, those of sequences that compute a single token
     # per KV group: of those, what need not be read because another sequence's reading serves
     saved: tuple[float, ...] = ()
-    # tokens that a graph of a step with prompts was filled up to: its products compute so many; 0: it is launched as it
-    # is
+    # tokens that a captured step with prompts was filled up to, of its products; 0: it is launched as it is
     filled: int = 0
 
     @property

@@ -90,7 +90,7 @@ class DeviceProfile:
     # ... held for a second, where that differs; informative
     sustained_gemm_rates: Mapping[str, float] = field(default_factory=dict)
     launch_overhead: float = 0.0  # s of one small operator call; informative, as are the next two
-    graph_kernel: float = 0.0  # s of one small kernel in a chain of a CUDA graph
+    graph_kernel: float = 0.0  # s of one small kernel in a chain that is replayed
     graph_gap: float = 0.0  # s of that between two kernels
     step_overhead: float = 0.0  # s a step, beside its operators
     efficiency: float = 1.0  # share of the floor's speed that operators reach

@@ -120,7 +120,7 @@ class Kernels:
         self._chosen: dict[Key, _Chosen] = {}
         self._passed: list[KernelChoice] = []  # shortcuts that nobody takes
         self._failed: dict[tuple[Key, str], str] = {}  # (call sites, candidate) → what the compiler said
-        self._retired: list[object] = []  # who gave way: graphs captured before go on using its scratch memory
+        self._retired: list[object] = []  # who gave way: what was captured before goes on using its scratch memory
         self._lock = threading.RLock()  # kernels are built in several threads
         known = {candidate.name for op in OPERATIONS.values() for candidate in op.candidates}
         if unknown := disabled - known:
@@ -293,8 +293,8 @@ class Guarded:
     """Calls a candidate; if its kernel cannot be built, the successor takes this call and every later one.
 
     A kernel is compiled by its first call, and again by the first call of another specialisation, so the guard stays.
-    It costs one Python call (a tenth of a microsecond), touches no tensor, and is not there when a captured graph is
-    replayed.
+    It costs one Python call (a tenth of a microsecond), touches no tensor, and is not there when what was captured
+    is replayed.
     """
 
     __slots__ = ("_give_way", "_run")

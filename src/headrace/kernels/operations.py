@@ -58,7 +58,7 @@ class Operation(Generic[S, F]):
 
     ``makes``: it makes a layer's callable from weights. ``varies``: the twin's bits depend on what else is in the
     batch: on the order of a sum, or on how far an element is from the tensor's end. ``reads``: the twin looks at the
-    device (how long is this sequence, which rows are left to sort), which no graph can.
+    device (how long is this sequence, which rows are left to sort), which no capture allows.
     """
 
     name: str

@@ -77,7 +77,7 @@ class DeviceAdapters:
         return AdapterOutcome(name, blocks=self._held[name].num_blocks)
 
     def bring(self, adapters: Iterable[tuple[int, str, tuple[int, ...]]]) -> bool:
-        """Whether graphs of steps with adapters are not what they were."""
+        """Whether captured steps with adapters are not what they were."""
         return any([self.slots.bring(slot, self._held[name], blocks) for slot, name, blocks in adapters])
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class AdapterSlots:
 
     def bring(self, slot: int, adapter: HostAdapter, blocks: Sequence[int]) -> bool:
         """In place of what was there, into these blocks. Queued behind the steps that still compute with that. Whether
-        graphs of steps with adapters are not what they were: it changes a weight that none before it did, or in a way
+        captured steps with adapters are not what they were: it changes a weight that none before it did, or in a way
         that none did."""
         before, size = self.changed, self.layout.block
         assert len(blocks) == adapter.num_blocks, f"{len(blocks)} blocks for {adapter.num_blocks}"

@@ -1,4 +1,4 @@
-"""How ranks meet on GPUs: NCCL, called directly, on whatever stream is current, so that graphs hold it like any kernel.
+"""How ranks meet on GPUs: NCCL, called directly, on whatever stream is current, so that it is captured like any kernel.
 
 What lives here: the few functions of NCCL's C interface that are needed (its user guide, 2.x). What may not: processes,
 choosing devices.

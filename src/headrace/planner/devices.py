@@ -38,7 +38,7 @@ HERE = "cpu"
 Chip = tuple[tuple[int, int], int]  # compute capability, and streaming multiprocessors
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
-# of NVLink's published bytes/s, one way: what sums of 8 to 64 MiB over two and four H100 reach through NCCL, in a graph
+# of NVLink's published bytes/s, one way: what sums of 8 to 64 MiB over two and four H100 reach through NCCL, replayed
 REACHED_LINK = 315 / 450
 MEETING_SECONDS = 22e-6  # what they take beside their bytes
 SMALL_SUMS = SmallSums(340e9, 2.3e-6, 0.55e-6, 2.0 * 2**20)  # by the kernel of kernels/sums, likewise
@@ -49,7 +49,7 @@ LINKS = {
     )
 }  # fmt: skip
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
-# forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
+# forms of flat products (kernels/linear/measured.json); steps of single tokens are replayed
 GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)
 
 
@@ -177,7 +177,7 @@ def _card(
 
 
 def classes_of(kind: str, *, eager: bool = False) -> Classes:
-    """Steps that different kernels compute. ``eager``: nothing is a graph."""
+    """Steps that different kernels compute. ``eager``: nothing is replayed."""
     return CPU_CLASSES if kind == "cpu" else replace(GPU_CLASSES, apart=not eager)
 
 

@@ -30,8 +30,8 @@ _UNREADABLE = (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeE
 class RecordedStep:
     """One step that did not fail. Seconds; points in time count from the trace's beginning. ``alone``: every sequence
     computed one token. ``continuous``: there was work all the time since the step before; ``pause``: how long there was
-    none; ``since``: how long ago a rest ended. ``waited``: of collecting, what the host did not work. ``recorded``: a
-    graph was recorded behind it."""
+    none; ``since``: how long ago a rest ended. ``waited``: of collecting, what the host did not work. ``recorded``: it
+    was captured behind it."""
 
     step_id: int
     load: StepLoad

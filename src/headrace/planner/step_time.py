@@ -51,7 +51,7 @@ class Most:
 class StepTime:
     """Prices steps of one model on one device. ``bandwidth`` and ``rate``: what the prices are multiples of; None: the
     profile's limits. ``sharing``: who knows which keys a step reads once for several sequences; None: none. ``shapes``:
-    which graph computes a step with prompts; None: none does."""
+    which captured shape a step with prompts is filled up to; None: it is launched."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class StepTime:
         return self._price(load, rows, alone, host, self._prices.host.record if recorded else 0.0)
 
     def of_load(self, load: StepLoad, *, rows: int = 1, alone: bool = True) -> StepPrice:
-        """``rows`` sequences; ``alone``: each computes a single token. Of an engine that has recorded the graphs it
+        """``rows`` sequences; ``alone``: each computes a single token. Of an engine that has captured what it
         needs."""
         if not alone and self._shapes is not None:
             shape = self._shapes.rounded(load.tokens, rows)
@@ -92,7 +92,7 @@ class StepTime:
         return self._price(load, rows, alone)
 
     def _graphed(self, load: StepLoad, rows: int) -> tuple[StepLoad, bool]:
-        """The load as a graph computes it, and whether one is recorded behind the step; none reads shared keys once."""
+        """As a captured step computes it, and whether one is captured behind it; none reads shared keys once."""
         if self._shapes is None or self._shapes.reads_less(sum(load.saved)):
             return load, False
         shape = self._shapes.shape_of(load.tokens, rows)

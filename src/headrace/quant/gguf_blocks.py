@@ -41,8 +41,7 @@ def _of_group(large: Tensor, small: Tensor | None) -> Tensor:
 
 
 def tables(kind: str, like: Tensor) -> dict[str, Tensor]:
-    """Values by code, where codes are no numbers: made once, since steps that become graphs copy nothing from the
-    host."""
+    """Values by code, where codes are no numbers: made once, since captured steps copy nothing from the host."""
     values = {"IQ4_NL": _IQ4, "IQ4_XS": _IQ4, "MXFP4": _E2M1_TWICE}.get(kind)
     return {} if values is None else {"table": torch.tensor(values, dtype=torch.float32, device=like.device)}
 

@@ -198,7 +198,7 @@ class AWQ(_Grouped):
         """[n, words] → codes [outputs, n]"""
         codes = unpack(words, self.bits).view(len(words), -1, 8)
         turned = codes.new_empty(codes.shape)
-        # a list as an index would be copied from the host, which no graph may
+        # a list as an index would be copied from the host, which no captured step may
         for output, place in enumerate(_AWQ_ORDER):
             turned[..., output] = codes[..., place]
         return turned.view(len(words), -1).t()

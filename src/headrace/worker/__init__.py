@@ -1,1 +1,1 @@
-"""One process a device: rows, inputs, the model's forward, sampling, and the memory and graphs that they need."""
+"""One process a device: rows, inputs, the model's forward, sampling, and the memory that they need."""

@@ -1,5 +1,5 @@
-"""What a worker gives up while it sleeps (level 1), and gets back at the same addresses: graphs, kernels' arguments and
-descriptors hold those.
+"""What a worker gives up while it sleeps (level 1), and gets back at the same addresses: captured steps, kernels'
+arguments and descriptors hold those.
 
 On a CPU the KV cache's pages are handed back to the system; weights are in host memory already. On a GPU weights and KV
 lie in memory that is mapped by the driver's virtual memory management: addresses are reserved once, and the memory

@@ -53,8 +53,8 @@ class DeviceExecutor:
     ``threads``: of the worker thread, where steps are computed by one. ``caches``: of each KV group all that lies under
     a block's number, as BlockMover has it. ``asleep``: what is given up while this sleeps;
     None: it never does. ``later``: kernels for keys that sequences share
-    which are still to come, its own now. Until they are there, steps are told that theirs share none: graphs, fused and
-    plain attention are asked as for any such step, and what is computed is the same but for rounding.
+    which are still to come, its own now. Until they are there, steps are told that theirs share none: captured, fused
+    and plain attention are asked as for any such step, and what is computed is the same but for rounding.
     """
 
     def __init__(

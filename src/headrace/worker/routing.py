@@ -18,7 +18,7 @@ from headrace.models.decoder import Block, Decoder
 
 
 class Routing:
-    """From now on, of every row that the sparse layers of ``decoder`` compute. Rows that graphs compute are not seen:
+    """From now on, of every row that the sparse layers of ``decoder`` compute. Rows of replayed steps are not seen:
     the engine must launch its kernels one by one."""
 
     def __init__(self, decoder: Decoder) -> None:

@@ -443,8 +443,8 @@ class Packing:
 
     @property
     def leading(self) -> int:
-        """As AttentionInputs has it; 0, too, where they are few, or all there are. Graphs do without: last bits may
-        differ."""
+        """As AttentionInputs has it; 0, too, where they are few, or all there are. Captured steps do without: last
+        bits may differ."""
         lengths = np.diff(self.query_start)
         longer = np.flatnonzero(lengths != 1)
         if not len(longer) or longer[0] < LEAST_LEADING or (lengths[longer[0] :] <= MOST_FEW).any():
@@ -454,8 +454,8 @@ class Packing:
 
 def pack(plan: StepPlan, *, padded: bool, prune: bool = False, first: bool = False) -> Packing:
     """``prune``: only hidden states that are sampled from are wanted, or with ``first`` those that begin their chunks.
-    A step that scores prompts wants all, and so does one whose chunks are single tokens: graphs compute those, sampled
-    or not."""
+    A step that scores prompts wants all, and so does one whose chunks are single tokens: captured steps compute
+    those, sampled or not."""
     packing = _pack(plan, padded)
     if not prune or plan.prompt_logprobs or len(packing.chunk) == len(plan.rows):
         return packing
@@ -612,8 +612,8 @@ class Gather:
 
 
 def alone_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Alone:
-    """As ``Packing.alone``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that a
-    graph holds.
+    """As ``Packing.alone``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that is
+    captured.
 
     A token that is said again, to fill ``wanted`` [n] up, sees no keys: nobody reads its result twice.
     """

@@ -124,7 +124,7 @@ class Sampler:
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Draw, ring: Tensor, turn: Tensor) -> None:
         """One token for each row of ``logits`` [n, vocab], of any float type, written into ``rows`` [n] int32 at
         ``positions`` [n] int32, and for the host into ``ring`` (see ``store_tokens``). Decides nothing on the host, so
-        that a graph can hold it.
+        that it can be captured.
         """
         logits = logits if how is Draw.GREEDY else logits.float()  # the largest is the same one
         peak, tokens = self._greedy(logits)

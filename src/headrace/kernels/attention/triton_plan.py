@@ -11,7 +11,7 @@ keys (triton_sharing.py).
     tile               | . . . . | . . . . | . | . | . . . . . | . . . . . 2023; LeanAttention, Sanovar et al. 2024).
     Uneven lengths cost
     program            | 0     | 1     | 2     | 3     | 4     | 5     |   nothing, and the launch is the same for any:
-    graphs can hold it.
+    it can be captured.
 
 Every sequence has at least one tile, if only to pass it by: one of no key, for one without context or for the other
 kernel. Keys that sequences share are cut likewise, in a line of their own, and left out of this one.

@@ -3,7 +3,7 @@
 What lives here: the few calls of libcuda that a kernel of ours needs. What may not: compiling (nvrtc.py), what a kernel
 is given.
 
-torch has made the context and knows the stream; a launch may be recorded by a graph.
+torch has made the context and knows the stream; a launch may be captured.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def tensor_map(tensor: Tensor, *box: int) -> TensorMap:
 
 
 class Module:
-    """Machine code, loaded into torch's context of a device. It stays as long as the process does: graphs may hold its
-    kernels."""
+    """Machine code, loaded into torch's context of a device. It stays as long as the process does: captured steps may
+    hold its kernels."""
 
     def __init__(self, code: bytes, device: int) -> None:
         _enter_context(device)

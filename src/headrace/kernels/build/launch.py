@@ -2,7 +2,7 @@
 """Launching again what was launched before: one look-up and one call of the driver, in place of Triton's binding of
 every argument.
 
-A launch without a graph costs the host some 25 µs with Triton 3.6 (an H200's machine), about 20 of them before the
+A launch that is not replayed costs the host some 25 µs with Triton 3.6 (an H200's machine), about 20 of them before the
 driver hears of it, and a step has up to ten launches a layer. What those 20 find out is which compiled kernel the
 arguments ask for, and that is known from few facts:
 

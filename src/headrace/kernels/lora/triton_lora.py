@@ -4,7 +4,7 @@
 What lives here: these kernels. What may not: which slot holds which adapter (lora/), products of the model's own
 weights.
 
-Which row has which slot is read on the device, so a graph holds for any mixture; nobody sorts rows. A tile of rows has
+Which row has which slot is read on the device, so one capture serves any mixture; nobody sorts rows. A tile of rows has
 a lane for each adapter that may be in it:
 
     slots of a tile    2  2  -  0  2  0  -  5        rows without an adapter are in no lane

@@ -78,7 +78,7 @@ class DecodeSteps:
             return None
         function = self._variants.find(StepShape(self.spec, block_size, self.programs, self.fp8), _UNBUILT)
         if function is not None:
-            function.number("exchange_bytes")  # nothing is read from the device later, when a graph may be recorded
+            function.number("exchange_bytes")  # nothing is read from the device later, when a step may be captured
         return function
 
 
@@ -99,7 +99,7 @@ class DecodeStep:
             [each.data_ptr() for each in (*layer, *own)] for layer, own in zip(weights.layers, scales, strict=True)
         ]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(weights.embedding.device)
-        # now: no graph may be recorded
+        # now: nothing is being captured
         self._scratch = _make_scratch(steps.spec, steps.programs, weights.embedding.device)
 
     def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:
