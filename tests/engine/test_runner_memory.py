@@ -97,7 +97,7 @@ def test_more_than_there_is_is_refused_with_the_numbers() -> None:
     ("requested", "stored", "fast", "expected"),
     [
         ("auto", "bfloat16", True, torch.bfloat16),
-        ("auto", "bfloat16", False, torch.float32),
+        ("auto", "bfloat16", False, torch.bfloat16),
         ("auto", "float16", True, torch.bfloat16),
         ("float16", "float32", False, torch.float32),
         ("bfloat16", "float32", False, torch.bfloat16),

@@ -272,9 +272,9 @@ def resolve_dtype(requested: str, checkpoint_dtype: str, device: str) -> tuple[t
         return torch.float32, Decision(
             "dtype", "float32", f"the checkpoint is stored as {name}, which nothing computes in"
         )
-    if device != "cpu" or name == "float32" or (name == "bfloat16" and (requested != "auto" or has_fast_bf16())):
+    if device != "cpu" or name != "float16":
         return DTYPES[name], Decision("dtype", name, origin)
-    # float16 has no fast arithmetic on CPUs; bfloat16 has, on some.
+    # float16 has no fast arithmetic on CPUs; bfloat16 has, on some
     chosen = "bfloat16" if has_fast_bf16() else "float32"
     why = "this CPU multiplies bfloat16 in hardware" if chosen == "bfloat16" else "this CPU has no bfloat16 arithmetic"
     return DTYPES[chosen], Decision("dtype", chosen, f"{name} {origin}, but computed in {chosen}: {why}")
