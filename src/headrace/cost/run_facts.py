@@ -70,16 +70,9 @@ class ModelShape:
 def shape_of(spec: DecoderSpec) -> ModelShape:
     moe = next((layer.moe for layer in spec.layers if layer.moe), None)
     sparse = (moe.num_experts, moe.top_k, moe.intermediate_size) if moe else (0, 0, 0)
-    sizes = (
-        spec.num_layers,
-        spec.hidden_size,
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        spec.intermediate_size,
-        spec.vocab_size,
-    )
-    return ModelShape(spec.family, *sizes, *sparse)
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    dense = spec.num_layers, spec.hidden_size, *heads, spec.intermediate_size, spec.vocab_size
+    return ModelShape(spec.family, *dense, *sparse)
 
 
 def switches_of(config: DeviceConfig) -> dict[str, Any]:
@@ -120,18 +113,10 @@ class RunFacts:
 
 def facts_of(cost_model: CostModel, config: DeviceConfig, *, model: str, engine: str) -> RunFacts:
     """``config`` must be resolved."""
-    profile, dtype = cost_model.profile, cost_model.dtype
+    profile, dtype, shape = cost_model.profile, cost_model.dtype, shape_of(cost_model.spec)
     limits = profile.read_bandwidth, profile.gemm_rate(dtype)
-    return RunFacts(
-        model,
-        shape_of(cost_model.spec),
-        profile.identity,
-        dtype,
-        config.overlap or 0,
-        engine,
-        *limits,
-        switches_of(config),
-    )
+    how = dtype, config.overlap or 0, engine
+    return RunFacts(model, shape, profile.identity, *how, *limits, switches_of(config))
 
 
 def read_facts(stored: Mapping[str, Any]) -> RunFacts:

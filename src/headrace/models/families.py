@@ -8,6 +8,7 @@ What lives here: rows, and the few readers that rows share. What may not: torch,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,8 @@ _ACTIVATIONS = {
 # --- attention windows ------------------------------------------------------------------------------------------------
 
 
-def _no_windows(fields: Fields, num_layers: int) -> Windows:
+def _none(fields: Fields, num_layers: int) -> Sequence[None]:
+    """No windows, or no experts, in any layer."""
     return (None,) * num_layers
 
 
@@ -89,10 +91,6 @@ def _by_type(fields: Fields, default: list[int | None], window: int | None) -> W
 # --- feed-forwards ----------------------------------------------------------------------------------------------------
 
 
-def _dense(fields: Fields, num_layers: int) -> Sequence[MoESpec | None]:
-    return (None,) * num_layers
-
-
 def _mixtral_experts(fields: Fields, num_layers: int) -> Sequence[MoESpec | None]:
     num_experts = fields.integer("num_local_experts", high=MAX_EXPERTS)
     top_k = fields.integer("num_experts_per_tok", high=num_experts)
@@ -119,8 +117,8 @@ def _qwen_experts(fields: Fields, num_layers: int) -> Sequence[MoESpec | None]:
 def _rotary_decoder(
     fields: Fields,
     *,
-    windows: ReadWindows = _no_windows,
-    feed_forwards: Callable[[Fields, int], Sequence[MoESpec | None]] = _dense,
+    windows: ReadWindows = _none,
+    feed_forwards: Callable[[Fields, int], Sequence[MoESpec | None]] = _none,
     head_dim: int | None = None,
     theta: float = 10000.0,
     partial_rotation: bool = False,
@@ -159,64 +157,52 @@ def _rotary_decoder(
 
 
 def _learned_decoder(fields: Fields, *, default_activation: str, multi_query: bool = False) -> DecoderSpec:
-    """Layer norms, learned positions, biases everywhere, a plain feed-forward: GPT-2 and StarCoder."""
+    """A plain feed-forward behind norms: GPT-2 and StarCoder."""
     num_layers, hidden, heads = _sizes(fields, "n_layer", "n_embd", "n_head")
-    positions = fields.integer("n_positions", high=2**24)
-    head_size = _even_share(fields, hidden, heads)
     by_depth = fields.boolean("scale_attn_by_inverse_layer_idx", False)
-    return DecoderSpec(
-        **_common(fields, tied=True),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=1 if multi_query else heads,
-        head_dim=head_size,
+    spec = _layer_normed(
+        fields,
+        (hidden, heads),
         intermediate_size=fields.optional_integer("n_inner", high=2**24) or 4 * hidden,
         layers=tuple(LayerSpec(attention_divisor=float(index + 1) if by_depth else 1.0) for index in range(num_layers)),
-        max_positions=positions,
-        rope=None,
-        norm=NormKind.LAYER,
+        max_positions=fields.integer("n_positions", high=2**24),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5, high=1.0),
         activation=fields.choice("activation_function", _ACTIVATIONS, default_activation),
-        gated_mlp=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        attention_scale=head_size**-0.5 if fields.boolean("scale_attn_weights", True) else 1.0,
     )
+    scale = spec.attention_scale if fields.boolean("scale_attn_weights", True) else 1.0
+    return replace(spec, attention_scale=scale, num_kv_heads=1 if multi_query else heads)
 
 
 def _encoder(fields: Fields, *, offset: bool = False) -> DecoderSpec:
-    """Layer norms behind each addition, learned positions, token types: BERT. ``offset``: positions begin behind the
-    padding token's (RoBERTa)."""
+    """Norms behind each addition, token types: BERT. ``offset``: positions begin behind the padding token's
+    (RoBERTa)."""
     num_layers, hidden, heads = _sizes(fields, "num_hidden_layers", "hidden_size", "num_attention_heads")
     rows = fields.integer("max_position_embeddings", high=2**24)
     first = fields.integer("pad_token_id", 1, low=0, high=rows - 2) + 1 if offset else 0
-    head_size = _even_share(fields, hidden, heads)
     fields.choice("position_embedding_type", {"absolute": True}, "absolute")
-    return DecoderSpec(
-        **_common(fields, tied=True),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_size,
+    return _layer_normed(
+        fields,
+        (hidden, heads),
         intermediate_size=fields.integer("intermediate_size"),
         layers=(LayerSpec(),) * num_layers,
         max_positions=rows - first,
-        rope=None,
-        norm=NormKind.LAYER,
         norm_eps=fields.number("layer_norm_eps", 1e-12, high=1.0),
         activation=fields.choice("hidden_act", _ACTIVATIONS, "gelu"),
-        gated_mlp=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        attention_scale=head_size**-0.5,
         causal=False,
         post_norm=True,
         token_types=fields.integer("type_vocab_size", 2, high=64),
         first_position=first,
         position_rows=rows,
     )
+
+
+def _layer_normed(fields: Fields, sizes: tuple[int, int], **more: Any) -> DecoderSpec:
+    """Layer norms, learned positions, biases everywhere. ``sizes``: the width, and heads."""
+    (hidden, heads), head_size = sizes, _even_share(fields, *sizes)
+    biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)
+    more |= {"rope": None, "norm": NormKind.LAYER, "gated_mlp": False, "attention_scale": head_size**-0.5, **biases}
+    shape: dict[str, Any] = {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads, "head_dim": head_size}
+    return DecoderSpec(**_common(fields, tied=True), **shape, **more)
 
 
 def _sizes(fields: Fields, layers: str, hidden: str, heads: str) -> tuple[int, int, int]:

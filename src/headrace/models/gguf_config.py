@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,14 +257,6 @@ def _llama(values: _Values) -> dict[str, Any]:
     return {**_rotary(values, "llama", "LlamaForCausalLM"), **biased}
 
 
-def _qwen2(values: _Values) -> dict[str, Any]:
-    return _rotary(values, "qwen2", "Qwen2ForCausalLM")
-
-
-def _qwen3(values: _Values) -> dict[str, Any]:
-    return _rotary(values, "qwen3", "Qwen3ForCausalLM")
-
-
 def _qwen3moe(values: _Values) -> dict[str, Any]:
     """Every layer is sparse; router weights are renormalized, as in all published models of this architecture."""
     return {
@@ -319,10 +312,6 @@ def _learned(values: _Values, model_type: str, architecture: str, activation: st
     }
 
 
-def _gpt2(values: _Values) -> dict[str, Any]:
-    return _learned(values, "gpt2", "GPT2LMHeadModel", "gelu_new")
-
-
 def _starcoder(values: _Values) -> dict[str, Any]:
     if values.integer("attention.head_count_kv") not in (None, 1):
         raise ModelError(
@@ -333,11 +322,11 @@ def _starcoder(values: _Values) -> dict[str, Any]:
 
 ARCHITECTURES: Mapping[str, Callable[[_Values], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen2": partial(_rotary, model_type="qwen2", architecture="Qwen2ForCausalLM"),
+    "qwen3": partial(_rotary, model_type="qwen3", architecture="Qwen3ForCausalLM"),
     "qwen3moe": _qwen3moe,
     "gemma2": _gemma2,
     "phi3": _phi3,
-    "gpt2": _gpt2,
+    "gpt2": partial(_learned, model_type="gpt2", architecture="GPT2LMHeadModel", activation="gelu_new"),
     "starcoder": _starcoder,
 }

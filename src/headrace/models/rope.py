@@ -53,14 +53,6 @@ def _rotary_dim(fields: Fields, head_dim: int, share: float) -> int:
     return rotary_dim
 
 
-def _default(scaling: Fields, rotary_dim: int, positions: int, trained: int | None) -> dict[str, Any]:
-    return {}
-
-
-def _linear(scaling: Fields, rotary_dim: int, positions: int, trained: int | None) -> dict[str, Any]:
-    return {"kind": "linear", "factor": scaling.number("factor", high=1e4)}
-
-
 def _dynamic(scaling: Fields, rotary_dim: int, positions: int, trained: int | None) -> dict[str, Any]:
     """Plain rotation up to max_position_embeddings, where the context ends: beyond it, keys already cached would have
     to be rotated again."""
@@ -130,8 +122,8 @@ def _trained_length(scaling: Fields, trained: int | None, positions: int) -> int
 
 
 _KINDS: dict[str, Callable[[Fields, int, int, int | None], dict[str, Any]]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda scaling, *_: {},
+    "linear": lambda scaling, *_: {"kind": "linear", "factor": scaling.number("factor", high=1e4)},
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -21,6 +21,7 @@ from headrace.cost.cost_model import (
     Line,
     OnlineFit,
     Steering,
+    StepCost,
     StepSpeed,
     Tail,
 )
@@ -29,7 +30,6 @@ from headrace.request import Request, SequenceOutput, StepAccount, StepPlan, Ste
 if TYPE_CHECKING:
     from headrace.cost.cost_model import (
         CostModel,
-        StepCost,
         StepLoad,
     )  # the web process counts without pricing: it need not load numpy
     from headrace.scheduler.roster import Sequence as SequenceRecord
@@ -46,6 +46,8 @@ COUNTS = ("steps", "failed_steps", "tokens", "generated_tokens", "promised_steps
 CAUTION = 2.0  # kernels reach half of the limits, as long as nothing is known of them
 GAP_PACE = 0.05  # of one step, in the mean time between steps
 AMOUNTS = ("bytes", "flops", "floor_seconds", "predicted_seconds", "measured_seconds", "idle_seconds", "host_seconds")
+
+_UNKNOWN = StepCost(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Histogram:
@@ -275,56 +277,23 @@ class StepRecorder:
         host_seconds: float,
         placed: tuple[float, float, float],
     ) -> StepRecord:
-        failed = result is None
         rows, decodes, sampled = len(plan.rows), plan.counts.count(1), len(plan.sample_work)
-        if self._cost_model is None:
-            tokens = plan.num_tokens
-            return StepRecord(
-                plan.step_id,
-                rows,
-                decodes,
-                tokens,
-                sampled,
-                0.0,
-                0.0,
-                0.0,
-                0.0,
-                measured,
-                host_seconds,
-                None,
-                failed,
-                0.0,
-                *placed,
-            )
-        load = self._cost_model.load_of(plan)
-        cost = self._cost_model.estimate_load(load)
-        fraction = cost.floor_seconds / measured if measured > 0 and not failed else None
-        kind = kind_of(rows, decodes, sampled)
-        # before this step teaches anything: its error is that of a true prediction
-        predicted = self._predicted(kind, cost)
-        if result is not None:
-            self._learn(kind, cost.floor_seconds, predicted, measured, placed[0])
-            self._errors["learned"].observe(predicted, measured)
-            if self._calibrated is not None and plan.step_id % CALIBRATED_EVERY == 0:
-                computed = replace(load, filled=result.graph_tokens)
-                self._errors["calibrated"].observe(self._calibrated(computed, decodes == rows), measured)
-        return StepRecord(
-            plan.step_id,
-            rows,
-            decodes,
-            load.tokens,
-            sampled,
-            cost.bytes,
-            cost.flops,
-            cost.floor_seconds,
-            predicted,
-            measured,
-            host_seconds,
-            fraction,
-            failed,
-            cost.overlapped_floor_seconds,
-            *placed,
-        )
+        kind, cost, predicted, fraction = kind_of(rows, decodes, sampled), _UNKNOWN, 0.0, None
+        if self._cost_model is not None:
+            load = self._cost_model.load_of(plan)
+            cost = self._cost_model.estimate_load(load)
+            fraction = cost.floor_seconds / measured if measured > 0 and result is not None else None
+            # before this step teaches anything: its error is that of a true prediction
+            predicted = self._predicted(kind, cost)
+            if result is not None:
+                self._learn(kind, cost.floor_seconds, predicted, measured, placed[0])
+                self._errors["learned"].observe(predicted, measured)
+                if self._calibrated is not None and plan.step_id % CALIBRATED_EVERY == 0:
+                    computed = replace(load, filled=result.graph_tokens)
+                    self._errors["calibrated"].observe(self._calibrated(computed, decodes == rows), measured)
+        counts = plan.step_id, rows, decodes, plan.num_tokens, sampled
+        seconds = cost.bytes, cost.flops, cost.floor_seconds, predicted, measured, host_seconds
+        return StepRecord(*counts, *seconds, fraction, result is None, cost.overlapped_floor_seconds, *placed)
 
     def _learn(self, kind: str, floor: float, predicted: float, measured: float, idle: float) -> None:
         if kind == "mixed" and self._fits[kind].ready and predicted > 0.0:
