@@ -15,8 +15,8 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -130,17 +130,10 @@ def _adapters(args: argparse.Namespace, config: EngineConfig, folder: Path) -> t
     return found, replace(config, adapters=served)
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Factors that change answers, and do not spoil them."""
-
-    rng: np.random.Generator
-    rank: int
-
-    def pair(self, ins: int, outs: int) -> Iterator[tuple[str, tuple[int, int], memoryview]]:
-        for shape in ((self.rank, ins), (outs, self.rank)):
-            values = self.rng.standard_normal(shape, dtype=np.float32) * (0.3 / math.sqrt(shape[1]))
-            yield "F16", shape, values.astype(np.float16).data
+def _factor(rng: np.random.Generator, *shape: int) -> tuple[str, tuple[int, ...], memoryview]:
+    """It changes answers, and does not spoil them."""
+    values = rng.standard_normal(shape, dtype=np.float32) * (0.3 / math.sqrt(shape[1]))
+    return "F16", shape, values.astype(np.float16).data
 
 
 def write_adapter(folder: Path, spec: DecoderSpec, rank: int, targets: Sequence[str] | None = None) -> Path:
@@ -155,15 +148,12 @@ def write_adapter(folder: Path, spec: DecoderSpec, rank: int, targets: Sequence[
         raise ConfigError(
             f"--targets names {', '.join(unknown)}, which the model does not have; it has {', '.join(sorted(known))}."
         )
-    tensors: dict[str, tuple[str, tuple[int, int], memoryview]] = {}
-    draw = _Drawn(np.random.default_rng(0), rank)
+    tensors, rng = {}, np.random.default_rng(0)
     for module in modules:
         if targets is None or module.name.rpartition(".")[2] in targets:
-            pair = draw.pair(module.weight.ins, module.outs)
-            tensors |= {
-                f"base_model.model.{module.name}.lora_{letter}.weight": factor
-                for letter, factor in zip("AB", pair, strict=True)
-            }
+            at = f"base_model.model.{module.name}.lora"
+            tensors[f"{at}_A.weight"] = _factor(rng, rank, module.weight.ins)
+            tensors[f"{at}_B.weight"] = _factor(rng, module.outs, rank)
     folder.mkdir()
     write_file(folder / "adapter_model.safetensors", tensors)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(targets or known)}

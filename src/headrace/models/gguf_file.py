@@ -26,19 +26,8 @@ MAX_ITEMS = 1 << 23  # of all arrays together
 MAX_SHARDS = 999
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS: Mapping[int, str] = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "B",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+# letters of struct, and of array: "i" and "I" have four bytes and "q" and "Q" eight wherever CPython runs
+_SCALARS: Mapping[int, str] = dict(zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True))
 F32, F16, BF16 = 0, 1, 30  # tensor types that need no dequantising
 
 T = TypeVar("T")
@@ -204,7 +193,7 @@ class _Reader:
             return self._strings(count)
         if kind not in _SCALARS:
             raise self._damaged(f"an array of unknown type {kind}")
-        values = array(_ARRAY_CODE[kind])
+        values = array(_SCALARS[kind])
         start = self._take(count * values.itemsize)
         values.frombytes(self._data[start : self._at])
         return values.tolist()
@@ -231,7 +220,3 @@ class _Reader:
         if offset > self._size or any(size > 2**48 for size in shape):
             raise self._damaged(f"tensor {name[:80]!r} of shape {list(shape)} at {offset}")
         return name, kind, shape, offset
-
-
-# array's letters for the format's types; "i" and "I" have four bytes and "q" and "Q" eight wherever CPython runs
-_ARRAY_CODE: Mapping[int, str] = dict(_SCALARS)

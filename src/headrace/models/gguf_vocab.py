@@ -14,7 +14,7 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.gguf_file import GGUFFile, read_gguf
 from headrace.models.source import TokenizerFiles
-from headrace.models.spm_vocab import Piece, PieceType, added_tokens, bpe_tokenizer
+from headrace.models.spm_vocab import Piece, PieceType, added_tokens, bpe_tokenizer, vocabulary
 
 PREFIX = "tokenizer.ggml."
 NAMED = {
@@ -127,9 +127,6 @@ def _byte_level(file: GGUFFile) -> tuple[dict[str, Any], bool]:
         )
     patterns, nfc, whole_words, bos = SPLITS[name]
     pieces = _pieces(file)
-    vocab: dict[str, int] = {}
-    for index, piece in enumerate(pieces):
-        vocab.setdefault(piece.text, index)
     tokenizer = {
         "version": "1.0",
         "added_tokens": added_tokens(pieces, normalized=False),
@@ -137,7 +134,7 @@ def _byte_level(file: GGUFFile) -> tuple[dict[str, Any], bool]:
         "pre_tokenizer": _pre_tokenizer(patterns),
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "vocab": vocab, "merges": _merges(file), "ignore_merges": whole_words},
+        "model": {"type": "BPE", "vocab": vocabulary(pieces), "merges": _merges(file), "ignore_merges": whole_words},
     }
     return tokenizer, bos
 

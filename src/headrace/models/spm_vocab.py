@@ -51,12 +51,18 @@ def added_tokens(pieces: Sequence[Piece], *, normalized: bool) -> list[dict[str,
     ]
 
 
-def bpe_tokenizer(pieces: Sequence[Piece], *, add_space_prefix: bool) -> dict[str, Any]:
-    """tokenizer.json of SentencePiece's BPE: the adjacent pair whose union has the highest score is merged first, the
-    leftmost of equals."""
+def vocabulary(pieces: Sequence[Piece]) -> dict[str, int]:
+    """Of equal texts, the first one's id."""
     vocab: dict[str, int] = {}
     for index, piece in enumerate(pieces):
         vocab.setdefault(piece.text, index)
+    return vocab
+
+
+def bpe_tokenizer(pieces: Sequence[Piece], *, add_space_prefix: bool) -> dict[str, Any]:
+    """tokenizer.json of SentencePiece's BPE: the adjacent pair whose union has the highest score is merged first, the
+    leftmost of equals."""
+    vocab = vocabulary(pieces)
     unknown = next((piece.text for piece in pieces if piece.type == PieceType.UNKNOWN), None)
     prepend = [{"type": "Prepend", "prepend": SPACE}] if add_space_prefix else []
     return {

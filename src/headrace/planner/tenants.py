@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from headrace.config import SchedulerConfig
 from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
 
+T = TypeVar("T")
 INPUT, OUTPUT = 1.0, 2.0  # prices of tokens, as the engine has them by default
 
 
@@ -50,15 +51,17 @@ def with_priorities(asked: Sequence[LoadRequest], shares: Mapping[int, float], s
 
 def priority_figures(samples: Sequence[Sample], priorities: Sequence[int], seconds: float) -> dict[str, Any]:
     """{} where all are alike."""
-    names = sorted(set(priorities))
-    of = {name: [sample for sample, each in zip(samples, priorities, strict=True) if each == name] for name in names}
-    return (
-        {}
-        if len(names) < 2
-        else {
-            key: value for name in names for key, value in _group_figures(f"priority{name}", of[name], seconds).items()
-        }
-    )
+    of, figures = _by_whom(samples, priorities), dict[str, Any]()
+    for name in sorted(of) if len(of) > 1 else ():
+        figures |= _group_figures(f"priority{name}", of[name], seconds)
+    return figures
+
+
+def _by_whom(samples: Sequence[Sample], whose: Sequence[T]) -> dict[T, list[Sample]]:
+    found: dict[T, list[Sample]] = {}
+    for sample, each in zip(samples, whose, strict=True):
+        found.setdefault(each, []).append(sample)
+    return found
 
 
 def _group_figures(name: str, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
@@ -75,10 +78,10 @@ def tenant_figures(
 ) -> dict[str, Any]:
     """{} where there are fewer than two. ``tenants``: of each sample; ``scheduler``: resolved. Services and their bound
     by weight, in prices of the scheduler's."""
-    names = sorted(set(tenants), key=lambda name: (len(name), name))
+    of = _by_whom(samples, tenants)
+    names = sorted(of, key=lambda name: (len(name), name))
     if len(names) < 2:
         return {}
-    of = {name: [sample for sample, each in zip(samples, tenants, strict=True) if each == name] for name in names}
     weights = {name: scheduler.tenant_weights.get(name, 1.0) for name in names}
     prices = scheduler.fair_input_price, scheduler.fair_output_price
     pairs = combinations(names, 2)

@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.models.checkpoint import Checkpoint
 from headrace.models.loader import KeyNames
-from headrace.models.weight_rules import WeightRule, weight_rules
+from headrace.models.weight_rules import weight_rules
 from headrace.quantize.blocks import BlockRunner, HeldTensors
 from headrace.quantize.layer import finite
 from headrace.quantize.run import Judged, judge
@@ -104,22 +104,17 @@ class Slicing:
         mine = {each.name: each for each in weights(self.spec) if each.layer == layer}
         for rule in weight_rules(self.spec):
             weight = mine.get(rule.target.removesuffix(".weight").removesuffix(".bias"))
-            if weight is not None:
-                yield from self._of_rule(rule, weight, names, basis)
+            for source in (each for group in rule.sources for each in group):
+                if weight is None:
+                    continue
+                held = finite(names[source], self.checkpoint.read(names[source]))
+                yield names[source], self._changed(held, weight, source.endswith(".bias"), names, basis)
         if layer is None and self.spec.tied_head:
             (head,) = (each for each in weights(self.spec) if each.role is Role.HEAD)
             embedding = next(
                 rule.sources[0][0] for rule in weight_rules(self.spec) if rule.target == "embedding.weight"
             )
             yield "lm_head.weight", self._changed(self.checkpoint.read(names[embedding]), head, False, names, basis)
-
-    def _of_rule(
-        self, rule: WeightRule, weight: Weight, names: KeyNames, basis: Tensor
-    ) -> Iterator[tuple[str, Tensor]]:
-        for group in rule.sources:
-            for source in group:
-                held = finite(names[source], self.checkpoint.read(names[source]))
-                yield names[source], self._changed(held, weight, source.endswith(".bias"), names, basis)
 
     def _changed(self, tensor: Tensor, weight: Weight, bias: bool, names: KeyNames, basis: Tensor) -> Tensor:
         wide, own = tensor.double(), weight.name.rpartition(".")[2]
