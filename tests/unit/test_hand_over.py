@@ -24,6 +24,7 @@ from headrace.engine.loop import Left
 from headrace.errors import ConfigError
 from headrace.portability import shared_file
 from headrace.request import Request
+from headrace.server.dashboard import sentence
 from tests.support.hand_over import House
 from tests.support.hash_engine import engine, expected, request
 
@@ -165,6 +166,30 @@ def test_a_front_end_that_dies_leaves_nothing_behind(fd: int) -> None:
             each.turn()
     for each in house.replicas:
         each.assert_at_rest()
+
+
+def test_roles_change_by_what_the_front_end_measures(fd: int) -> None:
+    """One of three computes prompts, which queue there; then answers are slow, and it is enough."""
+    house = house_of(fd, 3, swaps=True, budget=32, num_blocks=200)
+    asked, roles = list[Request](), list[int]()
+    for batch in range(16):
+        length, tokens, count, turn = (90, 2, 12, 0.1) if batch < 8 else (70, 40, 2, 0.3)
+        for _ in range(count):
+            asked.append(request(len(asked), prompt(len(asked), length), max_tokens=tokens))
+            house.front.submit(asked[-1])
+        while any(each.has_work for each in house.replicas):
+            for each in house.replicas:
+                each.turn()
+                while each.outbox:
+                    each.tell()
+            house.seconds += turn
+        roles.append(sum(house.front._roles.told.values()))
+    assert roles[0] == 1 and max(roles) == 2 and roles[-1] < 2 and house.front._roles.num_changes >= 2
+    entries = [sentence(kind, who, values) for _, _, kind, who, values, _ in house.front._changes]
+    assert "computes prompts from now on" in entries[0] and "answers from now on" in entries[1]
+    for each in asked:
+        check(house, each)
+    house.assert_at_rest()
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(at, marks=pytest.mark.slow) for at in range(8, 60))])
