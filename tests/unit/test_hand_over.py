@@ -168,6 +168,27 @@ def test_a_front_end_that_dies_leaves_nothing_behind(fd: int) -> None:
         each.assert_at_rest()
 
 
+def test_a_prompt_outlives_who_answered_it(fd: int) -> None:
+    """Sent again, it is handed to another replica, and not computed again."""
+    house = house_of(fd, 3, budget=32, num_blocks=200)
+    first = request(0, prompt(0, 120), max_tokens=40)
+    house.front.submit(first)
+    while not any(len(tokens) > 4 for tokens in house.answers.tokens.values()):
+        for each in house.replicas:
+            each.turn()
+            while each.outbox:
+                each.tell()
+    answered = house.front._router.where(0)
+    assert answered is not None
+    house.replicas[answered].die()
+    assert house.lost == {0}
+    house.front.submit(again := replace(first, request_id=1))
+    house.run()
+    check(house, again)
+    assert house.handed(3 - answered).taken == 1 and house.answers.cached[1, 0] == 29 * 4
+    house.assert_at_rest()
+
+
 def test_roles_change_by_what_the_front_end_measures(fd: int) -> None:
     """One of three computes prompts, which queue there; then answers are slow, and it is enough."""
     house = house_of(fd, 3, swaps=True, budget=32, num_blocks=200)
