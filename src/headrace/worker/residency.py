@@ -80,7 +80,8 @@ def resident_bytes(tensor: Tensor) -> int:
     flags = (ctypes.c_ubyte * pages)()
     if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), flags):
         return storage.nbytes()
-    return min(storage.nbytes(), sum(flag & 1 for flag in flags) * mmap.PAGESIZE)
+    resident = int((torch.frombuffer(flags, dtype=torch.uint8) & 1).sum())
+    return min(storage.nbytes(), resident * mmap.PAGESIZE)
 
 
 def _large_tensors() -> Iterator[Tensor]:
