@@ -99,7 +99,7 @@ def test_a_cpu_that_onednn_does_not_pack_for_takes_the_next_candidate(monkeypatc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_rows_without_instructions_for_their_type(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By float32's product over the weight widened part by part, biases with it, leading dimensions kept."""
-    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "_multiplies", lambda dtype: False)
     monkeypatch.setattr(products, "_PART", 4 * 40)
     weight, bias, x = torch.randn(70, 40).to(dtype), torch.randn(70).to(dtype), torch.randn(3, 50, 40).to(dtype)
     for given in (None, bias):

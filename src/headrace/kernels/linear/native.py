@@ -26,6 +26,7 @@ from headrace.kernels.build.native import TYPES, function_of
 from headrace.kernels.candidate import CallSite, Declined, Empty, WeightFacts, plainly_empty, rows_of
 
 FEW_ROWS = 40  # with more, a blocked product is quicker than this one, which reads the weight as it lies
+_TILED_ROWS = 4  # as FEW_ROWS, of bfloat16 where the processor multiplies tiles of it (AMX)
 _PART = 2**20  # elements of a weight that are widened at once: what the second cache holds
 
 
@@ -57,13 +58,13 @@ def create_linear(native: Native, site: CallSite[WeightFacts]) -> Any:
     if not native.threads and torch.get_num_threads() > 1:
         return Declined("built without OpenMP (one thread only); torch's own product uses them all")
     product = create_product(native, site.invariant, site.empty)
-    many_rows = linear_of_many_rows(site.facts.dtype)
+    many_rows, few = linear_of_many_rows(site.facts.dtype), _few_rows(site.facts.dtype)
 
     def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
 
         def linear(x: Tensor) -> Tensor:
-            if not site.invariant and x.numel() > FEW_ROWS * x.shape[-1]:
+            if not site.invariant and x.numel() > few * x.shape[-1]:
                 return many_rows(x, weight, bias)
             return product(x, weight, bias)
 
@@ -75,13 +76,17 @@ def create_linear(native: Native, site: CallSite[WeightFacts]) -> Any:
 def linear_of_many_rows(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """torch's own where it computes in ``dtype`` by blocks; where it does not, as bfloat16 without instructions for it,
     by float32's, over the weight widened part by part."""
-    blocked = dtype is torch.float32 or (dtype is torch.bfloat16 and _multiplies_bfloat16())
-    return F.linear if blocked else _widened_linear
+    return F.linear if dtype is torch.float32 or _multiplies(dtype) else _widened_linear
 
 
-def _multiplies_bfloat16() -> bool:
-    known = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
-    return known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has instructions for it here."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return hasattr(torch.ops.mkldnn, name) and bool(getattr(torch.ops.mkldnn, name)())
+
+
+def _few_rows(dtype: torch.dtype) -> int:
+    return _TILED_ROWS if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() else FEW_ROWS
 
 
 def _widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
