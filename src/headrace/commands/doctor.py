@@ -158,11 +158,7 @@ def _other(driver: DriverFacts | None, index: int) -> str:
         if torch.cuda.can_device_access_peer(index, 0)
         else "reaches the first one through the host"
     )
-    return (
-        f"card {index}: {facts.name}, {_free(card)}, {peer}"
-        if card is not None
-        else f"card {index}: {facts.name}, {peer}"
-    )
+    return f"card {index}: {facts.name}, {'' if card is None else f'{_free(card)}, '}{peer}"
 
 
 def _free(card: CardFacts) -> str:
@@ -276,13 +272,12 @@ def examine_drafts(config: EngineConfig, device: str) -> dict[str, Any]:
     devices = _devices()
     found = placements(Pair(specs[0], specs[1], settings), config, devices, CONTEXT)
     said = f"One stream of {CONTEXT:,} tokens, a draft right with probability {settings.acceptance:g} (acceptance); {memory_of(devices)}."
-    return {
-        "drafts": {
-            "said": [said, advice(found, device)],
-            "placements": [asdict(each) for each in found],
-            "rows": rows_of(found),
-        }
+    drafts = {
+        "said": [said, advice(found, device)],
+        "placements": [asdict(each) for each in found],
+        "rows": rows_of(found),
     }
+    return {"drafts": drafts}
 
 
 def _devices() -> dict[str, Device]:

@@ -28,24 +28,8 @@ from headrace.spec import DecoderSpec
 VERSION = 2  # since captured steps with prompts have prices of their own
 SUFFIX = ".calibrated.json"
 SHIPPED = Path(__file__).parent / "shipped"  # fitted to our own runs
-SHARES = (
-    0.005,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-    0.95,
-    0.98,
-    0.995,
-    0.999,
-)  # of the steps, below each ratio
+# of the steps, below each ratio
+SHARES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995, 0.999)
 LONG = 2.0  # times its price: a step that something came between
 _SCORES = tuple(NormalDist().inv_cdf(share) for share in SHARES)
 

@@ -334,10 +334,8 @@ class CostModel:
         layers = [len(g.layers) for g in groups] if spec.causal else [2 * spec.num_layers]
         self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * each / ranks for each in layers)
         self._dense = _dense_operators(spec, weight_bytes)
-        self._dense_bytes, self._dense_flops = (
-            sum(held for _, held, _ in self._dense),
-            sum(flops for _, _, flops in self._dense),
-        )
+        self._dense_bytes = sum(held for _, held, _ in self._dense)
+        self._dense_flops = sum(flops for _, _, flops in self._dense)
         self._experts = _expert_operators(spec, weight_bytes, self._popularity)
         site = head(spec)
         self._head = site.label, site.num_bytes(weight_bytes), _flops([site])
@@ -346,9 +344,7 @@ class CostModel:
         self._norm_bytes = _norm_elements(spec) * weight_bytes
         # embedding row, learned position row
         self._token_bytes = spec.hidden_size * weight_bytes * (1 if spec.rope else 2)
-        self._activation_bytes = (
-            _activation_elements(spec) * 2.0 if dtype != "float32" else _activation_elements(spec) * 4.0
-        )
+        self._activation_bytes = _activation_elements(spec) * (2.0 if dtype != "float32" else 4.0)
 
     def estimate(self, plan: StepPlan) -> StepCost:
         return self.estimate_load(load_of(plan, self.windows))

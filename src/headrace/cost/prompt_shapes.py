@@ -24,18 +24,8 @@ MOST_TOKENS = 2048  # of more, the device is what a step waits for, from a billi
 MOST_GRAPHS = 96
 _TOKENS = (16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
 _DOUBLINGS = (32, 64, 128, 256, 512, 1024)
-_LADDER = (
-    64,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-)  # beside decoding rows: a rung serves what is up to half as long
+# beside decoding rows: a rung serves what is up to half as long
+_LADDER = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _BESIDE = 64  # sequences: of more, few shapes come again
 _SEQUENCES = (1, 4, 16, 64, 256)
 AGAIN = 2  # how often a shape comes until it is recorded, and where a larger graph serves it meanwhile

@@ -70,9 +70,8 @@ class ModelShape:
 def shape_of(spec: DecoderSpec) -> ModelShape:
     moe = next((layer.moe for layer in spec.layers if layer.moe), None)
     sparse = (moe.num_experts, moe.top_k, moe.intermediate_size) if moe else (0, 0, 0)
-    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    dense = spec.num_layers, spec.hidden_size, *heads, spec.intermediate_size, spec.vocab_size
-    return ModelShape(spec.family, *dense, *sparse)
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.vocab_size
+    return ModelShape(spec.family, spec.num_layers, spec.hidden_size, *heads, *sparse)
 
 
 def switches_of(config: DeviceConfig) -> dict[str, Any]:
@@ -115,8 +114,7 @@ def facts_of(cost_model: CostModel, config: DeviceConfig, *, model: str, engine:
     """``config`` must be resolved."""
     profile, dtype, shape = cost_model.profile, cost_model.dtype, shape_of(cost_model.spec)
     limits = profile.read_bandwidth, profile.gemm_rate(dtype)
-    how = dtype, config.overlap or 0, engine
-    return RunFacts(model, shape, profile.identity, *how, *limits, switches_of(config))
+    return RunFacts(model, shape, profile.identity, dtype, config.overlap or 0, engine, *limits, switches_of(config))
 
 
 def read_facts(stored: Mapping[str, Any]) -> RunFacts:
