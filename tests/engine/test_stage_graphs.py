@@ -63,7 +63,7 @@ class Belt:
     def receive(self, hidden: Tensor) -> Tensor:
         return hidden.copy_(self.hidden.popleft())
 
-    def send_tokens(self, picked: Tensor) -> None:
+    def send_tokens(self, picked: Tensor, *, to_all: bool = False) -> None:
         self.tokens.append(picked)
 
     def receive_tokens(self, picked: Tensor) -> Tensor:

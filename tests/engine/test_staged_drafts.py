@@ -58,11 +58,12 @@ class Belt:
     def receive(self, hidden: Tensor) -> Tensor:
         return self._belts.take("hidden", self.stage, hidden)
 
-    def send_tokens(self, picked: Tensor) -> None:
-        self._belts.put("tokens", 0, picked)
+    def send_tokens(self, picked: Tensor, *, to_all: bool = False) -> None:
+        for stage in range(self.stages - 1 if to_all else 1):
+            self._belts.put("tokens", stage, picked)
 
     def receive_tokens(self, picked: Tensor) -> Tensor:
-        return self._belts.take("tokens", 0, picked)
+        return self._belts.take("tokens", self.stage, picked)
 
     def least(self, value: int) -> int:
         return value
@@ -141,7 +142,7 @@ def answers(core: EngineCore, seed: int, count: int = 5) -> Answers:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    return tiny.save("llama", folder, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=3)
+    return tiny.save("llama", folder, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, chance: float, seed: int = 0) -> None:
@@ -165,11 +166,11 @@ def drafts_of(folder: Path, count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", [24, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24))])
 def test_runs_in_flight_change_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Two or three stages, overlap, few blocks, small budgets."""
+    """Two to four stages, overlap, few blocks, small budgets."""
     wanted = answers(engine(folder, 1, None), seed)
     spoil(monkeypatch, 0.75, seed)
-    more: dict[str, Any] = {"overlap": seed % 3, "blocks": 30 if seed % 4 else 16, "budget": 64 if seed % 5 else 7}
-    core = engine(folder, 2 + seed % 2, drafts_of(folder, 1 + seed % 3), **more)
+    more: dict[str, Any] = {"overlap": seed % 3, "blocks": 30 if seed % 5 else 16, "budget": 64 if seed % 7 else 7}
+    core = engine(folder, 2 + seed % 3, drafts_of(folder, 1 + seed % 4), **more)
     found = answers(core, seed)
     assert found.tokens == wanted.tokens
     for each, scores in wanted.scores.items():
@@ -177,6 +178,23 @@ def test_runs_in_flight_change_no_answer(folder: Path, monkeypatch: pytest.Monke
     assert core.scheduler.speculation is not None
     counts = core.scheduler.speculation.counts
     assert counts.steps + sum(counts.ahead.values()) > 10
+
+
+def forwards(core: EngineCore) -> list[int]:
+    """How often each stage computes, from now on."""
+    parts: Any = core.executor._parts  # type: ignore[attr-defined]
+    counts = [0] * len(parts)
+
+    def counted(stage: int, forward: Any) -> Any:
+        def compute(*given: Any) -> Tensor:
+            counts[stage] += 1
+            return forward(*given)
+
+        return compute
+
+    for stage, part in enumerate(parts):
+        part.decoder.forward = counted(stage, part.decoder.forward)
+    return counts
 
 
 def test_a_stream_has_runs_in_flight_and_wrong_ones_are_cancelled(
@@ -187,18 +205,35 @@ def test_a_stream_has_runs_in_flight_and_wrong_ones_are_cancelled(
     steps, found = {}, {}
     for ahead in (False, True):
         core = engine(folder, 2, drafts_of(folder, 1), ahead=ahead)
-        last: Any = core.executor._parts[-1]  # type: ignore[attr-defined]
-        forward, computed = last.decoder.forward, list[int]()
-        last.decoder.forward = lambda *given, forward=forward, computed=computed: (computed.append(1), forward(*given))[
-            1
-        ]
+        computed = forwards(core)
         core.add(request(1, range(5, 25), max_tokens=60))
         found[ahead] = run(core).tokens[1, 0]
         plans: list[StepPlan] = core.executor.plans  # type: ignore[attr-defined]
         whole = sum(list(plan.drafts) == list(plan.counts) for plan in plans if plan.rows)
         counts = core.scheduler.speculation.counts.ahead if core.scheduler.speculation is not None else {}
         assert bool(whole) == bool(counts) == ahead
-        steps[ahead] = len(computed)
+        steps[ahead] = computed[-1]
         assert not ahead or (counts["used"] > 10 and counts["spared"] > 5 and counts["refuted"] == 0)
-        assert len(computed) <= len(plans) - counts.get("spared", 0) // 2
+        assert computed[-1] <= len(plans) - counts.get("spared", 0) // 2
     assert found[True] == found[False]
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_stages_between_compute_no_run_that_is_known_to_be_void(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    """Of a run behind others, the further it has come, the more is known."""
+    asked = request(1, range(5, 25), max_tokens=60)
+    alone = engine(folder, 1, None)
+    alone.add(asked)
+    wanted = run(alone).tokens
+    spoil(monkeypatch, 0.6)
+    core = engine(folder, stages, drafts_of(folder, stages - 1))
+    computed = forwards(core)
+    core.add(asked)
+    assert run(core).tokens == wanted
+    assert computed == sorted(computed, reverse=True)
+    assert computed[0] > computed[1] + 5 and computed[-2] > computed[-1] + 5
+    belts: Any = core.executor._parts[0]._runner._pipe._belts  # type: ignore[attr-defined]
+    left = {way for way, queue in belts.sent.items() if not queue.empty()}
+    assert all(kind == "tokens" for kind, _ in left), "each stage took what was sent, but for the last tokens"

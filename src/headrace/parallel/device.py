@@ -29,9 +29,11 @@ def device_here(kind: str) -> str:
     return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
 
 
-def count_ids(config: DeviceConfig) -> int:
+def count_ids(config: DeviceConfig, *, drafts: bool = False) -> int:
+    """``drafts``: some are verified, and all stages hear of that."""
     stages = config.pipeline_parallel_size
-    return stages if stages == 1 else stages + config.num_ranks + 1
+    links = 2 * stages - 2 if drafts else stages
+    return stages if stages == 1 else stages + config.num_ranks // stages * links + 1
 
 
 def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> tuple[Group | None, Pipe | None]:

@@ -100,7 +100,8 @@ def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> tuple[Group | None, 
     ids: tuple[bytes, ...] = ()
     if kind != "cpu":
         use_interface(ranks.addresses[0])
-        ids = tuple(create_id() for _ in range(count_ids(config.device)))
+        drafts = config.scheduler.speculative_config is not None
+        ids = tuple(create_id() for _ in range(count_ids(config.device, drafts=drafts)))
     place = frames.Meet(ids, ranks.addresses, token_bytes(32))
     ranks.tell(pack(place))
     return meet(place, 0, config.device, Store(ranks.put, ranks.get))

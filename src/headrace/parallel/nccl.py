@@ -17,6 +17,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -246,20 +247,21 @@ class NCCLLink:
 
 class NCCLPipe:
     """Between the stages of a pipeline on GPUs. ``ids``: of the links, those of a place in the stages together, from
-    each stage to the next and from the last to the first; then of all ranks."""
+    each stage to the next and from the last to the first, where drafts are verified also to those between; then of all
+    ranks."""
 
     account = "NCCL"
 
     def __init__(self, ids: Sequence[bytes], rank: int, size: int, stages: int) -> None:
         self.stage, place = divmod(rank, size // stages)
         self.stages = stages
-        mine = ids[place * stages : (place + 1) * stages]
-        self._out: dict[str, NCCLLink] = {}
+        self._out: dict[str, list[NCCLLink]] = {"hidden": [], "tokens": []}
         self._in: dict[str, NCCLLink] = {}
-        for at, id in enumerate(mine):  # in one order on all ranks
+        count = (len(ids) - 1) * stages // size
+        for at, id in enumerate(ids[place * count : (place + 1) * count]):  # in one order on all ranks
             name = "hidden" if at < stages - 1 else "tokens"
-            if self.stage == at:
-                self._out[name] = NCCLLink(id, 0)
+            if self.stage == min(at, stages - 1):
+                self._out[name].append(NCCLLink(id, 0))
             elif self.stage == (at + 1) % stages:
                 self._in[name] = NCCLLink(id, 1)
         self.all = NCCLGroup(ids[-1], rank, size, one_shot=False)
@@ -267,14 +269,15 @@ class NCCLPipe:
 
     def send(self, hidden: Tensor) -> None:
         self.meetings += 1
-        self._out["hidden"].send(hidden.contiguous())
+        self._out["hidden"][0].send(hidden.contiguous())
 
     def receive(self, hidden: Tensor) -> Tensor:
         self.meetings += 1
         return self._in["hidden"].receive(hidden)
 
-    def send_tokens(self, picked: Tensor) -> None:
-        self._out["tokens"].send(picked.contiguous())
+    def send_tokens(self, picked: Tensor, *, to_all: bool = False) -> None:
+        for link in self._out["tokens"][: None if to_all else 1]:
+            link.send(picked.contiguous())
 
     def receive_tokens(self, picked: Tensor) -> Tensor:
         return self._in["tokens"].receive(picked)
@@ -283,6 +286,6 @@ class NCCLPipe:
         return self.all.least(value)
 
     def abort(self) -> None:
-        for link in (*self._out.values(), *self._in.values()):
+        for link in (*chain(*self._out.values()), *self._in.values()):
             link.abort()
         self.all.abort()

@@ -1,5 +1,5 @@
 """How the stages of a pipeline pass on what they have computed, on CPUs: hidden states to the next stage, sampled
-tokens from the last to the first.
+tokens from the last to the first, and to all where they verify drafts.
 
 What lives here: the protocol, its implementation over torch's gloo. What may not: which layers a stage holds
 (stages.py), a GPU's (nccl.py), when tokens are wanted (worker/model_runner.py).
@@ -37,8 +37,8 @@ class Pipe(Protocol):
         """From the stage before, into ``hidden``."""
         ...
 
-    def send_tokens(self, picked: Tensor) -> None:  # [samples, 2], int32
-        """From the last stage to the first."""
+    def send_tokens(self, picked: Tensor, *, to_all: bool = False) -> None:  # [samples, 2], int32
+        """From the last stage to the first, or all others."""
         ...
 
     def receive_tokens(self, picked: Tensor) -> Tensor: ...
@@ -69,11 +69,12 @@ class GlooPipe:
     def receive(self, hidden: Tensor) -> Tensor:
         return self._receive(hidden, self._rank - self._width, _HIDDEN)
 
-    def send_tokens(self, picked: Tensor) -> None:
-        self._send(picked, self._first, _TOKENS)
+    def send_tokens(self, picked: Tensor, *, to_all: bool = False) -> None:
+        for stage in range(self.stages - 1 if to_all else 1):
+            self._send(picked, self._first + stage * self._width, _TOKENS)
 
     def receive_tokens(self, picked: Tensor) -> Tensor:
-        return self._receive(picked, self._rank + (self.stages - 1) * self._width, _TOKENS)
+        return self._receive(picked, self._first + (self.stages - 1) * self._width, _TOKENS)
 
     def _receive(self, x: Tensor, source: int, tag: int) -> Tensor:
         self._group.recv([x], source, tag).wait()
@@ -85,7 +86,7 @@ class GlooPipe:
         self.meetings += 1
         held = x.detach().clone(memory_format=torch.contiguous_format)
         self._sent.append((self._group.send([held], to, tag), held))
-        while len(self._sent) > 2 * self.stages + 4:
+        while len(self._sent) > self.stages * (self.stages + 4):
             self._sent.popleft()[0].wait()
 
     def least(self, value: int) -> int:

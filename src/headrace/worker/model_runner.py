@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
+from operator import eq
 
 import numpy as np
 import torch
@@ -170,7 +171,7 @@ class ModelRunner:
         """``pipe``: between the stages of a pipeline, of which this decoder is one."""
         self._decoder = decoder
         self._pipe = pipe
-        self._awaited: deque[_Awaited] = deque()  # of the first stage: tokens that are sampled in the last
+        self._awaited: deque[_Awaited] = deque()  # tokens that are sampled in the last stage
         self._number = self._collected = 0
         self._arena = arena
         self._adapters = adapters
@@ -210,7 +211,7 @@ class ModelRunner:
         by ``collect`` alone."""
         with torch.inference_mode():
             self._number += 1
-            self._take_tokens()
+            self._take_tokens(plan)
             step = self._forward(plan)
             return step if plan.masked else self._sample(step, _NO_MASKS)
 
@@ -232,18 +233,26 @@ class ModelRunner:
         self._collected = step.number
         return step.result
 
-    def _take_tokens(self, *, all: bool = False) -> None:
-        """What the last stage has sampled in steps so long ago, or collected already, that this one may go on from
-        it. (A plan names no row whose token may still be on its way, unless it goes on from guesses: Scheduler,
-        ``stages``.)"""
+    def _take_tokens(self, plan: StepPlan | None = None) -> None:
+        """What the last stage has sampled in steps so long ago, or collected already, that ``plan`` may go on from it.
+        (A plan names no row whose token may still be on its way, unless it goes on from guesses: Scheduler,
+        ``stages``.) None: all of it."""
         pipe = self._pipe
         while self._awaited and pipe is not None:
             awaited = self._awaited[0]
-            if not (all or awaited.number <= max(self._collected, self._number - pipe.stages)):
+            if plan is not None and awaited.number > self._known(pipe, plan):
                 return
             picked = torch.empty(len(awaited.rows), 2, dtype=torch.int32, device=self._rows.device)
             self._take_picked(awaited, pipe.receive_tokens(picked))
             self._awaited.popleft()
+
+    def _known(self, pipe: Pipe, plan: StepPlan) -> int:
+        """The last step whose tokens this stage goes on from: one that has passed the last stage meanwhile. The first
+        stage needs what has been collected; others, whose ranks are not told of that in step, what refutes guesses."""
+        ago = self._number - pipe.stages
+        if self._decoder.embeds:
+            return max(self._collected, ago)
+        return ago + pipe.stage * any(map(eq, plan.drafts, plan.counts))
 
     def _take_picked(self, awaited: _Awaited, picked: Tensor) -> None:
         """``picked`` [samples, 2]: tokens, and whether they are usable."""
@@ -258,7 +267,7 @@ class ModelRunner:
         """All of it. ``masks``: of a plan that waits for them."""
         step = self.submit(plan)
         result = self.collect(step if masks is None else self.sample(step, masks))
-        self._take_tokens(all=True)  # another runner may follow this one
+        self._take_tokens()  # another runner may follow this one
         return result
 
     # --- as far as hidden states
@@ -440,7 +449,9 @@ class ModelRunner:
         time."""
         begun = None
         if not self._decoder.embeds:
-            begun = pipe.receive(entry())
+            begun = entry()
+            if step.drafts is None or not step.drafts.unsent:
+                pipe.receive(begun)
             self._begin(step)
         if step.cancelled and begun is not None:
             return begun
@@ -494,7 +505,7 @@ class ModelRunner:
             return
         if step.cancelled and self._pipe is not None:
             picked = torch.zeros(len(plan.sample_rows), 2, dtype=torch.int32, device=self._rows.device)
-            self._pipe.send_tokens(picked)
+            self._pipe.send_tokens(picked, to_all=True)
             step.samples = (Samples(picked, None),)
             return
         if (tokens := self._drawn_behind(step, packing, hidden, masks)) is not None:
@@ -509,7 +520,8 @@ class ModelRunner:
         )
         step.prompt = tuple(scored)
         if self._pipe is not None and step.samples:
-            self._pipe.send_tokens(torch.cat([torch.as_tensor(each.picked) for each in step.samples]))
+            picked = torch.cat([torch.as_tensor(each.picked) for each in step.samples])
+            self._pipe.send_tokens(picked, to_all=step.drafts is not None)
 
     def _drawn_behind(self, step: Step, packing: Packing, hidden: Tensor, masks: TokenMasks) -> Ints | None:
         """Tokens that the graphs of decode steps draw from a step's hidden states; None where samples want more than a
@@ -526,9 +538,9 @@ class ModelRunner:
         return graphs.draw_from(hidden[:count], rows, packing.position[places] + 1, how)
 
     def _await_tokens(self, step: Step, packing: Packing) -> None:
-        """The first stage goes on from them; those between have no use for them."""
+        """The first stage goes on from them; those between learn of drafts that are refuted."""
         plan = step.plan
-        if self._decoder.embeds and plan.sample_rows:
+        if (self._decoder.embeds or step.drafts is not None) and plan.sample_rows:
             rows = np.asarray(plan.sample_rows, dtype=np.int32)
             positions = packing.position[packing.sampled(plan)] + 1
             self._awaited.append(_Awaited(step.number, rows, positions, plan, step.drafts))
@@ -594,7 +606,7 @@ class ModelRunner:
 
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are, and what happened so far is no step's idle time."""
-        self._take_tokens(all=True)
+        self._take_tokens()
         self._rows.clear()
         self._verifying.clear()
         if self._speculator is not None:

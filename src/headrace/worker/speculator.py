@@ -104,7 +104,8 @@ class Drafts:
     nothing was. ``rows``: that they are for. ``trees``: by chunk, where they do not stand one behind another. In
     pipelines (staged_drafts.py), of samples that go on from drafts in flight: ``guesses``, the place and the token that
     each takes for sampled there; ``empty``: those that guess nothing, of which nothing is computed; ``cancelled``: all
-    guesses are known to be wrong."""
+    guesses are known to be wrong; ``unsent``: the stage before knew that, and nothing comes from there;
+    ``turns``: of their rows, as long as nothing begins from the truth."""
 
     proposal: Proposal
     which: list[int]
@@ -113,6 +114,8 @@ class Drafts:
     guesses: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     empty: frozenset[int] = frozenset()
     cancelled: bool = False
+    unsent: bool = False
+    turns: Sequence[int] = ()
 
     @property
     def counts(self) -> list[int]:
@@ -250,7 +253,7 @@ class Speculator:
                 continue
             samples = [None if at in errors else tokens[at][0] for at in range(first, first + len(proposed) + 1)]
             row, tree = plan.sample_rows[first], drafts.trees.get(plan.sample_work[first])
-            if j in drafts.guesses and not self._goes_on(row, *drafts.guesses[j]):
+            if not self._counts(drafts, j, row):
                 taken.append(())
                 first += len(samples)
                 continue
@@ -269,9 +272,9 @@ class Speculator:
             keep_branches(self._rows, self._kv_caches, branches)
         return taken, scores, failed
 
-    def _goes_on(self, row: int, place: int, token: int) -> bool:
-        """Whether this is the row's last token."""
-        return bool(self._lengths[row] == place + 1 and self._rows.token_ids[row, place] == token)
+    def _counts(self, drafts: Drafts, j: int, row: int) -> bool:
+        """Whether a chunk's samples are the next tokens of its row."""
+        return True
 
     def _take(self, row: int, drafts: int, tokens: Sequence[int]) -> None:
         """A row gets these, of so many drafts and one more. Whoever sampled them has written them."""

@@ -12,8 +12,11 @@ sampled there:
     stage 1                    | t d1 d2 → s1 s2 s3                       | s3 is g: goes on → s4 …; else cancelled
 
 A run whose guess is wrong counts for nothing. By then the last stage knows, and computes nothing where no chunk of a step
-is left. Its keys are written over, as the next run that counts begins where it began or before. What each stage does
-follows from plans and samples alone, never from the time, so ranks of a stage need not agree.
+is left. Nor do stages between, where that can be known: before a run, stage s hears what was sampled in the step
+``stages - s`` before it, which has left the last stage by then if all are as fast. A stage that computes nothing tells
+the next one, and sends no hidden states. Keys of such a run are written over, as the next run that counts begins where it
+began or before. What each stage does follows from plans and samples alone, never from the time, so ranks of a stage need
+not agree.
 
 What lives here: the message, runs in flight, which of them count. What may not: proposing, when a run is planned
 (scheduler/step_planner.py), sending hidden states (model_runner.py).
@@ -33,9 +36,10 @@ from headrace.request import DraftsAhead, StepPlan
 from headrace.worker.rows import Ints, Rows
 from headrace.worker.speculator import Drafts, Proposal, Proposer, Speculator, as_array, with_samples
 
-# Columns of the message, by chunk: tokens before what is proposed; whether the last ones of these are unverified drafts;
-# how many tokens are proposed, then these.
+# Columns of the message, by chunk: tokens before what is proposed; whether the last ones of these are unverified drafts
+# (or _VOID, refuted ones, and no hidden states come); how many tokens are proposed, then these.
 _LENGTH, _AHEAD, _COUNT, _FIRST = 0, 1, 2, 3
+_VOID = 2
 
 
 class StagedSpeculator(Speculator):
@@ -44,12 +48,15 @@ class StagedSpeculator(Speculator):
     def __init__(self, rows: Rows, proposer: Proposer, pipe: Pipe) -> None:
         super().__init__(rows, proposer)
         self._pipe = pipe
-        # first stage: tokens of each row with the drafts that are on their way; 0: all that it has is true
+        # all but the last stage: tokens of each row with the drafts that are on their way; 0: all that it has is true
         self._ends: Ints = np.zeros(len(rows.traits), dtype=np.int32)
+        self._turns: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # how often each row has begun from the truth
 
     def leave(self, plan: StepPlan) -> None:
         super().leave(plan)
-        self._ends[[*plan.rows_dropped, *(new.row for new in plan.rows_added)]] = 0
+        gone = [*plan.rows_dropped, *(new.row for new in plan.rows_added)]
+        self._ends[gone] = 0
+        self._turns[gone] += 1
 
     def forget(self) -> None:
         super().forget()
@@ -61,6 +68,7 @@ class StagedSpeculator(Speculator):
         lists = [row[_FIRST : _FIRST + count].tolist() for row, count in zip(table, proposed, strict=True)]
         rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
         self._lengths[rows[~ahead]] = lengths[~ahead]
+        self._turns[rows[~ahead]] += 1
         counts = np.maximum(np.subtract(plan.counts, plan.drafts).astype(np.int32), 1)
         counts[ahead] = 0
         starts = np.array(plan.starts, dtype=np.int32)
@@ -68,28 +76,44 @@ class StagedSpeculator(Speculator):
         counts += proposed
         drafts = np.maximum(proposed - ahead, 0)
         guesses = {j: (int(lengths[at]), lists[at][0]) for j, at in enumerate(work.tolist()) if ahead[at] and lists[at]}
-        wrong = {work[j] for j, guess in guesses.items() if not self._may_be(plan.sample_rows[j], *guess)}
+        void = bool((table[:, _AHEAD] == _VOID).any())  # for the stage before
+        wrong = {work[j] for j, guess in guesses.items() if void or not self._may_be(plan.sample_rows[j], *guess)}
         right = np.array([at for at in np.flatnonzero(proposed) if at not in wrong], dtype=np.int32)
         self._write(rows[right], lengths[right], Proposal(proposed[right], [lists[at] for at in right]))
-        if self._pipe.stage == 0:
-            self._ends[rows[work]] = (lengths + proposed)[work]
+        cancelled = bool(wrong) and len(wrong) == np.count_nonzero(counts)
+        if self._pipe.stage < self._pipe.stages - 1:
+            on = np.array([at for at in work if at not in wrong], dtype=np.int32)
+            self._ends[rows[on]] = (lengths + proposed)[on]
+            table[list(wrong if cancelled else ()), _AHEAD] = _VOID
+            self._pipe.send(torch.from_numpy(table).to(self._rows.device))
         tokens = [each[1:] if is_ahead else each for each, is_ahead in zip(lists, ahead, strict=True)]
         empty = frozenset(j for j, at in enumerate(work) if not counts[at])
-        cancelled = bool(wrong) and len(wrong) == np.count_nonzero(counts)
         if guesses:
             sizes = {work[j]: int(proposed[work[j]]) for j in guesses}
             lost = sum(sizes[at] for at in wrong)
             told = DraftsAhead(sum(sizes.values()) - lost, 0 if cancelled else lost, lost if cancelled else 0)
         own = Proposal(drafts, tokens, ahead=told if guesses else None)
-        found = Drafts(own, work.tolist(), list(plan.sample_rows), guesses=guesses, empty=empty, cancelled=cancelled)
+        state: dict[str, Any] = {"guesses": guesses, "empty": empty, "cancelled": cancelled, "unsent": void}
+        takers = list(plan.sample_rows)
+        found = Drafts(own, work.tolist(), takers, turns=self._turns[takers].tolist(), **state)
         return _without_empty(plan, starts, counts, drafts), found
 
     def _may_be(self, row: int, place: int, token: int) -> bool:
-        """As far as this stage knows: what has been sampled, the last one does."""
-        return self._pipe.stage < self._pipe.stages - 1 or self._goes_on(row, place, token)
+        """As far as this stage knows what has been sampled: the last one knows all."""
+        return bool(self._ends[row]) or self._goes_on(row, place, token)
+
+    def _goes_on(self, row: int, place: int, token: int) -> bool:
+        """Whether this is the row's last token."""
+        return bool(self._lengths[row] == place + 1 and self._rows.token_ids[row, place] == token)
+
+    def _counts(self, drafts: Drafts, j: int, row: int) -> bool:
+        """A stage in between may hear of samples when their row has begun again behind them."""
+        if drafts.turns[j] != self._turns[row]:
+            return False
+        return j not in drafts.guesses or self._goes_on(row, *drafts.guesses[j])
 
     def _take(self, row: int, drafts: int, tokens: Sequence[int]) -> None:
-        if self._pipe.stage or not tokens:
+        if self._pipe.stage == self._pipe.stages - 1 or not tokens:
             return
         begin, ids = int(self._lengths[row]), self._rows.token_ids[row]
         end = begin + drafts
@@ -98,7 +122,7 @@ class StagedSpeculator(Speculator):
         ids[begin : begin + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype, device=ids.device)
 
     def _lead(self, plan: StepPlan) -> Ints:  # [chunks, columns]
-        """Proposes, and tells the next stage."""
+        """Proposes what the next stage is told."""
         starts, counts, most = (np.array(column, dtype=np.int32) for column in (plan.starts, plan.counts, plan.drafts))
         rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
         guessed = most == counts
@@ -118,14 +142,11 @@ class StagedSpeculator(Speculator):
                 torch.cuda.current_stream(self._rows.device).synchronize()
             for at, tokens in zip(which, proposal.lists(), strict=True):
                 table[at, _COUNT], table[at, _FIRST : _FIRST + len(tokens)] = len(tokens), tokens
-        self._pipe.send(torch.from_numpy(table).to(self._rows.device))
         return table
 
     def _follow(self, plan: StepPlan) -> Ints:  # [chunks, columns]
         shape = len(plan.rows), _FIRST + max(plan.drafts, default=0)
         given = self._pipe.receive(torch.empty(shape, dtype=torch.int32, device=self._rows.device))
-        if self._pipe.stage < self._pipe.stages - 1:
-            self._pipe.send(given)
         return np.array(given.cpu().numpy())
 
 
