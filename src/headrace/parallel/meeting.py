@@ -5,8 +5,8 @@ Each end says its version and a nonce. The connection's key is made of both nonc
 everything from then on is sealed with it (processes/seal.py). The knocker's first message says who it is, and is
 answered with a welcome or with what is wrong. Its port is closed once all are there.
 
-What lives here: the secret, both ends of that, and what nodes must have in common. What may not: ranks' processes
-(ranks.py, node.py).
+What lives here: the secret, both ends of that, who has yet to come, and what nodes must have in common. What may not:
+ranks' processes (ranks.py, node.py).
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_bytes
+from typing import TYPE_CHECKING
 
 from headrace.config import ENGINE_PARTS, DeviceConfig, EngineConfig
 from headrace.errors import ConfigError
 from headrace.parallel import frames
 from headrace.processes.messages import BadFrame, pack, receive
 from headrace.processes.seal import Seal
+
+if TYPE_CHECKING:
+    from headrace.parallel.on_ray import Actors
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +44,7 @@ JOIN_SECONDS = 300.0  # for all nodes to come
 LOST_SECONDS = 30  # without an acknowledgement by the other host of what was sent
 _GREETING_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5
+_SAID_SECONDS = 30.0
 _LEAST_SECRET = 16  # bytes
 _MOST_GREETING = 2**16  # bytes, of what is not authenticated yet
 _MOST_JOIN = 2**22  # bytes, with a config; known to be authentic once they are there
@@ -164,6 +169,141 @@ class Door:
             self.last = f"{address} was turned away: {why}"
             log.warning("%s", self.last)
             sock.close()
+
+
+Enter = Callable[[frames.Join, str, socket.socket, Seal], Callable[[], None]]
+
+
+class Others:
+    """All that node 0's process does not start itself: nodes and their ranks, or with Ray actors. None, on one host.
+
+    ``model``: what nodes must have in common beside their configs. ``changed``: held while ``enter`` takes one that has
+    come, by a name for people; what that returns is called behind it, without. ``lose`` ends all, as Ranks._lose.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: str,
+        changed: threading.Condition,
+        enter: Enter,
+        lose: Callable[[str, str], None],
+    ) -> None:
+        self._config, self._model, self._changed = config, model, changed
+        self._enter, self._lose = enter, lose
+        device = config.device
+        here, size = device.ranks_here, device.num_ranks
+        nodes = range(1, size // here)
+        self.awaited = {(node, NODE) for node in nodes} | {(rank // here, rank) for rank in range(here, size)}
+        self._over = False  # they are waited for no more
+        self._door: Door | None = None
+        self._actors: Actors | None = None
+
+    def open(self) -> None:
+        """From now on they can come. Raises ConfigError where they could not."""
+        device = self._config.device
+        if self.awaited and device.distributed_executor_backend == "ray":
+            from headrace.parallel.on_ray import Actors
+
+            self._actors = Actors(self._config)
+            place = Place(self._actors.address, 0, token_bytes(32))
+            self._door = Door(place, self._come)
+            self._actors.begin(
+                replace(place, port=self._door.port), self._model, lambda message: self._lose(message, "")
+            )
+        elif self.awaited:
+            self._door = Door(Place(device.master_addr, device.master_port, read_secret(device)), self._come)
+
+    @property
+    def address(self) -> str:
+        """Of the interface over which all meet."""
+        return "127.0.0.1" if self._door is None else str(self._door.address)
+
+    def _come(self, join: frames.Join, sock: socket.socket, seal: Seal) -> None:
+        """From a thread of the door's."""
+        host = sock.getpeername()[0]
+        name = f"{called(self._config.device, join.node, join.rank)} ({host})"
+        with self._changed:
+            problem = self._problem(join, name)
+            if not problem:
+                self.awaited.remove((join.node, join.rank))
+                welcome = self._enter(join, name, sock, seal)
+        if problem:
+            sock.sendall(seal.sealed(pack(frames.Refused(problem))))
+            sock.close()
+            return
+        welcome()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _problem(self, join: frames.Join, name: str) -> str:
+        """Of whoever has come and knows the secret; "" if there is none. What differs is the end of all."""
+        if self._over:
+            return "Node 0 ends. Start all nodes again."
+        if found := self._differences(join, name):
+            problem = f"{name} does not fit: {'; '.join(found)}. Start all nodes with the same."
+            self._lose(problem, "ConfigError")
+            return problem
+        if (join.node, join.rank) not in self.awaited:
+            return f"{name} is one too many: it has come before. Give each host its own --node-rank."
+        return ""
+
+    def _differences(self, join: frames.Join, name: str) -> list[str]:
+        if join.config is None:
+            return []
+        there = join.versions or {}
+        found = [
+            f"{part} is {mine} on node 0 and {there.get(part)} on node {join.node}"
+            for part, mine in versions().items()
+            if there.get(part) != mine
+        ]
+        found += differences(self._config, join.config, join.node)
+        if not found and join.model != self._model:
+            found = [f"the model's config or weight files on node {join.node} are not those of node 0"]
+        return found
+
+    def await_all(self) -> None:
+        """Until they are there, or all has ended, as it does where one does not come."""
+        if self._door is None:
+            return
+        begun = said = time.monotonic()
+        while True:
+            with self._changed:
+                if not self.awaited:
+                    break
+                nodes = sorted({node for node, _ in self.awaited})
+                missing = ", ".join(called(self._config.device, node) for node in nodes)
+                now, where = time.monotonic(), f"{self._door.address}:{self._door.port}"
+                if now - begun > JOIN_SECONDS:
+                    last = f" ({self._door.last})" if self._door.last else ""
+                    self._lose(
+                        f"{missing} did not come to {where} within {JOIN_SECONDS:g} s{last}. Start each node with the same "
+                        "command and its own --node-rank, and see that it can reach this port.",
+                        "ConfigError",
+                    )
+                    break
+                elif now - said > _SAID_SECONDS:
+                    said = now
+                    log.info("waiting for %s, at %s", missing, where)
+                self._changed.wait(1.0)
+        self._door.close()
+
+    def give_up(self) -> None:
+        """``changed`` is held."""
+        self._over = True
+        self.awaited.clear()
+
+    def close(self) -> None:
+        """Nobody comes any more."""
+        with self._changed:
+            self.give_up()
+        if self._door is not None:
+            self._door.close()
+
+    def end(self) -> None:
+        """What Ray has started."""
+        if self._actors is not None:
+            self._actors.close()
 
 
 def knock(place: Place, join: Callable[[str], frames.Join], end: float) -> tuple[socket.socket, bytes]:

@@ -19,16 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from secrets import token_bytes
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace import errors
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError
-from headrace.parallel import frames, meeting
+from headrace.parallel import frames
 from headrace.parallel.context import check_context
-from headrace.parallel.meeting import NODE, Door, Place, called, differences, read_secret, versions
+from headrace.parallel.meeting import NODE, Others
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
 from headrace.parallel.stages import staged
@@ -40,7 +39,6 @@ from headrace.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from headrace.parallel.group import Group
-    from headrace.parallel.on_ray import Actors
     from headrace.parallel.pipeline import Pipe
 
 log = logging.getLogger(__name__)
@@ -55,7 +53,6 @@ LOOK_SECONDS = 1.0
 MEETING_SECONDS = 15.0  # all are there already
 NODE_WORDS_SECONDS = 2.0  # for a node to say how its rank has ended
 KEY_VARIABLE = "HEADRACE_RANK_KEY"  # by which a rank of another host seals what it says
-_SAID_SECONDS = 30.0
 _RECEIVED = 2**16
 
 
@@ -156,25 +153,13 @@ class Ranks:
         self._store: dict[str, bytes] = {}
         self._results: dict[int, StepResult] = {}  # of steps, from the last stage, and not asked for yet
         self.abort: Callable[[], None] = lambda: None
-        device = config.device
-        here, size = device.ranks_here, device.num_ranks
-        nodes = range(1, size // here)
-        self._awaited = {(node, NODE) for node in nodes} | {(rank // here, rank) for rank in range(here, size)}
         self._nodes: list[_Rank] = []
-        self._door: Door | None = None
-        self._actors: Actors | None = None
-        if nodes and device.distributed_executor_backend == "ray":
-            from headrace.parallel.on_ray import Actors
-
-            self._actors = Actors(config)
-            place = Place(self._actors.address, 0, token_bytes(32))
-            self._door = Door(place, self._come)
-            self._actors.begin(replace(place, port=self._door.port), model, self._lose)
-        elif nodes:
-            self._door = Door(Place(device.master_addr, device.master_port, read_secret(device)), self._come)
-        self._ranks = [self._begin(number) for number in range(1, here)]
+        self._others = Others(config, model, self._changed, self._enter, self._lose)
+        self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
-        for rank in self._ranks:
+        self._others.open()
+        for number in range(1, config.device.ranks_here):
+            self._ranks.append(rank := self._begin(number))
             self._selector.register(rank.sock, selectors.EVENT_READ, rank)
         self._thread = threading.Thread(target=self._watch, name="headrace-ranks", daemon=True)
         self._thread.start()
@@ -188,85 +173,26 @@ class Ranks:
         rank.tell(pack(frames.Begin(self._mark)))
         return rank
 
-    # --- other hosts
+    def _enter(self, join: frames.Join, name: str, sock: socket.socket, seal: Seal) -> Callable[[], None]:
+        """One of another host is one of all from now on; what welcomes it."""
+        rank = _Rank(join.rank, name, sock, seal=seal, address=join.address)
+        (self._nodes if join.rank == NODE else self._ranks).append(rank)
 
-    def _come(self, join: frames.Join, sock: socket.socket, seal: Seal) -> None:
-        """From a thread of the door's."""
-        host = sock.getpeername()[0]
-        name = f"{called(self._config.device, join.node, join.rank)} ({host})"
-        with self._changed:
-            problem = self._problem(join, name)
-            if not problem:
-                self._awaited.remove((join.node, join.rank))
-                rank = _Rank(join.rank, name, sock, seal=seal, address=join.address)
-                (self._nodes if join.rank == NODE else self._ranks).append(rank)
-        if problem:
-            sock.sendall(seal.sealed(pack(frames.Refused(problem))))
-            sock.close()
-            return
-        rank.tell(pack(frames.Welcome()))
-        if join.rank != NODE:
-            rank.tell(pack(frames.Begin(self._mark)))
-        self._selector.register(sock, selectors.EVENT_READ, rank)  # an epoll takes it while the thread waits there
-        with self._changed:
-            self._changed.notify_all()
+        def welcome() -> None:
+            rank.tell(pack(frames.Welcome()))
+            if join.rank != NODE:
+                rank.tell(pack(frames.Begin(self._mark)))
+            self._selector.register(sock, selectors.EVENT_READ, rank)  # an epoll takes it while the thread waits there
 
-    def _problem(self, join: frames.Join, name: str) -> str:
-        """Of whoever has come and knows the secret; "" if there is none. What differs is the end of all."""
-        if self._lost is not None or self._closing:
-            return "Node 0 ends. Start all nodes again."
-        found = []
-        if join.config is not None:
-            there = join.versions or {}
-            found = [
-                f"{name} is {mine} on node 0 and {there.get(name)} on node {join.node}"
-                for name, mine in versions().items()
-                if there.get(name) != mine
-            ]
-            found += differences(self._config, join.config, join.node)
-            if not found and join.model != self._model:
-                found = [f"the model's config or weight files on node {join.node} are not those of node 0"]
-        if found:
-            problem = f"{name} does not fit: {'; '.join(found)}. Start all nodes with the same."
-            self._lose(problem, "ConfigError")
-            return problem
-        if (join.node, join.rank) not in self._awaited:
-            return f"{name} is one too many: it has come before. Give each host its own --node-rank."
-        return ""
-
-    def _await_nodes(self) -> None:
-        """Raises ConfigError for one that does not come."""
-        assert self._door is not None
-        begun = said = time.monotonic()
-        while True:
-            with self._changed:
-                if not self._awaited or self._lost is not None:
-                    break
-                nodes = sorted({node for node, _ in self._awaited})
-                missing = ", ".join(called(self._config.device, node) for node in nodes)
-                now, where = time.monotonic(), f"{self._door.address}:{self._door.port}"
-                if now - begun > meeting.JOIN_SECONDS:
-                    last = f" ({self._door.last})" if self._door.last else ""
-                    self._lose(
-                        f"{missing} did not come to {where} within {meeting.JOIN_SECONDS:g} s{last}. Start each node with the same "
-                        "command and its own --node-rank, and see that it can reach this port.",
-                        "ConfigError",
-                    )
-                    break
-                elif now - said > _SAID_SECONDS:
-                    said = now
-                    log.info("waiting for %s, at %s", missing, where)
-                self._changed.wait(1.0)
-        self._door.close()
-        self.check()
-        self._ranks.sort(key=lambda rank: rank.number)
+        return welcome
 
     # --- speaking
 
     def launch(self, config: EngineConfig) -> None:
         """``config`` is resolved. All nodes must come first."""
-        if self._door is not None:
-            self._await_nodes()
+        self._others.await_all()
+        self.check()
+        self._ranks.sort(key=lambda rank: rank.number)
         for rank in self._ranks:
             self._send(rank, pack(frames.Launch(config, rank.number)))
 
@@ -310,7 +236,7 @@ class Ranks:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of all ranks, on the interface over which they meet."""
-        mine = "127.0.0.1" if self._door is None else self._door.address
+        mine = self._others.address
         return (mine, *(rank.address or mine for rank in self._ranks))
 
     def put(self, name: str, value: bytes) -> None:
@@ -364,9 +290,7 @@ class Ranks:
         """None of them is left afterwards."""
         with self._changed:
             self._closing = True
-            self._awaited.clear()
-        if self._door is not None:
-            self._door.close()
+        self._others.close()
         for rank in (*self._nodes, *self._ranks):
             with suppress(OSError):
                 rank.tell(pack(frames.Close()))
@@ -384,14 +308,13 @@ class Ranks:
         for rank in (*self._nodes, *self._ranks):
             rank.sock.close()
         self._selector.close()
-        if self._actors is not None:
-            self._actors.close()
+        self._others.end()
 
     # --- listening, in a thread of its own
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while self._selector.get_map() or self._awaited:
+        while self._selector.get_map() or self._others.awaited:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 if not self._listen(key.data):
                     self._selector.unregister(key.fileobj)
@@ -474,7 +397,7 @@ class Ranks:
             self._lost = (error or EngineDead)(
                 message if error else f"{message}; all ranks end with it. Restart, and see `headrace doctor`."
             )
-            self._awaited.clear()
+            self._others.give_up()
             for rank in (*self._nodes, *self._ranks):
                 rank.end(pack(frames.Failed("", self._lost.message)))
             self._changed.notify_all()
