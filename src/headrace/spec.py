@@ -342,7 +342,7 @@ ADDRESS_UNIT = 8  # elements that an address of an adapter's factors counts: vec
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpace:
-    """How a device holds LoRA adapters: up to ``slots`` at once, ``most`` of them in one step, in so many ``blocks`` of
+    """How a device holds adapters: up to ``slots`` at once, ``most`` of them in one step, in so many ``blocks`` of
     their own; 0: in blocks of the first KV group."""
 
     slots: int

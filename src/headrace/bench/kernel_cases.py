@@ -56,7 +56,7 @@ ROWS_OF = {  # the least and the most rows that an operation is called with
         ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)
     ),  # of a step's last rows only
 }
-ADAPTERS, RANK = 8, 16  # as --max-loras and --max-lora-rank are by themselves
+ADAPTERS, RANK = 8, 16  # as an engine has them by itself
 SPARSE = MoESpec(num_experts=32, top_k=4, intermediate_size=768, renormalize=True)
 
 # The shape of Llama-3.2-1B: what the figures of the documentation are measured on.

@@ -5,7 +5,7 @@ sequence does. One that nobody has keeps them as cached prefixes keep theirs: th
 one takes all, those used longest ago first. (Unified paging: S-LoRA, Sheng et al. 2023.)
 
 What lives here: slots, blocks and users of adapters. What may not: who may start (scheduler/step_planner.py), what lies in a
-block (lora/pages.py), tensors.
+block (lora/layout.py), tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What adapters add to one weight: low-rank factors of its slots, beside the weight's own product.
 
-What lives here: adding them to a result. What may not: which adapter is in which slot, and where it lies (lora/),
+What lives here: adding them to a result. What may not: which adapter is in which slot, and where it lies,
 kernels.
 """
 
