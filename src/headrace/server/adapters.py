@@ -26,14 +26,14 @@ class UnloadAdapterBody(Body, kw_only=True):
 
 
 async def names(service: Service) -> list[str]:
-    return await service.model.any_engine().adapters() if service.model.engine_config.adapters.enable_lora else []
+    return await service.model.any_engine.adapters() if service.model.engine_config.adapters.enable_lora else []
 
 
 async def load(service: Service, exchange: Exchange) -> None:
     body = await service.limits.bodies.read(exchange, LoadAdapterBody.read)
     _check_allowed(service, exchange)
     name = _name(body.lora_name)
-    if name in service.model.any_engine().info.served_names:
+    if name in service.model.any_engine.info.served_names:
         raise InvalidRequest(f"{name!r} is the model's own name; give the adapter another.", param="lora_name")
     await service.model.engine.load_adapter(name, str(_folder(service, body.lora_path)))
     await exchange.reply_json({"status": "ok"})

@@ -39,7 +39,7 @@ from headrace.server.service import Service, SleepQuery, is_sleeping, sleep, wak
 
 
 async def health(service: Service, exchange: Exchange) -> None:
-    service.model.any_engine()
+    _ = service.model.any_engine  # raises where there is none
     await exchange.reply_json({"status": "ok"})
 
 
@@ -60,14 +60,14 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 
 
 async def models(service: Service, exchange: Exchange) -> None:
-    names = [*service.model.any_engine().info.served_names, *await adapters.names(service)]
+    names = [*service.model.any_engine.info.served_names, *await adapters.names(service)]
     await exchange.reply_json(answers.Models([model_card(service, name) for name in names]))
 
 
 async def model(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
     await service.model.learn(name)
-    if name not in service.model.any_engine().info.served_names and service.model.adapter_of(name) is None:
+    if name not in service.model.any_engine.info.served_names and service.model.adapter_of(name) is None:
         raise NotFound(
             f"The model {name[:100]!r} is not served here; see /v1/models.", param="model", code="model_not_found"
         )
@@ -96,7 +96,7 @@ async def openapi(service: Service, exchange: Exchange) -> None:
 
 async def ping(service: Service, exchange: Exchange) -> None:
     """As /health; the answer has no body, as the platforms that ask this want it."""
-    service.model.any_engine()
+    _ = service.model.any_engine  # raises where there is none
     await exchange.reply(200, b"", b"text/plain")
 
 
@@ -107,7 +107,7 @@ async def load(service: Service, exchange: Exchange) -> None:
 
 async def server_info(service: Service, exchange: Exchange) -> None:
     """What was asked for, and what was chosen where nothing was."""
-    info, config = service.model.any_engine().info, service.model.engine_config
+    info, config = service.model.any_engine.info, service.model.engine_config
     keys = len(service.config.api_key)  # of these only how many
     await exchange.reply_json(
         {

@@ -37,27 +37,19 @@ _NAMED = 5  # cells that have a name
 STAMP_SECONDS = 0.5
 
 
-class _Cell:
+def _cell(place: int) -> Any:
     """A number of a page that has a name; others are handed out behind these."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    def __get__(self, page: Page, owner: object = None) -> int:
-        return page.ints[self._place]
-
-    def __set__(self, page: Page, value: int) -> None:
-        page.ints[self._place] = value
+    return property(lambda page: page.ints[place], lambda page, value: page.ints.__setitem__(place, value))
 
 
 class Page:
     """One front end's numbers: 64-bit integers and floats, zero at first."""
 
-    live = _Cell(0)  # places of the queue that its requests hold
-    connections = _Cell(1)
-    turns = _Cell(2)  # grows while its event loop turns
-    up = _Cell(3)  # somebody accepts connections here
-    served = _Cell(4)  # somebody here has had the engine, this one or one that it replaced
+    live: int = _cell(0)  # places of the queue that its requests hold
+    connections: int = _cell(1)
+    turns: int = _cell(2)  # grows while its event loop turns
+    up: int = _cell(3)  # somebody accepts connections here
+    served: int = _cell(4)  # somebody here has had the engine, this one or one that it replaced
 
     def __init__(self, memory: memoryview | None = None) -> None:
         whole = memoryview(bytearray(_PAGE_BYTES)) if memory is None else memory

@@ -120,7 +120,7 @@ async def _bound(
     if reasoning is None or tokens is None:
         return None
     text = await service.model.closing(reasoning)
-    closing = service.model.any_engine().inputs.encode(text, add_special_tokens=False)
+    closing = service.model.any_engine.inputs.encode(text, add_special_tokens=False)
     opened, most = format.opened or reasoning.implied, (params.max_tokens or 0) - len(closing) - 1
     return Bound(tokens, most, reasoning.begin, reasoning.end, opened, text, closing)
 
@@ -172,7 +172,7 @@ async def render_chat(
     """Templates are programs and may take their time: never on the event loop."""
     messages, tools = conversation.messages, conversation.tools
     render = partial(
-        service.model.any_engine().inputs.chat_prompt,
+        service.model.any_engine.inputs.chat_prompt,
         messages, tools=tools, add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message, **conversation.variables,
     )  # fmt: skip
@@ -190,7 +190,7 @@ async def encode_prompt(
     refused early."""
     if not isinstance(prompt, str):
         return ParsedPrompt(None, prompt)
-    encode = partial(service.model.any_engine().inputs.encode, prompt, add_special_tokens=special, truncate=truncate)
+    encode = partial(service.model.any_engine.inputs.encode, prompt, add_special_tokens=special, truncate=truncate)
     return ParsedPrompt(prompt, array("i", await service.limits.threads.run(len(prompt), encode, exchange.tenant)))
 
 
@@ -211,7 +211,7 @@ async def prepare(
     """The engine's own validator: nothing is submitted before every prompt of the request has passed. ``tools``: that a
     grammar is made of."""
     _check_policy(service, request)
-    inputs, body = service.model.any_engine().inputs, request.body
+    inputs, body = service.model.any_engine.inputs, request.body
     placing = service.placing(exchange, body, body.user_name, explain=body.explain, expects=request.expects)
     try:
         await inputs.check_grammar_soon(params, exchange.tenant)
@@ -232,9 +232,7 @@ async def _blame_tool(service: Service, tools: Schemas, error: InvalidRequest, t
     for place, schema in tools:
         wanted = StructuredOutputs(json=schema)
         try:
-            await service.model.any_engine().inputs.check_grammar_soon(
-                SamplingParams(structured_outputs=wanted), tenant
-            )
+            await service.model.any_engine.inputs.check_grammar_soon(SamplingParams(structured_outputs=wanted), tenant)
         except InvalidRequest as found:
             error.message, error.param = found.message.replace("the JSON schema", place, 1), place
             return

@@ -85,7 +85,7 @@ async def wake_up(service: Service, exchange: Exchange) -> None:
 
 
 async def is_sleeping(service: Service, exchange: Exchange) -> None:
-    await exchange.reply_json({"is_sleeping": service.model.any_engine().asleep})
+    await exchange.reply_json({"is_sleeping": service.model.any_engine.asleep})
 
 
 def check_operator(config: ServerConfig, exchange: Exchange) -> None:
@@ -199,7 +199,7 @@ class Model:
         if self._closing is None:
             thought = {"role": "assistant", "content": _AFTER, "reasoning_content": _BEFORE}
             said = [{"role": "user", "content": "a"}, thought]
-            render = partial(self.any_engine().inputs.chat_prompt, said, add_generation_prompt=False)
+            render = partial(self.any_engine.inputs.chat_prompt, said, add_generation_prompt=False)
             shown = ""
             with contextlib.suppress(InvalidRequest):
                 shown = (await self._threads.run(INLINE_BYTES + 1, render)).text or ""
@@ -222,8 +222,9 @@ class Model:
             raise Unavailable(
                 "The server is shutting down and takes no new requests; try another or wait.", retry_after=5
             )
-        return self.any_engine()
+        return self.any_engine
 
+    @property
     def any_engine(self) -> AsyncLLM:
         """As ``engine``, while draining too."""
         if self.found is None:
@@ -240,7 +241,7 @@ class Model:
     @property
     def defaults(self) -> Given:
         """What holds where a request says nothing: the model's own, and the server's."""
-        model = self.any_engine().generation_defaults
+        model = self.any_engine.generation_defaults
         return {**model, "repetition_detection": True} if self._config.repetition_detection else model
 
     def check_priority(self, priority: int) -> None:
@@ -251,7 +252,7 @@ class Model:
 
     def check_model(self, name: str | None) -> str:
         """The model's name as answers show it. Raises NotFound for one that is not served."""
-        served = self.any_engine().info.served_names
+        served = self.any_engine.info.served_names
         if name is None:
             return served[0]
         if name not in served and self.adapter_of(name) is None:
@@ -265,22 +266,22 @@ class Model:
     def check_task(self, *tasks: str) -> None:
         """Raises NotFound where the model is for something else."""
         try:
-            self.any_engine().inputs.check_task(*tasks)
+            self.any_engine.inputs.check_task(*tasks)
         except InvalidRequest as error:
             raise NotFound(error.message, param="model", code=error.code) from None
 
     def _may_be_adapter(self, name: str | None) -> TypeGuard[str]:
-        own = name is None or name in self.any_engine().info.served_names
+        own = name is None or name in self.any_engine.info.served_names
         return not own and self.engine_config.adapters.enable_lora
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request's model names; None: it names the base."""
-        return name if self._may_be_adapter(name) and self.any_engine().has_adapter(name) else None
+        return name if self._may_be_adapter(name) and self.any_engine.has_adapter(name) else None
 
     async def learn(self, name: str | None) -> None:
         """Where the name is not known here, another front end may have loaded it."""
-        if self._may_be_adapter(name) and not self.any_engine().has_adapter(name):
-            await self.any_engine().adapters()
+        if self._may_be_adapter(name) and not self.any_engine.has_adapter(name):
+            await self.any_engine.adapters()
 
     async def named(self, shape: Shape, name: str | None) -> Shape:
         """With the model that is asked for. Raises NotFound."""
@@ -402,7 +403,7 @@ class Service:
         """The stream as moderation lets it through."""
 
         async def prompt_text() -> str:
-            tokenizer, ids = self.model.any_engine().tokenizer, request.prompt_token_ids
+            tokenizer, ids = self.model.any_engine.tokenizer, request.prompt_token_ids
             if tokenizer is None:
                 return ""
             return await self.limits.threads.run(len(ids), partial(tokenizer.decode, ids, False))

@@ -327,13 +327,13 @@ class Answer(ABC):
         """Events before the first token."""
         return ()
 
-    @abstractmethod
     def event(self, choice: int, delta: RequestDelta) -> str:
         """Events for one delta: one a token, and one for the end where the format wants it."""
+        raise NotImplementedError("this answer is sent whole")
 
-    @abstractmethod
     def closing(self) -> str:
         """Events after the last token."""
+        raise NotImplementedError("this answer is sent whole")
 
     @abstractmethod
     def pieces(self) -> Iterator[bytes]:

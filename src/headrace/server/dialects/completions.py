@@ -121,7 +121,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
 
 async def _prompt_state(service: Service, request: Request, prompt: str | array[int], echo: bool) -> PromptState:
     """``text`` is what echo shows: the prompt as it was written, or as it reads after truncation."""
-    ids, tokenizer = request.prompt_token_ids, service.model.any_engine().tokenizer
+    ids, tokenizer = request.prompt_token_ids, service.model.any_engine.tokenizer
     if not echo or isinstance(prompt, str) or tokenizer is None:
         return PromptState(ids, prompt if echo and isinstance(prompt, str) else "")
     decode = partial(tokenizer.decode, ids, False)

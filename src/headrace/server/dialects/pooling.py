@@ -166,7 +166,7 @@ async def _score(
     """A reranker reads both texts of a pair at once; of a model that embeds, each text is embedded once."""
     service.model.check_task("embed", "score")
     truncate = body.truncate_prompt_tokens
-    if service.model.any_engine().info.task == "score":
+    if service.model.any_engine.info.task == "score":
         options: Json = {"instruction": body.instruction, "truncate_prompt_tokens": truncate}
         prompts = [partial(_pair, *pair, **options) for pair in pairs]
         job = Job(prompts, [len(first) + len(second) for first, second in pairs], param)
@@ -191,7 +191,7 @@ def _pair(query: str, document: str, inputs: InputProcessor, **options: Any) -> 
 
 
 def _pooling(service: Service) -> PoolingSpec:
-    pooling = service.model.any_engine().info.pooling
+    pooling = service.model.any_engine.info.pooling
     assert pooling is not None, "the task was checked"
     return pooling
 
@@ -218,7 +218,7 @@ async def _deliver(
 
 
 def _request(service: Service, exchange: Exchange, body: PoolingBody, job: Job, make: Any) -> Request:
-    inputs, placing = service.model.any_engine().inputs, service.placing(exchange, body, body.user[:MAX_USER])
+    inputs, placing = service.model.any_engine.inputs, service.placing(exchange, body, body.user[:MAX_USER])
     return inputs.pooling_request(make(inputs), param=job.param, truncate_prompt_tokens=job.truncate, **placing)
 
 
@@ -243,12 +243,6 @@ class PooledAnswer(Answer):
     def listed(self, data: Iterable[Json]) -> Iterator[bytes]:
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.shape.model}
         return encode_object({**head, "data": encode_list(data), "usage": self.usage()})
-
-    def event(self, choice: int, delta: RequestDelta) -> str:
-        raise NotImplementedError("these answers are sent whole")
-
-    def closing(self) -> str:
-        raise NotImplementedError("these answers are sent whole")
 
 
 class EmbeddingAnswer(PooledAnswer):

@@ -93,7 +93,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 
 
 async def tokenizer_info(service: Service, exchange: Exchange) -> None:
-    tokenizer = service.model.any_engine().tokenizer
+    tokenizer = service.model.any_engine.tokenizer
     if tokenizer is None:
         raise NotFound("This model has no tokenizer; start the server with --tokenizer.", code="tokenizer_not_found")
     await exchange.reply_json(tokenizer.description)

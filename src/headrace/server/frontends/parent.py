@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,34 +53,31 @@ _GRACE_SECONDS = 2.0  # beyond what front ends have for their last words
 log = logging.getLogger("headrace.server")
 
 
+@dataclass(eq=False)
 class FrontEnd:
     """One process at its place. ``number`` counts places from 1, ``serial`` counts starts."""
 
-    channel: Channel
-
-    def __init__(
-        self, number: int, serial: int, process: asyncio.subprocess.Process, door: socket.socket, watch: Watch
-    ) -> None:
-        self.number = number
-        self.serial = serial
-        self.process = process
-        self._door = door
-        self.watch = watch
-        self.lines: Sequence[str] | None = None  # once it is ready
-        self.failure: HeadraceError | None = None
-        self.hung = False
+    number: int
+    serial: int
+    process: asyncio.subprocess.Process
+    door: socket.socket
+    watch: Watch
+    channel: Channel = field(init=False)
+    lines: Sequence[str] | None = None  # once it is ready
+    failure: HeadraceError | None = None
+    hung: bool = False
 
     def hand(self, engine: EngineConnection, replica: int) -> None:
         """A connection of its own to an engine that serves. One whose engine dies hears of it by that socket's end."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
-            socket.send_fds(self._door, [b"."], [theirs.fileno()])
+            socket.send_fds(self.door, [b"."], [theirs.fileno()])
             self.channel.send(link.Engine(replica))
         engine.attach(ours, self.serial)
 
     def close(self) -> None:
         self.channel.close()
-        self._door.close()
+        self.door.close()
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

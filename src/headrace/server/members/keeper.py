@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,24 +29,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.server")
 
 
+@dataclass
 class Keeper:
     """``budget``: bytes for all members. ``estimate``: what an engine will hold, before it is there."""
 
-    def __init__(
-        self, members: Sequence[Member], budget: int, estimate: Callable[[EngineConfig], int] = estimated_bytes
-    ) -> None:
-        self._estimate = estimate
-        self.members = members
-        self.budget = budget
-        self._turn = asyncio.Lock()  # who asks first gets it first
-        self._waking: dict[str, asyncio.Task[None]] = {}
+    members: Sequence[Member]
+    budget: int
+    estimate: Callable[[EngineConfig], int] = estimated_bytes
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # who asks first gets it first
+    _waking: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     # --- a start
 
     async def load(self, member: Member, create: Callable[[], Awaitable[AsyncLLM]]) -> AsyncLLM:
         """Raises what the start does, and OutOfMemory for a model that does not fit even alone."""
         async with self._turn:
-            member.estimate = await asyncio.to_thread(self._estimate, member.config.engine)
+            member.estimate = await asyncio.to_thread(self.estimate, member.config.engine)
             await self._make_room(member, member.need)
             member.held = member.need
             try:
