@@ -112,7 +112,7 @@ async def _bound(
 ) -> Bound | None:
     """Of the answer's reasoning, if there is any."""
     reasoning, tokens = format.reasoning, request.thinking_budget
-    if tokens is not None and request.needs_reasoning and not service.model.reasons:
+    if request.body.thinking_token_budget is not None and not service.model.reasons:
         raise InvalidRequest(
             "thinking_token_budget bounds reasoning, but how this model reasons is not known here; leave it out, or start with --reasoning-parser.",
             param="thinking_token_budget",

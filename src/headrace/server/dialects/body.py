@@ -501,13 +501,12 @@ class GenerationRequest(Generic[Read]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(GenerationRequest[Read]):
-    """``echo``: the answer begins with the message that it continues. ``thinking_budget``: tokens; it is refused where
-    nobody knows what reasoning is, if ``needs_reasoning``."""
+    """``echo``: the answer begins with the message that it continues. ``thinking_budget``: tokens; by the field that
+    all routes have, it is refused where nobody knows what reasoning is."""
 
     conversation: Conversation
     echo: bool = False
     thinking_budget: int | None = None
-    needs_reasoning: bool = False
 
 
 def choose(
@@ -618,9 +617,3 @@ def older_shape(body: OlderBody, *, logprobs: bool) -> Shape:
         logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, token_ids=body.return_token_ids,
         include_usage=continuous or bool(streamed.include_usage), continuous_usage=continuous,
     )  # fmt: skip
-
-
-def thinking_options(budget: int | None, own: int | None = None) -> Json:
-    """``budget``: by the field that all routes have; ``own``: in the API's own, which asks for nothing where nobody
-    reasons."""
-    return {"thinking_budget": own if budget is None else budget, "needs_reasoning": budget is not None}

@@ -27,7 +27,6 @@ from headrace.server.dialects.body import (
     choose,
     older_shape,
     template_variables,
-    thinking_options,
 )
 from headrace.server.dialects.conversation import Messages, Tools, read_messages, read_tools
 from headrace.server.exchange import Exchange
@@ -79,7 +78,7 @@ def parse_chat(raw: Given, defaults: Given) -> ChatRequest[ChatBody]:
         )
     conversation, scores = read_conversation(raw, body), body.top_logprobs if body.logprobs else None
     common = asked(body, defaults, max_tokens=old if new is None else new, logprobs=scores)
-    common |= {"shape": older_shape(body, logprobs=body.logprobs), **thinking_options(body.thinking_token_budget)}
+    common |= {"shape": older_shape(body, logprobs=body.logprobs), "thinking_budget": body.thinking_token_budget}
     return ChatRequest(conversation=conversation, echo=body.echo, **common)
 
 

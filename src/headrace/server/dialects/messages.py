@@ -28,7 +28,6 @@ from headrace.server.dialects.body import (
     Variables,
     asked,
     template_variables,
-    thinking_options,
 )
 from headrace.server.dialects.conversation import (
     MAX_MESSAGES,
@@ -176,11 +175,11 @@ Prompt = MessagesBody | CountBody
 def parse_messages(raw: Given, defaults: Given) -> ChatRequest[MessagesBody]:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = MessagesBody.read(raw)
-    budget = body.thinking.budget_tokens if isinstance(body.thinking, EnabledThinking) else None
+    own = body.thinking.budget_tokens if isinstance(body.thinking, EnabledThinking) else None
     return ChatRequest(
         conversation=_conversation(body),
         **asked(body, defaults, max_tokens=body.max_tokens, stop=body.stop_sequences),
-        **thinking_options(body.thinking_token_budget, budget),
+        thinking_budget=own if body.thinking_token_budget is None else body.thinking_token_budget,
     )
 
 

@@ -30,7 +30,6 @@ from headrace.server.dialects.body import (
     choose,
     read,
     template_variables,
-    thinking_options,
 )
 from headrace.server.dialects.conversation import (
     MAX_MESSAGES,
@@ -185,7 +184,7 @@ def parse_responses(raw: Given, defaults: Given) -> ResponsesRequest:
     return ResponsesRequest(
         conversation=_conversation(body),
         **common,
-        **thinking_options(body.thinking_token_budget),
+        thinking_budget=body.thinking_token_budget,
         items=items,
         shown={
             **{name: getattr(body, name) for name in _SHOWN},
