@@ -266,17 +266,11 @@ class LLM:
 
         ``clamp``: max_tokens may shrink to what the context leaves, instead of being refused.
         """
-        is_chat = (
-            isinstance(prompt, Sequence)
-            and not isinstance(prompt, str)
-            and bool(prompt)
-            and isinstance(prompt[0], Mapping)
-        )
-        parsed = (
-            self._inputs.chat_prompt(cast(Conversation, prompt), **chat_options)
-            if is_chat
-            else parse_prompt(cast(Prompt, prompt))
-        )
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        if is_list and prompt and isinstance(cast(Conversation, prompt)[0], Mapping):
+            parsed = self._inputs.chat_prompt(cast(Conversation, prompt), **chat_options)
+        else:
+            parsed = parse_prompt(cast(Prompt, prompt))
         return self._stream(self._request(parsed, sampling_params, clamp=clamp))
 
     def submit(
@@ -423,7 +417,8 @@ class LLM:
         return collector
 
     def _collector(self, prompt: ParsedPrompt, request: Request) -> OutputCollector:
-        return OutputCollector(str(request.request_id), prompt.text, request, self.engine.tokenizer, prompt.given)
+        given = prompt.given or ()
+        return OutputCollector(str(request.request_id), prompt.text, request, self.engine.tokenizer, given)
 
     def _requests(
         self,

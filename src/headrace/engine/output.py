@@ -400,12 +400,9 @@ class _SequenceText:
         if self.stops is not None:
             return self._push_searching(token_ids, num_textual)
         self.num_tokens += len(token_ids)
-        text = (
-            self.decoder.push(token_ids[:num_textual] if num_textless else token_ids)
-            if self.decoder is not None
-            else ""
-        )
-        return text, len(token_ids), None
+        if self.decoder is None:
+            return "", len(token_ids), None
+        return self.decoder.push(token_ids[:num_textual] if num_textless else token_ids), len(token_ids), None
 
     def flush(self) -> tuple[str, str | None]:
         """The rest of the text: bytes of an unfinished character, and what could have begun a stop string."""
@@ -617,7 +614,7 @@ class OutputCollector:
         prompt: str | None,
         request: Request,
         tokenizer: Tokenizer | None,
-        given: Sequence[int] | None = None,
+        given: Sequence[int] = (),
     ) -> None:
         """``given``: a list that ends with the prompt's ids; taking them from there makes no objects."""
         params, ids = request.params, request.prompt_token_ids
@@ -627,9 +624,8 @@ class OutputCollector:
         if params.logprobs is not None:
             answers = [replace(each, logprobs=[], cumulative_logprob=0.0) for each in answers]
         scores: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
-        self._sum = RequestOutput(
-            request_id, prompt, list(ids if given is None else given[-len(ids) :]), answers, prompt_logprobs=scores
-        )
+        shown = list(given[-len(ids) :] if given else ids)
+        self._sum = RequestOutput(request_id, prompt, shown, answers, prompt_logprobs=scores)
 
     @property
     def finished(self) -> bool:
@@ -648,9 +644,8 @@ class OutputCollector:
         if whole.prompt_logprobs is not None:
             whole.prompt_logprobs.extend(public_logprobs(entry, self._token_text) for entry in delta.prompt_logprobs)
         if delta.index == 0:
-            whole.num_cached_tokens = (
-                whole.num_cached_tokens if delta.num_cached_tokens is None else delta.num_cached_tokens
-            )
+            if delta.num_cached_tokens is not None:
+                whole.num_cached_tokens = delta.num_cached_tokens
             whole.metrics = delta.times or whole.metrics
         whole.finished = delta.last
         whole.pooled = whole.pooled or delta.pooled

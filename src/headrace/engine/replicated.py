@@ -78,12 +78,9 @@ class ReplicatedCore:
         """What has come from any replica, once there is something."""
         if not self._arrived:
             self._news.clear()
-            self._run(self._wait())
+            self._run(self._news.wait())
         outputs, self._arrived = self._arrived, []
         return outputs
-
-    async def _wait(self) -> None:
-        await self._news.wait()
 
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
         self.engine.finish(request_id, index, num_tokens)
