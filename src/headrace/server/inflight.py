@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -155,7 +156,11 @@ class Inflight:
 
 async def list_requests(service: Service, exchange: Exchange) -> None:
     others = await service.observed.shared.others("list_requests", exchange.tenant)
-    shown = [*running(service, exchange.tenant), *(each for other in others for each in other)]
+    await reply_list(exchange, [*running(service, exchange.tenant), *itertools.chain(*others)])
+
+
+async def reply_list(exchange: Exchange, shown: list[Json]) -> None:
+    """Oldest first."""
     await exchange.reply_json({"object": "list", "data": sorted(shown, key=lambda each: -float(each["seconds"]))})
 
 

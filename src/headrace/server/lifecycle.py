@@ -229,7 +229,7 @@ class Lifecycle:
             return engine is not None and engine.dead
 
         await until(lambda: not running(self.services) or self.signals.count > 1 or died(), limit)
-        if engine is not None and engine.dead:
+        if engine is not None and died():
             return await self._end_without_engine(engine)
         forced = self.signals.count >= 2
         told = "The server is shutting down and could not wait for this request; send it to another."

@@ -224,13 +224,11 @@ async def _check_template(value: str | None) -> None:
 
 async def warn_of_template(engine: AsyncLLM, announce: Callable[[str], None]) -> None:
     """The model's own may be broken, or refuse what everybody sends; completions work all the same."""
-    if engine.info.pooling is not None:
+    if engine.info.pooling is not None or engine.tokenizer is None:
         return
-    fault = None if engine.tokenizer is None else await asyncio.to_thread(engine.tokenizer.template_fault)
-    if fault is not None:
+    if (fault := await asyncio.to_thread(engine.tokenizer.template_fault)) is not None:
         announce(f"Warning: chats will be refused: {fault} Give another template with --chat-template.")
-    mixed = None if engine.tokenizer is None else await asyncio.to_thread(engine.tokenizer.boundary_fault)
-    if mixed is not None:
+    if (mixed := await asyncio.to_thread(engine.tokenizer.boundary_fault)) is not None:
         announce(
             f"Warning: {mixed}: special tokens that a client writes in messages are read as such. Give another template with --chat-template."
         )

@@ -83,7 +83,7 @@ class FrontEnd:
 
     async def _connect(self) -> JoinedEngine | Replicas:
         device = self._launch.engine.device
-        first = {number: JoinedEngine(sock) for number, sock in [await self._engines.get()]}
+        first = dict[int, JoinedEngine]()
         while len(first) < device.data_parallel_size:
             number, sock = await self._engines.get()
             first[number] = JoinedEngine(sock)

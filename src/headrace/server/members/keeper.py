@@ -126,11 +126,8 @@ class Keeper:
         """What a request to a model that sleeps waits for."""
         busy = next((each for each in self.members if each.condition in ("loading", "waking", "falling asleep")), None)
         if busy is member:
-            return (
-                f"{member.name} is being woken."
-                if member.condition == "waking"
-                else f"{member.name} is about to sleep; it is woken in its turn."
-            )
+            going = "being woken" if member.condition == "waking" else "about to sleep; it is woken in its turn"
+            return f"{member.name} is {going}."
         if busy is not None:
             return f"{member.name} sleeps, and is woken in its turn: {busy.name} is {busy.condition}."
         return f"{member.name} sleeps, and is woken now."

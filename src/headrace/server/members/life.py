@@ -80,7 +80,9 @@ class MembersLife(Lifecycle):
         self._start = start
         self._all_ready = ready
         routes = routes_of(Board(self._keeper, house))
-        super().__init__(house, guard, sock, _nothing, announce, _ignore, routes, [each.service for each in members])
+        super().__init__(
+            house, guard, sock, _nothing, announce, lambda _: None, routes, [each.service for each in members]
+        )
 
     async def _live(self, loading: asyncio.Future[Any]) -> int:
         members = self._keeper.members
@@ -152,7 +154,3 @@ def _lasts(error: HeadraceError) -> bool:
 
 async def _nothing() -> Any:
     return None
-
-
-def _ignore(engine: AsyncLLM) -> None:
-    pass

@@ -159,7 +159,7 @@ async def list_requests(board: Board, exchange: Exchange) -> None:
         for member in board.members
         for each in inflight.running(member.service, exchange.tenant)
     ]
-    await exchange.reply_json({"object": "list", "data": sorted(shown, key=lambda each: -float(each["seconds"]))})
+    await inflight.reply_list(exchange, shown)
 
 
 async def show_request(board: Board, exchange: Exchange) -> None:
