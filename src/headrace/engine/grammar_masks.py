@@ -57,7 +57,10 @@ if TYPE_CHECKING:
 _REFUSAL = "the grammar cannot be followed with this model's tokens"
 _log = logging.getLogger(__name__)
 
-NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
+Mask = NDArray[np.uint32]
+Wanted = Sequence[tuple[int, LiveSequence]]  # samples by their place, and whose they are
+Drafts = Mapping[int, Sequence[int]]
+NO_DRAFTS: Drafts = MappingProxyType({})
 CACHE_BYTES = 256 * 2**20
 _BYTES_EACH = 2**18  # of a compiled grammar, about: measured over 1,200 JSON schemas, on the high side;
 _BYTES_A_CHARACTER = 160  # and for each character of it
@@ -256,9 +259,7 @@ class GrammarMasks:
 
     # --- masks
 
-    def masks(
-        self, wanted: Sequence[tuple[int, LiveSequence]], drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
-    ) -> TokenMasks:
+    def masks(self, wanted: Wanted, drafts: Drafts = NO_DRAFTS) -> TokenMasks:
         """What each sample may be, after all that is known of its sequence; and then what may follow each of its
         ``drafts``, up to the first that may not stand there, or that ends the answer."""
         assert self._bridge is not None
@@ -273,9 +274,7 @@ class GrammarMasks:
         self._stats.mask_seconds += time.perf_counter() - begin
         return TokenMasks(samples, self._bridge.words, b"".join([mask.tobytes() for path in paths for mask in path]))
 
-    def _first_masks(
-        self, wanted: Sequence[tuple[int, LiveSequence]], bridge: _Bridge
-    ) -> tuple[NDArray[np.uint32], list[float]]:
+    def _first_masks(self, wanted: Wanted, bridge: _Bridge) -> tuple[Mask, list[float]]:
         """And the seconds that each took."""
         words = np.zeros((len(wanted), bridge.words), dtype=np.uint32)
         jobs, spent = [], []
@@ -294,12 +293,7 @@ class GrammarMasks:
         return words, spent
 
     def _follow(
-        self,
-        wanted: Sequence[tuple[int, LiveSequence]],
-        drafts: Mapping[int, Sequence[int]],
-        paths: list[list[NDArray[np.uint32]]],
-        spent: list[float],
-        bridge: _Bridge,
+        self, wanted: Wanted, drafts: Drafts, paths: list[list[Mask]], spent: list[float], bridge: _Bridge
     ) -> None:
         """Lengthens ``paths`` by the mask behind each draft, as it is when the answer has these tokens; all rows'
         first ones, then the second …"""
@@ -326,7 +320,7 @@ class GrammarMasks:
                 else:
                     del walkers[row]
 
-    def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
+    def forced(self, wanted: Wanted) -> dict[int, tuple[int, ...]]:
         """Of samples that were just given their masks: those that can be but one token, with the tokens that must
         follow it. Logprobs want every token's distribution."""
         runs = {j: self._forced_of(sequence) for j, sequence in wanted if sequence.request.params.logprobs is None}
@@ -354,7 +348,7 @@ class GrammarMasks:
         known = self.seconds[request_id]
         self.seconds[request_id] = seconds if seconds > known else known + _FADING * (seconds - known)
 
-    def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> list[float]:
+    def _fill(self, words: Mask, jobs: list[tuple[LLMatcher, int]]) -> list[float]:
         """Returns seconds of each. A matcher that finds no way on would have the answer end where it may not: its row
         is left empty instead."""
         start, size = words.ctypes.data, words.shape[1] * 4
@@ -375,9 +369,7 @@ class GrammarMasks:
                 words[row] = 0
         return [after - before for before, after in pairwise(times)]
 
-    def _hold_open(
-        self, mask: NDArray[np.uint32], sequence: LiveSequence, eos: tuple[int, ...], drafts: int = 0
-    ) -> None:
+    def _hold_open(self, mask: Mask, sequence: LiveSequence, eos: tuple[int, ...], drafts: int = 0) -> None:
         """Takes back the ends where the request wants more (min_tokens, ignore_eos), unless nothing else is left.
         ``drafts``: before this place."""
         params = sequence.request.params
@@ -395,9 +387,7 @@ class GrammarMasks:
             mask[:] = before
 
 
-def _goes_on(
-    walker: LLMatcher, drafts: Sequence[int], depth: int, mask: NDArray[np.uint32], sequence: LiveSequence
-) -> bool:
+def _goes_on(walker: LLMatcher, drafts: Sequence[int], depth: int, mask: Mask, sequence: LiveSequence) -> bool:
     """Whether a draft may stand where ``mask`` is for and does not end the answer; then it has been followed."""
     if depth == len(drafts) or (token := drafts[depth]) in sequence.stop_ids or token >= 32 * len(mask):
         return False

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Given | Sequence[int]
 Message = Given
+Words = tuple[tuple[int, ...], ...]  # each as ids
 
 _MASK64 = 2**64 - 1
 _EARLY_CHARS = 1 << 16  # texts beyond this are counted piece by piece before they are tokenised whole
@@ -185,7 +186,7 @@ class InputProcessor:
     grammars: GrammarCheck | None = None  # None: this engine follows none
     all_below: Callable[[array[int], int], bool] | None = None
     ids: Iterator[int] = field(default_factory=itertools.count)
-    _bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
+    _bad_words: tuple[tuple[str, ...], Words] = ((), ())
 
     def request(
         self,
@@ -473,13 +474,13 @@ class InputProcessor:
             )
         return params if params.max_tokens is not None else replace(params, max_tokens=room)
 
-    def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    def _bad_word_ids(self, words: tuple[str, ...]) -> Words:
         """The last words asked for are remembered: the prompts of one request share them."""
         if words != self._bad_words[0]:
             self._bad_words = words, self._find_bad_word_ids(words)
         return self._bad_words[1]
 
-    def _find_bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    def _find_bad_word_ids(self, words: tuple[str, ...]) -> Words:
         """Each word as it is tokenised at the start of a text and after a space (where that is not just a space before
         the same tokens)."""
         if words and self.tokenizer is None:

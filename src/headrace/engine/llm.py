@@ -44,6 +44,8 @@ from headrace.request import Given, Json, LoRARequest, Request, RequestOutput, S
 from headrace.spec import PoolingSpec
 
 Sink = Callable[[RequestDelta], None]
+Bar = bool | Callable[..., Progress]  # whether one is drawn, or what draws it
+Sampling = SamplingParams | Sequence[SamplingParams] | None
 Conversation = Sequence[Message]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Prepared = tuple[ParsedPrompt, Request]
@@ -117,9 +119,9 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Sampling = None,
         *,
-        use_tqdm: bool | Callable[..., Progress] = True,
+        use_tqdm: Bar = True,
         priority: Sequence[int] | None = None,
         truncate_prompt_tokens: int | None = None,
         lora_request: Adapters = None,
@@ -141,9 +143,9 @@ class LLM:
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Sampling = None,
         *,
-        use_tqdm: bool | Callable[..., Progress] = True,
+        use_tqdm: Bar = True,
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -174,7 +176,7 @@ class LLM:
         *,
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | Callable[..., Progress] = True,
+        use_tqdm: Bar = True,
         lora_request: Adapters = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embeddings of prompts, in the order asked. ``truncate_prompt_tokens`` keeps that many tokens at the beginning
@@ -199,7 +201,7 @@ class LLM:
         instruction: str | None = None,
         activation: bool | None = None,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | Callable[..., Progress] = True,
+        use_tqdm: Bar = True,
         lora_request: Adapters = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts belong together: one with each of several, or pair by pair. A reranker reads both at once; of
@@ -236,7 +238,7 @@ class LLM:
         self,
         prompts: list[ParsedPrompt],
         truncate: int | None,
-        use_tqdm: bool | Callable[..., Progress],
+        use_tqdm: Bar,
         lora: Adapters = None,
     ) -> list[RequestOutput]:
         loras = _one_each("lora_request", lora, LoRARequest, len(prompts))
@@ -337,7 +339,7 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _run(self, read: Callable[[], list[Prepared]], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
+    def _run(self, read: Callable[[], list[Prepared]], use_tqdm: Bar) -> list[RequestOutput]:
         """Every answer is a stream that is collected."""
         with no_collections():
             given = read()
@@ -423,7 +425,7 @@ class LLM:
     def _requests(
         self,
         prompts: list[ParsedPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: Sampling,
         priority: Sequence[int] | None,
         truncate: int | None = None,
         lora: Adapters = None,
@@ -521,7 +523,7 @@ def _one_each(name: str, given: Any, kind: type, count: int) -> list[Any]:
     return values
 
 
-def _progress(use_tqdm: bool | Callable[..., Progress], total: int) -> Progress | None:
+def _progress(use_tqdm: Bar, total: int) -> Progress | None:
     if callable(use_tqdm):
         return use_tqdm(total=total, desc="Processed prompts")
     return ProgressLine(total, "Processed prompts") if use_tqdm else None
