@@ -209,7 +209,7 @@ class InputProcessor:
         if ids is None:
             ids = array("i", self.encode(prompt.text or "", param=param, truncate=truncate_prompt_tokens))
         if truncate_prompt_tokens is not None:
-            ids = self._truncated(ids, truncate_prompt_tokens)
+            ids = ids[-self._num_kept(truncate_prompt_tokens) :]
         params = self._checked_params(ids, params, param, clamp)
         placing = _placed(prompt, options)
         bad_words = self._bad_word_ids(params.bad_words)
@@ -404,11 +404,8 @@ class InputProcessor:
             if counted > 2 * limit + 1024:
                 raise ContextLengthExceeded(limit + 1, limit, param=param, what="the prompt has more than")
 
-    def _truncated(self, ids: array[int], keep: int) -> array[int]:
-        """The last ``keep`` tokens; -1 keeps as many as the context allows, with room for one more."""
-        return ids[-self._num_kept(keep) :]
-
     def _num_kept(self, keep: int) -> int:
+        """-1: as many as the context allows, with room for one more."""
         longest = self._longest_prompt
         if type(keep) is not int or not (keep == -1 or 1 <= keep <= longest):
             wanted = f"give an integer from 1 to {longest}, or -1 for that"

@@ -55,6 +55,7 @@ STEP_COLUMNS = (
 _Cursor = Annotated[int, Meta(ge=0, le=2**53 - 1)]  # what JSON's readers keep exact
 ABOUT_ALL = ("failed", "overfull", "runs_begin", "runs_end")  # decisions that are about no one request
 
+_TOTALS = ("steps", "failed_steps", "roofline_fraction", "idle_share")
 _CACHED = {"admitted": "found in", "resumed": "still in"}
 
 Row = tuple[Any, ...]
@@ -121,9 +122,10 @@ class History:
 
     def after(self, sample: int, step: int, decision: int) -> Json:
         """What a page that knows these has to be told."""
+        steps = self.stats.get("steps") or {}
         return {
             "num_blocks": self.stats.get("num_blocks", 0),
-            "totals": _totals(self.stats.get("steps") or {}),
+            "totals": {name: steps.get(name, 0) for name in _TOTALS},
             "samples": self.samples.after(sample),
             "steps": [row for row in self.steps if row[0] > step],
             "decisions": [entry for entry in self.decisions if entry["number"] > decision],
@@ -248,10 +250,6 @@ def _answer(service: Service, news: Given, key: str | None, *, first: bool) -> J
         "decisions": seen(news["decisions"], key),
         "engine": _engine(service) if first else None,
     }
-
-
-def _totals(steps: Given) -> dict[str, float]:
-    return {name: steps.get(name, 0) for name in ("steps", "failed_steps", "roofline_fraction", "idle_share")}
 
 
 def _engine(service: Service) -> Json | None:

@@ -173,7 +173,8 @@ class Cors:
     """Raises ConfigError for origins, methods and headers that no browser would ever send."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._origins = frozenset(map(_as_sent, config.allowed_origins))
+        # as browsers write them: small letters, no port where it is the scheme's own
+        self._origins = frozenset(_USUAL_PORT.sub(r"\1\2", each.lower()) for each in config.allowed_origins)
         self._any = ANY in self._origins
         self._credentials = config.allow_credentials
         self._methods, self._headers = _joined(config.allowed_methods), _joined(config.allowed_headers)
@@ -210,11 +211,6 @@ class Cors:
             (b"access-control-max-age", PREFLIGHT_SECONDS),
             *local,
         )
-
-
-def _as_sent(origin: str) -> str:
-    """As browsers write it: small letters, no port where it is the scheme's own."""
-    return _USUAL_PORT.sub(r"\1\2", origin.lower())
 
 
 def _joined(words: Sequence[str]) -> bytes:

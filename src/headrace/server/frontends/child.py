@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 from headrace.config import Decision
@@ -53,7 +54,8 @@ class FrontEnd:
             launch.server, launch.version, routes, engine_config=launch.engine, counters=counters, number=number
         )
         self._service.created = launch.created
-        self._parent = Channel(link.FromParent, self._hear, _end_orphaned, self._respond)
+        # without its parent nobody can reach it, and nobody will end it
+        self._parent = Channel(link.FromParent, self._hear, partial(os._exit, 1), self._respond)
         self._service.observed.shared = link.PeersBehindParent(self._parent)
 
     async def run(self) -> int:
@@ -134,11 +136,6 @@ def create_router(launch: link.Launch) -> Router:
     return Router(
         device.data_parallel_size, memory, fronts=fronts, front=launch.number - 1, routing=device.data_parallel_routing
     )
-
-
-def _end_orphaned() -> None:
-    """Without its parent nobody can reach it, and nobody will end it."""
-    os._exit(1)
 
 
 def main() -> None:

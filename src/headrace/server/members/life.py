@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,7 @@ from headrace.config import EngineConfig
 from headrace.engine.connection import watch_engine
 from headrace.errors import ConfigError, HeadraceError, ModelError, OutOfMemory
 from headrace.server.frontends.parent import FAILED_STARTS
-from headrace.server.lifecycle import (
-    ENGINE_EXIT_SECONDS,
-    Announce,
-    Lifecycle,
-    end_dead,
-)
+from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, Announce, Lifecycle, end_dead, until
 from headrace.server.limits import Guard
 from headrace.server.members.budget import size
 from headrace.server.members.keeper import Keeper
@@ -89,7 +85,7 @@ class MembersLife(Lifecycle):
         lives = [asyncio.create_task(self._keep(member)) for member in members]
         try:
             stop = asyncio.create_task(self.signals.came.wait())
-            settled = asyncio.create_task(self._await_starts())
+            settled = asyncio.create_task(until(lambda: all(member.settled for member in members), math.inf))
             await asyncio.wait([stop, settled], return_when=asyncio.FIRST_COMPLETED)
             settled.cancel()
             if not self.signals.count:
@@ -109,10 +105,6 @@ class MembersLife(Lifecycle):
             engines = [each.engine for each in members if each.engine is not None]
             await asyncio.gather(*(engine.shutdown(kill_after=ENGINE_EXIT_SECONDS) for engine in engines))
 
-    async def _await_starts(self) -> None:
-        while not all(member.settled for member in self._keeper.members):
-            await asyncio.sleep(0.05)
-
     # --- one model
 
     async def _keep(self, member: Member) -> None:
@@ -123,7 +115,9 @@ class MembersLife(Lifecycle):
                 engine = await self._keeper.load(member, partial(self._start, member.config.engine))
             except HeadraceError as error:
                 failed += 1
-                hopeless = failed == FAILED_STARTS or (_lasts(error) and not ever)
+                hopeless = failed == FAILED_STARTS or (
+                    isinstance(error, ConfigError | ModelError | OutOfMemory) and not ever
+                )
                 member.lose(error)
                 log.error("%s cannot be served%s: %s", member.name, "" if hopeless else " now", error.message)
             else:
@@ -145,11 +139,6 @@ class MembersLife(Lifecycle):
         await end_dead(member.service)
         await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
         member.lose()
-
-
-def _lasts(error: HeadraceError) -> bool:
-    """Another start would end the same way."""
-    return isinstance(error, ConfigError | ModelError | OutOfMemory)
 
 
 async def _nothing() -> Any:

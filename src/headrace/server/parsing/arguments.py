@@ -19,6 +19,7 @@ from headrace.server.parsing.values import MAX_TEXT, WORDS, Give, quoted, read_l
 Types = Mapping[str, Collection[str]]
 
 _TEXT = ("string",)
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _ANY = ("string", "integer", "number", "boolean", "null", "object", "array")
 
 
@@ -98,15 +99,10 @@ def _as_json(written: str, types: Collection[str]) -> str:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return f'"{quoted(written)}"'
-    kind = _type_of(value)
+    kind = _KINDS.get(type(value), "null")
     fits = "string" not in types or kind in types or (kind == "integer" and "number" in types)
     return text if fits else f'"{quoted(written)}"'
 
 
 def _refuse(name: str) -> None:
     raise ValueError(name)
-
-
-def _type_of(value: object) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), "null")
