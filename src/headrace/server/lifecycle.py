@@ -130,6 +130,12 @@ class Signals:
             for kind in kinds:
                 loop.remove_signal_handler(kind)
 
+    async def within(self, seconds: float) -> bool:
+        """Whether one has come by then."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.came.wait(), seconds)
+        return bool(self.count)
+
     def _on_signal(self, kind: signal.Signals) -> None:
         if kind != signal.SIGHUP or not self.count:  # both the terminal and its shell send one: nobody is in a hurry
             self.count += 1

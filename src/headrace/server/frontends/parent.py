@@ -106,9 +106,7 @@ async def supervise(begin: Callable[[], FrontEnds], signals: Signals) -> int:
         ready = "having been ready" if life.was_ready else "before it was ready"
         why = f": {error.message}" if error is not None else ""
         log.error("The server ended with %s, %s%s; it starts again in %g s.", lives.end(status), ready, why, lives.wait)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signals.came.wait(), lives.wait)
-        if signals.count:
+        if await signals.within(lives.wait):
             return 0
 
 
@@ -221,17 +219,13 @@ class FrontEnds:
         for front in self._fronts.values():
             if not front.hung and front.watch.hung():
                 front.hung = True
-                told = "Front end %d hangs: its event loop has not turned for %g s. It is ended."
-                log.error(told, front.number, FRONT_HANG_SECONDS)
+                why = "Front end %d hangs: its event loop has not turned for %g s. It is ended."
+                log.error(why, front.number, FRONT_HANG_SECONDS)
                 front.signal(signal.SIGKILL)
-        fronts = list(self._fronts.values())
-        if (
-            not self.was_ready
-            and len(fronts) == self._config.api_server_count
-            and all(front.lines is not None for front in fronts)
-        ):
+        told = [front.lines for front in self._fronts.values()]
+        if not self.was_ready and len(told) == self._config.api_server_count and None not in told:
             self.was_ready = True
-            self._ready(fronts[0].lines or ())
+            self._ready(told[0] or ())
 
     # --- a front end's life
 

@@ -7,7 +7,6 @@ What lives here: that life. What may not: whose memory (keeper.py), routes, sock
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import socket
@@ -130,8 +129,7 @@ class MembersLife(Lifecycle):
                 if await watch_engine(engine, self.signals.came):
                     return
                 await self._bury(member, engine)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.signals.came.wait(), min(MOST_SECONDS, 2.0**failed - 0.5))
+            await self.signals.within(min(MOST_SECONDS, 2.0**failed - 0.5))
 
     async def _bury(self, member: Member, engine: AsyncLLM) -> None:
         """Its requests end; others' go on."""
