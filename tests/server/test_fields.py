@@ -20,6 +20,7 @@ from headrace.server.dialects.completions import CompletionBody, parse_completio
 from headrace.server.dialects.messages import MessagesBody, parse_messages
 from headrace.server.dialects.responses_body import ResponsesBody, parse_responses
 from headrace.server.openapi import body_schemas
+from headrace.server.service import Service
 
 USER = [{"role": "user", "content": "hi"}]
 Parse = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
@@ -60,7 +61,7 @@ def test_known_fields_reach_the_request(route: str, name: str) -> None:
     plain, given = (parse({**base, **extra}, {}) for extra in ({}, {name: KNOWN[name]}))
     changed = {each for each in kind.__struct_fields__ if getattr(plain.body, each) != getattr(given.body, each)}
     assert changed == {name}
-    read_there = f"body.{name}" in inspect.getsource(generate.prepare)
+    read_there = any(f"body.{name}" in inspect.getsource(each) for each in (generate.prepare, Service.placing))
     assert read_there or (plain.params, plain.expects, plain.shape) != (given.params, given.expects, given.shape), (
         "taken and ignored"
     )
