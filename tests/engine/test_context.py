@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, ContextLengthExceeded
+from headrace.kernels.attention.reference import paged_attention
+from headrace.kernels.inputs import AttentionInputs, PassedKeys
+from headrace.layers.basic import attend_between
 from headrace.parallel.context import KeyShare
 from tests.support import modes, tiny
-from tests.support.ranks import as_threads
+from tests.support.ranks import ThreadGroup, as_threads, together
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -107,3 +112,43 @@ def test_what_ranks_do_not_share_is_said_before_anything_starts(model: str) -> N
         with pytest.raises(ConfigError, match="5, but it does not divide the model's sliding window of 12 tokens"):
             spread(model, context_parallel_size=5)
     assert time.monotonic() - begun < 2
+
+
+def test_a_rank_attends_to_its_own_keys_while_others_are_on_their_way() -> None:
+    """Two queries on each of two ranks, which see different numbers of either one's keys."""
+    generator = torch.Generator().manual_seed(3)
+    caches = torch.randn(2, 2, 3, 1, 2, 4, generator=generator)  # [rank, k and v, blocks, heads, tokens, size]
+    order: dict[int, list[str]] = {0: [], 1: []}
+
+    def work(group: ThreadGroup) -> Tensor:
+        later, told = group.everybodys_later, order[group.rank]
+
+        def everybodys_later(x: Tensor) -> Any:
+            taken = later(x)
+            told.append("sent")
+            return lambda: (told.append("taken"), taken())[1]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, *how: Any) -> Tensor:
+            told.append(f"attends to {len(inputs.context_len) // 2} rank")
+            return paged_attention(q, k, v, inputs, *how)
+
+        group.everybodys_later = everybodys_later  # type: ignore[method-assign]
+        blocks, table = torch.tensor([2, 0]), torch.tensor([[0, 1], [0, 1], [2, 3], [2, 3]], dtype=torch.int32)
+        start, seen = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2, 3, 4], [3, 1, 2, 1]))
+        passed = PassedKeys(blocks, table, start, seen)
+        zeros = torch.zeros(2, dtype=torch.int32)
+        inputs = AttentionInputs(table, start, seen, zeros, 2, 1, 4, passed=passed)
+        q = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(group.rank))
+        k, v = caches[group.rank]
+        return attend_between(group, attend, q, (k, v, inputs, 0.5, None, None, None))
+
+    for rank, found in enumerate(together(2, work)):
+        assert order[rank] == ["sent", "attends to 1 rank", "taken", "attends to 1 rank"]
+        q = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(rank))
+        for at, counts in enumerate(((3, 2), (1, 1))):
+            k, v = (
+                torch.cat([caches[each, part][[2, 0], 0].flatten(0, 1)[:count] for each, count in enumerate(counts)])
+                for part in range(2)
+            )
+            wanted = torch.softmax(q[at] @ k.T * 0.5, dim=-1) @ v
+            torch.testing.assert_close(found[at], wanted)

@@ -68,6 +68,10 @@ class ThreadGroup:
     def everybodys(self, x: Tensor) -> Tensor:
         return torch.stack(self._everybodys(x))
 
+    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
+        found = self.everybodys(x)
+        return lambda: found
+
     def exchanged(self, x: Tensor) -> Tensor:
         return torch.stack([each[self.rank] for each in self._everybodys(x)])
 

@@ -30,7 +30,7 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
 
 def test_what_goes_to_the_keys_and_back_is_what_is_counted_by_hand() -> None:
     """In each layer every rank sends 8 rows' worth of what it finds, or of 4 rows of its own queries and
-    results, or while they are less the keys."""
+    results, or while they are less the keys, behind attention to its own."""
     traffic = key_traffic_of(TINY, 2, 2.0)
     query, layers = 2.0 * TINY.num_heads * TINY.head_dim, TINY.num_layers
     assert (traffic.query, traffic.found) == (query, query + 4 * TINY.num_heads)
@@ -38,6 +38,12 @@ def test_what_goes_to_the_keys_and_back_is_what_is_counted_by_hand() -> None:
     keys = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group - 1)
     assert keys[1] == pytest.approx(layers * (8 * traffic.group - 1) / 2 * traffic.key / 100)
     assert keys[0] == pytest.approx(keys[1] + layers * 2.0)
+    hidden = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group - 1, meanwhile=1.5)
+    assert hidden == pytest.approx((keys[0] - 1.5, max(0.0, keys[1] - 1.5)))
+    far = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group, meanwhile=1.5)
+    assert far == traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group), (
+        "queries wait for nothing of a rank's own"
+    )
     every, sent = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group)
     assert sent == pytest.approx(layers * 4 * (query + traffic.found) / 100)
     assert every == pytest.approx(sent + layers * 2 * 2.0) and traffic.seconds(EXACT, 0, spread=True) == (0.0, 0.0)

@@ -370,7 +370,10 @@ class CostModel:
         tokens = load.filled or load.tokens
         if self._ranks > 1:
             keys = max(load.keys, default=0.0)
-            return self._key_traffic.seconds(self._link, tokens, spread=self._spreads(load), keys=keys)
+            moved, flops = self._attention(load)[1]
+            own = max(moved / self._bandwidth, flops / self._rate) / self._ranks
+            spread = self._spreads(load)
+            return self._key_traffic.seconds(self._link, tokens, spread=spread, keys=keys, meanwhile=own)
         return self._traffic.seconds(self._link, tokens, load.sampled)
 
     def _spreads(self, load: StepLoad) -> bool:

@@ -74,14 +74,19 @@ class KeyTraffic:
     key: float
     group: int
 
-    def seconds(self, link: Link, tokens: int, *, spread: bool, keys: float = 0.0) -> tuple[float, float]:
-        """(all in all, at the link's bandwidth alone). ``spread``: ranks compute other rows, over so many ``keys``."""
+    def seconds(
+        self, link: Link, tokens: int, *, spread: bool, keys: float = 0.0, meanwhile: float = 0.0
+    ) -> tuple[float, float]:
+        """(all in all, at the link's bandwidth alone). ``spread``: ranks compute other rows, over so many ``keys``.
+        ``meanwhile``: seconds of attention to a rank's own, which hide keys on their way."""
         if self.ranks == 1 or not tokens:
             return 0.0, 0.0
         passed = spread and keys < tokens * self.group  # as KeyShare.passes_keys has it
         size = (keys * self.key if passed else tokens * (self.query + self.found)) / self.ranks
         sent = self.layers * (self.ranks - 1) * (size if spread else tokens * self.found) / link.bandwidth
-        return sent + self.layers * (2 if spread and not passed else 1) * link.latency, sent
+        seconds = sent + self.layers * (2 if spread and not passed else 1) * link.latency
+        hidden = meanwhile if passed else 0.0
+        return max(0.0, seconds - hidden), max(0.0, sent - hidden)
 
 
 def key_traffic_of(spec: DecoderSpec, ranks: int, element_bytes: float) -> KeyTraffic:

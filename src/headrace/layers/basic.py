@@ -288,15 +288,30 @@ def attend_between(
 def _attend_passed(
     group: Group, attend: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...], passed: PassedKeys
 ) -> Tensor:  # [tokens, heads, head_dim]
-    """The same where keys and values of all ranks come to the queries (pass-KV), which attend to one rank's after another."""
+    """The same where keys and values of all ranks come to the queries (pass-KV), which attend to their own rank's while the
+    others' are on their way."""
     k_cache, v_cache, inputs, *rest = how
     both = torch.stack([cache.index_select(0, passed.blocks) for cache in (k_cache, v_cache)])
-    k, v = group.everybodys(both).transpose(0, 1).flatten(1, 2)  # [2, ranks · blocks, …]
-    lengths = {"block_table": passed.table, "query_start": passed.query_start, "context_len": passed.context_len}
-    every = q.repeat(group.size, 1, 1)
-    lse = torch.empty(every.shape[:2], dtype=torch.float32, device=q.device)
-    out = attend(every, k, v, replace(inputs, **lengths), *rest, lse)
-    return merge_parts(out.unflatten(0, (group.size, -1)), lse.unflatten(0, (group.size, -1)))
+    coming = group.everybodys_later(both)
+    size = group.size
+    tables, contexts = passed.table.unflatten(0, (size, -1)), passed.context_len.unflatten(0, (size, -1))
+
+    def attended(k: Tensor, v: Tensor, table: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        """``context`` [ranks, sequences of one]: keys of so many ranks."""
+        count = len(context)
+        every, start = q.repeat(count, 1, 1), passed.query_start[: 1 + context.numel()]
+        lse = torch.empty(every.shape[:2], dtype=torch.float32, device=q.device)
+        lengths = {"block_table": table, "query_start": start, "context_len": context.flatten()}
+        out = attend(every, k, v, replace(inputs, **lengths), *rest, lse)
+        return out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
+
+    own, at = slice(group.rank, group.rank + 1), group.rank
+    mine = attended(both[0], both[1], tables[at] - at * len(passed.blocks), contexts[own])
+    k, v = coming().transpose(0, 1).flatten(1, 2)  # [2, ranks · blocks, …]
+    table, context = (torch.cat((each[:at], each[at + 1 :])) for each in (tables, contexts))
+    theirs = attended(k, v, table.flatten(0, 1), context)
+    parts = (torch.cat((there[:at], here, there[at:])) for there, here in zip(theirs, mine, strict=True))
+    return merge_parts(*parts)
 
 
 def in_order(group: Group, x: Tensor, order: Tensor) -> Tensor:

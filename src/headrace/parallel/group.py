@@ -58,6 +58,10 @@ class Group(Protocol):
         """What every rank gives, alike in shape: [ranks, *x.shape]."""
         ...
 
+    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """The same on its way, while something else is computed; what it is taken with before ranks meet again."""
+        ...
+
     def exchanged(self, x: Tensor) -> Tensor:
         """``x`` [ranks, …] of every rank, of which part i is for rank i → what ranks have for this one, [ranks, …]."""
         ...
@@ -141,10 +145,18 @@ class GlooGroup:
         return side_by_side(self.everybodys(x), width)
 
     def everybodys(self, x: Tensor) -> Tensor:
+        return self.everybodys_later(x)()
+
+    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
         self.meetings += 1
-        parts = x.new_empty((self.size, *x.shape))
-        self._group.allgather([list(parts.unbind(0))], [x.contiguous()]).wait()
-        return parts
+        parts, given = x.new_empty((self.size, *x.shape)), x.contiguous()
+        work = self._group.allgather([list(parts.unbind(0))], [given])
+
+        def taken() -> Tensor:
+            work.wait()
+            return parts
+
+        return taken
 
     def exchanged(self, x: Tensor) -> Tensor:
         self.meetings += 1

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -115,6 +115,7 @@ class NCCLGroup:
         self.account = "NCCL"
         self._library = library = _library()
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._side: torch.cuda.Stream | None = None  # of what is sent while something else is computed
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
         _check(library, library.ncclCommInitRank(ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), rank))
         # connections are made, and their memory is taken, before anybody counts it
@@ -174,6 +175,21 @@ class NCCLGroup:
             ),
         )
         return parts
+
+    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
+        self._side = side = self._side or torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        x.record_stream(side)
+        with torch.cuda.stream(side):
+            parts = self.everybodys(x)
+
+        def taken() -> Tensor:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(side)
+            parts.record_stream(current)
+            return parts
+
+        return taken
 
     def exchanged(self, x: Tensor) -> Tensor:
         self.meetings += 1
