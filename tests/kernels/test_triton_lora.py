@@ -42,12 +42,11 @@ def drawn(
     return a.to(dtype), b.to(dtype), wide[:, 1 : len(parts) + 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("parts", "ins", "most"), [((40,), 72, 16), ((130, 24, 24), 1100, 5), ((24, 24), 72, 80), ((300, 24), 600, 16)]
 )
 @pytest.mark.parametrize("slots", [[2], MIXED])
-@pytest.mark.parametrize("chunk", [2**20, 256])
+@pytest.mark.parametrize(("chunk", "dtype"), [(2**20, torch.float32), (2**20, torch.bfloat16), (256, torch.bfloat16)])
 def test_each_row_gets_what_its_adapter_adds(
     chunk: int, slots: list[int], parts: tuple[int, ...], ins: int, most: int, dtype: torch.dtype
 ) -> None:

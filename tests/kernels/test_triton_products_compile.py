@@ -21,8 +21,8 @@ FEW = ("flat", "vector")
 
 @cache
 def kernels() -> dict[str, dict[str, int]]:
-    codes, others = offline.found(*(("triton_products_offline", each) for each in ("codes", "others")))
-    return codes | others
+    codes, wide, others = offline.found(*(("triton_products_offline", each) for each in ("codes", "wide", "others")))
+    return codes | wide | others
 
 
 @pytest.mark.timeout(300)

@@ -1,8 +1,8 @@
 """Compiles products for few rows, those with codes of few bits, and what rounds inputs for an H200 without one, and
 reads what came out. Run as a program, in a process of its own.
 
-``python triton_products_offline.py codes`` (or ``others``) prints a JSON object: for each case registers, spills, shared memory, instruction
-counts.
+``python triton_products_offline.py codes`` (or ``wide``, or ``others``) prints a JSON object: for each case registers, spills, shared memory,
+instruction counts.
 """
 
 from __future__ import annotations
@@ -111,6 +111,17 @@ def eight(kind: str, group: int, most: int, around: Around) -> dict[str, int]:
 
 def of_codes() -> dict[str, dict[str, int]]:
     found = {f"{name}, 16 rows": figures_of(coding, 16, PLACES["alone"]) for name, coding in CODINGS.items()}
+    for name, rows, around in (
+        ("W4", 16, GATE), ("W4", 999, Around()), ("W4, zeros", 16, Around()), ("W6", 999, Around()),
+    ):  # fmt: skip
+        found[f"{name}, int8 inputs, {rows} rows"] = whole(CODINGS[name], rows, around)
+    found["W4, in order, 16 rows"] = figures_of(Coding(4, zeros=True, ordered=True), 16, PLACES["alone"], ordered=True)
+    return found
+
+
+def of_wide_codes() -> dict[str, dict[str, int]]:
+    """By rows, and by what stands around."""
+    found = {}
     for rows in (16, 32, 64):
         found |= {
             f"W4, {rows} rows, {place}": figures_of(Coding(4), rows, around)
@@ -120,11 +131,6 @@ def of_codes() -> dict[str, dict[str, int]]:
     for name in ("W4", "FP8", "Q4_K"):
         found |= {f"{name}, {rows} rows": figures_of(CODINGS[name], rows, PLACES["alone"]) for rows in (32, 64, 128)}
         found[f"{name}, widened"] = widened(CODINGS[name])
-    for name, rows, around in (
-        ("W4", 16, GATE), ("W4", 999, Around()), ("W4, zeros", 16, Around()), ("W6", 999, Around()),
-    ):  # fmt: skip
-        found[f"{name}, int8 inputs, {rows} rows"] = whole(CODINGS[name], rows, around)
-    found["W4, in order, 16 rows"] = figures_of(Coding(4, zeros=True, ordered=True), 16, PLACES["alone"], ordered=True)
     return found
 
 
@@ -148,4 +154,4 @@ def of_others() -> dict[str, dict[str, int]]:
 
 if __name__ == "__main__":
     driver.set_active(CompileOnly())
-    print(json.dumps({"codes": of_codes, "others": of_others}[sys.argv[1]]()))
+    print(json.dumps({"codes": of_codes, "wide": of_wide_codes, "others": of_others}[sys.argv[1]]()))
