@@ -17,8 +17,8 @@ over the same and gap over the time in which they read a token (--reading-speed)
     slow > 1 while all do both, prompts are much         as many compute prompts as those fill
 
 What is said PATIENCE times in a row is done. Then nothing changes for REST periods, and for twice as many after each
-change back that comes SOON, so a load between two mixes changes roles ever more rarely. Whoever changes its role begins with its next request,
-and ends what it has begun in the other role.
+change back that comes SOON, so a load between two mixes changes roles ever more rarely. Whoever changes its role begins
+with its next request, and ends what it has begun in the other role.
 
 Source: TetriInfer (Hu et al. 2024), which turns instances over as their load changes.
 

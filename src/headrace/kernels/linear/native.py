@@ -1,7 +1,7 @@
-"""Products on a CPU: the C product of few rows (linear.c) as a torch function, and oneDNN's over weights that are packed
-once for it.
+"""Products on a CPU: the C product of few rows (linear.c) as a torch function, oneDNN's over weights that are packed
+once for it, and that of many rows over a weight as it lies.
 
-What lives here: pointers, strides, and which call sites are accepted. What may not: compiling (build/), mathematics,
+What lives here: pointers, strides, who multiplies how many rows, and which call sites are accepted. What may not: compiling (build/), mathematics,
 weights that we pack (panels.py).
 
 oneDNN's two torch operations are private, so they are looked for, and declined without. One packed form serves every
