@@ -1,5 +1,5 @@
-"""Ranks and stages on several cards, against the same requests one by one on the CPU: float32, so tokens are equal; and
-a rank that is killed."""
+"""Ranks, stages and replicas on several cards, against the same requests one by one on the CPU: float32, so tokens are
+equal; and a rank that is killed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import LLM, SamplingParams
+import headrace
+from headrace import LLM, LoRARequest, SamplingParams
 from headrace.errors import EngineDead
 from headrace.request import RequestOutput
-from tests.support import tiny
+from tests.support import adapters, tiny
 from tests.support.card import STRICT, Judge, params, require_card
 
 require_card()
@@ -36,16 +37,21 @@ MODES: dict[str, dict[str, Any]] = {
     "eager, chunks of 33": {"enforce_eager": True, "max_num_batched_tokens": 33},
     "preempted, overlap 2": {"num_blocks": 24, "block_size": 16, "overlap": 2},
 }
-# tensor parallel, pipeline parallel
-LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "tp2xpp2": (2, 2), "pp4": (1, 4)}
+# tensor, pipeline, context parallel
+LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "cp2": (1, 1, 2), "tp2xpp2": (2, 2, 1), "pp4": (1, 4, 1)}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "n-grams": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    "a model": {"model": str(Path(headrace.__file__).parent / "data" / "demo"), "num_speculative_tokens": 3},
+}
 
 
 def sizes(layout: str) -> dict[str, int]:
     """Skips where there are too few cards."""
-    ranks, stages = LAYOUTS[layout]
-    if torch.cuda.device_count() < ranks * stages:
-        pytest.skip(f"needs {ranks * stages} cards")
-    return {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    ranks, stages, places = LAYOUTS[layout]
+    if torch.cuda.device_count() < ranks * stages * places:
+        pytest.skip(f"needs {ranks * stages * places} cards")
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    return dict(zip(names, LAYOUTS[layout], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +69,51 @@ def ask(llm: LLM, asked: SamplingParams) -> list[RequestOutput]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_those_of_the_cpu(judge: Judge, layout: str, mode: str) -> None:
     with LLM(**{**STRICT, **MODES[mode], **sizes(layout)}) as llm:
+        for asked in ASKED:
+            for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
+                judge.check(prompt, asked, found)
+
+
+def test_queries_go_to_keys_that_are_many_more(judge: Judge) -> None:
+    """Prompts behind a beginning that is cached; the one before had its keys come to its queries."""
+    trunk = [(5 * at) % 8000 for at in range(300)]
+    prompts = [trunk + [(7 * i + 3 * j) % 8000 for j in range(20)] for i in range(14)]
+    asked = params(max_tokens=12, logprobs=1)
+    with LLM(**{**STRICT, **sizes("cp2"), "block_size": 16}) as llm:
+        for some in (prompts[:1], prompts):
+            found = llm.generate([{"prompt_token_ids": each} for each in some], asked, use_tqdm=False)
+            for prompt, answer in zip(some, found, strict=True):
+                judge.check(prompt, asked, answer)
+        assert llm.engine.core.stats().counters.prefix_hits >= 14 * 288
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_stages_accept_drafts_and_say_what_the_cpu_says(judge: Judge, drafts: str) -> None:
+    with LLM(**{**STRICT, **sizes("pp2"), "speculative_config": DRAFTS[drafts]}) as llm:
+        for asked in ASKED:
+            for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
+                judge.check(prompt, asked, found)
+        counts = llm.engine.core.stats().drafts
+        assert counts is not None and sum(counts.accepted) > 20
+
+
+def test_stages_answer_with_adapters_as_the_cpu_does(tmp_path: Path) -> None:
+    made = tiny.create("llama", seed=3)
+    made.save_pretrained(tmp_path / "base")
+    every = (*adapters.LLAMA, "embed_tokens", "lm_head")
+    paths = [adapters.write(tmp_path / name, made, targets=every, seed=at) for at, name in enumerate(("one", "two"))]
+    prompts = [{"prompt_token_ids": each} for each in SMALL[:12]]
+    asked = [LoRARequest("one"), None, LoRARequest("two")] * 4
+    found = []
+    for device in ({**STRICT, **sizes("pp2")}, {"device": "cpu", "dtype": "float32", "threads": 2}):
+        with LLM(tmp_path / "base", lora_modules=[f"{path.name}={path}" for path in paths], **device) as llm:
+            answers = llm.generate(prompts, params(max_tokens=12, detokenize=False), use_tqdm=False, lora_request=asked)
+            found.append([each.outputs[0].token_ids for each in answers])
+    assert found[0] == found[1]
+
+
+def test_replicas_that_hand_over_keys_say_what_the_cpu_says(judge: Judge) -> None:
+    with LLM(**{**STRICT, "data_parallel_size": 2, "prefill_replicas": 1}) as llm:
         for asked in ASKED:
             for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
                 judge.check(prompt, asked, found)
@@ -125,7 +176,7 @@ def test_ranks_of_whole_experts_say_what_the_cpu_says(tmp_path: Path, mode: str,
         judge.close()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
 def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named(layout: str) -> None:
     with LLM(**{**STRICT, **sizes(layout)}) as llm:
         ask(llm, ASKED[0])
