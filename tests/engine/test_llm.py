@@ -285,6 +285,21 @@ def test_ctrl_c_aborts_and_the_llm_stays_usable() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_llm_whose_step_was_interrupted_says_so() -> None:
+    """By a handler of an application's own signal, say: what was computed is lost, and nobody waits for it."""
+
+    def interrupt(ticket: Any) -> StepResult:
+        raise TimeoutError("alarm")
+
+    with LLM(executor="keyed-hash") as llm:
+        llm.engine.core.executor.collect = interrupt  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError, match="alarm"):
+            llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+        assert not llm.engine.core.has_work
+        with pytest.raises(EngineDead, match="interrupted"):
+            llm.generate("c", GREEDY, use_tqdm=False)
+
+
 class Failing:
     """An executor that fails one step as a whole."""
 

@@ -18,6 +18,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import OpenStaging
 from headrace.engine.loop import EngineLoop
 from headrace.engine.replicas import Replicas
+from headrace.engine.routing import Router
 from headrace.errors import EngineDead
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import Request
@@ -97,12 +98,18 @@ class House:
     ``swaps``: roles may change; ``seconds`` is the front end's time."""
 
     def __init__(
-        self, fd: int, cores: Sequence[EngineCore], givers: int = 1, slots: int | None = None, swaps: bool = False
+        self,
+        fd: int,
+        cores: Sequence[EngineCore],
+        givers: int = 1,
+        slots: int | None = None,
+        swaps: bool = False,
+        router: Router | None = None,
     ) -> None:
         count, self.seconds = len(cores), 0.0
         device = DeviceConfig(data_parallel_size=count, prefill_replicas=givers, swap_roles=swaps)
         self.replicas = [Replica(core, number, fd, device.staging_regions, slots) for number, core in enumerate(cores)]
-        self.front = Replicas(self.replicas, EngineConfig(device=device), now=lambda: self.seconds)  # type: ignore[arg-type]
+        self.front = Replicas(self.replicas, EngineConfig(device=device), router, now=lambda: self.seconds)  # type: ignore[arg-type]
         for number in range(count):
             self.front._router.learn(number, cores[0].scheduler.cache.num_blocks, cores[0].scheduler.cache.block_tokens)
         self.answers, self.lost = Answers(), set[int]()

@@ -10,29 +10,42 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from headrace.config import CacheConfig, DeviceConfig, EngineConfig
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ServerConfig
 from headrace.disagg.notes import Sent
 from headrace.disagg.roles import Measured
 from headrace.disagg.staging import staging_size
 from headrace.engine import connection as frames
 from headrace.engine.executor import ExportBlocks
 from headrace.engine.loop import Left
+from headrace.engine.replicas import Entry, Replicas
+from headrace.engine.routing import Router, memory_size
 from headrace.errors import ConfigError
 from headrace.portability import shared_file
+from headrace.processes.messages import Unpacker, pack
 from headrace.request import Request
 from headrace.server.dashboard import sentence
+from headrace.server.frontends import link
+from headrace.server.frontends.parent import FrontEnds
 from tests.support.hand_over import House
 from tests.support.hash_engine import engine, expected, request
 
 
 def house_of(
-    fd: int, count: int = 2, givers: int = 1, slots: int | None = None, swaps: bool = False, **sizes: Any
+    fd: int,
+    count: int = 2,
+    givers: int = 1,
+    slots: int | None = None,
+    swaps: bool = False,
+    router: Router | None = None,
+    **sizes: Any,
 ) -> House:
-    return House(fd, [engine(**sizes) for _ in range(count)], givers, slots, swaps)
+    return House(fd, [engine(**sizes) for _ in range(count)], givers, slots, swaps, router)
 
 
 @pytest.fixture
@@ -189,9 +202,9 @@ def test_a_prompt_outlives_who_answered_it(fd: int) -> None:
     house.assert_at_rest()
 
 
-def test_roles_change_by_what_the_front_end_measures(fd: int) -> None:
-    """One of three computes prompts, which queue there; then answers are slow, and it is enough."""
-    house = house_of(fd, 3, swaps=True, budget=32, num_blocks=200)
+def varied(house: House) -> list[int]:
+    """Of three one computes prompts, which queue there; then answers are slow, and it is enough. How many compute
+    prompts after each batch."""
     asked, roles = list[Request](), list[int]()
     for batch in range(16):
         length, tokens, count, turn = (90, 2, 12, 0.1) if batch < 8 else (70, 40, 2, 0.3)
@@ -205,12 +218,51 @@ def test_roles_change_by_what_the_front_end_measures(fd: int) -> None:
                     each.tell()
             house.seconds += turn
         roles.append(sum(house.front._roles.told.values()))
-    assert roles[0] == 1 and max(roles) == 2 and roles[-1] < 2 and house.front._roles.num_changes >= 2
-    entries = [sentence(kind, who, values) for _, _, kind, who, values, _ in house.front._changes]
-    assert "computes prompts from now on" in entries[0] and "answers from now on" in entries[1]
     for each in asked:
         check(house, each)
     house.assert_at_rest()
+    return roles
+
+
+def told(engine: Replicas) -> list[str]:
+    return [sentence(kind, who, values) for _, _, kind, who, values, _ in engine._changes]
+
+
+def test_roles_change_by_what_the_front_end_measures(fd: int) -> None:
+    house = house_of(fd, 3, swaps=True, budget=32, num_blocks=200)
+    roles = varied(house)
+    assert roles[0] == 1 and max(roles) == 2 and roles[-1] < 2 and house.front._roles.num_changes >= 2
+    entries = told(house.front)
+    assert "computes prompts from now on" in entries[0] and "answers from now on" in entries[1]
+
+
+def test_the_parent_knows_what_its_front_ends_change(fd: int) -> None:
+    """It shows the dashboard of all of them."""
+    routing = shared_file(memory_size(3, 2))
+    config = EngineConfig(device=DeviceConfig(data_parallel_size=3, prefill_replicas=1, swap_roles=True))
+    launch = link.Launch(config, ServerConfig(api_server_count=2), "", b"", 0, -1, -1, 0, "", routing=routing)
+    house = house_of(
+        fd, 3, swaps=True, router=link.create_router(structs.replace(launch, number=1)), budget=32, num_blocks=200
+    )
+    sockets: Any = [SimpleNamespace(listen=lambda *_: None) for _ in range(3)]
+    parent = Replicas(sockets, config, link.create_router(launch))
+    wire = Unpacker(link.FromFront)
+
+    def send(entry: Entry) -> None:
+        for frame in wire.feed(pack(link.Changed(entry))):
+            FrontEnds._heard(SimpleNamespace(_engine=parent), None, frame)  # type: ignore[arg-type]
+
+    house.front.on_change = send
+    assert sum(parent._roles.told.values()) == varied(house)[0] == 1
+    assert told(parent) and parent._told_roles == house.front._told_roles
+    assert not any(map(sum, (*parent._router._waiting, *parent._router._rows)))
+    os.close(routing)
+
+
+def test_a_split_that_loses_is_told_once_where_roles_stay(fd: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert set(varied(house_of(fd, 3, budget=32, num_blocks=200))) == {1}
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "headrace.engine.replicas"]
+    assert "Better: --prefill-replicas 2, or --technique swap_roles=on." in line
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(at, marks=pytest.mark.slow) for at in range(8, 60))])

@@ -293,7 +293,7 @@ class EngineCore:
 
     def step(self) -> Sequence[SequenceOutput]:
         """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted.
-        Raises EngineDead once the executor has: it will not come back."""
+        Raises EngineDead once a turn has raised anything: it will not come back."""
         if self._dead is not None:
             raise self._dead
         try:
@@ -301,8 +301,8 @@ class EngineCore:
             if self.hand_over is not None:
                 self.hand_over.turn()
             return outputs
-        except EngineDead as error:
-            self._dead = error
+        except BaseException as error:  # whatever interrupts a turn leaves it half done
+            self._dead = error if isinstance(error, EngineDead) else EngineDead(f"a step was interrupted: {error!r}.")
             raise
 
     def _step(self) -> Sequence[SequenceOutput]:

@@ -44,6 +44,8 @@ _HOW = {
     "turns": "each request goes to the next in turn",
 }
 
+Entry = tuple[Any, ...]  # of the decision log, as the scheduler has it (scheduler/roster.py)
+
 log = logging.getLogger(__name__)
 
 
@@ -68,7 +70,8 @@ class Replicas:
             count, device.prefill_replicas, now, memory=router.roles, load=router.load, share=router.fronts,
             targets=targets if router.front == 0 else None, changes=device.swap_roles,
         )  # fmt: skip
-        self._changes = deque[tuple[Any, ...]](maxlen=CHANGES)  # entries of the decision log, until they are read
+        self._changes = deque[Entry](maxlen=CHANGES)  # until they are read
+        self.on_change: Callable[[Entry], None] = self._changes.append
         self._relay = Relay(self._sockets, self._roles)
         self._now, self._device, self._apart = now, device, device.prefill_replicas > 0
         self._on_event: OnEvent = lambda frame: None
@@ -81,12 +84,12 @@ class Replicas:
             self._listen(number, sock)
 
     @classmethod
-    async def launch(cls, config: EngineConfig) -> Replicas:
+    async def launch(cls, config: EngineConfig, router: Router | None = None) -> Replicas:
         """A process for each; they load while the caller goes on."""
         count, regions = range(config.device.data_parallel_size), config.device.staging_regions
         staging = shared_file(staging_size(regions)) if regions else -1
         engines = [await EngineConnection.launch(config, number, staging) for number in count]
-        found = cls(engines, config, staging=staging)
+        found = cls(engines, config, router, staging)
         found._tending = asyncio.create_task(found._end_hung())
         return found
 
@@ -167,7 +170,7 @@ class Replicas:
     def _change_roles(self, up: Sequence[int]) -> None:
         for change in self._roles.look(up):
             log.info("%s", told(change))
-            self._changes.append(entry_of(change))
+            self.on_change(entry_of(change))
         if (advice := self._roles.advice) is not None:
             self._roles.advice = None
             log.warning("%s", advice)
@@ -310,9 +313,11 @@ class Replicas:
             self._staging = -1
 
 
-async def launch_engine(config: EngineConfig) -> EngineConnection | Replicas:
+async def launch_engine(config: EngineConfig, router: Router | None = None) -> EngineConnection | Replicas:
     """Processes that load while the caller goes on; then ``await started()``."""
-    return await (Replicas if config.device.data_parallel_size > 1 else EngineConnection).launch(config)
+    if config.device.data_parallel_size > 1:
+        return await Replicas.launch(config, router)
+    return await EngineConnection.launch(config)
 
 
 def told(change: Change) -> str:
@@ -323,8 +328,8 @@ def told(change: Change) -> str:
     )
 
 
-def entry_of(change: Change) -> tuple[Any, ...]:
-    """As the scheduler's log has them (scheduler/roster.py): the replica, then microseconds."""
+def entry_of(change: Change) -> Entry:
+    """The replica, then microseconds."""
     seconds = (change.why.queue, change.why.room, change.why.gap)
     kind = "computes_prompts" if change.prompts else "answers"
     return 0, change.at, kind, -1, (change.replica, *(round(1e6 * each) for each in seconds)), ""
@@ -340,7 +345,7 @@ class _News:
     def forget(self, number: int) -> None:
         self.seen[number] = (-1, 0)
 
-    def add(self, answers: Mapping[int, Json], ours: Iterable[tuple[Any, ...]]) -> Json:
+    def add(self, answers: Mapping[int, Json], ours: Iterable[Entry]) -> Json:
         """``ours``: decisions that were taken here."""
         records, decisions = [], list(ours)
         for number, answer in answers.items():

@@ -66,7 +66,7 @@ class _Sent:
 
 class Router:
     """One front end's choices. ``memory``: as ``memory_size`` says, zeros at first; ``front``: whose loads are written
-    here. ``routing``: "prefix", "load" (the same without a look at caches) or "turns"."""
+    here, -1 where nobody routes. ``routing``: "prefix", "load" (the same without a look at caches) or "turns"."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Router:
         self._sizes = [SLOTS] * replicas
         self._block = BLOCK
         self._sent: dict[int, _Sent] = {}
-        for number in range(replicas):  # of whoever was at our place before
+        for number in range(replicas if front >= 0 else 0):  # of whoever was at our place before
             self._waiting[number][front] = self._rows[number][front] = 0
 
     def learn(self, replica: int, num_blocks: int, block_size: int) -> None:

@@ -19,7 +19,6 @@ from headrace.config import Decision
 from headrace.engine.client import AsyncLLM
 from headrace.engine.connection import JoinedEngine
 from headrace.engine.replicas import Replicas
-from headrace.engine.routing import Router, shared_memory
 from headrace.errors import EngineDead, HeadraceError
 from headrace.observe import logs
 from headrace.processes.frames import parent_socket
@@ -91,8 +90,9 @@ class FrontEnd:
             first[number] = JoinedEngine(sock)
         if device.data_parallel_size == 1:
             return first[0]
-        router = create_router(self._launch)
+        router = link.create_router(self._launch)
         self._replicas = Replicas([first[number] for number in sorted(first)], self._launch.engine, router)
+        self._replicas.on_change = lambda entry: self._parent.send(link.Changed(entry))
         self._replacing = asyncio.ensure_future(self._replace())
         return self._replicas
 
@@ -127,15 +127,6 @@ class FrontEnd:
                 return None if found is None else (found.items, found.response)
             case "delete_response", name, tenant:
                 return service.stored.delete(tenant, name) or None
-
-
-def create_router(launch: link.Launch) -> Router:
-    """With what the other front ends know."""
-    device, fronts = launch.engine.device, launch.server.api_server_count
-    memory = shared_memory(launch.routing, device.data_parallel_size, fronts)
-    return Router(
-        device.data_parallel_size, memory, fronts=fronts, front=launch.number - 1, routing=device.data_parallel_routing
-    )
 
 
 def main() -> None:

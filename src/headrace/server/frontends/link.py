@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineConfig, ServerConfig
+from headrace.engine.routing import Router, shared_memory
 from headrace.errors import EngineDead
 from headrace.processes.messages import Channel, Frame, Question, Reply
 from headrace.request import Given
@@ -88,8 +89,23 @@ class Ask(Question):
     about: Sequence[Any]
 
 
-FromFront = Ready | Warn | Failed | Reply | Ask
+class Changed(Frame):
+    """The role of a replica did: what the decision log says of it."""
+
+    entry: tuple[Any, ...]
+
+
+FromFront = Ready | Warn | Failed | Changed | Reply | Ask
 FromParent = Go | Engine | Reply | Ask
+
+
+def create_router(launch: Launch) -> Router:
+    """With what all front ends know."""
+    device, fronts = launch.engine.device, launch.server.api_server_count
+    memory = shared_memory(launch.routing, device.data_parallel_size, fronts)
+    return Router(
+        device.data_parallel_size, memory, fronts=fronts, front=launch.number - 1, routing=device.data_parallel_routing
+    )
 
 
 async def ask_all(talks: Iterable[Channel], what: str, about: Sequence[Any]) -> list[Any]:

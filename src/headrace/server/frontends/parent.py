@@ -167,7 +167,8 @@ class FrontEnds:
     async def _load(self) -> EngineConnection | Replicas:
         """A hub model is fetched once, before anybody looks for it."""
         await asyncio.to_thread(find_source, self._launch.engine)
-        engine = self._engine = await launch_engine(self._launch.engine)
+        router = link.create_router(self._launch) if self._launch.routing >= 0 else None
+        engine = self._engine = await launch_engine(self._launch.engine, router)
         for front in self._fronts.values():
             front.channel.send(link.Go())
         await engine.started()
@@ -307,6 +308,8 @@ class FrontEnds:
             self._announce(frame.line)
         elif isinstance(frame, link.Failed):
             front.failure = START_ERRORS.get(frame.kind, HeadraceError)(frame.message)
+        elif isinstance(frame, link.Changed) and isinstance(self._engine, Replicas):
+            self._engine.on_change(frame.entry)
 
     async def _respond(self, asking: FrontEnd, question: link.Ask) -> Any:
         if question.what in ("engine_stats", "dashboard"):
