@@ -6,8 +6,8 @@ a step brought is seen when it ends.
 
 A front end is one event loop, turn after turn. A turn takes all that has come by its beginning. Tokens that steps
 brought meanwhile are sent on together, one message a request, however many of its tokens they are: a front end that
-falls behind sends fewer and longer messages. Requests are read, all of them, before the first is handed on: a burst
-reaches the core late, and then quickly.
+falls behind sends fewer and longer messages. Of requests that come at once, all are read before the first is handed
+on, and then one after the other is parsed and handed on.
 
 What lives here: the loop that adds what is due and steps, a front end's turns. What may not: figures and building a
 core (simulator.py), prices (cost/prices.py).
@@ -36,7 +36,7 @@ from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
 from headrace.request import FinishReason, Request, SamplingParams, SequenceOutput
 
-READ = 0.4  # of a request's work: seen in bursts of 24 to 320 requests
+READ = 0.15  # of a request's work: seen in bursts of 160 requests of 256 and 2,112 tokens
 Message = tuple[float, list[SequenceOutput]]  # when its client sees it, and what the request got, in order
 
 

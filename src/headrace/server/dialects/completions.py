@@ -103,11 +103,12 @@ async def completions(service: Service, exchange: Exchange) -> None:
     shape = await generate.shape_of(service, request)
     exchange.watch_disconnect()
     with service.limits.admit(exchange, len(request.prompts), body.user_name):
-        prepared = []
+        prepared = list[Request]()
         for prompt in request.prompts:
+            if prepared:
+                await asyncio.sleep(0)  # there may be a thousand; of a burst of requests each goes on at once
             parsed = await generate.encode_prompt(service, exchange, prompt, body.add_special_tokens, truncate)
             prepared.append(await generate.prepare(service, exchange, request, "prompt", parsed, params))
-            await asyncio.sleep(0)  # there may be a thousand
         shown = request.prompts if truncate is None else [each.prompt_token_ids for each in prepared]
         states = [
             await _prompt_state(service, each, prompt, echo) for each, prompt in zip(prepared, shown, strict=True)
