@@ -17,6 +17,7 @@ from headrace.observe.report import table
 from headrace.planner.against import COLUMNS, Compared, compare_figures
 from headrace.planner.devices import Device
 from headrace.planner.simulator import Load, simulate
+from headrace.planner.workload.load import LoadRequest
 from headrace.spec import DecoderSpec
 from lab.truth_loads import Part
 
@@ -55,17 +56,31 @@ class Judged:
 
 
 def simulated(
-    spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, lucks: int = LUCKS
-) -> dict[str, float]:
-    """The mean of each figure; one run where nothing disturbs steps."""
-    load, runs = Load(part.asked(), seed=part.seed, max_concurrency=part.room), []
-    for luck in range(lucks):
-        report = simulate(spec, config, device, replace(load, luck=luck))
-        runs.append(report.figures)
-        if report.pricing.disturbances(luck) is None:
-            break
-    names = [name for name, value in runs[0].items() if isinstance(value, (int, float))]
-    return {name: sum(run[name] for run in runs) / len(runs) for name in names}
+    spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, runs: Sequence[Mapping[str, Any]] = (),
+    lucks: int = LUCKS,
+) -> dict[str, float]:  # fmt: skip
+    """The mean of each figure; one run a way of sending where nothing disturbs steps. ``runs``: measured ones, as
+    whose clients sent the requests of a burst they are simulated."""
+    found = []
+    for asked in [as_sent(part, run) for run in runs] or [part.asked()]:
+        load = Load(asked, seed=part.seed, max_concurrency=part.room)
+        for luck in range(lucks):
+            report = simulate(spec, config, device, replace(load, luck=luck))
+            found.append(report.figures)
+            if report.pricing.disturbances(luck) is None:
+                break
+    names = [name for name, value in found[0].items() if isinstance(value, (int, float))]
+    return {name: sum(run[name] for run in found) / len(found) for name in names}
+
+
+def as_sent(part: Part, run: Mapping[str, Any]) -> list[LoadRequest]:
+    """A client takes milliseconds to send hundreds of requests "at once", and a quick engine begins meanwhile: those of
+    a burst come when they were sent in this run. Other loads are as they were asked for."""
+    asked = part.asked()
+    if part.room is None or part.room < part.count:
+        return asked
+    sent = sorted(float(each["sent"]) for each in run["requests"])
+    return [replace(each, at=at - sent[0]) for each, at in zip(asked, sent, strict=True)]
 
 
 def judge(
@@ -82,4 +97,4 @@ def judge(
             raise ConfigError(
                 f"{each['failed']} requests of the part {part.name} failed, so there is nothing to hold a simulation against."
             )
-    return Judged(part, tuple(compare_figures(simulated(spec, config, device, part, lucks), runs)))
+    return Judged(part, tuple(compare_figures(simulated(spec, config, device, part, runs, lucks), runs)))

@@ -33,7 +33,7 @@ from headrace.planner.step_time import StepTime
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
 from lab import truth_run
 from lab.truth import _Bench, _calibrated, _measure, _Measured, _show
-from lab.truth_judge import Judged, judge
+from lab.truth_judge import Judged, as_sent, judge
 from lab.truth_loads import Loads, Part, loads_for, repeated, sized, suited
 from lab.truth_run import Runner
 from tests.support.hash_engine import create_core
@@ -321,3 +321,9 @@ def test_a_calibration_keeps_its_steadiness_and_refuses_one_that_is_none(disturb
         path.write_text(json.dumps(stored))
         with pytest.raises(ConfigError, match="cannot be read"):
             load_calibrated(path)
+
+
+def test_a_burst_is_simulated_as_its_clients_sent_it_and_a_closed_loop_as_it_was_asked_for() -> None:
+    run = {"requests": [{"sent": at} for at in (7.5, 7.0, 7.25)]}
+    assert [each.at for each in as_sent(Part("burst", 3, 10, 4), run)] == [0.0, 0.25, 0.5]
+    assert [each.at for each in as_sent(Part("closed", 3, 10, 4, clients=2), run)] == [None] * 3
