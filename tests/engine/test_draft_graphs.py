@@ -3,6 +3,8 @@ steps without drafts."""
 
 from __future__ import annotations
 
+import functools
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +52,7 @@ def _answers(
         _,
         _,
     ):
-        config = SchedulerConfig(max_num_seqs=8, speculative_config=FIXED % drafts if drafts else None)
+        config = SchedulerConfig(max_num_seqs=8, speculative_config=_speculation(drafts, sizes.get("tree")))
         core = create_core(executor, config, VirtualClock(), depth=depth, masks=ResidueMasks(VOCAB))
         for each in _requests(asked):
             core.add(each)
@@ -61,14 +63,63 @@ def _answers(
         return found.tokens, sum(counts.accepted) / max(1, sum(counts.drafted)) if counts is not None else 0.0
 
 
+@functools.cache
+def _plain() -> dict[tuple[int, int], list[int]]:
+    return _answers(ASKED, graphed=False, drafts=0)[0]
+
+
+def _speculation(drafts: int, tree: int | None) -> str | None:
+    fields = {"method": "draft_model", "model": "itself", "num_speculative_tokens": drafts, "tree": tree}
+    return json.dumps(fields) if tree else FIXED % drafts if drafts else None
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_graphs_draft_and_verify_what_eager_steps_compute(drafts: int, depth: int) -> None:
-    plain, _ = _answers(ASKED, graphed=False, drafts=0)
+    plain = _plain()
     found, right = _answers(ASKED, graphed=True, drafts=drafts, depth=depth)
     assert found == plain
     # The draft model is the target: what is wrong is a key that is missing. What is drafted beyond an end is not taken.
     assert right > 0.75
+
+
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {"head": (3, {"head": True}), "tree": (7, {"tree": 3})}
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("head", 2), ("tree", 0)])
+def test_graphs_of_heads_and_trees_are_as_right_as_eager_steps(kind: str, depth: int) -> None:
+    """Drafts, and so which of them are right, are the same where graphs compute nothing of them."""
+    drafts, more = KINDS[kind]
+    plain = _plain()
+    found, right = _answers(ASKED, graphed=True, drafts=drafts, depth=depth, **more)
+    eager, expected = _answers(ASKED, graphed=False, drafts=drafts, depth=depth, **more)
+    assert found == eager == plain
+    assert right > 0.75 if kind == "head" else right == expected > 0.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_and_trees_find_their_keys_again_when_they_were_preempted(kind: str) -> None:
+    drafts, more = KINDS[kind]
+    plain = _plain()
+    found, right = _answers(ASKED, graphed=True, drafts=drafts, depth=1, num_blocks=24, **more)
+    assert found == plain and right > (0.7 if kind == "head" else 0.2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_of_heads_and_trees_are_captured_once_and_replayed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[tuple[Kind, int]] = []
+    real = DecodeGraphs._capture_kind
+
+    def count(self: DecodeGraphs, bucket: int, kind: Kind) -> None:
+        captured.append((kind, bucket))
+        real(self, bucket, kind)
+
+    monkeypatch.setattr(DecodeGraphs, "_capture_kind", count)
+    drafts, more = KINDS[kind]
+    _answers(ASKED[:1] * 3, graphed=True, drafts=drafts, **more)
+    expected = Kind.CHAINED if kind == "head" else Kind.TREE
+    mine = [bucket for each, bucket in captured if each is expected]
+    assert len(mine) > 2 and len(mine) <= 2 * len(set(mine))  # the target's and the draft's
 
 
 def test_steps_that_verify_are_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +140,12 @@ def test_where_none_can_be_captured_drafts_are_launched_one_by_one(
 ) -> None:
     real = DecodeGraphs._capture_again
 
-    def broken(self: DecodeGraphs, bucket: int, hidden: Any, *shared: Any, **kind: bool) -> Any:
-        if "chained" in kind:
+    def broken(self: DecodeGraphs, bucket: int, hidden: Any, kind: Kind | None = None) -> Any:
+        if kind is Kind.CHAINED:
             raise RuntimeError("CUDA error: out of memory")
-        return real(self, bucket, hidden, *shared, **kind)
+        return real(self, bucket, hidden, kind)
 
-    plain, _ = _answers(ASKED, graphed=False, drafts=0)
+    plain = _plain()
     with monkeypatch.context() as patched:
         patched.setattr(DecodeGraphs, "_capture_again", broken)
         found, _ = _answers(ASKED, graphed=True, drafts=3)
@@ -102,6 +153,6 @@ def test_where_none_can_be_captured_drafts_are_launched_one_by_one(
 
 
 def test_preempted_rows_draft_again() -> None:
-    plain, _ = _answers(ASKED, graphed=False, drafts=0)
+    plain = _plain()
     found, _ = _answers(ASKED, graphed=True, drafts=3, depth=1, num_blocks=24)
     assert found == plain

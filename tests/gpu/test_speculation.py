@@ -14,7 +14,7 @@ import pytest
 
 import headrace
 from headrace import LLM, SamplingParams
-from headrace.worker.graphs import Kind
+from headrace.worker.graphs import DecodeGraphs, Kind
 from tests.support import tiny_heads
 from tests.support.card import STRICT, Judge, params, require_card, runner_of
 
@@ -22,6 +22,7 @@ require_card()
 
 DEMO = str(Path(headrace.__file__).parent / "data" / "demo")
 OWN = {"model": DEMO, "num_speculative_tokens": 3}
+TREE = {**OWN, "tree": 3, "num_speculative_tokens": 7}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 PROMPTS = [[(7 * i + 3 * j) % 8000 for j in range(5 + 11 * i % 97)] for i in range(9)] + [[11, 12, 13, 14] * 9]
 ASKED = (
@@ -37,6 +38,9 @@ MODES: dict[str, dict[str, Any]] = {
     "draft model, alone": {"speculative_config": OWN, "max_num_seqs": 1},
     "draft model, preempted": {"speculative_config": OWN, "num_blocks": 14, "block_size": 16},
     "n-gram": {"speculative_config": NGRAM},
+    "tree": {"speculative_config": TREE},
+    "tree, overlap 2": {"speculative_config": TREE, "overlap": 2},
+    "tree, eager": {"speculative_config": TREE, "enforce_eager": True},
 }
 
 
@@ -66,11 +70,14 @@ def test_tokens_are_those_without_drafts(judge: Judge, mode: str) -> None:
         right, graphs = _right(llm), runner_of(llm).graphs
     if mode.startswith("draft model"):
         assert right > (0.6 if "preempted" in mode else 0.85)
+    assert mode.startswith("n-gram") or right > 0.2
     assert (graphs is None) == ("eager" in mode)
     if graphs is not None:
-        assert any(bucket.of(Kind.CHAINED) is not None for bucket in graphs._captured.values()), (
-            "no step that verifies was replayed"
-        )
+        assert _captured(graphs, Kind.TREE if "tree" in mode else Kind.CHAINED), "no step that verifies was replayed"
+
+
+def _captured(graphs: DecodeGraphs, kind: Kind) -> bool:
+    return any(bucket.of(kind) is not None for bucket in graphs._captured.values())
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=["greedy", "sampled", "penalised"])
@@ -103,6 +110,8 @@ def test_a_head_that_foresees_is_right_on_the_card(method: str, more: dict[str, 
             asked = [{"prompt_token_ids": [3, 9, 27, each]} for each in range(4, 9)]
             answers.append([list(each.outputs[0].token_ids) for each in llm.generate(asked, ASKED[0], use_tqdm=False)])
             right = config is None or _right(llm) > 0.9
+            if config is not None and not more:
+                assert _captured(runner_of(llm)._speculator._proposer._graphs, Kind.CHAINED)
     assert answers[0] == answers[1] and right
 
 
@@ -120,7 +129,7 @@ APART: dict[str, dict[str, Any]] = {
         "overlap": 2,
     },
     "draft on the card, trees": {
-        "speculative_config": {**ON_CARD, "tree": 3, "num_speculative_tokens": 7},
+        "speculative_config": {**TREE, "device": "cuda"},
         "device": "cpu",
         "strict_kernels": False,
     },

@@ -26,17 +26,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.clock import VirtualClock
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.kernels import Kernels
-from headrace.kernels.inputs import ForwardInputs
+from headrace.kernels.inputs import ForwardInputs, TreeInputs
 from headrace.kernels.operations import PICK_TOKENS, STORE_TOKENS, Operation
 from headrace.kernels.rows.reference import store_tokens
 from headrace.kernels.sampling import reference as sampling
+from headrace.models.decoder import Tap
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVGroup, KVKind, KVSpec, LayerSpec
 from headrace.worker import model_runner, recorder
 from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.draft_model import DraftModel
+from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
+from headrace.worker.head_drafter import AHEAD, HeadDrafter
 from headrace.worker.model_runner import ModelRunner, Step
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
@@ -202,6 +205,7 @@ class SlotDecoder:
         self.fault: Exception | None = None
         self.most_logits = 0  # rows at once
         self.draft_tokens = None
+        self.tap: Tap | None = None
         self.spec, self.pooler = STAND_IN, None
         self.embeds = self.answers = True
 
@@ -219,8 +223,13 @@ class SlotDecoder:
         at = torch.arange(seen.block_table.shape[1] * self._block_size)
         slots = seen.block_table.long()[:, at // self._block_size] * self._block_size + at % self._block_size
         visible = (at[None] <= inputs.positions[:, None]) & (at[None] < seen.context_len[chunk][:, None])
-        mixed = flat[slots.clamp(0, flat.shape[0] - 1)][chunk] * (at[None] * 2 + 1)
+        position = at[None]
+        if seen.tree is not None:
+            visible, position = _seen_in_tree(seen.tree, chunk, at, visible)
+        mixed = flat[slots.clamp(0, flat.shape[0] - 1)][chunk] * (position * 2 + 1)
         hidden = torch.where(visible, mixed, 0).sum(-1, keepdim=True)
+        if self.tap is not None:
+            self.tap.take(hidden)
         if inputs.adapters is not None:
             hidden = hidden + (inputs.adapters.slots.long()[:, None] + 1) * 15485863
         return hidden if inputs.wanted is None else hidden[inputs.wanted]
@@ -238,8 +247,63 @@ class SlotDecoder:
 
     def logits(self, hidden: Tensor, adapters: object = None) -> Tensor:
         self.most_logits = max(self.most_logits, len(hidden))
-        mixed = (hidden * 2654435761 + torch.arange(VOCAB) * 40503 + 12345) % 1000003
-        return (mixed * mixed % 100003).float() / 1e4
+        return slot_logits(hidden)
+
+
+def slot_logits(hidden: Tensor) -> Tensor:
+    mixed = (hidden * 2654435761 + torch.arange(VOCAB) * 40503 + 12345) % 1000003
+    return (mixed * mixed % 100003).float() / 1e4
+
+
+def _seen_in_tree(tree: TreeInputs, chunk: Tensor, at: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the places ``at`` each token sees, and where what lies there stands in its text; [tokens, places] each.
+    ``otherwise``: what tokens of no tree see."""
+    behind = at[None] - tree.first[chunk][:, None]
+    mine = ((tree.ancestors[:, None] >> behind.clamp(0, 62)) & 1) * (behind >= 0)
+    position = torch.where(behind < 0, at[None], at[None] - behind + mine.cumsum(-1) - 1)
+    inside = (tree.ancestors != 0)[:, None]
+    return torch.where(inside, (behind < 0) | (mine == 1), otherwise), torch.where(inside, position, at[None])
+
+
+class SlotHead:
+    """A head of a SlotDecoder that is always right: it goes on from the target's sum, and what it says hangs on its own
+    entry before, which holds the same."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.spec = SimpleNamespace(carried=1)
+
+    def carried(self, tapped: Tensor) -> Tensor:
+        return tapped
+
+    def _summed(self, inputs: ForwardInputs, carried: Tensor) -> Tensor:
+        """The target's hidden states behind the token of each entry."""
+        after = inputs.positions + AHEAD
+        return carried[:, 0] + ((inputs.token_ids + 1) * 7919 + after * 104729) * (after * 2 + 1)
+
+    def write(self, inputs: ForwardInputs, carried: Tensor, cache: Tensor) -> None:
+        (seen,), flat = inputs.attention, cache.view(-1)
+        flat.index_copy_(0, torch.where(seen.slots < 0, flat.shape[0] - 1, seen.slots), self._summed(inputs, carried))
+
+    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], carried: Tensor) -> Tensor:
+        self.write(inputs, carried, kv_caches[0])
+        (seen,), size = inputs.attention, self._block_size
+        tokens = torch.arange(len(inputs.token_ids))
+        chunk = torch.searchsorted(seen.query_start.contiguous(), tokens, right=True, out_int32=False) - 1
+        before = (inputs.positions - 1).clamp(min=0)
+        block = seen.block_table.long()[chunk.clamp(max=len(seen.context_len) - 1), before // size]
+        own = kv_caches[0].view(-1)[(block * size + before % size).clamp(0, kv_caches[0].numel() - 1)]
+        missing = torch.where(inputs.positions > 0, own - carried[:, 0], 0)
+        carried.copy_((self._summed(inputs, carried) + missing * 31)[:, None])
+        return carried.clone()
+
+    logits = staticmethod(lambda hidden: slot_logits(hidden))
+
+    def megakernel_context(self, rows: int, block_size: int) -> int:
+        return 0
+
+    def least_shared(self, rows: int) -> int | None:
+        return None
 
 
 class RecordableKernels(Kernels):
@@ -287,10 +351,13 @@ def recorded_executor(
     adapters: Any = None,
     drafts: int = 0,
     ahead: bool | None = None,
+    tree: int | None = None,
+    head: bool = False,
 ) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder]]:
     """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them;
     with ``prompts`` those of steps with prompts, too; with ``drafts`` the decoder is its own draft model, which is so
-    always right; ``ahead`` not None: with rows and a thread of its own, and whether it goes on while it is verified."""
+    always right; ``ahead`` not None: with rows and a thread of its own, and whether it goes on while it is verified; ``tree``:
+    it grows trees that look at so many continuations; ``head``: a SlotHead drafts instead."""
     info = replace(info_of(max_num_seqs, num_blocks, block_size, max_model_len), max_drafts=drafts)
     rows, kernels, decoder = (
         Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU),
@@ -328,11 +395,22 @@ def recorded_executor(
         side = DraftSide(model, mirror, block_size, ahead=ahead)
         settings["speculator"] = Speculator(rows, ApartDrafts(rows, side, threads=1, most_tokens=64))
     elif drafts:
-        own = [cache.clone() for cache in caches]
-        drafted = DecodeGraphs(Recorder(decoder, kernels, rows, own, (0,)), **limits) if graphed else None  # type: ignore[arg-type]
-        if drafted is not None:
+        own, most = [cache.clone() for cache in caches], max(64, max_num_seqs * (1 + drafts))
+        drafter: Any = SlotHead(block_size) if head else decoder
+        entry = torch.zeros((most + 8, 1), dtype=torch.int64) if head else None
+        drafted = None
+        if graphed:
+            drafted = DecodeGraphs(Recorder(drafter, kernels, rows, own, (0,), None, entry, AHEAD * head), **limits)
             drafted.capture_all()
-        settings["speculator"] = Speculator(rows, DraftModel(decoder, own, (0,), rows, kernels, 64, (), drafted))  # type: ignore[arg-type]
+        parts = decoder, own, (0,), rows, kernels, 64, (), drafted
+        if head:
+            decoder.tap = Tap(torch.zeros((512, 1), dtype=torch.int64), ())  # tokens of a step
+            settings["prune"] = False
+            model: Any = HeadDrafter(drafter, decoder.tap, own[0], 0, rows, kernels, 64, (), drafted)
+        else:
+            model = DraftModel(*parts) if tree is None else TreeDrafts(*parts, topk=tree)  # type: ignore[arg-type]
+        moved = [cache.view(len(cache), 1, 1, 1, block_size) for cache in caches]  # as accepted branches are
+        settings["speculator"] = Speculator(rows, model, moved)
     runner = ModelRunner(
         decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs, adapters=adapters
     )  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ What lives here: the module. What may not: layouts and names (heads.py), rows an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -96,14 +97,24 @@ class DraftHead(nn.Module):
         _, x = self._begun(inputs.token_ids, carried)
         self._block.attention.write(self._block.attention.qkv.forward(x), self._step(inputs, kv_cache))
 
-    def forward(self, inputs: ForwardInputs, carried: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """(what ``logits`` takes, what the next entry takes); [tokens, hidden] each."""
+    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], carried: Tensor) -> Tensor:
+        """What ``logits`` takes, [tokens, hidden]; and in ``carried`` then, what the next entry takes."""
         stream, x = self._begun(inputs.token_ids, carried)
         last = self.norm if self.norm is not None else self._block.feed_forward_norm
-        self._block.forward_projected(stream, self._block.attention.qkv.forward(x), self._step(inputs, kv_cache), last)
+        step = self._step(inputs, kv_caches[0])
+        self._block.forward_projected(stream, self._block.attention.qkv.forward(x), step, last)
         out = stream.sum if stream.pending is None else stream.sum + stream.pending
         normed = out if self.norm is None else self.norm.forward(out)[0]
-        return normed, normed if self.spec.form.goes_on_normed else out
+        carried.copy_(normed if self.spec.form.goes_on_normed else out)
+        return normed
+
+    def megakernel_context(self, rows: int, block_size: int) -> int:
+        """As a decoder's."""
+        return 0
+
+    def least_shared(self, rows: int) -> int | None:
+        """As a decoder's: few sequences draft."""
+        return None
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] → [n, the target's tokens]
         """Tokens that it cannot draw have -inf."""

@@ -27,7 +27,7 @@ from headrace.request import StepPlan
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.rows import Gather, Ints, Rows, Trait, pack, ship_all
-from headrace.worker.sampler import SampleBatch, Sampler, draw_of
+from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
 from headrace.worker.speculator import Proposal, Proposer
 
 MOST_DRAFTING = 64  # rows that graphs of its steps are captured for: of more, seldom anything is drafted
@@ -40,18 +40,36 @@ class Drawing(Proposer):
     """What proposers that compute have in common: drafts are drawn as the target's tokens are, written into the rows
     for the next pass, and brought to the host behind the step that verifies them."""
 
-    def __init__(self, rows: Rows, kernels: Kernels, max_logits_rows: int, blocks: Sequence[DraftBlocks] = ()) -> None:
-        """``blocks``: which of the target's have a place; empty: all have, under their own numbers."""
+    def __init__(
+        self,
+        rows: Rows,
+        kernels: Kernels,
+        max_logits_rows: int,
+        blocks: Sequence[DraftBlocks] = (),
+        graphs: DecodeGraphs | None = None,
+        ahead: int = 0,
+    ) -> None:
+        """``blocks``: which of the target's have a place; empty: all have, under their own numbers. ``graphs``: of its
+        passes. ``ahead``: as Gather has it."""
         self._rows = rows
         self._most_logits = max_logits_rows
         self._blocks = blocks
+        self._graphs = graphs
         self._tables = draft_tables(rows, blocks)
-        self._gather = Gather(rows, kernels, self._tables)
+        self._gather = Gather(rows, kernels, self._tables, ahead)
         self._sampler = Sampler(rows, kernels)
 
     def forget(self) -> None:
         for each in self._blocks:
             each.forget()
+        if self._graphs is not None:
+            self._graphs.restart()
+
+    def _graphed(self, rows: Ints) -> Draw | None:
+        """How graphs draw the next tokens of ``rows``; None: they do not."""
+        if self._graphs is None or not self._graphs.draws(len(rows)):
+            return None
+        return draw_of(self._rows.traits[rows] & ~_UNEDITED)
 
     def _may_draft(self, rows: Ints) -> NDArray[np.bool_]:
         return ~np.any([each.bare[rows] for each in self._blocks], axis=0) if self._blocks else np.ones(len(rows), bool)
@@ -106,7 +124,7 @@ def draft_tables(rows: Rows, blocks: Sequence[DraftBlocks]) -> tuple[Tensor, ...
 
 class DraftModel(Drawing):
     """``kv_caches``: one for each of the draft's KV groups; ``groups``: the target's group whose block
-    table each uses. ``graphs``: of its decode steps."""
+    table each uses."""
 
     def __init__(
         self,
@@ -123,11 +141,10 @@ class DraftModel(Drawing):
     ) -> None:
         """``told``: by ``correct``, what of its rows was wrong; else it takes what was drafted beyond a row's end for
         refuted."""
-        super().__init__(rows, kernels, max_logits_rows, blocks)
+        super().__init__(rows, kernels, max_logits_rows, blocks, graphs)
         self._decoder = decoder
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(groups)
-        self._graphs = graphs
         self._told = told
         self._computed = np.full(len(rows.traits), _UNKNOWN, dtype=np.int32)  # tokens of each row whose keys are there
 
@@ -234,8 +251,8 @@ class DraftModel(Drawing):
     def _draw_next(self, rows: Ints, lengths: Ints, depth: int) -> None:
         """The token behind the ``lengths`` that rows have, the last ``depth`` of them drafts, where keys of all but one
         are there."""
-        graphs, how = self._graphs, draw_of(self._rows.traits[rows] & ~_UNEDITED)
-        if graphs is None or how is None or not graphs.draws(len(rows)):
+        graphs, how = self._graphs, self._graphed(rows)
+        if graphs is None or how is None:
             return self._draw(self._hidden(rows, lengths - 1, np.ones_like(lengths)), rows, lengths, depth)
         bucket = graphs.write(rows, lengths, shared_tokens=0)
         graphs.compute(bucket, how)

@@ -111,12 +111,17 @@ class TreeDrafts(DraftModel):
         packed = PackedTree(root[chunk] + place, root, ancestors)
         starts = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
         packing = Packing(starts, lengths + most, chunk, root[chunk] + depth, tree=packed)
-        inputs = self._gather.inputs(chunk_plan(rows, root, counts), packing)
-        attention = tuple(inputs.attention[group] for group in self._groups)
-        hidden = self._decoder.forward(replace(inputs, attention=attention), self._kv_caches)
-        found = self._best(hidden, rows[chunk], lengths[chunk] + depth)
+        found = self._best(self._hidden_of_tree(rows, counts, packing), rows[chunk], lengths[chunk] + depth)
         for at, begin, end in zip(live, starts, starts[1:], strict=False):
             growing[at].add(found[begin:end])
+
+    def _hidden_of_tree(self, rows: Ints, counts: Ints, packing: Packing) -> Tensor:  # [tokens, hidden]
+        graphs, chunk = self._graphs, packing.chunk
+        if graphs is not None and graphs.serves(len(chunk)):
+            return graphs.hidden(graphs.write(rows[chunk], packing.position + 1, tree=packing), len(chunk))
+        inputs = self._gather.inputs(chunk_plan(rows, packing.context - counts, counts), packing)
+        attention = tuple(inputs.attention[group] for group in self._groups)
+        return self._decoder.forward(replace(inputs, attention=attention), self._kv_caches)
 
     def _best(self, hidden: Tensor, rows: Ints, positions: Ints) -> list[Found]:
         """For each row of ``hidden``, the most probable tokens at its position."""

@@ -11,7 +11,7 @@ up to its bucket are of no sequence: they see no keys, write none (slot -1) and 
 
 Three kinds of step have graphs of their own: those whose rows share keys that are worth reading once for all, those
 with adapters, and those that verify drafts (each token of a sequence is a row of the batch, whichever sequence it is
-of, so rows with more and fewer drafts share one). A capture takes as long as ten steps, and a batch that empties passes
+of, so rows with more and fewer drafts share one; trees have one more). A capture takes as long as ten steps, and a batch that empties passes
 through every bucket: where a bucket of up to twice as many rows has the graph, that serves, until the bucket has been
 asked for often or the engine has nothing to do.
 
@@ -29,7 +29,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,16 +36,17 @@ from torch import Tensor
 
 from headrace.cost.prompt_shapes import AGAIN_SERVED
 from headrace.kernels.candidate import Facts
-from headrace.kernels.inputs import AdapterRows
+from headrace.kernels.inputs import AdapterRows, TreeInputs
 from headrace.kernels.operations import FETCH_STEP
 from headrace.worker.memory import buckets_to_try
 from headrace.worker.recorder import Recorder
-from headrace.worker.rows import Edits, Ints
+from headrace.worker.rows import Edits, Ints, Packing, as_tree
 from headrace.worker.sampler import Draw, Sampler
 
 _log = logging.getLogger(__name__)
 _ROW, _POSITION, _CONTEXT = range(3)  # what the host writes for each row of a step
-_EDITS, _COUNT, _LINES = slice(3, 6), 6, 7  # and what it edits of the block table: row, index and block; how many
+_EDITS, _COUNT = slice(3, 6), 6  # and what it edits of the block table: row, index and block; how many
+_TREE, _LINES = slice(7, 12), 12  # and of tokens that form trees: place, keys, first place, ancestors in two lines
 _NOBODY = np.array([[0], [-1], [0]], dtype=np.int32)
 _ALIGNED = 4  # int32 values in 16 bytes
 _SLOTS = 4  # one more than steps can be in flight, so that nobody waits
@@ -65,6 +65,10 @@ class Kind(Enum):
     SHARED = "shared keys"
     ADAPTED = "adapters"
     CHAINED = "drafts"  # rows that see each other's keys
+    TREE = "trees of drafts"
+
+
+_DRAFTS = Kind.CHAINED, Kind.TREE  # whose first step in a bucket is computed eagerly
 
 
 @dataclass(slots=True)
@@ -224,29 +228,34 @@ class DecodeGraphs:
         shared_tokens: int | None = None,
         adapted: bool = False,
         chained: bool = False,
+        tree: Packing | None = None,
     ) -> int:
         """What the host has to say of a step in which ``rows`` compute one token each and then see ``contexts`` keys;
         ``compute`` must follow. ``edits``: no more than there are rows. ``shared_tokens``: as StepPlan has it.
-        ``adapted``: some have adapters. ``chained``: a row stands there once for each of its tokens.
+        ``adapted``: some have adapters. ``chained``: a row stands there once for each of its tokens. ``tree``: so it
+        does, and these are that packing's tokens.
 
         Returns the bucket. There must be a graph for so many.
         """
         bucket = self._bucket(len(rows))
         assert bucket is not None, f"no graph serves {len(rows)} rows"
-        bucket, self._kind = self._kind_of(bucket, shared_tokens, adapted=adapted, chained=chained)
+        drafts = Kind.TREE if tree is not None else Kind.CHAINED if chained else None
+        bucket, self._kind = self._kind_of(bucket, shared_tokens, adapted=adapted, drafts=drafts)
         self._longest = int(contexts.max()) if self._captured[bucket].long is not None else 0
         host = self._write(bucket, rows, contexts)
+        if tree is not None:
+            _write_tree(host, tree, bucket)
         host[_COUNT, 0] = len(edits[0])
         if edits[0]:
             host[_EDITS, : len(edits[0])] = edits
         return bucket
 
     def _kind_of(
-        self, bucket: int, shared_tokens: int | None, *, adapted: bool, chained: bool
+        self, bucket: int, shared_tokens: int | None, *, adapted: bool, drafts: Kind | None
     ) -> tuple[int, Kind | None]:
         """Which graph computes such a step of ``bucket`` rows."""
-        if chained:
-            return self._chained(bucket), Kind.CHAINED
+        if drafts is not None:
+            return self._drafted(bucket, drafts), drafts
         if adapted:
             serving = self._serving(bucket, Kind.ADAPTED)
             assert serving is not None, "asked for by adapts"
@@ -257,13 +266,13 @@ class DecodeGraphs:
         serving = self._serving(bucket, Kind.SHARED)
         return (bucket, None) if serving is None else (serving, Kind.SHARED)
 
-    def _chained(self, bucket: int) -> int:
+    def _drafted(self, bucket: int, kind: Kind) -> int:
         """The bucket for a step that verifies drafts; the first one is computed eagerly."""
         found = self._captured[bucket]
-        found.asked[Kind.CHAINED] += 1
-        if Kind.CHAINED in found.kinds or found.asked[Kind.CHAINED] >= AGAIN_SERVED:
+        found.asked[kind] += 1
+        if kind in found.kinds or found.asked[kind] >= AGAIN_SERVED:
             return bucket
-        return self._larger(bucket, Kind.CHAINED) or bucket
+        return self._larger(bucket, kind) or bucket
 
     def _write(self, bucket: int, rows: Ints, contexts: Ints) -> Ints:
         """Into the next step's slot."""
@@ -279,23 +288,23 @@ class DecodeGraphs:
         """The forward pass of the step just written. ``how``: ``draw`` will follow with it; where one graph does both,
         this is all of it, and hidden states are nowhere."""
         found = self._captured[bucket]
-        if self._kind is Kind.CHAINED and Kind.CHAINED not in found.kinds:
-            return self._compute_first_chained(bucket, found)
+        if self._kind in _DRAFTS and self._kind not in found.kinds:
+            return self._compute_first(bucket, found, self._kind)
         graph = self._graph_of(found)
         self._drawn_already = found.greedy is not None and how is Draw.GREEDY and graph is found.forward
         if graph is None:
-            found.hidden.copy_(self._hidden(bucket, self._max_model_len, chained=True))
+            found.hidden.copy_(self._hidden(bucket, self._max_model_len, kind=self._kind))
         else:
             (found.greedy if found.greedy is not None and self._drawn_already else graph).replay()
         self._mailbox.queued()
 
-    def _compute_first_chained(self, bucket: int, found: _Bucket) -> None:
+    def _compute_first(self, bucket: int, found: _Bucket, kind: Kind) -> None:
         """Eagerly, over what the graph will read: every first use is paid for, and the graph is captured behind it."""
         self._drawn_already = False
-        found.hidden.copy_(self._hidden(bucket, self._max_model_len, chained=True))
+        found.hidden.copy_(self._hidden(bucket, self._max_model_len, kind=kind))
         self._mailbox.queued()
         self._recorder.follow()
-        self._capture_kind(bucket, Kind.CHAINED)
+        self._capture_kind(bucket, kind)
 
     def _graph_of(self, found: _Bucket) -> torch.cuda.CUDAGraph | None:
         """Which one computes the step just written; None: drafts whose graph could not be captured."""
@@ -309,7 +318,7 @@ class DecodeGraphs:
         bucket = self._bucket(len(rows))
         assert bucket is not None, f"no graph serves {len(rows)} rows"
         found = self._captured[bucket]
-        self._write(bucket, rows, positions)[_COUNT, 0] = 0
+        self._write(bucket, rows, positions - self._recorder.ahead)[_COUNT, 0] = 0
         found.hidden[: len(rows)].copy_(hidden)
         self._fetch(self._mailbox.inward, self._mailbox.turn, self._columns(bucket), self._rows.tables[0])
         self._mailbox.queued()
@@ -323,11 +332,17 @@ class DecodeGraphs:
         return self._captured[bucket].hidden[:count]
 
     def entry(self, bucket: int, count: int) -> Tensor:
-        """Of a stage: where what the step just written goes on from must be before it is computed, [count, hidden]."""
+        """Of a stage or a head: where what the step just written goes on from must be before it is computed, [count,
+        hidden]."""
         entry = self._recorder.entry
-        assert entry is not None, "the first stage begins with tokens"
+        assert entry is not None, "models begin with tokens"
         entry[count:bucket].zero_()  # what rows of no sequence go on from must not grow from step to step
-        return entry[:count]
+        return self.entered(count)
+
+    def entered(self, count: int) -> Tensor:
+        """The same as it is now; a head leaves there what it goes on from."""
+        assert self._recorder.entry is not None
+        return self._recorder.entry[:count]
 
     def draw(self, bucket: int, count: int, how: Draw) -> Ints:
         """Tokens of the step just computed, written into its rows. Returns where (token, usable) of each will be on the
@@ -349,24 +364,32 @@ class DecodeGraphs:
         buckets."""
         return self._shipped[:, :bucket]
 
-    def _hidden(
-        self, bucket: int, longest: int, shared_tokens: int | None = 0, *, adapted: bool = False, chained: bool = False
-    ) -> Tensor:
+    def _hidden(self, bucket: int, longest: int, kind: Kind | None = None) -> Tensor:
         """Of contexts up to ``longest``."""
         columns, every = self._columns(bucket), self._every
         self._fetch(self._mailbox.inward, self._mailbox.turn, columns, self._rows.tables[0])
-        chunks = columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION]
-        inputs = self._recorder.gather.gathered(*chunks, 1, longest, shared_tokens, 0, chained)
-        if adapted:
-            inputs = replace(inputs, adapters=AdapterRows(self._rows.slots_of(columns[_ROW], columns[_POSITION])))
+        row, position, context = columns
+        place, seen, tree = position, context, None
+        if kind is Kind.TREE:
+            lines = self._mailbox.fetched(_TREE)
+            place, seen, first = lines[:3, :bucket]
+            tree = TreeInputs(first, lines[3:].view(-1).view(torch.int64)[:bucket])
+        chunks = row, every[: bucket + 1], seen, every[:bucket], place
+        shared_tokens = None if kind is Kind.SHARED else 0
+        inputs = self._recorder.gather.gathered(*chunks, 1, longest, shared_tokens, 0, kind is Kind.CHAINED)
+        if tree is not None:
+            inputs = as_tree(inputs, position.clamp(min=0), tree)
+        if kind is Kind.ADAPTED:
+            inputs = replace(inputs, adapters=AdapterRows(self._rows.slots_of(row, position)))
         return self._recorder.forward(inputs)
 
     def _drawn(self, bucket: int, hidden: Tensor, how: Draw) -> None:
-        columns = self._columns(bucket)
+        columns, ahead = self._columns(bucket), self._recorder.ahead
         # A row of no sequence has context 0, and no token is ever stored there.
+        place = columns[_CONTEXT] + ahead * (columns[_CONTEXT] > 0).int() if ahead else columns[_CONTEXT]
         mailbox = self._mailbox
         logits = self._recorder.decoder.logits(hidden)
-        self._sampler.draw(logits, columns[_ROW], columns[_CONTEXT], how, mailbox.outward, mailbox.turn)
+        self._sampler.draw(logits, columns[_ROW], place, how, mailbox.outward, mailbox.turn)
 
     def _capture(self, bucket: int) -> None:
         decoder = self._recorder.decoder
@@ -386,29 +409,37 @@ class DecodeGraphs:
             with self._recorder.recording() as found.greedy:
                 self._drawn(bucket, self._hidden(bucket, covered), Draw.GREEDY)
 
-    def _capture_again(self, bucket: int, hidden: Tensor, **kind: Any) -> torch.cuda.CUDAGraph:
-        """For contexts of any length: what draws look at is in the same place. ``kind``: as ``_hidden`` has it."""
+    def _capture_again(self, bucket: int, hidden: Tensor, kind: Kind | None = None) -> torch.cuda.CUDAGraph:
+        """For contexts of any length: what draws look at is in the same place."""
         with self._recorder.recording() as graph:
-            hidden.copy_(self._hidden(bucket, self._max_model_len, **kind))
+            hidden.copy_(self._hidden(bucket, self._max_model_len, kind))
         return graph
 
     def _capture_kind(self, bucket: int, kind: Kind) -> None:
         """Some milliseconds, once a bucket; where it fails, such steps go the longer way."""
         found = self._captured[bucket]
-        flags: dict[Kind, dict[str, Any]] = {
-            Kind.SHARED: {"shared_tokens": None},
-            Kind.ADAPTED: {"adapted": True},
-            Kind.CHAINED: {"chained": True},
-        }
         try:
             with self._recorder.captures():
-                found.kinds[kind] = self._capture_again(bucket, found.hidden, **flags[kind])
+                found.kinds[kind] = self._capture_again(bucket, found.hidden, kind)
         except RuntimeError as error:
             found.kinds[kind] = None
             _log.warning("no graph for %d rows with %s (%s)", bucket, kind.value, error)
 
 
 # --- numbers between the host and graphs
+
+
+def _write_tree(host: Ints, packing: Packing, bucket: int) -> None:
+    """Where keys of a step's tokens are and which they see; those that fill it up to ``bucket`` are in no tree."""
+    assert packing.tree is not None
+    tree, chunk, lines = packing.tree, packing.chunk, host[_TREE]
+    lines[:, :bucket] = 0
+    lines[0, :bucket] = -1
+    seen = np.where(tree.ancestors == 0, packing.position + 1, packing.context[chunk])
+    lines[:3, : len(chunk)] = tree.place, seen, tree.first[chunk]
+    words = lines[3:].reshape(-1)  # int64 beginning in the first of two lines: a line's length is even
+    words[: 2 * bucket] = 0
+    words[: 2 * len(chunk)] = tree.ancestors.view(np.int32)
 
 
 class Mailbox:
@@ -447,6 +478,11 @@ class Mailbox:
         self._at = (self._at + 1) % len(self.slots)
         self._fetched[self._at].synchronize()  # at once, as a rule: its step was collected long ago
         return self.slots[self._at]
+
+    def fetched(self, lines: slice) -> Tensor:  # [lines, width], int32
+        """On the device: these of the slot fetched last."""
+        last = (self.turn - 1).remainder(len(self.slots)).long()
+        return self.inward[:, lines].index_select(0, last)[0]
 
     def queued(self) -> None:
         """What fetches the slot given out last is queued."""

@@ -31,14 +31,17 @@ from headrace.request import StepPlan
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import Drawing, chunk_plan
 from headrace.worker.draft_setup import MOST_PENDING
+from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.rows import Ints, Rows, pack, ship_all
 from headrace.worker.speculator import Proposal
 
 _NOTHING = -2  # position 0 follows upon nothing that could be held
+AHEAD = 1  # by so much an entry's token stands behind its position
+_Entries = tuple[Ints, Ints, Ints, Tensor]  # rows, starts, counts, and what they take
 
 
 class HeadDrafter(Drawing):
-    """``group``: the target's KV group whose block tables it uses."""
+    """``group``: the target's KV group whose block tables it uses. ``graphs``: of its entries, each a row."""
 
     def __init__(
         self,
@@ -50,8 +53,9 @@ class HeadDrafter(Drawing):
         kernels: Kernels,
         max_logits_rows: int,
         blocks: Sequence[DraftBlocks] = (),
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        super().__init__(rows, kernels, max_logits_rows, blocks)
+        super().__init__(rows, kernels, max_logits_rows, blocks, graphs, AHEAD)
         self._head = head
         self._tap = tap
         self._kv_cache = kv_cache
@@ -59,7 +63,7 @@ class HeadDrafter(Drawing):
         self._held = tap.out.new_zeros(len(rows.traits), head.spec.carried)  # of each row's last computed position
         self._at = np.full(len(rows.traits), _NOTHING, dtype=np.int32)  # which that is
 
-        self._pending: list[tuple[Ints, Ints, Ints, Tensor]] = []  # rows, starts, counts, and what their entries take
+        self._pending: list[_Entries] = []
 
     def forget(self) -> None:
         super().forget()
@@ -115,16 +119,14 @@ class HeadDrafter(Drawing):
     def _flush(self) -> None:
         """Keys and values of what is pending. A row's entries may be several chunks: none looks at another's."""
         if self._pending:
-            rows, starts, counts = (np.concatenate([each[at] for each in self._pending]) for at in range(3))
-            taken = torch.cat([each[3] for each in self._pending])
+            inputs, taken = self._inputs(*_joined(self._pending)), torch.cat([each[3] for each in self._pending])
             self._pending.clear()
-            self._head.write(self._inputs(rows, starts, counts), taken, self._kv_cache)
+            self._head.write(inputs, taken, self._kv_cache)
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         """A row whose last entry cannot be made gets none."""
-        self._flush()
         counts = np.where((self._at[rows] == lengths - 2) & self._may_draft(rows), most, 0).astype(np.int32)
-        live, carried = np.flatnonzero(counts), self._held
+        live = np.flatnonzero(counts)
         if not len(live):
             return Proposal(counts, [[] for _ in rows], stand=True)
         carried = self._held[ship_all(self._rows.device, rows[live])[0].long()]
@@ -132,16 +134,49 @@ class HeadDrafter(Drawing):
             going = counts[live] > depth
             if not going.all():
                 carried, live = carried[torch.from_numpy(going).to(carried.device)], live[going]
-            inputs = self._inputs(rows[live], lengths[live] - 2 + depth, np.ones_like(live, dtype=np.int32))
-            hidden, carried = self._head.forward(inputs, carried, self._kv_cache)
-            self._draw_from(self._head.logits, hidden, rows[live], lengths[live] + depth, depth)
+            carried = self._draw_next(rows[live], lengths[live] + depth, depth, carried)
         return Proposal(counts, self._drafted(rows, lengths, int(counts.max())), stand=True)
+
+    def _draw_next(self, rows: Ints, lengths: Ints, depth: int, carried: Tensor) -> Tensor:
+        """The token behind the ``lengths`` that rows have; what the one after it takes of ``carried`` [rows, carried].
+        One graph computes what is pending, too."""
+        graphs, how, last = self._graphs, self._graphed(rows), (rows, lengths - 2, np.ones_like(rows), carried)
+        if graphs is None or not graphs.serves(len(rows) + sum(len(each[3]) for each in self._pending)):
+            self._flush()
+            hidden = self._head.forward(self._inputs(*last[:3]), (self._kv_cache,), carried)
+            self._draw_from(self._head.logits, hidden, rows, lengths, depth)
+            return carried
+        bucket, alone = self._enter(graphs, [last, *self._pending]), not self._pending
+        self._pending.clear()
+        if alone and how is not None:
+            graphs.compute(bucket, how)
+            graphs.draw(bucket, len(rows), how)
+        elif how is not None:
+            graphs.draw_from(graphs.hidden(bucket, len(rows)), rows, lengths, how)
+        else:
+            self._draw_from(self._head.logits, graphs.hidden(bucket, len(rows)), rows, lengths, depth)
+        return graphs.entered(len(rows))
+
+    @staticmethod
+    def _enter(graphs: DecodeGraphs, entries: Sequence[_Entries]) -> int:
+        """The bucket of the step in which these are rows."""
+        rows, starts, counts = _joined(entries)
+        tokens = int(counts.sum())
+        inside = np.arange(tokens, dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+        contexts = np.repeat(starts, counts) + inside + 1
+        bucket = graphs.write(np.repeat(rows, counts), contexts, shared_tokens=0, chained=len(entries) > 1)
+        entry, carried = graphs.entry(bucket, tokens), [each[3] for each in entries]
+        if carried[0].data_ptr() != entry.data_ptr():  # else it lies there since the pass before
+            torch.cat(carried, out=entry)
+        return bucket
 
     def _inputs(self, rows: Ints, starts: Ints, counts: Ints) -> ForwardInputs:
         """Of entries at consecutive positions: each has the token behind its own."""
         plan = chunk_plan(rows, starts, counts)
-        packing = pack(plan, padded=False)
-        inputs = self._gather.inputs(plan, packing)
-        row, place = (p.long() for p in ship_all(self._rows.device, rows[packing.chunk], packing.position + 1))
-        ids = self._rows.token_ids[row, place].long()
-        return replace(inputs, token_ids=ids, attention=(inputs.attention[self._group],))
+        inputs = self._gather.inputs(plan, pack(plan, padded=False))
+        return replace(inputs, attention=(inputs.attention[self._group],))
+
+
+def _joined(entries: Sequence[_Entries]) -> tuple[Ints, Ints, Ints]:
+    rows, starts, counts = (np.concatenate([each[at] for each in entries]) for at in range(3))
+    return rows, starts, counts

@@ -355,7 +355,7 @@ class ModelRunner:
         if graphs is None or how is None or not self._chains(plan, packing) or not graphs.draws(tokens):
             return False
         rows = rows[packing.chunk]
-        step.bucket = graphs.write(rows, packing.position + 1, shared_tokens=0, chained=True)
+        step.bucket = graphs.write(rows, packing.position + 1, chained=True, tree=_tree_of(packing))
         self._begin(step)
         graphs.compute(step.bucket, how)
         step.drawn = Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how, adapted=False)
@@ -368,7 +368,6 @@ class ModelRunner:
         if (
             self.graphs is None
             or plan.prompt_logprobs
-            or packing.tree is not None
             or not self.graphs.serves(tokens)
             or self._slots(plan.rows) is not None
         ):
@@ -390,7 +389,7 @@ class ModelRunner:
             return partial(self._replayed, step, graphs, bucket, len(rows)), 0
         if graphs is not None and self._pipe is None and plan.drafts and self._chains(plan, packing):
             rows = np.asarray(plan.rows, dtype=np.int32)[packing.chunk]
-            bucket = graphs.write(rows, packing.position + 1, shared_tokens=0, chained=True)
+            bucket = graphs.write(rows, packing.position + 1, chained=True, tree=_tree_of(packing))
             return partial(graphs.hidden, bucket, len(rows)), 0
         if prompts is not None and not plan.drafts and (shape := prompts.shape_of(plan, packing)) is not None:
             prompts.write(shape, plan, packing)
@@ -698,6 +697,10 @@ def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def _tree_of(packing: Packing) -> Packing | None:
+    return None if packing.tree is None else packing
 
 
 def _drafts_before(plan: StepPlan, piece: slice) -> Ints:

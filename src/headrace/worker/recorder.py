@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
 from headrace.models.decoder import Decoder
+from headrace.models.draft_head import DraftHead
 from headrace.worker.device_memory import scratch_of_graphs
 from headrace.worker.rows import Gather, Rows
 
@@ -26,21 +27,23 @@ class Recorder:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | DraftHead,
         kernels: Kernels,
         rows: Rows,
         kv_caches: Sequence[Tensor],
         groups: Sequence[int] | None = None,
         tables: Sequence[Tensor] | None = None,
         entry: Tensor | None = None,  # [most tokens, hidden]
+        ahead: int = 0,
     ) -> None:
         """``groups``: which of the rows' block tables each cache is read by; None: its own. ``tables``: instead of
-        these. ``entry``: of a stage, where the hidden states will be that it goes on from."""
+        these. ``entry``: of a stage or a head, where the hidden states will be that it goes on from. ``ahead``: as
+        Gather has it."""
         self.decoder = decoder
         self.kernels = kernels
         self.rows = rows
-        self.gather = Gather(rows, kernels, tables)
-        self.entry = entry
+        self.gather = Gather(rows, kernels, tables, ahead)
+        self.entry, self.ahead = entry, ahead
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(range(len(kv_caches))) if groups is None else tuple(groups)
         self._pool = torch.cuda.graph_pool_handle()

@@ -484,9 +484,10 @@ class Gather:
     """Builds the tensors of a step: what the plan says is shipped in one copy, the rest is gathered from rows on the
     device."""
 
-    def __init__(self, rows: Rows, kernels: Kernels, tables: Sequence[Tensor] | None = None) -> None:
-        """``tables``: instead of the rows' block tables."""
+    def __init__(self, rows: Rows, kernels: Kernels, tables: Sequence[Tensor] | None = None, ahead: int = 0) -> None:
+        """``tables``: instead of the rows' block tables. ``ahead``: by so many a token stands behind its position."""
         self._rows = rows
+        self._ids = rows.token_ids[:, ahead:]
         self._tables = rows.tables if tables is None else tables
         self._least_alone = LEAST_ALONE[rows.device.type] if rows.share is None else sys.maxsize
         self._least_spread = LEAST_SPREAD[rows.device.type]
@@ -523,9 +524,7 @@ class Gather:
             packing.leading if tree is None else 0,
         )
         if tree is not None:
-            seen = TreeInputs(first, ancestors.view(torch.int64))
-            attention = tuple(replace(each, tree=seen) for each in gathered.attention)
-            gathered = replace(gathered, positions=position.long(), attention=attention)
+            gathered = as_tree(gathered, position, TreeInputs(first, ancestors.view(torch.int64)))
         adapters = None if slots is None else self._adapters(packing, slots)
         return replace(
             gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None, adapters=adapters
@@ -596,7 +595,7 @@ class Gather:
         for table, block_size in zip(self._tables, rows.block_sizes, strict=True):
             width = -(-longest_context // block_size)
             ids, positions, slots, block_table = self._gather(
-                rows.token_ids, table, row, chunk, position, context, block_size, width
+                self._ids, table, row, chunk, position, context, block_size, width
             )
             longest = longest_query, longest_context
             found = AttentionInputs(
@@ -609,6 +608,12 @@ class Gather:
         """``inputs`` of a step of which only ``wanted`` [n] int32 are read, from what is on the device already."""
         alone = alone_of(wanted, chunk, position) if len(chunk) >= self._least_alone else None
         return replace(inputs, wanted=wanted, alone=alone)
+
+
+def as_tree(inputs: ForwardInputs, position: Tensor, tree: TreeInputs) -> ForwardInputs:
+    """``inputs`` gathered by the places of tokens that stand at ``position`` [tokens] int32, and form trees."""
+    attention = tuple(replace(each, tree=tree) for each in inputs.attention)
+    return replace(inputs, positions=position.long(), attention=attention)
 
 
 def alone_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Alone:

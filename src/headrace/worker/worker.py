@@ -69,11 +69,11 @@ from headrace.worker.asleep import DeviceMemory, HostPages
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
 from headrace.worker.draft_place import place_draft, places_elsewhere
-from headrace.worker.draft_setup import DraftPlace, check_tree, draft_memory, load_head, resolve_draft
+from headrace.worker.draft_setup import DraftPlace, DraftSetup, check_tree, draft_memory, load_head, resolve_draft
 from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs, buckets_up_to
-from headrace.worker.head_drafter import HeadDrafter
+from headrace.worker.head_drafter import AHEAD, HeadDrafter
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
 from headrace.worker.memory import KVPlan, Room, memory_decision, row_bytes
@@ -486,10 +486,8 @@ class Worker:
         }
         stages = config.device.pipeline_parallel_size
         decode, draft = DecodeGraphs(recorder, **most, stages=stages), None
-        if self._draft is not None and setup.draft is not None and self._apart is None:
-            most |= {"max_num_seqs": min(setup.most_rows, MOST_DRAFTING), "built": False}
-            tables = draft_tables(rows, self._draft_blocks)
-            draft = DecodeGraphs(Recorder(self._draft, self._kernels, rows, own, setup.draft.groups, tables), **most)
+        if setup.draft is not None and self._apart is None:
+            draft = self._create_draft_graphs(setup.draft, rows, own, most)
         if not config.device.prompt_graphs or stages > 1 or setup.share is not None:
             return Graphs(decode, None, draft)
         token_bytes = sum(each[0].nbytes / size for each, size in zip(kv_caches, rows.block_sizes, strict=True))
@@ -502,6 +500,20 @@ class Worker:
         )
         hidden = torch.empty((bounds.most_wanted, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
         return Graphs(decode, PromptGraphs(recorder, bounds, hidden), draft)
+
+    def _create_draft_graphs(
+        self, draft: DraftSetup, rows: Rows, own: Sequence[Tensor], most: dict[str, Any]
+    ) -> DecodeGraphs | None:
+        setup, drafter = self._setup, self._draft or self._head
+        if drafter is None:
+            return None
+        count, entry, ahead = min(setup.most_verified, MOST_DRAFTING), None, 0
+        if draft.head is not None:
+            shape, ahead = (buckets_up_to(count)[-1], draft.head.carried), AHEAD
+            entry = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
+        tables = draft_tables(rows, self._draft_blocks)
+        recorder = Recorder(drafter, self._kernels, rows, own, draft.groups, tables, entry, ahead)
+        return DecodeGraphs(recorder, **most | {"max_num_seqs": count, "built": False})
 
     def _create_runner(
         self, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor] | None = None, graphs: Graphs = _NO_GRAPHS
@@ -584,7 +596,7 @@ class Worker:
             tap = self._decoder.tap
             if self._head is None or tap is None:
                 return None
-            return Speculator(rows, HeadDrafter(self._head, tap, own[0], draft.groups[0], *common))
+            return Speculator(rows, HeadDrafter(self._head, tap, own[0], draft.groups[0], *common, graphs))
         lookup = Lookup(
             settings.prompt_lookup_min,
             settings.prompt_lookup_max,

@@ -42,7 +42,7 @@ def write_rows(token_ids: Tensor, ids: Tensor, row: Tensor, begin: Tensor, longe
         _write_kernel[grid](token_ids, ids, row, begin, token_ids.stride(0), IDS=_IDS, num_warps=4)
 
 
-@launchable(do_not_specialize=["ids_row", "table_row", "out_row", "chunks", "tokens"])
+@launchable(do_not_specialize=["ids_ptr", "ids_row", "table_row", "out_row", "chunks", "tokens"])
 def _gather_kernel(
     ids_ptr, table_ptr, row_ptr, chunk_ptr, position_ptr, context_ptr, out_ids_ptr, out_position_ptr, slots_ptr, out_table_ptr,
     ids_row, table_row, out_row, chunks, tokens, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
