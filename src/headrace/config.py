@@ -543,6 +543,10 @@ class DeviceConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
+    def ranks_a_stage(self) -> int:
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
     def num_devices(self) -> int:
         return self.num_ranks * self.data_parallel_size
 

@@ -30,12 +30,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def check(model: str, oracle: modes.Oracle, seed: int, size: int, **more: Any) -> None:
+    """``more``: of the mode."""
     rng = random.Random(seed)
     cases = modes.draw_cases(rng, oracle.vocab_size, 4)
     mode = modes.draw_mode(rng, failing=False)
     block = mode.keywords["block_size"] * size
     mode.keywords |= {"num_blocks": -(-modes.LONGEST // block) + rng.choice((0, 1, 5, 30)), **more}
     mode.keywords |= {"context_parallel_size": size}
+    mode.keywords["batch_invariant"] &= mode.keywords.get("tensor_parallel_size", 1) <= 2
     for case, found in zip(cases, modes.run_trial(model, mode, cases, rng), strict=True):
         if found is not None:
             modes.compare(found, oracle.answer(case), may_fail=False)
@@ -50,6 +52,30 @@ def test_no_mode_of_ranks_that_share_keys_changes_an_answer(
     if seed == 1:
         monkeypatch.setattr(KeyShare, "passes_keys", lambda *_: False)
     check(model, oracle, seed, 2)
+
+
+BOTH = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("model", "more"), [*zip(modes.FAMILIES, BOTH, strict=False)], indirect=["model"])
+def test_ranks_that_share_keys_share_layers_too(
+    model: str, oracle: modes.Oracle, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_threads(monkeypatch)
+    check(model, oracle, 5, 2, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [*tiny.MODELS], indirect=True)
+@pytest.mark.parametrize("seed", range(30, 40))
+def test_ranks_that_share_keys_share_layers_too_at_length(
+    model: str, oracle: modes.Oracle, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_threads(monkeypatch)
+    if seed % 2:
+        monkeypatch.setattr(KeyShare, "passes_keys", lambda *_: False)
+    sizes = {"tensor_parallel_size": (2, 1, 2, 4, 2)[seed % 5], "pipeline_parallel_size": (1, 2, 2, 1, 3)[seed % 5]}
+    check(model, oracle, seed, 2 + seed // 5 % 2, **sizes)
 
 
 @pytest.mark.slow
@@ -102,8 +128,6 @@ def test_a_request_that_no_rank_could_hold_is_answered(tmp_path: Path, monkeypat
 
 def test_what_ranks_do_not_share_is_said_before_anything_starts(model: str) -> None:
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=r"--context-parallel-size is 2, but .* leave --tensor-parallel-size and"):
-        spread(model, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="--context-parallel-size is 2, but drafts"):
         spread(model, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(ConfigError, match="--context-parallel-size is 2, but adapters"):

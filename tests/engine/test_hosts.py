@@ -166,7 +166,7 @@ def test_who_waits_for_a_host_that_is_gone_need_not_any_more_once_its_group_is_a
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipeline", "context", "nodes"), [
-    (1, 2, 1, 2), (2, 2, 1, 2), (4, 1, 1, 2), (4, 1, 1, 4), (2, 2, 1, 4), (1, 1, 2, 2),
+    (1, 2, 1, 2), (2, 2, 1, 2), (4, 1, 1, 2), (4, 1, 1, 4), (2, 2, 1, 4), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 4),
 ])  # fmt: skip
 def test_ranks_of_nodes_answer_as_one_does_and_end_with_node_0(
     llama: str, tensor: int, pipeline: int, context: int, nodes: int

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor, Ticket
 from headrace.models.source import find_model
+from headrace.parallel.group import Peers
 from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.speculative.ahead import StagedRuns
 from headrace.worker.draft_model import DraftModel
@@ -29,47 +28,9 @@ from headrace.worker.speculator import Proposal
 from headrace.worker.worker import create_executor
 from tests.support import tiny
 from tests.support.hash_engine import Answers, create_core, request, run
+from tests.support.ranks import Belt, Belts
 
 VOCAB = 300
-
-
-class Belts:
-    """Between all stages: what is sent lies there until it is received."""
-
-    def __init__(self) -> None:
-        self.sent: dict[tuple[str, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
-
-    def put(self, kind: str, to: int, x: Tensor) -> None:
-        self.sent[kind, to].put(x.clone())
-
-    def take(self, kind: str, to: int, x: Tensor) -> Tensor:
-        return x.copy_(self.sent[kind, to].get(timeout=20))
-
-
-class Belt:
-    account, meetings = "belts", 0
-
-    def __init__(self, belts: Belts, stage: int, stages: int) -> None:
-        self._belts, self.stage, self.stages = belts, stage, stages
-
-    def send(self, hidden: Tensor) -> None:
-        self._belts.put("hidden", self.stage + 1, hidden)
-
-    def receive(self, hidden: Tensor) -> Tensor:
-        return self._belts.take("hidden", self.stage, hidden)
-
-    def send_tokens(self, picked: Tensor, *, to_all: bool = False) -> None:
-        for stage in range(self.stages - 1 if to_all else 1):
-            self._belts.put("tokens", stage, picked)
-
-    def receive_tokens(self, picked: Tensor) -> Tensor:
-        return self._belts.take("tokens", self.stage, picked)
-
-    def least(self, value: int) -> int:
-        return value
-
-    def abort(self) -> None:
-        """Nothing waits."""
 
 
 class Line:
@@ -113,7 +74,7 @@ def engine(folder: Path, stages: int, drafts: dict[str, Any] | None, *, ahead: b
     source, belts = find_model(config.model), Belts()
     pipes: list[Any] = [Belt(belts, stage, stages) if stages > 1 else None for stage in range(stages)]
     with ThreadPoolExecutor(stages) as pool:  # they meet in their first steps
-        parts = list(pool.map(lambda pipe: create_executor(config, source, pipe=pipe)[0], pipes))
+        parts = list(pool.map(lambda pipe: create_executor(config, source, peers=Peers(pipe=pipe))[0], pipes))
     line: Any = Line(parts)
     depth = stages - 1 + more.get("overlap", 0)
     return create_core(line, config.scheduler, VirtualClock(), cache=config.cache, depth=depth)

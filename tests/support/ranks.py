@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import pytest
@@ -30,7 +32,7 @@ from headrace.models.loader import load_weights
 from headrace.models.source import ModelSource
 from headrace.models.weight_rules import ignored_keys, weight_rules
 from headrace.parallel import leader
-from headrace.parallel.group import side_by_side
+from headrace.parallel.group import Peers, side_by_side
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import cuts, share
 from headrace.parallel.stages import split_layers
@@ -106,17 +108,69 @@ def together(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
         return list(pool.map(run, range(size)))
 
 
+def thread_groups(ranks: int, size: int) -> list[ThreadGroup | None]:
+    """Of so many ranks, neighbours in groups of ``size``; of one alone none."""
+    if size == 1:
+        return [None] * ranks
+    shared = [([torch.empty(0)] * size, threading.Barrier(size)) for _ in range(ranks // size)]
+    return [ThreadGroup(at % size, *shared[at // size]) for at in range(ranks)]
+
+
+class Belts:
+    """Between all stages: what is sent lies there until it is received."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[str, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+
+    def put(self, kind: str, to: int, x: Tensor) -> None:
+        self.sent[kind, to].put(x.clone())
+
+    def take(self, kind: str, to: int, x: Tensor) -> Tensor:
+        return x.copy_(self.sent[kind, to].get(timeout=20))
+
+
+class Belt:
+    """The stages of one place."""
+
+    account, meetings = "belts", 0
+
+    def __init__(self, belts: Belts, stage: int, stages: int) -> None:
+        self._belts, self.stage, self.stages = belts, stage, stages
+
+    def send(self, hidden: Tensor) -> None:
+        self._belts.put("hidden", self.stage + 1, hidden)
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        return self._belts.take("hidden", self.stage, hidden)
+
+    def send_tokens(self, picked: Tensor, *, to_all: bool = False) -> None:
+        for stage in range(self.stages - 1 if to_all else 1):
+            self._belts.put("tokens", stage, picked)
+
+    def receive_tokens(self, picked: Tensor) -> Tensor:
+        return self._belts.take("tokens", self.stage, picked)
+
+    def least(self, value: int) -> int:
+        """All have the same room."""
+        return value
+
+    def abort(self) -> None:
+        """Nothing waits."""
+
+
 class Threaded:
     """In place of parallel/leader.py's: the executors of all ranks, each in a thread, as one. What ``modes`` poisons it
     poisons on every rank."""
 
     def __init__(self, config: EngineConfig, source: ModelSource, *rest: Any, **_: Any) -> None:
-        size = config.device.num_ranks
-        shelf, barrier = [torch.empty(0)] * size, threading.Barrier(size)
-        self._pools = [ThreadPoolExecutor(1) for _ in range(size)]
+        device = config.device
+        self._stages = device.pipeline_parallel_size
+        belts = [Belts() for _ in range(device.ranks_a_stage)]
+        met = [peers for stage in range(self._stages) for peers in self._stage(device, belts, stage)]
+        self._pools = [ThreadPoolExecutor(1) for _ in met]
         made = [
-            pool.submit(create_executor, config, source, group=ThreadGroup(rank, shelf, barrier))
-            for rank, pool in enumerate(self._pools)
+            pool.submit(create_executor, config, source, peers=peers)
+            for pool, peers in zip(self._pools, met, strict=True)
         ]
         self._ranks, decisions = zip(*(each.result() for each in made), strict=True)
         self.decisions, self.info = decisions[0], self._ranks[0].info
@@ -125,6 +179,14 @@ class Threaded:
             Caches(each) for each in zip(*(rank._runner._kv_caches for rank in self._ranks), strict=True)
         ]
 
+    @staticmethod
+    def _stage(device: DeviceConfig, belts: list[Belts], stage: int) -> list[Peers]:
+        """By rank, as parallel/device.py counts them."""
+        size, ranks, stages = device.ranks_a_stage, device.tensor_parallel_size, device.pipeline_parallel_size
+        groups, keys = (thread_groups(size, each) for each in (ranks, size // ranks))
+        pipes = [Belt(each, stage, stages) if stages > 1 else None for each in belts]
+        return [Peers(groups[at], keys[at % ranks * (size // ranks) + at // ranks], pipes[at]) for at in range(size)]
+
     def __getattr__(self, name: str) -> Any:
         if name in ("submit", "sample", "collect", "recover", "prepare", "control", "close"):
             return partial(self._on_all, name)
@@ -132,8 +194,8 @@ class Threaded:
 
     def _on_all(self, name: str, *given: Any) -> Any:
         waits = [pool.submit(getattr(rank, name), *given) for pool, rank in zip(self._pools, self._ranks, strict=True)]
-        first, *_ = [each.result() for each in waits]
-        return first
+        found = [each.result() for each in waits]
+        return found[-1] if name == "collect" else found[0]  # what the last stage has sampled
 
 
 class Caches(tuple[Tensor, ...]):

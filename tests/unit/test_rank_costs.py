@@ -63,8 +63,13 @@ def test_ranks_that_share_the_keys_hold_more_tokens_and_compute_prompts_between_
     seconds = [each.cost_model.estimate_load(prompt).seconds for each in (alone, shared)]
     assert 0.5 * seconds[0] < seconds[1] < 0.6 * seconds[0]
     assert shared.decode_seconds(8, 32000) < alone.decode_seconds(8, 32000)
-    with pytest.raises(ConfigError, match="is 2, but ranks that share the keys do not share layers"):
-        priced(LLAMA_8B, replace(two, device=replace(two.device, tensor_parallel_size=2)), device)
+    four = priced(LLAMA_8B, replace(two, device=replace(two.device, tensor_parallel_size=2)), device)
+    assert four.kv_bytes(1000) * 4 == alone.kv_bytes(1000)
+    assert 0.25 * seconds[0] < four.cost_model.estimate_load(prompt).seconds < 0.35 * seconds[0]
+    assert four.decode_seconds(8, 32000) < shared.decode_seconds(8, 32000)
+    linked = [each.cost_model.link_seconds(prompt)[0] for each in (shared, four)]
+    assert device.link is not None and linked[0] == 0.0, "keys come behind attention to a rank's own"
+    assert linked[1] == pytest.approx(traffic_of(four.cost_model.spec, 4.0).seconds(device.link, 16384, 1)[0])
 
 
 MEASURED = (  # of 0.67 MiB at most in one shot, over four

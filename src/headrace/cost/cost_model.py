@@ -368,13 +368,15 @@ class CostModel:
         if self._link is None:
             return 0.0, 0.0
         tokens = load.filled or load.tokens
-        if self._ranks > 1:
-            keys = max(load.keys, default=0.0)
-            moved, flops = self._attention(load)[1]
-            own = max(moved / self._bandwidth, flops / self._rate) / self._ranks
-            spread = self._spreads(load)
-            return self._key_traffic.seconds(self._link, tokens, spread=spread, keys=keys, meanwhile=own)
-        return self._traffic.seconds(self._link, tokens, load.sampled)
+        shared, sent = self._traffic.seconds(self._link, self._rows(load, tokens), load.sampled)
+        if self._ranks == 1:
+            return shared, sent
+        keys = max(load.keys, default=0.0)
+        moved, flops = self._attention(load)[1]
+        own = max(moved / self._bandwidth, flops / self._rate) / self._ranks
+        spread = self._spreads(load)
+        passed, more = self._key_traffic.seconds(self._link, tokens, spread=spread, keys=keys, meanwhile=own)
+        return shared + passed, sent + more
 
     def _spreads(self, load: StepLoad) -> bool:
         """Whether ranks that share the keys compute a step's rows between them: where there are prompts."""

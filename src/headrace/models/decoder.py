@@ -215,7 +215,8 @@ class Decoder(nn.Module):
         begun = self.embedded(inputs) if hidden is None else hidden
         stream = Stream(begun, *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
         stream.post_norm = self.spec.post_norm
-        wanted = None if stream.takes_norms else inputs.wanted  # few rows are computed to the end
+        # few rows are computed to the end; a stage that is not the last passes all of its own on
+        wanted = None if stream.takes_norms or not self.answers else inputs.wanted
         tapped = () if self.tap is None else self.tap.layers
         for index, (block, following, group, place) in enumerate(self._steps):
             if self.tap is not None and index in tapped:

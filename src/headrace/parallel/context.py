@@ -51,8 +51,6 @@ def check_context(spec: DecoderSpec, config: EngineConfig) -> None:
 
 
 def _problems(spec: DecoderSpec, config: EngineConfig, size: int) -> Iterator[str]:
-    if config.device.tensor_parallel_size > 1 or config.device.pipeline_parallel_size > 1:
-        yield "ranks that share the keys do not share layers yet; leave --tensor-parallel-size and --pipeline-parallel-size out"
     if spec.pooling is not None or not spec.causal:
         yield "this model's prompts are pooled; use --data-parallel-size"
     if config.scheduler.speculative_config is not None:

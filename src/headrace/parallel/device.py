@@ -15,7 +15,7 @@ import torch
 from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
 from headrace.parallel import frames
-from headrace.parallel.group import GlooGroup, Group, check_members
+from headrace.parallel.group import GlooGroup, Group, Peers, check_members
 from headrace.parallel.nccl import NCCLGroup, NCCLPipe, use_interface
 from headrace.parallel.pipeline import GlooPipe, Pipe
 from headrace.parallel.ranks import device_of
@@ -33,33 +33,47 @@ def count_ids(config: DeviceConfig, *, drafts: bool = False) -> int:
     """``drafts``: some are verified, and all stages hear of that."""
     stages = config.pipeline_parallel_size
     links = 2 * stages - 2 if drafts else stages
-    return stages if stages == 1 else stages + config.num_ranks // stages * links + 1
+    return stages * _groups(config) + (config.ranks_a_stage * links + 1 if stages > 1 else 0)
 
 
-def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> tuple[Group | None, Pipe | None]:
-    """What rank ``rank`` has in common with the others of its stage or of its keys, and with the other stages; None
-    where there are none. ``store``: through which CPUs find each other."""
-    stages, ids = config.pipeline_parallel_size, place.ids
-    size = config.num_ranks // stages
+def _groups(config: DeviceConfig) -> int:
+    """Of a stage: of those who share layers there is one for each place of the keys, and the other way round."""
+    ranks, places = config.tensor_parallel_size, config.context_parallel_size
+    return ranks + places if ranks > 1 < places else 1
+
+
+def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> Peers:
+    """Whom rank ``rank`` meets: it is (stage · places of the keys + place) · ranks that share layers + place among
+    these, so that those who meet most are neighbours. ``store``: through which CPUs find each other."""
+    stages, ids, size = config.pipeline_parallel_size, place.ids, config.ranks_a_stage
+    ranks, places = config.tensor_parallel_size, config.context_parallel_size
     stage, at = divmod(rank, size)
-    address, name = place.addresses[rank], f"stage-{stage}"
-    pipe: Pipe | None = None
-    group: Group | None = None
+    holder, part = divmod(at, ranks)
+    kind, address, first = "cuda" if ids else "cpu", place.addresses[rank], stage * _groups(config)
+    near = len(set(place.addresses[rank - part : rank - part + ranks])) == 1
     if ids:
         use_interface(address)
-    if stages > 1 and ids:
-        pipe = NCCLPipe(ids[stages:], rank, size * stages, stages)
-    elif stages > 1:
-        pipe = GlooPipe(store, address, rank, size * stages, stages)
-    if size > 1 and ids:
-        near = len(set(place.addresses[stage * size : (stage + 1) * size])) == 1
-        group = NCCLGroup(ids[stage], at, size, one_shot=config.one_shot_sums and near, onto=config.fused_sums)
-    elif size > 1:
-        group = GlooGroup(store, address, at, size, name)
-    for each, called in ((None if pipe is None else pipe.all, "all stages"), (group, name)):
-        if each is not None:
-            check_members(each, called, place.key, "cuda" if ids else "cpu")
-    return group, pipe
+
+    def meeting(number: int, at: int, size: int, name: str, *, sums: bool) -> Group | None:
+        """The stage's group of that number; None where it is this rank's alone."""
+        if size == 1:
+            return None
+        if not ids:
+            group: Group = GlooGroup(store, address, at, size, name)
+        else:
+            small = sums and near and config.one_shot_sums
+            group = NCCLGroup(ids[first + number], at, size, one_shot=small, onto=config.fused_sums)
+        check_members(group, name, place.key, kind)
+        return group
+
+    pipe: Pipe | None = None
+    if stages > 1:
+        all = size * stages, stages
+        pipe = NCCLPipe(ids[stages * _groups(config) :], rank, *all) if ids else GlooPipe(store, address, rank, *all)
+        check_members(pipe.all, "all stages", place.key, kind)
+    group = meeting(holder if places > 1 else 0, part, ranks, f"stage-{stage}-{holder}", sums=True)
+    keys = meeting(places + part if ranks > 1 else 0, holder, places, f"keys-{stage}-{part}", sums=False)
+    return Peers(group, keys, pipe)
 
 
 def check_devices(config: DeviceConfig, needed: int) -> None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from headrace.engine.executor import Ticket
 from headrace.errors import HeadraceError, ModelError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.parallel import frames
-from headrace.parallel.ranks import KEY_VARIABLE, meetings_of
+from headrace.parallel.ranks import KEY_VARIABLE
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import freeze_start, no_collections
@@ -34,7 +33,7 @@ from headrace.processes.seal import Seal
 from headrace.request import TokenMasks
 
 if TYPE_CHECKING:
-    from headrace.parallel.group import Group
+    from headrace.parallel.group import Peers
     from headrace.worker.executor import DeviceExecutor
 
 log = logging.getLogger(__name__)
@@ -109,8 +108,8 @@ class First:
 class Follower:
     """What each order does to this rank's executor."""
 
-    def __init__(self, first: First, executor: DeviceExecutor, group: Group | None, reporter: Reporter | None) -> None:
-        self._first, self._executor, self._group = first, executor, group
+    def __init__(self, first: First, executor: DeviceExecutor, peers: Peers, reporter: Reporter | None) -> None:
+        self._first, self._executor, self._peers = first, executor, peers
         self._reporter = reporter
         self._plans = frames.PlanUnpacker()
         self._failed: list[int] = []
@@ -164,7 +163,7 @@ class Follower:
 
     def _recover(self, order: frames.Recover) -> None:
         self._executor.recover()
-        self._first.tell(frames.Recovered(self._group.meetings if self._group else 0, tuple(self._failed)))
+        self._first.tell(frames.Recovered(self._peers.met, tuple(self._failed)))
         self._failed.clear()
 
     def _control(self, order: frames.Control) -> None:
@@ -215,12 +214,12 @@ def _start(first: First, mark: str) -> Follower:
         config, device = launch.config, launch.config.device
         first.tell(frames.Here(device_here(device.device)))
         place = first.hear(frames.Meet)
-        group, pipe = meet(place, launch.rank, device, Store(first.put, first.get))
-        first.meetings = partial(meetings_of, group, pipe)
-        executor, _ = create_executor(config, find_source(config), head_start, group=group, pipe=pipe)
+        peers = meet(place, launch.rank, device, Store(first.put, first.get))
+        first.meetings = lambda: peers.meetings
+        executor, _ = create_executor(config, find_source(config), head_start, peers=peers)
         assert isinstance(executor, DeviceExecutor)
-        reports = pipe is not None and launch.rank == (pipe.stages - 1) * device.tensor_parallel_size
-        return Follower(first, executor, group, Reporter(first, executor) if reports else None)
+        reports = peers.pipe is not None and launch.rank == (peers.pipe.stages - 1) * device.ranks_a_stage
+        return Follower(first, executor, peers, Reporter(first, executor) if reports else None)
 
 
 def main() -> None:

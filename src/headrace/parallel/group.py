@@ -14,6 +14,7 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -73,6 +74,44 @@ class Group(Protocol):
     def abort(self) -> None:
         """From any thread: whoever waits for others here need not any more, and gets an error or nonsense."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Whom a rank meets: ``group``, those with which it shares layers; ``keys``, those with which it shares the keys;
+    ``pipe`` (a Pipe), the other stages. None: nobody."""
+
+    group: Group | None = None
+    keys: Group | None = None
+    pipe: Any = None
+
+    @property
+    def groups(self) -> list[Group]:
+        """Of its stage."""
+        return [each for each in (self.group, self.keys) if each is not None]
+
+    @property
+    def all(self) -> list[Any]:
+        return [*self.groups, *([] if self.pipe is None else [self.pipe])]
+
+    @property
+    def meetings(self) -> int:
+        return sum(each.meetings for each in self.all)
+
+    @property
+    def met(self) -> int:
+        """The same within its stage, where all have met as often after a step."""
+        return sum(each.meetings for each in self.groups)
+
+    def least(self, value: int) -> int:
+        """The smallest of what all ranks give: whoever shares the layers has it from his own, then all from each."""
+        for each in self.groups if self.pipe is None else [self.pipe]:
+            value = each.least(value)
+        return value
+
+    def abort(self) -> None:
+        for each in self.all:
+            each.abort()
 
 
 def side_by_side(parts: Tensor, width: int) -> Tensor:  # [ranks, n, part] → [n, width]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from secrets import token_bytes
 from typing import Any
 
@@ -24,10 +23,9 @@ from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource
 from headrace.parallel import frames
 from headrace.parallel.device import check_devices, count_ids, device_here, meet
-from headrace.parallel.group import Group, Store
+from headrace.parallel.group import Peers, Store
 from headrace.parallel.nccl import create_id, use_interface
-from headrace.parallel.pipeline import Pipe
-from headrace.parallel.ranks import Ranks, meetings_of
+from headrace.parallel.ranks import Ranks
 from headrace.parallel.stages import split_layers
 from headrace.processes.messages import pack
 from headrace.request import StepPlan, StepResult, TokenMasks
@@ -58,21 +56,20 @@ def create_executor(
         check_devices(config.device, config.device.ranks_here)
     try:
         ranks.launch(config)
-        group, pipe = _meet(ranks, kind, config)
-        ranks.abort = _abort(group, pipe)
+        peers = _meet(ranks, kind, config)
+        ranks.abort = peers.abort
         stages.done("ranks")
-        executor, decisions = create_alone(config, source, head_start, stages, meanwhile, group, pipe)
+        executor, decisions = create_alone(config, source, head_start, stages, meanwhile, peers)
         assert isinstance(executor, DeviceExecutor)
         ranks.hear(frames.Ready)
     except Exception:
         if ranks.settle(1.0) is not None:
             ranks.check()
         raise
-    over = pipe.account if group is None and pipe is not None else group.account if group is not None else ""
-    said = [Decision("ranks", size, f"each a process with a device of its own; over {over}")]
-    if pipe is not None:
-        said.append(_split(config, source, pipe.stages))
-    return RankedExecutor(executor, ranks, group, size, pipe), (*said, *decisions)
+    said = [Decision("ranks", size, f"each a process with a device of its own; over {peers.all[0].account}")]
+    if peers.pipe is not None:
+        said.append(_split(config, source, peers.pipe.stages))
+    return RankedExecutor(executor, ranks, peers, size), (*said, *decisions)
 
 
 def _split(config: EngineConfig, source: ModelSource, stages: int) -> Decision:
@@ -81,16 +78,7 @@ def _split(config: EngineConfig, source: ModelSource, stages: int) -> Decision:
     return Decision("stages", stages, f"of {counts} layers; so many steps are in flight")
 
 
-def _abort(*meetings: Group | Pipe | None) -> Callable[[], None]:
-    def abort() -> None:
-        for each in meetings:
-            if each is not None:
-                each.abort()
-
-    return abort
-
-
-def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> tuple[Group | None, Pipe | None]:
+def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Peers:
     size = config.device.num_ranks
     here, others = device_here(kind), ranks.hear(frames.Here)
     if mixed := [each.device for each in others if each.device != here]:
@@ -111,18 +99,19 @@ class RankedExecutor:
     """``inner``: the first rank's. Calls go to all ranks in one order; what a rank fails in alone is the end of all
     (EngineDead)."""
 
-    def __init__(self, inner: DeviceExecutor, ranks: Ranks, group: Group | None, size: int, pipe: Pipe | None) -> None:
-        """``pipe``: where the last stage samples, and tells what."""
+    def __init__(self, inner: DeviceExecutor, ranks: Ranks, peers: Peers, size: int) -> None:
         self.info = replace(inner.info, device=f"{inner.info.device} × {size}")
-        self._inner, self._ranks, self._group, self._pipe = inner, ranks, group, pipe
+        self._inner, self._ranks, self._peers = inner, ranks, peers
         self._plans = frames.PlanPacker()
-        self._meetings = partial(meetings_of, group, pipe)
         inner.on_failure = lambda step_id, _: ranks.fail_too(step_id)
 
     @property
     def decoder(self) -> Decoder:
         """The first rank's."""
         return self._inner.decoder
+
+    def _meetings(self) -> int:
+        return self._peers.meetings
 
     def submit(self, plan: StepPlan) -> Ticket:
         self._ranks.tell(self._plans.pack(plan))
@@ -144,12 +133,13 @@ class RankedExecutor:
             except StepFailed as failure:
                 raise StepFailed(self._ranks.settle() or failure.message) from failure
             self._ranks.check()  # a wait that was cut short brings nonsense
-            return result if self._pipe is None else self._ranks.result(ticket.step_id)
+            # of a pipeline, the last stage samples, and tells what
+            return result if self._peers.pipe is None else self._ranks.result(ticket.step_id)
 
     def recover(self) -> None:
         self._ranks.tell(pack(frames.Recover()))
         self._inner.recover()
-        self._ranks.agree(0 if self._group is None else self._group.meetings)
+        self._ranks.agree(self._peers.met)
 
     def prepare(self) -> bool:
         self._ranks.tell(pack(frames.Prepare()))

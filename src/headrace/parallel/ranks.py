@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace import errors
 from headrace.config import EngineConfig
@@ -36,10 +36,6 @@ from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.processes.seal import Seal
 from headrace.request import StepResult
 from headrace.spec import DecoderSpec
-
-if TYPE_CHECKING:
-    from headrace.parallel.group import Group
-    from headrace.parallel.pipeline import Pipe
 
 log = logging.getLogger(__name__)
 
@@ -105,18 +101,13 @@ def begin_ranks(
         raise ConfigError(
             f"node_rank is {config.device.node_rank}, but the engine is on node 0; the other nodes run `headrace serve`."
         )
-    size = config.device.tensor_parallel_size
     check_context(spec, config)
     for stage in range(config.device.pipeline_parallel_size):
-        part = staged(spec, config, stage * size)
-        share(part, size, held_experts(part, config.device, 0))
+        part = staged(spec, config, stage)
+        share(part, config.device.tensor_parallel_size, held_experts(part, config.device, 0))
     if config.device.pipeline_parallel_size > 1:  # what is sent queues behind nothing else; read with the context
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return Ranks(config, model, mark, lost)
-
-
-def meetings_of(*groups: Group | Pipe | None) -> int:
-    return sum(each.meetings for each in groups if each is not None)
 
 
 def ended(code: int) -> str:

@@ -55,9 +55,9 @@ def _bounds(costs: Sequence[float], parts: int) -> list[int]:
     return [*best[-1][1], len(costs)]
 
 
-def staged(spec: DecoderSpec, config: EngineConfig, rank: int) -> DecoderSpec:
-    """What the stage of one rank holds, whole as far as ranks of that stage are concerned. ``rank``: of all. Raises
-    ConfigError where the model cannot be computed in stages."""
+def staged(spec: DecoderSpec, config: EngineConfig, stage: int) -> DecoderSpec:
+    """What one stage holds, whole as far as its ranks are concerned. Raises ConfigError where the model cannot be
+    computed in stages."""
     device = config.device
     if device.pipeline_parallel_size == 1:
         return spec
@@ -66,7 +66,7 @@ def staged(spec: DecoderSpec, config: EngineConfig, rank: int) -> DecoderSpec:
             f"--pipeline-parallel-size is {device.pipeline_parallel_size}, but {problem}. Use --tensor-parallel-size."
         )
     stages = split_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
-    return replace(spec, held=stages[rank // device.tensor_parallel_size])
+    return replace(spec, held=stages[stage])
 
 
 def _problems(spec: DecoderSpec, config: EngineConfig) -> list[str]:

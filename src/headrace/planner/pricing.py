@@ -120,11 +120,10 @@ class Priced:
 def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: Sequence[float] = ()) -> Priced:
     """``popularity``: how often tokens pick each expert. Of ranks, one and its share, of each stage. Raises ConfigError
     for switches whose worth nobody knows."""
-    size = config.device.tensor_parallel_size
     check_context(spec, config)
     config, decisions = resolve_config(config, device.kind)
-    ranks = range(0, size * config.device.pipeline_parallel_size, size)
-    parts = [_busiest(staged(spec, config, rank), config.device, tuple(popularity)) for rank in ranks]
+    stages = range(config.device.pipeline_parallel_size)
+    parts = [_busiest(staged(spec, config, stage), config.device, tuple(popularity)) for stage in stages]
     dtype = dtype_of(spec, config, device)
     models = [cost_model_of(part, config, device, dtype, popularity) for part in parts]
     prices = [choose_prices(device, config, *model) for model in models]
@@ -133,7 +132,7 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
         hidden = spec.hidden_size * ELEMENT_BYTES[dtype]
         times = [each.step_time for each in prices if isinstance(each.step_time, StepTime)]
         pricing = replace(pricing, step_time=StagedTime(times, device.link, hidden))
-    stages = [(part, groups) for part, (_, groups) in zip(parts, models, strict=True)]
+    placed = [(part, groups) for part, (_, groups) in zip(parts, models, strict=True)]
     return Priced(
         parts[0],
         config,
@@ -143,7 +142,7 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
         models[0][1],
         models[0][0],
         pricing,
-        stages,
+        placed,
     )
 
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from headrace.errors import OutOfMemory
 from headrace.kernels.linear.around import LEAST_ADDED
-from headrace.parallel.group import Group
-from headrace.parallel.pipeline import Pipe
+from headrace.parallel.group import Peers
 from headrace.spec import KVGroup
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, measured_peak, set_aside
 from headrace.worker.failure import out_of_memory
@@ -76,10 +75,10 @@ CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Sequence[Captures]]
 class Allocation:
     """One engine's share of a device. Made before anything is allocated there: on a GPU it makes the context."""
 
-    def __init__(self, setup: Setup, head_start: HeadStart | None = None, group: Group | Pipe | None = None) -> None:
-        """``group``: of ranks, which all have as many blocks as the one that has the least room for them."""
+    def __init__(self, setup: Setup, head_start: HeadStart | None = None, peers: Peers | None = None) -> None:
+        """``peers``: all have as many blocks as the one that has the least room for them."""
         self._setup = setup
-        self._group = group
+        self._least = (peers or Peers()).least
         self._meter = None if setup.on_cpu else DeviceMeter(setup.device, head_start)
         self.room = Room(self._available(), self._bounds())
         self._arena = 0  # bytes that steps share
@@ -114,10 +113,10 @@ class Allocation:
 
     def _agreed(self, plan: KVPlan) -> KVPlan:
         """Stages have bytes of their own for a block, and as many blocks as the one with the fewest."""
-        if self._group is None or self._setup.spec.held is None:
+        if self._setup.spec.held is None:
             return plan
-        groups = tuple(replace(each, num_blocks=self._group.least(each.num_blocks)) for each in plan.groups)
-        return replace(plan, groups=groups, max_model_len=self._group.least(plan.max_model_len))
+        groups = tuple(replace(each, num_blocks=self._least(each.num_blocks)) for each in plan.groups)
+        return replace(plan, groups=groups, max_model_len=self._least(plan.max_model_len))
 
     def measure(
         self, decoder: nn.Module, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs
@@ -140,9 +139,7 @@ class Allocation:
         self.room = Room(self.room.available, purposes)
         check_weights_fit(self.room, setup.device)
         left = self.room.left
-        return (
-            self.room if self._group is None else Room(self.room.available - left + self._group.least(left), purposes)
-        )
+        return Room(self.room.available - left + self._least(left), purposes)
 
     def set_aside(self) -> None:
         """Once rows and KV are allocated: what the largest step needs becomes the allocator's own, so that no step asks
@@ -204,7 +201,7 @@ class Allocation:
             own = available_memory() // self._setup.config.device.devices_here
         else:
             own = gpu_share(self._meter.total, self._meter.others, self._setup.config.cache.gpu_memory_utilization)
-        return own if self._group is None else self._group.least(own)
+        return self._least(own)
 
     def _take_largest_steps(
         self, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs

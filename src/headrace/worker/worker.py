@@ -51,8 +51,7 @@ from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
 from headrace.observe.progress import waiting
 from headrace.parallel.context import KeyShare, check_context
-from headrace.parallel.group import Group
-from headrace.parallel.pipeline import Pipe
+from headrace.parallel.group import Peers
 from headrace.parallel.placement import check_agreed, explained, held_experts
 from headrace.parallel.shares import Cut, cuts, share
 from headrace.parallel.stages import split_layers, staged
@@ -122,16 +121,15 @@ def create_executor(
     head_start: HeadStart | None = None,
     stages: Stages | None = None,
     meanwhile: Callable[[], object] = lambda: None,
-    group: Group | None = None,
-    pipe: Pipe | None = None,
+    peers: Peers | None = None,
 ) -> tuple[Executor, tuple[Decision, ...]]:
     """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far. ``meanwhile`` is
-    called once on a GPU, where the start waits for the last of its kernels and the device has nothing to do. ``group``:
-    of ranks that do the same. ``pipe``: between stages.
+    called once on a GPU, where the start waits for the last of its kernels and the device has nothing to do. ``peers``:
+    whom this rank meets, of several.
 
     ``config`` is resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    worker = Worker(config, source, head_start, stages or Stages(RealClock()), group, pipe)
+    worker = Worker(config, source, head_start, stages or Stages(RealClock()), peers or Peers())
     try:
         room = worker.prepare(meanwhile)
         worker.allocate(room)
@@ -155,8 +153,7 @@ class Worker:
         source: ModelSource,
         head_start: HeadStart | None,
         stages: Stages,
-        group: Group | None = None,
-        pipe: Pipe | None = None,
+        peers: Peers,
     ) -> None:
         self._config = config
         self._source = source
@@ -167,24 +164,17 @@ class Worker:
         self._formats = _weight_formats(setup.spec, source)
         if config.device.compressed_weights:
             setup, self._formats = _without_loss(setup)
-        self._keys: Group | None = None
-        if group is not None and config.device.context_parallel_size > 1:
-            check_context(setup.spec, config)
-            setup = replace(
-                setup, share=KeyShare(group.rank, group.size, setup.spec.num_heads // setup.spec.num_kv_heads)
-            )
-            self._keys, group = group, None
-        self._group = group
+        self._peers = peers
+        self._group, self._keys, self._pipe = group, keys, pipe = peers.group, peers.keys, peers.pipe
         self._cuts: Mapping[str, Cut] = {}
         self._draft_places: int | None = (
             None  # blocks of a draft's caches, once they are known to be fewer than the target's
         )
         self._draft_blocks: tuple[DraftBlocks, ...] = ()
-        self._pipe = pipe
+        check_context(setup.spec, config)
         if pipe is not None:
-            ranks = config.device.tensor_parallel_size
             bounds = split_layers(setup.spec, pipe.stages, config.device.pipeline_layers)
-            setup = replace(setup, spec=staged(setup.spec, config, pipe.stage * ranks), stages=tuple(bounds))
+            setup = replace(setup, spec=staged(setup.spec, config, pipe.stage), stages=tuple(bounds))
         self._whole = setup.spec
         if group is not None:
             experts = held_experts(self._whole, config.device, group.rank)
@@ -196,6 +186,9 @@ class Worker:
                     Decision("expert placement", *explained(self._whole, config.device)),
                 )
             self._cuts = cuts(self._whole, setup.spec, group.rank)
+        if keys is not None:
+            heads = setup.spec.num_heads // setup.spec.num_kv_heads
+            setup = replace(setup, share=KeyShare(keys.rank, keys.size, heads))
         check_tree(config, setup.kv, setup.device)
         draft = resolve_draft(config, source, self._whole) if self._proposes else None
         self._setup = setup = place_draft(replace(setup, draft=draft))
@@ -217,7 +210,7 @@ class Worker:
         builders = None if head_start is None else head_start.builders
         self._draft_kernels = self._create_draft_kernels(disabled)
         self._ahead = create_ahead(
-            setup.device, strict=config.device.strict_kernels, builders=builders, later=(group or self._keys) is None
+            setup.device, strict=config.device.strict_kernels, builders=builders, later=not peers.groups
         )
 
     def _create_draft_kernels(self, disabled: frozenset[str]) -> Kernels:
@@ -240,7 +233,7 @@ class Worker:
 
     def prepare(self, meanwhile: Callable[[], object]) -> Room:
         """The model is loaded, kernels are built, what steps hold is known: the room there is for KV."""
-        self._memory = Allocation(self._setup, self._head_start, self._pipe or self._group or self._keys)
+        self._memory = Allocation(self._setup, self._head_start, self._peers)
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
         if self._apart is not None and self._apart.elsewhere:
@@ -647,7 +640,7 @@ class Worker:
     def _runs_ahead(self) -> bool:
         """What the first stage guesses depends on what it has been told: its ranks must be told in step, which they are
         not where a thread of each computes while others collect."""
-        in_step = self._group is None or self._setup.worker_threads is None or self._cuda
+        in_step = not self._peers.groups or self._setup.worker_threads is None or self._cuda
         return self._pipe is not None and self._config.device.drafts_ahead and in_step
 
     def _movable(self) -> list[list[Tensor]]:
