@@ -677,19 +677,17 @@ class AdapterConfig:
     lora_dir: str | None = option(
         None, "directory of adapters, each named after its subdirectory; turns --enable-lora on", metavar="FOLDER"
     )
-    max_loras: int = option(8, "maximum number of adapters in one step", minimum=1)
+    max_loras: int | None = option(None, "maximum number of adapters in one step; default: by memory", minimum=1)
     max_lora_rank: int = option(16, f"maximum rank of an adapter, up to {MOST_LORA_RANK}", minimum=1)
-    max_cpu_loras: int | None = option(
-        None, "maximum number of adapters in host memory; default: four times --max-loras", minimum=1
-    )
+    max_cpu_loras: int | None = option(None, "maximum number of adapters in host memory; default: by memory", minimum=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_lora_rank > MOST_LORA_RANK:
             raise ConfigError(f"max_lora_rank is {self.max_lora_rank}; give 1 to {MOST_LORA_RANK}.")
-        if self.most_held < self.max_loras:
+        if self.max_loras and self.max_cpu_loras and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
-                f"max_cpu_loras is {self.most_held}, below max_loras, {self.max_loras}; give at least as many."
+                f"max_cpu_loras is {self.max_cpu_loras}, below max_loras, {self.max_loras}; give at least as many."
             )
         if len(self.modules) < len(self.lora_modules):
             raise ConfigError(
@@ -698,14 +696,10 @@ class AdapterConfig:
         if (self.lora_modules or self.lora_dir is not None) and not self.enable_lora:
             object.__setattr__(self, "enable_lora", True)
 
-    @property
-    def space(self) -> AdapterSpace | None:
-        """Of a device, in blocks of its KV cache."""
-        return AdapterSpace(self.most_held, self.max_loras) if self.enable_lora else None
-
-    @property
-    def most_held(self) -> int:
-        return self.max_cpu_loras or 4 * self.max_loras
+    def space(self, most: int, slots: int = 1024) -> AdapterSpace:
+        """Of a device: for so many adapters in a step and on the device, where no flag says otherwise."""
+        slots = self.max_cpu_loras or 4 * (self.max_loras or 0) or slots
+        return AdapterSpace(slots, self.max_loras or min(most, slots))
 
     @property
     def modules(self) -> dict[str, str]:

@@ -343,11 +343,12 @@ ADDRESS_UNIT = 8  # elements that an address of an adapter's factors counts: vec
 @dataclass(frozen=True, slots=True)
 class AdapterSpace:
     """How a device holds adapters: up to ``slots`` at once, ``most`` of them in one step, in so many ``blocks`` of
-    their own; 0: in blocks of the first KV group."""
+    their own; 0: in blocks of the first KV group. ``block_bytes``: of each, on one device; 0: nobody knows."""
 
     slots: int
     most: int
     blocks: int = 0
+    block_bytes: int = 0
 
 
 def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ...]], ...]:

@@ -14,7 +14,7 @@ from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.block_pool import BlockPool
 from headrace.config import AdapterConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import AdapterOutcome, LoadAdapter
+from headrace.engine.executor import AdapterOutcome, DropAdapter, LoadAdapter
 from headrace.engine.keyed_hash import adapter_blocks, keyed_hash_info
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest, ModelError, NotFound
 from headrace.lora.peft import read_adapter
@@ -190,6 +190,33 @@ def test_the_first_that_waits_claims_the_adapter_with_the_fewest_sequences() -> 
     assert not full.admits("w") and not full.admits("x") and full.admits(None)
 
 
+def test_adapters_that_run_have_half_of_the_blocks_and_who_waits_for_room_is_not_passed() -> None:
+    books, _ = books_of(9, 8, x=2, y=1, large=2, small=1, huge=7)
+    claims = Claims(books, 9, ("x", "y"))
+    assert claims.admits("small") and not claims.admits("large")
+    assert not claims.admits("small"), "it would take the room that the large one waits for"
+    assert not claims.admits("y") and not claims.admits("x"), "each of them claims one"
+    assert Claims(books, 9, ()).admits("huge"), "one may be of any size"
+    claims = Claims(books, 9, ("x", "y"))
+    claims.take("small")
+    assert not claims.admits("huge")
+
+
+def test_host_memory_bounds_what_is_held_and_how_much_is_read_ahead() -> None:
+    told: list[Any] = []
+    desk = AdapterDesk(lambda folder: None, told.append, 99, most_blocks=5)
+    for number in range(40):
+        desk.register(f"a{number}", f"/{number}")
+        desk.begin(request(number, [1], adapter=f"a{number}"))
+    desk.take_ready((), ())
+    assert len(told) == 32, "nobody knows how large they are"
+    desk.take_ready([AdapterOutcome(f"a{number}", blocks=2) for number in range(32)], ())
+    assert len(told) == 32, "all of them have just begun"
+    desk.take_ready((), ("a1",))
+    assert {each.name for each in told[32:] if isinstance(each, DropAdapter)} == {f"a{n}" for n in range(31) if n != 1}
+    assert [each.name for each in told[32:] if isinstance(each, LoadAdapter)] == [f"a{n}" for n in range(32, 40)]
+
+
 def test_an_adapter_takes_its_blocks_beside_its_sequences() -> None:
     """A request that fits alone and not beside its adapter is told; one that fits beside it is answered."""
     core = core_with(2, num_blocks=8)
@@ -274,9 +301,9 @@ def test_names_stay_within_their_folder(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_be() -> None:
     assert (
-        AdapterConfig().space is None
-        and AdapterConfig(lora_modules=("x=/y",)).space == AdapterSpace(32, 8)
-        and AdapterConfig(lora_dir="/y").enable_lora
+        AdapterConfig(lora_modules=("x=/y",)).enable_lora
+        and AdapterConfig(lora_dir="/y").space(256, 600) == AdapterSpace(600, 256)
+        and AdapterConfig(max_loras=8).space(256) == AdapterSpace(32, 8)
     )
     for wrong, said in (
         ({"max_lora_rank": 257}, "1 to 256"), ({"max_loras": 8, "max_cpu_loras": 4}, "at least as many"),

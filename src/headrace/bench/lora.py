@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from headrace.bench.arguments import declare
 from headrace.bench.driver import Run, drive
 from headrace.bench.sweep import Sweep
-from headrace.config import AdapterConfig, EngineConfig
+from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.observe.report import print_facts, table, write_json
 from headrace.planner.workload.conversations import conversations_of
@@ -38,7 +38,7 @@ from headrace.spec import DecoderSpec
 
 BASE, APART = "base", "apart"
 SKEW = 1.5  # of one adapter's popularity over the next one's
-MOST_SLOTS = 64  # unless --max-loras says otherwise
+TRIED = 64  # adapters, before anything is measured
 Adapters = Sequence[LoRARequest | None]
 
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
             if core.adapters is not None:
                 for each in found:
                     core.adapters.require(each.lora_name, each.lora_path)
-            _ask(llm, args, -1, [None, *found[: config.adapters.max_loras]])  # every kernel has been used once
+            _ask(llm, args, -1, [None, *found[:TRIED]])  # every kernel has been used once
             sides = {BASE: [None] * args.num_prompts} | {
                 name: _chosen(name, found, args.num_prompts) for name in args.popularity
             }
@@ -120,12 +120,10 @@ def _adapters(args: argparse.Namespace, config: EngineConfig, folder: Path) -> t
         spec = spec_from_config(find_model(config.model).config)
         places = [str(write_adapter(folder / f"rank-{rank}", spec, rank, args.targets)) for rank in args.ranks]
         found = [LoRARequest(f"adapter-{index}", 1, places[index % len(places)]) for index in range(number)]
-    slots, rank = config.adapters.max_loras, config.adapters.max_lora_rank
-    if slots == AdapterConfig().max_loras:
-        slots = min(max(slots, len(found)), MOST_SLOTS)
+    asked = config.adapters
     served = replace(
-        config.adapters, enable_lora=True, max_loras=slots, max_lora_rank=rank if given else max(rank, *args.ranks),
-        max_cpu_loras=config.adapters.max_cpu_loras or max(len(found), 4 * slots),
+        asked, enable_lora=True, max_lora_rank=asked.max_lora_rank if given else max(asked.max_lora_rank, *args.ranks),
+        max_cpu_loras=asked.max_cpu_loras or max(len(found), asked.max_loras or 0),
     )  # fmt: skip
     return found, replace(config, adapters=served)
 

@@ -34,6 +34,7 @@ class AdapterBlocks:
     def __init__(self, space: AdapterSpace, shared: BlockPool) -> None:
         self.is_shared = not space.blocks
         self.pool = shared if self.is_shared else BlockPool(space.blocks, self.evict)
+        self.most_in_use = self.pool.num_blocks // (2 if self.is_shared else 1)
         self.num_brought = 0
         self._free_slots = list(range(space.slots - 1, -1, -1))
         self._sizes: dict[str, int] = {}  # blocks of each that was ever expected

@@ -37,8 +37,10 @@ from headrace.observe.trace import StepTrace, TraceFile
 from headrace.processes.builders import mark_of
 from headrace.processes.garbage import no_collections
 from headrace.request import Json, SamplingParams
+from headrace.spec import AdapterSpace
 from headrace.torch_environment import prepare_for_torch
 from headrace.worker.head_start import HeadStart, Stages, begin_head_start
+from headrace.worker.host import available_memory
 
 if TYPE_CHECKING:
     from headrace.parallel.ranks import Ranks
@@ -157,19 +159,27 @@ def _hand_over(core: EngineCore, givers: int, replica: int, staging: int) -> Non
 
 def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) -> AdapterDesk | None:
     """Raises ModelError for a folder of ``lora_modules`` that is no adapter of this model."""
-    adapters = config.adapters
-    if executor.info.adapters is None:
+    adapters, space = config.adapters, executor.info.adapters
+    if space is None:
         return None
     spec = spec_from_config(source.config)
     desk = AdapterDesk(
         lambda folder: read_adapter(Path(folder), spec, adapters.max_lora_rank),
         executor.control,
-        adapters.most_held,
+        space.slots,
         adapters.lora_dir,
+        _blocks_in_host_memory(config, space),
     )
     for name, folder in adapters.modules.items():
         desk.register(name, folder)
     return desk
+
+
+def _blocks_in_host_memory(config: EngineConfig, space: AdapterSpace) -> int | None:
+    """Of adapters, where no flag says how many of these: a quarter of what is available."""
+    if config.adapters.max_loras or config.adapters.max_cpu_loras or not space.block_bytes:
+        return None
+    return max(1, available_memory() // (4 * space.block_bytes * config.device.devices_here))
 
 
 def _create_trace(file: TraceFile, config: DeviceConfig, engine: Engine) -> StepTrace:

@@ -121,7 +121,7 @@ def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHash
         num_blocks=num_blocks,
         block_size=block_size,
         max_drafts=settings.most if settings is not None else 0,
-        adapters=config.adapters.space,
+        adapters=config.adapters.space(rows) if config.adapters.enable_lora else None,
     )
     info = replace(
         info, memory={"kv_cache": sum(each.num_blocks * each.spec.bytes_per_block for each in info.kv_groups)}

@@ -23,6 +23,8 @@ from headrace.spec import ADDRESS_UNIT, AdapterSpace, DecoderSpec, KVSpec, atten
 
 LEAST_CHUNK = 256  # elements: as wide as a kernel's tiles, which lie in one chunk
 _FLOAT_BYTES = 4  # of gains
+_FEW = 8  # adapters of a step, where memory for each is set aside
+_MOST_SLOTS, _TABLE_BYTES = 1024, 64 * 2**20  # of the device, where no flag says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +150,11 @@ def create_layout(
     kv: Sequence[KVSpec],
     element_bytes: int,
     stages: Sequence[tuple[int, int]] = (),
+    rows: int = _FEW,
 ) -> Layout | None:
     """None where no adapters are served. In blocks of the KV cache, unless these are too small (on one stage), or that
-    is off. ``stages``: layers of each, where ``spec`` is one of a pipeline's."""
+    is off. ``stages``: layers of each, where ``spec`` is one of a pipeline's. ``rows``: sequences of a step: each may
+    have an adapter of its own, which costs a step the reading of its factors, but a wait costs more."""
     if not config.enable_lora:
         return None
     specs = [replace(spec, held=held) for held in stages] or [spec]
@@ -159,18 +163,19 @@ def create_layout(
         firsts = [attention_groups(each)[0][1] for each in specs]
         found = [_block_elements(replace(kv[0], layers=layers), element_bytes) for layers in firsts]
     blocks = found if all(found) else [_own_block(each, element_bytes) for each in specs]
-    space = AdapterSpace(config.most_held, config.max_loras)
-    parts = [_lay_out(*each, config.max_lora_rank, element_bytes, space) for each in zip(specs, blocks, strict=True)]
-    largest = max(each.largest for each in parts)
-    space = replace(space, blocks=0 if all(found) else space.most * largest)
-    own = parts[specs.index(spec)]
+    parts = [_lay_out(*each, config.max_lora_rank, element_bytes) for each in zip(specs, blocks, strict=True)]
+    largest, size = max(each.largest for each in parts), max(blocks) * element_bytes
+    own, shared = parts[specs.index(spec)], all(found)
+    slots = max(1, min(_MOST_SLOTS, _TABLE_BYTES // max(4 * each.columns for each in parts))) if shared else 4 * _FEW
+    space = config.space(rows if shared else _FEW, slots)
+    space = replace(space, blocks=0 if shared else space.most * largest, block_bytes=size)
     return replace(own, largest=largest, space=space, stages=tuple(parts) if stages else ())
 
 
-def _lay_out(spec: DecoderSpec, block: int, rank: int, element_bytes: int, space: AdapterSpace) -> Layout:
+def _lay_out(spec: DecoderSpec, block: int, rank: int, element_bytes: int) -> Layout:
     chunk = 1 << (block.bit_length() - 1)
     sites, columns = _place(spec, rank, chunk, element_bytes)
-    layout = Layout(sites, columns, block, chunk, rank, element_bytes, space, 0)
+    layout = Layout(sites, columns, block, chunk, rank, element_bytes, AdapterSpace(0, 0), 0)
     whole = [(name, part, rank, True) for name, site in sites.items() for part in range(len(site.parts))]
     return replace(layout, largest=layout.count_blocks(whole))
 

@@ -20,6 +20,8 @@ from headrace.errors import ConfigError, InvalidRequest, NotFound
 from headrace.request import Request
 from headrace.scheduler.events import AddRequest, RefuseRequest
 
+_READ_AHEAD = 32  # adapters: of what is read, nobody knows the size
+
 
 @dataclass(frozen=True, slots=True)
 class Registered:
@@ -29,7 +31,8 @@ class Registered:
 
 class AdapterDesk:
     """``check`` raises HeadraceError for a folder that is no adapter of this model. ``control``: the executor's.
-    ``most_held``: adapters in host memory at once. ``folder``: a name that is not registered is looked for there.
+    ``most_held``: adapters in host memory at once; ``most_blocks``: that they take together, but for those
+    that are read just now. ``folder``: a name that is not registered is looked for there.
 
     Who waits first gets room first: while a request finds none, the adapter that was used longest ago takes no new
     requests, and gives its place once those it has are done.
@@ -41,10 +44,12 @@ class AdapterDesk:
         control: Callable[[Control], None],
         most_held: int,
         folder: str | None = None,
+        most_blocks: int | None = None,
     ) -> None:
         self._check = check
         self._control = control
         self._most_held = most_held
+        self._most_blocks = most_blocks
         self._folder = None if folder is None else Path(folder)
         self._known: dict[str, Registered] = {}
         self._numbers = itertools.count(2)
@@ -187,13 +192,23 @@ class AdapterDesk:
             if known is None or known.key != key:
                 self._failed[key] = f"The adapter {name!r} was unloaded before its turn. Load it again."
                 continue
-            if len(self._held) >= self._most_held and not self._evict(in_use):
+            if len(self._coming) == _READ_AHEAD:
                 return
+            while self._is_full():
+                if not self._evict(in_use):
+                    return
             self._held[key] = known.folder
             self._coming.add(key)
             self._wanted.discard(key)
             self.num_loads += 1
             self._control(LoadAdapter(key, known.folder))
+
+    def _is_full(self) -> bool:
+        if len(self._held) >= self._most_held:
+            return True
+        return (
+            self._most_blocks is not None and sum(self._blocks.get(key, 0) for key in self._held) >= self._most_blocks
+        )
 
     def _is_lacking(self, closing: str) -> bool:
         return closing in self._held and any(request.adapter not in self._held for request in self._waiting.values())

@@ -6,7 +6,8 @@ the tail of the order; the first in order always goes on, and a sequence never o
 always ends.
 
 Where as many adapters run as a step may have, the first in order that has another one claims the one with the fewest
-sequences: that adapter admits nobody behind it, so its place comes free. The others go on.
+sequences: that adapter admits nobody behind it, so its place comes free. The others go on. So it is where those that run
+would have more than half of the KV cache's blocks: sequences that are to run with them need the rest.
 
 What lives here: order, budgets, admission, preemption, which adapters are in one step. What may not: what results mean
 (scheduler.py), blocks (cache/).
@@ -42,6 +43,7 @@ class Claims:
         self._books = books
         self._most = most
         self._users = Counter(each for each in running if each is not None)
+        self._blocks = sum(map(books.size, self._users))
         self._claimed: set[str] = set()
 
     def admits(self, adapter: str | None) -> bool:
@@ -50,12 +52,17 @@ class Claims:
             return True
         if adapter in self._users:
             return adapter not in self._claimed
-        if len(self._users) < self._most:
+        if self._has_room(adapter):
             return self._books.can_place(adapter)
         if len(self._claimed) < len(self._users):
             others = (each for each in self._users if each not in self._claimed)
             self._claimed.add(min(others, key=self._users.__getitem__))
         return False
+
+    def _has_room(self, adapter: str) -> bool:
+        """Not behind one that had none, however small it is. One adapter may be of any size."""
+        few = len(self._users) < self._most and self._blocks + self._books.size(adapter) <= self._books.most_in_use
+        return not self._users or (few and not self._claimed)
 
     def to_take(self, adapter: str | None) -> int:
         """Blocks of the first KV group that one takes with its adapter when it starts."""
@@ -66,6 +73,7 @@ class Claims:
     def take(self, adapter: str | None) -> None:
         """It starts."""
         if adapter is not None:
+            self._blocks += 0 if adapter in self._users else self._books.size(adapter)
             self._users[adapter] += 1
 
 
@@ -87,7 +95,7 @@ class Wait:
     blocks, or milliseconds of a step.
 
     "next_step": nothing is missing. "batch": static batching, the batch before must end. "result": its last tokens are
-    still computed. "adapter": it comes into host memory, or all of so many slots are in use by others.
+    still computed. "adapter": it comes into host memory, or others have all the room for so many.
     "asleep": the engine is to wake first. "prefill": another replica computes its prompt.
     """
 

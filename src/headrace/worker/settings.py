@@ -145,7 +145,7 @@ class Setup:
     def adapter_layout(self) -> Layout | None:
         """None: no adapters are served."""
         config, kv = self.config, self.target_kv_specs
-        return create_layout(self.spec, config.adapters, config.cache, kv, self.dtype.itemsize, self.stages)
+        return create_layout(self.spec, config.adapters, config.cache, kv, self.dtype.itemsize, self.stages, self.rows)
 
     @property
     def block_sizes(self) -> list[int]:
