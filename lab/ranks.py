@@ -1,7 +1,7 @@
 """``python -m lab ranks``: models laid out over several devices, each engine in a process of its own, beside what a
 simulation says of the same requests.
 
-    tp2   ep2   pp4   tp2xpp2   dp2      tensor (ep: whole experts), pipeline and data parallel sizes
+    tp2   ep2   pp4   tp2xpp2   cp2   dp2   tensor (ep: whole experts), pipeline, context and data parallel sizes
     NAME:tp4-eager=decode,mixed          of another model, other rows; -eager: without CUDA graphs
 
 Layouts take cards in their order, as many at once as there are cards for; on a CPU one comes after another.
@@ -40,9 +40,10 @@ _KINDS = {
     "tp": "tensor_parallel_size",
     "ep": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
     "dp": "data_parallel_size",
 }
-_PART = "(?:tp|ep|pp|dp)[1-9][0-9]?"
+_PART = f"(?:{'|'.join(_KINDS)})[1-9][0-9]?"
 _LAYOUT = re.compile(rf"(?:(?P<model>.+):)?(?P<parts>{_PART}(?:x{_PART})*)(?P<eager>-eager)?(?:=(?P<rows>.+))?")
 _LEAST_SECONDS = 15.0  # no engine is started for less
 

@@ -64,7 +64,7 @@ def _answers(count: int, length: int, output: int) -> Row:
     return Row(f"answers-{count}x{length}x{output}", "answers", says, count, (length, length), (output, output))
 
 
-_ANSWERS = re.compile("answers-([1-9][0-9]{0,4})x([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
+_ANSWERS = re.compile("answers-([1-9][0-9]{0,6})x([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 ROWS = (
     _decode(1, 256),
     *(_decode(batch, 128) for batch in (8, 32, 128, 256)),
