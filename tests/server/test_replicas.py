@@ -117,9 +117,14 @@ def test_sums_are_of_what_can_be_summed() -> None:
         "promise_tail": 3.0,
     }
     total = _with_sums(
-        {0: {"num_running": 2, "steps": steps, "drafts": None}, 1: {"num_running": 3, "steps": idle, "drafts": None}}
+        {
+            0: {"num_running": 2, "steps": steps, "adapters": None, "drafts": {"accepted": [3]}},
+            1: {"num_running": 3, "steps": idle, "adapters": None, "drafts": {"accepted": [2, 1]}},
+            2: {"num_running": 0, "steps": None, "adapters": None, "drafts": {"accepted": []}},
+        }
     )
-    assert total["num_running"] == 5 and total["drafts"] is None and list(total["replicas"]) == [0, 1]
+    assert total["num_running"] == 5 and total["adapters"] is None and list(total["replicas"]) == [0, 1, 2]
+    assert total["drafts"] == {"accepted": [5, 1]}  # counts by position begin with a replica's first draft of it
     found = total["steps"]
     assert (found["roofline_fraction"], found["idle_share"], found["promise_tail"]) == (0.5, 0.5, 3.0)
     assert found["histograms"]["step"] == {"bounds": [1.0, 2.0], "counts": [2, 0, 4], "sum": 18.0}

@@ -407,5 +407,5 @@ def _sum(name: str, values: Sequence[Any]) -> Any:
     if name in _ALIKE or isinstance(first, str):
         return first
     if isinstance(first, list | tuple):
-        return [sum(each) for each in zip(*known, strict=True)]
+        return [sum(each) for each in zip_longest(*known, fillvalue=0)]
     return sum(known) / len(known) if name in _MEANS else sum(known)
