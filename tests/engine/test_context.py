@@ -65,6 +65,39 @@ def test_ranks_that_share_keys_share_layers_too(
     check(model, oracle, 5, 2, **more)
 
 
+DRAFTS: tuple[dict[str, Any], ...] = (
+    {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    {"model": "itself", "num_speculative_tokens": 2},
+    {"method": "suffix", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+)
+
+
+def drafting(model: str, kind: int) -> dict[str, Any]:
+    own = {"model": model} if "model" in DRAFTS[kind] else {}
+    return {"speculative_config": {**DRAFTS[kind], **own}}
+
+
+@pytest.mark.parametrize(("model", "kind"), [*zip(modes.FAMILIES, range(2), strict=False)], indirect=["model"])
+def test_ranks_that_share_keys_verify_drafts(
+    model: str, oracle: modes.Oracle, kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_threads(monkeypatch)
+    check(model, oracle, 7, 2, **drafting(model, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("seed", range(50, 58))
+def test_ranks_that_share_keys_verify_drafts_at_length(
+    model: str, oracle: modes.Oracle, seed: int, kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_threads(monkeypatch)
+    if seed % 2:
+        monkeypatch.setattr(KeyShare, "passes_keys", lambda *_: False)
+    sizes = {"tensor_parallel_size": 1 + seed % 4 // 3, "pipeline_parallel_size": 1 + seed // 2 % 2}
+    check(model, oracle, seed, 2, **drafting(model, kind), **sizes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [*tiny.MODELS], indirect=True)
 @pytest.mark.parametrize("seed", range(30, 40))
@@ -128,10 +161,10 @@ def test_a_request_that_no_rank_could_hold_is_answered(tmp_path: Path, monkeypat
 
 def test_what_ranks_do_not_share_is_said_before_anything_starts(model: str) -> None:
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match="--context-parallel-size is 2, but drafts"):
-        spread(model, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
-    with pytest.raises(ConfigError, match="--context-parallel-size is 2, but adapters"):
-        spread(model, enable_lora=True)
+    with pytest.raises(ConfigError, match="--context-parallel-size is 2, but draft heads"):
+        spread(model, speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    with pytest.raises(ConfigError, match="--context-parallel-size is 2, but accepted branches"):
+        spread(model, speculative_config={"model": model, "num_speculative_tokens": 4, "tree": 2})
     if "gemma2" in model:
         with pytest.raises(ConfigError, match="5, but it does not divide the model's sliding window of 12 tokens"):
             spread(model, context_parallel_size=5)

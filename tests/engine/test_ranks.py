@@ -353,18 +353,23 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(llama: str, overlap: int, r
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "size", "stages"),
+    ("family", "targets", "sizes"),
     [
-        ("llama", EVERY, 2, 1),
-        ("llama", EVERY, 1, 2),
-        pytest.param("llama", EVERY, 2, 2, marks=pytest.mark.slow),
-        pytest.param("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), 2, 1, marks=pytest.mark.slow),
-        pytest.param("gemma2", ("q_proj", "o_proj", "down_proj", "embed_tokens"), 1, 2, marks=pytest.mark.slow),
+        ("llama", EVERY, (2, 1, 1)),
+        ("llama", EVERY, (1, 2, 1)),
+        ("llama", EVERY, (1, 1, 2)),
+        pytest.param("llama", EVERY, (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("llama", EVERY, (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), (2, 1, 1), marks=pytest.mark.slow),
+        pytest.param("gemma2", ("q_proj", "o_proj", "down_proj", "embed_tokens"), (1, 2, 1), marks=pytest.mark.slow),
+        pytest.param("gemma2", ("q_proj", "o_proj", "down_proj", "embed_tokens"), (1, 1, 3), marks=pytest.mark.slow),
     ],
 )
 def test_ranks_answer_with_adapters_as_one_does(
-    tmp_path: Path, family: str, targets: tuple[str, ...], size: int, stages: int
+    tmp_path: Path, family: str, targets: tuple[str, ...], sizes: tuple[int, int, int]
 ) -> None:
+    """On several stages or places of the keys, which propose and verify besides. Two prompts have rows enough for all
+    places, and a last one that another has computed."""
     made = tiny.create(family, seed=3, vocab_size=319)
     made.save_pretrained(tmp_path / "base")
     modules = [
@@ -373,20 +378,23 @@ def test_ranks_answer_with_adapters_as_one_does(
     ]
     asked = [LoRARequest("one"), None, LoRARequest("two")]
 
-    def answers(size: int, stages: int) -> list[list[int]]:
+    def answers(size: int, stages: int, places: int) -> list[list[int]]:
         ranks: dict[str, Any] = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
-        if stages > 1:  # which propose and verify besides
+        ranks["context_parallel_size"] = places
+        if stages * places > 1:
             ranks["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
         with ranked(str(tmp_path / "base"), **ranks, lora_modules=modules, max_loras=2) as llm:
             found = [
-                llm.generate([[5, 9, 200, 31], [7, 8], list(range(20))], GREEDY, use_tqdm=False, lora_request=lora)
+                llm.generate(
+                    [[5, 9, 200, 31], list(range(3, 30)), list(range(20))], GREEDY, use_tqdm=False, lora_request=lora
+                )
                 for lora in asked
             ]
             found.append(llm.generate([[5, 9, 200, 31]] * 3, GREEDY, use_tqdm=False, lora_request=asked))
         return [each.outputs[0].token_ids for some in found for each in some]
 
-    found = answers(size, stages)
-    assert found == answers(1, 1) and len({tuple(each) for each in found[9:]}) == 3
+    found = answers(*sizes)
+    assert found == answers(1, 1, 1) and len({tuple(each) for each in found[9:]}) == 3
 
 
 @pytest.mark.parametrize(

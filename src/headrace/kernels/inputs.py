@@ -205,17 +205,15 @@ class AdapterRows:
 
 def adapter_rows(slots: NDArray[np.int32], device: torch.device) -> AdapterRows | None:
     """``slots`` [rows]: of each row, or NO_SLOT. None where no row has one."""
-    if device.type != "cpu":
-        held = np.ascontiguousarray(slots, dtype=np.int32)
-        return (
-            AdapterRows(torch.from_numpy(held).pin_memory().to(device, non_blocking=True))
-            if (slots != NO_SLOT).any()
-            else None
-        )
-    grouped = group(slots, device)
-    return (
-        None if grouped is None else AdapterRows(torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int32)), grouped)
-    )
+    return slot_rows(slots, device) if (slots != NO_SLOT).any() else None
+
+
+def slot_rows(slots: NDArray[np.int32], device: torch.device) -> AdapterRows:
+    """The same, also where no row has one."""
+    held = torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int32))
+    if device.type == "cpu":
+        return AdapterRows(held, group(slots, device))
+    return AdapterRows(held.pin_memory().to(device, non_blocking=True))
 
 
 def group(slots: NDArray[np.int32], device: torch.device) -> Grouped | None:

@@ -190,7 +190,7 @@ def _own_block(spec: DecoderSpec, element_bytes: int) -> int:
 
 def _block_elements(kv: KVSpec, element_bytes: int) -> int:
     """0: its blocks do not hold a chunk, or do not begin at an address."""
-    size = kv.token_bytes * kv.block_size
+    size = kv.token_bytes * kv.held_tokens
     return 0 if size % (ADDRESS_UNIT * element_bytes) or size < LEAST_CHUNK * element_bytes else size // element_bytes
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.spec import DecoderSpec
+from headrace.speculative.settings import HEADS, read_settings
 
 Number = TypeVar("Number", bound=Any)  # int, or an array or tensor of them
 
@@ -53,10 +54,11 @@ def check_context(spec: DecoderSpec, config: EngineConfig) -> None:
 def _problems(spec: DecoderSpec, config: EngineConfig, size: int) -> Iterator[str]:
     if spec.pooling is not None or not spec.causal:
         yield "this model's prompts are pooled; use --data-parallel-size"
-    if config.scheduler.speculative_config is not None:
-        yield "drafts are not verified by ranks that share the keys yet; leave --speculative-config out"
-    if config.adapters.enable_lora:
-        yield "adapters are not computed by ranks that share the keys yet; use --tensor-parallel-size"
+    settings = read_settings(config.scheduler.speculative_config)
+    if settings is not None and settings.method in HEADS:
+        yield "draft heads go on from hidden states of all rows, of which each rank has its own; use another method"
+    if settings is not None and settings.tree is not None:
+        yield "accepted branches of a draft tree are not moved between ranks; leave tree out"
     for window in sorted({layer.window for layer in spec.layers if layer.window is not None}):
         if window % size:
             yield f"it does not divide the model's sliding window of {window} tokens; choose a number of ranks that does"

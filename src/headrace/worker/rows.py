@@ -39,6 +39,7 @@ from headrace.kernels.inputs import (
     PassedKeys,
     TreeInputs,
     adapter_rows,
+    slot_rows,
 )
 from headrace.kernels.operations import GATHER_INPUTS
 from headrace.kernels.rows.reference import write_rows
@@ -485,18 +486,20 @@ class Gather:
     device."""
 
     def __init__(self, rows: Rows, kernels: Kernels, tables: Sequence[Tensor] | None = None, ahead: int = 0) -> None:
-        """``tables``: instead of the rows' block tables. ``ahead``: by so many a token stands behind its position."""
+        """``tables``: instead of the rows' block tables; a draft's, which has all keys on every rank. ``ahead``: by so many a
+        token stands behind its position."""
         self._rows = rows
         self._ids = rows.token_ids[:, ahead:]
         self._tables = rows.tables if tables is None else tables
-        self._least_alone = LEAST_ALONE[rows.device.type] if rows.share is None else sys.maxsize
+        self._share = rows.share if tables is None else None
+        self._least_alone = LEAST_ALONE[rows.device.type] if self._share is None else sys.maxsize
         self._least_spread = LEAST_SPREAD[rows.device.type]
         self._gather = kernels.choose(GATHER_INPUTS, Facts(torch.int32))
 
     def inputs(self, plan: StepPlan, packing: Packing, slots: Ints | None = None) -> ForwardInputs:
         """At least one chunk. ``slots``: of its adapter, or none, for each; None: no chunk has one."""
-        if self._rows.share is not None and self._spreads(packing):
-            return self._spread(self._rows.share, plan, packing)
+        if self._share is not None and self._spreads(packing):
+            return self._spread(self._share, plan, packing, slots)
         parts = [
             np.asarray(plan.rows, dtype=np.int32),
             packing.query_start,
@@ -535,7 +538,7 @@ class Gather:
         tokens, chunks = len(packing.chunk), len(packing.context)
         return tokens > chunks and tokens >= self._least_spread and packing.position.min() >= 0
 
-    def _spread(self, share: KeyShare, plan: StepPlan, packing: Packing) -> ForwardInputs:
+    def _spread(self, share: KeyShare, plan: StepPlan, packing: Packing, slots: Ints | None) -> ForwardInputs:
         wanted = np.arange(len(packing.chunk), dtype=np.int32) if packing.wanted is None else packing.wanted
         found = spread_rows(share, packing.context, packing.chunk, packing.position, wanted)
         real = found.tokens >= 0
@@ -557,7 +560,12 @@ class Gather:
         attention = tuple(of_ranks(share, each, context, found.longest) for each in inputs.attention)
         if share.passes_keys(len(packing.chunk), int(packing.context.sum())):
             attention = tuple(self._passed(share, each, packing.context, *passed) for each in attention)
-        return replace(inputs, attention=attention, wanted=picked, order=order.long())
+        adapters = None
+        if slots is not None:  # they may be others' rows, whose results come here in the last layer
+            own = np.where(real, slots[packing.chunk[found.tokens]], NO_SLOT).astype(np.int32)
+            adapters = slot_rows(own, self._rows.device)
+            adapters = replace(adapters, wanted=adapter_rows(slots[packing.chunk[wanted]], self._rows.device))
+        return replace(inputs, attention=attention, wanted=picked, order=order.long(), adapters=adapters)
 
     def _passed(
         self, share: KeyShare, inputs: AttentionInputs, context: Ints, start: Tensor, seen: Tensor
@@ -590,7 +598,7 @@ class Gather:
     ) -> ForwardInputs:
         """The same from what is on the device already; ``whole``: over the scheduler's blocks also where ranks share
         the keys."""
-        share = None if whole else self._rows.share
+        share = None if whole else self._share
         rows, attention = self._rows, []
         for table, block_size in zip(self._tables, rows.block_sizes, strict=True):
             width = -(-longest_context // block_size)

@@ -133,13 +133,18 @@ class Setup:
 
     @property
     def draft_kv_specs(self) -> tuple[KVSpec, ...]:
-        return () if self.draft is None else self.draft.kv_specs(self.block_size, self.draft_dtype.itemsize)
+        """A draft has whole blocks of the scheduler's on every rank."""
+        return () if self.draft is None else self.draft.kv_specs(self._whole_block, self.draft_dtype.itemsize)
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """With what a draft keeps under the same numbers."""
         specs, draft = self.target_kv_specs, self.beside
-        return specs if draft is None else draft.beside(specs, self.block_size, self.draft_dtype.itemsize)
+        return specs if draft is None else draft.beside(specs, self._whole_block, self.draft_dtype.itemsize)
+
+    @property
+    def _whole_block(self) -> int:
+        return self.block_size * self.config.device.context_parallel_size
 
     @property
     def adapter_layout(self) -> Layout | None:
