@@ -89,6 +89,23 @@ def test_every_length_is_the_twins_to_the_bit_again(heads: int, kv_heads: int, d
         assert all(torch.equal(attend(prompts, case, inputs), got) for _ in range(3))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_the_log_of_the_sum_is_the_twins(heads: int, kv_heads: int, dim: int) -> None:
+    """Also of rows that see nothing, which are -inf, and of tokens of no sequence; and the answer keeps its bits."""
+    lengths = [*ODD, (200, 130), (70, 0)]
+    case, inputs = on_card(
+        PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=64), beyond=3
+    )
+    case.q[::5] *= 20.0
+    out, prompts = torch.empty(case.q.shape, device="cuda", dtype=torch.bfloat16), prompts_of(heads, kv_heads, dim)
+    got, want = (torch.full(case.q.shape[:2], 5.0, device="cuda") for _ in range(2))
+    of = case.q, case.k_cache, case.v_cache, inputs, dim**-0.5
+    assert prompts.attend(case.q, out, *of[1:], 0, got)
+    reference.paged_attention(*of, None, None, lse=want)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=3e-3)
+    assert got.isneginf().any() and torch.equal(out, attend(prompts, case, inputs))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("scale", [80.0, 1000.0])
 def test_scores_that_grow_beyond_a_base(dim: int, scale: float) -> None:

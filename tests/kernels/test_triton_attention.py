@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +222,20 @@ def test_single_queries_before_prompts_may_be_somebody_elses(
     want[: 2 if asked else 0] = 0.0
     assert_close(got, want, case.q.dtype)
     assert attention.singles.asked == asked  # type: ignore[union-attr]
+
+
+def test_where_parts_are_merged_prompts_go_to_whoever_keeps_sums_and_single_queries_do_not() -> None:
+    class Takes:
+        def attend(self, q: Any, out: torch.Tensor, *how: Any) -> bool:
+            given.append(how[-1])
+            out.fill_(2.0)
+            return True
+
+    given: list[Any] = []
+    attention = PagedAttention(64, 2, 2, True, lse=True, prompts=Takes())  # type: ignore[arg-type]
+    for lengths, served in (([(1, 9), (1, 4)], False), ([(9, 12), (1, 4)], True)):
+        case = PagedCase(lengths, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
+        sums = torch.empty(case.q.shape[:2])
+        out = attention(case.q, case.k_cache, case.v_cache, case.inputs, 0.1, None, None, None, sums)
+        assert bool((out == 2.0).all()) is served
+        assert [each is sums for each in given] == [True] * served

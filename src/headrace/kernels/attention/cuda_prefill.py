@@ -105,10 +105,11 @@ class Prompts:
         self._maps: dict[tuple[int, ...], TensorMap] = {}
 
     def attend(
-        self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, few: int
-    ) -> bool:
+        self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, few: int,
+        lse: Tensor | None = None,
+    ) -> bool:  # fmt: skip
         """Fills ``out`` [T, Hq, D] for the sequences with more than ``few`` queries, and with zeros for tokens of no
-        sequence.
+        sequence; ``lse`` [T, Hq], float32, likewise with the log of the sum of exponentials, and with -inf.
 
         False: nothing was done. ``q`` [T, Hq, D], caches [blocks, Hk, block_size, D]; see PagedAttention.
         """
@@ -123,11 +124,11 @@ class Prompts:
         strides = (stride // dim for cache in (k_cache, v_cache) for stride in cache.stride()[:2])
         items = (tokens // self._rows + sequences) * kv_heads
         numbers = (tokens, sequences, few, kv_heads, *strides, inputs.block_table.stride(0), size.bit_length() - 1)
-        tensors = (out, inputs.block_table, inputs.query_start, inputs.context_len, self._ticket)
+        tensors = (out, inputs.block_table, inputs.query_start, inputs.context_len, self._ticket, lse)
         function.launch(
             min(items, self._variants.processors), 128 * (FORMS[dim].groups + 1), torch.cuda.current_stream(q.device).cuda_stream,
             tensor_map(q, self._rows, self._group, 64), self._map(k_cache), self._map(v_cache),
-            *(c_void_p(tensor.data_ptr()) for tensor in tensors), *map(c_int, numbers), c_float(scale * math.log2(math.e)),
+            *(c_void_p(None if each is None else each.data_ptr()) for each in tensors), *map(c_int, numbers), c_float(scale * math.log2(math.e)),
         )  # fmt: skip
         return True
 

@@ -116,7 +116,7 @@ class PagedAttention:
     not for float16. ``prompts``: attends to sequences of many queries where there is no window and no cap, and keys and
     values lie as it wants; ``singles``: to those of one query beside them. ``kv``: calls come with ``quantized`` caches
     of that format, uint8 (kv_codes.py). ``lse``: calls want the log-sum-exp, too;
-    ``invariant`` then. Tokens of trees are computed again, by what they see (triton_tree.py). Calls of one object must
+    ``invariant`` then, but for ``prompts``. Tokens of trees are computed again, by what they see (triton_tree.py). Calls of one object must
     follow each other on the device.
     """
 
@@ -196,17 +196,18 @@ class PagedAttention:
         return self.singles
 
     def _attend_many(self, call: prefill.Attended, few: int) -> None:
-        if (
-            self.prompts is not None
-            and call.window is None
-            and call.soft_cap is None
-            and self.prompts.attend(*call[:6], few)
-        ):
+        prompts = self._for_prompts(call)
+        if prompts is not None and prompts.attend(*call[:6], few, call.lse):
             return
         room = prefill.bulk_keys(call.k_cache, call.v_cache) if self.bulk and call.quantized is None else 0
         large = (invariant_tiles if self.invariant else prefill_tiles)(call.q.dtype, self.head_dim, self.group, room)
         bulk, tickets = room >= large.keys, self._scratch.tickets
         prefill.attend(call, few, large, bulk, self.processors, tickets)
+
+    def _for_prompts(self, call: prefill.Attended) -> Prompts | None:
+        """Where sums are asked for, single queries come as well, and would leave most of its rows empty."""
+        single = self.lse and call.inputs.max_query_len <= _rows(self.group) // self.group
+        return None if single or call.window is not None or call.soft_cap is not None else self.prompts
 
     def _plan(self, inputs: AttentionInputs, window: int | None, few: int, kv_heads: int, tiles: Tiles) -> plan.Plan:
         """Made by the first layer of a step; the others bring the same inputs."""
@@ -252,7 +253,7 @@ class PagedAttention:
         """Many sequences are computed in tiles of their own, whether they share keys or not."""
         long = _Case(1, _rows(self.group) // self.group + 1)
         if self.invariant:
-            return [long]
+            return [long, _Case(1, 1)] if self.lse and self.prompts is not None else [long]
         few, many = (
             decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=each) for each in (False, True)
         )
@@ -329,7 +330,9 @@ def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
     bulk, group = capability[0] == 9, site.facts.num_heads // site.facts.num_kv_heads
     kv = site.facts.kv  # the kernels in CUDA C++ read none but plain caches
     invariant = site.invariant or site.facts.lse
-    wanted = kv is None and site.uses("cuda_prefill") and not invariant and why_not(dtype, head_dim, capability) is None
+    wanted = (
+        kv is None and site.uses("cuda_prefill") and not site.invariant and why_not(dtype, head_dim, capability) is None
+    )
     prompts = Prompts(head_dim, group, site.device) if wanted else None
     flags = invariant, bulk, dtype, site.device
     singles = None if invariant else create_singles(site)

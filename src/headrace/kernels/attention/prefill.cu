@@ -9,6 +9,8 @@
 // No row looks for its highest score but where it is masked: powers of 2 are relative to a base, the highest of its first tile, until their
 // sum grows beyond LARGEST (FlashDecoding++, Hong et al. 2024, has one base for all rows). Then the tile is weighed again with a higher base.
 //
+// ``lse`` [tokens, heads], if it is given, gets the log of each row's sum of exponentials, as which parts of keys are merged.
+//
 // Given from outside: DIM, GROUP, WGS, STAGES, and the instructions scores() and weighted().
 #define KEYS 128
 #define ROWS (64 * WGS)
@@ -177,8 +179,8 @@ __device__ __forceinline__ void produce(const Map *q_map, const Map *k_map, cons
 
 extern "C" __global__ void __launch_bounds__(128 * (WGS + 1), 1)
 prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, const __grid_constant__ Map v_map, u16 *out, const int *table,
-    const int *query_start, const int *context_len, u32 *ticket, int tokens, int sequences, int few, int kv_heads, int k_block, int k_head,
-    int v_block, int v_head, int table_row, int shift, float scale) {
+    const int *query_start, const int *context_len, u32 *ticket, float *lse, int tokens, int sequences, int few, int kv_heads, int k_block,
+    int k_head, int v_block, int v_head, int table_row, int shift, float scale) {
   extern __shared__ unsigned char raw[];
   u32 base = (shared(raw) + 1023) & ~1023u;
   const u32 q_at = base, k_at = q_at + Q_BYTES, v_at = k_at + STAGES * KV_BYTES, bars = v_at + STAGES * KV_BYTES;
@@ -210,8 +212,10 @@ prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, co
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WGS == 2 ? 232 : 160));
   int thread = threadIdx.x % 128, lane = thread % 32, t = lane % 4, row = wg * 64 + thread / 32 * 16 + lane / 4;
   const long long stride = (long long)kv_heads * (GROUP * DIM);  // of out, in elements
-  for (long long token = query_start[sequences] + blockIdx.x; token < tokens; token += gridDim.x)  // tokens of no sequence
+  for (long long token = query_start[sequences] + blockIdx.x; token < tokens; token += gridDim.x) {  // tokens of no sequence
     for (int i = threadIdx.x - 128; i < stride / 8; i += 128 * WGS) *(uint4 *)(out + token * stride + 8 * i) = make_uint4(0, 0, 0, 0);
+    if (lse) for (int i = threadIdx.x - 128; i < kv_heads * GROUP; i += 128 * WGS) lse[token * kv_heads * GROUP + i] = NOTHING;
+  }
   const u64 q_rows = described(q_at + wg * 8192);
   int mine = 1 + wg, others = 1 + (wg + 1) % WGS;
   int ks = 0, vs = 0, kp = 0, vp = 0, qp = 0, ip = 0;
@@ -294,6 +298,8 @@ prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, co
       float by = mass[r] == 0.0f ? 0.0f : 1.0f / mass[r];
       int pair = row + 8 * r, query = pair / GROUP;
       u16 *to = out + (token + query) * stride + (head + pair % GROUP) * DIM;
+      if (lse && t == 0 && query < live && pair < QUERIES * GROUP)  // natural, of the row's scores; base and mass are of powers of 2
+        lse[(long long)(token + query) * kv_heads * GROUP + head + pair % GROUP] = (base[r] + log2f(mass[r])) * 0.6931472f;
 #pragma unroll
       for (int g = 0; g < DIM / 32; g++) {
         u32 q[4];
