@@ -34,6 +34,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "lab.embeddings", "texts embedded by the engine and in a torch loop, in turn", model=True, engine=True
     ),
     "sleep": Benchmark("lab.sleep", "asleep and awake again, beside the link's time", model=True, engine=True),
+    "share": Behind("lab.share", "processes with one copy of the weights: ready when, with how much memory"),
     "skip": Benchmark("lab.skip", "does the device wait for launches, or they for it (GPU)", model=True, engine=True),
     "rival": Benchmark("lab.rival", "the same shape on llama.cpp, both sides in turn", model=True, engine=True),
     "arena": Benchmark(

@@ -88,7 +88,7 @@ class ModelConfig:
     )
     share_weights: bool = option(
         False,
-        "on a CPU: hold the weights in shared memory, from which other processes of this host that serve the model take them",
+        "hold the weights in memory that other processes of this host which serve the model can use, too",
     )
     max_model_len: int | None = option(
         None, "maximum sequence length in tokens; default: what model and memory allow", size=True, minimum=2

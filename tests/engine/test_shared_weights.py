@@ -70,7 +70,7 @@ def fill(held: nn.Module, value: float) -> None:
 
 
 def test_what_a_crash_left_is_taken_if_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_weights, "_leave", lambda fd, path: os.close(fd))  # as a process that is killed
+    monkeypatch.setattr(shared_weights, "leave", lambda fd, path: os.close(fd))  # as a process that is killed
     before, held, third = files(), [module(0), module(0)], module(0)
     try:
         assert not share_weights(held[0], ("crash",), lambda: fill(held[0], 2.5))

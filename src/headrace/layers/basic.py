@@ -29,18 +29,13 @@ from headrace.kernels.operations import (
     ROTARY_WRITE,
     WHOLE_ATTENTION,
 )
-from headrace.layers.context import LayerContext
+from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.delta import Delta
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.packed import Piece, create_pieces
 from headrace.parallel.group import Group
 from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation, DecoderSpec, KVFormat, LayerSpec
-
-
-def empty_parameter(context: LayerContext, *shape: int) -> nn.Parameter:
-    """Memory for a weight that the loader fills."""
-    return nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device), requires_grad=False)
 
 
 class RMSNorm(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from headrace.kernels import Kernels
 from headrace.parallel.group import Group
@@ -17,7 +18,8 @@ from headrace.spec import KVFormat
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """``composes``: products may take in what stands around them. ``kv``: how the cache holds keys and values; None: in
-    ``dtype``. ``group``: the ranks that share the model; ``keys``: those that share the keys; None: there is one."""
+    ``dtype``. ``group``: the ranks that share the model; ``keys``: those that share the keys; None: there is one.
+    ``weights``: "meta", where parameters get their memory later."""
 
     dtype: torch.dtype
     device: torch.device
@@ -26,3 +28,10 @@ class LayerContext:
     kv: KVFormat | None = None
     group: Group | None = None
     keys: Group | None = None
+    weights: torch.device | None = None
+
+
+def empty_parameter(context: LayerContext, *shape: int) -> nn.Parameter:
+    """Memory for a weight that the loader fills."""
+    place = context.weights or context.device
+    return nn.Parameter(torch.empty(shape, dtype=context.dtype, device=place), requires_grad=False)

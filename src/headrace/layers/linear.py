@@ -32,7 +32,7 @@ from headrace.kernels.operations import (
     PACKED_FUSED,
     PACKED_LINEAR,
 )
-from headrace.layers.context import LayerContext
+from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.delta import Delta
 from headrace.layers.packed import Piece, create_pieces
 from headrace.sites import Role, Split, Weight
@@ -141,12 +141,9 @@ class Linear(nn.Module):
         self._sum = context.group.all_reduce if context.group is not None and site.split is Split.ROW else None
         if activation is not None:
             self._act = context.kernels.choose(GATED_ACTIVATION if site.gated else ACTIVATION, Facts(context.dtype))
-        self.register_parameter("weight", None if site.formats else self._empty(site.outs, site.ins))
-        self.register_parameter("bias", self._empty(site.outs) if site.bias else None)
+        self.register_parameter("weight", None if site.formats else empty_parameter(context, site.outs, site.ins))
+        self.register_parameter("bias", empty_parameter(context, site.outs) if site.bias else None)
         self.pieces = create_pieces(site, context)
-
-    def _empty(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self._context.device), requires_grad=False)
 
     def tie_weight(self, weight: nn.Parameter | None, pieces: nn.ModuleList) -> None:  # [out, in]
         """Reads what stays its owner's (and is named once by ``named_parameters``). Before ``finish_loading``."""

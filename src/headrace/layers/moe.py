@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from headrace.kernels.candidate import ExpertFacts
 from headrace.kernels.operations import MOE, PACKED_MOE
-from headrace.layers.basic import empty_parameter
-from headrace.layers.context import LayerContext
+from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.packed import Piece, create_pieces
 from headrace.sites import Role, Weight

@@ -1,5 +1,6 @@
 """Weights in host memory that all processes of one user share which serve the same model on a CPU (ServerlessLoRA, Sui
-et al. 2025): whoever comes first reads them from disk, whoever comes later maps what is there.
+et al. 2025): whoever comes first reads them from disk, whoever comes later maps what is there. (On a GPU:
+worker/shared_device.py.)
 
     one file in shared memory    length of the header | names, types, shapes | tensors, each on a line of its own
     who has it open              a shared lock; who fills or removes it: an exclusive one
@@ -44,14 +45,12 @@ class _Entry:
 def share_weights(module: nn.Module, key: Sequence[object], fill: Callable[[], None]) -> bool:
     """Fills the parameters by ``fill``, or with what another process has filled its own with: True then. ``key``: all
     that the values depend on. They are mapped privately: who writes gets a copy. Raises ModelError."""
-    name = hashlib.sha256(repr(tuple(key)).encode()).hexdigest()[:32]
-    folder = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
-    path = folder / f"headrace-{os.getuid()}-{name}"
-    fd = _open(path, fcntl.LOCK_SH)
+    path = meeting_place(key)
+    fd = open_locked(path, fcntl.LOCK_SH)
     found = (entries := _entries(fd)) is not None
     if not found:
         os.close(fd)
-        fd = _open(path, fcntl.LOCK_EX)
+        fd = open_locked(path, fcntl.LOCK_EX)
     try:
         found = (entries := entries or _entries(fd)) is not None
         if entries is None:
@@ -62,11 +61,18 @@ def share_weights(module: nn.Module, key: Sequence[object], fill: Callable[[], N
     except BaseException:
         os.close(fd)
         raise
-    weakref.finalize(module, _leave, fd, path)
+    weakref.finalize(module, leave, fd, path)
     return found
 
 
-def _open(path: Path, lock: int) -> int:
+def meeting_place(key: Sequence[object]) -> Path:
+    """Of this user's processes."""
+    name = hashlib.sha256(repr(tuple(key)).encode()).hexdigest()[:32]
+    folder = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
+    return folder / f"headrace-{os.getuid()}-{name}"
+
+
+def open_locked(path: Path, lock: int) -> int:
     """Locked, with its name: shared, nobody fills it; exclusive, nobody has it. Raises ModelError for what is somebody
     else's."""
     while True:
@@ -153,7 +159,8 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _leave(fd: int, path: Path) -> None:
+def leave(fd: int, path: Path) -> None:
+    """The last one removes it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # others go on with it

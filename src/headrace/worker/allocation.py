@@ -83,9 +83,19 @@ class Allocation:
         self.room = Room(self._available(), self._bounds())
         self._arena = 0  # bytes that steps share
         self._scratch = 0  # bytes that libraries keep
+        self._found, self._given = (
+            0,
+            0,
+        )  # bytes of weights that other processes hold, and that this one has put beside torch's
+
+    def share(self, size: int, *, ours: bool) -> None:
+        """So many bytes of weights lie in memory of several processes, which this one has filled, or others have."""
+        self._found, self._given = (0, size) if ours else (size, 0)
 
     def draft(self) -> KVPlan:
         """Before anything is loaded. A CPU's plan is final; on a GPU sequences will be no longer than this says."""
+        if not self._setup.on_cpu and self._setup.config.model.share_weights:  # they may be there
+            return self.plan(Room(self.room.available, {}))
         check_weights_fit(self.room, self._setup.device)
         if self._setup.on_cpu:
             return self.plan(self.room)
@@ -126,15 +136,15 @@ class Allocation:
         setup = self._setup
         graphs, self._arena = self._take_largest_steps(longest, create_runner, create_graphs)
         weights, drafts = weight_bytes(decoder), self.room.purposes.get("draft model", 0)
-        self._scratch = self._meter.kept(weights + drafts)
+        self._scratch = self._meter.kept(weights - self._found - self._given + drafts)
         purposes = {
-            "weights": weights,
+            "weights": weights - self._found,
             "draft model": drafts,
             "activations": self._arena + SMALL_BYTES,
             "graphs": graphs,
             "rows": row_bytes(setup.rows, longest, setup.spec.vocab_size, setup.block_sizes),
             "context": self._meter.context,
-            "kernels": self._meter.code() + self._scratch,
+            "kernels": self._meter.code(self._given) + self._scratch,
         }
         self.room = Room(self.room.available, purposes)
         check_weights_fit(self.room, setup.device)
@@ -181,12 +191,16 @@ class Allocation:
     def account(self, decoder: nn.Module, plan: KVPlan, rows: Rows, *, process: int, kernels: int) -> dict[str, int]:
         """Bytes by purpose. ``process``, ``kernels``: of the host, before the model and by a first step; a GPU's are
         its own."""
-        tensors = {"weights": weight_bytes(decoder), "kv_cache": plan.num_bytes, "rows": rows.num_bytes}
+        tensors = {"weights": weight_bytes(decoder) - self._found, "kv_cache": plan.num_bytes, "rows": rows.num_bytes}
         activations = self.room.purposes["activations"]
         if self._meter is None:
             return {"process": process, "kernels": kernels, **tensors, "activations": activations}
         meter = self._meter
-        outside = {"context": meter.context, "kernels": meter.code() + self._scratch, "in use before": meter.others}
+        outside = {
+            "context": meter.context,
+            "kernels": meter.code(self._given) + self._scratch,
+            "in use before": meter.others,
+        }
         return {**tensors, "activations": activations, "graphs": meter.graphs, **outside}
 
     # --- parts

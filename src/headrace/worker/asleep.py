@@ -15,29 +15,15 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    Structure,
-    byref,
-    c_int,
-    c_size_t,
-    c_ssize_t,
-    c_ubyte,
-    c_uint64,
-    c_ushort,
-    c_void_p,
-)
+from ctypes import CFUNCTYPE, byref, c_int, c_size_t, c_ssize_t, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.errors import OutOfMemory
-
-GIB = 2**30
+from headrace.worker.virtual_memory import GIB, VirtualMemory, check, driver
 
 
 class Asleep(Protocol):
@@ -75,58 +61,11 @@ class HostPages:
         self._tensors = ()
 
 
-# --- the driver's virtual memory management
+# --- a GPU's
 
 
-class _Location(Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class _Kind(Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("handles", c_int),
-        ("location", _Location),
-        ("win32", c_void_p),
-        ("compression", c_ubyte),
-        ("rdma", c_ubyte),
-        ("usage", c_ushort),
-        ("reserved", c_ubyte * 4),
-    )
-
-
-class _Access(Structure):
-    _fields_ = (("location", _Location), ("flags", c_int))
-
-
-_PINNED, _DEVICE, _READ_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2
 _ALLOCATE = CFUNCTYPE(c_void_p, c_ssize_t, c_int, c_void_p)  # size, device, stream
 _FREE = CFUNCTYPE(None, c_void_p, c_ssize_t, c_int, c_void_p)
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")
-    library.cuMemAddressReserve.argtypes = (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64)
-    library.cuMemCreate.argtypes = (POINTER(c_uint64), c_size_t, POINTER(_Kind), c_uint64)
-    library.cuMemMap.argtypes = (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64)
-    library.cuMemSetAccess.argtypes = (c_uint64, c_size_t, POINTER(_Access), c_size_t)
-    library.cuMemUnmap.argtypes = library.cuMemAddressFree.argtypes = (c_uint64, c_size_t)
-    library.cuMemRelease.argtypes = (c_uint64,)
-    library.cuMemHostAlloc.argtypes = (POINTER(c_void_p), c_size_t, c_int)
-    library.cuMemFreeHost.argtypes = (c_void_p,)
-    library.cuMemcpyDtoHAsync_v2.argtypes = (c_void_p, c_uint64, c_size_t, c_void_p)
-    library.cuMemcpyHtoDAsync_v2.argtypes = (c_uint64, c_void_p, c_size_t, c_void_p)
-    return library
-
-
-def _check(status: int, what: str) -> None:
-    if status == _OUT_OF_MEMORY:
-        raise OutOfMemory(f"There is no memory for {what}. Free some, and try again.")
-    if status:
-        raise RuntimeError(f"CUDA answered {status} to {what}")
 
 
 @dataclass(slots=True)
@@ -146,8 +85,7 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self.restore: Callable[[], None] = lambda: None
         self._device = device
-        place = _Location(_DEVICE, torch.cuda.current_device())
-        self._kind, self._access = _Kind(type=_PINNED, location=place), _Access(place, _READ_WRITE)
+        self._memory = VirtualMemory()
         self._regions: dict[int, _Region] = {}  # by address
         self._host = c_void_p()
         self._host_size = 0
@@ -190,40 +128,34 @@ class DeviceMemory:
     # --- regions
 
     def _allocate(self, size: int, kept: bool) -> int:
-        driver, grain, address = _driver(), c_size_t(), c_uint64()
-        _check(driver.cuMemGetAllocationGranularity(byref(grain), byref(self._kind), 0), "its granularity")
-        size = -(-size // grain.value) * grain.value
-        _check(driver.cuMemAddressReserve(byref(address), size, 0, 0, 0), f"{size} bytes of addresses")
-        region = _Region(address.value, size, kept)
+        size = self._memory.whole(size)
+        region = _Region(self._memory.reserve(size), size, kept)
         try:
             self._map(region)
         except Exception:
-            driver.cuMemAddressFree(region.address, region.size)
+            driver().cuMemAddressFree(region.address, region.size)
             raise
         self._regions[region.address] = region
         return region.address
 
     def _map(self, region: _Region) -> None:
-        driver, handle = _driver(), c_uint64()
-        what = f"{region.size / GIB:.2f} GiB of the device"
-        _check(driver.cuMemCreate(byref(handle), region.size, byref(self._kind), 0), what)
-        region.handle = handle.value
+        region.handle = self._memory.create(region.size)
         try:
-            _check(driver.cuMemMap(region.address, region.size, 0, region.handle, 0), what)
-            _check(driver.cuMemSetAccess(region.address, region.size, byref(self._access), 1), what)
+            self._memory.map(region.address, region.size, region.handle)
         except Exception:
-            self._unmap(region)
+            driver().cuMemRelease(region.handle)
+            region.handle = 0
             raise
 
     def _unmap(self, region: _Region) -> None:
         if region.handle:
-            _driver().cuMemUnmap(region.address, region.size)
-            _driver().cuMemRelease(region.handle)
+            driver().cuMemUnmap(region.address, region.size)
+            driver().cuMemRelease(region.handle)
             region.handle = 0
 
     def _free(self, region: _Region) -> None:
         self._unmap(region)
-        _driver().cuMemAddressFree(region.address, region.size)
+        driver().cuMemAddressFree(region.address, region.size)
 
     # --- sleep
 
@@ -236,8 +168,8 @@ class DeviceMemory:
         self._reserve_host(sum(region.size for region in kept))
         place = self._host.value or 0
         for region in kept:
-            copied = _driver().cuMemcpyDtoHAsync_v2(place, region.address, region.size, self._stream)
-            _check(copied, "a copy of weights")
+            copied = driver().cuMemcpyDtoHAsync_v2(place, region.address, region.size, self._stream)
+            check(copied, "a copy of weights")
             place += region.size
         torch.cuda.synchronize(self._device)
         for region in self._regions.values():
@@ -253,8 +185,8 @@ class DeviceMemory:
             for region in regions:
                 self._map(region)
                 if region.kept:
-                    copied = _driver().cuMemcpyHtoDAsync_v2(region.address, place, region.size, self._stream)
-                    _check(copied, "a copy of weights")
+                    copied = driver().cuMemcpyHtoDAsync_v2(region.address, place, region.size, self._stream)
+                    check(copied, "a copy of weights")
                     place += region.size
         except OutOfMemory:
             torch.cuda.synchronize(self._device)
@@ -271,12 +203,12 @@ class DeviceMemory:
     def _reserve_host(self, size: int) -> None:
         if size > self._host_size:
             if self._host_size:
-                _driver().cuMemFreeHost(self._host)
+                driver().cuMemFreeHost(self._host)
             self._host, self._host_size = c_void_p(), 0
-            _check(_driver().cuMemHostAlloc(byref(self._host), size, 0), f"{size / GIB:.2f} GiB of pinned host memory")
+            check(driver().cuMemHostAlloc(byref(self._host), size, 0), f"{size / GIB:.2f} GiB of pinned host memory")
             self._host_size = size
 
     def close(self) -> None:
         if self._host_size:
-            _driver().cuMemFreeHost(self._host)
+            driver().cuMemFreeHost(self._host)
             self._host_size = 0

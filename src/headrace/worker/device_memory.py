@@ -88,10 +88,10 @@ class DeviceMeter:
         self._graphs_outside = 0
         take_scratch(device)
 
-    def code(self) -> int:
+    def code(self, weights: int = 0) -> int:
         """Bytes of kernels' machine code and libraries' handles so far: what is outside the allocator and came after
-        the context."""
-        return max(0, device_use(self._device).outside - self._first.outside - self._graphs_outside)
+        the context, but for ``weights`` that lie there."""
+        return max(0, device_use(self._device).outside - self._first.outside - self._graphs_outside - weights)
 
     def kept(self, known: int) -> int:
         """Bytes of tensors that came since the beginning, beside ``known`` ones: what libraries keep for themselves

@@ -185,14 +185,15 @@ def resolve_setup(config: EngineConfig, spec: DecoderSpec) -> Setup:
 
 def check_sharing(setup: Setup) -> None:
     """Raises ConfigError where processes cannot share weights."""
-    if setup.device.type != "cpu":
+    if setup.device.type != "cpu" and setup.config.device.enable_sleep_mode:
         raise ConfigError(
-            "--share-weights shares host memory, but this model is on a GPU; leave it out, or use --device cpu."
+            "--share-weights holds weights that other processes compute with, so they cannot sleep; leave it out, or "
+            "--enable-sleep-mode."
         )
     if not is_plain(setup.spec):
         raise ConfigError(
             "--share-weights shares weights that are computed with as they are stored, but quantized ones are packed for "
-            "this CPU by each process; leave it out, or use --quantization none."
+            "this device by each process; leave it out, or use --quantization none."
         )
 
 

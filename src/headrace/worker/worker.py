@@ -81,6 +81,7 @@ from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup, check_sharing, resolve_setup
+from headrace.worker.shared_device import DeviceSpans, share_on_device
 from headrace.worker.speculator import LookupProposer, Proposer, Speculator
 from headrace.worker.staged_drafts import StagedSpeculator
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
@@ -239,7 +240,9 @@ class Worker:
         if self._apart is not None and self._apart.elsewhere:
             self._draft_places = places_elsewhere(self._setup, longest)
         with self._memory.explaining("weights"), self._lasting():
-            groups = {"group": self._group, "keys": self._keys}
+            groups: dict[str, Any] = {"group": self._group, "keys": self._keys}
+            if self._shares_device:
+                groups["weights_on"] = torch.device("meta")
             self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, **groups)
             self._draft, self._head = self._create_draft(longest), self._create_head(longest)
         self._build_kernels(longest)
@@ -392,11 +395,12 @@ class Worker:
         return self._setup.draft_dtype if decoder is self._draft else self._setup.dtype
 
     def _share(self, decoder: Decoder, source: ModelSource, fill: Callable[[], None]) -> None:
-        if not self._config.model.share_weights:
+        if not self._config.model.share_weights or (self._cuda and decoder is not self._decoder):
             return fill()
         group = None if self._group is None else (self._group.rank, self._group.size)
         key = (
             source.path.resolve(),
+            source.path.stat().st_mtime_ns,
             source.weights,
             source.revision,
             decoder.spec,
@@ -404,7 +408,8 @@ class Worker:
             self._config.model.seed,
             group,
         )
-        found = share_weights(decoder, key, fill)
+        share = self._share_on_device if self._shares_device else share_weights
+        found = share(decoder, key, fill)
         said = (
             "another process of this host has them in memory"
             if found
@@ -412,6 +417,22 @@ class Worker:
         )
         self._formats = (*self._formats, Decision("weights", "shared", said))
         return None
+
+    @property
+    def _shares_device(self) -> bool:
+        return self._cuda and self._config.model.share_weights
+
+    def _share_on_device(self, decoder: Decoder, key: Sequence[object], fill: Callable[[], None]) -> bool:
+        device = self._setup.device
+
+        def fill_all() -> None:
+            fill()
+            torch.cuda.synchronize(device)  # before others read them
+
+        card = torch.cuda.get_device_properties(device).uuid
+        found = share_on_device(decoder, (*key, str(card), torch.__version__), fill_all, DeviceSpans())
+        self._memory.share(sum(each.nbytes for each in decoder.parameters()), ours=not found)
+        return found
 
     def _fill_head(self, head: DraftHead, source: ModelSource) -> None:
         if source.weights is WeightFormat.DUMMY:

@@ -1,0 +1,116 @@
+"""``python -m lab share``: how long processes with one copy of the weights take to be ready, what each
+adds to the device's memory, and what they say once the first of them has gone.
+
+What lives here: these processes, their times and memory. What may not: sharing (worker/shared_device.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.bench.arguments import count
+from headrace.config import EngineConfig
+from lab.jobs import config_for, flags_of
+
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="Llama-3.1-8B", help="a folder, or a shape of lab/shapes (default: %(default)s)"
+    )
+    parser.add_argument("--processes", type=count, default=3, help="one after another (default: 3)")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the engine, behind --")
+
+
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    flags = ["--share-weights", *flags_of(config_for(args.model, config), args.flags)]
+    before, children = _used(), list[subprocess.Popen[str]]()
+    try:
+        for number in range(1, args.processes + 1):
+            begin = time.perf_counter()
+            children.append(_start(flags))
+            said = _heard(children[-1])
+            seconds, used = time.perf_counter() - begin, _used()
+            stages = ", ".join(f"{name} {each:.2f}" for name, each in said["stages"].items())
+            print(
+                f"process {number}: ready after {seconds:.2f} s, {(used - before) / GIB:.2f} GiB more; {said['weights']}"
+            )
+            print(f"  {stages}; {' '.join(map(str, said['answer']))}")
+            before = used
+        first = children.pop(0)
+        first.communicate("end\n")  # as one that is told to
+        print(f"without the first: {(_used() - before) / GIB:+.2f} GiB")
+        print(
+            "the same answers" if len({_again(each) for each in children} | {tuple(said["answer"])}) == 1 else "OTHERS"
+        )
+        for each in children:
+            each.communicate("end\n")
+    finally:
+        for each in children:
+            each.kill()
+            each.wait()
+    print(f"without any: {(_used() - before) / GIB:+.2f} GiB")
+    return 0
+
+
+def _start(flags: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lab.share", *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _heard(child: subprocess.Popen[str]) -> dict[str, Any]:
+    assert child.stdout is not None
+    found: dict[str, Any] = json.loads(child.stdout.readline())
+    return found
+
+
+def _again(child: subprocess.Popen[str]) -> tuple[int, ...]:
+    assert child.stdin is not None
+    child.stdin.write("again\n")
+    child.stdin.flush()
+    return tuple(_heard(child)["answer"])
+
+
+def _used() -> int:
+    """Bytes of the card, of this process's context too; 0 where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def _serve(flags: Sequence[str]) -> None:
+    """A process that answers whenever a line comes."""
+    from headrace.engine.llm import LLM
+    from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config
+    from headrace.request import SamplingParams
+
+    parser = CommandParser(prog="python -m lab.share")
+    add_model_argument(parser)
+    add_config_flags(parser, EngineConfig)
+    with LLM.from_config(engine_config(parser.parse_args(list(flags)))) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+        def answer() -> list[int]:
+            ask = {"prompt_token_ids": list(range(1, 33))}
+            return list(llm.generate([ask], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+        weights = next((each.reason for each in llm.info.decisions if each.value == "shared"), "not shared")
+        stages = llm.engine.core.executor.info.start_seconds
+        print(json.dumps({"answer": answer(), "weights": weights, "stages": stages}), flush=True)
+        while sys.stdin.readline().strip() == "again":
+            print(json.dumps({"answer": answer()}), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1:])
