@@ -18,6 +18,9 @@ GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, default=3, help="times that it sleeps at each level (default: 3)")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, metavar="SECONDS", help="that it sleeps, once it does (default: 0)"
+    )
     parser.add_argument("--levels", nargs="+", type=int, default=[1, 2], metavar="LEVEL", help="(default: 1 2)")
 
 
@@ -53,6 +56,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         for level in args.levels:
             for _ in range(args.repeats):
                 slept = seconds(lambda level=level: llm.sleep(level))  # type: ignore[misc]
+                time.sleep(args.pause)
                 asleep, woken = used(), seconds(llm.wake_up)
                 first, same = seconds(answer), answer() == before
                 print(

@@ -177,7 +177,7 @@ class DeviceMemory:
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Weights are on their way while the memory for KV is still being mapped."""
+        """Weights are on their way while the memory for KV is still being mapped, and torch's own is allocated."""
         regions = sorted((each for each in self._regions.values() if not each.handle), key=lambda each: not each.kept)
         torch.cuda.empty_cache()
         place = self._host.value or 0
@@ -193,8 +193,8 @@ class DeviceMemory:
             for region in regions:
                 self._unmap(region)
             raise
-        torch.cuda.synchronize(self._device)
         self.restore()
+        torch.cuda.synchronize(self._device)
 
     @property
     def _stream(self) -> int:
