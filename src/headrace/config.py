@@ -826,6 +826,8 @@ def check_value(of: Field[Any], kind: FieldType, value: Any) -> None:
         return
     if not _has_type(kind, value):
         raise ConfigError(f"{of.name} is {value!r}; give {_wanted(kind)}.")
+    if isinstance(value, int) and value.bit_length() > 63:  # frames between processes hold no more
+        raise ConfigError(f"{of.name} is {value}; give a number of at most 63 bits.")
     choices, minimum = of.metadata.get("choices"), of.metadata.get("minimum")
     if choices == ():
         raise ConfigError(f"{of.name} is {value!r}, but nothing is supported there yet; leave it out.")

@@ -28,6 +28,7 @@ CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig
         (ModelConfig, "max_model_len", 1, "give at least 2"),
         (ModelConfig, "max_model_len", "32k", "give a whole number or None"),
         (ModelConfig, "seed", True, "give a whole number"),
+        (ModelConfig, "seed", 2**63, "at most 63 bits"),
         (ModelConfig, "quantization", "int3", "give one of none, fp8, "),
         (ModelConfig, "served_model_name", "one", "give a tuple of strings"),
         (CacheConfig, "block_size", 15, "give one of 8, 16, 32, 64, 128"),
