@@ -311,6 +311,7 @@ HOSTILE: list[tuple[str, Callable[[dict[str, Tensor]], None], str]] = [
     ),
     ("compressed-w8a8", _set("weight_scale", float("inf"), 3), "values of scale are no scales"),
     ("compressed-w4a16", _set("weight_scale", 0.0), "values of weight_scale are no scales"),
+    ("compressed-w4a16", _cast("weight_scale", torch.float64), "weight_scale is stored as torch.float64"),
     ("compressed-w4a16", _turn("weight_packed"), "weight_packed has shape .*, but the config calls for"),
     (
         "compressed-w4a16",

@@ -170,10 +170,13 @@ class Format:
 
 
 def check_scale(tensors: Tensors, *names: str, zeros: bool = False) -> None:
-    """Raises FormatError where a scale is NaN or infinite, or zero where that makes no weight."""
+    """Raises FormatError where a scale is NaN, infinite, of a type that no kernel reads, or zero where that makes no
+    weight."""
     for name in names:
         if (scale := tensors.get(name)) is None:
             continue
+        if scale.element_size() > 4:
+            raise FormatError(f"{name} is stored as {scale.dtype}, which no kernel reads")
         wide = scale.float()
         bad = ~wide.isfinite() if zeros else ~wide.isfinite() | (wide == 0)
         if bool(bad.any()):
