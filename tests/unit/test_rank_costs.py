@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from headrace.config import DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.config import DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.cost.cost_model import StepLoad
 from headrace.cost.links import Link, key_traffic_of, traffic_of
 from headrace.errors import ConfigError
+from headrace.parallel.context import KeyShare
 from headrace.parallel.shares import share
 from headrace.planner.devices import known_devices
 from headrace.planner.pricing import priced
+from headrace.request import StepPlan
 from tests.support.specs import LLAMA_8B, TINY
 
 EXACT = Link(bandwidth=100.0, latency=2.0)
@@ -29,24 +33,45 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
 
 
 def test_what_goes_to_the_keys_and_back_is_what_is_counted_by_hand() -> None:
-    """In each layer every rank sends 8 rows' worth of what it finds, or of 4 rows of its own queries and
-    results, or while they are less the keys, behind attention to its own."""
+    """In each layer every rank sends 8 rows' worth of what it finds, or of 4 rows of its own queries and results, in two
+    meetings, or in one the keys, behind attention to its own."""
     traffic = key_traffic_of(TINY, 2, 2.0)
     query, layers = 2.0 * TINY.num_heads * TINY.head_dim, TINY.num_layers
     assert (traffic.query, traffic.found) == (query, query + 4 * TINY.num_heads)
     assert traffic.seconds(EXACT, 8, spread=False)[1] == pytest.approx(layers * 8 * traffic.found / 100)
-    keys = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group - 1)
-    assert keys[1] == pytest.approx(layers * (8 * traffic.group - 1) / 2 * traffic.key / 100)
+    keys = traffic.seconds(EXACT, 8, spread=True, keys=8)
+    assert keys[1] == pytest.approx(layers * 8 / 2 * traffic.key / 100)
     assert keys[0] == pytest.approx(keys[1] + layers * 2.0)
-    hidden = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group - 1, meanwhile=1.5)
+    hidden = traffic.seconds(EXACT, 8, spread=True, keys=8, meanwhile=1.5)
     assert hidden == pytest.approx((keys[0] - 1.5, max(0.0, keys[1] - 1.5)))
-    far = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group, meanwhile=1.5)
-    assert far == traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group), (
-        "queries wait for nothing of a rank's own"
-    )
-    every, sent = traffic.seconds(EXACT, 8, spread=True, keys=8 * traffic.group)
+    every, sent = traffic.seconds(EXACT, 8, spread=True, keys=1e6, meanwhile=1.5)
     assert sent == pytest.approx(layers * 4 * (query + traffic.found) / 100)
     assert every == pytest.approx(sent + layers * 2 * 2.0) and traffic.seconds(EXACT, 0, spread=True) == (0.0, 0.0)
+
+
+def test_keys_travel_as_long_as_queries_would_be_waited_for_longer() -> None:
+    """However many there are, where attention to a rank's own hides them; else while they are less, but for a meeting."""
+    traffic = key_traffic_of(TINY, 2, 2.0)
+    rows = 8 * (traffic.query + traffic.found) / traffic.key  # as many keys are as many bytes
+    more = 2.0 * EXACT.bandwidth * 2 / traffic.key  # or a meeting longer
+    for meanwhile, keys in ((0.0, rows + more), (7.0, rows + more + 7.0 * 100 * 2 / (traffic.layers * traffic.key))):
+        assert traffic.passes_keys(EXACT, 8, 0.999 * keys, meanwhile)
+        assert not traffic.passes_keys(EXACT, 8, 1.001 * keys, meanwhile)
+
+
+def test_an_engine_passes_what_its_simulation_does() -> None:
+    """8B on four H100: behind 120K tokens, from some 7,500 new ones on attention to a rank's own keys hides the others'."""
+    device = known_devices()["h100"]
+    config = EngineConfig(model=ModelConfig(dtype="bfloat16"), device=DeviceConfig(context_parallel_size=4))
+    model = priced(LLAMA_8B, config, device).cost_model
+    plans = {rows: StepPlan(0, **chunk(120_000 - rows, rows)) for rows in (4_000, 6_000, 9_000, 16_000)}
+    passes = {rows: KeyShare(0, 4, 4, model.passes_keys).passes_keys(plan) for rows, plan in plans.items()}
+    assert passes == {4_000: False, 6_000: False, 9_000: True, 16_000: True}
+    assert not any(KeyShare(0, 4, 4).passes_keys(plan) for plan in plans.values()), "by bytes"
+
+
+def chunk(start: int, count: int) -> dict[str, Any]:
+    return {"rows": array("i", [0]), "starts": array("i", [start]), "counts": array("i", [count])}
 
 
 def test_ranks_that_share_the_keys_hold_more_tokens_and_compute_prompts_between_them() -> None:

@@ -18,6 +18,7 @@ from headrace.bench.load_flags import add_figure_flags
 from headrace.bench.serve import plot_distributions
 from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
+from headrace.cost.cards import MEETING_SECONDS
 from headrace.cost.links import Link
 from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config, server_config
@@ -26,7 +27,7 @@ from headrace.models.source import ModelSource, find_model
 from headrace.observe.report import load_pyplot, machine_facts, print_facts, print_figures, table, write_json
 from headrace.planner.against import COLUMNS, Compared, check_unseen, compare, read_samples, status_of
 from headrace.planner.curve import Trial, check_rates
-from headrace.planner.devices import MEETING_SECONDS, Device, find_device
+from headrace.planner.devices import Device, find_device
 from headrace.planner.simulator import DraftOn, Load, Report, draft_model, simulate
 from headrace.planner.workload.statistics import failure_reasons
 from headrace.spec import DecoderSpec

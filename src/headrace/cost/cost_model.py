@@ -371,12 +371,21 @@ class CostModel:
         shared, sent = self._traffic.seconds(self._link, self._rows(load, tokens), load.sampled)
         if self._ranks == 1:
             return shared, sent
-        keys = max(load.keys, default=0.0)
-        moved, flops = self._attention(load)[1]
-        own = max(moved / self._bandwidth, flops / self._rate) / self._ranks
+        keys, own = self._own(load)
         spread = self._spreads(load)
         passed, more = self._key_traffic.seconds(self._link, tokens, spread=spread, keys=keys, meanwhile=own)
         return shared + passed, sent + more
+
+    def passes_keys(self, plan: StepPlan) -> bool:
+        """Of a step whose rows are spread over ranks that share the keys, whose link is known."""
+        assert self._link is not None
+        load = load_of(plan, self.windows)
+        return self._key_traffic.passes_keys(self._link, load.tokens, *self._own(load))
+
+    def _own(self, load: StepLoad) -> tuple[float, float]:
+        """Keys of a step, and seconds of attention to a rank's own of them."""
+        moved, flops = self._attention(load)[1]
+        return max(load.keys, default=0.0), max(moved / self._bandwidth, flops / self._rate) / self._ranks
 
     def _spreads(self, load: StepLoad) -> bool:
         """Whether ranks that share the keys compute a step's rows between them: where there are prompts."""

@@ -65,35 +65,49 @@ class Traffic:
 class KeyTraffic:
     """Of one of ``ranks`` that share the keys, in a step: what goes to all others is what they find; where each computes
     other rows, the queries, too, or keys and values instead. ``query``, ``found``: bytes of a row, ``key``: of a token in
-    the cache, in a layer. ``group``: query heads of a KV head."""
+    the cache, in a layer."""
 
     ranks: int
     layers: int
     query: float
     found: float
     key: float
-    group: int
+
+    def passes_keys(self, link: Link, tokens: int, keys: float, meanwhile: float) -> bool:
+        """Whether in a step whose rows are spread, over so many ``keys``, keys and values go to the queries (pass-KV), or
+        queries to the keys, and what they find back (pass-Q): whichever is waited for less. ``meanwhile``: seconds of
+        attention to a rank's own keys, which hide others' on their way."""
+        by_keys, by_queries = self._spread(link, tokens, keys)
+        return by_keys[0] - meanwhile <= by_queries[0]
+
+    def _spread(self, link: Link, tokens: int, keys: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(all in all, at the link's bandwidth alone) where keys are passed, and where queries are."""
+        ways = (keys * self.key, 1), (tokens * (self.query + self.found), 2)
+        share = self.layers * (self.ranks - 1) / self.ranks / link.bandwidth
+        found = [(size * share + self.layers * meetings * link.latency, size * share) for size, meetings in ways]
+        return found[0], found[1]
 
     def seconds(
         self, link: Link, tokens: int, *, spread: bool, keys: float = 0.0, meanwhile: float = 0.0
     ) -> tuple[float, float]:
-        """(all in all, at the link's bandwidth alone). ``spread``: ranks compute other rows, over so many ``keys``.
-        ``meanwhile``: seconds of attention to a rank's own, which hide keys on their way."""
+        """(all in all, at the link's bandwidth alone). ``spread``: ranks compute other rows. ``keys``, ``meanwhile``: as
+        ``passes_keys`` has them."""
         if self.ranks == 1 or not tokens:
             return 0.0, 0.0
-        passed = spread and keys < tokens * self.group  # as KeyShare.passes_keys has it
-        size = (keys * self.key if passed else tokens * (self.query + self.found)) / self.ranks
-        sent = self.layers * (self.ranks - 1) * (size if spread else tokens * self.found) / link.bandwidth
-        seconds = sent + self.layers * (2 if spread and not passed else 1) * link.latency
-        hidden = meanwhile if passed else 0.0
-        return max(0.0, seconds - hidden), max(0.0, sent - hidden)
+        if not spread:
+            sent = self.layers * (self.ranks - 1) * tokens * self.found / link.bandwidth
+            return sent + self.layers * link.latency, sent
+        by_keys, by_queries = self._spread(link, tokens, keys)
+        if not self.passes_keys(link, tokens, keys, meanwhile):
+            return by_queries
+        return max(0.0, by_keys[0] - meanwhile), max(0.0, by_keys[1] - meanwhile)
 
 
 def key_traffic_of(spec: DecoderSpec, ranks: int, element_bytes: float) -> KeyTraffic:
     """A sum of exponentials, in float32, goes with what each head finds."""
     query = spec.num_heads * spec.head_dim * element_bytes
-    group = spec.num_heads // spec.num_kv_heads
-    return KeyTraffic(ranks, len(spec.held_layers), query, query + 4.0 * spec.num_heads, 2 * query / group, group)
+    key = 2 * query * spec.num_kv_heads / spec.num_heads
+    return KeyTraffic(ranks, len(spec.held_layers), query, query + 4.0 * spec.num_heads, key)
 
 
 def traffic_of(spec: DecoderSpec, element_bytes: float) -> Traffic:

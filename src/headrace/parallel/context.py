@@ -13,12 +13,13 @@ the rank's under the same number. So plans and block tables are everybody's as t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.request import StepPlan
 from headrace.spec import DecoderSpec
 from headrace.speculative.settings import HEADS, read_settings
 
@@ -27,21 +28,24 @@ Number = TypeVar("Number", bound=Any)  # int, or an array or tensor of them
 
 @dataclass(frozen=True, slots=True)
 class KeyShare:
-    """One rank's. ``group``: query heads of a KV head."""
+    """One rank's. ``group``: query heads of a KV head. ``quicker``: whether keys that go to the queries are waited for less
+    than queries that go to the keys (CostModel.passes_keys); None: nobody knows the link."""
 
     rank: int
     size: int
     group: int = 1
+    quicker: Callable[[StepPlan], bool] | None = None
 
     def keys(self, position: Number) -> Number:
         """How many of the keys up to ``position`` the rank has; none up to -1."""
         return cast(Number, (position + self.size - self.rank) // self.size)
 
-    def passes_keys(self, rows: int, keys: int) -> bool:
-        """Whether in a step that computes ``rows`` and has ``keys`` in the cache, theirs among them, keys and values go to
-        the queries (pass-KV), or queries to the keys, and what they find back (pass-Q): whichever is less to send (Yang
-        et al. 2024, section 3.5)."""
-        return keys < rows * self.group
+    def passes_keys(self, plan: StepPlan) -> bool:
+        """Whether keys and values go to the queries (pass-KV), or queries to the keys, and what they find back (pass-Q):
+        whichever is quicker, or else less to send (Yang et al. 2024, section 3.5)."""
+        if self.quicker is not None:
+            return self.quicker(plan)
+        return sum(plan.starts) + plan.num_tokens < plan.num_tokens * self.group
 
 
 def check_context(spec: DecoderSpec, config: EngineConfig) -> None:

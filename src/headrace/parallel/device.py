@@ -73,7 +73,7 @@ def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> Pee
         check_members(pipe.all, "all stages", place.key, kind)
     group = meeting(holder if places > 1 else 0, part, ranks, f"stage-{stage}-{holder}", sums=True)
     keys = meeting(places + part if ranks > 1 else 0, holder, places, f"keys-{stage}-{part}", sums=False)
-    return Peers(group, keys, pipe)
+    return Peers(group, keys, pipe, near=len(set(place.addresses)) == 1)
 
 
 def check_devices(config: DeviceConfig, needed: int) -> None:

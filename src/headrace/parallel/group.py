@@ -79,11 +79,12 @@ class Group(Protocol):
 @dataclass(frozen=True, slots=True)
 class Peers:
     """Whom a rank meets: ``group``, those with which it shares layers; ``keys``, those with which it shares the keys;
-    ``pipe`` (a Pipe), the other stages. None: nobody."""
+    ``pipe`` (a Pipe), the other stages. None: nobody. ``near``: all are on one host."""
 
     group: Group | None = None
     keys: Group | None = None
     pipe: Any = None
+    near: bool = True
 
     @property
     def groups(self) -> list[Group]:

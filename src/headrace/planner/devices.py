@@ -13,15 +13,14 @@ calibrated on it. What may not: prices of steps (step_time.py), what fits (prici
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated, load_calibrated, same_device
-from headrace.cost.links import Link, SmallSums
+from headrace.cost.cards import known_cards
+from headrace.cost.links import Link
 from headrace.cost.prices import Classes, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import (
     DeviceIdentity,
@@ -36,18 +35,6 @@ from headrace.errors import ConfigError
 GB, GIB, TERA = 10**9, 2**30, 1e12
 HERE = "cpu"
 Chip = tuple[tuple[int, int], int]  # compute capability, and streaming multiprocessors
-REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
-REACHED_RATE = 798 / 989
-# of NVLink's published bytes/s, one way: what sums of 8 to 64 MiB over two and four H100 reach through NCCL, replayed
-REACHED_LINK = 315 / 450
-MEETING_SECONDS = 22e-6  # what they take beside their bytes
-SMALL_SUMS = SmallSums(340e9, 2.3e-6, 0.55e-6, 2.0 * 2**20)  # by the kernel of kernels/sums, likewise
-LINKS = {
-    name: Link(each * REACHED_LINK, MEETING_SECONDS, small)
-    for name, each, small in (
-        ("NVLink 5", 900e9, SMALL_SUMS), ("NVLink 4", 450e9, SMALL_SUMS), ("NVLink 3", 300e9, None), ("PCIe 4", 31.5e9, None),
-    )
-}  # fmt: skip
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
 # forms of flat products (kernels/linear/measured.json); steps of single tokens are replayed
 GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)
@@ -147,33 +134,14 @@ class Device:
 
 @cache
 def known_devices() -> Mapping[str, Device]:
-    """The catalogue, devices.toml."""
-    rows = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
-    return {key: _card(**row) for key, row in rows.items()}
-
-
-def _card(
-    name: str,
-    chip: list[int],
-    read: float,
-    rates: Mapping[str, float],
-    memory: int,
-    source: str,
-    host: float,
-    link: str,
-) -> Device:
-    """Published limits are lowered to what is reached of them."""
-    of_read, of_rate = (REACHED_BANDWIDTH, REACHED_RATE) if source == "published" else (1.0, 1.0)
-    bandwidth, (major, minor, processors) = read * of_read * TERA, chip
-    profile = DeviceProfile(
-        identity=DeviceIdentity(kind="cuda", name=name, threads=0),
-        read_bandwidth=bandwidth,
-        copy_bandwidth=bandwidth,
-        gemm_rates={dtype: rate * of_rate * TERA for dtype, rate in rates.items()},
-        source=source,
-    )
-    beside: dict[str, Any] = {"link": LINKS[link], "host_link": host * 1e9, "chip": ((major, minor), processors)}
-    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, **beside)
+    """The catalogue (cost/cards.py)."""
+    return {
+        key: Device(
+            card.profile.identity.name, card.profile, card.memory, GPU_EFFICIENCY, GPU_HOST_SECONDS,
+            link=card.link, host_link=card.host, chip=card.chip,
+        )
+        for key, card in known_cards().items()
+    }  # fmt: skip
 
 
 def classes_of(kind: str, *, eager: bool = False) -> Classes:

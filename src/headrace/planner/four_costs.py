@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from headrace.cost.cards import REACHED_BANDWIDTH, REACHED_RATE
 from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.profile import DeviceProfile
 from headrace.errors import ConfigError, OutOfMemory
-from headrace.planner.devices import REACHED_BANDWIDTH, REACHED_RATE, Device
+from headrace.planner.devices import Device
 from headrace.planner.pricing import Priced, decode_load
 from headrace.scheduler.step_budget import keys_of, pairs_of
 from headrace.sites import count_bytes

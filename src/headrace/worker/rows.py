@@ -558,7 +558,7 @@ class Gather:
         longest = int(packing.context.max())
         inputs = self.gathered(row, start, ends, chunk, position, found.longest, longest, whole=True)
         attention = tuple(of_ranks(share, each, context, found.longest) for each in inputs.attention)
-        if share.passes_keys(len(packing.chunk), int(packing.context.sum())):
+        if share.passes_keys(plan):
             attention = tuple(self._passed(share, each, packing.context, *passed) for each in attention)
         adapters = None
         if slots is not None:  # they may be others' rows, whose results come here in the last layer

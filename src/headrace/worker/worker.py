@@ -19,6 +19,8 @@ from torch import Tensor
 
 from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
+from headrace.cost.cards import card_named
+from headrace.cost.cost_model import CostModel
 from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ModelError
@@ -51,7 +53,7 @@ from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
 from headrace.observe.progress import waiting
 from headrace.parallel.context import KeyShare, check_context
-from headrace.parallel.group import Peers
+from headrace.parallel.group import Group, Peers
 from headrace.parallel.placement import check_agreed, explained, held_experts
 from headrace.parallel.shares import Cut, cuts, share
 from headrace.parallel.stages import split_layers, staged
@@ -188,8 +190,7 @@ class Worker:
                 )
             self._cuts = cuts(self._whole, setup.spec, group.rank)
         if keys is not None:
-            heads = setup.spec.num_heads // setup.spec.num_kv_heads
-            setup = replace(setup, share=KeyShare(keys.rank, keys.size, heads))
+            setup = _sharing_keys(setup, keys, near=peers.near)
         check_tree(config, setup.kv, setup.device)
         draft = resolve_draft(config, source, self._whole) if self._proposes else None
         self._setup = setup = place_draft(replace(setup, draft=draft))
@@ -708,6 +709,19 @@ class Worker:
             yield _adapter_decision(self._adapters.slots.layout, self._config.cache.unified_paging)
         yield from self._formats
         yield from kernel_decisions(self._kernels)
+
+
+def _sharing_keys(setup: Setup, keys: Group, *, near: bool) -> Setup:
+    """``near``: all ranks are on one host. On all of them the cost model says alike what travels."""
+    spec, said = setup.spec, Decision("keys or queries pass", "what is less", "the link between ranks is not known")
+    share = KeyShare(keys.rank, keys.size, spec.num_heads // spec.num_kv_heads)
+    if setup.device.type == "cuda" and near and (card := card_named(torch.cuda.get_device_name())) is not None:
+        dtype, size = str(setup.dtype).removeprefix("torch."), setup.dtype.itemsize
+        model = CostModel(spec, setup.target_kv_specs, card.profile, weight_bytes=size, dtype=dtype, link=card.link)
+        share = replace(share, quicker=model.passes_keys)
+        link = f"over {card.link.bandwidth / 1e9:.0f} GB/s, beside attention to a rank's own keys"
+        said = replace(said, value="what is quicker", reason=link)
+    return replace(setup, share=share, decisions=(*setup.decisions, said))
 
 
 def _adapter_decision(layout: Layout, unified_paging: bool) -> Decision:
