@@ -10,11 +10,14 @@ from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import Declined, StepFacts
+from headrace.kernels.inputs import ForwardInputs
 from headrace.kernels.operations import DRAFT_TOKENS
 from headrace.kernels.step.reference import DraftRows, StepWeights, draft_tokens
 from headrace.layers.rotary import rotary_table
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
+from tests.support.kernel_cases import PagedCase
 from tests.support.specs import SMALL
+from tests.support.tree_cases import tree_inputs
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, INNER, DIM, LONGEST, BLOCK = 203, 48, 80, 16, 64, 4
@@ -84,6 +87,36 @@ def test_tokens_and_keys_are_the_twins(dtype: torch.dtype, heads: int, kv_heads:
         assert (ids != wanted).sum() <= 4
         first = ids.eq(wanted).all(1)
         assert first.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("branched", [False, True])
+def test_hidden_states_of_one_pass_are_the_twins(dtype: torch.dtype, branched: bool) -> None:
+    """Behind a cache that both have: two sequences, whose tokens stand in a row or in a tree."""
+    spec = _spec(4, 2, 3)
+    weights = _weights(spec, dtype)
+    make = Kernels(CPU).offer(DRAFT_TOKENS, StepFacts(dtype, spec))
+    if make is None:
+        pytest.skip("there is no C compiler here")
+    case = PagedCase([(9, 30), (5, 17)], heads=4, kv_heads=2, dim=DIM, dtype=dtype, block_size=BLOCK)
+    places = torch.cat([torch.arange(context - count, context) for count, context in case.lengths])
+    row = torch.tensor([0] * 9 + [1] * 5)
+    slots = case.table[row, places // BLOCK].long() * BLOCK + places % BLOCK
+    seen = replace(tree_inputs(case, [True, True]) if branched else case.inputs, slots=slots)
+    positions = places if seen.tree is None else seen.tree.first[row] + _ones(seen.tree.ancestors) - 1
+    cache = torch.randn(len(case.k_cache), 3, 2, 2, BLOCK, DIM).to(dtype)
+    given = ForwardInputs(torch.randint(VOCAB, (len(row),)), positions, (seen,))
+    (found, keys), (wanted, expected) = (
+        (made.hidden(given, mine), mine)
+        for made, mine in ((make(weights), cache.clone()), (draft_tokens(weights), cache.clone()))
+    )
+    tolerance = 1e-5 if dtype is torch.float32 else 6e-2
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(keys, expected, rtol=tolerance, atol=tolerance)
+
+
+def _ones(bits: Tensor) -> Tensor:
+    return torch.tensor([value.bit_count() for value in bits.tolist()])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.kernels import Kernels
+from headrace.kernels.inputs import ForwardInputs
 from headrace.kernels.step.reference import DraftRows
 from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
@@ -31,6 +32,7 @@ from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
 from headrace.worker.speculator import Proposal, Proposer
 
 MOST_DRAFTING = 64  # rows that graphs of its steps are captured for: of more, seldom anything is drafted
+_MOST_AT_ONCE = 64  # tokens of a pass that one call computes: of more, products of many rows are quicker
 _UNKNOWN = -1
 _UNEDITED = Trait.SCORED | Trait.MASKED  # what changes no logits here: a draft that its grammar forbids is cut later
 _DRAWN = _UNEDITED | Trait.RANDOM | Trait.FILTERED
@@ -243,10 +245,14 @@ class DraftModel(Drawing):
             hidden = self._graphs.hidden(bucket, tokens)
             return hidden if tokens == len(rows) else hidden[ship_all(self._rows.device, last)[0].long()]
         plan = chunk_plan(rows, starts, counts)
-        inputs = self._gather.inputs(plan, pack(plan, padded=False, prune=True))
-        return self._decoder.forward(
-            replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups)), self._kv_caches
-        )
+        return self._passed(self._gather.inputs(plan, pack(plan, padded=False, prune=True)))
+
+    def _passed(self, inputs: ForwardInputs) -> Tensor:  # [wanted tokens, hidden]
+        inputs = replace(inputs, attention=tuple(inputs.attention[group] for group in self._groups))
+        if self._decoder.draft_tokens is None or len(inputs.token_ids) > _MOST_AT_ONCE:
+            return self._decoder.forward(inputs, self._kv_caches)
+        hidden = self._decoder.draft_tokens.hidden(inputs, self._kv_caches[0])
+        return hidden if inputs.wanted is None else hidden[inputs.wanted]
 
     def _draw_next(self, rows: Ints, lengths: Ints, depth: int) -> None:
         """The token behind the ``lengths`` that rows have, the last ``depth`` of them drafts, where keys of all but one

@@ -119,9 +119,7 @@ class TreeDrafts(DraftModel):
         graphs, chunk = self._graphs, packing.chunk
         if graphs is not None and graphs.serves(len(chunk)):
             return graphs.hidden(graphs.write(rows[chunk], packing.position + 1, tree=packing), len(chunk))
-        inputs = self._gather.inputs(chunk_plan(rows, packing.context - counts, counts), packing)
-        attention = tuple(inputs.attention[group] for group in self._groups)
-        return self._decoder.forward(replace(inputs, attention=attention), self._kv_caches)
+        return self._passed(self._gather.inputs(chunk_plan(rows, packing.context - counts, counts), packing))
 
     def _best(self, hidden: Tensor, rows: Ints, positions: Ints) -> list[Found]:
         """For each row of ``hidden``, the most probable tokens at its position."""

@@ -19,6 +19,7 @@ from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.gpu import DEVICES, load
 from headrace.kernels.build.native import TYPES, function_of, native
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, Sizes, StepFacts
+from headrace.kernels.inputs import ForwardInputs
 from headrace.kernels.step.reference import DraftRows, StepWeights
 from headrace.kernels.step.shape import beyond_plain, why_not
 from headrace.spec import DecoderSpec
@@ -26,13 +27,14 @@ from headrace.spec import DecoderSpec
 MAX_HEAD_DIM = 512  # attention.c: MAX_DIM
 _MODEL = Struct("@9q5P2d")
 _DRAFTING = Struct("@5q10Pq")
+_GIVEN = Struct("@4q9P")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeDrafts:
     """One decoder's."""
 
-    function: Any
+    functions: tuple[Any, Any]  # a run, one pass
     weights: StepWeights
     spec: DecoderSpec
     _held: tuple[Any, bytes] = field(init=False)
@@ -54,8 +56,21 @@ class NativeDrafts:
         assert cache.is_contiguous() and token_ids.stride(1) == table.stride(1) == 1
         places = (each.data_ptr() for each in (token_ids, table, *rows, cache))
         sizes = rows.row.shape[0], cache.shape[4], cache.shape[0], token_ids.stride(0), table.stride(0)
-        if self.function(self._held[1], _DRAFTING.pack(*sizes, *places, torch.get_num_threads())):
+        if self.functions[0](self._held[1], _DRAFTING.pack(*sizes, *places, torch.get_num_threads())):
             raise MemoryError(f"no memory for drafts of {rows.row.shape[0]} rows, or a position is beyond the model's")
+
+    def hidden(self, inputs: ForwardInputs, cache: Tensor) -> Tensor:
+        ids, seen, tree = inputs.token_ids, inputs.attention[0], inputs.attention[0].tree
+        found = self.weights.embedding.new_empty(len(ids), self.spec.hidden_size)
+        room = 0, seen.block_size, cache.shape[0], 0, seen.block_table.stride(0)
+        sizes = len(ids), len(seen.context_len), seen.max_context_len, seen.max_query_len
+        given = (ids, inputs.positions, seen.slots, seen.query_start, seen.context_len, seen.block_table)
+        trees = (None, None) if tree is None else (tree.first, tree.ancestors)
+        places = (0 if each is None else each.data_ptr() for each in (*given, *trees, found))
+        drafting = _DRAFTING.pack(*room, *(0,) * 9, cache.data_ptr(), torch.get_num_threads())
+        if self.functions[1](self._held[1], drafting, _GIVEN.pack(*sizes, *places)):
+            raise MemoryError(f"no memory for {len(ids)} tokens of drafts, or a position is beyond the model's")
+        return found
 
 
 def create_drafts(native: Native, site: CallSite[StepFacts]) -> Any:
@@ -66,10 +81,13 @@ def create_drafts(native: Native, site: CallSite[StepFacts]) -> Any:
         return Declined(reason)
     if facts.spec.head_dim > MAX_HEAD_DIM:
         return Declined(f"head_dim {facts.spec.head_dim} is above {MAX_HEAD_DIM}")
-    function = function_of(native, "headrace_draft", "ss", c_int)
+    functions = (
+        function_of(native, "headrace_draft", "ss", c_int),
+        function_of(native, "headrace_draft_pass", "sss", c_int),
+    )
 
     def make(weights: StepWeights) -> NativeDrafts:
-        return NativeDrafts(function, weights, facts.spec)
+        return NativeDrafts(functions, weights, facts.spec)
 
     return make
 

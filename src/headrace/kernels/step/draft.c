@@ -7,12 +7,15 @@
  *     pass d      the token that pass d - 1 drew, of the rows that draft more than d
  *
  * Each pass writes the tokens it draws into the rows, where the next one finds them: the largest logit's, or with a temperature the one
- * that the row's own noise picks from all of them.
+ * that the row's own noise picks from all of them. A pass that somebody else has laid out, such as one over the tokens of trees, is
+ * computed as far as its hidden states.
  */
 #include "attention.h"
 #include "common.h"
 #include "product.h"
 #include "rotary.h"
+
+#define SMALL (1 << 19) /* elements of a weight */
 
 enum { QKV, OUTPUT, UP, DOWN, FIRST_NORM, SECOND_NORM, PARTS };
 
@@ -49,8 +52,19 @@ typedef struct {
     int64_t tokens, sequences, longest, max_query;
     int64_t *positions, *slots;
     int32_t *ids, *query_start, *context, *table;
+    const int32_t *tree_first; /* as attention.h has them */
+    const int64_t *ancestors;
     char *sum, *other, *normed, *wide, *attended, *gated;
 } Pass;
+
+/* Of a step, as ForwardInputs has them. */
+typedef struct {
+    int64_t tokens, sequences, longest, max_query;
+    const int64_t *ids, *positions, *slots;
+    const int32_t *query_start, *context, *table, *tree_first;
+    const int64_t *ancestors;
+    char *hidden; /* [tokens, hidden], written: behind the last norm */
+} Given;
 
 static char *carve(char **at, int64_t bytes) {
     char *found = *at;
@@ -75,8 +89,9 @@ static char *make_pass(Pass *p, const Model *m, int64_t tokens, int64_t rows, in
     return memory;
 }
 
-static int product(const Model *m, int64_t rows, int64_t outs, int64_t ins, const char *x, const char *w, char *y, int threads) {
-    return headrace_linear((int)m->type, rows, outs, ins, x, ins, w, ins, NULL, y, outs, 0, threads);
+/* Threads take longer to begin than a small product takes. */
+static int product(const Model *m, int64_t rows, int64_t outs, int64_t ins, const char *x, const char *w, char *y, int64_t threads) {
+    return headrace_linear((int)m->type, rows, outs, ins, x, ins, w, ins, NULL, y, outs, 0, outs * ins < SMALL ? 1 : (int)threads);
 }
 
 /* y = norm(x + sum), and sum takes x in. */
@@ -95,7 +110,7 @@ static int attend(const Model *m, const Drafting *d, Pass *p, int64_t layer) {
                           keys, values, block, head, m->dim, block, head, m->dim, NULL, NULL};
     const Attention attention = {type, type, p->sequences, m->q_heads, m->kv_heads, m->dim, d->block_size, p->tokens, q, p->attended, line, m->dim,
                                  keys, values, block, head, m->dim, block, head, m->dim, p->table, p->query_start, p->context, d->table_row,
-                                 p->max_query, p->longest, 0, NULL, NULL, NULL, NULL, (float)m->scale, 0.0f};
+                                 p->max_query, p->longest, 0, NULL, NULL, p->tree_first, p->ancestors, (float)m->scale, 0.0f, NULL};
     return headrace_rotary_write(&write, 1) || headrace_attention(&attention, 1);
 }
 
@@ -109,13 +124,13 @@ static int forward(const Model *m, const Drafting *d, Pass *p) {
             norm_onto(m, p->tokens, p->other, p->sum, w[FIRST_NORM], p->normed);
         else
             headrace_rms_norm((int)m->type, (int)m->type, p->tokens, m->hidden, p->sum, m->hidden, NULL, 0, w[FIRST_NORM], (float)m->eps, p->normed, NULL, 1);
-        if (product(m, p->tokens, attended + 2 * m->kv_heads * m->dim, m->hidden, p->normed, w[QKV], p->wide, 1)) return 1;
+        if (product(m, p->tokens, attended + 2 * m->kv_heads * m->dim, m->hidden, p->normed, w[QKV], p->wide, d->threads)) return 1;
         if (attend(m, d, p, layer)) return 1;
-        if (product(m, p->tokens, m->hidden, attended, p->attended, w[OUTPUT], p->other, 1)) return 1;
+        if (product(m, p->tokens, m->hidden, attended, p->attended, w[OUTPUT], p->other, d->threads)) return 1;
         norm_onto(m, p->tokens, p->other, p->sum, w[SECOND_NORM], p->normed);
-        if (product(m, p->tokens, 2 * m->inner, m->hidden, p->normed, w[UP], p->wide, 1)) return 1;
+        if (product(m, p->tokens, 2 * m->inner, m->hidden, p->normed, w[UP], p->wide, d->threads)) return 1;
         headrace_gated_activation((int)m->type, p->tokens, m->inner, p->wide, 2 * m->inner, 0, p->gated, 1);
-        if (product(m, p->tokens, m->hidden, m->inner, p->gated, w[DOWN], p->other, 1)) return 1;
+        if (product(m, p->tokens, m->hidden, m->inner, p->gated, w[DOWN], p->other, d->threads)) return 1;
     }
     norm_onto(m, p->tokens, p->other, p->sum, m->norm, p->normed);
     return 0;
@@ -183,7 +198,7 @@ static int32_t drawn(const Model *m, const Drafting *d, int64_t i, int64_t depth
 static int draw(const Model *m, const Drafting *d, Pass *p, const int64_t *which, int64_t depth, char *last, char *logits, float *scores) {
     const int64_t size = size_of((int)m->type), line = m->hidden * size;
     for (int64_t s = 0; s < p->sequences; s++) memcpy(last + s * line, p->normed + (p->query_start[s + 1] - 1) * line, line);
-    if (product(m, p->sequences, m->vocab, m->hidden, last, m->head, logits, (int)d->threads)) return 1;
+    if (product(m, p->sequences, m->vocab, m->hidden, last, m->head, logits, d->threads)) return 1;
     for (int64_t s = 0; s < p->sequences; s++) {
         const int64_t i = which[s];
         d->token_ids[d->row[i] * d->id_row + d->length[i] + depth] = drawn(m, d, i, depth, logits + s * m->vocab * size, scores);
@@ -220,4 +235,19 @@ int headrace_draft(const Model *m, const Drafting *d) {
     if (memory && which && last && logits && scores) failed = run_passes(m, d, &p, which, last, logits, scores);
     free(memory), free(which), free(last), free(logits), free(scores);
     return (int)failed;
+}
+
+/* The same, of one pass. */
+int headrace_draft_pass(const Model *m, const Drafting *d, const Given *g) {
+    Pass p = {g->tokens, g->sequences, g->longest, g->max_query};
+    char *memory = make_pass(&p, m, g->tokens, 0, 0);
+    if (!memory) return 1;
+    for (int64_t t = 0; t < g->tokens; t++) p.ids[t] = (int32_t)g->ids[t];
+    p.positions = (int64_t *)g->positions, p.slots = (int64_t *)g->slots;
+    p.query_start = (int32_t *)g->query_start, p.context = (int32_t *)g->context, p.table = (int32_t *)g->table;
+    p.tree_first = g->tree_first, p.ancestors = g->ancestors;
+    const int failed = forward(m, d, &p);
+    memcpy(g->hidden, p.normed, failed ? 0 : g->tokens * m->hidden * size_of((int)m->type));
+    free(memory);
+    return failed;
 }

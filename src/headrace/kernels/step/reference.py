@@ -86,6 +86,10 @@ class DraftTokens(Protocol):
         cache: Tensor,  # [blocks, layers, 2, kv_heads, block_size, head_dim], written
     ) -> None: ...
 
+    def hidden(
+        self, inputs: ForwardInputs, cache: Tensor
+    ) -> Tensor: ...  # [tokens, hidden]: of one pass of few tokens, all of which are wanted; some may form trees
+
 
 def longest_context(rows: int) -> int:
     """Of a step of so many rows in one launch; 0: there is none."""
@@ -151,6 +155,9 @@ class _TwinDrafts:
             logits = F.linear(hidden, self.weights.head).float()
             drawn = _drawn(logits, rows.temperature[live], rows.seed[live], ends - prompt[live])
             token_ids[row[live], ends] = drawn.int()
+
+    def hidden(self, inputs: ForwardInputs, cache: Tensor) -> Tensor:
+        return _TwinStep(self.weights)(inputs, (cache,))
 
 
 def _drawn(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
