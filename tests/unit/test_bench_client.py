@@ -233,6 +233,20 @@ def test_an_idle_connection_that_the_server_closed_is_replaced() -> None:
     assert [sample.error for sample in against(handler, work).samples] == [None] * 3
 
 
+def test_connections_may_be_opened_before_a_burst() -> None:
+    async def work(client: HttpClient, scripted: Scripted) -> LoadGenerator:
+        opened: list[None] = []
+        connect = client._connect
+        client._connect = lambda: (opened.append(None), connect())[1]  # type: ignore[method-assign, func-returns-value]
+        await client.open(4)
+        generator = LoadGenerator(client, "m", "completions", 4, as_ids=True)
+        await generator.run([Conversation((Turn((1,), 5),))] * 4)
+        assert len(opened) == 4
+        return generator
+
+    assert [sample.error for sample in against(script(*GOOD), work).samples] == [None] * 4
+
+
 def test_no_server_and_no_model_are_said_with_the_remedy() -> None:
     async def ask() -> None:
         await first_model(HttpClient("http://127.0.0.1:9"))

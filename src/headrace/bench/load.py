@@ -273,6 +273,10 @@ class HttpClient:
             self._exchange(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()), self._timeout
         )
 
+    async def open(self, count: int) -> None:
+        """So many connections, ahead of requests that come at once: their time is then not that of connecting."""
+        self._idle += await asyncio.gather(*(self._connect() for _ in range(count)))
+
     async def close(self) -> None:
         for _, writer in self._idle:
             writer.close()
