@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.lora import peft
 from headrace.lora.layout import Layout, create_layout
 from headrace.lora.peft import read_adapter
-from headrace.lora.reading import read_factors
+from headrace.lora.reading import create_packing, read_factors
 from headrace.lora.slots import AdapterSlots
 from headrace.models.families import spec_from_config
 from headrace.spec import kv_groups
@@ -271,9 +272,10 @@ def test_factors_that_the_type_cannot_hold_and_adapters_that_the_cache_cannot(
     config, kv = AdapterConfig(enable_lora=True, max_lora_rank=64), kv_groups(spec, 16, 2)
     layout = create_layout(spec, config, CacheConfig(), kv, 2)
     assert layout is not None
+    packing = partial(create_packing, layout)
     with pytest.raises(ModelError, match="too large for torch"):
-        read_factors(read_adapter(large, spec, 64), layout, torch.float16, pinned=False)
-    read_factors(read_adapter(large, spec, 64), layout, torch.bfloat16, pinned=False)
+        read_factors(read_adapter(large, spec, 64), packing, torch.float16, pinned=False)
+    read_factors(read_adapter(large, spec, 64), packing, torch.bfloat16, pinned=False)
     wide = adapters.write(tmp_path / "wide", model, rank=64)
     with engine(folder / "base", enable_lora=True, max_lora_rank=64, num_blocks=12, max_model_len=64) as llm:
         both = [LoRARequest("wide", 1, str(wide)), None]

@@ -7,10 +7,11 @@ not: when and which (cache/adapters.py, registry.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from headrace.engine.executor import AdapterOutcome
 from headrace.errors import HeadraceError
 from headrace.lora.layout import Layout
 from headrace.lora.peft import read_adapter
-from headrace.lora.reading import HostAdapter, read_factors
+from headrace.lora.reading import HostAdapter, Named, Packing, create_packing, read_factors
 from headrace.lora.slots import AdapterSlots
 from headrace.parallel.shares import Cut
 from headrace.spec import DecoderSpec
@@ -37,10 +38,14 @@ class Reading:
     dtype: torch.dtype
     pinned: bool
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    packing: Callable[[Named], Packing] = field(init=False)  # of what was read lately: most are alike
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packing", lru_cache(16)(partial(create_packing, self.layout)))
 
     def read(self, folder: str) -> HostAdapter:
         adapter = read_adapter(Path(folder), self.spec, self.layout.rank)
-        return read_factors(adapter, self.layout, self.dtype, pinned=self.pinned, cuts=self.cuts)
+        return read_factors(adapter, self.packing, self.dtype, pinned=self.pinned, cuts=self.cuts)
 
 
 class DeviceAdapters:

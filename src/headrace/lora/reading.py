@@ -6,7 +6,7 @@ What lives here: reading, checking values, folding the scale into the second fac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -58,9 +58,39 @@ class HostAdapter:
         return row
 
 
+Named = tuple[tuple[str, int, int, bool], ...]  # as Layout.strips has them
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where adapters lie that have the same modules and ranks: ``runs`` of each module, in ``count`` blocks. The rest as
+    HostAdapter has it."""
+
+    runs: tuple[tuple[Run, ...], ...]
+    count: int
+    block: int  # elements
+    columns: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    units: NDArray[np.int64]
+    num_blocks: int
+
+
+def create_packing(layout: Layout, named: Named) -> Packing:
+    runs, count = pack(layout.strips(named), layout.block)
+    of_source: list[list[Run]] = [[] for _ in named]
+    for run in runs:
+        of_source[run.strip.source].append(run)
+    nothing = np.zeros(0, dtype=np.int64)
+    entries = [(nothing,) * 3, *map(_entries, runs)]
+    columns, blocks, units = (np.concatenate(each) for each in zip(*entries, strict=True))
+    return Packing(
+        tuple(map(tuple, of_source)), count, layout.block, columns, blocks, units, layout.count_blocks(named)
+    )
+
+
 def read_factors(
     adapter: Adapter,
-    layout: Layout,
+    packing: Callable[[Named], Packing],
     dtype: torch.dtype,
     *,
     pinned: bool,
@@ -68,39 +98,38 @@ def read_factors(
 ) -> HostAdapter:
     """What a layout has places for, or what of that belongs to a rank's ``cuts`` of weights, by name. ``pinned``: where
     a device copies from it. Raises ModelError for values that are no numbers."""
-    named = [
+    named = tuple(
         (each.module.weight.name, each.module.part or 0, each.rank, each.magnitude is not None)
         for each in adapter.factors
-    ]
-    runs, count = pack(layout.strips(named), layout.block)
-    image = torch.zeros(count, layout.block, dtype=dtype, pin_memory=pinned)
-    of_source: list[list[Run]] = [[] for _ in named]
-    for run in runs:
-        of_source[run.strip.source].append(run)
+    )
+    packed = packing(named)
+    image = torch.zeros(packed.count, packed.block, dtype=dtype, pin_memory=pinned)
     files, modules = MappedFiles(), []
     try:
         with torch.inference_mode():
-            for each, (name, part, rank, _), own in zip(adapter.factors, named, of_source, strict=True):
+            for each, (name, part, rank, _), own in zip(adapter.factors, named, packed.runs, strict=True):
                 if not own:
                     continue
                 a, b, magnitude = _read(files, each, cuts.get(name))
                 modules.append(HostModule(name, part, rank, magnitude))
                 for run in own:
-                    _fill(image, run, {"a": a, "b": b})
+                    _fill(image, run, a, b)
+            if not _is_finite(image):
+                for each in adapter.factors:
+                    _check(files, each, each.a, each.b)
+                raise ModelError(
+                    f"{adapter.folder}: some of its factors are too large for {dtype}. Use --dtype float32."
+                )
     finally:
         files.close()
-    if not _is_finite(image):  # what was read is
-        raise ModelError(f"{adapter.folder}: some of its factors are too large for {dtype}. Use --dtype float32.")
-    nothing = np.zeros(0, dtype=np.int64)
-    entries = [(nothing,) * 3, *map(_entries, runs)]
-    columns, blocks, units = (np.concatenate(each) for each in zip(*entries, strict=True))
-    return HostAdapter(image, tuple(modules), columns, blocks, units, layout.count_blocks(named))
+    return HostAdapter(image, tuple(modules), packed.columns, packed.blocks, packed.units, packed.num_blocks)
 
 
-def _fill(image: Tensor, run: Run, factors: Mapping[str, Tensor]) -> None:
+def _fill(image: Tensor, run: Run, a: Tensor, b: Tensor) -> None:
     strip = run.strip
-    if (factor := factors.get(strip.kind)) is None:
+    if strip.kind == "gains":
         return
+    factor = a if strip.kind == "a" else b
     rows = factor[run.first : run.first + run.count, strip.first : strip.first + strip.length]
     room = image[run.block, run.at : run.at + run.count * run.width].view(run.count, run.width)
     room[:, : rows.shape[1]] = rows  # of ranks the last may have fewer tokens
@@ -114,22 +143,30 @@ def _entries(run: Run) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np
 
 
 def _read(files: MappedFiles, factors: Factors, cut: Cut | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """a [rank, ins], b [rank, outs], scaled, and magnitudes [outs], float32."""
-
-    def tensor(entry: TensorEntry) -> Tensor:
-        read = files.tensor(entry.file, DTYPES[entry.dtype], entry.start, entry.num_bytes).view(entry.shape)
-        if not _is_finite(read):
-            raise ModelError(
-                f"{entry.file}: a factor of {factors.module.name} holds NaN or infinite values. Use another version of it."
-            )
-        return read
-
-    a, b = tensor(factors.a), (tensor(factors.b).float() * factors.scale).T
-    magnitude = None if factors.magnitude is None else tensor(factors.magnitude).float()
+    """a [rank, ins], b [rank, outs], scaled, and magnitudes [outs], float32. Raises ModelError for what is no number
+    and would not be seen in the image."""
+    a, b = _tensor(files, factors.a), (_tensor(files, factors.b).float() * factors.scale).T
+    magnitude = None if factors.magnitude is None else _tensor(files, factors.magnitude).float()
+    if factors.magnitude is not None:
+        _check(files, factors, factors.magnitude)
     if cut is not None:
+        _check(files, factors, factors.a, factors.b)  # others have the rest
         turned = factors.module.weight.role is Role.EMBEDDING
         a, b, magnitude = _shared(a, b, magnitude, cut, factors.module.part, turned=turned)
     return a, b, magnitude
+
+
+def _tensor(files: MappedFiles, entry: TensorEntry) -> Tensor:
+    held, kind = files.whole(entry.file)[entry.start : entry.start + entry.num_bytes], DTYPES[entry.dtype]
+    return (held if entry.start % kind.itemsize == 0 else held.clone()).view(kind).view(entry.shape)
+
+
+def _check(files: MappedFiles, factors: Factors, *entries: TensorEntry) -> None:
+    for entry in entries:
+        if not _is_finite(_tensor(files, entry)):
+            raise ModelError(
+                f"{entry.file}: a factor of {factors.module.name} holds NaN or infinite values. Use another version of it."
+            )
 
 
 def _shared(

@@ -53,6 +53,10 @@ class MappedFiles:
         data = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=start)
         return (data if start % dtype.itemsize == 0 else data.clone()).view(dtype)
 
+    def whole(self, file: Path) -> Tensor:
+        """Its bytes, of which nothing is read ahead or released."""
+        return torch.frombuffer(self._map(file), dtype=torch.uint8)
+
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
             try:
