@@ -309,7 +309,7 @@ def test_ranks_that_wait_for_each_other_are_told_of_and_end(llama: str, monkeypa
     monkeypatch.setattr(ranks, "STALL", 2)
     with ranked(llama) as llm:
         executor = llm.engine.core.executor
-        runner, group = executor._inner._runner, executor._group  # type: ignore[attr-defined]
+        runner, group = executor._inner._runner, executor._peers.group  # type: ignore[attr-defined]
         submit = runner.submit
         runner.submit = lambda plan: (submit(plan), group.all_reduce(torch.zeros(1)))[0]
         begun = time.monotonic()
