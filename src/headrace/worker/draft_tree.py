@@ -133,8 +133,13 @@ class TreeDrafts(DraftModel):
             believed = torch.log_softmax(given * torch.tensor(exponents, device=given.device)[:, None], dim=-1)
             best = believed.topk(min(self._topk, logits.shape[1]), dim=-1)
             expected = (believed.exp() * given).sum(-1)
-            columns = best.indices, best.values, given.gather(1, best.indices), expected
-            made += [Found(*parts) for parts in zip(*(each.tolist() for each in columns), strict=True)]
+            columns = (
+                best.values,
+                given.gather(1, best.indices),
+                expected[:, None],
+                best.indices,
+            )  # ids fit into float32
+            made += [_found(row, best.values.shape[1]) for row in torch.cat(columns, dim=1).tolist()]
         return made
 
     def _add_noise(self, logits: Tensor, rows: Ints, positions: Ints) -> None:
@@ -155,3 +160,8 @@ class TreeDrafts(DraftModel):
         ids = np.array([token for each in tokens for token in each], dtype=np.int32)
         row, to, values = ship_all(self._rows.device, np.repeat(rows, counts), at, ids)
         self._rows.token_ids[row.long(), to.long()] = values
+
+
+def _found(row: list[float], best: int) -> Found:
+    """From scores, what was given, what was expected, and ids."""
+    return Found([int(token) for token in row[-best:]], row[:best], row[best : 2 * best], row[2 * best])
