@@ -281,7 +281,7 @@ def test_factors_that_the_type_cannot_hold_and_adapters_that_the_cache_cannot(
         both = [LoRARequest("wide", 1, str(wide)), None]
         one, two = llm.generate(ids(PROMPTS[:2]), GREEDY, use_tqdm=False, lora_request=both)
         assert one.outputs[0].finish_reason == "error" and two.outputs[0].finish_reason == "length"
-        assert "takes 1 to 0 beside adapter wide" in str(one.outputs[0].stop_reason)
+        assert "takes at most 0 beside adapter wide. Shorten it" in str(one.outputs[0].stop_reason)
 
 
 # --- planted defects: what the tests above are worth ------------------------------------------------------------------

@@ -228,7 +228,8 @@ def test_an_adapter_takes_its_blocks_beside_its_sequences() -> None:
     core.add(request(2, range(21)))
     answers = run(core, each_step=lambda core, _: check_books(core))
     assert answers.finished[0, 0].reason is FinishReason.ERROR
-    assert "takes 1 to 19 beside adapter" in str(answers.finished[0, 0].message)
+    assert "takes at most 19 beside adapter" in str(answers.finished[0, 0].message)
+    assert answers.finished[0, 0].param == "prompt"  # the request's own, not a failure of the engine
     assert len(answers.tokens[1, 0]) == 10 and len(answers.tokens[2, 0]) == 8
     assert_at_rest(core)
 

@@ -523,7 +523,8 @@ class Scheduler:
         longest = self.roster.longest(request.adapter)
         if not 1 <= prompt < longest:
             beside = "" if longest == self.max_sequence_tokens else f" beside adapter {request.adapter}"
-            return Refusal(f"the prompt has {prompt} tokens; this engine takes 1 to {max(0, longest - 1)}{beside}")
+            told = f"the prompt has {prompt} tokens; this engine takes at most {max(0, longest - 1)}{beside}"
+            return Refusal(f"{told}. Shorten it or enlarge the KV cache.", param="prompt")
         if request.params.n > self.limits.max_num_seqs:
             return Refusal(f"n is {request.params.n}, but only {self.limits.max_num_seqs} sequences can run at once")
         return None
