@@ -145,6 +145,7 @@ def test_one_bad_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
         ([1], {"n": 5}, "n"),
         ([1], {"stop_token_ids": [8192]}, "stop_token_ids"),
         ([1], {"allowed_token_ids": [8192]}, "allowed_token_ids"),
+        ([1], {"allowed_token_ids": [9, 7], "stop_token_ids": [7, 9], "min_tokens": 1}, "allowed_token_ids"),
         ([1], {"logit_bias": {8192: 1.0}}, "logit_bias"),
     ],
 )

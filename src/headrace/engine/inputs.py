@@ -213,6 +213,7 @@ class InputProcessor:
         params = self._checked_params(ids, params, param, clamp)
         placing = _placed(prompt, options)
         bad_words = self._bad_word_ids(params.bad_words)
+        self._check_allowed(params, bad_words)
         seconds = 0.0 if params.structured_outputs is None else self.check_grammar(params.structured_outputs)
         number = next(self.ids)  # of those that can be served
         seed = derived_seed(self.seed, number) if params.seed is None else params.seed & _MASK64
@@ -470,6 +471,16 @@ class InputProcessor:
                 param="min_tokens",
             )
         return params if params.max_tokens is not None else replace(params, max_tokens=room)
+
+    def _check_allowed(self, params: SamplingParams, bad_words: Words) -> None:
+        """Some token must be left for the first place of the answer."""
+        barred = {ids[0] for ids in bad_words if len(ids) == 1}
+        if params.min_tokens:
+            barred.update(params.stop_token_ids, () if params.ignore_eos else self.info.eos_token_ids)
+        allowed = params.allowed_token_ids
+        if allowed is not None and len(allowed) <= len(barred) and barred.issuperset(allowed):
+            told = "allowed_token_ids holds only tokens that bad_words or min_tokens (ends of the answer) forbid"
+            raise InvalidRequest(f"{told}; allow others.", param="allowed_token_ids")
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> Words:
         """The last words asked for are remembered: the prompts of one request share them."""
