@@ -10,7 +10,7 @@ import pytest
 
 from headrace.config import DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.cost.cost_model import StepLoad
-from headrace.cost.links import Link, key_traffic_of, traffic_of
+from headrace.cost.links import MOST_PASSED, KeyTraffic, Link, key_traffic_of, traffic_of
 from headrace.errors import ConfigError
 from headrace.parallel.context import KeyShare
 from headrace.parallel.shares import share
@@ -130,3 +130,10 @@ def test_a_share_that_cannot_be_is_an_error_of_the_simulation_too() -> None:
     with pytest.raises(ConfigError, match="32 attention heads do not divide by 3"):
         priced(LLAMA_8B, ranked(3), known_devices()["h200"])
     assert share(LLAMA_8B, 8).num_kv_heads == 1
+
+
+def test_keys_that_no_memory_is_set_aside_for_do_not_come_at_once() -> None:
+    quick, key = Link(1e15, 0.0), 4096.0
+    traffic = KeyTraffic(ranks=2, layers=3, query=1e9, found=1e9, key=key)
+    assert traffic.passes_keys(quick, 8, MOST_PASSED / key, 1.0)
+    assert not traffic.passes_keys(quick, 8, MOST_PASSED / key + 1, 1.0)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from headrace.spec import DecoderSpec
 
+MOST_PASSED = 2.0**30  # bytes of a layer's keys and values that come to a rank at once: no memory is set aside for them
+
 
 @dataclass(frozen=True, slots=True)
 class SmallSums:
@@ -77,6 +79,8 @@ class KeyTraffic:
         """Whether in a step whose rows are spread, over so many ``keys``, keys and values go to the queries (pass-KV), or
         queries to the keys, and what they find back (pass-Q): whichever is waited for less. ``meanwhile``: seconds of
         attention to a rank's own keys, which hide others' on their way."""
+        if keys * self.key > MOST_PASSED:
+            return False
         by_keys, by_queries = self._spread(link, tokens, keys)
         return by_keys[0] - meanwhile <= by_queries[0]
 

@@ -286,23 +286,27 @@ def _attend_passed(
     """The same where keys and values of all ranks come to the queries (pass-KV), which attend to their own rank's while the
     others' are on their way."""
     k_cache, v_cache, inputs, *rest = how
-    both = torch.stack([cache.index_select(0, passed.blocks) for cache in (k_cache, v_cache)])
+    size, count = group.size, len(passed.blocks)
+    both = k_cache.new_empty((2, count, *k_cache.shape[1:]))
+    for cache, given in zip((k_cache, v_cache), both, strict=True):
+        torch.index_select(cache, 0, passed.blocks, out=given)
     coming = group.everybodys_later(both)
-    size = group.size
     tables, contexts = passed.table.unflatten(0, (size, -1)), passed.context_len.unflatten(0, (size, -1))
 
     def attended(k: Tensor, v: Tensor, table: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """``context`` [ranks, sequences of one]: keys of so many ranks."""
-        count = len(context)
-        every, start = q.repeat(count, 1, 1), passed.query_start[: 1 + context.numel()]
-        lse = torch.empty(every.shape[:2], dtype=torch.float32, device=q.device)
+        ranks = len(context)
+        asking, start = q.repeat(ranks, 1, 1), passed.query_start[: 1 + context.numel()]
+        lse = torch.empty(asking.shape[:2], dtype=torch.float32, device=q.device)
         lengths = {"block_table": table, "query_start": start, "context_len": context.flatten()}
-        out = attend(every, k, v, replace(inputs, **lengths), *rest, lse)
-        return out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
+        out = attend(asking, k, v, replace(inputs, **lengths), *rest, lse)
+        return out.unflatten(0, (ranks, -1)), lse.unflatten(0, (ranks, -1))
 
     own, at = slice(group.rank, group.rank + 1), group.rank
-    mine = attended(both[0], both[1], tables[at] - at * len(passed.blocks), contexts[own])
-    k, v = coming().transpose(0, 1).flatten(1, 2)  # [2, ranks · blocks, …]
+    mine = attended(both[0], both[1], tables[at] - at * count, contexts[own])
+    every = coming().flatten(0, 2)  # the keys of a rank, its values, the keys of the next …
+    tables = tables + count * torch.arange(size, dtype=tables.dtype, device=tables.device).view(-1, 1, 1)
+    k, v = every, every[count:]
     table, context = (torch.cat((each[:at], each[at + 1 :])) for each in (tables, contexts))
     theirs = attended(k, v, table.flatten(0, 1), context)
     parts = (torch.cat((there[:at], here, there[at:])) for there, here in zip(theirs, mine, strict=True))

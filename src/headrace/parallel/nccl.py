@@ -166,27 +166,27 @@ class NCCLGroup:
         return side_by_side(self.everybodys(x), width)
 
     def everybodys(self, x: Tensor) -> Tensor:
-        self.meetings += 1
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
-        _check(
-            self._library,
-            self._library.ncclAllGather(
-                x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype], self._comm, self._stream
-            ),
-        )
+        self._gather(x, parts)
         return parts
 
-    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
-        self._side = side = self._side or torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        x.record_stream(side)
-        with torch.cuda.stream(side):
-            parts = self.everybodys(x)
+    def _gather(self, x: Tensor, parts: Tensor) -> None:
+        self.meetings += 1
+        how = x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype], self._comm, self._stream
+        _check(self._library, self._library.ncclAllGather(*how))
 
-        def taken() -> Tensor:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(side)
-            parts.record_stream(current)
+    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """All memory is the current stream's, which waits for the other one before it goes on: what a layer leaves serves
+        the next. (Memory that another stream is recorded for stays taken until the device has come so far, and a host
+        that is many layers ahead runs out of it.)"""
+        self._side = side = self._side or torch.cuda.Stream(self._device)
+        x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            self._gather(x, parts)
+
+        def taken(_held: Tensor = x) -> Tensor:
+            torch.cuda.current_stream(self._device).wait_stream(side)
             return parts
 
         return taken
