@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from headrace.cache.block_pool import BlockPool
 from headrace.config import AdapterConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import AdapterOutcome, DropAdapter, LoadAdapter
+from headrace.engine.grammar_masks import NO_DRAFTS
 from headrace.engine.keyed_hash import adapter_blocks, keyed_hash_info
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest, ModelError, NotFound
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk, adapter_folder
 from headrace.models.families import spec_from_config
-from headrace.request import FinishReason
+from headrace.request import FinishReason, StructuredOutputs, TokenMasks
+from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.step_planner import Claims
 from headrace.spec import AdapterSpace
 from tests.support.hash_engine import (
@@ -34,6 +37,7 @@ from tests.support.hash_engine import (
     request,
     run,
 )
+from tests.support.residue_masks import ResidueMasks
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -215,6 +219,32 @@ def test_host_memory_bounds_what_is_held_and_how_much_is_read_ahead() -> None:
     desk.take_ready((), ("a1",))
     assert {each.name for each in told[32:] if isinstance(each, DropAdapter)} == {f"a{n}" for n in range(31) if n != 1}
     assert [each.name for each in told[32:] if isinstance(each, LoadAdapter)] == [f"a{n}" for n in range(32, 40)]
+
+
+class _Kept(ResidueMasks):
+    """Follows the grammars of requests that have been taken, as long as these are to be kept."""
+
+    def take_compiled(self, wait: float) -> list[AddRequest | RefuseRequest]:
+        taken = super().take_compiled(wait)
+        self.seconds = {**self.seconds, **{event.request.request_id: 0.0 for event in taken}}
+        return taken
+
+    def keep(self, request_ids: Container[int]) -> None:
+        self.seconds = {each: seconds for each, seconds in self.seconds.items() if each in request_ids}
+
+    def masks(self, wanted: Any, drafts: Any = NO_DRAFTS) -> TokenMasks:
+        assert all(sequence.request_id in self.seconds for _, sequence in wanted)
+        return super().masks(wanted, drafts)
+
+
+def test_a_grammar_is_kept_while_its_request_waits_for_its_adapter() -> None:
+    masks: Any = _Kept(VOCAB)
+    core = core_with(1, held=1, masks=masks)
+    for number in range(3):
+        params = StructuredOutputs(choice=(f"{number} 7",))
+        core.add(request(number, range(9), adapter=f"a{number}", structured_outputs=params))
+    answers = run(core)
+    assert [{token % 7 for token in answers.tokens[number, 0]} for number in range(3)] == [{0}, {1}, {2}]
 
 
 def test_an_adapter_takes_its_blocks_beside_its_sequences() -> None:

@@ -379,8 +379,7 @@ class EngineCore:
         speed = self._speed() if self._speed is not None else None
         mask_seconds = NO_MASKS if self._masks is None else self._masks.seconds
         plan = self.scheduler.schedule(begin, events, speed, mask_seconds)
-        if self._masks is not None and self._masks.seconds:
-            self._masks.keep(self.scheduler.requests)
+        self._keep_grammars()
         if plan is None:
             return False
         submitted = self.clock.now()
@@ -399,6 +398,11 @@ class EngineCore:
         used, self._host_mark = now - self._host_mark, now
         return max(0.0, used)
 
+    def _keep_grammars(self) -> None:
+        """Of requests that have not ended; some that have been taken may not be in the roster yet."""
+        if self._masks is not None and self._masks.seconds and not self._events:
+            self._masks.keep({*self.scheduler.requests, *(each.request_id for each in self._unread)})
+
     def _collect_oldest(self) -> Sequence[SequenceOutput]:
         awaited = self.clock.now()
         step = self._fifo.popleft()
@@ -413,9 +417,7 @@ class EngineCore:
         if result is not None and result.errors and self._masks is not None:
             outputs = [_at_dead_end(output, self._masks) for output in outputs]
         self._settle(result is None)
-        # else some that have been taken are not in the roster yet
-        if self._masks is not None and self._masks.seconds and not self._events:
-            self._masks.keep(self.scheduler.requests)
+        self._keep_grammars()
         self._host_mark += result.lent_seconds if result is not None else 0.0
         self._had_work = self.has_work
         record = None
