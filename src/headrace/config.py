@@ -335,6 +335,10 @@ class DeviceConfig:
         "with --enable-expert-parallel: recorded routing to balance experts by, or the experts of each device (JSON)",
         metavar="FILE",
     )
+    expert_failover: bool = option(
+        False,
+        "with --enable-expert-parallel, on CPUs: go on without a device that dies, where others hold its experts",
+    )
     pipeline_parallel_size: int = option(
         1, "number of stages that the layers are distributed over, one process each", flags=("-pp",), minimum=1
     )
@@ -461,6 +465,7 @@ class DeviceConfig:
                 f"data_parallel_size is {self.data_parallel_size}; one server takes at most {MAX_REPLICAS} replicas."
             )
         self._check_prefill()
+        self._check_failover()
         if self.expert_placement is not None and not self.enable_expert_parallel:
             raise ConfigError(
                 f"expert_placement is {self.expert_placement!r}, but enable_expert_parallel is off; turn it on, or leave the placement out."
@@ -476,6 +481,23 @@ class DeviceConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}, but keyed-hash computes no model; leave one of them out."
                 )
+
+    def _check_failover(self) -> None:
+        if not self.expert_failover:
+            return
+        if not self.enable_expert_parallel or self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "expert_failover is on, but experts are not on several devices; give --enable-expert-parallel and "
+                "--tensor-parallel-size, too, or turn it off."
+            )
+        if self.num_devices > self.tensor_parallel_size or self.nnodes > 1 or self.enable_sleep_mode:
+            raise ConfigError(
+                "expert_failover is on, but it is for --tensor-parallel-size alone, on one host and without sleep mode; leave the others out."
+            )
+        if self.distributed_executor_backend == "ray" or self.batch_invariant:
+            raise ConfigError(
+                "expert_failover is on, but neither Ray nor --batch-invariant goes with it; leave one of them out."
+            )
 
     def _check_nodes(self) -> None:
         nodes = f"nnodes is {self.nnodes}"

@@ -6,6 +6,7 @@ What lives here: that. What may not: sizes, which differ from layer to layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ from headrace.spec import KVFormat
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """``composes``: products may take in what stands around them. ``kv``: how the cache holds keys and values; None: in
-    ``dtype``. ``group``: the ranks that share the model; ``keys``: those that share the keys; None: there is one.
+    ``dtype``. ``group``: the ranks that share the model; ``keys``: those that share the keys; ``experts``
+    (Survivors): those that hold other experts and may die; None: there is one.
     ``weights``: "meta", where parameters get their memory later."""
 
     dtype: torch.dtype
@@ -28,6 +30,7 @@ class LayerContext:
     kv: KVFormat | None = None
     group: Group | None = None
     keys: Group | None = None
+    experts: Any = None
     weights: torch.device | None = None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class SparseFeedForward(nn.Module):
         self._spec = moe
         self._places = places_of(moe, context.device)
         self._sum = None if context.group is None else context.group.all_reduce
+        self._survivors, self._layer, self._device = context.experts, sites[Role.ROUTER].layer, context.device
+        self._among = None if context.experts is None else context.experts.members  # that places are for
         self._activation = activation
         forms = [form for role in (Role.UP, Role.DOWN) for form in sites[role].formats]
         formats = tuple(form.label for form in forms)
@@ -69,11 +72,24 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
         """Norm, this, and onto the stream. ``following``: the norm behind it."""
-        spec, x = self._spec, stream.normed(norm)
-        y = self._moe(
-            x, self.router.forward(x), self.up, self.down, spec.top_k, spec.renormalize, self._activation, self._places
-        )
+        x = stream.normed(norm)
+        chosen = self.router.forward(x)
+        if self._survivors is not None:
+            stream.pending = self._survivors.summed(lambda: self._computed(x, chosen, self._placed()))
+            return
+        y = self._computed(x, chosen, self._places)
         stream.pending = y if self._sum is None else self._sum(y)
+
+    def _computed(self, x: Tensor, chosen: Tensor, places: Tensor | None) -> Tensor:
+        spec = self._spec
+        return self._moe(x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation, places)
+
+    def _placed(self) -> Tensor | None:
+        """Among those who are left."""
+        if self._survivors.members != self._among:
+            self._among = self._survivors.members
+            self._places = places_of(replace(self._spec, held=self._survivors.held(self._layer)), self._device)
+        return self._places
 
 
 def places_of(moe: MoESpec, device: torch.device) -> Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,7 @@ class Decoder(nn.Module):
     Created with memory for its parameters but no values: fill ``named_parameters()``, then call ``finish_loading``
     once. Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` that the model does
     not allow. ``kv``: how the cache stores keys and values; None: in ``dtype``. ``drafts``: for another model. ``group``,
-    ``keys``: ranks, ``weights_on``: its ``weights``, as LayerContext has them.
+    ``keys``, ``experts``: ranks, ``weights_on``: its ``weights``, as LayerContext has them.
     """
 
     def __init__(
@@ -125,12 +126,21 @@ class Decoder(nn.Module):
         group: Group | None = None,
         drafts: bool = False,
         keys: Group | None = None,
+        experts: Any = None,
         weights_on: torch.device | None = None,
     ) -> None:
         super().__init__()
         _check(spec, max_model_len)
         context = LayerContext(
-            dtype, device, kernels, composes=_composes(spec), kv=kv, group=group, keys=keys, weights=weights_on
+            dtype,
+            device,
+            kernels,
+            composes=_composes(spec),
+            kv=kv,
+            group=group,
+            keys=keys,
+            experts=experts,
+            weights=weights_on,
         )
         self.spec = spec
         self._group, self._keys = group, keys

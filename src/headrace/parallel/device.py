@@ -15,10 +15,13 @@ import torch
 from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
 from headrace.parallel import frames
+from headrace.parallel.failover import Survivors
 from headrace.parallel.group import GlooGroup, Group, Peers, check_members
 from headrace.parallel.nccl import NCCLGroup, NCCLPipe, use_interface
 from headrace.parallel.pipeline import GlooPipe, Pipe
+from headrace.parallel.placement import placement_of
 from headrace.parallel.ranks import device_of
+from headrace.spec import DecoderSpec
 
 
 def device_here(kind: str) -> str:
@@ -42,7 +45,19 @@ def _groups(config: DeviceConfig) -> int:
     return ranks + places if ranks > 1 < places else 1
 
 
-def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> Peers:
+def _survivors(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Survivors:
+    def those(epoch: int, members: tuple[int, ...]) -> Group:
+        name = f"experts-{epoch}"
+        group = GlooGroup(store, place.addresses[rank], members.index(rank), len(members), name)
+        check_members(group, name, place.key, "cpu")
+        return group
+
+    if place.ids:
+        raise ConfigError("expert_failover is on, but ranks on GPUs end together; leave it out, or use --device cpu.")
+    return Survivors(those, rank, config.tensor_parallel_size, placement_of(spec, config))
+
+
+def meet(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Peers:
     """Whom rank ``rank`` meets: it is (stage · places of the keys + place) · ranks that share layers + place among
     these, so that those who meet most are neighbours. ``store``: through which CPUs find each other."""
     stages, ids, size = config.pipeline_parallel_size, place.ids, config.ranks_a_stage
@@ -66,6 +81,8 @@ def meet(place: frames.Meet, rank: int, config: DeviceConfig, store: Any) -> Pee
         check_members(group, name, place.key, kind)
         return group
 
+    if config.expert_failover:
+        return Peers(experts=_survivors(place, rank, config, spec, store))
     pipe: Pipe | None = None
     if stages > 1:
         all = size * stages, stages

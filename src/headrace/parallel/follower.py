@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.executor import Ticket
-from headrace.errors import HeadraceError, ModelError, StepFailed
+from headrace.errors import EngineDead, HeadraceError, ModelError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.parallel import frames
-from headrace.parallel.ranks import KEY_VARIABLE
+from headrace.parallel.ranks import KEY_VARIABLE, MEETING_SECONDS
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import freeze_start, no_collections
@@ -33,6 +33,7 @@ from headrace.processes.seal import Seal
 from headrace.request import TokenMasks
 
 if TYPE_CHECKING:
+    from headrace.parallel.failover import Survivors
     from headrace.parallel.group import Peers
     from headrace.worker.executor import DeviceExecutor
 
@@ -55,6 +56,8 @@ class First:
         self._opened = bytes if seal is None else seal.opened
         self._orders = Unpacker(frames.Order, opened=self._opened)
         self._store: dict[str, bytes] = {}
+        self._come = threading.Condition()  # in the store, where a thread listens
+        self._listens = False
         self.meetings: Callable[[], int] = lambda: 0
 
     def tell(self, report: frames.Report) -> None:
@@ -85,10 +88,39 @@ class First:
 
     def get(self, name: str) -> bytes:
         """Once it has come."""
+        with self._come:
+            if self._listens and not self._come.wait_for(lambda: name in self._store, MEETING_SECONDS):
+                raise EngineDead(f"ranks have not met within {MEETING_SECONDS:g} s.")
         while name not in self._store:
             come = self.hear(frames.Put)
             self._store[come.name] = come.value
         return self._store[name]
+
+    def follow_beside(self, obey: Callable[[Any], None], lose: Callable[[int, tuple[int, ...]], None]) -> None:
+        """As ``follow``; a thread hears meanwhile who is gone, whatever this one waits for."""
+        orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def listen() -> None:
+            try:
+                self.follow(heard)
+            except (FirstGone, BadFrame):
+                orders.put(None)
+
+        def heard(order: Any) -> None:
+            if isinstance(order, frames.Gone):
+                lose(order.epoch, order.members)
+            elif isinstance(order, frames.Put):
+                with self._come:
+                    self._store[order.name] = order.value
+                    self._come.notify_all()
+            else:
+                orders.put(order)
+
+        self._listens = True
+        threading.Thread(target=listen, daemon=True, name="listener").start()
+        while (order := orders.get()) is not None:
+            obey(order)
+        raise FirstGone
 
     def follow(self, obey: Callable[[Any], None]) -> None:
         """Until there is nobody to follow, or ``obey`` raises."""
@@ -110,6 +142,7 @@ class Follower:
 
     def __init__(self, first: First, executor: DeviceExecutor, peers: Peers, reporter: Reporter | None) -> None:
         self._first, self._executor, self._peers = first, executor, peers
+        self.survivors: Survivors | None = peers.experts
         self._reporter = reporter
         self._plans = frames.PlanUnpacker()
         self._failed: list[int] = []
@@ -205,6 +238,7 @@ def _start(first: First, mark: str) -> Follower:
     with (begin_head_start(Path(mark)) if mark else None) or nullcontext() as head_start:
         with no_collections():
             from headrace.engine.resolve import find_source
+            from headrace.models.families import spec_from_config
             from headrace.parallel.device import device_here, meet
             from headrace.parallel.group import Store
             from headrace.worker.executor import DeviceExecutor
@@ -214,9 +248,10 @@ def _start(first: First, mark: str) -> Follower:
         config, device = launch.config, launch.config.device
         first.tell(frames.Here(device_here(device.device)))
         place = first.hear(frames.Meet)
-        peers = meet(place, launch.rank, device, Store(first.put, first.get))
+        source = find_source(config)
+        peers = meet(place, launch.rank, device, spec_from_config(source.config), Store(first.put, first.get))
         first.meetings = lambda: peers.meetings
-        executor, _ = create_executor(config, find_source(config), head_start, peers=peers)
+        executor, _ = create_executor(config, source, head_start, peers=peers)
         assert isinstance(executor, DeviceExecutor)
         reports = peers.pipe is not None and launch.rank == (peers.pipe.stages - 1) * device.ranks_a_stage
         return Follower(first, executor, peers, Reporter(first, executor) if reports else None)
@@ -236,7 +271,10 @@ def main() -> None:
             follower = _start(first, begin.mark)
             freeze_start()
             first.tell(frames.Ready())
-            first.follow(follower.obey)
+            if follower.survivors is None:
+                first.follow(follower.obey)
+            else:
+                first.follow_beside(follower.obey, follower.survivors.lose)
         except HeadraceError as error:
             first.tell(frames.Failed(type(error).__name__, error.message))
         except (FirstGone, BadFrame):

@@ -120,7 +120,14 @@ class Close(Frame):
     pass
 
 
-Order = Put | Submit | Sample | Collect | Recover | Prepare | Control | Close
+class Gone(Frame):
+    """A rank that the others go on without: as Survivors.lose has it."""
+
+    epoch: int
+    members: tuple[int, ...]
+
+
+Order = Put | Submit | Sample | Collect | Recover | Prepare | Control | Close | Gone
 
 
 class Here(Frame):

@@ -79,17 +79,19 @@ class Group(Protocol):
 @dataclass(frozen=True, slots=True)
 class Peers:
     """Whom a rank meets: ``group``, those with which it shares layers; ``keys``, those with which it shares the keys;
-    ``pipe`` (a Pipe), the other stages. None: nobody. ``near``: all are on one host."""
+    ``pipe`` (a Pipe), the other stages; ``experts`` (Survivors), those that hold others. None: nobody. ``near``: all are
+    on one host."""
 
     group: Group | None = None
     keys: Group | None = None
     pipe: Any = None
     near: bool = True
+    experts: Any = None
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[Any]:
         """Of its stage."""
-        return [each for each in (self.group, self.keys) if each is not None]
+        return [each for each in (self.group, self.keys, self.experts) if each is not None]
 
     @property
     def all(self) -> list[Any]:

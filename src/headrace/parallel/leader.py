@@ -29,6 +29,7 @@ from headrace.parallel.ranks import Ranks
 from headrace.parallel.stages import split_layers
 from headrace.processes.messages import pack
 from headrace.request import StepPlan, StepResult, TokenMasks
+from headrace.spec import DecoderSpec
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.settings import device_kind
@@ -56,12 +57,13 @@ def create_executor(
         check_devices(config.device, config.device.ranks_here)
     try:
         ranks.launch(config)
-        peers = _meet(ranks, kind, config)
+        peers = _meet(ranks, kind, config, spec_from_config(source.config))
         ranks.abort = peers.abort
         stages.done("ranks")
         executor, decisions = create_alone(config, source, head_start, stages, meanwhile, peers)
         assert isinstance(executor, DeviceExecutor)
         ranks.hear(frames.Ready)
+        ranks.survivors = peers.experts
     except Exception:
         if ranks.settle(1.0) is not None:
             ranks.check()
@@ -78,7 +80,7 @@ def _split(config: EngineConfig, source: ModelSource, stages: int) -> Decision:
     return Decision("stages", stages, f"of {counts} layers; so many steps are in flight")
 
 
-def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Peers:
+def _meet(ranks: Ranks, kind: str, config: EngineConfig, spec: DecoderSpec) -> Peers:
     size = config.device.num_ranks
     here, others = device_here(kind), ranks.hear(frames.Here)
     if mixed := [each.device for each in others if each.device != here]:
@@ -92,7 +94,7 @@ def _meet(ranks: Ranks, kind: str, config: EngineConfig) -> Peers:
         ids = tuple(create_id() for _ in range(count_ids(config.device, drafts=drafts)))
     place = frames.Meet(ids, ranks.addresses, token_bytes(32))
     ranks.tell(pack(place))
-    return meet(place, 0, config.device, Store(ranks.put, ranks.get))
+    return meet(place, 0, config.device, spec, Store(ranks.put, ranks.get))
 
 
 class RankedExecutor:

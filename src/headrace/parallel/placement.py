@@ -62,6 +62,11 @@ def placement_of(spec: DecoderSpec, device: DeviceConfig) -> tuple[Layer, ...]:
         )
     sizes = {index: moe.num_experts for index, moe in sparse.items()}
     found = {index: contiguous(size, ranks) for index, size in sizes.items()}
+    if device.expert_failover:  # each has its neighbour's, too
+        found = {
+            index: tuple(tuple(sorted({*each, *layer[(at + 1) % ranks]})) for at, each in enumerate(layer))
+            for index, layer in found.items()
+        }
     if path is not None:
         found = _read(Path(path), sizes, ranks)
     if device.batch_invariant and any(len(set(sum(each, ()))) < sum(map(len, each)) for each in found.values()):
@@ -69,7 +74,25 @@ def placement_of(spec: DecoderSpec, device: DeviceConfig) -> tuple[Layer, ...]:
             f"--expert-placement {path} has copies of experts, and which copy computes a row depends on the batch, "
             "which --batch-invariant forbids. Leave one of them out."
         )
-    return tuple(found.get(index, ()) for index in range(spec.num_layers))
+    placed = tuple(found.get(index, ()) for index in range(spec.num_layers))
+    if device.expert_failover and not spare(placed, ranks):
+        raise ConfigError(
+            f"expert_failover is on, but with --expert-placement {path} each rank has an expert that no other has. "
+            "Leave the placement out, or give one with copies (headrace bench experts --copies)."
+        )
+    return placed
+
+
+def outlived(placement: Sequence[Layer], left: Sequence[int]) -> bool:
+    """Whether these ranks have all experts between them."""
+    return all(
+        {expert for each in left for expert in layer[each]} >= set().union(*layer) for layer in placement if layer
+    )
+
+
+def spare(placement: Sequence[Layer], ranks: int) -> list[int]:
+    """Who may die, by himself; the first rank has the engine."""
+    return [each for each in range(1, ranks) if outlived(placement, [other for other in range(ranks) if other != each])]
 
 
 def check_agreed(spec: DecoderSpec, device: DeviceConfig, least: Callable[[int], int]) -> None:
@@ -88,6 +111,11 @@ def explained(spec: DecoderSpec, device: DeviceConfig) -> tuple[str, str]:
     each = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
     copies = sum(sum(map(len, layer)) - len(set(sum(layer, ()))) for layer in layers)
     chosen = f"{each} experts of a layer on each of {device.tensor_parallel_size} ranks"
+    if device.expert_placement is None and device.expert_failover:
+        return (
+            chosen,
+            "its own and the next rank's, so that any but the first may die; --expert-placement says otherwise",
+        )
     if device.expert_placement is None:
         return chosen, "neighbours together; --expert-placement balances them by recorded routing"
     counts = read_counts(Path(device.expert_placement), spec)
@@ -103,7 +131,7 @@ def explained(spec: DecoderSpec, device: DeviceConfig) -> tuple[str, str]:
     return chosen, reason + (f"; {copies} copies" if copies else "")
 
 
-def held_of(layer: Layer, rank: int) -> tuple[Held, ...]:
+def held_of(layer: Sequence[Sequence[int]], rank: int) -> tuple[Held, ...]:
     copies = Counter(expert for each in layer for expert in each)
     before = Counter(expert for each in layer[:rank] for expert in each)
     return tuple(Held(expert, before[expert], copies[expert]) for expert in sorted(layer[rank]))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace import errors
 from headrace.config import EngineConfig
@@ -36,6 +36,9 @@ from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.processes.seal import Seal
 from headrace.request import StepResult
 from headrace.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from headrace.parallel.failover import Survivors
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +107,9 @@ def begin_ranks(
     check_context(spec, config)
     for stage in range(config.device.pipeline_parallel_size):
         part = staged(spec, config, stage)
-        share(part, config.device.tensor_parallel_size, held_experts(part, config.device, 0))
+        experts = held_experts(part, config.device, 0)
+        if not config.device.expert_failover:
+            share(part, config.device.tensor_parallel_size, experts)
     if config.device.pipeline_parallel_size > 1:  # what is sent queues behind nothing else; read with the context
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return Ranks(config, model, mark, lost)
@@ -146,7 +151,9 @@ class Ranks:
         self.abort: Callable[[], None] = lambda: None
         self._nodes: list[_Rank] = []
         self._others = Others(config, model, self._changed, self._enter, self._lose)
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_Rank] = []  # another list where one is gone
+        self._gone: list[_Rank] = []
+        self.survivors: Survivors | None = None  # who may go on without one, once they have met
         self._selector = selectors.DefaultSelector()
         self._others.open()
         for number in range(1, config.device.ranks_here):
@@ -197,7 +204,8 @@ class Ranks:
         try:
             rank.tell(message)
         except OSError:  # its end is heard, too
-            self.settle()
+            if self.survivors is None:
+                self.settle()
             self.check()
 
     def hear(self, kind: type[frames.Report], seconds: float = float("inf")) -> list[Any]:
@@ -286,7 +294,7 @@ class Ranks:
             with suppress(OSError):
                 rank.tell(pack(frames.Close()))
         end = time.monotonic() + (0.0 if self._lost is not None else END_SECONDS)
-        for rank in self._ranks:
+        for rank in (*self._ranks, *self._gone):
             if rank.process is not None:
                 with suppress(subprocess.TimeoutExpired):
                     rank.process.wait(max(0.0, end - time.monotonic()))
@@ -296,7 +304,7 @@ class Ranks:
         for rank in (*self._nodes, *self._ranks):
             rank.end(b"")
         self._thread.join()
-        for rank in (*self._nodes, *self._ranks):
+        for rank in (*self._nodes, *self._ranks, *self._gone):
             rank.sock.close()
         self._selector.close()
         self._others.end()
@@ -324,7 +332,7 @@ class Ranks:
             data = b""
         if not data and not self._closing:
             if rank.process is not None:
-                self._lose(f"{rank} {self._end_of(rank.process)}")
+                self._lose(f"{rank} {self._end_of(rank.process)}", rank=rank)
             else:  # a node knows more of the end of its rank
                 _later(0.0 if rank.number == NODE else NODE_WORDS_SECONDS, self._lose, f"{rank} closed its connection")
         return bool(data)
@@ -332,7 +340,7 @@ class Ranks:
     def _take(self, rank: _Rank, report: frames.Report) -> None:
         rank.silent = 0
         if isinstance(report, frames.Failed):
-            self._lose(report.message if rank.number == NODE else f"{rank}: {report.message}", report.kind)
+            self._lose(report.message if rank.number == NODE else f"{rank}: {report.message}", report.kind, rank)
         elif isinstance(report, frames.Result):
             with self._changed:
                 self._results[report.result.step_id] = report.result
@@ -352,13 +360,13 @@ class Ranks:
     def _judge(self, rank: _Rank, broke: frames.StepBroke) -> None:
         """A step that fails on all ranks alike can be recovered from; on one alone it has left the others waiting."""
         if broke.step_id not in self._own_failures and not self._closing:
-            self._lose(f"{rank} failed in a step: {broke.message}")
+            self._lose(f"{rank} failed in a step: {broke.message}", rank=rank)
 
     def _look(self) -> None:
         for rank in (*self._nodes, *self._ranks):
             rank.silent += 1
             if rank.silent > SILENCE and not self._closing:
-                self._lose(f"{rank} has been silent for {SILENCE} s")
+                self._lose(f"{rank} has been silent for {SILENCE} s", rank=rank)
         self._look_at_step()
 
     def _look_at_step(self) -> None:
@@ -380,10 +388,12 @@ class Ranks:
         except subprocess.TimeoutExpired:
             return "closed its connection"
 
-    def _lose(self, message: str, kind: str = "") -> None:
+    def _lose(self, message: str, kind: str = "", rank: _Rank | None = None) -> None:
         with self._changed:
-            if self._lost is not None or self._closing:
+            if self._lost is not None or self._closing or rank in self._gone:
                 return
+            if rank is not None and self.survivors is not None and self.survivors.can_lose(rank.number):
+                return self._go_on(self.survivors, rank, message)
             error = getattr(errors, kind, None) if kind else None
             self._lost = (error or EngineDead)(
                 message if error else f"{message}; all ranks end with it. Restart, and see `headrace doctor`."
@@ -396,6 +406,19 @@ class Ranks:
         _later(0.0, self.abort)  # which may have to wait itself
         if self._on_loss is not None:
             _later(LAST_WORDS_SECONDS, self._on_loss, self._lost.message)
+
+    def _go_on(self, survivors: Survivors, rank: _Rank, message: str) -> None:
+        """Without a rank whose experts others hold, too."""
+        rank.end(b"")
+        self._gone.append(rank)
+        self._ranks = [each for each in self._ranks if each is not rank]
+        epoch, members = survivors.without(rank.number)
+        for each in self._ranks:
+            with suppress(OSError):  # its end is heard, too
+                each.tell(pack(frames.Gone(epoch, members)))
+        survivors.lose(epoch, members)
+        self._changed.notify_all()
+        log.warning("%s; the others hold its experts and go on", message)
 
 
 def _later(seconds: float, call: Callable[..., object], *arguments: object) -> None:

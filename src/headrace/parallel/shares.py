@@ -104,6 +104,15 @@ def share(spec: DecoderSpec, ranks: int, experts: Sequence[tuple[Held, ...]] | N
     return mine
 
 
+def share_experts(spec: DecoderSpec, experts: Sequence[tuple[Held, ...]]) -> DecoderSpec:
+    """What a rank computes that has everything but others' experts."""
+    layers = (
+        layer if layer.moe is None else replace(layer, moe=replace(layer.moe, held=held))
+        for layer, held in zip(spec.layers, experts, strict=True)
+    )
+    return replace(spec, layers=tuple(layers))
+
+
 def _unshared(whole: DecoderSpec, mine: DecoderSpec) -> Iterator[str]:
     """Matrices in a format of which a part is no matrix in it."""
     for weight, own in zip(weights(whole), weights(mine), strict=True):

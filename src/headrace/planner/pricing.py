@@ -150,6 +150,8 @@ def _busiest(spec: DecoderSpec, device: DeviceConfig, popularity: tuple[float, .
     """The share of the rank that all wait for: where ranks hold whole experts, in each layer the one with most rows."""
     size = device.tensor_parallel_size
     ranks = [held for rank in range(size) if (held := held_experts(spec, device, rank)) is not None]
+    if device.expert_failover:
+        raise ConfigError("expert_failover is on, but what ranks that may die take is not priced; leave it out.")
     if not ranks:
         return share(spec, size)
 

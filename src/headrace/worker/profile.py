@@ -42,7 +42,7 @@ from headrace.kernels.linear.native import product_of_many_rows
 from headrace.models import families
 from headrace.observe.metrics import StepRecorder
 from headrace.parallel.placement import held_experts
-from headrace.parallel.shares import share
+from headrace.parallel.shares import share, share_experts
 from headrace.sites import count_bytes
 from headrace.spec import ELEMENT_BYTES, DecoderSpec
 from headrace.worker.card import GLANCE_BYTES, Measurement, card_identity, card_limits, glance_at_card, measure_card
@@ -252,7 +252,8 @@ def create_recorder(
         return StepRecorder(promise=promise, energy=energy), decision
     groups = [group.spec for group in info.kv_groups]
     whole = families.spec_from_config(model_config)
-    spec = share(whole, size, held_experts(whole, ranks, 0))
+    experts = held_experts(whole, ranks, 0)
+    spec = share_experts(whole, experts) if ranks.expert_failover and experts else share(whole, size, experts)
     cost_model = CostModel(spec, groups, profile, weight_bytes=_bytes_a_weight(spec, info, dtype), dtype=dtype)
     # what prices were fitted with
     plain = CostModel(spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)

@@ -55,7 +55,7 @@ from headrace.observe.progress import waiting
 from headrace.parallel.context import KeyShare, check_context
 from headrace.parallel.group import Group, Peers
 from headrace.parallel.placement import check_agreed, explained, held_experts
-from headrace.parallel.shares import Cut, cuts, share
+from headrace.parallel.shares import Cut, cuts, share, share_experts
 from headrace.parallel.stages import split_layers, staged
 from headrace.processes.builders import Builders
 from headrace.quant import lossless
@@ -189,6 +189,12 @@ class Worker:
                     Decision("expert placement", *explained(self._whole, config.device)),
                 )
             self._cuts = cuts(self._whole, setup.spec, group.rank)
+        if peers.experts is not None:
+            experts = held_experts(self._whole, config.device, peers.experts.rank)
+            assert experts is not None
+            setup = replace(setup, spec=share_experts(self._whole, experts))
+            check_agreed(self._whole, config.device, peers.least)
+            self._formats = (*self._formats, Decision("expert placement", *explained(self._whole, config.device)))
         if keys is not None:
             setup = _sharing_keys(setup, keys, near=peers.near)
         check_tree(config, setup.kv, setup.device)
@@ -241,7 +247,7 @@ class Worker:
         if self._apart is not None and self._apart.elsewhere:
             self._draft_places = places_elsewhere(self._setup, longest)
         with self._memory.explaining("weights"), self._lasting():
-            groups: dict[str, Any] = {"group": self._group, "keys": self._keys}
+            groups: dict[str, Any] = {"group": self._group, "keys": self._keys, "experts": self._peers.experts}
             if self._shares_device:
                 groups["weights_on"] = torch.device("meta")
             self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, **groups)
