@@ -38,7 +38,15 @@ MODES: dict[str, dict[str, Any]] = {
     "preempted, overlap 2": {"num_blocks": 24, "block_size": 16, "overlap": 2},
 }
 # tensor, pipeline, context parallel
-LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "cp2": (1, 1, 2), "tp2xpp2": (2, 2, 1), "pp4": (1, 4, 1)}
+LAYOUTS = {
+    "tp2": (2, 1, 1),
+    "pp2": (1, 2, 1),
+    "cp2": (1, 1, 2),
+    "tp2xpp2": (2, 2, 1),
+    "tp2xcp2": (2, 1, 2),
+    "pp2xcp2": (1, 2, 2),
+    "pp4": (1, 4, 1),
+}
 DRAFTS: dict[str, dict[str, Any]] = {
     "n-grams": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
     "a model": {"model": str(Path(headrace.__file__).parent / "data" / "demo"), "num_speculative_tokens": 3},

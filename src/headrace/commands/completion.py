@@ -99,9 +99,12 @@ def _fish(parsers: Mapping[tuple[str, ...], CommandParser]) -> str:
         for flag in _flags(parser):
             where.setdefault((len(path), flag), []).append(path)
     for (_, flag), paths in where.items():
-        action = parsers[paths[0]].options()[flag]
+        known = parsers[paths[0]].options()
+        action = known[flag]
         values = f"-xa {_quoted(choices[flag])}" if flag in choices else "" if action.nargs == 0 else "-r"
-        lines.append(_at(paths, f"-l {flag[2:]} {values} -d {_quoted((action.help or '')[:80])}"))
+        is_negation = f"--{flag.removeprefix('--no-')}" in known  # the text is of what it turns off
+        said = "" if is_negation else f" -d {_quoted((action.help or '')[:80])}"
+        lines.append(_at(paths, f"-l {flag[2:]} {values}{said}"))
     return (_DATA / "completion.fish").read_text(encoding="utf-8") + "\n".join(lines) + "\n"
 
 
