@@ -102,12 +102,13 @@ class Drawing(Proposer):
 
     def _drafted(self, rows: Ints, lengths: Ints, most: int) -> Tensor:  # [rows, most], int32, on the host
         """What the rows hold now; samples will be written over it."""
-        device = self._rows.device
-        row, begin = (part.long() for part in ship_all(device, rows, lengths))
-        places = (begin[:, None] + torch.arange(most, device=device)).clamp_(max=self._rows.token_ids.shape[1] - 1)
-        found = self._rows.token_ids[row[:, None], places]
+        device, last = self._rows.device, self._rows.token_ids.shape[1] - 1
         if device.type == "cpu":
-            return found
+            places = np.minimum(lengths[:, None] + np.arange(most), last)
+            return torch.from_numpy(self._rows.token_ids.numpy()[rows[:, None], places])
+        row, begin = (part.long() for part in ship_all(device, rows, lengths))
+        places = (begin[:, None] + torch.arange(most, device=device)).clamp_(max=last)
+        found = self._rows.token_ids[row[:, None], places]
         return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
 
 
