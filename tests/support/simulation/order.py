@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from headrace.engine.keyed_hash import adapter_blocks
 from headrace.request import SequenceStatus
 from headrace.scheduler.roster import Sequence
 from headrace.scheduler.scheduler import Scheduler
@@ -22,7 +23,7 @@ class OrderWatch:
 
     def __init__(self, setting: Setting) -> None:
         self.bound = BOUNDS.get(setting.policy, UNKNOWN)
-        if 0 < setting.adapters < len(ADAPTERS):  # others pass one whose adapter may not be in the step
+        if adapters_wait(setting):  # others pass one whose adapter may not be in the step
             self.bound = replace(UNKNOWN, refuses=self.bound.refuses)
         self.live: dict[int, Came] = {}  # in order of arrival
         self.waiting: dict[int, Came] = {}  # of those, never admitted yet
@@ -139,6 +140,12 @@ class OrderWatch:
         marks = [count for each in siblings for count in (len(each.token_ids), each.num_computed_tokens)]
         cohort = scheduler._cohort
         return (*marks, cohort._planned, cohort._taken) if cohort is not None else tuple(marks)
+
+
+def adapters_wait(setting: Setting) -> bool:
+    """Whether a step may not have all of them, by their number or by the blocks that they may take."""
+    room = setting.own_blocks or setting.groups[0].num_blocks // 2
+    return setting.adapters > 0 and (setting.adapters < len(ADAPTERS) or sum(map(adapter_blocks, ADAPTERS)) > room)
 
 
 def patience(setting: Setting) -> int:
