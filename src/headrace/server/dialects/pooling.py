@@ -207,11 +207,12 @@ async def _deliver(
     service.limits.budget.check(cost)
     exchange.watch_disconnect()
     with service.limits.admit(exchange, count, body.user[:MAX_USER], a_place=_A_PLACE, param=job.param):
-        requests = []
+        requests = list[Request]()
         for make, size in zip(job.prompts, job.sizes, strict=True):
+            if requests:
+                await asyncio.sleep(0)  # there may be thousands
             prepare = partial(_request, service, exchange, body, job, make)
             requests.append(await service.limits.threads.run(size, prepare, exchange.tenant))
-            await asyncio.sleep(0)  # there may be thousands
         answer = create(shape, [PromptState(each.prompt_token_ids) for each in requests])
         del body, job  # their texts may be large
         await Delivery(service, exchange, answer, requests, "", stream=False).run(cost)
