@@ -22,18 +22,21 @@ from headrace.disagg.roles import Measured
 from headrace.disagg.staging import staging_size
 from headrace.engine import connection as frames
 from headrace.engine.executor import ExportBlocks
+from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.engine.loop import Left
 from headrace.engine.replicas import Entry, Replicas
 from headrace.engine.routing import Router, memory_size
 from headrace.errors import ConfigError
+from headrace.lora.registry import AdapterDesk
 from headrace.portability import shared_file
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import Request
 from headrace.server.dashboard import sentence
 from headrace.server.frontends import link
 from headrace.server.frontends.parent import FrontEnds
+from headrace.spec import AdapterSpace
 from tests.support.hand_over import House
-from tests.support.hash_engine import engine, expected, request
+from tests.support.hash_engine import VOCAB, engine, expected, request
 
 
 def house_of(
@@ -87,6 +90,27 @@ def test_answers_are_those_of_one_engine_and_prefixes_are_found_on_both_sides(fd
     assert house.handed(0).given == 4 and house.handed(1).taken_bytes - taken.taken_bytes == (170 // 4 - 22) * 64
     for each in (*first, *again):
         check(house, each)
+    house.assert_at_rest()
+
+
+def test_an_adapter_that_was_loaded_anew_is_handed_over_under_its_new_key(fd: int) -> None:
+    """As if it had been loaded first; it is entered again and again where nobody finds what it has computed."""
+    sizes = {"vocab_size": VOCAB, "max_model_len": 200, "max_num_seqs": 8, "num_blocks": 200, "block_size": 4}
+    info = keyed_hash_info(**sizes, adapters=AdapterSpace(4, 2, 0))
+    house = House(fd, [engine(info=info, executor=KeyedHashExecutor(info)) for _ in range(2)])
+    for each in house.replicas:
+        desk = each.core.adapters = AdapterDesk(lambda folder: None, each.core.executor.control, 4)
+        desk.register("a", "/old")
+        desk.unregister("a")
+        desk.register("a", "/new")
+    house.front.submit(request(0, prompt(1, 90), adapter="a"))
+    for _ in range(40):
+        for each in house.replicas:
+            if each.has_work:
+                each.turn()
+            while each.outbox:
+                each.tell()
+    assert len(house.answers.tokens[0, 0]) == 8 and house.handed(0).given == house.handed(1).taken == 1
     house.assert_at_rest()
 
 

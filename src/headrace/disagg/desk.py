@@ -89,7 +89,8 @@ class _Coming:
 
 
 class Engine(Protocol):
-    """What it needs of an EngineCore. ``enter``: a request begins; ``knows``: it has begun, and has not ended."""
+    """What it needs of an EngineCore. ``enter``: a request begins; ``knows``: it has begun, and has not ended;
+    ``adapter_key``: its adapter's, in names of prefixes."""
 
     scheduler: Scheduler
     executor: Executor
@@ -99,6 +100,8 @@ class Engine(Protocol):
 
     def knows(self, request_id: int) -> bool: ...
 
+    def adapter_key(self, request: Request) -> str | None: ...
+
 
 class HandOver:
     """One replica's. ``replica``: its number, and that of its region, where it has one."""
@@ -106,7 +109,7 @@ class HandOver:
     def __init__(self, engine: Engine, replica: int) -> None:
         self._scheduler, self._cache = engine.scheduler, engine.scheduler.cache
         self._control, self._now = engine.executor.control, engine.clock.now
-        self._enter, self._knows = engine.enter, engine.knows
+        self._enter, self._knows, self._adapter = engine.enter, engine.knows, engine.adapter_key
         self._replica = replica
         self.widths = slot_widths(self._cache.specs, self._cache.block_tokens)
         self._slot_bytes = sum(self.widths)
@@ -223,7 +226,7 @@ class HandOver:
         siblings = self._scheduler.requests.get(request.request_id)
         if siblings and siblings[0].status is SequenceStatus.WAITING:  # of a long queue nothing is looked up
             return
-        path = self._cache.computed(request.cache_salt, request.adapter, request.prompt_token_ids, giving.nodes)
+        path = self._cache.computed(request.cache_salt, self._adapter(request), request.prompt_token_ids, giving.nodes)
         ready = path[first : first + len(self._free)]
         if not ready:
             if not self._knows(request.request_id):  # it was computed before it was wanted, and is not there any more
@@ -294,7 +297,7 @@ class HandOver:
                 return False
             if holds and 2 * cache.block_tokens * sum(each.nodes for each in (coming, *holds)) > cache.num_tokens:
                 return False  # what waits leaves half of them to what runs
-        kv = cache.create(request.cache_salt, request.adapter)
+        kv = cache.create(request.cache_salt, self._adapter(request))
         match = cache.lookup(kv, request.prompt_token_ids)
         cache.attach(kv, match)
         if not cache.try_reserve(kv, coming.nodes * cache.block_tokens, spare):

@@ -174,6 +174,11 @@ class EngineCore:
         compiling = () if self._masks is None else self._masks.compiling
         return request_id in self.scheduler.requests or request_id in chain(events, unread, compiling)
 
+    def adapter_key(self, request: Request) -> str | None:
+        """By which the cache names what is computed with its adapter from now on."""
+        name = request.adapter
+        return name if name is None or self.adapters is None else self.adapters.key(name)
+
     @property
     def begins_in_order(self) -> bool:
         """Those who came first may be given to ``step`` before the others have come: the step does not depend on these,

@@ -103,6 +103,11 @@ class AdapterDesk:
                 f"There is no adapter {name[:100]!r}; see /v1/models.", param="lora_name", code="adapter_not_found"
             )
 
+    def key(self, name: str) -> str:
+        """What a request for it that begins now would have as its adapter; the name of one that is not known."""
+        known = self._known.get(name) or self._found(name)
+        return name if known is None else known.key
+
     def forget(self, name: str, key: str) -> None:
         """One that could not be read, unless its name stands for another by now."""
         if name in self._known and self._known[name].key == key:
