@@ -97,9 +97,10 @@ def test_queries_go_to_keys_that_are_many_more() -> None:
     judge.close()
 
 
+@pytest.mark.parametrize("layout", ["pp2", "cp2"])
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_stages_accept_drafts_and_say_what_the_cpu_says(judge: Judge, drafts: str) -> None:
-    with LLM(**{**STRICT, **sizes("pp2"), "speculative_config": DRAFTS[drafts]}) as llm:
+def test_ranks_accept_drafts_and_say_what_the_cpu_says(judge: Judge, drafts: str, layout: str) -> None:
+    with LLM(**{**STRICT, **sizes(layout), "speculative_config": DRAFTS[drafts]}) as llm:
         for asked in ASKED:
             for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
                 judge.check(prompt, asked, found)
@@ -107,7 +108,8 @@ def test_stages_accept_drafts_and_say_what_the_cpu_says(judge: Judge, drafts: st
         assert counts is not None and sum(counts.accepted) > 20
 
 
-def test_stages_answer_with_adapters_as_the_cpu_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["pp2", "cp2"])
+def test_ranks_answer_with_adapters_as_the_cpu_does(tmp_path: Path, layout: str) -> None:
     made = tiny.create("llama", seed=3)
     made.save_pretrained(tmp_path / "base")
     every = (*adapters.LLAMA, "embed_tokens", "lm_head")
@@ -115,7 +117,7 @@ def test_stages_answer_with_adapters_as_the_cpu_does(tmp_path: Path) -> None:
     prompts = [{"prompt_token_ids": each} for each in SMALL[:12]]
     asked = [LoRARequest("one"), None, LoRARequest("two")] * 4
     found = []
-    for device in ({**STRICT, **sizes("pp2")}, {"device": "cpu", "dtype": "float32", "threads": 2}):
+    for device in ({**STRICT, **sizes(layout)}, {"device": "cpu", "dtype": "float32", "threads": 2}):
         with LLM(tmp_path / "base", lora_modules=[f"{path.name}={path}" for path in paths], **device) as llm:
             answers = llm.generate(prompts, params(max_tokens=12, detokenize=False), use_tqdm=False, lora_request=asked)
             found.append([each.outputs[0].token_ids for each in answers])
