@@ -11,6 +11,7 @@ its score, a value's the weight it gets.
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -31,30 +32,62 @@ def held(k_cache: Tensor, v_cache: Tensor, quantized: Quantized | None) -> tuple
     return KINDS[quantized.format.codes], (k_cache if k is None else k, v_cache if v is None else v)
 
 
+class Held(NamedTuple):
+    """Keys or values: the cache's, or as ``of_head`` has them."""
+
+    ptr: Any
+    rows: Any  # a descriptor, where the copy engine brings tiles
+    scales: Any  # of codes: what all tokens of a head share
+    table: Any
+    block: Any  # strides
+    head: Any
+    row: Any
+
+
+class Form(NamedTuple):
+    """What a variant of a kernel is made for. BLOCK_N: keys of a tile."""
+
+    KV: Any
+    BLOCK_SIZE: Any
+    DIM: Any
+    BLOCK_D: Any
+    BLOCK_N: Any
+    WINDOW: Any
+    SOFT_CAP: Any
+    PRECISION: Any
+
+
 @triton.jit
-def load_codes(
-    ptr, shared_ptr, table_ptr, tile, key, there, context, block_stride, head_at, kv_head, like,
-    KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def of_head(held, table, kv_head):
+    """Those of one KV head of the sequence whose ``table`` lies so far behind the first."""
+    head = kv_head.to(tl.int64) * held.head
+    return Held(held.ptr, held.rows, held.scales + kv_head, held.table + table, held.block, head, held.row)
+
+
+@triton.jit
+def load_codes(held, tile, key, there, context, like, FORM: tl.constexpr):
     """Keys (or values) ``key`` of one head that are ``there``: codes [BLOCK_N, BLOCK_D] of the type of ``like``, their
-    scales and what code 0 means [BLOCK_N], float32. Zeros in place of others. ``shared_ptr``: scales of all tokens."""
+    scales and what code 0 means [BLOCK_N], float32. Zeros in place of others."""
+    KV: tl.constexpr = FORM.KV
+    DIM: tl.constexpr = FORM.DIM
+    BLOCK_SIZE: tl.constexpr = FORM.BLOCK_SIZE
     LINE: tl.constexpr = DIM // 2 if KV == UINT4 else DIM
-    if BLOCK_SIZE % BLOCK_N == 0:  # one block, wherever the tile lies
-        first = tile * BLOCK_N
-        block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
-        place = first % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-        part = ptr + block * block_stride + head_at
+    if BLOCK_SIZE % FORM.BLOCK_N == 0:  # one block, wherever the tile lies
+        first = tile * FORM.BLOCK_N
+        block = tl.load(held.table + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
+        place = first % BLOCK_SIZE + tl.arange(0, FORM.BLOCK_N)
+        part = held.ptr + block * held.block + held.head
     else:
-        blocks = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        blocks = tl.load(held.table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         place = key % BLOCK_SIZE
-        part = ptr + blocks * block_stride + head_at
+        part = held.ptr + blocks * held.block + held.head
     lines = part + place * LINE
     if KV == UINT4:
-        half = tl.arange(0, BLOCK_D // 2)
+        half = tl.arange(0, FORM.BLOCK_D // 2)
         raw = tl.load(lines[:, None] + half[None, :], mask=there[:, None] & (half < LINE)[None, :], other=0)
         codes = tl.interleave(raw & 15, raw >> 4).to(like.dtype)
     else:
-        element = tl.arange(0, BLOCK_D)
+        element = tl.arange(0, FORM.BLOCK_D)
         raw = tl.load(lines[:, None] + element[None, :], mask=there[:, None] & (element < DIM)[None, :], other=0)
         if KV == INT8:
             codes = raw.to(tl.int8, bitcast=True).to(like.dtype)
@@ -70,7 +103,7 @@ def load_codes(
         if KV == UINT4:
             low = tl.load(scales + 1, mask=there, other=0.0).to(tl.float32)
     else:
-        scale = tl.where(there, tl.load(shared_ptr + kv_head), 0.0)
+        scale = tl.where(there, tl.load(held.scales), 0.0)
         low = scale
     return codes, scale, low
 
@@ -85,16 +118,17 @@ def scaled_scores(score, q, scale, low, KV: tl.constexpr):
 
 
 @triton.jit
-def add_values(total, weight, v, scale, low, KV: tl.constexpr, PRECISION: tl.constexpr):
-    """``total`` [M, D] + values ``v`` [N, D], codes where they are, each by its ``weight`` [M, N]."""
-    if KV == PLAIN:
-        return tl.dot(weight.to(v.dtype), v, total, input_precision=PRECISION)
+def add_values(total, weight, held, FORM: tl.constexpr):
+    """``total`` [M, D] + values ``held`` [N, D], codes where they are, each by its ``weight`` [M, N]."""
+    v, scale, low = held
+    if FORM.KV == PLAIN:
+        return tl.dot(weight.to(v.dtype), v, total, input_precision=FORM.PRECISION)
     if v.dtype == tl.float16:  # which may not hold the product of a weight and a scale
         values, weights = (v.to(tl.float32) * scale[:, None]).to(tl.float16), weight
     else:
         values, weights = v, weight * scale[None, :]
-    total = tl.dot(weights.to(v.dtype), values, total, input_precision=PRECISION)
-    if KV == UINT4:
+    total = tl.dot(weights.to(v.dtype), values, total, input_precision=FORM.PRECISION)
+    if FORM.KV == UINT4:
         total += tl.sum(weight * low[None, :], 1)[:, None]
     return total
 

@@ -14,7 +14,7 @@ the keys of the next pair are on their way while the last ones are used.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.attention.triton_cascade import Common, attend_shared, settle
-from headrace.kernels.attention.triton_codes import add_values, held
+from headrace.kernels.attention.triton_codes import Form, Held, add_values, held, of_head
 from headrace.kernels.attention.triton_plan import (
     BEGIN,
     END,
@@ -40,7 +40,18 @@ from headrace.kernels.attention.triton_plan import (
     own_keys,
     tiles_of,
 )  # fmt: skip
-from headrace.kernels.attention.triton_prefill import LOG2_E, MAX_WINDOW, Attended, load_held, padded, scores, weigh
+from headrace.kernels.attention.triton_prefill import (
+    LOG2_E,
+    MAX_WINDOW,
+    Attended,
+    Parts,
+    Rows,
+    Rule,
+    load_held,
+    padded,
+    scores,
+    weigh,
+)  # fmt: skip
 from headrace.kernels.attention.triton_sharing import CHUNK, ROWS, SLOT
 from headrace.kernels.build.launch import launchable
 
@@ -51,6 +62,18 @@ _AGAIN = 32  # keys read at once by programs that begin again: few, so that this
 LEAST_MASS = tl.constexpr(2.0**-64)  # of a row whose scores were taken as powers of 2; and 1 / LEAST_MASS at most
 
 
+class Span(NamedTuple):
+    """What a variant is made for beside keys (``Form``). COMMON_M: rows of a tile over shared keys."""
+
+    CASCADE: Any
+    GROUP: Any
+    KV_HEADS: Any
+    COMMON_M: Any
+    BLOCK_G: Any
+    BLOCK_M: Any
+    BLOCK_P: Any
+
+
 @triton.jit
 def _own(context, queries, few):
     """Context and queries of a sequence as this kernel sees it: none of one for the other kernel."""
@@ -58,12 +81,11 @@ def _own(context, queries, few):
 
 
 @triton.jit
-def _place(shared_ptr, shared_row, sequence, shares, kv_head, KV_HEADS: tl.constexpr, MEMBERS: tl.constexpr):
+def _place(shared_ptr, shared_row, sequence, shares, kv_head, SPAN: tl.constexpr):
     """Where the pair's own part lies for those who add it to that of its chunk (triton_cascade.py)."""
     chunk = tl.load(shared_ptr + CHUNK * shared_row + sequence, mask=shares, other=0)
-    return (
-        chunk * MEMBERS + tl.load(shared_ptr + SLOT * shared_row + sequence, mask=shares, other=0)
-    ) * KV_HEADS + kv_head
+    slot = tl.load(shared_ptr + SLOT * shared_row + sequence, mask=shares, other=0)
+    return (chunk * (SPAN.COMMON_M // SPAN.BLOCK_G) + slot) * SPAN.KV_HEADS + kv_head
 
 
 @triton.jit
@@ -75,21 +97,20 @@ def _doubtful(mass):
 
 @triton.jit
 def _fold_parts(
-    row, first, last, inside, live, part_ptr, part_peak_ptr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, UNIFIED: tl.constexpr,
+    row, first, last, inside, live, left, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, UNIFIED: tl.constexpr
 ):  # fmt: skip
     """Sums of what programs first … last found for rows ``row`` of one pair: [G, D], their peak and mass. UNIFIED: as
     they are."""
     element = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    peak = tl.zeros((BLOCK_G,), tl.float32) if UNIFIED else tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    mass = tl.zeros((BLOCK_G,), tl.float32)
-    for some in range(first, last + 1, BLOCK_P):
-        for each in tl.static_range(BLOCK_P):  # their loads stand together; a thread sums up what it loaded
+    total = tl.zeros((SPAN.BLOCK_G, BLOCK_D), tl.float32)
+    peak = tl.zeros((SPAN.BLOCK_G,), tl.float32) if UNIFIED else tl.full((SPAN.BLOCK_G,), float("-inf"), tl.float32)
+    mass = tl.zeros((SPAN.BLOCK_G,), tl.float32)
+    for some in range(first, last + 1, SPAN.BLOCK_P):
+        for each in tl.static_range(SPAN.BLOCK_P):  # their loads stand together; a thread sums up what it loaded
             program = some + each
-            at = (program * 2 + (program == first).to(tl.int32)) * BLOCK_M + row
-            here = tl.load(part_peak_ptr + at, mask=live & (program <= last), other=float("-inf"), cache_modifier=".cg")
-            place = part_ptr + at.to(tl.int64)[:, None] * BLOCK_D + element[None, :]
+            at = (program * 2 + (program == first).to(tl.int32)) * SPAN.BLOCK_M + row
+            here = tl.load(left.peaks + at, mask=live & (program <= last), other=float("-inf"), cache_modifier=".cg")
+            place = left.ptr + at.to(tl.int64)[:, None] * BLOCK_D + element[None, :]
             part = tl.load(place, mask=inside & (program <= last), other=0.0, cache_modifier=".cg")
             if UNIFIED:
                 weight = tl.exp2(here)
@@ -107,52 +128,49 @@ def _fold_parts(
 
 @triton.jit
 def _merge(
-    sequence, head, first, last, rest, out_ptr, part_ptr, part_peak_ptr, rest_ptr, rest_peak_ptr, query_start_ptr, out_token, out_head,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
-    UNIFIED: tl.constexpr,
+    sequence, head, first, last, place, out, left, rest, query_start_ptr,
+    SPAN: tl.constexpr, FORM: tl.constexpr, UNIFIED: tl.constexpr,
 ):  # fmt: skip
     """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of
     the mass.
 
-    ``rest``: where to leave it for those who read the keys before them, −1 if nobody does.
+    ``place``: where to leave it for those who read the keys before them, −1 if nobody does.
     """
     start = tl.load(query_start_ptr + sequence)
     queries = tl.load(query_start_ptr + sequence + 1) - start
-    member, element = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    inside = (member < GROUP)[:, None] & (element < DIM)[None, :]
+    member, element = tl.arange(0, SPAN.BLOCK_G), tl.arange(0, FORM.BLOCK_D)
+    live = member < SPAN.GROUP
+    inside = live[:, None] & (element < FORM.DIM)[None, :]
     for query in range(queries):
-        total, peak, mass = _fold_parts(
-            query * GROUP + member, first, last, inside, member < GROUP, part_ptr, part_peak_ptr, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, UNIFIED
-        )  # fmt: skip
+        row = query * SPAN.GROUP + member
+        total, peak, mass = _fold_parts(row, first, last, inside, live, left, FORM.BLOCK_D, SPAN, UNIFIED)
         if UNIFIED:  # noqa: SIM102  this one is compiled away
-            if tl.max((_doubtful(mass) & (member < GROUP)).to(tl.int32), 0) > 0:
-                total, peak, mass = _fold_parts(
-                    query * GROUP + member, first, last, inside, member < GROUP, part_ptr, part_peak_ptr, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, False
-                )  # fmt: skip
-        out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-        if rest < 0:
-            at_out = (start + query).to(tl.int64) * out_token + (head * GROUP + member) * out_head
-            tl.store(out_ptr + at_out[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+            if tl.max((_doubtful(mass) & live).to(tl.int32), 0) > 0:
+                total, peak, mass = _fold_parts(row, first, last, inside, live, left, FORM.BLOCK_D, SPAN, False)
+        result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        if place < 0:
+            at_out = (start + query).to(tl.int64) * out.token + (head * SPAN.GROUP + member) * out.head
+            tl.store(out.ptr + at_out[:, None] + element[None, :], result.to(out.ptr.dtype.element_ty), mask=inside)
         else:
-            tl.store(
-                rest_ptr + (rest * GROUP + member).to(tl.int64)[:, None] * BLOCK_D + element[None, :], out, mask=inside
-            )
-            tl.store(rest_peak_ptr + rest * GROUP + member, peak + tl.log2(mass), mask=member < GROUP)
+            at = place * SPAN.GROUP + member
+            tl.store(rest.ptr + at.to(tl.int64)[:, None] * FORM.BLOCK_D + element[None, :], result, mask=inside)
+            tl.store(rest.peaks + at, peak + tl.log2(mass), mask=live)
 
 
 @triton.jit
 def _own_span(
-    q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr, rest_ptr, rest_peak_ptr, shared_ptr,
-    k_shared, v_shared, begin, end, sequence, kv_head, step, few, window,
-    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
-    CASCADE: tl.constexpr, COMMON_M: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, PRECISION: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
+    q, out, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
+    begin, end, sequence, kv_head, step, few, rule,
+    SPAN: tl.constexpr, FORM: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
     """Attends to tiles begin … end - 1 of the line, the first of which is tile ``step`` of (sequence, kv_head). Returns
     the pair it ends in or before, and which rows' sums are in doubt. UNIFIED: scores are powers of 2 as they are, not
     relative to the highest. TIMES: that many tiles here are one of the plan's.
     """
+    GROUP: tl.constexpr = SPAN.GROUP
+    BLOCK_M: tl.constexpr = SPAN.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    BLOCK_D: tl.constexpr = FORM.BLOCK_D
     program = tl.program_id(0)
     lane, element = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = lane // GROUP
@@ -165,46 +183,38 @@ def _own_span(
         start = tl.load(query_start_ptr + sequence)
         counted = tl.load(query_start_ptr + sequence + 1) - start
         context, queries = _own(tl.load(context_ptr + sequence), counted, few)
-        own = own_keys(shared_ptr, shared_row, sequence, sequence >= 0, CASCADE)
-        whole = tiles_of(context, queries, own, window, WINDOW, BLOCK_N * TIMES) * TIMES
-        lowest = first_key(context, queries, own, window, WINDOW)
+        own = own_keys(shared_ptr, shared_row, sequence, sequence >= 0, SPAN.CASCADE)
+        whole = tiles_of(context, queries, own, rule.window, FORM.WINDOW, BLOCK_N * TIMES) * TIMES
+        lowest = first_key(context, queries, own, rule.window, FORM.WINDOW)
         tile = lowest // (BLOCK_N * TIMES) * TIMES + step
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         there = (key < context) & (key >= lowest)
         live = lane < queries * GROUP
-        inside = live[:, None] & (element < DIM)[None, :]
+        inside = live[:, None] & (element < FORM.DIM)[None, :]
         token = (start + query).to(tl.int64)
         head = kv_head * GROUP + lane % GROUP
-        k_head_at = kv_head.to(tl.int64) * k_head
-        v_head_at = kv_head.to(tl.int64) * v_head
-        table = table_ptr + sequence.to(tl.int64) * table_row
-        q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
-        k, k_scale, k_low = load_held(
-            k_ptr, k_ptr, k_shared, table, tile, key, there, context, k_block, k_head_at, k_row, kv_head, q,
-            False, True, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
-        v, v_scale, v_low = load_held(
-            v_ptr, v_ptr, v_shared, table, tile, key, there, context, v_block, v_head_at, v_row, kv_head, q,
-            False, True, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
+        table = sequence.to(tl.int64) * table_row
+        its_q = tl.load(q.ptr + (token * q.token + head * q.head)[:, None] + element[None, :], mask=inside, other=0.0)
+        k = load_held(of_head(keys, table, kv_head), tile, key, there, context, its_q, False, True, FORM)
+        v = load_held(of_head(values, table, kv_head), tile, key, there, context, its_q, False, True, FORM)
         position = context - queries + query
         seen = there[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
+        if FORM.WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - rule.window)
         fresh = (step == 0) | (unit == begin)  # what another pair left is not multiplied by zero: it may be NaN
         total = tl.where(fresh, 0.0, total)
         if not UNIFIED:
             peak = tl.where(fresh, float("-inf"), peak)
         masses = tl.where(fresh, 0.0, masses)
         if UNIFIED:
-            score = scores(q, k, k_scale, k_low, seen, scale, soft_cap, True, SOFT_CAP, KV, PRECISION)
-            weight = tl.exp2(score * (LOG2_E if SOFT_CAP else scale * LOG2_E))
+            score = scores(its_q, k, seen, rule, True, FORM)
+            weight = tl.exp2(score * (LOG2_E if FORM.SOFT_CAP else rule.scale * LOG2_E))
             masses += weight
-            total = add_values(total, weight, v, v_scale, v_low, KV, PRECISION)
+            total = add_values(total, weight, v, FORM)
         else:
-            weight, keep, peak = weigh(peak, q, k, k_scale, k_low, seen, scale, soft_cap, True, SOFT_CAP, KV, PRECISION)
+            weight, keep, peak = weigh(peak, its_q, k, seen, rule, True, FORM)
             masses = masses * keep[:, None] + weight
-            total = add_values(total * keep[:, None], weight, v, v_scale, v_low, KV, PRECISION)
+            total = add_values(total * keep[:, None], weight, v, FORM)
         ends = step + 1 == whole
         begun = unit - step >= begin  # by this program
         if ends | (unit + 1 == end):
@@ -212,25 +222,21 @@ def _own_span(
             if UNIFIED:
                 doubt = doubt | (_doubtful(mass) & live & (context > 0)).to(tl.int32)
             result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-            if CASCADE & ends & begun & (own > 0):
-                rest = (
-                    _place(shared_ptr, shared_row, sequence, sequence >= 0, kv_head, KV_HEADS, COMMON_M // BLOCK_G)
-                    * GROUP
-                    + lane
-                )
-                tl.store(rest_ptr + rest.to(tl.int64)[:, None] * BLOCK_D + element[None, :], result, mask=inside)
-                tl.store(rest_peak_ptr + rest, peak + tl.log2(mass), mask=live)
+            if SPAN.CASCADE & ends & begun & (own > 0):
+                at = _place(shared_ptr, shared_row, sequence, sequence >= 0, kv_head, SPAN) * GROUP + lane
+                tl.store(rest.ptr + at.to(tl.int64)[:, None] * BLOCK_D + element[None, :], result, mask=inside)
+                tl.store(rest.peaks + at, peak + tl.log2(mass), mask=live)
             elif ends & begun:
-                at = (token * out_token + head * out_head)[:, None] + element[None, :]
-                tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
+                at_out = (token * out.token + head * out.head)[:, None] + element[None, :]
+                tl.store(out.ptr + at_out, result.to(out.ptr.dtype.element_ty), mask=inside)
             else:
                 place = ((program * 2 + begun.to(tl.int32)) * BLOCK_M + lane).to(tl.int64)
-                tl.store(part_ptr + place[:, None] * BLOCK_D + element[None, :], result, mask=inside)
-                tl.store(part_peak_ptr + place, peak + tl.log2(mass), mask=live)
+                tl.store(left.ptr + place[:, None] * BLOCK_D + element[None, :], result, mask=inside)
+                tl.store(left.peaks + place, peak + tl.log2(mass), mask=live)
         step = tl.where(ends, 0, step + 1)
         kv_head += ends.to(tl.int32)
-        sequence += (kv_head == KV_HEADS).to(tl.int32)
-        kv_head = tl.where(kv_head == KV_HEADS, 0, kv_head)
+        sequence += (kv_head == SPAN.KV_HEADS).to(tl.int32)
+        kv_head = tl.where(kv_head == SPAN.KV_HEADS, 0, kv_head)
     return sequence, kv_head, doubt
 
 
@@ -251,11 +257,20 @@ def _decode_kernel(
     program = tl.program_id(0)
     if PDL:
         gdc_wait()
+    q, out, rule = Rows(q_ptr, q_token, q_head), Rows(out_ptr, out_token, out_head), Rule(scale, soft_cap, window)
+    left, common, rest = (
+        Parts(part_ptr, part_peak_ptr),
+        Parts(common_ptr, common_peak_ptr),
+        Parts(rest_ptr, rest_peak_ptr),
+    )
+    keys = Held(k_ptr, k_ptr, k_shared, table_ptr, k_block, k_head, k_row)
+    values = Held(v_ptr, v_ptr, v_shared, table_ptr, v_block, v_head, v_row)
+    SPAN: tl.constexpr = Span(CASCADE, GROUP, KV_HEADS, COMMON_M, BLOCK_G, BLOCK_M, BLOCK_P)
+    FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP, PRECISION)
+    COMMON: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, COMMON_N, False, SOFT_CAP, PRECISION)
     if CASCADE:
         attend_shared(
-            q_ptr, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, k_ptr, v_ptr, k_shared, v_shared,
-            table_ptr, plan_ptr, shared_ptr, q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row,
-            shared_row, scale, soft_cap, GROUP, KV_HEADS, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M, PRECISION,
+            q, out, common, rest, common_ticket_ptr, keys, values, table_row, plan_ptr, shared_ptr, shared_row, rule, SPAN, COMMON
         )  # fmt: skip
     record = plan_ptr + program * FIELDS
     begin, end = tl.load(record + BEGIN), tl.load(record + END)
@@ -263,21 +278,16 @@ def _decode_kernel(
     if begin < end:
         first_sequence, first_head, first_step = sequence, kv_head, step
         sequence, kv_head, doubt = _own_span(
-            q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr, rest_ptr, rest_peak_ptr, shared_ptr,
-            k_shared, v_shared, begin, end, first_sequence, first_head, first_step, few, window,
-            q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
-            CASCADE, COMMON_M, GROUP, KV_HEADS, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_G, PRECISION, UNIFIED, 1,
+            q, out, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
+            begin, end, first_sequence, first_head, first_step, few, rule, SPAN, FORM, UNIFIED, 1,
         )  # fmt: skip
         if UNIFIED:  # noqa: SIM102  this one is compiled away
             if tl.max(doubt, 0) > 0:
                 tl.debug_barrier()  # what is in doubt is written before it is written over
+                AGAIN: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N // TIMES, WINDOW, SOFT_CAP, PRECISION)
                 _own_span(
-                    q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
-                    rest_ptr, rest_peak_ptr, shared_ptr, k_shared, v_shared, begin * TIMES, end * TIMES, first_sequence, first_head,
-                    first_step * TIMES, few, window,
-                    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
-                    CASCADE, COMMON_M, GROUP, KV_HEADS, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_M, BLOCK_N // TIMES, BLOCK_G,
-                    PRECISION, False, TIMES,
+                    q, out, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
+                    begin * TIMES, end * TIMES, first_sequence, first_head, first_step * TIMES, few, rule, SPAN, AGAIN, False, TIMES,
                 )  # fmt: skip
         which = tl.arange(0, 2)  # the pair continued, the pair begun
         firsts, lasts = tl.load(record + FIRST_0 + 2 * which), tl.load(record + LAST_0 + 2 * which)
@@ -292,17 +302,17 @@ def _decode_kernel(
                 if tl.sum(tl.where(which == pair, complete, 0), 0) > 0:
                     its_sequence = tl.where(pair == 0, first_sequence, sequence)
                     its_head = tl.where(pair == 0, first_head, kv_head)
-                    rest = sequence * 0 - 1
+                    place = sequence * 0 - 1
                     if CASCADE:
                         shares = own_keys(shared_ptr, shared_row, its_sequence, its_sequence >= 0, CASCADE) > 0
-                        place = _place(
-                            shared_ptr, shared_row, its_sequence, shares, its_head, KV_HEADS, COMMON_M // BLOCK_G
-                        )
-                        rest = tl.where(shares, place, -1)
+                        at = _place(shared_ptr, shared_row, its_sequence, shares, its_head, SPAN)
+                        place = tl.where(shares, at, -1)
+                    its_first, its_last = (
+                        tl.sum(tl.where(which == pair, firsts, 0), 0),
+                        tl.sum(tl.where(which == pair, lasts, 0), 0),
+                    )
                     _merge(
-                        its_sequence, its_head, tl.sum(tl.where(which == pair, firsts, 0), 0), tl.sum(tl.where(which == pair, lasts, 0), 0), rest,
-                        out_ptr, part_ptr, part_peak_ptr, rest_ptr, rest_peak_ptr, query_start_ptr, out_token, out_head,
-                        GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, UNIFIED,
+                        its_sequence, its_head, its_first, its_last, place, out, left, rest, query_start_ptr, SPAN, FORM, UNIFIED
                     )  # fmt: skip
         if CASCADE:  # noqa: SIM102  this one is compiled away
             if tl.load(record + SHARED_LINE) > 0:
@@ -326,9 +336,7 @@ def _decode_kernel(
                     settle(
                         tl.load(shared_ptr + CHUNK * shared_row + its, mask=done, other=0),
                         tl.load(shared_ptr + SLOT * shared_row + its, mask=done, other=0), each % KV_HEADS, done,
-                        out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, shared_ptr,
-                        common_span, shared_row, out_token, out_head,
-                        GROUP, KV_HEADS, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M // BLOCK_G, COMMON_M, AT_ONCE,
+                        out, common, rest, common_ticket_ptr, shared_ptr, common_span, shared_row, SPAN, COMMON, AT_ONCE,
                     )  # fmt: skip
                     some += SETTLED
     if PDL:

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.attention.triton_codes import add_values, held, load_codes, scaled_scores
+from headrace.kernels.attention.triton_codes import Form, Held, add_values, held, load_codes, of_head, scaled_scores
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.inputs import AttentionInputs, Quantized
 
@@ -59,117 +59,97 @@ def _capped(score, cap):
     return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (score / cap))))
 
 
+class Rule(NamedTuple):
+    """How keys count."""
+
+    scale: Any
+    soft_cap: Any
+    window: Any
+
+
+class Rows(NamedTuple):
+    """Queries or results, with strides."""
+
+    ptr: Any
+    token: Any
+    head: Any
+
+
+class Parts(NamedTuple):
+    """Sums that programs leave for each other: rows [.., BLOCK_D], and the peaks of rows."""
+
+    ptr: Any
+    peaks: Any
+
+
 @triton.jit
-def load_tile(
-    ptr, rows, table_ptr, tile, key, there, context, block_stride, head_at, row_stride,
-    BULK: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def load_tile(held, tile, key, there, context, BULK: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Keys (or values) ``key`` of one head, [BLOCK_N, BLOCK_D]. MASKED: only those that are ``there``, zeros in place
     of others.
 
-    ``head_at`` is the offset of the KV head. Nothing is looked up beyond ``context``. BULK: the copy engine brings the
-    tile, by the descriptor ``rows`` of rows [.., D]; strides then count rows, and it brings what lies beyond a sequence
-    in its last block too.
+    Nothing is looked up beyond ``context``. BULK: the copy engine brings the tile, by a descriptor of rows [.., D];
+    strides then count rows, and it brings what lies beyond a sequence in its last block too.
     """
-    element = tl.arange(0, BLOCK_D)
+    BLOCK_SIZE: tl.constexpr = FORM.BLOCK_SIZE
+    element = tl.arange(0, FORM.BLOCK_D)
+    first = tile * FORM.BLOCK_N
     if BULK:
         if MASKED:
-            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < context, other=0).to(
-                tl.int64
-            )
+            block = tl.load(held.table + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
         else:
-            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
-        return rows.load([(block * block_stride + head_at).to(tl.int32) + tile * BLOCK_N % BLOCK_SIZE, 0])
-    if BLOCK_SIZE % BLOCK_N == 0:  # one block, wherever the tile lies
-        first = tile * BLOCK_N
-        block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
+            block = tl.load(held.table + first // BLOCK_SIZE).to(tl.int64)
+        return held.rows.load([(block * held.block + held.head).to(tl.int32) + first % BLOCK_SIZE, 0])
+    if BLOCK_SIZE % FORM.BLOCK_N == 0:  # one block, wherever the tile lies
+        block = tl.load(held.table + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
         # so that what differs by thread stays the same
-        corner = ptr + block * block_stride + head_at + first % BLOCK_SIZE * row_stride
-        at = corner + (tl.arange(0, BLOCK_N)[:, None] * row_stride + element[None, :])
+        corner = held.ptr + block * held.block + held.head + first % BLOCK_SIZE * held.row
+        at = corner + (tl.arange(0, FORM.BLOCK_N)[:, None] * held.row + element[None, :])
     else:
         if MASKED:
-            blocks = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+            blocks = tl.load(held.table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         else:
-            blocks = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-        at = (
-            ptr
-            + (blocks * block_stride + head_at + (key % BLOCK_SIZE).to(tl.int64) * row_stride)[:, None]
-            + element[None, :]
-        )
+            blocks = tl.load(held.table + key // BLOCK_SIZE).to(tl.int64)
+        rows = blocks * held.block + held.head + (key % BLOCK_SIZE).to(tl.int64) * held.row
+        at = held.ptr + rows[:, None] + element[None, :]
     if MASKED:
-        return tl.load(at, mask=there[:, None] & (element < DIM)[None, :], other=0.0)
-    if DIM != BLOCK_D:
-        return tl.load(at, mask=(element < DIM)[None, :], other=0.0)
+        return tl.load(at, mask=there[:, None] & (element < FORM.DIM)[None, :], other=0.0)
+    if FORM.DIM != FORM.BLOCK_D:
+        return tl.load(at, mask=(element < FORM.DIM)[None, :], other=0.0)
     return tl.load(at)
 
 
 @triton.jit
-def load_held(
-    ptr, rows, shared_ptr, table_ptr, tile, key, there, context, block_stride, head_at, row_stride, kv_head, like,
-    BULK: tl.constexpr, MASKED: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A tile as ``load_tile`` has it, or KV: of codes (triton_codes.py), with their scales and lows."""
-    if KV:
-        codes, scale, low = load_codes(
-            ptr, shared_ptr, table_ptr, tile, key, there, context, block_stride, head_at, kv_head, like,
-            KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
-        return codes, scale, low
+def load_held(held, tile, key, there, context, like, BULK: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """A tile as ``load_tile`` has it, or of codes (triton_codes.py); with their scales and lows."""
+    if FORM.KV:
+        return load_codes(held, tile, key, there, context, like, FORM)
     else:
-        loaded = load_tile(
-            ptr, rows, table_ptr, tile, key, there, context, block_stride, head_at, row_stride, BULK, MASKED, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N
-        )  # fmt: skip
-        return loaded, key, key  # no scales
+        return load_tile(held, tile, key, there, context, BULK, MASKED, FORM), key, key  # no scales
 
 
 @triton.jit
-def scores(
-    q,
-    k,
-    k_scale,
-    k_low,
-    seen,
-    scale,
-    soft_cap,
-    MASKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    KV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Of ``q`` [M, D] with a tile's keys ``k`` [N, D]: [M, N], not scaled yet where nothing caps them. MASKED: −inf but
-    where ``seen``. KV: keys are codes, with ``k_scale`` and ``k_low`` [N] (triton_codes.py)."""
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if KV:
-        score = scaled_scores(score, q, k_scale, k_low, KV)
-    if SOFT_CAP:
-        score = _capped(score * scale, soft_cap)
+def scores(q, held, seen, rule, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Of ``q`` [M, D] with a tile's keys ``held`` [N, D]: [M, N], not scaled yet where nothing caps them. MASKED: −inf
+    but where ``seen``."""
+    k, k_scale, k_low = held
+    score = tl.dot(q, tl.trans(k), input_precision=FORM.PRECISION)
+    if FORM.KV:
+        score = scaled_scores(score, q, k_scale, k_low, FORM.KV)
+    if FORM.SOFT_CAP:
+        score = _capped(score * rule.scale, rule.soft_cap)
     return tl.where(seen, score, float("-inf")) if MASKED else score
 
 
 @triton.jit
-def weigh(
-    peak,
-    q,
-    k,
-    k_scale,
-    k_low,
-    seen,
-    scale,
-    soft_cap,
-    MASKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    KV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def weigh(peak, q, held, seen, rule, MASKED: tl.constexpr, FORM: tl.constexpr):
     """One step of the online softmax (Milakov and Gimelshein 2018): weights of a tile's keys [M, N], by how much to
     lower what was summed up so far [M], the new peak [M].
 
-    ``peak`` [M] (float32, powers of 2), ``q`` [M, D], ``k`` [N, D]. MASKED: a row uses the keys that ``seen`` [M, N]
-    says.
+    ``peak`` [M] (float32, powers of 2), ``q`` [M, D], keys ``held`` [N, D]. MASKED: a row uses the keys that ``seen``
+    [M, N] says.
     """
-    factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # above 0
-    score = scores(q, k, k_scale, k_low, seen, scale, soft_cap, MASKED, SOFT_CAP, KV, PRECISION)
+    factor = LOG2_E if FORM.SOFT_CAP else rule.scale * LOG2_E  # above 0
+    score = scores(q, held, seen, rule, MASKED, FORM)
     higher = tl.maximum(peak, tl.max(score, 1) * factor)
     # −inf: a row that has seen nothing yet
     shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
@@ -179,53 +159,52 @@ def weigh(
 
 @triton.jit
 def accumulate(
-    total, peak, mass, q, position,
-    k_ptr, v_ptr, k_map, v_map, table_ptr, k_block, k_head, k_row, v_block, v_head, v_row,
-    k_shared, v_shared, kv_head, first_tile, end_tile, first_key, context, window, scale, soft_cap,
-    BULK: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    sums, q, position, keys, values, first_tile, end_tile, first_key, context, rule,
+    BULK: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Absorbs tiles first_tile … end_tile - 1 of keys. Keys before first_key or from context on are not used.
+    """Absorbs tiles first_tile … end_tile - 1 of keys into ``sums``: values [M, D], peak and mass [M]. Keys before
+    first_key or from context on are not used.
 
     Not MASKED: the caller knows that every row sees every key of these tiles.
     """
+    total, peak, mass = sums
     for tile in range(first_tile, end_tile):
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = tile * FORM.BLOCK_N + tl.arange(0, FORM.BLOCK_N)
         there = (key < context) & (key >= first_key)
-        k, k_scale, k_low = load_held(
-            k_ptr, k_map, k_shared, table_ptr, tile, key, there, context, k_block, k_head, k_row, kv_head, q,
-            BULK, MASKED, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
-        v, v_scale, v_low = load_held(
-            v_ptr, v_map, v_shared, table_ptr, tile, key, there, context, v_block, v_head, v_row, kv_head, q,
-            BULK, MASKED, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
+        k = load_held(keys, tile, key, there, context, q, BULK, MASKED, FORM)
+        v, v_scale, v_low = load_held(values, tile, key, there, context, q, BULK, MASKED, FORM)
         if BULK and MASKED:
             v = tl.where(there[:, None], v, 0.0)  # what lies beyond a sequence may be NaN, and NaN · 0 would be too
         seen = there[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        weight, keep, peak = weigh(peak, q, k, k_scale, k_low, seen, scale, soft_cap, MASKED, SOFT_CAP, KV, PRECISION)
+        if FORM.WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - rule.window)
+        weight, keep, peak = weigh(peak, q, k, seen, rule, MASKED, FORM)
         mass = mass * keep + tl.sum(weight, 1)
-        total = add_values(total * keep[:, None], weight, v, v_scale, v_low, KV, PRECISION)
+        total = add_values(total * keep[:, None], weight, (v, v_scale, v_low), FORM)
     return total, peak, mass
 
 
 @triton.jit
-def _fold(total, peak, mass, part, part_peak, part_mass):
-    """What was found so far with one more part, [M, D], [M], [M]. A part in which a row saw nothing leaves it
-    untouched, to the bit."""
-    higher = tl.maximum(peak, part_peak)
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    keep, weight = tl.exp2(peak - shift), tl.exp2(part_peak - shift)
-    return tl.fma(part, weight[:, None], total * keep[:, None]), higher, tl.fma(part_mass, weight, mass * keep)
+def nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Sums before the first key."""
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return tl.zeros((BLOCK_M, BLOCK_D), tl.float32), peak, tl.zeros((BLOCK_M,), tl.float32)
 
 
 @triton.jit
-def _fold_stored(
-    total, peak, mass, row, live, inside, parts_ptr, sums_ptr, first_part, end_part,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def _fold(sums, part):
+    """What was found so far with one more part, each [M, D], [M], [M]. A part in which a row saw nothing leaves it
+    untouched, to the bit."""
+    total, peak, mass = sums
+    found, part_peak, part_mass = part
+    higher = tl.maximum(peak, part_peak)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, weight = tl.exp2(peak - shift), tl.exp2(part_peak - shift)
+    return tl.fma(found, weight[:, None], total * keep[:, None]), higher, tl.fma(part_mass, weight, mass * keep)
+
+
+@triton.jit
+def _fold_stored(sums, row, live, inside, parts_ptr, sums_ptr, first_part, end_part, BLOCK_D: tl.constexpr):
     """The same of parts that programs left in memory."""
     element = tl.arange(0, BLOCK_D)
     for part in range(first_part, end_part):
@@ -235,8 +214,8 @@ def _fold_stored(
         )
         its_peak = tl.load(sums_ptr + 2 * at, mask=live, other=float("-inf"), cache_modifier=".cg")
         its_mass = tl.load(sums_ptr + 2 * at + 1, mask=live, other=0.0, cache_modifier=".cg")
-        total, peak, mass = _fold(total, peak, mass, found, its_peak, its_mass)
-    return total, peak, mass
+        sums = _fold(sums, (found, its_peak, its_mass))
+    return sums
 
 
 @launchable(
@@ -288,9 +267,7 @@ def _prefill_kernel(
         inside = live[:, None] & (element < DIM)[None, :]
         q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
         position = context - queries + query
-        total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        mass = tl.zeros((BLOCK_M,), tl.float32)
+        sums = nothing(BLOCK_M, BLOCK_D)
         lowest = context - queries + first  # position of the first query here
         end = tl.minimum(context, lowest + QUERIES)
         first_key = 0
@@ -298,62 +275,50 @@ def _prefill_kernel(
         if WINDOW:
             first_key = tl.maximum(lowest + 1 - window, 0)
             whole = 0
-        k_head_at, v_head_at = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head
-        table = table_ptr + sequence.to(tl.int64) * table_row
+        past = tl.cdiv(end, BLOCK_N)
+        table = sequence.to(tl.int64) * table_row
+        keys = of_head(Held(k_ptr, k_map, k_shared, table_ptr, k_block, k_head, k_row), table, kv_head)
+        values = of_head(Held(v_ptr, v_map, v_shared, table_ptr, v_block, v_head, v_row), table, kv_head)
+        rule = Rule(scale, soft_cap, window)
+        FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP, PRECISION)
         writes = True
         # keys in parts of a fixed size, each from nothing, folded in their order: by this program, or dealt out to
         # several
         if PART:
             TILES: tl.constexpr = PART // BLOCK_N
-            share, past = tl.program_id(2), tl.cdiv(end, BLOCK_N)
+            share = tl.program_id(2)
             first_part, end_part = first_key // PART, tl.cdiv(end, PART)
             row = (token * (tl.num_programs(1 - RUNS) * GROUP) + head) * most_parts
             for part in range(first_part + share, end_part, shares):
-                found, its_mass = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-                its_peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                begin, stop = part * TILES, (part + 1) * TILES
+                found = nothing(BLOCK_M, BLOCK_D)
                 if not WINDOW:
-                    found, its_peak, its_mass = accumulate(
-                        found, its_peak, its_mass, q, position,
-                        k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
-                        k_shared, v_shared, kv_head, part * TILES, tl.minimum(whole, (part + 1) * TILES), 0, context, window, scale, soft_cap,
-                        BULK, False, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                    found = accumulate(
+                        found, q, position, keys, values, begin, tl.minimum(whole, stop), 0, context, rule, BULK, False, FORM
                     )  # fmt: skip
-                found, its_peak, its_mass = accumulate(
-                    found, its_peak, its_mass, q, position,
-                    k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
-                    k_shared, v_shared, kv_head,
-                    tl.maximum(tl.maximum(whole, part * TILES), first_key // BLOCK_N), tl.minimum(past, (part + 1) * TILES),
-                    first_key, context, window, scale, soft_cap,
-                    BULK, True, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                begin = tl.maximum(tl.maximum(whole, begin), first_key // BLOCK_N)
+                found = accumulate(
+                    found, q, position, keys, values, begin, tl.minimum(past, stop), first_key, context, rule, BULK, True, FORM
                 )  # fmt: skip
                 if shares == 1:
-                    total, peak, mass = _fold(total, peak, mass, found, its_peak, its_mass)
+                    sums = _fold(sums, found)
                 else:
-                    tl.store(parts_ptr + (row + part)[:, None] * BLOCK_D + element[None, :], found, mask=inside)
-                    tl.store(sums_ptr + 2 * (row + part), its_peak, mask=live)
-                    tl.store(sums_ptr + 2 * (row + part) + 1, its_mass, mask=live)
+                    tl.store(parts_ptr + (row + part)[:, None] * BLOCK_D + element[None, :], found[0], mask=inside)
+                    tl.store(sums_ptr + 2 * (row + part), found[1], mask=live)
+                    tl.store(sums_ptr + 2 * (row + part) + 1, found[2], mask=live)
             if shares > 1:
                 tl.debug_barrier()  # parts of all threads before the ticket of one
                 ticket = ticket_ptr + run * tl.num_programs(1 - RUNS) + kv_head
                 writes = tl.atomic_add(ticket, 1, sem="acq_rel") == shares - 1
                 if writes:
                     tl.store(ticket, 0)  # as the next launch wants it
-                    total, peak, mass = _fold_stored(
-                        total, peak, mass, row, live, inside, parts_ptr, sums_ptr, first_part, end_part, BLOCK_M, BLOCK_D
-                    )  # fmt: skip
+                    sums = _fold_stored(sums, row, live, inside, parts_ptr, sums_ptr, first_part, end_part, BLOCK_D)
         else:
             if not WINDOW:
-                total, peak, mass = accumulate(
-                    total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
-                    k_shared, v_shared, kv_head, 0, whole, 0, context, window, scale, soft_cap,
-                    BULK, False, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
-                )  # fmt: skip
-            total, peak, mass = accumulate(
-                total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
-                k_shared, v_shared, kv_head,
-                tl.maximum(whole, first_key // BLOCK_N), tl.cdiv(end, BLOCK_N), first_key, context, window, scale, soft_cap,
-                BULK, True, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
-            )  # fmt: skip
+                sums = accumulate(sums, q, position, keys, values, 0, whole, 0, context, rule, BULK, False, FORM)
+            begin = tl.maximum(whole, first_key // BLOCK_N)
+            sums = accumulate(sums, q, position, keys, values, begin, past, first_key, context, rule, BULK, True, FORM)
+        total, peak, mass = sums
         out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         at_out = (token * out_token + head * out_head)[:, None] + element[None, :]
         tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=inside & writes)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.attention.triton_codes import add_values, held
-from headrace.kernels.attention.triton_prefill import MAX_WINDOW, Attended, load_held, padded, weigh
+from headrace.kernels.attention.triton_codes import Form, Held, add_values, held, of_head
+from headrace.kernels.attention.triton_prefill import MAX_WINDOW, Attended, Rule, load_held, nothing, padded, weigh
 from headrace.kernels.build.launch import launchable
 
 _LONGEST = 64  # tokens of a tree: bits of an int64
@@ -57,12 +57,14 @@ def _tree_kernel(
             head = (kv_head * GROUP + lane).to(tl.int64)
             q_at = (token * q_token + head * q_head)[:, None] + element[None, :]
             q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
-            table = table_ptr + sequence.to(tl.int64) * table_row
+            table = sequence.to(tl.int64) * table_row
+            keys = of_head(Held(k_ptr, k_ptr, k_shared, table_ptr, k_block, k_head, k_row), table, kv_head)
+            values = of_head(Held(v_ptr, v_ptr, v_shared, table_ptr, v_block, v_head, v_row), table, kv_head)
+            rule = Rule(scale, soft_cap, window)
+            FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP, PRECISION)
             position = first + _ones(ancestors) - 1
             lowest = tl.maximum(first - window, 0) if WINDOW else 0
-            total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            mass = tl.zeros((BLOCK_M,), tl.float32)
-            peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            total, peak, mass = nothing(BLOCK_M, BLOCK_D)
             for tile in range(lowest // BLOCK_N, (context + BLOCK_N - 1) // BLOCK_N):
                 place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 behind = tl.minimum(tl.maximum(place - first, 0), 62).to(tl.int64)
@@ -71,20 +73,12 @@ def _tree_kernel(
                 if WINDOW:  # a token of the tree stands where its ancestors end
                     before = _ones(ancestors & ((tl.full((BLOCK_N,), 2, tl.int64) << behind) - 1))
                     seen = seen & (tl.where(place < first, place, first + before - 1) > position - window)
-                k, k_scale, k_low = load_held(
-                    k_ptr, k_ptr, k_shared, table, tile, place, seen, context, k_block, kv_head.to(tl.int64) * k_head, k_row,
-                    kv_head, q, False, True, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
-                )  # fmt: skip
-                v, v_scale, v_low = load_held(
-                    v_ptr, v_ptr, v_shared, table, tile, place, seen, context, v_block, kv_head.to(tl.int64) * v_head, v_row,
-                    kv_head, q, False, True, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
-                )  # fmt: skip
+                k = load_held(keys, tile, place, seen, context, q, False, True, FORM)
+                v = load_held(values, tile, place, seen, context, q, False, True, FORM)
                 seen = seen[None, :] & (lane < GROUP)[:, None]
-                weight, keep, peak = weigh(
-                    peak, q, k, k_scale, k_low, seen, scale, soft_cap, True, SOFT_CAP, KV, PRECISION
-                )
+                weight, keep, peak = weigh(peak, q, k, seen, rule, True, FORM)
                 mass = mass * keep + tl.sum(weight, 1)
-                total = add_values(total * keep[:, None], weight, v, v_scale, v_low, KV, PRECISION)
+                total = add_values(total * keep[:, None], weight, v, FORM)
             result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
             out_at = (token * out_token + head * out_head)[:, None] + element[None, :]
             tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=inside)

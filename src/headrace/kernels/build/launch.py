@@ -69,7 +69,8 @@ Launch = Callable[[Grid, Arguments, Mapping[str, Any]], Any]
 _KNOWN_VERSION = "3.6."  # whose driver is called directly
 _TENSORS = (Tensor, nn.Parameter)
 _KINDS = (*_TENSORS, int, float, type(None), TensorDescriptor)
-_CONSTANTS = (int, bool, str, type(None))  # equal ones of one type are the same to the compiler (0.0 and -0.0 are not)
+# Equal ones of one type are the same to the compiler (0.0 and -0.0 are not); a tuple has one type in each place.
+_CONSTANTS = (int, bool, str, tuple, type(None))
 # A signature's types as the launcher reads them.
 _BYTES = {"constexpr": "_", "fp32": "f", "f32": "f", "fp64": "d"} | {
     f"{sign}{bits}": str(bits // 8) for sign in "iu" for bits in (8, 16, 32, 64)

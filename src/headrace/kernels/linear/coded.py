@@ -114,12 +114,10 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def constants(coding: Coding) -> dict[str, Any]:
-    """What kernels are compiled for."""
+    """What kernels are compiled for, as triton_codes.py numbers it."""
     raw = 1 if coding.floats or coding.table else 0 if coding.shifts else -1
-    return {
-        "BITS": coding.bits, "SETS": coding.sets, "ZEROS": coding.zeros, "SHIFTS": coding.shifts, "FLOATS": coding.floats,
-        "TABLE": coding.table, "SCALES": coding.scales.value, "RAW": raw, "BLOCK_BYTES": coding.block_bytes,
-    }  # fmt: skip
+    kinds = coding.bits, coding.sets, coding.zeros, coding.shifts, coding.floats, coding.table, coding.scales.value
+    return {"CODING": (*kinds, raw, coding.block_bytes)}
 
 
 def views(packed: Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:

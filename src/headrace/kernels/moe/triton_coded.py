@@ -22,7 +22,7 @@ from headrace.kernels.candidate import CallSite, EightBits, Empty, ExpertFacts, 
 from headrace.kernels.linear.coded import constants, reader, views
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, joined, pack
-from headrace.kernels.linear.triton_codes import _product, _split
+from headrace.kernels.linear.triton_codes import BLOCK_BYTES, Blocks, _product, _split
 from headrace.kernels.moe.triton_moe import _combined, _grid, _routed, _unit
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.kernels.norm.triton_rounded import Rounding
@@ -32,10 +32,8 @@ from headrace.spec import Activation
 @launchable(do_not_specialize=["room", "steps", "tiles"])
 def _expand_coded_kernel(
     x_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, inner_ptr, counts_ptr, listed_ptr, x_row, room, steps, tiles,
-    BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
-    SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    CODING: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Gate and up take turns, ``tiles`` blocks of 64 rows of them an expert."""
     across: tl.constexpr = (INNER + BLOCKS * 32 - 1) // (BLOCKS * 32)
@@ -47,9 +45,8 @@ def _expand_coded_kernel(
         block = expert.to(tl.int64) * tiles + strip * BLOCKS
         factor = tl.load(factor_ptr + block * 64 + tl.arange(0, BLOCKS * 64))
         total = _product(
-            x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_row, there, x_ptr, words_ptr, shorts_ptr, bytes_ptr, table_ptr, factor,
-            block * steps * BLOCK_BYTES, 0, steps, steps, HIDDEN,
-            BITS, SETS, ZEROS, SHIFTS, FLOATS, TABLE, SCALES, RAW, BLOCK_BYTES, False, BLOCKS, BLOCK_M,
+            x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_row, there, x_ptr, Blocks(words_ptr, shorts_ptr, bytes_ptr, table_ptr),
+            factor, block * steps * CODING[BLOCK_BYTES], 0, steps, steps, HIDDEN, CODING, False, BLOCKS, BLOCK_M,
         )  # fmt: skip
         gate, up = _split(total, BLOCKS, BLOCK_M)
         kind = inner_ptr.dtype.element_ty
@@ -62,9 +59,8 @@ def _expand_coded_kernel(
 @launchable(do_not_specialize=["room", "steps", "tiles"])
 def _contract_coded_kernel(
     inner_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, out_ptr, counts_ptr, listed_ptr, room, steps, tiles,
-    BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
-    SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    CODING: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = (HIDDEN + BLOCKS * 64 - 1) // (BLOCKS * 64)
     expert, count, before, tile, strip = _unit(counts_ptr, tl.program_id(0), across, EXPERTS, BLOCK_E, BLOCK_M)
@@ -74,9 +70,8 @@ def _contract_coded_kernel(
         block = expert.to(tl.int64) * tiles + strip * BLOCKS
         factor = tl.load(factor_ptr + block * 64 + tl.arange(0, BLOCKS * 64))
         total = _product(
-            inner_ptr + (before + place)[:, None] * INNER, there, inner_ptr, words_ptr, shorts_ptr, bytes_ptr, table_ptr, factor,
-            block * steps * BLOCK_BYTES, 0, steps, steps, INNER,
-            BITS, SETS, ZEROS, SHIFTS, FLOATS, TABLE, SCALES, RAW, BLOCK_BYTES, False, BLOCKS, BLOCK_M,
+            inner_ptr + (before + place)[:, None] * INNER, there, inner_ptr, Blocks(words_ptr, shorts_ptr, bytes_ptr, table_ptr),
+            factor, block * steps * CODING[BLOCK_BYTES], 0, steps, steps, INNER, CODING, False, BLOCKS, BLOCK_M,
         )  # fmt: skip
         pair = tl.load(listed_ptr + expert.to(tl.int64) * room + place, mask=there, other=0).to(tl.int64)
         column = strip * (BLOCKS * 64) + tl.arange(0, BLOCKS * 64)
