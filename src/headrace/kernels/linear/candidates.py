@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,20 +50,17 @@ def _few_rows(site: CallSite[WeightFacts]) -> str | None:
     return None
 
 
-def _flat_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    """The product alone, in every form of the layer. Of a corner of the weight: what is compiled does not depend on its
-    size."""
+Place = tuple[str, Callable[[int], Around], bool]
+Places = Callable[[CallSite[WeightFacts], Sizes], Iterator[Place]]
+
+
+def _alone(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[Place]:
+    """Nothing around the product."""
     for biased in {False, _biased(sizes)}:
-        yield from _form_calls(site, run, "alone", lambda outs: Around(), biased=biased)
+        yield "alone", lambda outs: Around(), biased
 
 
-def _fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    """The product with what stands around it where the layer has its place."""
-    for place, around, biased in _places(site, sizes):
-        yield from _form_calls(site, run, place, around, biased=biased)
-
-
-def _places(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[tuple[str, Callable[[int], Around], bool]]:
+def _places(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[Place]:
     """Before attention, behind it, or in the feed-forward: what stands around a product of so many outputs there, and
     whether it has a bias."""
     spec, facts, norm = sizes.spec, site.facts, partial(site.zeros, 1, 1, dtype=torch.float32)
@@ -81,21 +79,22 @@ def _places(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[tuple[str, Ca
             yield "added", behind, biased
 
 
-def _form_calls(
-    site: CallSite[WeightFacts], run: Any, place: str, around: Callable[[int], Around], *, biased: bool
-) -> Calls:
+def _flat_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes, places: Places = _alone) -> Calls:
+    """Every form of the layer. Of a corner of the weight: what is compiled does not depend on its size."""
     whole = site.facts.shape
     shape = Shape(corner(whole.outs, _LARGEST), corner(whole.ins, _LARGEST), whole.gated)
     rows = shape.outs * (2 if shape.gated else 1)
 
-    def launch(form: Any) -> object:
+    def launch(form: Any, around: Callable[[int], Around], biased: bool) -> object:
         product = run(site.zeros(rows, shape.ins), site.zeros(rows) if biased else None).product
         return replace(product, shape=shape).launch(form, site.zeros(1, shape.ins), around(shape.outs))
 
-    for form in dict.fromkeys(
-        form for _, form in run(site.zeros(0, shape.ins), None).product.forms if form is not None
-    ):
-        yield f"{place}{', bias' if biased else ''}, {shape.outs % 16}, {form}", partial(launch, form)
+    forms = [form for _, form in run(site.zeros(0, shape.ins), None).product.forms if form is not None]
+    for (place, around, biased), form in product(places(site, sizes), dict.fromkeys(forms)):
+        yield f"{place}{', bias' * biased}, {shape.outs % 16}, {form}", partial(launch, form, around, biased)
+
+
+_fused_calls = partial(_flat_calls, places=_places)
 
 
 def _biased(sizes: Sizes) -> bool:
@@ -240,23 +239,12 @@ def _not_eight(site: CallSite[WeightFacts]) -> str | None:
     return None
 
 
-def _eight_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    yield from _eight_form_calls(site, run, "alone", lambda outs: Around(), {False, _biased(sizes)})
-
-
-def _eight_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    for place, around, biased in _places(site, sizes):
-        yield from _eight_form_calls(site, run, place, around, {biased})
-
-
-def _eight_form_calls(
-    site: CallSite[WeightFacts], run: Any, place: str, around: Callable[[int], Around], biases: set[bool]
-) -> Calls:
+def _eight_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes, places: Places = _alone) -> Calls:
     """Rounding a row of the layer's width, and the product in every form, of a corner of the weight."""
     facts, maker, device = site.facts, run.__self__, site.device
     outs, ins = (corner(size, 512) for size in (facts.out_features, facts.in_features))
 
-    def product(ins: int, *, bias: bool) -> Any:
+    def layer(ins: int, *, bias: bool) -> Any:
         weight = torch.zeros(outs, ins, dtype=torch.uint8, device=device).view(maker.eight.dtype)
         scale = (
             torch.zeros(-(-outs // 128), -(-ins // 128), device=device)
@@ -266,20 +254,22 @@ def _eight_form_calls(
         static = torch.ones((), device=device) if maker.eight.static else None
         return maker.product(weight, scale, static, site.zeros(outs) if bias else None)
 
-    given = around(outs)
-    yield (
-        f"{place}, rounded, {facts.in_features}",
-        lambda: product(facts.in_features, bias=False).rounded(site.zeros(1, facts.in_features), given),
-    )
+    def rounded(given: Around) -> object:
+        return layer(facts.in_features, bias=False).rounded(site.zeros(1, facts.in_features), given)
 
-    def multiply(form: Any, *, bias: bool) -> object:
-        layer, width = product(ins, bias=bias), outs // (1 + (place == "gated"))
-        codes, scale = layer.weight[:1], torch.zeros(1, -(-ins // 128) if maker.eight.group else 1, device=device)
-        return layer.launch(form, codes, scale, around(width), facts.dtype)
+    def multiply(form: Any, place: str, around: Callable[[int], Around], bias: bool) -> object:
+        made, width = layer(ins, bias=bias), outs // (1 + (place == "gated"))
+        codes, scale = made.weight[:1], torch.zeros(1, -(-ins // 128) if maker.eight.group else 1, device=device)
+        return made.launch(form, codes, scale, around(width), facts.dtype)
 
-    for form in dict.fromkeys(form for _, form in maker.all_forms):
-        for bias in biases:
-            yield f"{place}{', bias' * bias}, {maker.eight}, {outs % 16}, {form}", partial(multiply, form, bias=bias)
+    for place, around, biased in places(site, sizes):
+        yield f"{place}, rounded, {facts.in_features}", partial(rounded, around(outs))
+        for form in dict.fromkeys(form for _, form in maker.all_forms):
+            call = partial(multiply, form, place, around, biased)
+            yield f"{place}{', bias' * biased}, {maker.eight}, {outs % 16}, {form}", call
+
+
+_eight_fused_calls = partial(_eight_calls, places=_places)
 
 
 def _composed_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
@@ -324,25 +314,18 @@ def _unrounded(facts: WeightFacts) -> str | None:
     return None
 
 
-def coded_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    """The product alone in every form, and the kernel that widens."""
-    yield from _coded_roundings(site, run, normed=False)
-    for biased in {False, _biased(sizes)}:
-        for coding, product in _coded_corners(site, run, biased=biased):
-            if not biased and product.rounding is None:
-                yield (
-                    f"{coding}, widened{', gate' * product.packed.gated}",
-                    partial(product.widen, 0, 64, site.facts.dtype),
-                )
-            yield from _coded_form_calls(site, coding, product, "alone", lambda outs: Around())
+def coded_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes, places: Places = _alone) -> Calls:
+    """In every form; of the product alone, the kernel that widens, too."""
+    yield from _coded_roundings(site, run, normed=places is _places)
+    for place, around, biased in places(site, sizes):
+        for coding, found in _coded_corners(site, run, biased=biased):
+            if place == "alone" and not biased and found.rounding is None:
+                name = f"{coding}, widened{', gate' * found.packed.gated}"
+                yield name, partial(found.widen, 0, 64, site.facts.dtype)
+            yield from _coded_form_calls(site, coding, found, place, around)
 
 
-def coded_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    """With what stands around it, as ``_fused_calls`` has it."""
-    yield from _coded_roundings(site, run, normed=True)
-    for place, around, biased in _places(site, sizes):
-        for coding, product in _coded_corners(site, run, biased=biased):
-            yield from _coded_form_calls(site, coding, product, place, around)
+coded_fused_calls = partial(coded_calls, places=_places)
 
 
 def _coded_roundings(site: CallSite[WeightFacts], run: Any, *, normed: bool) -> Calls:

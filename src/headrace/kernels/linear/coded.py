@@ -29,11 +29,10 @@ from headrace.kernels.linear.around import Around, Fused
 from headrace.kernels.linear.coded_forms import forms_for, measured
 from headrace.kernels.linear.eight_bits import Composed, Composing
 from headrace.kernels.linear.flat_forms import FLAT, Form, Forms
-from headrace.kernels.linear.flat_linear import Scratch, make_scratch
+from headrace.kernels.linear.flat_linear import Scratch, ends_of, make_scratch
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.packing import DEPTH, ROWS, Codes, Coding, Packed, Read, pack, stack
 from headrace.kernels.linear.triton_codes import _codes_kernel, _widen_kernel
-from headrace.kernels.norm.triton_activation import KINDS
 from headrace.kernels.norm.triton_rounded import Rounding, rotate
 
 TALL = Form(FLAT, 128, 128, DEPTH, 1, 8, 3)  # of rounded inputs, any number of rows
@@ -169,26 +168,17 @@ class CodedProduct:
         packed, tokens, gated = self.packed, len(x), around.gate is not None
         outs, blocks = packed.outs // 2 if gated else packed.outs, form.columns // ROWS
         tiles, steps = triton.cdiv(packed.outs, form.columns), packed.blocks.shape[1]
-        y = self.empty((tokens, outs), dtype, x.device)
-        scaled = sums = None
-        if around.scale is not None:
-            scaled = self.empty(y.shape, y.dtype, y.device)
-            # the form decides how many: not planned
-            sums = torch.empty((tiles, tokens), dtype=torch.float32, device=x.device)
-        squares, pieces = (y, 0) if around.squares is None else (around.squares, around.squares.shape[0])
-        given = (packed.table, packed.order, self.scratch.parts, self.scratch.tickets)
-        behind = (squares, self.bias, around.residual, around.scale, y, scaled, sums)
-        pointers = tuple(y if each is None else each for each in (*given, *behind))
+        y, scratch = self.empty((tokens, outs), dtype, x.device), self.scratch
+        found, pointers, pieces, made = ends_of(around, self.bias, y, tiles, self.empty, _PIECES)
+        given = (y if each is None else each for each in (packed.table, packed.order))
         _codes_kernel[(tiles * form.ways, triton.cdiv(tokens, form.rows))](
-            x, x if own is None else own, *views(packed), *pointers,
+            x, x if own is None else own, *views(packed), *given, scratch.parts, scratch.tickets, *pointers,
             pieces, tokens, outs, packed.ins, steps, triton.cdiv(steps, form.ways), around.eps,
-            **constants(packed.coding), ORDERED=packed.order is not None, TURNED=packed.gated,
-            NORMED=around.squares is not None, HAS_BIAS=self.bias is not None, GATED=gated, KIND=0 if around.gate is None else KINDS[around.gate],
-            RESIDUAL=around.residual is not None, NEXT=around.scale is not None, PIECES=1 if around.squares is None else _PIECES,
+            **constants(packed.coding), ORDERED=packed.order is not None, TURNED=packed.gated, AROUND=made,
             BLOCK_M=form.rows, BLOCKS=blocks, WAYS=form.ways, LATE=form.late, PDL=self.pdl,
             WHOLE=own is not None, num_warps=form.warps, num_stages=form.stages, **dependent(self.pdl),
         )  # fmt: skip
-        return y, scaled, sums
+        return found
 
     def widened(self, x: Tensor) -> Tensor:
         """By the vendor's product, a part of the weight at a time."""

@@ -22,10 +22,9 @@ from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, EightBits, Empty, WeightFacts, plainly_empty
 from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
 from headrace.kernels.linear.flat_forms import FLAT, Form
-from headrace.kernels.linear.flat_linear import Scratch, make_scratch
+from headrace.kernels.linear.flat_linear import Scratch, ends_of, make_scratch
 from headrace.kernels.linear.packed import Activated, Normed, PackedMatrix, packed_linear
 from headrace.kernels.linear.triton_eight import _eight_kernel
-from headrace.kernels.norm.triton_activation import KINDS
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
 
@@ -90,21 +89,15 @@ class EightBitLinear:
         tiles = triton.cdiv(outs, form.columns)
         ways = 1 if gated else form.ways
         y = self.empty((tokens, outs), dtype, codes.device)
-        scaled = sums = None
-        if around.scale is not None:
-            scaled = self.empty(y.shape, dtype, codes.device)
-            # the form decides how many: not planned
-            sums = torch.empty((tiles, tokens), dtype=torch.float32, device=codes.device)
-        behind = (self.bias, around.residual, around.scale, y, scaled, sums)
+        found, (_, *pointers), _, made = ends_of(around, self.bias, y, tiles, self.empty, 0)
         _eight_kernel[(tiles * ways, triton.cdiv(tokens, form.rows))](
             codes.view(torch.uint8), scale, self.weight.view(torch.uint8), self.scale, self.scratch.parts, self.scratch.tickets,
-            *(y if each is None else each for each in behind), tokens, outs, ins, triton.cdiv(triton.cdiv(ins, form.depth), ways),
-            FP8=self.weight.dtype is not torch.int8, BLOCKED=bool(self.eight.group), HAS_BIAS=self.bias is not None, GATED=gated,
-            KIND=0 if around.gate is None else KINDS[around.gate], RESIDUAL=around.residual is not None, NEXT=around.scale is not None,
+            *pointers, tokens, outs, ins, triton.cdiv(triton.cdiv(ins, form.depth), ways),
+            FP8=self.weight.dtype is not torch.int8, BLOCKED=bool(self.eight.group), AROUND=made,
             BLOCK_M=form.rows, BLOCK_N=form.columns, BLOCK_K=form.depth, WAYS=ways, PDL=self.pdl,
             num_warps=form.warps, num_stages=form.stages, **dependent(self.pdl),
         )  # fmt: skip
-        return y, scaled, sums
+        return found
 
 
 @dataclass(frozen=True, slots=True)

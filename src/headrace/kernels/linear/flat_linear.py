@@ -46,6 +46,25 @@ def make_scratch(shape: Shape, forms: Forms, device: torch.device | str) -> Scra
     )
 
 
+def ends_of(
+    around: Around, bias: Tensor | None, y: Tensor, tiles: int, empty: Empty, pieces: int
+) -> tuple[Fused, tuple[Tensor, ...], int, tuple[int, ...]]:
+    """The results of a launch whose programs write ``tiles`` of each row, ``y`` among them; its pointers as
+    triton_flat.py has them (Ends), how many partial sums of squares there are, and AROUND. So many ``pieces`` of these
+    are loaded early; 0: a norm is none of the launch's business."""
+    scaled = sums = None
+    if around.scale is not None:
+        scaled = empty(y.shape, y.dtype, y.device)
+        # the form decides how many: not planned
+        sums = torch.empty((tiles, len(y)), dtype=torch.float32, device=y.device)
+    squares, gate = around.squares if pieces else None, around.gate
+    made = (squares, bias, around.residual, around.scale, y, scaled, sums)
+    pointers = tuple(y if each is None else each for each in made)
+    kinds = squares is not None, bias is not None, gate is not None, 0 if gate is None else KINDS[gate]
+    rest = around.residual is not None, around.scale is not None, 1 if squares is None else pieces
+    return (y, scaled, sums), pointers, 0 if squares is None else len(squares), (*kinds, *rest)
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """One layer's weight and how it is multiplied. Calls of products that share scratch memory must follow each other
@@ -63,51 +82,24 @@ class Product:
         return next((form for most, form in self.forms if tokens <= most), None)
 
     def launch(self, form: Form, x: Tensor, around: Around) -> Fused:  # x [T, in], rows one behind the other
-        y = self.empty((x.shape[0], self.shape.outs), x.dtype, x.device)
-        scaled = squares = None
-        if around.scale is not None:
-            pieces = triton.cdiv(self.shape.outs, form.columns)
-            scaled = self.empty(y.shape, y.dtype, y.device)
-            # the form decides how many: not planned
-            squares = torch.empty((pieces, x.shape[0]), dtype=torch.float32, device=x.device)
-        _launch(form, x, self, around, y, scaled, squares)
-        return y, scaled, squares
-
-
-def _launch(
-    form: Form, x: Tensor, product: Product, around: Around, y: Tensor, scaled: Tensor | None, sums: Tensor | None
-) -> None:
-    tokens, ins = x.shape
-    weight, outs = product.weight, product.shape.outs
-    squares, pieces = (y, 0) if around.squares is None else (around.squares, around.squares.shape[0])
-    behind = (squares, product.bias, around.residual, around.scale, y, scaled, sums)
-    pointers = tuple(y if each is None else each for each in behind)
-    named: dict[str, Any] = {
-        "NORMED": around.squares is not None,
-        "HAS_BIAS": product.bias is not None,
-        "GATED": around.gate is not None,
-        "KIND": 0 if around.gate is None else KINDS[around.gate],
-        "RESIDUAL": around.residual is not None,
-        "NEXT": around.scale is not None,
-        "PIECES": 1 if around.squares is None else _PIECES[form.kind],
-        "BLOCK_N": form.columns,
-        "BLOCK_K": form.depth,
-        "LATE": form.late,
-        "PDL": product.pdl,
-        "num_warps": form.warps,
-        **dependent(product.pdl),
-    }
-    tiles = triton.cdiv(outs, form.columns)
-    if form.kind == VECTOR:
-        _vector_kernel[(tiles,)](x, weight, *pointers, pieces, tokens, outs, ins, around.eps, AHEAD=form.ways, **named)
-    else:
+        (tokens, ins), weight, outs = x.shape, self.weight, self.shape.outs
+        y, tiles = self.empty((tokens, outs), x.dtype, x.device), triton.cdiv(outs, form.columns)
+        found, pointers, pieces, made = ends_of(around, self.bias, y, tiles, self.empty, _PIECES[form.kind])
+        named: dict[str, Any] = {"AROUND": made, "BLOCK_N": form.columns, "BLOCK_K": form.depth, "LATE": form.late}
+        named |= {"PDL": self.pdl, "num_warps": form.warps, **dependent(self.pdl)}
+        if form.kind == VECTOR:
+            _vector_kernel[(tiles,)](
+                x, weight, *pointers, pieces, tokens, outs, ins, around.eps, AHEAD=form.ways, **named
+            )
+            return found
         x_map = TensorDescriptor(x, [tokens, ins], [ins, 1], [form.rows, form.depth])
         weight_map = TensorDescriptor(weight, list(weight.shape), [ins, 1], [form.columns, form.depth])
         share = triton.cdiv(ins, form.ways * form.depth) * form.depth
         _flat_kernel[(tiles * form.ways,)](
-            x_map, weight_map, product.scratch.parts, product.scratch.tickets, *pointers, pieces, tokens, outs, ins, share, around.eps,
+            x_map, weight_map, self.scratch.parts, self.scratch.tickets, *pointers, pieces, tokens, outs, ins, share, around.eps,
             BLOCK_M=form.rows, WAYS=form.ways, num_stages=form.stages, **named,
         )  # fmt: skip
+        return found
 
 
 @dataclass(frozen=True, slots=True)

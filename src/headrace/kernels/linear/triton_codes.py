@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
-from headrace.kernels.linear.triton_flat import _finish, _squares, _summed
+from headrace.kernels.linear.triton_flat import GATED, Ends, _early, _finish, _summed
 
 # Where a coding's facts are, in what kernels are compiled for (coded.py, ``constants``).
 BITS, SETS, ZEROS, SHIFTS, FLOATS, TABLE, SCALES, RAW, BLOCK_BYTES = (tl.constexpr(at) for at in range(9))
@@ -325,14 +325,13 @@ def _codes_kernel(
     squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr,
     pieces, tokens, outs, ins, steps, share, eps,
     CODING: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr,
-    NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, WAYS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    AROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, WAYS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """``WHOLE``: rows of x are int8, each with a scale of its own.
 
     ``WAYS`` programs a tile of 64 · ``BLOCKS`` rows of the weight and BLOCK_M of x, each with ``share`` steps of K.
-    ``outs``: of y's rows; where rows of the weight take turns (``TURNED``) without ``GATED``, half of them."""
+    ``outs``: of y's rows; where rows of the weight take turns (``TURNED``) without a gate, half of them."""
     tile, part, band = tl.program_id(0) // WAYS, tl.program_id(0) % WAYS, tl.program_id(1)
     row, laid = band * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCKS * 64)
     there = row < tokens
@@ -344,9 +343,7 @@ def _codes_kernel(
     factor = tl.load(factor_ptr + tile * (BLOCKS * 64) + laid)
     if PDL:
         gdc_wait()
-    squares = (
-        _squares(squares_ptr, 0, pieces, tokens, row, PIECES) if NORMED else tl.zeros((PIECES, BLOCK_M), tl.float32)
-    )
+    squares = _early(squares_ptr, pieces, tokens, row, AROUND)
     total = _product(
         x_ptr + row.to(tl.int64)[:, None] * ins, there, order_ptr, Blocks(words_ptr, shorts_ptr, bytes_ptr, table_ptr), factor,
         first, begin, end, steps, ins, CODING, ORDERED, BLOCKS, BLOCK_M, WHOLE,
@@ -360,7 +357,7 @@ def _codes_kernel(
         total, part_ptr, ticket_ptr, band * (tl.num_programs(0) // WAYS) + tile, part, BLOCKS * 64, BLOCK_M, WAYS
     )
     if complete:
-        if GATED:
+        if AROUND[GATED]:
             whole, second = _split(total, BLOCKS, BLOCK_M)
             column = tile * (BLOCKS * 32) + tl.arange(0, BLOCKS * 32)
         else:
@@ -368,11 +365,8 @@ def _codes_kernel(
             if TURNED:
                 half = column // 16 * 8 + column % 8
                 column = tl.where(half < outs // 2, half + column % 16 // 8 * (outs // 2), outs)
-        _finish(
-            whole, second, squares, tile, column, row,
-            squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, pieces, tokens, outs, ins, eps,
-            NORMED, HAS_BIAS, GATED, KIND, RESIDUAL, NEXT, PIECES,
-        )  # fmt: skip
+        ends = Ends(squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr)
+        _finish(whole, second, squares, tile, column, row, ends, pieces, tokens, outs, ins, eps, AROUND)
 
 
 @launchable(do_not_specialize=("first_tile", "outs", "steps"))

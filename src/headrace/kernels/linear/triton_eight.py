@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
-from headrace.kernels.linear.triton_flat import _finish, _summed
+from headrace.kernels.linear.triton_flat import GATED, Ends, _early, _finish, _summed
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def _tile(
 def _eight_kernel(
     x_ptr, scale_ptr, weight_ptr, by_ptr, part_ptr, ticket_ptr, bias_ptr, residual_ptr, next_ptr, y_ptr, scaled_ptr, sums_ptr,
     tokens, outs, ins, share,
-    FP8: tl.constexpr, BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
-    NEXT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAYS: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, BLOCKED: tl.constexpr, AROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WAYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``WAYS`` programs a tile, each with ``share`` steps of K. ``outs``: of y; with a gate the weight has twice as
     many."""
@@ -72,25 +72,10 @@ def _eight_kernel(
     if PDL:
         gdc_wait()
     total = _tile(
-        x_ptr,
-        scale_ptr,
-        weight_ptr,
-        by_ptr,
-        row,
-        tokens,
-        column,
-        outs,
-        begin,
-        end,
-        ins,
-        FP8,
-        BLOCKED,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+        x_ptr, scale_ptr, weight_ptr, by_ptr, row, tokens, column, outs, begin, end, ins, FP8, BLOCKED, BLOCK_M, BLOCK_N, BLOCK_K
+    )  # fmt: skip
     second = total
-    if GATED:
+    if AROUND[GATED]:
         # scales of blocks: both halves are whole blocks of 128
         second = _tile(
             x_ptr, scale_ptr, weight_ptr, by_ptr, row, tokens, tl.where(column < outs, outs + column, 2 * outs), 2 * outs, begin, end, ins,
@@ -102,8 +87,6 @@ def _eight_kernel(
         total, part_ptr, ticket_ptr, band * (tl.num_programs(0) // WAYS) + tile, part, BLOCK_N, BLOCK_M, WAYS
     )
     if complete:
-        _finish(
-            total, second, tl.zeros((1, BLOCK_M), tl.float32), tile, column, row,
-            y_ptr, bias_ptr, residual_ptr, next_ptr, y_ptr, scaled_ptr, sums_ptr, 0, tokens, outs, ins, 0.0,
-            False, HAS_BIAS, GATED, KIND, RESIDUAL, NEXT, 1,
-        )  # fmt: skip
+        squares = _early(y_ptr, 0, tokens, row, AROUND)  # none: a norm is done with where inputs are rounded
+        ends = Ends(y_ptr, bias_ptr, residual_ptr, next_ptr, y_ptr, scaled_ptr, sums_ptr)
+        _finish(total, second, squares, tile, column, row, ends, 0, tokens, outs, ins, 0.0, AROUND)

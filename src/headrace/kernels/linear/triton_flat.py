@@ -26,12 +26,29 @@ that happen to have room.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.norm.triton_activation import act
+
+# Where AROUND says what stands around a product, as kernels are compiled for it (flat_linear.py, ``ends_of``).
+NORMED, HAS_BIAS, GATED, KIND, RESIDUAL, NEXT, PIECES = (tl.constexpr(at) for at in range(7))
+
+
+class Ends(NamedTuple):
+    """Of what stands around it: pointers; any where there is nothing."""
+
+    squares: Any
+    bias: Any
+    residual: Any
+    scale: Any
+    y: Any
+    scaled: Any
+    sums: Any
 
 
 @triton.jit
@@ -43,38 +60,43 @@ def _squares(squares_ptr, first, pieces, tokens, row, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    total, second, squares, tile, column, row,
-    squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, pieces, tokens, outs, ins, eps,
-    NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
-    PIECES: tl.constexpr,
-):  # fmt: skip
+def _early(squares_ptr, pieces, tokens, row, AROUND: tl.constexpr):
+    """The first of them; zeros where there is no norm."""
+    count: tl.constexpr = AROUND[PIECES]
+    if AROUND[NORMED]:
+        return _squares(squares_ptr, 0, pieces, tokens, row, count)
+    else:
+        return tl.zeros((count, row.shape[0]), tl.float32)
+
+
+@triton.jit
+def _finish(total, second, squares, tile, column, row, ends, pieces, tokens, outs, ins, eps, AROUND: tl.constexpr):
     """Everything behind the sums over K. ``total`` and ``second`` [BLOCK_N, BLOCK_M]; ``squares``: the first partial
     sums, loaded early."""
     there, inside = row < tokens, column < outs
     mask = inside[:, None] & there[None, :]
-    if NORMED:
-        for first in range(PIECES, pieces, PIECES):
-            squares += _squares(squares_ptr, first, pieces, tokens, row, PIECES)
+    if AROUND[NORMED]:
+        for first in range(AROUND[PIECES], pieces, AROUND[PIECES]):
+            squares += _squares(ends.squares, first, pieces, tokens, row, AROUND[PIECES])
         norm = tl.rsqrt(tl.sum(squares, 0) / ins + eps)[None, :]
         total *= norm
         second *= norm
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            second += tl.load(bias_ptr + outs + column, mask=inside, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        total = act(total, KIND) * second
+    if AROUND[HAS_BIAS]:
+        total += tl.load(ends.bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if AROUND[GATED]:
+            second += tl.load(ends.bias + outs + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if AROUND[GATED]:
+        total = act(total, AROUND[KIND]) * second
     at = row.to(tl.int64)[None, :] * outs + column[:, None]
-    if RESIDUAL:
-        total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    y = total.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + at, y, mask=mask)
-    if NEXT:
+    if AROUND[RESIDUAL]:
+        total += tl.load(ends.residual + at, mask=mask, other=0.0).to(tl.float32)
+    y = total.to(ends.y.dtype.element_ty)
+    tl.store(ends.y + at, y, mask=mask)
+    if AROUND[NEXT]:
         wide = tl.where(mask, y.to(tl.float32), 0.0)
-        scale = tl.load(scale_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(scaled_ptr + at, (wide * scale[:, None]).to(scaled_ptr.dtype.element_ty), mask=mask)
-        tl.store(sums_ptr + tile * tokens + row, tl.sum(wide * wide, 0), mask=there)
+        scale = tl.load(ends.scale + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(ends.scaled + at, (wide * scale[:, None]).to(ends.scaled.dtype.element_ty), mask=mask)
+        tl.store(ends.sums + tile * tokens + row, tl.sum(wide * wide, 0), mask=there)
 
 
 @triton.jit
@@ -98,8 +120,7 @@ def _summed(total, part_ptr, ticket_ptr, tile, part, BLOCK_N: tl.constexpr, BLOC
 @launchable(do_not_specialize=("tokens", "pieces"))
 def _vector_kernel(
     x_ptr, weight_ptr, squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, pieces, tokens, outs, ins, eps,
-    NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    AROUND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. ``AHEAD``: how many steps of K, 0 to 2, are under way while one is used."""
     tile = tl.program_id(0)
@@ -110,35 +131,35 @@ def _vector_kernel(
     if PDL and not LATE:
         gdc_launch_dependents()
     w = tl.load(at, mask=inside, other=0.0)
-    v = tl.load(up, mask=inside, other=0.0) if GATED else w
+    v = tl.load(up, mask=inside, other=0.0) if AROUND[GATED] else w
     w_next, v_next = w, v
     if AHEAD == 2:
         w_next = tl.load(at + BLOCK_K, mask=inside & (ins > BLOCK_K), other=0.0)
-        v_next = tl.load(up + BLOCK_K, mask=inside & (ins > BLOCK_K), other=0.0) if GATED else w_next
+        v_next = tl.load(up + BLOCK_K, mask=inside & (ins > BLOCK_K), other=0.0) if AROUND[GATED] else w_next
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + step)
-    squares = _squares(squares_ptr, 0, pieces, tokens, row, PIECES) if NORMED else tl.zeros((PIECES, 1), tl.float32)
+    squares = _early(squares_ptr, pieces, tokens, row, AROUND)
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     second = products
     if AHEAD == 0:
         products = w.to(tl.float32) * x.to(tl.float32)[None, :]
-        if GATED:
+        if AROUND[GATED]:
             second = v.to(tl.float32) * x.to(tl.float32)[None, :]
         for k in range(BLOCK_K, ins, BLOCK_K):
             wide = tl.load(x_ptr + k + step).to(tl.float32)[None, :]
             products += tl.load(at + k, mask=inside, other=0.0).to(tl.float32) * wide
-            if GATED:
+            if AROUND[GATED]:
                 second += tl.load(up + k, mask=inside, other=0.0).to(tl.float32) * wide
     else:
         for k in range(0, ins, BLOCK_K):
             left = k + AHEAD * BLOCK_K < ins
             w_last = tl.load(at + k + AHEAD * BLOCK_K, mask=inside & left, other=0.0)
-            v_last = tl.load(up + k + AHEAD * BLOCK_K, mask=inside & left, other=0.0) if GATED else w_last
+            v_last = tl.load(up + k + AHEAD * BLOCK_K, mask=inside & left, other=0.0) if AROUND[GATED] else w_last
             x_next = tl.load(x_ptr + k + BLOCK_K + step, mask=(k + BLOCK_K + step) < ins, other=0.0)
             wide = x.to(tl.float32)[None, :]
             products += w.to(tl.float32) * wide
-            if GATED:
+            if AROUND[GATED]:
                 second += v.to(tl.float32) * wide
             w, v = (w_next, v_next) if AHEAD == 2 else (w_last, v_last)
             w_next, v_next = w_last, v_last
@@ -146,20 +167,16 @@ def _vector_kernel(
     if PDL and LATE:
         gdc_launch_dependents()
     total = tl.sum(products, 1)[:, None]
-    gate = tl.sum(second, 1)[:, None] if GATED else total
-    _finish(
-        total, gate, squares, tile, column, row,
-        squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, pieces, tokens, outs, ins, eps,
-        NORMED, HAS_BIAS, GATED, KIND, RESIDUAL, NEXT, PIECES,
-    )  # fmt: skip
+    gate = tl.sum(second, 1)[:, None] if AROUND[GATED] else total
+    ends = Ends(squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr)
+    _finish(total, gate, squares, tile, column, row, ends, pieces, tokens, outs, ins, eps, AROUND)
 
 
 @launchable(do_not_specialize=("tokens", "pieces"))
 def _flat_kernel(
     x_map, weight_map, part_ptr, ticket_ptr, squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr,
     pieces, tokens, outs, ins, share, eps,
-    NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAYS: tl.constexpr,
+    AROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAYS: tl.constexpr,
     LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``WAYS`` programs a tile, each with ``share`` of K. What lies beyond a matrix arrives as zeros."""
@@ -170,22 +187,17 @@ def _flat_kernel(
         if not LATE:
             gdc_launch_dependents()
         gdc_wait()
-    squares = (
-        _squares(squares_ptr, 0, pieces, tokens, row, PIECES) if NORMED else tl.zeros((PIECES, BLOCK_M), tl.float32)
-    )
+    squares = _early(squares_ptr, pieces, tokens, row, AROUND)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = total
     for k in range(begin, tl.minimum(begin + share, ins), BLOCK_K):
         x = x_map.load([0, k]).T
         total = tl.dot(weight_map.load([first, k]), x, total)
-        if GATED:
+        if AROUND[GATED]:
             second = tl.dot(weight_map.load([outs + first, k]), x, second)
     if PDL and LATE:
         gdc_launch_dependents()
     complete, total = _summed(total, part_ptr, ticket_ptr, tile, part, BLOCK_N, BLOCK_M, WAYS)
     if complete:
-        _finish(
-            total, second, squares, tile, column, row,
-            squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, pieces, tokens, outs, ins, eps,
-            NORMED, HAS_BIAS, GATED, KIND, RESIDUAL, NEXT, PIECES,
-        )  # fmt: skip
+        ends = Ends(squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr)
+        _finish(total, second, squares, tile, column, row, ends, pieces, tokens, outs, ins, eps, AROUND)
