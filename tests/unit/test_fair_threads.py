@@ -75,9 +75,9 @@ def test_callers_that_leave_take_no_place_with_them(threads: int) -> None:
             for task in tasks:
                 with contextlib.suppress(asyncio.CancelledError, ValueError):
                     await task
-        while lane._free < threads:
-            await asyncio.sleep(0.001)
-        assert not lane._waiting and lane._free == threads and ran
+        together = threading.Barrier(threads)  # all of them are free
+        await asyncio.gather(*(lane.run(lambda: together.wait(5)) for _ in range(threads)))
+        assert not lane._threads._waiting and ran
         lane.close()
 
     asyncio.run(main())
@@ -110,7 +110,7 @@ def test_where_no_thread_starts_nobody_waits_for_it(monkeypatch: pytest.MonkeyPa
     async def all_of_them() -> list[object]:
         lane = FairThreads(1, "lane")
         monkeypatch.setattr(
-            lane._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+            lane._threads._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
         )
         asked = [lane.run(lambda: 1, tenant) for tenant in ("a", "b", "b")]
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)

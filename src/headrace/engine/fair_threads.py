@@ -10,11 +10,10 @@ import asyncio
 import heapq
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
-from typing import Generic, TypeVar
+from itertools import chain, count
+from typing import Any, Generic, TypeVar
 
 from headrace.errors import Overloaded
 
@@ -24,124 +23,98 @@ _PATIENCE = 10.0  # so many times as long as it takes itself, a grammar lets sho
 Result = TypeVar("Result")
 
 
+class _Threads(Generic[Result]):
+    """``threads`` side by side, started when they are needed."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._lock = threading.Lock()
+        # whose turn it is stands first; of one tenant, who is due first
+        self._waiting: dict[str, list[tuple[float, int, Callable[[], Result], Future[Result]]]] = {}
+        self._numbers = count()
+
+    def submit(self, work: Callable[[], Result], tenant: str, due: float = 0.0) -> Future[Result]:
+        """The future may be cancelled before its turn. Raises RuntimeError where no thread starts."""
+        future: Future[Result] = Future()
+        with self._lock:
+            heapq.heappush(self._waiting.setdefault(tenant, []), (due, next(self._numbers), work, future))
+        try:
+            self._pool.submit(self._run_next)
+        except RuntimeError:
+            future.cancel()
+            raise
+        return future
+
+    def waiting(self, tenant: str) -> int:
+        """How much of its work has neither begun nor been cancelled."""
+        with self._lock:
+            return sum(not future.cancelled() for *_, future in self._waiting.get(tenant, ()))
+
+    def _run_next(self) -> None:
+        """What has been cancelled has no turn."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                tenant, queue = next(iter(self._waiting.items()))
+                *_, work, future = heapq.heappop(queue)
+                del self._waiting[tenant]
+                if queue:
+                    self._waiting[tenant] = queue
+            if future.set_running_or_notify_cancel():
+                break
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def close(self, *, wait: bool) -> None:
+        """What has not begun never begins. ``wait``: for what has."""
+        with self._lock:
+            left, self._waiting = self._waiting, {}
+        for *_, future in chain.from_iterable(left.values()):
+            future.cancel()
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+
+
 class FairThreads:
-    """``threads`` side by side. For one event loop; ``most``: that may wait of one tenant."""
+    """For an event loop. ``most``: that may wait of one tenant."""
 
     def __init__(self, threads: int, name: str, *, most: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(threads, name)
-        self._free = threads
+        self._threads = _Threads[Any](threads, name)
         self._most = most
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # whose turn it is stands first
 
     async def run(self, work: Callable[[], Result], tenant: str = "") -> Result:
         """``work()`` in a thread; dropped if the caller is cancelled before it began. Raises Overloaded, and
         MemoryError where no thread starts."""
-        if self._free:
-            self._free -= 1
-        else:
-            await self._turn(tenant)
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except RuntimeError as error:  # its place is the next one's
-            self._call()
-            raise MemoryError("no thread can be started") from error
-        running.add_done_callback(self._go_on)
-        # a thread works on when its caller has left: its place is taken until it ends
-        return await asyncio.shield(running)
-
-    async def _turn(self, tenant: str) -> None:
-        queue = self._waiting.setdefault(tenant, deque())
-        if self._most is not None and len(queue) >= self._most:
+        if self._most is not None and (waiting := self._threads.waiting(tenant)) >= self._most:
             raise Overloaded(
-                f"{len(queue)} of your requests wait to be prepared, the most that may; try again in 1 s.",
-                retry_after=1,
+                f"{waiting} of your requests wait to be prepared, the most that may; try again in 1 s.", retry_after=1
             )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(turn)
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._forget(tenant, turn)
-            else:
-                self._call()
-            raise
-
-    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(tenant, deque())
-        if turn in queue:
-            queue.remove(turn)
-            if not queue:
-                del self._waiting[tenant]
-
-    def _go_on(self, ended: asyncio.Future[Result]) -> None:
-        if not ended.cancelled():
-            ended.exception()  # its caller may have left, and then nobody asks
-        self._call()
-
-    def _call(self) -> None:
-        """The next tenant's oldest that has not just been cancelled."""
-        while self._waiting:
-            tenant, queue = next(iter(self._waiting.items()))
-            turn = queue.popleft()
-            del self._waiting[tenant]
-            if queue:
-                self._waiting[tenant] = queue
-            if not turn.done():
-                return turn.set_result(None)
-        self._free += 1
+            future: Future[Result] = self._threads.submit(work, tenant)
+        except RuntimeError as error:
+            raise MemoryError("no thread can be started") from error
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Threads that work on are not waited for."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close(wait=False)
 
 
 class CompileQueue(Generic[Result]):
-    """Two threads, started when they are needed: long grammars apart from short ones, of each tenant the shortest
-    first."""
+    """Two threads: long grammars apart from short ones, of each tenant the shortest first."""
 
     def __init__(self) -> None:
-        self._quick = _Thread[Result]("headrace-grammar")
-        self._long = _Thread[Result]("headrace-long-grammar")
+        self._quick = _Threads[Result](1, "headrace-grammar")
+        self._long = _Threads[Result](1, "headrace-long-grammar")
 
     def submit(self, work: Callable[[], Result], seconds: float, tenant: str) -> Future[Result]:
         """``seconds``: that it is likely to take. The future may be cancelled before its turn."""
-        return (self._quick if seconds <= QUICK_SECONDS else self._long).submit(work, seconds, tenant)
+        threads = self._quick if seconds <= QUICK_SECONDS else self._long
+        return threads.submit(work, tenant, time.monotonic() + _PATIENCE * seconds)
 
     def close(self) -> None:
         """Waits for what is under way; what is not never begins."""
-        self._quick.close()
-        self._long.close()
-
-
-class _Thread(Generic[Result]):
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, name)
-        self._lock = threading.Lock()
-        # whose turn it is stands first
-        self._waiting: dict[str, list[tuple[float, int, Callable[[], Result], Future[Result]]]] = {}
-        self._numbers = count()
-
-    def submit(self, work: Callable[[], Result], seconds: float, tenant: str) -> Future[Result]:
-        future: Future[Result] = Future()
-        due = time.monotonic() + _PATIENCE * seconds
-        with self._lock:
-            heapq.heappush(self._waiting.setdefault(tenant, []), (due, next(self._numbers), work, future))
-        self._pool.submit(self._run_next)
-        return future
-
-    def _run_next(self) -> None:
-        with self._lock:
-            tenant, queue = next(iter(self._waiting.items()))
-            *_, work, future = heapq.heappop(queue)
-            del self._waiting[tenant]
-            if queue:
-                self._waiting[tenant] = queue
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._quick.close(wait=True)
+        self._long.close(wait=True)
