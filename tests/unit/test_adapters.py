@@ -296,7 +296,8 @@ def test_the_desk_reads_ahead_and_makes_room_in_order() -> None:
     for number, name in enumerate("xyzx"):
         desk.begin(request(number, [1], adapter=name))
     assert not desk.take_ready([], ()) and told == [LoadAdapter("x", "/x"), LoadAdapter("y", "/y")]
-    ready = desk.take_ready([AdapterOutcome("x"), AdapterOutcome("y", "it is damaged")], ())
+    ready = desk.take_ready([AdapterOutcome("x"), AdapterOutcome("y", "/y/a.json is damaged")], ())
+    assert [each.message for each in ready if isinstance(each, RefuseRequest)] == ["y/a.json is damaged"]
     assert [(type(each).__name__, each.request.request_id) for each in ready] == [
         ("AddRequest", 0),
         ("RefuseRequest", 1),

@@ -168,9 +168,9 @@ class AdapterDesk:
         for outcome in outcomes:
             self._coming.discard(outcome.name)
             self._blocks[outcome.name] = outcome.blocks
-            if outcome.error is not None:
-                self._failed[outcome.name] = outcome.error
-                self._held.pop(outcome.name, None)
+            if outcome.error is not None:  # its clients learn no path
+                folder, name = self._held.pop(outcome.name, ""), outcome.name.partition("#")[0]
+                self._failed[outcome.name] = outcome.error.replace(folder, name) if folder else outcome.error
         ready: list[AddRequest | RefuseRequest] = []
         for request in self.waiting:
             key = request.adapter or ""
