@@ -287,9 +287,9 @@ def _positional_usage(action: argparse.Action) -> str:
 
 
 def near_match(word: str, known: Iterable[str]) -> str:
-    """``; did you mean X?`` or nothing. Underscores and hyphens count as equal."""
-    by_spelling = {name.replace("_", "-"): name for name in known}
-    close = difflib.get_close_matches(word.replace("_", "-"), by_spelling, n=1, cutoff=0.6)
+    """``; did you mean X?`` or nothing. Underscores and hyphens count as equal, and those before a flag as nothing."""
+    by_spelling = {name.replace("_", "-").lstrip("-"): name for name in known}
+    close = difflib.get_close_matches(word.replace("_", "-").lstrip("-"), by_spelling, n=1, cutoff=0.6)
     return f"; did you mean {by_spelling[close[0]]}?" if close else ""
 
 

@@ -261,6 +261,8 @@ def test_what_is_no_adapter_of_this_model_harms_nobody(llama: tuple[Any, Path], 
         LLM(str(folder / "base"), lora_modules=[f"good={good}"], max_lora_rank=2)
     with pytest.raises(ConfigError, match="NAME=PATH"):
         LLM(str(folder / "base"), lora_modules=["good"])
+    with pytest.raises(ConfigError, match="no folder; check the path"):
+        LLM(str(folder / "base"), lora_dir=str(tmp_path / "nowhere"))
 
 
 def test_factors_that_the_type_cannot_hold_and_adapters_that_the_cache_cannot(

@@ -112,6 +112,8 @@ def test_wrong_usage_is_one_line_and_status_2(words: tuple[str, ...]) -> None:
         (("xyzzy",), "there is no COMMAND 'xyzzy'; there are serve, chat, "),
         (("bench", "through"), "there is no BENCHMARK 'through'; did you mean throughput?"),
         (("bench", "run"), "there is no BENCHMARK 'run'; "),
+        (("serve", "--bogus"), "unknown flag --bogus (see "),
+        (("serve", "--max_model_length", "5"), "did you mean --max-model-len?"),
     ],
 )
 def test_a_command_that_is_none_gets_the_one_to_use(

@@ -28,6 +28,7 @@ from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config, resolve_pooling
 from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.engine.tokenizer import Tokenizer, check_texts, load_tokenizer
+from headrace.errors import ConfigError
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk
 from headrace.models.families import spec_from_config
@@ -158,10 +159,13 @@ def _hand_over(core: EngineCore, givers: int, replica: int, staging: int) -> Non
 
 
 def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) -> AdapterDesk | None:
-    """Raises ModelError for a folder of ``lora_modules`` that is no adapter of this model."""
+    """Raises ModelError for a folder of ``lora_modules`` that is no adapter of this model, ConfigError for a
+    ``lora_dir`` that is none."""
     adapters, space = config.adapters, executor.info.adapters
     if space is None:
         return None
+    if adapters.lora_dir is not None and not Path(adapters.lora_dir).is_dir():
+        raise ConfigError(f"--lora-dir is {adapters.lora_dir!r}, which is no folder; check the path.")
     spec = spec_from_config(source.config)
     desk = AdapterDesk(
         lambda folder: read_adapter(Path(folder), spec, adapters.max_lora_rank),
