@@ -18,12 +18,13 @@ from headrace.kernels.candidate import Shape
 from headrace.kernels.linear import reference
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.flat_forms import Form
+from headrace.kernels.linear.packed import packed_moe
 from headrace.kernels.linear.packing import Coding, Packed
 from headrace.kernels.norm.reference import gated_activation, rms_norm
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.floats import MXFP4
-from headrace.quant.integers import PackedIntegers
+from headrace.quant.integers import AWQ, PackedIntegers
 from headrace.quant.rotated import Rotated
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
@@ -55,8 +56,8 @@ EIGHTS = (
 )
 
 
-def on_card(form: Format, outs: int, ins: int, seed: int = 0) -> Piece:
-    piece = random_piece(form, outs, ins, seed=seed)
+def on_card(form: Format, outs: int, ins: int, seed: int = 0, copies: int = 0) -> Piece:
+    piece = random_piece(form, outs, ins, seed=seed, copies=copies)
     piece.tensors = tuple({name: each.cuda() for name, each in tensors.items()} for tensors in piece.tensors)
     return piece
 
@@ -196,3 +197,47 @@ def composed(product: Callable[[torch.Tensor], torch.Tensor], pieces: list[Piece
         check(got[0], product(y))
         assert torch.equal(got[1], total)
         check(activated(both, Activation.SILU), product(gated_activation(both, Activation.SILU)))
+
+
+@pytest.mark.parametrize(
+    "form",
+    (PackedIntegers(4, 128, zero=False), AWQ(4, 32), ScaledWeight("float8_e4m3fn", (WHOLE, WHOLE)), *EIGHTS[1:5]),
+    ids=lambda each: each.label,
+)
+def test_experts_compute_as_the_format_means(form: Format) -> None:
+    """A few tokens' two launches, which begin early, and the grouped products of more; some experts are another
+    rank's."""
+    torch.manual_seed(4)
+    hidden, inner, experts, top_k = 1024, 384, 16, 4
+    pieces = [on_card(form, 2 * inner, hidden, 1, experts), on_card(form, hidden, inner, 2, experts)]
+    names, codings = tuple(each.form.label for each in pieces), tuple(each.form.rounded_coding for each in pieces)
+    places = torch.randint(-1, experts, (3, experts), dtype=torch.int32, device=CUDA)
+    given = [
+        (torch.randn(tokens, hidden, device=CUDA).bfloat16(), torch.randn(tokens, experts, device=CUDA).bfloat16(), held)
+        for held in (None, places)
+        for tokens in (1, 3, 4, 9, 40)
+    ]  # fmt: skip
+
+    def apply(sparse: Callable[..., torch.Tensor], x: torch.Tensor, router: torch.Tensor, held: Any) -> torch.Tensor:
+        return sparse(x, router, pieces[:1], pieces[1:], top_k, True, Activation.SILU, held)
+
+    wanted = [apply(packed_moe, *each) for each in given]  # before pieces are laid out for the kernel
+    for held in (None, experts):
+        kernels = Kernels(CUDA, techniques=using(programmatic_launch=True))
+        facts = {
+            "num_experts": experts,
+            "top_k": top_k,
+            "formats": names,
+            "codings": tuple(each.form.coding for each in pieces),
+        }
+        facts |= {"eights": tuple(each.form.eight for each in pieces), "rounded": codings, "held": held}
+        sparse = kernels.choose(*called("packed_moe", dtype=torch.bfloat16, **facts))
+        assert kernels.choices[-1].chosen == "codes"
+        mine = [(each, want) for each, want in zip(given, wanted, strict=True) if (each[2] is None) == (held is None)]
+        found = [
+            apply(sparse, *each) for _ in range(3) for each, _ in mine
+        ]  # one behind the other: none waits for the host
+        for index, got in enumerate(found):
+            each, want = mine[index % len(mine)]
+            check(got, want, factor=2.0)
+            assert len(each[0]) > 4 or torch.equal(got, found[index % len(mine)]), "other bits"

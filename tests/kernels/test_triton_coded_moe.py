@@ -9,7 +9,7 @@ import torch
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import ExpertFacts
 from headrace.kernels.linear.packed import packed_moe
-from headrace.kernels.moe.triton_coded import CodedMoe, _packed_singly, _packed_together, lay
+from headrace.kernels.moe.triton_coded import CodedMoe, _packed_singly, _packed_together, lay, rounded_again
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.floats import MXFP4
@@ -25,6 +25,10 @@ EXPERTS, TOP_K, HIDDEN, INNER = 5, 2, 256, 160
 FORMATS: tuple[Format, ...] = (
     PackedIntegers(4, 32, zero=False), AWQ(4, 32), MXFP4(), GGUFBlocks("Q8_0"), ScaledWeight("float8_e4m3fn", (1, WHOLE)),
     ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=Activations("fp8")), ScaledWeight("int8", (1, WHOLE), activations=Activations("int8")),
+)  # fmt: skip
+FEW: tuple[Format, ...] = (
+    PackedIntegers(4, 128, zero=False), ScaledWeight("float8_e4m3fn", (WHOLE, WHOLE), activations=Activations("fp8")),
+    ScaledWeight("float8_e4m3fn", (128, 128), activations=Activations("fp8", group=128)), PackedIntegers(4, 128, activations=Activations("int8")),
 )  # fmt: skip
 
 
@@ -47,6 +51,39 @@ def test_experts_equal_the_twin(form: Format, tokens: int, monkeypatch: pytest.M
         assert_close(packed_moe(x, router, up, down, TOP_K, True, Activation.SILU), want, torch.bfloat16)
     assert moe(x[:0], router[:0], up, down, TOP_K, True, Activation.SILU).shape == (0, HIDDEN)
     assert all("blocks" in tensors for piece in pieces for tensors in piece.tensors)
+
+
+@pytest.mark.parametrize("form", FEW, ids=lambda each: each.label)
+def test_a_few_tokens_take_two_launches_that_round_as_the_format_says(
+    form: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that a router prefers equally among them; to the bit in any order of programs."""
+    torch.manual_seed(3)
+    dtype = torch.bfloat16 if form.eight is None or form.eight.group else torch.float16
+    pieces = [random_piece(form, *shape, dtype=dtype, copies=4) for shape in ((256, 128), (128, 128))]
+    x, router = torch.randn(2, 128).to(dtype), torch.randn(2, 4).to(dtype)
+    router[:, 1:] = router[:, :1]
+    want = packed_moe(x, router, pieces[:1], pieces[1:], 2, False, Activation.SILU)
+    codings, eights = (tuple(getattr(each.form, name) for each in pieces) for name in ("rounded_coding", "eight"))
+    made: list[torch.Tensor] = []
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(torch.full(shape, torch.nan, dtype=dtype, device=device))
+        return made[-1]
+
+    moe, got = CodedMoe(ExpertFacts(dtype, 4, 2, eights=eights, rounded=codings), empty), []
+    tests.support.triton_interpreter.PROGRAMS.clear()
+    for seed in (1, 2):
+        with monkeypatch.context() as patch:
+            tests.support.triton_interpreter.shuffle_programs(patch, seed)
+            got.append(moe(x, router, pieces[:1], pieces[1:], 2, False, Activation.SILU))
+    assert tests.support.triton_interpreter.PROGRAMS == 2 * [4 * 4, 2 * 4]
+    assert_close(got[0], want, dtype)
+    assert torch.equal(*got)
+    if form.eight is not None:
+        expanded, *rounded = made[1:4]
+        for inputs, back in zip((x, expanded.flatten(0, 1)), rounded, strict=True):
+            assert torch.equal(back.view_as(inputs), rounded_again(inputs, form.eight))
 
 
 @pytest.mark.parametrize("form", [*FORMATS, PackedIntegers(4, 128)], ids=lambda each: each.label)
@@ -88,4 +125,6 @@ def test_ranks_of_whole_experts_equal_the_twin(form: Format) -> None:
             tuple(getattr(each.form, name) for each in (*up, *down)) for name in ("rounded_coding", "eight")
         )
         facts = ExpertFacts(torch.bfloat16, EXPERTS + 1, TOP_K, eights=eights, rounded=codings, held=len(experts))
-        assert_close(CodedMoe(facts)(x, router, up, down, TOP_K, True, Activation.SILU, places), want, torch.bfloat16)
+        for tokens in (9, 3):
+            got = CodedMoe(facts)(x[:tokens], router[:tokens], up, down, TOP_K, True, Activation.SILU, places)
+            assert_close(got, want[:tokens], torch.bfloat16)

@@ -27,7 +27,7 @@ def kernels() -> dict[str, dict[str, int]]:
 
 @pytest.mark.timeout(300)
 def test_nothing_spills_and_everything_fits() -> None:
-    assert len(kernels()) == 13 + 6 + 12 + 4 + 1 + 5 + 3 + 4 * 3
+    assert len(kernels()) == 13 + 6 + 12 + 4 + 1 + 5 + 3 + 4 * 3 + 2 * 2
     for name, figures in kernels().items():
         assert figures["LDL"] + figures["STL"] == 0 and figures["local"] == 0, name
         assert figures["shared"] <= 232448, name
@@ -51,8 +51,8 @@ def test_weights_for_few_rows_come_by_the_copy_engine_into_the_wide_matrix_instr
 
 @pytest.mark.timeout(300)
 def test_what_waits_for_memory_leaves_room_for_many_programs() -> None:
-    """Loads in flight hide the memory's latency: of vectors, 4 programs of 4 warps a processor at least; of rows of
+    """Loads in flight hide the memory's latency: of vectors, 4 programs of 4 warps a processor at least, of few tokens' experts too; of rows of
     14,336 by 16 warps, 2."""
     for name, figures in kernels().items():
-        assert not name.startswith("vector") or figures["registers"] <= 128, name
+        assert not (name.startswith("vector") or ", few, " in name) or figures["registers"] <= 128, name
         assert "_kernel" not in name or figures["registers"] <= 64, name

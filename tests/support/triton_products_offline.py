@@ -13,7 +13,7 @@ import sys
 import torch
 from triton.runtime import driver
 
-from headrace.kernels.candidate import EightBits, Shape
+from headrace.kernels.candidate import EightBits, ExpertFacts, Shape
 from headrace.kernels.linear import coded, eight_bits, flat_linear
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.coded import CodedProduct
@@ -21,6 +21,7 @@ from headrace.kernels.linear.coded_forms import forms_for
 from headrace.kernels.linear.flat_forms import VECTOR, Form, flat, vector
 from headrace.kernels.linear.flat_linear import make_scratch
 from headrace.kernels.linear.packing import Coding, Scales, empty
+from headrace.kernels.moe import triton_coded, triton_coded_few
 from headrace.kernels.norm import triton_rounded
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
@@ -109,6 +110,21 @@ def eight(kind: str, group: int, most: int, around: Around) -> dict[str, int]:
     ]
 
 
+def experts(name: str, coding: Coding, eight: EightBits | None) -> dict[str, dict[str, int]]:
+    """Of one token; Qwen3-30B-A3B's shape, but for how many experts there are."""
+    facts = ExpertFacts(torch.bfloat16, 8, 8, eights=(eight,), rounded=(coding,))
+    up, down = (
+        empty(coding, *shape, torch.device("cpu"), gated=shape[0] == 1536, ordered=False, copies=8)
+        for shape in ((1536, 2048), (2048, 768))
+    )
+    x, moe = torch.zeros(1, 2048, dtype=torch.bfloat16), triton_coded.CodedMoe(facts, pdl=True)
+    found = record(
+        triton_coded_few, ("_expand_coded_few_kernel", "_contract_coded_few_kernel"),
+        lambda: moe.computed(x, x[:, :8], up, down, 8, True, Activation.SILU),
+    )  # fmt: skip
+    return {f"{name}, few, {kernel.split('_')[1]}": figures for kernel, figures in found.items()}
+
+
 def of_codes() -> dict[str, dict[str, int]]:
     found = {f"{name}, 16 rows": figures_of(coding, 16, PLACES["alone"]) for name, coding in CODINGS.items()}
     for name, rows, around in (
@@ -145,6 +161,7 @@ def of_others() -> dict[str, dict[str, int]]:
         ("fp8", 128, 16, alone),
         ("fp8", 128, 999, GATE),
     )
+    found |= experts("W4", Coding(4), None) | experts("FP8, rounded", Coding(8, floats=True), EightBits("fp8"))
     for kind, group, most, around in cases:
         found[f"{kind} inputs, groups of {group}, {most} rows"] = eight(kind, group, most, around)
     for each in (EightBits("fp8"), EightBits("fp8", static=True), EightBits("fp8", 128), EightBits("int8")):

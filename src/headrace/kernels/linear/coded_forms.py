@@ -51,10 +51,10 @@ def _rule(outs: int, ins: int, coding: Coding, most: int, processors: int) -> Fo
         if rows <= MOST_ROWS
         else 1
     )
-    return Form(FLAT, rows, columns, DEPTH, ways, warps, _stages(rows, columns, coding), late=True)
+    return Form(FLAT, rows, columns, DEPTH, ways, warps, stages_for(rows, columns, coding), late=True)
 
 
-def _stages(rows: int, columns: int, coding: Coding) -> int:
+def stages_for(rows: int, columns: int, coding: Coding) -> int:
     """Copies under way at once: up to five, as far as four programs have room for them."""
     size = columns * DEPTH * coding.bits // 8 + rows * DEPTH * 2
     return max(2, min(5, _SHARED_BYTES // (4 if rows <= 32 else 2) // size))
@@ -71,7 +71,7 @@ def candidate_forms(shape: Shape, outs: int, coding: Coding, most: int) -> tuple
             for each in (1, 2, 4, 8)
             if each == 1 or (most <= MOST_ROWS and steps >= 4 * each and -(-outs // columns) * each <= 2000)
         ]
-        best = _stages(most, columns, coding)
+        best = stages_for(most, columns, coding)
         forms += [
             Form(FLAT, most, columns, DEPTH, each, warps, stages, late=True)
             for each in ways

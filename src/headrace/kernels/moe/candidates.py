@@ -113,7 +113,7 @@ def _uncoded(site: CallSite[ExpertFacts]) -> str | None:
 
 
 def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
-    """Tokens for every tile, over experts that all are the first one."""
+    """A few tokens, then some for every tile, over experts that all are the first one."""
     spec = sizes.spec
     up, down = [each for each in matrices(spec) if each.moe is not None][:2]
     moe, codings = up.moe, site.facts.rounded
@@ -133,7 +133,7 @@ def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
         return run.computed(x, router, wide, narrow, moe.top_k, moe.renormalize, spec.activation, _places(site))
 
-    for tokens in (TOKENS, *(-(-pairs * moe.num_experts // moe.top_k) for pairs in (8, 32))):
+    for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (4, 8, 32))):
         yield (
             f"{codings[0]}, {codings[-1]}, {tokens} tokens",
             partial(compute, min(tokens, sizes.max_num_batched_tokens)),

@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """The sparse feed-forward over experts in codes of few bits: the grouped products of triton_moe.py, whose weights are
-read by triton_codes.py.
+read by triton_codes.py. A few tokens take the two launches of triton_coded_few.py instead.
 
 What lives here: those two kernels, laying experts out, the callable and its launches. What may not: routing, the
 weighted sum (triton_moe.py), what formats mean (quant/).
@@ -23,7 +23,8 @@ from headrace.kernels.linear.coded import constants, reader, views
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, joined, pack
 from headrace.kernels.linear.triton_codes import BLOCK_BYTES, Blocks, _product, _split
-from headrace.kernels.moe.triton_moe import _combined, _grid, _routed, _unit
+from headrace.kernels.moe.triton_coded_few import coded_few, table_of
+from headrace.kernels.moe.triton_moe import FEW, _combined, _grid, _routed, _unit
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
@@ -146,6 +147,7 @@ class CodedMoe:
 
     facts: ExpertFacts
     empty: Empty = plainly_empty
+    pdl: bool = False
 
     def __call__(
         self, x: Tensor, router_logits: Tensor, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix], top_k: int, renormalize: bool,
@@ -175,6 +177,12 @@ class CodedMoe:
         if not tokens:
             return torch.empty_like(x)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        up, down = _all(up, experts), _all(down, experts)
+        first, second = self.facts.eights[0], self.facts.eights[-1]
+        if tokens <= FEW:
+            return coded_few(
+                x, logits, up, down, top_k, renormalize, kind, places, (first, second), experts, self.empty, pdl=self.pdl
+            )  # fmt: skip
         out = self.empty((tokens, hidden), x.dtype, device)
         expanded = self.empty((tokens, top_k, inner), x.dtype, device)
         contracted = self.empty((tokens, top_k, hidden), x.dtype, device)
@@ -188,15 +196,14 @@ class CodedMoe:
             "INNER": inner,
         }
         named |= {"BLOCK_M": rows, "BLOCKS": _BLOCKS, "num_warps": 4, "num_stages": 3}
-        first, second = self.facts.eights[0], self.facts.eights[-1]
         x = rounded_again(x.contiguous(), first)
         _expand_coded_kernel[_grid(pairs, experts, rows, triton.cdiv(inner, _BLOCKS * ROWS // 2))](
-            x, *views(_all(up, experts)), _table(up), expanded, counts, listed, x.stride(0), tokens, up.blocks.shape[1], len(up.blocks),
+            x, *views(up), table_of(up), expanded, counts, listed, x.stride(0), tokens, up.blocks.shape[1], len(up.blocks) // experts,
             **constants(up.coding), TOP_K=top_k, KIND=KINDS[kind], **named,
         )  # fmt: skip
         expanded = rounded_again(expanded.view(pairs, inner), second)
         _contract_coded_kernel[_grid(pairs, experts, rows, triton.cdiv(hidden, _BLOCKS * ROWS))](
-            expanded, *views(_all(down, experts)), _table(down), contracted, counts, listed, tokens, down.blocks.shape[1], len(down.blocks),
+            expanded, *views(down), table_of(down), contracted, counts, listed, tokens, down.blocks.shape[1], len(down.blocks) // experts,
             **constants(down.coding), **named,
         )  # fmt: skip
         return _combined(contracted, weights, out)
@@ -208,9 +215,5 @@ def _all(packed: Packed, experts: int) -> Packed:
     return replace(packed, blocks=blocks, factor=packed.factor.as_strided((experts * len(packed.factor),), (1,)))
 
 
-def _table(packed: Packed) -> Tensor:
-    return packed.factor if packed.table is None else packed.table
-
-
 def create_moe(site: CallSite[ExpertFacts]) -> CodedMoe:
-    return CodedMoe(site.facts, site.empty)
+    return CodedMoe(site.facts, site.empty, site.pdl)

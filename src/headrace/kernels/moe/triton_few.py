@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.candidate import Empty, plainly_empty
-from headrace.kernels.moe.triton_routing import order_of, place_of, share_of
+from headrace.kernels.moe.triton_routing import choice_of, place_of
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.spec import Activation
 
@@ -35,18 +35,11 @@ def _expand_few_kernel(
     token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
     if PDL:
         gdc_wait()
-    order = order_of(logits_ptr + token * logits_row, EXPERTS, BLOCK_E)
-    own, total = tl.max(order, 0) * 0, 0.0
-    for place in tl.static_range(TOP_K):
-        best = tl.max(order, 0)
-        own, total = tl.where(place == choice, best, own), total + share_of(best, BLOCK_E)
-        order = tl.where(order == best, -1, order)
-    expert = (BLOCK_E - 1 - own % BLOCK_E).to(tl.int32)
+    expert, weight = choice_of(logits_ptr + token * logits_row, choice, EXPERTS, BLOCK_E, TOP_K, RENORMALIZE)
     if PLACED:
         expert = place_of(places_ptr, token, turns, expert, EXPERTS)
     if tl.program_id(0) == 0:
-        weight = share_of(own, BLOCK_E)
-        tl.store(weights_ptr + pair, weight / total if RENORMALIZE else weight)
+        tl.store(weights_ptr + pair, weight)
         tl.store(experts_ptr + pair, expert)
     column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     end = tl.where(expert < 0, 0, HIDDEN) if PLACED else HIDDEN  # nothing to compute of another rank's pair

@@ -39,7 +39,7 @@ from headrace.kernels.moe.triton_routing import _route_kernel
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.spec import Activation
 
-_FEW = 4  # tokens
+FEW = 4  # tokens
 
 
 @triton.jit
@@ -253,7 +253,7 @@ class Moe:
         gate_up, down = gate_up.contiguous(), down.contiguous()
         if x.shape[0] == 0:
             return torch.empty_like(x)
-        if x.shape[0] <= _FEW and not self.invariant:
+        if x.shape[0] <= FEW and not self.invariant:
             return moe_few(x, router_logits, gate_up, down, top_k, renormalize, kind, places, self.empty)
         tiles = tiles_for(x.dtype, x.shape[0] * top_k, router_logits.shape[1], invariant=self.invariant)
         return moe_grouped(

@@ -34,6 +34,21 @@ def share_of(order, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
+def choice_of(
+    logits_ptr, choice, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr
+):
+    """(expert, weight) of one choice of a token."""
+    order = order_of(logits_ptr, EXPERTS, BLOCK_E)
+    own, total = tl.max(order, 0) * 0, 0.0
+    for place in tl.static_range(TOP_K):
+        best = tl.max(order, 0)
+        own, total = tl.where(place == choice, best, own), total + share_of(best, BLOCK_E)
+        order = tl.where(order == best, -1, order)
+    weight = share_of(own, BLOCK_E)
+    return (BLOCK_E - 1 - own % BLOCK_E).to(tl.int32), weight / total if RENORMALIZE else weight
+
+
+@triton.jit
 def place_of(places_ptr, token, turns, expert, EXPERTS: tl.constexpr):
     """Where its expert lies on this rank, below 0: on another (reference.py, ``here``)."""
     return tl.load(places_ptr + (token % turns) * EXPERTS + expert)

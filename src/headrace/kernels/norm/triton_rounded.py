@@ -30,6 +30,28 @@ _LEAST: tl.constexpr = tl.constexpr(1e-10)  # of a row's largest input, as in qu
 
 
 @triton.jit
+def scales_of(x, FP8: tl.constexpr, POWERS: tl.constexpr):
+    """``x`` [groups, elements], float32 → [groups]."""
+    scale = tl.maximum(tl.max(tl.abs(x), 1), _LEAST) / (448.0 if FP8 else 127.0)
+    if POWERS:  # the next power of two
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = (bits + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def codes_of(x, scale, FP8: tl.constexpr):
+    """``x`` [groups, elements], float32, in units of ``scale`` [groups]: float8e4nv or int8."""
+    most: tl.constexpr = 448.0 if FP8 else 127.0
+    codes = tl.minimum(tl.maximum(x / scale[:, None], -most if FP8 else -128.0), most)
+    if FP8:
+        narrow = codes.to(tl.float8e4nv)
+    else:
+        narrow = ((codes + 12582912.0) - 12582912.0).to(tl.int8)  # ties to even: behind 1.5 · 2^23 no fraction fits
+    return narrow
+
+
+@triton.jit
 def _store(
     x, row, static_ptr, codes_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
     POWERS: tl.constexpr, STATIC: tl.constexpr, DEALT: tl.constexpr,
@@ -37,20 +59,11 @@ def _store(
     """``x`` [BLOCK] of this row, float32, of which ``WIDTH`` count. ``GROUP`` elements have a scale, BLOCK: all."""
     column = tl.arange(0, BLOCK)
     x = x.reshape(BLOCK // GROUP, GROUP)
-    most: tl.constexpr = 448.0 if FP8 else 127.0
     if STATIC:
         scale = tl.load(static_ptr) + tl.zeros((BLOCK // GROUP,), tl.float32)
     else:
-        scale = tl.maximum(tl.max(tl.abs(x), 1), _LEAST) / most
-        if POWERS:  # the next power of two
-            bits = scale.to(tl.int32, bitcast=True)
-            scale = (bits + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
-    codes = tl.minimum(tl.maximum(x / scale[:, None], -most if FP8 else -128.0), most).reshape(BLOCK)
-    if FP8:
-        narrow = codes.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        nearest = (codes + 12582912.0) - 12582912.0  # ties to even: behind 1.5 · 2^23 no fraction fits
-        narrow = nearest.to(tl.int8).to(tl.uint8, bitcast=True)
+        scale = scales_of(x, FP8, POWERS)
+    narrow = codes_of(x, scale, FP8).to(tl.uint8, bitcast=True).reshape(BLOCK)
     place = column // 16 * 16 + column % 8 // 2 * 4 + column % 2 * 2 + column % 16 // 8 if DEALT else column
     tl.store(codes_ptr + row * WIDTH + place, narrow, mask=column < WIDTH)
     groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
