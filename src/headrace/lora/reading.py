@@ -131,8 +131,8 @@ def _fill(image: Tensor, run: Run, a: Tensor, b: Tensor) -> None:
         return
     factor = a if strip.kind == "a" else b
     rows = factor[run.first : run.first + run.count, strip.first : strip.first + strip.length]
-    room = image[run.block, run.at : run.at + run.count * run.width].view(run.count, run.width)
-    room[:, : rows.shape[1]] = rows  # of ranks the last may have fewer tokens
+    at = run.block * image.shape[1] + run.at
+    image.as_strided(rows.shape, (run.width, 1), at).copy_(rows)  # of ranks the last may have fewer tokens
 
 
 def _entries(run: Run) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
