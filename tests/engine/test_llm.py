@@ -352,6 +352,8 @@ def test_a_missing_tokenizer_is_allowed_with_ids(monkeypatch: pytest.MonkeyPatch
             assert refused.value.param == param
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="lora_request is a str; give a LoRARequest"):
+            llm.generate([[1]], lora_request="sql", use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -515,6 +515,8 @@ def _for_each(items: list[Any], work: Callable[[Any], Any]) -> list[Any]:
 
 def _one_each(name: str, given: Any, kind: type, count: int) -> list[Any]:
     """``given``: None, or one of this ``kind`` for all, or one for each."""
+    if isinstance(given, str | Mapping):
+        raise InvalidRequest(f"{name} is a {type(given).__name__}; give a {kind.__name__}.", param=name)
     values = [given] * count if given is None or isinstance(given, kind) else list(given)
     if len(values) != count:
         raise InvalidRequest(
