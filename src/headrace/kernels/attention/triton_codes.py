@@ -24,12 +24,14 @@ KINDS = MappingProxyType({"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3, "uint
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: added and taken away, it rounds to nearest even
 
 
-def held(k_cache: Tensor, v_cache: Tensor, quantized: Quantized | None) -> tuple[int, tuple[Tensor, Tensor]]:
-    """The kind of codes, and the scales that all tokens of a KV head share; any tensors where there are none."""
-    if quantized is None:
-        return 0, (k_cache, v_cache)
-    k, v = quantized.k_scales, quantized.v_scales
-    return KINDS[quantized.format.codes], (k_cache if k is None else k, v_cache if v is None else v)
+def kind_of(quantized: Quantized | None) -> int:
+    return 0 if quantized is None else KINDS[quantized.format.codes]
+
+
+def scales_of(k_cache: Tensor, v_cache: Tensor, quantized: Quantized | None) -> tuple[Tensor, Tensor]:
+    """Those that all tokens of a KV head share; any tensors where there are none."""
+    k, v = (None, None) if quantized is None else (quantized.k_scales, quantized.v_scales)
+    return k_cache if k is None else k, v_cache if v is None else v
 
 
 class Held(NamedTuple):
@@ -54,7 +56,6 @@ class Form(NamedTuple):
     BLOCK_N: Any
     WINDOW: Any
     SOFT_CAP: Any
-    PRECISION: Any
 
 
 @triton.jit
@@ -122,12 +123,12 @@ def add_values(total, weight, held, FORM: tl.constexpr):
     """``total`` [M, D] + values ``held`` [N, D], codes where they are, each by its ``weight`` [M, N]."""
     v, scale, low = held
     if FORM.KV == PLAIN:
-        return tl.dot(weight.to(v.dtype), v, total, input_precision=FORM.PRECISION)
+        return tl.dot(weight.to(v.dtype), v, total, input_precision="ieee")
     if v.dtype == tl.float16:  # which may not hold the product of a weight and a scale
         values, weights = (v.to(tl.float32) * scale[:, None]).to(tl.float16), weight
     else:
         values, weights = v, weight * scale[None, :]
-    total = tl.dot(weights.to(v.dtype), values, total, input_precision=FORM.PRECISION)
+    total = tl.dot(weights.to(v.dtype), values, total, input_precision="ieee")
     if FORM.KV == UINT4:
         total += tl.sum(weight * low[None, :], 1)[:, None]
     return total

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.attention.triton_cascade import Common, attend_shared, settle
-from headrace.kernels.attention.triton_codes import Form, Held, add_values, held, of_head
+from headrace.kernels.attention.triton_codes import Form, Held, add_values, of_head, scales_of
 from headrace.kernels.attention.triton_plan import (
     BEGIN,
     END,
@@ -251,7 +251,7 @@ def _decode_kernel(
     CASCADE: tl.constexpr, COMMON_M: tl.constexpr, COMMON_N: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -266,8 +266,8 @@ def _decode_kernel(
     keys = Held(k_ptr, k_ptr, k_shared, table_ptr, k_block, k_head, k_row)
     values = Held(v_ptr, v_ptr, v_shared, table_ptr, v_block, v_head, v_row)
     SPAN: tl.constexpr = Span(CASCADE, GROUP, KV_HEADS, COMMON_M, BLOCK_G, BLOCK_M, BLOCK_P)
-    FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP, PRECISION)
-    COMMON: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, COMMON_N, False, SOFT_CAP, PRECISION)
+    FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP)
+    COMMON: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, COMMON_N, False, SOFT_CAP)
     if CASCADE:
         attend_shared(
             q, out, common, rest, common_ticket_ptr, keys, values, table_row, plan_ptr, shared_ptr, shared_row, rule, SPAN, COMMON
@@ -284,7 +284,7 @@ def _decode_kernel(
         if UNIFIED:  # noqa: SIM102  this one is compiled away
             if tl.max(doubt, 0) > 0:
                 tl.debug_barrier()  # what is in doubt is written before it is written over
-                AGAIN: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N // TIMES, WINDOW, SOFT_CAP, PRECISION)
+                AGAIN: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N // TIMES, WINDOW, SOFT_CAP)
                 _own_span(
                     q, out, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
                     begin * TIMES, end * TIMES, first_sequence, first_head, first_step * TIMES, few, rule, SPAN, AGAIN, False, TIMES,
@@ -368,9 +368,8 @@ def attend(
     says that some do. ``unified``: not for float16, whose weights reach from 2⁻²⁴ to 2¹⁶.
     """
     q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, _ = call
-    kind, scales = held(k_cache, v_cache, quantized)
-    heads, dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[1]
-    block_g = triton.next_power_of_2(heads // kv_heads)
+    form = call.form
+    block_g = triton.next_power_of_2(form["GROUP"])
     shared = plan.shared
     parts = (scratch.parts, scratch.peaks, scratch.parts, scratch.peaks, scratch.tickets)  # of no use
     if shared is not None:
@@ -379,12 +378,11 @@ def attend(
     _decode_kernel[(plan.spans.shape[0],)](
         q, out, scratch.parts, scratch.peaks, scratch.tickets, k_cache, v_cache,
         inputs.block_table, inputs.query_start, inputs.context_len, *parts, plan.spans, plan.spans if shared is None else shared,
-        *scales, few, window or MAX_WINDOW,
+        *scales_of(k_cache, v_cache, quantized), few, window or MAX_WINDOW,
         *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], inputs.block_table.stride(0),
         0 if shared is None else shared.stride(0), scale, soft_cap or 0.0,
         CASCADE=shared is not None, COMMON_M=ROWS, COMMON_N=tiles.common,
-        GROUP=heads // kv_heads, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
-        KV=kind, BLOCK_SIZE=inputs.block_size, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
-        BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * padded(dim)))),
-        PRECISION="ieee", UNIFIED=unified, TIMES=max(1, tiles.keys // _AGAIN), PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+        **form, KV_HEADS=k_cache.shape[1], BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
+        BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * form["BLOCK_D"]))),
+        UNIFIED=unified, TIMES=max(1, tiles.keys // _AGAIN), PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

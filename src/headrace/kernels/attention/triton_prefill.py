@@ -27,7 +27,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.attention.triton_codes import Form, Held, add_values, held, load_codes, of_head, scaled_scores
+from headrace.kernels.attention.triton_codes import (
+    Form,
+    Held,
+    add_values,
+    kind_of,
+    load_codes,
+    of_head,
+    scaled_scores,
+    scales_of,
+)
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.inputs import AttentionInputs, Quantized
 
@@ -132,7 +141,7 @@ def scores(q, held, seen, rule, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Of ``q`` [M, D] with a tile's keys ``held`` [N, D]: [M, N], not scaled yet where nothing caps them. MASKED: −inf
     but where ``seen``."""
     k, k_scale, k_low = held
-    score = tl.dot(q, tl.trans(k), input_precision=FORM.PRECISION)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if FORM.KV:
         score = scaled_scores(score, q, k_scale, k_low, FORM.KV)
     if FORM.SOFT_CAP:
@@ -238,7 +247,7 @@ def _prefill_kernel(
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
     BULK: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, UNIFORM: tl.constexpr,
-    MANY_RUNS: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    MANY_RUNS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     RUNS: tl.constexpr = 0 if MANY_RUNS else 1  # the dimension of the grid
@@ -280,7 +289,7 @@ def _prefill_kernel(
         keys = of_head(Held(k_ptr, k_map, k_shared, table_ptr, k_block, k_head, k_row), table, kv_head)
         values = of_head(Held(v_ptr, v_map, v_shared, table_ptr, v_block, v_head, v_row), table, kv_head)
         rule = Rule(scale, soft_cap, window)
-        FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP, PRECISION)
+        FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP)
         writes = True
         # keys in parts of a fixed size, each from nothing, folded in their order: by this program, or dealt out to
         # several
@@ -385,6 +394,15 @@ class Attended(NamedTuple):
     quantized: Quantized | None = None
     lse: Tensor | None = None  # [T, Hq], float32
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """What each kernel is compiled for."""
+        heads, dim = self.q.shape[1:]
+        return {
+            "GROUP": heads // self.k_cache.shape[1], "WINDOW": self.window is not None, "SOFT_CAP": self.soft_cap is not None,
+            "KV": kind_of(self.quantized), "BLOCK_SIZE": self.inputs.block_size, "DIM": dim, "BLOCK_D": padded(dim),
+        }  # fmt: skip
+
 
 def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, tickets: Tensor) -> None:
     """Fills ``out`` for the sequences with more than ``few`` queries, and with zeros for tokens of no sequence. See
@@ -394,7 +412,7 @@ def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, 
     fewer than processors. ``tickets`` [processors], int32, are zero between launches.
     """
     q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, lse = call
-    kind, shared = held(k_cache, v_cache, quantized)
+    shared = scales_of(k_cache, v_cache, quantized)
     (tokens, heads, dim), kv_heads, sequences = q.shape, k_cache.shape[1], inputs.context_len.shape[0]
     group = heads // kv_heads
     runs = tokens // (tiles.rows // group) + sequences
@@ -410,7 +428,6 @@ def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, 
         left, sums, tickets, sums if lse is None else lse,
         *shared, tokens, sequences, few, window or MAX_WINDOW, shares, parts,
         *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
-        BULK=bulk, GROUP=group, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, KV=kind, BLOCK_SIZE=inputs.block_size,
-        DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, PART=tiles.part, UNIFORM=tiles.uniform, MANY_RUNS=many,
-        PRECISION="ieee", LSE=lse is not None, PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+        **call.form, BULK=bulk, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, PART=tiles.part, UNIFORM=tiles.uniform, MANY_RUNS=many,
+        LSE=lse is not None, PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

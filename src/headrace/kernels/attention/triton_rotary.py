@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.attention.triton_codes import held, store_codes
+from headrace.kernels.attention.triton_codes import kind_of, scales_of, store_codes
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.inputs import Quantized
 
@@ -146,7 +146,7 @@ def rotary_write(
     if tokens == 0:
         return q
     block_h = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, _ELEMENTS // triton.next_power_of_2(dim)))
-    kind, scales = held(k_cache, v_cache, quantized)
+    kind, scales = kind_of(quantized), scales_of(k_cache, v_cache, quantized)
     parts = (triton.cdiv(heads, block_h) if half else 0) + triton.cdiv(kv_heads, block_h)
     _rotary_kernel[(tokens, parts)](
         q, k, v, positions, positions if cos_sin is None else cos_sin, k_cache, v_cache, slots, *scales,

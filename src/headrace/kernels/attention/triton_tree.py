@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.attention.triton_codes import Form, Held, add_values, held, of_head
-from headrace.kernels.attention.triton_prefill import MAX_WINDOW, Attended, Rule, load_held, nothing, padded, weigh
+from headrace.kernels.attention.triton_codes import Form, Held, add_values, of_head, scales_of
+from headrace.kernels.attention.triton_prefill import MAX_WINDOW, Attended, Rule, load_held, nothing, weigh
 from headrace.kernels.build.launch import launchable
 
 _LONGEST = 64  # tokens of a tree: bits of an int64
@@ -44,7 +44,7 @@ def _tree_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr, first_ptr, ancestors_ptr, k_shared, v_shared, window,
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0), tl.program_id(2)
     token = (tl.load(query_start_ptr + sequence) + tl.program_id(1)).to(tl.int64)
@@ -61,7 +61,7 @@ def _tree_kernel(
             keys = of_head(Held(k_ptr, k_ptr, k_shared, table_ptr, k_block, k_head, k_row), table, kv_head)
             values = of_head(Held(v_ptr, v_ptr, v_shared, table_ptr, v_block, v_head, v_row), table, kv_head)
             rule = Rule(scale, soft_cap, window)
-            FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP, PRECISION)
+            FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP)
             position = first + _ones(ancestors) - 1
             lowest = tl.maximum(first - window, 0) if WINDOW else 0
             total, peak, mass = nothing(BLOCK_M, BLOCK_D)
@@ -88,15 +88,12 @@ def attend(call: Attended) -> None:
     """Fills ``out`` for the tokens of ``inputs.tree``. See PagedAttention."""
     q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, _ = call
     assert inputs.tree is not None
-    kind, scales = held(k_cache, v_cache, quantized)
-    kv_heads, dim = k_cache.shape[1], q.shape[2]
-    group = q.shape[1] // kv_heads
+    form, kv_heads = call.form, k_cache.shape[1]
     grid = len(inputs.context_len), min(inputs.max_query_len, _LONGEST), kv_heads
     _tree_kernel[grid](
         q, out, k_cache, v_cache, inputs.block_table, inputs.query_start, inputs.context_len, inputs.tree.first, inputs.tree.ancestors,
-        *scales, window or MAX_WINDOW, *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *scales_of(k_cache, v_cache, quantized), window or MAX_WINDOW, *q.stride()[:2], *out.stride()[:2],
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
         inputs.block_table.stride(0), scale, soft_cap or 0.0,
-        GROUP=group, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, KV=kind, BLOCK_SIZE=inputs.block_size,
-        DIM=dim, BLOCK_D=padded(dim), BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=_KEYS, PRECISION="ieee",
-        num_warps=4, num_stages=2,
+        **form, BLOCK_M=max(16, triton.next_power_of_2(form["GROUP"])), BLOCK_N=_KEYS, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -42,7 +42,7 @@ def _place(tokens, outs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.
 def _linear_kernel(
     x_ptr, x_map, weight_ptr, weight_map, bias_ptr, y_ptr, tokens, outs, ins, x_row,
     BULK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column = _place(tokens, outs, BLOCK_M, BLOCK_N, BAND)
     row, column, step = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -60,7 +60,7 @@ def _linear_kernel(
             left = (step < ins - k)[None, :]
             x = tl.load(x_at + k, mask=there[:, None] & left, other=0.0)
             weight = tl.load(weight_at + k, mask=inside[:, None] & left, other=0.0)
-        total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
+        total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     y_at = y_ptr + row.to(tl.int64)[:, None] * outs + column[None, :]
@@ -156,7 +156,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Tile
     _linear_kernel[(triton.cdiv(tokens, tile.rows) * triton.cdiv(outs, tile.columns),)](
         x, x_map, weight, weight_map, weight if bias is None else bias, y, tokens, outs, ins, x.stride(0),
         BULK=bulk, HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, BAND=_BAND,
-        PRECISION="ieee", PDL=False, num_warps=tile.warps, num_stages=tile.stages,
+        PDL=False, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def _expand_few_kernel(
     x_ptr, logits_ptr, weight_ptr, inner_ptr, weights_ptr, experts_ptr, places_ptr, x_row, logits_row, turns,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
@@ -45,7 +45,7 @@ def _expand_few_kernel(
     end = tl.where(expert < 0, 0, HIDDEN) if PLACED else HIDDEN  # nothing to compute of another rank's pair
     gate_at = weight_ptr + expert.to(tl.int64) * (2 * INNER * HIDDEN) + column[:, None] * HIDDEN + step[None, :]
     gate, up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k in tl.range(0, end, BLOCK_K, num_stages=STAGES):
+    for k in tl.range(0, end, BLOCK_K, num_stages=4):
         there = (column < INNER)[:, None] & (k + step < HIDDEN)[None, :]
         x = tl.load(x_ptr + token * x_row + k + step, mask=k + step < HIDDEN, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(gate_at + k, mask=there, other=0.0).to(tl.float32) * x
@@ -104,7 +104,7 @@ def moe_few(
     _expand_few_kernel[(triton.cdiv(inner, 8), pairs)](
         x, router_logits, gate_up, expanded, weights, experts, table, x.stride(0), router_logits.stride(0), turns,
         EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize, HIDDEN=hidden, INNER=inner,
-        KIND=KINDS[kind], BLOCK_N=8, BLOCK_K=min(128, triton.next_power_of_2(hidden)), STAGES=4, PLACED=places is not None, PDL=False, num_warps=1,
+        KIND=KINDS[kind], BLOCK_N=8, BLOCK_K=min(128, triton.next_power_of_2(hidden)), PLACED=places is not None, PDL=False, num_warps=1,
     )  # fmt: skip
     _contract_few_kernel[(triton.cdiv(hidden, 2), tokens)](
         expanded, down, out, weights, experts, TOP_K=top_k, HIDDEN=hidden, INNER=inner,

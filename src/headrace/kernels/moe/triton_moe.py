@@ -80,29 +80,6 @@ def _takes(left, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, HALVINGS: tl.cons
     return (left > least) & ((left <= rows) | (HALVING == 0))
 
 
-@triton.jit
-def _expand_tile(
-    x_ptr, weight_ptr, weight_map, inner_ptr, listed_ptr, x_row, expert, first, count, before, first_column, ROWS: tl.constexpr,
-    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    column, step, place = first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), first + tl.arange(0, ROWS)
-    row = expert * (2 * INNER) + first_column
-    pair = tl.load(listed_ptr + place, mask=place < count, other=0)
-    x_at = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_row + step[None, :]
-    gate, up = tl.zeros((BLOCK_N, ROWS), tl.float32), tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for k in range(0, HIDDEN, BLOCK_K):
-        x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < HIDDEN)[None, :], other=0.0)
-        weight = _weights(weight_map, weight_ptr, row, k, column < INNER, HIDDEN, BULK, BLOCK_K)
-        gate = tl.dot(weight, tl.trans(x), gate, input_precision="ieee")
-        weight = _weights(weight_map, weight_ptr, row + INNER, k, column < INNER, HIDDEN, BULK, BLOCK_K)
-        up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
-    kind = inner_ptr.dtype.element_ty
-    y = (act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)).to(kind)
-    at = inner_ptr + (before + place)[:, None] * INNER + column[None, :]
-    tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < INNER)[None, :])
-
-
 @launchable(do_not_specialize=["room"])
 def _expand_kernel(
     x_ptr, weight_ptr, weight_map, inner_ptr, counts_ptr, listed_ptr, x_row, room, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
@@ -112,36 +89,29 @@ def _expand_kernel(
     if PDL:
         gdc_wait()
     across: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    expert, count, before, tile, column = _unit(counts_ptr, tl.program_id(0), across, EXPERTS, BLOCK_E, BLOCK_M)
+    expert, count, before, tile, strip = _unit(counts_ptr, tl.program_id(0), across, EXPERTS, BLOCK_E, BLOCK_M)
     if expert < EXPERTS:
-        first, own_ptr = tile * BLOCK_M, listed_ptr + expert.to(tl.int64) * room
+        column, step = strip * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        row = expert * (2 * INNER) + strip * BLOCK_N
         for halving in tl.static_range(HALVINGS + 1):
-            if _takes(count - first, BLOCK_M, halving, HALVINGS):
-                _expand_tile(
-                    x_ptr, weight_ptr, weight_map, inner_ptr, own_ptr, x_row, expert, first, count, before, column * BLOCK_N, BLOCK_M >> halving,
-                    TOP_K, HIDDEN, INNER, KIND, BULK, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
+            if _takes(count - tile * BLOCK_M, BLOCK_M, halving, HALVINGS):
+                rows: tl.constexpr = BLOCK_M >> halving
+                place = tile * BLOCK_M + tl.arange(0, rows)
+                pair = tl.load(listed_ptr + expert.to(tl.int64) * room + place, mask=place < count, other=0)
+                x_at = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_row + step[None, :]
+                gate, up = tl.zeros((BLOCK_N, rows), tl.float32), tl.zeros((BLOCK_N, rows), tl.float32)
+                for k in range(0, HIDDEN, BLOCK_K):
+                    x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < HIDDEN)[None, :], other=0.0)
+                    weight = _weights(weight_map, weight_ptr, row, k, column < INNER, HIDDEN, BULK, BLOCK_K)
+                    gate = tl.dot(weight, tl.trans(x), gate, input_precision="ieee")
+                    weight = _weights(weight_map, weight_ptr, row + INNER, k, column < INNER, HIDDEN, BULK, BLOCK_K)
+                    up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
+                kind = inner_ptr.dtype.element_ty
+                y = (act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)).to(kind)
+                at = inner_ptr + (before + place)[:, None] * INNER + column[None, :]
+                tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < INNER)[None, :])
     if PDL:
         gdc_launch_dependents()
-
-
-@triton.jit
-def _contract_tile(
-    inner_ptr, weight_ptr, weight_map, out_ptr, listed_ptr, expert, first, count, before, first_column, ROWS: tl.constexpr,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, BULK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    column, step, place = first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), first + tl.arange(0, ROWS)
-    row = expert * HIDDEN + first_column
-    x_at = inner_ptr + (before + place)[:, None] * INNER + step[None, :]
-    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for k in range(0, INNER, BLOCK_K):
-        x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < INNER)[None, :], other=0.0)
-        weight = _weights(weight_map, weight_ptr, row, k, column < HIDDEN, INNER, BULK, BLOCK_K)
-        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-    pair = tl.load(listed_ptr + place, mask=place < count, other=0).to(tl.int64)
-    at = out_ptr + pair[:, None] * HIDDEN + column[None, :]
-    y = total.to(out_ptr.dtype.element_ty)
-    tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < HIDDEN)[None, :])
 
 
 @launchable(do_not_specialize=["room"])
@@ -153,15 +123,25 @@ def _contract_kernel(
     if PDL:
         gdc_wait()
     across: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-    expert, count, before, tile, column = _unit(counts_ptr, tl.program_id(0), across, EXPERTS, BLOCK_E, BLOCK_M)
+    expert, count, before, tile, strip = _unit(counts_ptr, tl.program_id(0), across, EXPERTS, BLOCK_E, BLOCK_M)
     if expert < EXPERTS:
-        first, own_ptr = tile * BLOCK_M, listed_ptr + expert.to(tl.int64) * room
+        column, step = strip * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        row = expert * HIDDEN + strip * BLOCK_N
         for halving in tl.static_range(HALVINGS + 1):
-            if _takes(count - first, BLOCK_M, halving, HALVINGS):
-                _contract_tile(
-                    inner_ptr, weight_ptr, weight_map, out_ptr, own_ptr, expert, first, count, before, column * BLOCK_N, BLOCK_M >> halving,
-                    HIDDEN, INNER, BULK, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
+            if _takes(count - tile * BLOCK_M, BLOCK_M, halving, HALVINGS):
+                rows: tl.constexpr = BLOCK_M >> halving
+                place = tile * BLOCK_M + tl.arange(0, rows)
+                x_at = inner_ptr + (before + place)[:, None] * INNER + step[None, :]
+                total = tl.zeros((BLOCK_N, rows), tl.float32)
+                for k in range(0, INNER, BLOCK_K):
+                    x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < INNER)[None, :], other=0.0)
+                    weight = _weights(weight_map, weight_ptr, row, k, column < HIDDEN, INNER, BULK, BLOCK_K)
+                    total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+                own_ptr = listed_ptr + expert.to(tl.int64) * room
+                pair = tl.load(own_ptr + place, mask=place < count, other=0).to(tl.int64)
+                at = out_ptr + pair[:, None] * HIDDEN + column[None, :]
+                y = tl.trans(total.to(out_ptr.dtype.element_ty))
+                tl.store(at, y, mask=(place < count)[:, None] & (column < HIDDEN)[None, :])
     if PDL:
         gdc_launch_dependents()
 
