@@ -28,7 +28,7 @@ from headrace.kernels.lora.triton_lora import MOST_PARTS, _dots, _found, _gained
 _ROWS = 16  # of a tile, and its lanes
 _FEW = 512  # rows, below which they are few
 _RANKS = 16
-_OUTS = 128  # outputs at once
+_OUTS = 256  # outputs at once
 _SHARE = 1024  # inputs of a CTA
 _MOST_SPLITS = 8
 _ANYWHERE = ("slots_ptr", "ranks_ptr", "a_ptr", "b_ptr", "gains_ptr")  # single numbers are read there
