@@ -24,7 +24,7 @@ from headrace.engine import client, connection
 from headrace.engine import connection as frames
 from headrace.engine.keywords import create_config
 from headrace.engine.output import RequestDelta
-from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed, Unavailable
+from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Unavailable
 from headrace.processes.frames import HEADER
 from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.request import (
@@ -558,7 +558,7 @@ def test_a_request_that_the_core_refuses_ends_alone() -> None:
     async def work(llm: AsyncLLM) -> None:
         object.__setattr__(llm.info, "max_sequence_tokens", 10**6)  # a front end that lets anything pass
         good, bad = llm.stream([1], SHORT), llm.generate([1] * 5000, SamplingParams(max_tokens=4))
-        with pytest.raises(StepFailed):
+        with pytest.raises(InvalidRequest, match="the prompt has 5000 tokens; this engine takes at most 3999"):
             async for _ in bad:
                 pass
         assert sum(len(delta.token_ids) for delta in await collect(good)) == 12
