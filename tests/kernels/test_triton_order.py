@@ -16,7 +16,7 @@ import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.attention import triton_rotary as rotary
-from headrace.kernels.candidate import EightBits, Shape, plainly_empty
+from headrace.kernels.candidate import EightBits, ExpertFacts, Shape, plainly_empty
 from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.linear import triton_codes as codes
 from headrace.kernels.linear import triton_eight as eight_bits
@@ -29,6 +29,8 @@ from headrace.kernels.linear.flat_forms import flat as flat_form
 from headrace.kernels.linear.flat_linear import FusedLinear, Product, make_scratch
 from headrace.kernels.lora import triton_joint as joint
 from headrace.kernels.lora import triton_lora as lora
+from headrace.kernels.moe import triton_coded_few as moe
+from headrace.kernels.moe.triton_coded import CodedMoe
 from headrace.kernels.norm import triton_norm as norm
 from headrace.kernels.norm import triton_rounded as rounding
 from headrace.kernels.rows import triton_embedding as embedding
@@ -84,7 +86,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setattr(Builder, "create_masked_load", noted("load", load, 0, 1))
     monkeypatch.setattr(Builder, "create_masked_store", noted("store", store, 0, 2))
     monkeypatch.setattr(Builder, "create_atomic_rmw", noted("atomic", atomic, 1, 3))
-    for module in (codes, eight_bits, embedding, flat, joint, lora, norm, rotary, rounding, rows, sampling):
+    for module in (codes, eight_bits, embedding, flat, joint, lora, moe, norm, rotary, rounding, rows, sampling):
         monkeypatch.setattr(sys.modules[module.__name__], "gdc_wait", told.wait)
     return told
 
@@ -191,6 +193,23 @@ def test_adapters_read_slots_ranks_and_factors_alone_before_they_wait(programs: 
         assert_in_order(programs, [factors.pool, table, slots])
 
 
+def test_experts_of_few_tokens_guess_ids_before_they_wait_and_read_them_again(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guess says what to bring nearer, no more."""
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: (made.append(empty(*size, **how)), made[-1])[1])
+    monkeypatch.setattr(moe, "_bring_nearer", lambda at, BYTES: None)
+    form = PackedIntegers(4, 128, zero=False)
+    up, down = ([random_piece(form, 128, 128, seed=seed, copies=3) for seed in seeds] for seeds in ((1, 2), (3,)))
+    facts = ExpertFacts(torch.bfloat16, 3, 2, eights=(None, None), rounded=(form.coding, form.coding))
+    experts, x = CodedMoe(facts, pdl=True), torch.randn(2, 128).bfloat16()
+    experts(x, torch.randn(2, 3).bfloat16(), up, down, 2, True, Activation.SILU)
+    assert programs.early["load"]
+    assert_in_order(programs, [each for each in made if each.dtype == torch.int32])
+
+
 def test_a_step_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that fetches it does not wait, so it is the one that may not be launched early: all others of the step
     follow it."""
@@ -217,6 +236,7 @@ def test_no_other_kernel_begins_early() -> None:
         "coded",
         "eight_bits",
         "flat_linear",
+        "triton_coded_few",
         "triton_embedding",
         "triton_joint",
         "triton_lora",
