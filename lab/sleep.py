@@ -9,7 +9,7 @@ import argparse
 import time
 from collections.abc import Callable
 
-from headrace.bench.arguments import count
+from headrace.bench.arguments import amount, count
 from headrace.config import EngineConfig
 from lab.jobs import config_for
 
@@ -19,7 +19,7 @@ GIB = 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, default=3, help="times that it sleeps at each level (default: 3)")
     parser.add_argument(
-        "--pause", type=float, default=0.0, metavar="SECONDS", help="that it sleeps, once it does (default: 0)"
+        "--pause", type=amount, default=0.0, metavar="SECONDS", help="that it sleeps, once it does (default: 0)"
     )
     parser.add_argument("--levels", nargs="+", type=int, default=[1, 2], metavar="LEVEL", help="(default: 1 2)")
 
