@@ -29,7 +29,7 @@ class ResidentAdapter:
 
 class AdapterBlocks:
     """``shared``: the pool of the first KV group, whose ``on_evict`` asks here; used where the space has no blocks of
-    its own."""
+    its own. ``most_in_use``: blocks that adapters in use may have together."""
 
     def __init__(self, space: AdapterSpace, shared: BlockPool) -> None:
         self.is_shared = not space.blocks

@@ -1,7 +1,7 @@
 """What ranks of one model send each other in a step, and how long that takes over their link.
 
 What lives here: that arithmetic. What may not: torch, who sends (parallel/), which devices have which link
-(planner/devices.py).
+(cards.py).
 
 A sum over n ranks of S bytes takes each of them 2 (n - 1) / n · S bytes, one way (Patarasuk and Yuan 2009); side by
 side, (n - 1) / n · S. In one shot (parallel/one_shot.py) all goes to every other rank, and each line twice: 2 (n - 1) · S.
