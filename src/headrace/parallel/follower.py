@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.clock import RealClock
 from headrace.engine.executor import Ticket
 from headrace.errors import EngineDead, HeadraceError, ModelError, StepFailed
 from headrace.observe.logs import configure_child
@@ -232,9 +233,10 @@ class Reporter:
 
 def _start(first: First, mark: str) -> Follower:
     from headrace.torch_environment import prepare_for_torch
-    from headrace.worker.head_start import begin_head_start
+    from headrace.worker.head_start import Stages, begin_head_start
 
     prepare_for_torch()
+    stages = Stages(RealClock())
     with (begin_head_start(Path(mark)) if mark else None) or nullcontext() as head_start:
         with no_collections():
             from headrace.engine.resolve import find_source
@@ -244,6 +246,7 @@ def _start(first: First, mark: str) -> Follower:
             from headrace.worker.executor import DeviceExecutor
             from headrace.worker.worker import create_executor
 
+        stages.done("imports")
         launch = first.hear(frames.Launch)
         config, device = launch.config, launch.config.device
         first.tell(frames.Here(device_here(device.device)))
@@ -251,7 +254,8 @@ def _start(first: First, mark: str) -> Follower:
         source = find_source(config)
         peers = meet(place, launch.rank, device, spec_from_config(source.config), Store(first.put, first.get))
         first.meetings = lambda: peers.meetings
-        executor, _ = create_executor(config, source, head_start, peers=peers)
+        stages.done("ranks")
+        executor, _ = create_executor(config, source, head_start, stages, peers=peers)
         assert isinstance(executor, DeviceExecutor)
         reports = peers.pipe is not None and launch.rank == (peers.pipe.stages - 1) * device.ranks_a_stage
         return Follower(first, executor, peers, Reporter(first, executor) if reports else None)
@@ -262,6 +266,8 @@ def main() -> None:
     ignore_terminal()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_child()
+    if os.environ.get("HEADRACE_LOG_LEVEL") == "debug":
+        logging.getLogger("headrace").setLevel(logging.DEBUG)  # else its own progress would be told once a rank
     key = os.environ.pop(KEY_VARIABLE, "")
     first = First(parent_socket(), Seal(bytes.fromhex(key), first=False, count=1) if key else None)
     try:

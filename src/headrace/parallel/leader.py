@@ -63,6 +63,7 @@ def create_executor(
         executor, decisions = create_alone(config, source, head_start, stages, meanwhile, peers)
         assert isinstance(executor, DeviceExecutor)
         ranks.hear(frames.Ready)
+        stages.done("other ranks")
         ranks.survivors = peers.experts
     except Exception:
         if ranks.settle(1.0) is not None:

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -117,13 +118,24 @@ class NCCLGroup:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._side: torch.cuda.Stream | None = None  # of what is sent while something else is computed
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
+        begun = time.monotonic()
         _check(library, library.ncclCommInitRank(ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), rank))
+        met = time.monotonic() - begun
         # connections are made, and their memory is taken, before anybody counts it
         self.all_reduce(torch.zeros(2**20, device=self._device))
         self.all_gather(torch.zeros(1, 2**10, device=self._device), 2**10)
         torch.cuda.synchronize()
+        connected = time.monotonic() - begun
         if one_shot:
             self._try_one_shot()
+        whole = time.monotonic() - begun
+        _log.debug(
+            "start of process %d: NCCL met in %.2f s, connected in %.2f, done in %.2f",
+            os.getpid(),
+            met,
+            connected,
+            whole,
+        )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._one_shot is not None and self._one_shot.takes(x):

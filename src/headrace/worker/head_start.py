@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -117,7 +118,8 @@ def _prepare_compiler() -> None:
 
 
 class Stages:
-    """Seconds by stage, in order. A stage is what happened since the one before was noted."""
+    """Seconds by stage, in order. A stage is what happened since the one before was noted; each is a line of the
+    debug log, on every rank."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -127,4 +129,5 @@ class Stages:
     def done(self, name: str) -> None:
         now = self._clock.now()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        _log.debug("start of process %d: %s, %.2f s", os.getpid(), name, now - self._last)
         self._last = now
