@@ -112,6 +112,30 @@ def test_graphs_of_decode_steps_draw_the_tokens_too(params: SamplingParams, monk
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", ["last", "cls", "mean"])
+def test_prompts_that_have_a_vector_are_replayed_too(kind: str) -> None:
+    """Without graphs of decode steps, which such models do not take."""
+
+    def vectors(graphed: bool) -> list[dict[int, bytes]]:
+        found = []
+        with executor(graphed=graphed, pooled=kind) as (made, runner, _, planner):
+            for turn in range(8):
+                sequences = [prompt(row, 3 + (5 * row + turn) % 14, turn) for row in range(1 + turn % 4)]
+                for each in sequences:
+                    planner.add(each)
+                result = run(made, planner.plan([(each, 0, len(each.prompt)) for each in sequences]))
+                assert not result.errors and len(result.pooled) == len(sequences)
+                found.append(dict(result.pooled))
+                for each in sequences:
+                    planner.drop(each)
+                    planner._free[0][:0] = each.tables[0]
+            assert runner.graphs is None or not graphed
+            assert not graphed or result.graph_tokens
+        return found
+
+    assert vectors(True) == vectors(False)
+
+
 def test_mixed_steps_are_replayed_too() -> None:
     def mixed(graphed: bool) -> list[list[int]]:
         with executor(graphed=graphed) as (made, runner, _, planner):

@@ -30,9 +30,10 @@ from headrace.kernels.inputs import ForwardInputs, TreeInputs
 from headrace.kernels.operations import PICK_TOKENS, STORE_TOKENS, Operation
 from headrace.kernels.rows.reference import store_tokens
 from headrace.kernels.sampling import reference as sampling
+from headrace.layers.pooling import Pooled
 from headrace.models.decoder import Tap
 from headrace.request import StepPlan
-from headrace.spec import DecoderSpec, KVGroup, KVKind, KVSpec, LayerSpec
+from headrace.spec import DecoderSpec, KVGroup, KVKind, KVSpec, LayerSpec, PoolingSpec
 from headrace.worker import model_runner, recorder
 from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.draft_model import DraftModel
@@ -187,6 +188,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def _copied(step: Step) -> None:
     """What a copy to the host is on a CPU: what is computed later does not show in it."""
     step.samples = tuple(replace(each, picked=torch.as_tensor(each.picked).clone()) for each in step.samples)
+    step.pooled = None if step.pooled is None else step.pooled.clone()
 
 
 STAND_IN = DecoderSpec("stand-in", 64, 8, 1, 1, 8, 8, (LayerSpec(),), 64, None)
@@ -200,13 +202,15 @@ class SlotDecoder:
     can be captured.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, pooled: str | None = None) -> None:
+        """``pooled``: which of a prompt's hidden states are its result, in place of a token."""
         self._block_size = block_size
         self.fault: Exception | None = None
         self.most_logits = 0  # rows at once
         self.draft_tokens = None
         self.tap: Tap | None = None
-        self.spec, self.pooler = STAND_IN, None
+        self.spec = STAND_IN if pooled is None else replace(STAND_IN, pooling=PoolingSpec(pooled))
+        self.pooler = self.spec.pooling
         self.embeds = self.answers = True
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
@@ -233,6 +237,12 @@ class SlotDecoder:
         if inputs.adapters is not None:
             hidden = hidden + (inputs.adapters.slots.long()[:, None] + 1) * 15485863
         return hidden if inputs.wanted is None else hidden[inputs.wanted]
+
+    def pooled(self, hidden: Tensor, places: Pooled) -> Tensor:
+        if self.pooler is not None and self.pooler.kind == "mean":
+            sums = torch.cat([torch.zeros(1, 1, dtype=hidden.dtype), hidden]).cumsum(0)
+            return (sums[places.last + 1] - sums[places.first]).float()
+        return hidden[places.last].float()  # or the first: where one is wanted, there is no other
 
     def megakernel_context(self, rows: int, block_size: int) -> int:
         """Small steps of short contexts have graphs of their own."""
@@ -353,16 +363,18 @@ def recorded_executor(
     ahead: bool | None = None,
     tree: int | None = None,
     head: bool = False,
+    pooled: str | None = None,
 ) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder]]:
     """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them;
     with ``prompts`` those of steps with prompts, too; with ``drafts`` the decoder is its own draft model, which is so
     always right; ``ahead`` not None: with rows and a thread of its own, and whether it goes on while it is verified; ``tree``:
-    it grows trees that look at so many continuations; ``head``: a SlotHead drafts instead."""
+    it grows trees that look at so many continuations; ``head``: a SlotHead drafts instead; ``pooled``: prompts have a
+    result as SlotDecoder has it, and no graphs but their own."""
     info = replace(info_of(max_num_seqs, num_blocks, block_size, max_model_len), max_drafts=drafts)
     rows, kernels, decoder = (
         Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU),
         RecordableKernels(),
-        SlotDecoder(block_size),
+        SlotDecoder(block_size, pooled),
     )
     caches = [torch.full((num_blocks + 1, block_size), 987654321, dtype=torch.int64)]
     captured = prompt_graphs = None
@@ -373,11 +385,13 @@ def recorded_executor(
             "max_logits_rows": max_logits_rows,
         }
         made = Recorder(decoder, kernels, rows, caches)  # type: ignore[arg-type]
-        captured = DecodeGraphs(made, **limits)
-        captured.capture_all()
+        if pooled is None:
+            captured = DecodeGraphs(made, **limits)
+            captured.capture_all()
+    prune = pooled != "mean"
     if graphed and prompts:
         bounds = Bounds(
-            max_num_seqs, max_model_len=max_model_len, tokens_a_step=64, products=1e6, key_bytes=2.1e8, prune=True
+            max_num_seqs, max_model_len=max_model_len, tokens_a_step=64, products=1e6, key_bytes=2.1e8, prune=prune
         )
         hidden = torch.zeros((bounds.most_wanted, 1), dtype=torch.int64)
         prompt_graphs = PromptGraphs(made, bounds, hidden)
@@ -385,7 +399,7 @@ def recorded_executor(
     settings: dict[str, Any] = {
         "max_logits_rows": max_logits_rows,
         "padded": False,
-        "prune": True,
+        "prune": prune,
         "clock": VirtualClock(),
         "queued": graphed,
     }

@@ -135,7 +135,10 @@ class Kernels:
     @property
     def graphable(self) -> bool:
         """Whether nothing that was chosen for a GPU looks at it in the middle of a step."""
-        return all(choice.chosen != TWIN or not OPERATIONS[choice.op].reads for choice in self.choices)
+        return not any(
+            OPERATIONS[each.choice.op].reads if each.candidate is None else each.candidate.reads
+            for each in self._chosen.values()
+        )
 
     def choose(self, op: Operation[S, F], facts: F) -> S:
         """The callable for ``op`` at a call site with these facts. Equal facts share one. Raises StrictKernelError,

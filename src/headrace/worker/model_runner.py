@@ -184,7 +184,7 @@ class ModelRunner:
         self._max_logits_rows = max_logits_rows
         self._padded = padded
         pooling = decoder.spec.pooling
-        self._prune = prune and (pooling is None or pooling.kind != "mean") and decoder.spec.answers
+        self._prune = prune and decoder.spec.answers
         self._first = pooling is not None and pooling.kind == "cls"
         self._clock = clock
         self._device_clock = DeviceClock()
@@ -313,11 +313,12 @@ class ModelRunner:
         return step
 
     def _bring(self, adapters: DeviceAdapters, plan: StepPlan) -> None:
-        if adapters.bring(plan.adapters) and self.graphs is not None:
-            self.graphs.forget_adapted()
-            self._last_drawn = None
-            if self.prompt_graphs is not None:
-                self.prompt_graphs.forget_adapted()
+        if not adapters.bring(plan.adapters):
+            return
+        self._last_drawn = None
+        for graphs in (self.graphs, self.prompt_graphs):
+            if graphs is not None:
+                graphs.forget_adapted()
 
     def _await_lengths(self) -> None:
         """A step behind one that verifies drafts, on a device with a queue, waits until it is known how long its rows

@@ -97,9 +97,7 @@ class Setup:
 
     @property
     def graphs(self) -> bool:
-        device = self.config.device
-        eager = device.enforce_eager or self.spec.pooling is not None
-        return self.device.type == "cuda" and not eager
+        return self.device.type == "cuda" and not self.config.device.enforce_eager
 
     @property
     def beside(self) -> DraftSetup | None:

@@ -505,8 +505,8 @@ class Worker:
             "max_model_len": max_model_len,
             "max_logits_rows": config.scheduler.logits_rows,
         }
-        stages = config.device.pipeline_parallel_size
-        decode, draft = DecodeGraphs(recorder, **most, stages=stages), None
+        stages, draft = config.device.pipeline_parallel_size, None
+        decode = DecodeGraphs(recorder, **most, stages=stages) if setup.spec.pooling is None else None
         if setup.draft is not None and self._apart is None:
             draft = self._create_draft_graphs(setup.draft, rows, own, most)
         if not config.device.prompt_graphs or stages > 1 or setup.share is not None:
@@ -561,7 +561,9 @@ class Worker:
     @property
     def _prunes(self) -> bool:
         """Whether nobody reads what is behind the last layer of tokens that are not sampled from."""
-        return self._config.device.last_layer_pruning and (self._decoder.tap is None or bool(self._decoder.tap.layers))
+        pooling, tap = self._setup.spec.pooling, self._decoder.tap
+        read = (pooling is not None and pooling.kind == "mean") or (tap is not None and not tap.layers)
+        return self._config.device.last_layer_pruning and not read
 
     def _draft_caches(self, kv_caches: Sequence[Tensor]) -> list[Tensor]:
         """A draft model's own, with as many blocks as those of the target that they lie beside, if no bound is set."""
@@ -690,7 +692,7 @@ class Worker:
             yield Decision(
                 "graphs",
                 False,
-                "a torch twin that looks at the device stands in for a kernel, and no graph can hold that",
+                "a kernel that looks at the device in the middle of a step serves it, and no graph can hold that",
             )
         if self._ahead is not None:
             folder, problem = self._ahead.prepared

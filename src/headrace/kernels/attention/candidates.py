@@ -287,6 +287,6 @@ PAGED_ATTENTION = (
 WHOLE_ATTENTION = (
     Candidate("sdpa", create_sequence_attention, varies=True),
     Candidate("varlen", create_packed_attention, gpu.DEVICES, (torch.bfloat16, torch.float16), varies=True),
-    Candidate("sdpa_sequences", create_sequence_attention, gpu.DEVICES, varies=True),
+    Candidate("sdpa_sequences", create_sequence_attention, gpu.DEVICES, varies=True, reads=True),
 )  # fmt: skip
 ROPE_ATTENTION = (_rope(ROPE_CASCADE, "fused_rope_attention", "cascade_attention"), _rope(ROPE, "fused_rope_attention"))
