@@ -407,6 +407,11 @@ NO_SLOT = -1  # of a row without an adapter
 REPETITION = "repetition"  # the stop_reason of an answer that ended in a loop
 
 
+def adapter_name(key: str) -> str:
+    """As clients call the adapter that has this key (lora/registry.py); no name has a #."""
+    return key.partition("#")[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One validated, tokenised request, as it is sent to the engine, too. ``request_id`` is the engine's own number,

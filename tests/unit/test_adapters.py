@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Container
 from dataclasses import replace
@@ -22,7 +23,7 @@ from headrace.errors import ConfigError, HeadraceError, InvalidRequest, ModelErr
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk, adapter_folder
 from headrace.models.families import spec_from_config
-from headrace.request import FinishReason, StructuredOutputs, TokenMasks
+from headrace.request import FinishReason, StructuredOutputs, TokenMasks, adapter_name
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.step_planner import Claims
 from headrace.spec import AdapterSpace
@@ -56,10 +57,15 @@ def core_with(
     )
     executor = CheckedExecutor(info, fault=fault)
     core = engine(info=info, executor=executor, **more)
-    core.adapters = AdapterDesk(lambda folder: None, executor.control, held)
+    core.adapters = AdapterDesk(lambda folder: None, executor.control, held, identify=lambda folder: "")
     for number in range(names):
         core.adapters.register(f"a{number}", f"/{number}")
     return core
+
+
+def bare_desk(told: list[Any], most_held: int, **more: Any) -> AdapterDesk:
+    """Keys are names, and a #."""
+    return AdapterDesk(lambda folder: None, told.append, most_held, identify=lambda folder: "", **more)
 
 
 def alone(adapter: str | None, prompt: list[int], tokens: int = 6) -> tuple[int, ...]:
@@ -208,17 +214,17 @@ def test_adapters_that_run_have_half_of_the_blocks_and_who_waits_for_room_is_not
 
 def test_host_memory_bounds_what_is_held_and_how_much_is_read_ahead() -> None:
     told: list[Any] = []
-    desk = AdapterDesk(lambda folder: None, told.append, 99, most_blocks=5)
+    desk = bare_desk(told, 99, most_blocks=5)
     for number in range(40):
         desk.register(f"a{number}", f"/{number}")
         desk.begin(request(number, [1], adapter=f"a{number}"))
     desk.take_ready((), ())
     assert len(told) == 32, "nobody knows how large they are"
-    desk.take_ready([AdapterOutcome(f"a{number}", blocks=2) for number in range(32)], ())
+    desk.take_ready([AdapterOutcome(f"a{number}#", blocks=2) for number in range(32)], ())
     assert len(told) == 32, "all of them have just begun"
-    desk.take_ready((), ("a1",))
-    assert {each.name for each in told[32:] if isinstance(each, DropAdapter)} == {f"a{n}" for n in range(31) if n != 1}
-    assert [each.name for each in told[32:] if isinstance(each, LoadAdapter)] == [f"a{n}" for n in range(32, 40)]
+    desk.take_ready((), ("a1#",))
+    assert {each.name for each in told[32:] if isinstance(each, DropAdapter)} == {f"a{n}#" for n in range(31) if n != 1}
+    assert [each.name for each in told[32:] if isinstance(each, LoadAdapter)] == [f"a{n}#" for n in range(32, 40)]
 
 
 class _Kept(ResidueMasks):
@@ -250,7 +256,7 @@ def test_a_grammar_is_kept_while_its_request_waits_for_its_adapter() -> None:
 def test_an_adapter_takes_its_blocks_beside_its_sequences() -> None:
     """A request that fits alone and not beside its adapter is told; one that fits beside it is answered."""
     core = core_with(2, num_blocks=8)
-    sizes = {f"a{number}": adapter_blocks(f"a{number}") for number in range(9)}
+    sizes = {f"a{number}": adapter_blocks(f"a{number}#") for number in range(9)}
     large = max(sizes, key=sizes.__getitem__)
     assert sizes[large] == 3
     core.add(request(0, range(21), adapter=large))
@@ -272,7 +278,7 @@ def test_the_adapter_of_the_first_that_waits_is_brought_ahead_of_its_turn() -> N
     run(core)
     brought = {name: plan.step_id for plan in plans for _, name, _ in plan.adapters}
     begun = {new.sequence_id: plan.step_id for plan in plans for new in plan.rows_added}
-    assert brought["a0"] == begun[0] and begun[0] <= brought["a1"] < begun[1]
+    assert brought["a0#"] == begun[0] and begun[0] <= brought["a1#"] < begun[1]
     assert_at_rest(core)
 
 
@@ -290,22 +296,22 @@ def test_asleep_a_device_keeps_no_adapter() -> None:
 
 def test_the_desk_reads_ahead_and_makes_room_in_order() -> None:
     told: list[Any] = []
-    desk = AdapterDesk(lambda folder: None, told.append, 2)
+    desk = bare_desk(told, 2)
     for name in "xyz":
         desk.register(name, f"/{name}")
     for number, name in enumerate("xyzx"):
         desk.begin(request(number, [1], adapter=name))
-    assert not desk.take_ready([], ()) and told == [LoadAdapter("x", "/x"), LoadAdapter("y", "/y")]
-    ready = desk.take_ready([AdapterOutcome("x"), AdapterOutcome("y", "/y/a.json is damaged")], ())
+    assert not desk.take_ready([], ()) and told == [LoadAdapter("x#", "/x"), LoadAdapter("y#", "/y")]
+    ready = desk.take_ready([AdapterOutcome("x#"), AdapterOutcome("y#", "/y/a.json is damaged")], ())
     assert [each.message for each in ready if isinstance(each, RefuseRequest)] == ["y/a.json is damaged"]
     assert [(type(each).__name__, each.request.request_id) for each in ready] == [
         ("AddRequest", 0),
         ("RefuseRequest", 1),
         ("AddRequest", 3),
     ]
-    assert told[2:] == [LoadAdapter("z", "/z")] and [each.request_id for each in desk.waiting] == [2]
+    assert told[2:] == [LoadAdapter("z#", "/z")] and [each.request_id for each in desk.waiting] == [2]
     desk.drop(2)
-    assert not desk.waiting and desk.take_ready([AdapterOutcome("z")], ()) == [] and not desk.busy
+    assert not desk.waiting and desk.take_ready([AdapterOutcome("z#")], ()) == [] and not desk.busy
 
 
 def test_a_name_that_comes_back_is_another_adapter() -> None:
@@ -320,6 +326,36 @@ def test_a_name_that_comes_back_is_another_adapter() -> None:
     assert desk.register("x", "/two") != first
     with pytest.raises(InvalidRequest, match="no adapter 'y'"):
         desk.begin(request(0, [1], adapter="y"))
+
+
+def test_replicas_that_see_the_same_files_call_an_adapter_alike(tmp_path: Path) -> None:
+    """Whenever each of them finds it, and whatever it had before; files in the place of others are another
+    adapter, whatever their size and date."""
+    file, told = write(tmp_path / "x", GOOD) / "adapter_model.safetensors", list[Any]()
+    one, other, late = (AdapterDesk(lambda folder: None, told.append, 4, str(tmp_path)) for _ in range(3))
+    key = one.key("x")
+    one.unregister("x")
+    late.unregister("x")  # it never asked for it, and could have
+    assert one.key("x") == other.key("x") == key and adapter_name(key) == "x"
+    before, again = file.stat(), tmp_path / "again"
+    again.write_bytes(file.read_bytes())
+    os.utime(again, ns=(before.st_atime_ns, before.st_mtime_ns))
+    again.replace(file)
+    other.unregister("x")
+    assert one.key("x") == key != other.key("x") == late.key("x")
+
+
+def test_what_could_not_be_read_is_tried_again_once_it_was_loaded_anew() -> None:
+    told: list[Any] = []
+    desk = bare_desk(told, 2)
+    for number, error in enumerate(("it is damaged", None)):
+        desk.register("x", "/x")
+        desk.begin(request(number, [1], adapter="x"))
+        desk.take_ready((), ())
+        (ready,) = desk.take_ready([AdapterOutcome("x#", error)], ())
+        assert isinstance(ready, RefuseRequest if error else AddRequest)
+        desk.unregister("x")
+    assert told == [LoadAdapter("x#", "/x")] * 2
 
 
 def test_names_stay_within_their_folder(tmp_path: Path) -> None:
@@ -428,7 +464,7 @@ def test_a_request_whose_adapter_cannot_be_read_ends_alone() -> None:
     core = core_with(2)
     outcomes = core.executor.outcomes
     core.executor.outcomes = lambda wait=0.0: [
-        replace(each, error="NaN") if each.name == "a1" else each for each in outcomes(wait)
+        replace(each, error="NaN") if each.name == "a1#" else each for each in outcomes(wait)
     ]  # type: ignore[method-assign]
     for number in range(3):
         core.add(request(number, [1, 2], adapter=f"a{number}", max_tokens=3))

@@ -93,15 +93,16 @@ def test_answers_are_those_of_one_engine_and_prefixes_are_found_on_both_sides(fd
     house.assert_at_rest()
 
 
-def test_an_adapter_that_was_loaded_anew_is_handed_over_under_its_new_key(fd: int) -> None:
-    """As if it had been loaded first; it is entered again and again where nobody finds what it has computed."""
+def test_an_adapter_is_handed_over_whatever_its_name_stood_for_before(fd: int) -> None:
+    """In one replica or the other. (It is entered again and again where nobody finds what it has computed.)"""
     sizes = {"vocab_size": VOCAB, "max_model_len": 200, "max_num_seqs": 8, "num_blocks": 200, "block_size": 4}
     info = keyed_hash_info(**sizes, adapters=AdapterSpace(4, 2, 0))
     house = House(fd, [engine(info=info, executor=KeyedHashExecutor(info)) for _ in range(2)])
     for each in house.replicas:
         desk = each.core.adapters = AdapterDesk(lambda folder: None, each.core.executor.control, 4)
-        desk.register("a", "/old")
-        desk.unregister("a")
+        for folder in ("/old", "/older", "/new")[each is house.replicas[1] :]:
+            desk.register("a", folder)
+            desk.unregister("a")
         desk.register("a", "/new")
     house.front.submit(request(0, prompt(1, 90), adapter="a"))
     for _ in range(40):

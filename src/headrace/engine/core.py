@@ -13,7 +13,7 @@ What lives here: the loop and its bookkeeping. What may not: torch, policy, text
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +25,16 @@ from headrace.cost.cost_model import StepSpeed
 from headrace.engine.executor import Executor, Sleep, Ticket, Wake
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, StepFailed
 from headrace.observe.metrics import StepAccounts, StepRecord, StepTimes
-from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
+from headrace.request import (
+    FinishReason,
+    Request,
+    SequenceOutput,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    adapter_name,
+)
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.explain import RequestState, Standing
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
@@ -484,13 +493,15 @@ class EngineCore:
 
     def _adapter_stats(self, desk: AdapterDesk) -> AdapterStats:
         books, roster = self.scheduler.cache.adapters, self.scheduler.roster
-        running = Counter(each.request.adapter for each in roster.running if each.request.adapter is not None)
-        waits = chain((each.request for each in roster.waiting), desk.waiting)
-        waiting = Counter(each.adapter for each in waits if each.adapter is not None)
+        running = _by_adapter(each.request for each in roster.running)
+        waiting = _by_adapter(chain((each.request for each in roster.waiting), desk.waiting))
         resident, brought = (0, 0) if books is None else (books.num_resident, books.num_brought)
         most, known = self.scheduler.limits.max_adapters, len(desk.names)
-        counts = (dict(running), dict(waiting))
-        return AdapterStats(most, known, desk.num_held, resident, desk.num_loads, brought, *counts)
+        return AdapterStats(most, known, desk.num_held, resident, desk.num_loads, brought, running, waiting)
+
+
+def _by_adapter(requests: Iterable[Request]) -> dict[str, int]:
+    return dict(Counter(adapter_name(each.adapter) for each in requests if each.adapter is not None))
 
 
 def _at_dead_end(output: SequenceOutput, masks: GrammarMasks) -> SequenceOutput:

@@ -3,21 +3,22 @@
 What lives here: names, loading ahead of a request's turn, who makes room for whom. What may not: torch, files (peft.py
 behind ``check``), slots of the device (cache/adapters.py).
 
-A name that is taken away and comes back stands for other weights, perhaps; so each registration has a key of its own,
-and that is what prefixes are cached under.
+A name that is taken away and comes back stands for other weights, perhaps. So an adapter has a key, its name and what
+tells its files from others', and that is what prefixes are cached under: it is the same in all replicas of a host.
 """
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 
 from headrace.config import check_adapter_name
 from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, LoadAdapter
 from headrace.errors import ConfigError, InvalidRequest, NotFound
-from headrace.request import Request
+from headrace.request import Request, adapter_name
 from headrace.scheduler.events import AddRequest, RefuseRequest
 
 _READ_AHEAD = 32  # adapters: of what is read, nobody knows the size
@@ -32,7 +33,8 @@ class Registered:
 class AdapterDesk:
     """``check`` raises HeadraceError for a folder that is no adapter of this model. ``control``: the executor's.
     ``most_held``: adapters in host memory at once; ``most_blocks``: that they take together, but for those
-    that are read just now. ``folder``: a name that is not registered is looked for there.
+    that are read just now. ``folder``: a name that is not registered is looked for there. ``identify``: what tells a
+    folder's adapter from others; ``file_identity`` if not said.
 
     Who waits first gets room first: while a request finds none, the adapter that was used longest ago takes no new
     requests, and gives its place once those it has are done.
@@ -45,14 +47,15 @@ class AdapterDesk:
         most_held: int,
         folder: str | None = None,
         most_blocks: int | None = None,
+        identify: Callable[[str], str] | None = None,
     ) -> None:
         self._check = check
         self._control = control
         self._most_held = most_held
         self._most_blocks = most_blocks
         self._folder = None if folder is None else Path(folder)
+        self._identify = identify or file_identity
         self._known: dict[str, Registered] = {}
-        self._numbers = itertools.count(2)
         self._held: dict[str, str] = {}  # key → folder, loaded or coming; used longest ago first
         self._coming: set[str] = set()
         self._waiting: dict[int, Request] = {}  # by id, in order of arrival; ``adapter`` is a key already
@@ -60,7 +63,6 @@ class AdapterDesk:
         self._failed: dict[str, str] = {}
         self._blocks: dict[str, int] = {}  # of a device, that each takes which was ever read
         self._closing: str | None = None
-        self._used_keys: set[str] = set()
         self.num_loads = 0
 
     # --- names
@@ -84,8 +86,7 @@ class AdapterDesk:
                 f"An adapter {name!r} is there already, from another folder; unload it first.", param="lora_name"
             )
         self._check(folder)
-        self._known[name] = Registered(self._key(name), folder)
-        return self._known[name].key
+        return self._enter(name, folder).key
 
     def require(self, name: str, folder: str = "") -> None:
         """It is known from now on. Raises InvalidRequest, and what ``register`` raises."""
@@ -98,7 +99,7 @@ class AdapterDesk:
 
     def unregister(self, name: str) -> None:
         """Requests that have it go on; new ones are refused. Raises NotFound."""
-        if self._known.pop(name, None) is None:
+        if self._known.pop(name, None) is None and self._in_folder(name) is None:
             raise NotFound(
                 f"There is no adapter {name[:100]!r}; see /v1/models.", param="lora_name", code="adapter_not_found"
             )
@@ -147,16 +148,17 @@ class AdapterDesk:
 
     def _found(self, name: str) -> Registered | None:
         """In the folder; it is looked into when it is read."""
-        found = None if self._folder is None else adapter_folder(self._folder, name)
-        if found is None:
-            return None
-        self._known[name] = Registered(self._key(name), str(found))
-        return self._known[name]
+        found = self._in_folder(name)
+        return None if found is None else self._enter(name, str(found))
 
-    def _key(self, name: str) -> str:
-        key = name if name not in self._used_keys else f"{name}#{next(self._numbers)}"
-        self._used_keys.add(key)
-        return key
+    def _in_folder(self, name: str) -> Path | None:
+        return None if self._folder is None else adapter_folder(self._folder, name)
+
+    def _enter(self, name: str, folder: str) -> Registered:
+        """What could not be read before is tried again."""
+        known = self._known[name] = Registered(f"{name}#{self._identify(folder)}", folder)
+        self._failed.pop(known.key, None)
+        return known
 
     def drop(self, request_id: int) -> None:
         self._waiting.pop(request_id, None)
@@ -169,7 +171,7 @@ class AdapterDesk:
             self._coming.discard(outcome.name)
             self._blocks[outcome.name] = outcome.blocks
             if outcome.error is not None:  # its clients learn no path
-                folder, name = self._held.pop(outcome.name, ""), outcome.name.partition("#")[0]
+                folder, name = self._held.pop(outcome.name, ""), adapter_name(outcome.name)
                 self._failed[outcome.name] = outcome.error.replace(folder, name) if folder else outcome.error
         ready: list[AddRequest | RefuseRequest] = []
         for request in self.waiting:
@@ -193,7 +195,7 @@ class AdapterDesk:
             if key in self._held or key in self._failed:
                 self._wanted.discard(key)
                 continue
-            known = self._known.get(name := key.partition("#")[0])  # no name has one
+            known = self._known.get(name := adapter_name(key))
             if known is None or known.key != key:
                 self._failed[key] = f"The adapter {name!r} was unloaded before its turn. Load it again."
                 continue
@@ -228,6 +230,19 @@ class AdapterDesk:
             self._closing = None
         self._control(DropAdapter(victim))
         return True
+
+
+def file_identity(folder: str) -> str:
+    """Of the adapter that lies there now: files that were written again or replaced are others, even if they have the
+    same size and date. They are not read for it."""
+    digest = blake2b(folder.encode(), digest_size=8)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        try:
+            found = os.stat(Path(folder) / name)
+        except OSError:  # nor can it be read
+            continue
+        digest.update(f"\n{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}".encode())
+    return digest.hexdigest()
 
 
 def adapter_folder(parent: Path, name: str) -> Path | None:

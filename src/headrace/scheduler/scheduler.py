@@ -40,6 +40,7 @@ from headrace.request import (
     StepResult,
     TokenLogprobs,
     TokenOutputs,
+    adapter_name,
 )
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
@@ -522,7 +523,9 @@ class Scheduler:
             return Refusal(f"request id {request.request_id} is in use")
         longest = self.roster.longest(request.adapter)
         if not 1 <= prompt < longest:
-            beside = "" if longest == self.max_sequence_tokens else f" beside adapter {request.adapter}"
+            beside = (
+                "" if longest == self.max_sequence_tokens else f" beside adapter {adapter_name(request.adapter or '')}"
+            )
             told = f"the prompt has {prompt} tokens; this engine takes at most {max(0, longest - 1)}{beside}"
             return Refusal(f"{told}. Shorten it or enlarge the KV cache.", param="prompt")
         if request.params.n > self.limits.max_num_seqs:
