@@ -10,10 +10,11 @@ What lives here: those measurements. What may not: hardware counters (profile_nc
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,9 +101,44 @@ def _launches(stepper: Stepper, case: Case) -> dict[str, Any]:
             stepper.engine.core.step()
         torch.cuda.synchronize()
     stepper.finish()
+    spans = [
+        Span(each.name, each.time_range.start, each.time_range.end)
+        for each in profile.events()
+        if each.device_type.name == "CUDA"
+    ]
+    for line in layer_lines(sorted(spans, key=lambda each: each.begin), WINDOW):
+        say(line)
     on_device = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
     copies = sum(event.count for event in on_device if event.key.startswith(("Memcpy", "Memset")))
     return {"kernels": (sum(event.count for event in on_device) - copies) / WINDOW, "copies": copies / WINDOW}
+
+
+class Span(NamedTuple):
+    """What the device did, from when to when, µs."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def layer_lines(spans: Sequence[Span], steps: int) -> list[str]:
+    """A layer in the middle of a step, kernel by kernel: the gap before each and its duration, means over ``steps`` and
+    their alike layers. Kernels that overlap have gaps below 0. Nothing where steps are not alike, or no layers repeat."""
+    names, each = [span.name for span in spans], len(spans) // steps
+    middle = range(each // 4, each - each // 4)
+    alike = [size for size in range(2, each // 4) if all(names[at] == names[at + size] for at in middle)]
+    if len(spans) % steps or names != names[:each] * steps or not alike:
+        return [f"{len(spans)} launches in {steps} steps, in which no layers repeat"]
+    size, begin = alike[0], each // 4
+    layers = [step * each + at for step in range(steps) for at in range(begin, each - each // 4 - size, size)]
+    lines = [
+        f"a layer has {size} launches, {mean(spans[at + size].begin - spans[at].begin for at in layers):.2f} µs; gap, duration:"
+    ]
+    for place in range(size):
+        here = [at + place for at in layers]
+        gap = mean(spans[at].begin - spans[at - 1].end for at in here)
+        lines.append(f"{gap:8.2f} {mean(spans[at].end - spans[at].begin for at in here):8.2f}  {names[here[0]][:80]}")
+    return lines
 
 
 def _device_memory() -> dict[str, int]:

@@ -14,6 +14,7 @@ from headrace import LLM
 from headrace.kernels import Kernels
 from headrace.kernels.attention import reference
 from headrace.kernels.attention.candidates import ROPE, ROPE_CASCADE
+from headrace.kernels.attention.reference import HeadNorms
 from headrace.kernels.candidate import CallSite, Card, KernelContext
 from headrace.kernels.inputs import AttentionInputs
 from headrace.kernels.step.candidates import PERSISTENT
@@ -50,8 +51,11 @@ SHAPES = [
 ]
 
 
-def made(heads: int, kv_heads: int, dim: int, *, cascade: bool = False, pdl: bool = True) -> RopeAttention:
-    facts = {"dtype": torch.bfloat16, "head_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}
+def made(
+    heads: int, kv_heads: int, dim: int, *, cascade: bool = False, pdl: bool = True, normed: bool = False
+) -> RopeAttention:
+    facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}
+    facts["normed"] = torch.bfloat16 if normed else None
     device = torch.device("cuda")
     context = KernelContext(Card.of(device), using(programmatic_launch=pdl))
     site = CallSite("rope_attention", device, called("rope_attention", **facts)[1], context)
@@ -61,7 +65,9 @@ def made(heads: int, kv_heads: int, dim: int, *, cascade: bool = False, pdl: boo
 class Step:
     """A decode step over one layer of two. What no sequence sees, and the newest keys' places, hold NaN."""
 
-    def __init__(self, contexts: list[int], heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    def __init__(
+        self, contexts: list[int], heads: int, kv_heads: int, dim: int, block_size: int, *, normed: bool = False
+    ) -> None:
         case = PagedCase(
             [(1, each) for each in contexts],
             heads=heads,
@@ -90,11 +96,12 @@ class Step:
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), 1).cuda()
         generator = torch.Generator().manual_seed(1)
         self.qkv = torch.randn((len(contexts), heads + 2 * kv_heads, dim), generator=generator).bfloat16().cuda()
+        q, k = (1.0 + torch.rand((2, dim), generator=generator)).bfloat16().cuda()
+        self.norms = HeadNorms(q, k, 1e-3) if normed else None
 
     def run(self, kernel: Any, caches: list[torch.Tensor]) -> torch.Tensor:
-        out: torch.Tensor = kernel(
-            self.qkv.clone(), self.positions, self.cos_sin, *caches, replace(self.inputs), self.qkv.shape[2] ** -0.5
-        )
+        step, scale = (self.qkv.clone(), self.positions, self.cos_sin), self.qkv.shape[2] ** -0.5
+        out: torch.Tensor = kernel(*step, *caches, replace(self.inputs), scale, self.norms)
         return out
 
     def compare(self, kernel: Any) -> torch.Tensor:
@@ -115,6 +122,15 @@ def test_attention(heads: int, kv_heads: int, dim: int, block_size: int, lengths
     """Spans that begin and end anywhere, sequences of no key and of one, blocks smaller and larger than what a warp
     takes."""
     Step(LENGTHS[lengths], heads, kv_heads, dim, block_size).compare(made(heads, kv_heads, dim))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(32, 4, 128, 32), (32, 8, 64, 128)])
+def test_heads_are_normed_before_they_are_turned(
+    heads: int, kv_heads: int, dim: int, block_size: int, lengths: str
+) -> None:
+    shape = heads, kv_heads, dim
+    Step(LENGTHS[lengths], *shape, block_size, normed=True).compare(made(*shape, normed=True))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.support.specs import LLAMA_8B
 
 GOOD: dict[str, Any] = {
     "dtype": torch.bfloat16, "head_dim": 128, "num_heads": 32, "num_kv_heads": 8,
-    "rotary_dim": 128, "normed": False, "window": None, "soft_cap": None,
+    "rotary_dim": 128, "normed": None, "window": None, "soft_cap": None,
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_layers_of_the_usual_kind_are_served() -> None:
         ({"num_heads": 72}, "no group"),
         ({"num_heads": 12}, "no group"),
         ({"rotary_dim": 64}, "64 of 128"),
-        ({"normed": True}, "normed"),
+        ({"normed": torch.float32}, "norms of heads"),
         ({"window": 4096}, "window"),
         ({"soft_cap": 30.0}, "cap"),
     ],
@@ -119,7 +119,7 @@ def test_a_layer_takes_what_it_is_given_and_computes_itself_where_it_is_given_no
     torch.testing.assert_close(alone, whole.view(2, -1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(caches[0], caches[1], equal_nan=True)
     (given,) = taken
-    assert given[0].shape == (2, 48, 128) and given[6] == 128**-0.5
+    assert given[0].shape == (2, 48, 128) and given[6] == 128**-0.5 and given[7] is None
     attention, _ = layer(monkeypatch, taken, whole)
     assert torch.equal(attention._attended(qkv, LayerStep(positions, inputs, *caches[0])), whole.view(2, -1))
 
@@ -134,17 +134,17 @@ def test_a_decoder_without_rotation_is_not_offered_it(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "keys", "block_size", "fresh"),
+    ("dim", "group", "keys", "block_size", "fresh", "normed"),
     [
-        (128, 4, 16, 128, True),
-        (128, 8, 16, 8, True),
-        (64, 4, 32, 128, True),
-        (64, 1, 32, 16, True),
-        (128, 4, 16, 128, False),
+        (128, 4, 16, 128, True, False),
+        (128, 8, 16, 8, True, True),
+        (64, 4, 32, 128, True, True),
+        (64, 1, 32, 16, True, False),
+        (128, 4, 16, 128, False, False),
     ],
 )
 def test_the_source_compiles_without_spilling_and_two_programs_fit(
-    dim: int, group: int, keys: int, block_size: int, fresh: bool, tmp_path: Path
+    dim: int, group: int, keys: int, block_size: int, fresh: bool, normed: bool, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
     if (found := shutil.which("nvcc")) is None:
@@ -154,7 +154,7 @@ def test_the_source_compiles_without_spilling_and_two_programs_fit(
     source = tmp_path / "rope.cu"
     text = compiler.source("build/early.cuh", "attention/rope_attention.cu")
     source.write_text(text + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
-    options = Variant(dim, group, 8, block_size, keys, fresh).options((9, 0))
+    options = Variant(dim, group, 8, block_size, keys, fresh, normed).options((9, 0))
     made = subprocess.run(
         [found, "-cubin", "-Xptxas", "-v", *options, "-o", str(tmp_path / "rope.cubin"), str(source)],
         capture_output=True,

@@ -28,7 +28,7 @@ TOLERANCE = {
 
 STATED = {  # what a call site states where a test does not care
     "weight_dtype": torch.float32, "in_features": 64, "out_features": 64, "head_dim": 64, "num_heads": 8, "num_kv_heads": 2,
-    "num_experts": 8, "top_k": 2, "parts": (64,), "rank": 8, "chunk": 4096, "rotary_dim": 64, "normed": False, "window": None, "soft_cap": None,
+    "num_experts": 8, "top_k": 2, "parts": (64,), "rank": 8, "chunk": 4096, "rotary_dim": 64, "normed": None, "window": None, "soft_cap": None,
     "spec": LLAMA_8B,
 }  # fmt: skip
 

@@ -468,7 +468,7 @@ class CaseMaker:
             # q is turned in place
             return [partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches]
 
-        facts = RopeFacts(*self._heads, spec.head_dim, normed=False, window=None, soft_cap=None)
+        facts = RopeFacts(*self._heads, spec.head_dim, normed=None, window=None, soft_cap=None)
         flops = 4 * rows * self.context * spec.num_heads * spec.head_dim
         label, size = f"{rows} rows, context {self.context}", self._bytes(keys + 2 * qkv.numel())
         return KernelCase("rope_attention", label, facts, size, flops, calls)

@@ -144,10 +144,10 @@ class HeadFacts(Facts):
 
 @dataclass(frozen=True, slots=True)
 class RopeFacts(HeadFacts):
-    """``normed``: heads are, between the product and the rotation."""
+    """``normed``: of the weights of norms of heads, between the product and the rotation; None: there are none."""
 
     rotary_dim: int
-    normed: bool
+    normed: torch.dtype | None
     window: int | None
     soft_cap: float | None
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels.attention.reference import merge_parts
+from headrace.kernels.attention.reference import HeadNorms, merge_parts
 from headrace.kernels.candidate import Facts, HeadFacts, NormFacts, RopeFacts
 from headrace.kernels.inputs import AdapterRows, Alone, AttentionInputs, LayerStep, PassedKeys, Quantized, Wanted
 from headrace.kernels.operations import (
@@ -195,9 +195,8 @@ class Attention(nn.Module):
         self._rotary_write = context.kernels.choose(ROTARY_WRITE, HeadFacts(*heads, kv=context.kv))
         self._attend = context.kernels.choose(PAGED_ATTENTION, HeadFacts(*heads, kv=context.kv, lse=shares > 1))
         if cos_sin is not None and shares == 1:
-            facts = RopeFacts(
-                *heads, cos_sin.shape[1], spec.qk_norm, layer.window, spec.attention_soft_cap, kv=context.kv
-            )
+            normed = (torch.float32 if spec.norm_offset else context.dtype) if spec.qk_norm else None
+            facts = RopeFacts(*heads, cos_sin.shape[1], normed, layer.window, spec.attention_soft_cap, kv=context.kv)
             self._rope_attend = context.kernels.offer(ROPE_ATTENTION, facts)
 
     def forward(self, stream: Stream, qkv: Tensor, step: LayerStep, following: Norm) -> None:
@@ -210,6 +209,12 @@ class Attention(nn.Module):
                 attended, stream.sum = (in_order(self._keys, each, order) for each in (attended, stream.sum))
             stream.adapters = None if stream.adapters is None else stream.adapters.wanted
         self.output.onto(stream, attended, following)
+
+    @property
+    def _norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.scale, self.k_norm.scale, self.q_norm.eps)
 
     def least_shared(self, rows: int) -> int | None:
         """From how many shared tokens on decode steps of so many rows look for keys that sequences share; None: they
@@ -226,7 +231,7 @@ class Attention(nn.Module):
             return _picked(self._whole(q, k, v, inputs, self._scale).view(-1, self._width), wanted)
         if self._rope_attend is not None and self._cos_sin is not None and inputs.tree is None:
             attended: Tensor | None = self._rope_attend(
-                whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale
+                whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale, self._norms
             )
             if attended is not None:
                 return _picked(attended.view(-1, self._width), wanted)

@@ -232,8 +232,8 @@ def why_not(facts: RopeFacts) -> str | None:
     """Why layers with these facts are not served; None: they are."""
     if facts.rotary_dim != facts.head_dim:
         return f"{facts.rotary_dim} of {facts.head_dim} elements of a head are turned, not all"
-    if facts.normed:
-        return "heads are normed between the product and the rotation"
+    if facts.normed not in (None, facts.dtype):
+        return f"norms of heads have weights of element type {facts.normed}"
     if facts.window is not None or facts.soft_cap is not None:
         return "there is a window or a cap on scores"
     return _unserved_heads(facts)

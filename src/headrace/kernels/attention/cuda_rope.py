@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.attention.paged import Tiles
+from headrace.kernels.attention.reference import HeadNorms
 from headrace.kernels.attention.triton_plan import Plan, make_plan, may_share
 from headrace.kernels.attention.triton_prefill import LOG2_E
 from headrace.kernels.build import nvrtc
@@ -50,6 +51,8 @@ _POINTERS = (
     "positions",
     "slots",
     "cos_sin",
+    "q_norm",
+    "k_norm",
     "parts",
     "peaks",
     "tickets",
@@ -67,6 +70,7 @@ class _Parameters(ctypes.Structure):
         ("table_stride", c_int),
         ("rows", c_int),
         ("scale", c_float),
+        ("eps", c_float),
         ("early", c_int),
     )
 
@@ -74,7 +78,7 @@ class _Parameters(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class Variant:
     """What the source is compiled for. ``keys``: of a unit, a warp's. ``fresh``: it turns q and k and writes the newest
-    keys, too."""
+    keys, too. ``normed``: it norms heads before it turns them."""
 
     head_dim: int
     group: int
@@ -82,6 +86,7 @@ class Variant:
     block_size: int
     keys: int
     fresh: bool = True
+    normed: bool = False
 
     @property
     def stages(self) -> int:
@@ -96,7 +101,7 @@ class Variant:
             "KEYS": self.keys,
             "STAGES": self.stages,
         }
-        named["FRESH"] = int(self.fresh)
+        named |= {"FRESH": int(self.fresh), "NORMED": int(self.normed)}
         return ("-arch=sm_{}{}".format(*capability), *(f"-D{name}={value}" for name, value in named.items()))
 
 
@@ -128,6 +133,7 @@ class _Kernel:
     kv_heads: int
     processors: int
     builds: Variants[Variant]
+    normed: bool  # it norms heads before that
     _scratch: _Scratch = field(init=False, repr=False)
     _plan: tuple[AttentionInputs, Plan] | None = field(init=False, default=None, repr=False)  # the last
 
@@ -144,17 +150,24 @@ class _Kernel:
         inputs: AttentionInputs,
         scale: float,
         turning: tuple[Tensor, Tensor, Tensor],  # positions, slots and the rotary table
+        norms: HeadNorms | None = None,
         *,
         early: bool = False,
     ) -> None:
         spans = self._planned(inputs).spans
         tensors = (
             qkv, out, k_cache, v_cache, spans, inputs.context_len, inputs.block_table, *turning,
+            *((qkv, qkv) if norms is None else (norms.q, norms.k)),
             self._scratch.parts, self._scratch.peaks, self._scratch.tickets,
         )  # fmt: skip
         strides = k_cache.stride(0), k_cache.stride(1), qkv.stride(0), inputs.block_table.stride(0)
         parameters = _Parameters(
-            *(each.data_ptr() for each in tensors), *strides, qkv.shape[0], scale * LOG2_E.value, early
+            *(each.data_ptr() for each in tensors),
+            *strides,
+            qkv.shape[0],
+            scale * LOG2_E.value,
+            0.0 if norms is None else norms.eps,
+            early,
         )
         stream = torch.cuda.current_stream(qkv.device).cuda_stream
         function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, pdl=early)
@@ -165,7 +178,8 @@ class _Kernel:
 
     def function(self, block_size: int) -> Function | None:
         """Built, or kept from before; None where that is not possible."""
-        variant = Variant(self.head_dim, self.group, self.kv_heads, block_size, self.tiles.keys // _WARPS, self.FRESH)
+        keys = self.tiles.keys // _WARPS
+        variant = Variant(self.head_dim, self.group, self.kv_heads, block_size, keys, self.FRESH, self.normed)
         return self.builds.find(variant, _UNBUILT[self.FRESH])
 
     @property
@@ -231,6 +245,7 @@ class RopeAttention(_Kernel):
         v_cache: Tensor,
         inputs: AttentionInputs,
         scale: float,
+        norms: HeadNorms | None = None,
     ) -> Tensor | None:
         rows = qkv.shape[0]
         if (
@@ -248,7 +263,7 @@ class RopeAttention(_Kernel):
         early = self.pdl and rows <= MOST_ROWS and self._plan is not None and self._plan[0] is inputs
         out = self.empty((rows, self.group * self.kv_heads, self.head_dim), qkv.dtype, qkv.device)
         self.launch(
-            function, qkv, out, k_cache, v_cache, inputs, scale, (positions, inputs.slots, cos_sin), early=early
+            function, qkv, out, k_cache, v_cache, inputs, scale, (positions, inputs.slots, cos_sin), norms, early=early
         )
         return out
 
@@ -296,7 +311,8 @@ def _make_scratch(programs: int, group: int, head_dim: int, device: torch.device
 
 
 def create_plain(site: CallSite[RopeFacts], *, cascade: bool = False) -> RopeAttention:
-    return RopeAttention(*_shape(site), builds_of(site), cascade=cascade, pdl=site.pdl, empty=site.empty)
+    normed = site.facts.normed is not None
+    return RopeAttention(*_shape(site), builds_of(site), normed, cascade=cascade, pdl=site.pdl, empty=site.empty)
 
 
 def create_cascade(site: CallSite[RopeFacts]) -> RopeAttention:
@@ -304,7 +320,7 @@ def create_cascade(site: CallSite[RopeFacts]) -> RopeAttention:
 
 
 def create_singles(site: CallSite[HeadFacts]) -> Singles:
-    return Singles(*_shape(site), builds_of(site))
+    return Singles(*_shape(site), builds_of(site), normed=False)
 
 
 def _shape(site: CallSite[Any]) -> tuple[int, int, int, int]:

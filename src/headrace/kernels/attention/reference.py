@@ -6,12 +6,14 @@ What lives here: formulas in plain torch. What may not: anything that is fast at
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.attention import kv_codes
 from headrace.kernels.inputs import AttentionInputs, Quantized, TreeInputs
+from headrace.kernels.norm.reference import rms_norm
 
 
 def rotary_write(
@@ -140,6 +142,14 @@ def _tree_attention(
     return out
 
 
+class HeadNorms(NamedTuple):
+    """Of q and k of each head, before they are turned (Qwen3). Weights [D]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 def rope_attention(
     qkv: Tensor,  # [T, Hq + 2 Hk, D]
     positions: Tensor,  # [T], int64
@@ -148,13 +158,17 @@ def rope_attention(
     v_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
     inputs: AttentionInputs,
     scale: float,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """``rotary_write``, then ``paged_attention`` without window and cap. Returns [T, Hq, D].
+    """Norms of heads where there are some, ``rotary_write``, then ``paged_attention`` without window and cap. Returns
+    [T, Hq, D].
 
     A candidate gives None, with nothing done, for a step that it is not for.
     """
     kv_heads = k_cache.shape[1]
     q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps, None)[0], rms_norm(k, norms.k, norms.eps, None)[0]
     q = rotary_write(q, k, v, positions, cos_sin, k_cache, v_cache, inputs.slots)
     return paged_attention(q, k_cache, v_cache, inputs, scale, None, None)
 

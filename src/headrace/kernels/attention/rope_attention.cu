@@ -6,6 +6,8 @@
 // KEYS keys of every unit: it copies them into a ring of its own, STAGES units ahead, and attends to them; nobody waits for another warp
 // until a pair of sequence and KV head is done with. Keys of earlier steps are asked for before the kernel in front of this one has ended.
 //
+// NORMED: before they are turned, q and k of each head are divided by the root of their mean square, and multiplied by a weight.
+//
 // FRESH 0: q has been turned and the newest keys lie in the cache, as beside prompts, where one launch does that for all tokens: what is left
 // is attention.
 //
@@ -42,12 +44,15 @@ struct Params {
   const long long* positions;  // [rows]; this and the next two for FRESH alone
   const long long* slots;      // [rows]; -1: nowhere
   const float* cos_sin;        // [positions, D]
+  const bf16* q_norm;          // [D]; this and the next for NORMED alone
+  const bf16* k_norm;          // [D]
   float* parts;                // [programs, 2, G, D]
   float* peaks;                // [programs, 2, G]
   int* tickets;                // [programs], zero between launches
   long long block_stride, head_stride;
   int token_stride, table_stride, rows;
   float scale;  // of scores, times log2 e
+  float eps;    // of norms
   int early;    // it may begin before the kernel in front has ended
 };
 
@@ -223,6 +228,28 @@ __device__ __forceinline__ void turn(u32& first, u32& second, const Angle& a) {
   second = pack(u * a.cos.x + x * a.sin.x, v * a.cos.y + y * a.sin.y);
 }
 
+// The weights of norms, as lanes have q and k; what nobody writes.
+struct Weights { u32 query[STEPS][2], key[2]; };
+
+__device__ __forceinline__ void load_weights(Weights& w, const Params& p, int lane) {
+  if (!NORMED) return;
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) w.query[s][h] = word_at(p.q_norm + 16 * s + 8 * h + 2 * (lane % 4));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) w.key[i] = word_at(p.k_norm + i * HALF + 2 * lane % HALF);
+}
+
+__device__ __forceinline__ float squared(u32 v) { return low(v) * low(v) + high(v) * high(v); }
+__device__ __forceinline__ u32 normed(u32 v, u32 weight, float rstd) { return pack(low(v) * rstd * low(weight), high(v) * rstd * high(weight)); }
+// ``sum``: this lane's share of a head that so many neighbours have.
+template <int LANES> __device__ __forceinline__ float rstd_of(float sum, const Params& p) {
+#pragma unroll
+  for (int lanes = 1; lanes < LANES; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  return rsqrtf(sum / D + p.eps);
+}
+
 struct Newest {
   u32 query[STEPS][2];   // of head g, elements 16 s + 8 h + 2 t and the next
   u32 key[2];            // elements 2 lane and the next of each half
@@ -253,7 +280,17 @@ __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Pa
   }
 }
 
-__device__ __forceinline__ void turn_query(Newest& n, const Angles& a) {
+__device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Weights& w, const Params& p) {
+  if (NORMED) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) sum += squared(n.query[s][0]) + squared(n.query[s][1]);
+    float rstd = rstd_of<4>(sum, p);
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) n.query[s][h] = normed(n.query[s][h], w.query[s][h], rstd);
+  }
   if (FRESH) {
 #pragma unroll
     for (int s = 0; s < STEPS / 2; ++s)
@@ -265,9 +302,14 @@ __device__ __forceinline__ void turn_query(Newest& n, const Angles& a) {
 __device__ __forceinline__ u32 word_in(u32 slice, int row, int word) { return slice + row * ROW + (((word / 4) ^ (row & 7)) << 4) + word % 4 * 4; }
 
 // The newest key and value: among the others of this unit, and in the cache.
-__device__ __forceinline__ void place_newest(Newest& n, const Params& p, const Place& at, u32 slice, int lane) {
+__device__ __forceinline__ void place_newest(Newest& n, const Params& p, const Place& at, const Weights& w, u32 slice, int lane) {
   int row = (at.context - 1) % KEYS;
   long long to = n.slot / BLOCK * p.block_stride + at.head * p.head_stride + n.slot % BLOCK * D;
+  if (NORMED) {
+    float rstd = rstd_of<HALF / 2>(squared(n.key[0]) + squared(n.key[1]), p);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) n.key[i] = normed(n.key[i], w.key[i], rstd);
+  }
   turn(n.key[0], n.key[1], n.angle);
   if (HALF == 64 || lane < HALF / 2) {
 #pragma unroll
@@ -467,7 +509,7 @@ __device__ __forceinline__ void join_all(const Params& p, int sequence, int head
 
 // What a warp or a team asks for before its first unit.
 template <int TEAM>
-__device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Newest& following, const Params& p, const Place& at,
+__device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Weights& weights, Newest& following, const Params& p, const Place& at,
                                           long long position, int units, u32 ring, int warp, int lane) {
   Copies first[STAGES];
   const bool ends = at.tiles - at.step <= units;
@@ -477,6 +519,7 @@ __device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Newest
   find_first<TEAM>(first, copies, p, warp);
   if (p.early) copy_first<TEAM>(first, p, ring, warp, lane);
   load_angles(angles, p, at.sequence, position, lane);
+  load_weights(weights, p, lane);
   wait_for_before();
   load_newest<TEAM>(following, angles, p, at, ends, warp, lane);
   if (!p.early) copy_first<TEAM>(first, p, ring, warp, lane);  // behind all those keys the query would come late
@@ -498,8 +541,9 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
   const int begin = mine.begin, end = mine.end;
   Copies copies;
   Angles angles;
+  Weights weights;
   Newest newest, following;
-  ask_first<TEAM>(copies, angles, following, p, at, position, end - begin, ring, warp, lane);
+  ask_first<TEAM>(copies, angles, weights, following, p, at, position, end - begin, ring, warp, lane);
   u32 offset = 0;
   Softmax sums;
   Place ended = at;
@@ -515,7 +559,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
     }
     if (opens || unit == begin) {
       newest = following;
-      turn_query(newest, angles);
+      turn_query(newest, angles, weights, p);
       clear(sums);
       int behind = unit + at.tiles - at.step;
       if (behind < end) {  // what the next pair needs is on its way during all of this one
@@ -529,7 +573,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
       asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
       __syncwarp();
       if (last && newest.owned) {
-        place_newest(newest, p, at, ring + offset, lane);
+        place_newest(newest, p, at, weights, ring + offset, lane);
         __syncwarp();
       }
       int first = first_key<TEAM>(at, warp);
@@ -582,13 +626,14 @@ __device__ __forceinline__ void take_pairs(const Params& p, Place at, int contex
   for (int i = 1; i < pairs; ++i) units += tiles_of<TEAM>(context_of(p, at.sequence + (at.head + i) / HK));
   Copies copies;
   Angles angles;
+  Weights weights;
   Newest newest, following;
-  ask_first<TEAM>(copies, angles, following, p, at, position, units, ring, 0, lane);
+  ask_first<TEAM>(copies, angles, weights, following, p, at, position, units, ring, 0, lane);
   u32 offset = 0;
   for (; pairs > 0; --pairs) {
     Softmax sums;
     newest = following;
-    turn_query(newest, angles);
+    turn_query(newest, angles, weights, p);
     clear(sums);
     if (pairs > 1) {
       Place then = at;
@@ -600,7 +645,7 @@ __device__ __forceinline__ void take_pairs(const Params& p, Place at, int contex
       asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
       __syncwarp();
       if (at.step + 1 == at.tiles && newest.owned) {
-        place_newest(newest, p, at, ring + offset, lane);
+        place_newest(newest, p, at, weights, ring + offset, lane);
         __syncwarp();
       }
       int first = first_key<TEAM>(at, 0);
