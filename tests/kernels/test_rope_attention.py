@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def test_who_attends_to_single_queries_beside_prompts(off: str | None, monkeypat
     assert made == (None if off else "made")
 
 
-def layer(monkeypatch: pytest.MonkeyPatch, taken: list[Any], answer: Tensor | None) -> tuple[Attention, Tensor]:
+def layer(
+    monkeypatch: pytest.MonkeyPatch, taken: list[Any], answer: Tensor | None, *, normed: bool = False
+) -> tuple[Attention, Tensor]:
     """One of an 8B model's layers, small, with a kernel that answers so; its rotary table."""
     kernels = Kernels(torch.device("cpu"))
 
@@ -100,11 +103,17 @@ def layer(monkeypatch: pytest.MonkeyPatch, taken: list[Any], answer: Tensor | No
     assert LLAMA_8B.rope is not None
     cos_sin = rotary_table(LLAMA_8B.rope, 64, torch.device("cpu"))
     context = LayerContext(torch.float32, torch.device("cpu"), kernels)
-    return Attention(LLAMA_8B, LLAMA_8B.layers[0], layer_matrices(LLAMA_8B, 0), cos_sin, context), cos_sin
+    spec = replace(LLAMA_8B, qk_norm=normed)
+    made = Attention(spec, spec.layers[0], layer_matrices(spec, 0), cos_sin, context)
+    if made.q_norm is not None and made.k_norm is not None:
+        made.q_norm.scale.uniform_(0.5, 1.5)
+        made.k_norm.scale.uniform_(0.5, 1.5)
+    return made, cos_sin
 
 
+@pytest.mark.parametrize("normed", [False, True])
 def test_a_layer_takes_what_it_is_given_and_computes_itself_where_it_is_given_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, normed: bool
 ) -> None:
     case = PagedCase([(1, 20), (1, 1)], heads=32, kv_heads=8, dim=128, dtype=torch.float32, block_size=8)
     slots = torch.stack([case.table[0, 2] * 8 + 3, case.table[1, 0] * 8]).long()
@@ -113,13 +122,15 @@ def test_a_layer_takes_what_it_is_given_and_computes_itself_where_it_is_given_no
     qkv, positions = torch.randn(2, 48 * 128), torch.tensor([19, 0])
     caches = [case.k_cache.clone(), case.v_cache.clone()], [case.k_cache.clone(), case.v_cache.clone()]
     taken: list[Any] = []
-    attention, cos_sin = layer(monkeypatch, taken, None)
+    attention, cos_sin = layer(monkeypatch, taken, None, normed=normed)
     alone = attention._attended(qkv.clone(), LayerStep(positions, inputs, *caches[0]))
-    whole = reference.rope_attention(qkv.view(2, 48, 128), positions, cos_sin, *caches[1], inputs, 128**-0.5)
+    whole = reference.rope_attention(
+        qkv.view(2, 48, 128), positions, cos_sin, *caches[1], inputs, 128**-0.5, attention._norms
+    )
     torch.testing.assert_close(alone, whole.view(2, -1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(caches[0], caches[1], equal_nan=True)
     (given,) = taken
-    assert given[0].shape == (2, 48, 128) and given[6] == 128**-0.5 and given[7] is None
+    assert given[0].shape == (2, 48, 128) and given[6] == 128**-0.5 and (given[7] is not None) == normed
     attention, _ = layer(monkeypatch, taken, whole)
     assert torch.equal(attention._attended(qkv, LayerStep(positions, inputs, *caches[0])), whole.view(2, -1))
 

@@ -19,6 +19,7 @@ from lab.profile_ncu import (
     sum_up,
 )
 from lab.profile_page import sections, short_name
+from lab.profile_run import Span, layer_lines
 
 COLUMNS = ("ID", "Process ID", "Kernel Name", "Grid Size", BANDWIDTH, DURATION, TENSOR_ACTIVE, SM_ACTIVE)
 UNITS = ("", "", "", "", "byte/second", "ns", "%", "%")
@@ -150,3 +151,12 @@ def test_what_could_not_be_measured_says_why() -> None:
 def test_long_names_are_cut() -> None:
     assert short_name("kernel_" * 20).endswith("…") and len(short_name("kernel_" * 20)) == 60
     assert short_name("_decode_kernel") == "_decode_kernel"
+
+
+def test_a_layer_is_found_in_the_middle_of_a_step_kernel_by_kernel() -> None:
+    names = ["embed", *["norm", "product", "product", "attend"] * 8, "head"] * 2
+    spans = [Span(name, 10.0 * at, 10.0 * at + 7.0) for at, name in enumerate(names)]
+    first, *kernels = layer_lines(spans, 2)
+    assert "4 launches, 40.00 µs" in first and len(kernels) == 4
+    assert all(line.split()[:2] == ["3.00", "7.00"] for line in kernels)
+    assert "no layers repeat" in layer_lines(spans[:9], 1)[0]
