@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.flags import CommandParser
@@ -40,14 +40,6 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-
-
-class Command(Protocol):
-    """What a module in commands/ offers."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
 
 
 class _Version(argparse.Action):
@@ -84,25 +76,26 @@ def answer(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    asked = "_ARGCOMPLETE" in os.environ  # by a shell, what may come next
+    words = os.environ["COMP_LINE"].split()[1:] if asked else words
     chosen = next((word for word in words if not word.startswith("-")), None)
     module = _load(chosen) if chosen in COMMANDS else None
-    args = create_parser(chosen, module).parse_args(words)
+    parser = create_parser(chosen, module)
+    if asked:
+        _load("completion").answer_shell(parser)
+    args = parser.parse_args(words)
     if module is None:  # no command, and neither --help nor --version
-        create_parser(None, None).print_help()
+        parser.print_help()
         return EXIT_USAGE
-    return module.run(args)
+    return int(module.run(args))
 
 
-def command_parser(name: str) -> CommandParser:
-    """One command's own parser, with all its flags."""
-    return create_parser(name, _load(name)).subcommands()[name]
+def _load(name: str) -> Any:
+    """The command's module: its ``add_arguments(parser)`` and its ``run(args)``, which returns the exit status."""
+    return importlib.import_module(f"headrace.commands.{name}")
 
 
-def _load(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"headrace.commands.{name}"))
-
-
-def create_parser(chosen: str | None, module: Command | None) -> CommandParser:
+def create_parser(chosen: str | None, module: Any) -> CommandParser:
     """The whole command line. Only the chosen command gets its arguments: the others stay names with a line of help."""
     description = "LLM inference and serving, measured against the physical limit."
     begin = 'Start with headrace chat "Hello! Who are you?", then headrace serve and a browser. Both work without naming or downloading a model.'

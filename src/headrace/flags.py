@@ -69,7 +69,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
-        self._reads_config_file = False
+        self.reads_config_file = False
         self.rare: set[str] = set()  # fields that --help leaves out
         help_text = "show this help and exit; --help=all shows all flags, --help=WORD those that match a word"
         self.add_argument(
@@ -81,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def add_config_file_flag(self) -> None:
         """Declares ``--config FILE``: every other flag of this parser may stand in the file; the command line wins."""
-        self._reads_config_file = True
+        self.reads_config_file = True
         self.add_argument(
             "--config",
             metavar="FILE",
@@ -92,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The file's flags are put before the command line's, so that a later one replaces an earlier one."""
         words = self._with_hyphens(list(args or ()))
-        path = self._config_path(words) if self._reads_config_file else None
+        path = self._config_path(words) if self.reads_config_file else None
         from_file = self._read_config(Path(path), self._lists_in(words)) if path is not None else []
         values, unknown = super().parse_known_args([*from_file, *words], namespace)
         if unknown:

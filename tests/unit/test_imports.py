@@ -144,6 +144,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "speculative": set(),
     "speculative.lookup": {"numpy"},
     "commands": set(),
+    "commands.completion": {"argcomplete"},
     "commands.doctor": {"torch"},
     "commands.quantize": {"torch"},
     "bench": CORE,
