@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from headrace.observe.metrics import Energy, StepRecorder
-from headrace.server.exposition import render_steps
 from headrace.worker import driver, energy
 from headrace.worker.energy import EnergyMeter, PackageCounters, create_energy_meter, power_limit
+from tests.support.board import steps_page
 
 NOT_SUPPORTED, NO_PERMISSION = 3, 4  # NVML's
 LIBRARY = ctypes.CDLL
@@ -229,8 +229,8 @@ def test_a_cpu_without_counters_or_with_others_has_no_figure(tmp_path: Path, mon
 
 
 def test_metrics_have_it_where_it_is_counted() -> None:
-    assert "energy" not in render_steps(StepRecorder().summary())
-    text = render_steps(StepRecorder(energy=lambda: Energy(12.5, 2.0)).summary())
+    assert "energy" not in steps_page(StepRecorder().summary())
+    text = steps_page(StepRecorder(energy=lambda: Energy(12.5, 2.0)).summary())
     assert re.search(
         r"^# TYPE headrace_energy_joules_total counter\nheadrace_energy_joules_total 12\.5$", text, re.MULTILINE
     )

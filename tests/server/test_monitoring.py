@@ -23,7 +23,7 @@ import yaml
 
 from headrace.observe.metrics import Energy, StepRecorder
 from headrace.server.app import ROUTES
-from headrace.server.exposition import Counters, ServerMetrics, render_steps
+from headrace.server.exposition import Counters, Lines, ServerMetrics
 from tests.support import board
 from tests.support.serving import SERVE, Server, serving, wait_for
 
@@ -90,7 +90,7 @@ def series(server: Server) -> dict[str, float]:
 def test_every_name_of_the_board_is_there(server: Server) -> None:
     there = {name.partition("{")[0] for name in series(server)}
     assert board.names() - there == board.COUNTED_BY_SOME
-    counted = render_steps(StepRecorder(energy=lambda: Energy(1.0, 2.0)).summary())
+    counted = board.steps_page(StepRecorder(energy=lambda: Energy(1.0, 2.0)).summary())
     assert all(f"\n{name} " in counted for name in board.COUNTED_BY_SOME)
 
 
@@ -173,7 +173,10 @@ def test_every_counter_has_its_cells_and_none_shares_them() -> None:
         total.histograms[f"request_{name}"] for name in ("prompt_tokens", "generation_tokens", "params_max_tokens")
     )
     assert (prompts.total, answers.count, most.total) == (30.0, 3, 16.0)
-    page = total.render("m", {}).decode()
+    lines = Lines()
+    total.show(lines, "m", {})
+    total.show_answers(lines)
+    page = str(lines)
     assert 'http_request_duration_seconds_sum{handler="/v1/models"} 1.5' in page and 'handler="-"' not in page
     assert 'source="local_compute"} 6\n' in page, "a prompt that nobody computed counts for neither"
 

@@ -1,6 +1,6 @@
 """The Grafana board in deploy/, as the tests read it.
 
-What lives here: its queries and the names in them. What may not: assertions.
+What lives here: its queries and the names in them, and the part of /metrics that steps are in. What may not: assertions.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from headrace.request import Given
+from headrace.server.exposition import Lines
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 # Only where the device counts its energy.
@@ -36,3 +39,10 @@ def names() -> set[str]:
 def filled_in(query: str, window: str) -> str:
     """With Grafana's variables as they are when all is shown."""
     return query.replace("$__rate_interval", window).replace("$model_name", ".*").replace("$instance", ".*")
+
+
+def steps_page(summary: Given) -> str:
+    """What /metrics says of these steps."""
+    page = Lines()
+    page.add_steps(summary)
+    return str(page)

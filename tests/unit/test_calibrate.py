@@ -60,9 +60,9 @@ from headrace.planner.workload.load import LoadRequest, drawn, prompt_ids
 from headrace.planner.workload.statistics import Sample, summarise
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
-from headrace.server.exposition import render_steps
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
 from lab.truth_front import front_work
+from tests.support.board import steps_page
 from tests.support.hash_engine import create_core
 
 SPEC = DecoderSpec(
@@ -795,10 +795,10 @@ def test_a_recorder_holds_both_predictions_against_every_step() -> None:
     errors = recorder.summary()["prediction_errors"]
     assert errors["calibrated"] == {"count": 40 // CALIBRATED_EVERY, "signed": -0.5, "absolute": 0.5}
     assert errors["learned"]["count"] == 40 and abs(errors["learned"]["signed"]) < 0.5
-    page = render_steps(recorder.summary())
+    page = steps_page(recorder.summary())
     assert 'headrace_step_prediction_error{prediction="calibrated"} -0.5' in page
     assert 'headrace_step_prediction_absolute_error{prediction="learned"}' in page
-    assert "step_prediction_error" not in render_steps(StepRecorder().summary())
+    assert "step_prediction_error" not in steps_page(StepRecorder().summary())
 
 
 def test_a_recorder_prices_a_step_with_prompts_as_it_was_computed() -> None:

@@ -12,8 +12,9 @@ from headrace.cost.cost_model import CostModel
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.observe.metrics import DeviceTimeline, Histogram, StepRecorder, StepTimes
 from headrace.request import StepPlan, StepResult
-from headrace.server.exposition import _buckets, _Text, render_steps
+from headrace.server.exposition import Lines, _buckets
 from headrace.spec import LayerSpec, kv_groups
+from tests.support.board import steps_page
 from tests.support.specs import TINY
 
 
@@ -106,7 +107,7 @@ def test_idle_and_host_time_are_summed(cost_model: CostModel) -> None:
     summary = recorder.summary()
     assert summary["idle_seconds"] == 1.0 and summary["idle_share"] == pytest.approx(1.0 / 5.5)
     assert summary["host_seconds"] == pytest.approx(0.3) and recorder.host_seconds.count == 3
-    text = render_steps(summary)
+    text = steps_page(summary)
     for line in (
         "headrace_step_idle_seconds_total 1.0",
         "headrace_device_idle_share 0.18",
@@ -145,7 +146,7 @@ def test_histogram_bounds_are_inclusive_and_the_last_bucket_open() -> None:
 
 
 def test_rendering_is_cumulative_text_of_constant_names() -> None:
-    text = _Text({"": ""})
+    text = Lines()
     text.add("x", "histogram", "help", _buckets({"bounds": [1.0, 2.0], "counts": [2, 1, 1], "sum": 12.0, "count": 4}))
     assert str(text).splitlines()[2:] == [
         'x_bucket{le="1.0"} 2',
@@ -158,9 +159,9 @@ def test_rendering_is_cumulative_text_of_constant_names() -> None:
 
 def test_steps_render_before_and_after_the_first_one(cost_model: CostModel) -> None:
     recorder = StepRecorder(cost_model)
-    assert "headrace_steps_total 0" in render_steps(recorder.summary())
+    assert "headrace_steps_total 0" in steps_page(recorder.summary())
     recorder.on_step(plan(0, [0], [3]), StepResult(0, ((1,),), device_seconds=1.0), times(0.0, 1.0))
-    text = render_steps(recorder.summary())
+    text = steps_page(recorder.summary())
     assert (
         "headrace_steps_total 1" in text
         and "headrace_step_roofline_fraction 0." in text

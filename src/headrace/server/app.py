@@ -29,7 +29,7 @@ from headrace.server import answer_types as answers
 from headrace.server.dialects import completions, messages, pooling, responses, responses_body, tokens
 from headrace.server.dialects.chat import ChatBody, chat_completions
 from headrace.server.exchange import Exchange, fail_stream
-from headrace.server.exposition import CONTENT_TYPE, PROBES, render_process
+from headrace.server.exposition import CONTENT_TYPE, PROBES, Lines, add_process
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, MethodNotAllowed
 from headrace.server.limits import Guard
 from headrace.server.openapi import Handler, Route, document
@@ -53,10 +53,13 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    page = service.observed.total().render(service.model.name, await service.observed.shared.engine_stats())
+    page, total, engine = Lines(), service.observed.total(), await service.observed.shared.engine_stats()
+    total.show(page, service.model.name, engine)
+    total.show_answers(page)
+    page.add_steps(engine.get("steps"))
     if len(service.limits.counters.pages) == 1:  # of several front ends each would tell another's story
-        page += render_process().encode()
-    await exchange.reply(200, page, CONTENT_TYPE)
+        add_process(page)
+    await exchange.reply(200, str(page).encode(), CONTENT_TYPE)
 
 
 async def models(service: Service, exchange: Exchange) -> None:

@@ -18,8 +18,8 @@ import resource
 import time
 import tomllib
 from array import array
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -157,7 +157,6 @@ class Watch:
 
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "refused")
-CONDITIONS = ("loading", "awake", "falling asleep", "asleep", "waking", "failed")  # of one of several models
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, as vLLM calls them
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/v1/dashboard"))
@@ -167,7 +166,6 @@ FINE = "time_to_first_token_fine"  # for the dashboard, and not shown here
 Key = TypeVar("Key")
 Sample = tuple[str, str, float]  # what its name ends in, labels, value
 Value = float | Iterable[Sample]
-Each = Mapping[str, Value] | None
 
 
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -296,21 +294,30 @@ class ServerMetrics:
     def count_end(self, reason: str) -> None:
         self.finished.add(reason if reason in self.finished else "error")
 
-    def render(self, model: str, engine: Given) -> bytes:
+    def show(self, page: Lines, model: str, engine: Given) -> None:
         """``engine`` is AsyncLLM.stats(); empty while it loads. Of replicas, under vLLM's names each has its own number as
         ``engine``, and under ours stands their sum."""
-        labels = f'model_name="{_escaped(model)}"'
-        page = _Text({"vllm:": f'{labels},engine="0"', "headrace_": labels})
-        page.add_all(
-            TABLE.served,
-            self._told(engine),
-            {f'{labels},engine="{number}"': self._told(each) for number, each in engine.get("replicas", {}).items()},
-        )
-        plain = _Text({"": ""})
-        answers = [("", f'route="{route}",status="{status}"', count) for (route, status), count in self.answers.items()]
-        plain.add("headrace_http_responses_total", "counter", "answers by route and status", answers)
-        self._add_framework(plain)
-        return (str(page) + str(plain) + (render_steps(engine["steps"]) if engine.get("steps") else "")).encode()
+        labels, told = model_label(model), self._told(engine)
+        ours, first = {labels: told}, {f'{labels},engine="0"': told}
+        apart = {f'{labels},engine="{number}"': self._told(each) for number, each in engine.get("replicas", {}).items()}
+        for name, metric in TABLE.served.items():
+            of_engine = metric.at and metric.at.partition(".")[0] not in _OF_FRONT_ENDS
+            page.add_metric("vllm:", name, metric, (apart or first) if of_engine else first)
+            page.add_metric("headrace_", name, metric, ours)
+
+    def show_answers(self, page: Lines) -> None:
+        """Of HTTP; and under the names that vLLM's web framework gives them, where probes are left out."""
+        told = [("", f'route="{route}",status="{status}"', count) for (route, status), count in self.answers.items()]
+        page.add("headrace_http_responses_total", "counter", "answers by route and status", told)
+        by_status, seconds = list[Sample](), list[Sample]()
+        for route in self._routes:
+            if route not in PROBES:
+                label = f'handler="{route}"'
+                counts = {status: self.answers[route, status] for status in _STATUS_CLASSES}
+                by_status += [("", f'{label},status="{status}"', count) for status, count in counts.items()]
+                seconds += [("_sum", label, self._route_seconds[route][0]), ("_count", label, sum(counts.values()))]
+        page.add("http_requests_total", "counter", "answers by route and status, without probes", by_status)
+        page.add("http_request_duration_seconds", "summary", "arrival to the end of the answer, streams too", seconds)
 
     def _told(self, engine: Given) -> Json:
         """What the lines of [served] look in."""
@@ -353,66 +360,39 @@ class ServerMetrics:
             **{name: histogram.as_dict() for name, histogram in self.histograms.items()},
         }
 
-    def _add_framework(self, page: _Text) -> None:
-        """Under the names that vLLM's web framework gives them, where probes are left out."""
-        by_status, seconds = list[Sample](), list[Sample]()
-        for route in self._routes:
-            if route not in PROBES:
-                label = f'handler="{route}"'
-                counts = {status: self.answers[route, status] for status in _STATUS_CLASSES}
-                by_status += [("", f'{label},status="{status}"', count) for status, count in counts.items()]
-                seconds += [("_sum", label, self._route_seconds[route][0]), ("_count", label, sum(counts.values()))]
-        page.add("http_requests_total", "counter", "answers by route and status, without probes", by_status)
-        page.add("http_request_duration_seconds", "summary", "arrival to the end of the answer, streams too", seconds)
 
+class Lines:
+    """A page in Prometheus' format: each metric stands in one place, however many models have samples of it."""
 
-def render_steps(summary: Given) -> str:
-    """The step record: what ``StepRecorder.summary()`` holds, under constant names."""
-    errors = summary["prediction_errors"]
-    by_kind = {kind: {which: each[kind] for which, each in errors.items()} for kind in ("signed", "absolute")}
-    promise = summary if summary["promise_seconds"] is not None else None
-    page = _Text({"headrace_": ""})
-    page.add_all(TABLE.steps, {**summary, "promise": promise, "errors": by_kind if errors else None})
-    return str(page)
-
-
-class _Text:
-    """Lines of Prometheus' format; every metric under each of the prefixes, with its labels. A metric is written
-    once, with marks for those."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-        self._parts: list[str] = []
+    def __init__(self) -> None:
+        self._metrics: dict[str, list[str]] = {}
 
     def __str__(self) -> str:
-        return "".join(self._parts)
+        return "".join(chain.from_iterable(self._metrics.values()))
 
-    def add(self, name: str, kind: str, help: str, value: Value, only: str | None = None, each: Each = None) -> None:
-        """``each``: the values of several engines under vLLM's name, by their labels."""
-        head, lines = f"# HELP \0{name} {help}\n# TYPE \0{name} {kind}\n", _lines(name, value)
-        for prefix, fixed in self._labels.items():
-            if only in (None, prefix):
-                several = each if each and prefix == "vllm:" else None
-                parts = (
-                    {fixed: lines} if several is None else {key: _lines(name, part) for key, part in several.items()}
-                )
-                whole = "".join(
-                    text.replace("\1", labels) if labels else text.replace("{\1}", "").replace("\1,", "")
-                    for labels, text in parts.items()
-                )
-                self._parts.append((head + whole).replace("\0", prefix))
+    def add(self, name: str, kind: str, help: str, value: Value, labels: str = "") -> None:
+        """``labels``: of every sample, before its own."""
+        lines = self._metrics.setdefault(name, [f"# HELP {name} {help}\n# TYPE {name} {kind}\n"])
+        for suffix, own, number in [("", "", value)] if isinstance(value, int | float) else value:
+            every = f"{{{labels}{',' if labels and own else ''}{own}}}" if labels or own else ""
+            lines.append(f"{name}{suffix}{every} {number}\n")
 
-    def add_all(self, metrics: Mapping[str, Metric], values: Given, each: Mapping[str, Given] | None = None) -> None:
-        """Those of a table, with what is found of them in ``values``; ``each``: the same of several engines, by
-        labels."""
-        for name, metric in metrics.items():
-            found = _find(metric.at or name, values)
-            if found is None:
-                continue
-            apart = each if metric.at and metric.at.partition(".")[0] not in _OF_FRONT_ENDS else None
-            own = {labels: _find(metric.at, told) for labels, told in apart.items()} if apart else {}
-            parts = {labels: _samples(metric, part[0]) for labels, part in own.items() if part is not None}
-            self.add(name, metric.kind, metric.help, _samples(metric, found[0]), metric.only, parts)
+    def add_metric(self, prefix: str, name: str, metric: Metric, told: Mapping[str, Given]) -> None:
+        """What is found of it in what was ``told``, by labels."""
+        if metric.only in (None, prefix):
+            for labels, values in told.items():
+                if (found := _find(metric.at or name, values)) is not None:
+                    self.add(prefix + name, metric.kind, metric.help, _samples(metric, found[0]), labels)
+
+    def add_steps(self, summary: Given | None, labels: str = "") -> None:
+        """The step record: what ``StepRecorder.summary()`` holds, under constant names."""
+        if summary:
+            errors = summary["prediction_errors"]
+            by_kind = {kind: {which: each[kind] for which, each in errors.items()} for kind in ("signed", "absolute")}
+            promise = summary if summary["promise_seconds"] is not None else None
+            told = {labels: {**summary, "promise": promise, "errors": by_kind if errors else None}}
+            for name, metric in TABLE.steps.items():
+                self.add_metric("headrace_", name, metric, told)
 
 
 _OF_FRONT_ENDS = ("sources", "finished")
@@ -427,24 +407,12 @@ def _find(path: str, values: Given) -> tuple[Any] | None:
     return None if held is None else (held.get(last),)
 
 
-def _lines(name: str, value: Value) -> str:
-    """With marks for what comes before the name, and for labels."""
-    return "".join(
-        f"\0{name}{suffix}{{\1,{labels}}} {number}\n" if labels else f"\0{name}{suffix}{{\1}} {number}\n"
-        for suffix, labels, number in ([("", "", value)] if isinstance(value, int | float) else value)
-    )
-
-
 def _samples(metric: Metric, value: Any) -> Value:
     if metric.kind == "histogram":
         return _buckets(value)
-    return (
-        [("", f'{metric.label}="{key}"', each) for key, each in value.items()]
-        if metric.label
-        else 0
-        if value is None
-        else value
-    )
+    if metric.label:
+        return [("", f'{metric.label}="{key}"', each) for key, each in value.items()]
+    return 0 if value is None else value
 
 
 def _buckets(histogram: Given) -> Iterator[Sample]:
@@ -460,18 +428,16 @@ def _buckets(histogram: Given) -> Iterator[Sample]:
 _STAT, _STATM, _DESCRIPTORS = Path("/proc/self/stat"), Path("/proc/self/statm"), Path("/proc/self/fd")
 
 
-def render_process() -> str:
+def add_process(page: Lines) -> None:
     """Of the front end alone; the engine's process is not in it. Without /proc only what every Unix knows."""
-    page = _Text({"process_": ""})
-    page.add("cpu_seconds_total", "counter", "CPU seconds, of user and system", time.process_time())
-    page.add("max_fds", "gauge", "open files at most", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    page.add("process_cpu_seconds_total", "counter", "CPU seconds, of user and system", time.process_time())
+    page.add("process_max_fds", "gauge", "open files at most", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if _STAT.exists():
         virtual, resident = (int(pages) * resource.getpagesize() for pages in _STATM.read_text().split()[:2])
-        page.add("virtual_memory_bytes", "gauge", "virtual memory", virtual)
-        page.add("resident_memory_bytes", "gauge", "memory that is held", resident)
-        page.add("open_fds", "gauge", "open files", len(os.listdir(_DESCRIPTORS)))
-        page.add("start_time_seconds", "gauge", "its start, in seconds since 1970", _started())
-    return str(page)
+        page.add("process_virtual_memory_bytes", "gauge", "virtual memory", virtual)
+        page.add("process_resident_memory_bytes", "gauge", "memory that is held", resident)
+        page.add("process_open_fds", "gauge", "open files", len(os.listdir(_DESCRIPTORS)))
+        page.add("process_start_time_seconds", "gauge", "its start, in seconds since 1970", _started())
 
 
 def _started() -> float:
@@ -480,57 +446,6 @@ def _started() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-# --- several models
-
-
-_OF_HTTP = ("http_", "headrace_http_")  # how the names of metrics begin that are counted before a model is known
-
-
-def merged(pages: Mapping[str, str], front: str) -> str:
-    """One page of each model's and of the front end that they share: a metric stands in one place, and every sample has
-    its model's name, but those of HTTP, which are the front end's."""
-    heads, samples = defaultdict[str, dict[str, None]](dict), defaultdict[str, list[str]](list)
-    for model, page in (*pages.items(), (None, front)):
-        label, name = f'model_name="{_escaped(model or "")}"', ""
-        for line in page.splitlines(keepends=True):
-            name = line.split(" ", 3)[2] if line.startswith("#") else name
-            if name.startswith(_OF_HTTP) != (model is None):
-                continue
-            if line.startswith("#"):
-                heads[name][line] = None
-            else:
-                known = model is None or "model_name=" in line
-                samples[name].append(line if known else _labelled(line, label))
-    return "".join(line for name, head in heads.items() for line in (*head, *samples[name]))
-
-
-def _labelled(line: str, label: str) -> str:
-    if "{" in line:
-        return line.replace("{", f"{{{label},", 1)
-    name, _, value = line.partition(" ")
-    return f"{name}{{{label}}} {value}"
-
-
-def render_members(members: Mapping[str, Given], budget: int) -> str:
-    """``members``: of each model its condition, and the bytes it holds and needs; how often it was woken."""
-    page = _Text({"headrace_": ""})
-    names = {name: f'model_name="{_escaped(name)}"' for name in members}
-    page.add("memory_budget_bytes", "gauge", "bytes that all models may hold together", budget)
-    conditions = [
-        ("", f'{label},state="{each}"', int(members[name]["condition"] == each))
-        for name, label in names.items()
-        for each in CONDITIONS
-    ]
-    page.add("model_state", "gauge", "1 for the state that a model is in", conditions)
-    for key, kind, help in (
-        ("held", "gauge", "bytes of the budget that it holds"),
-        ("need", "gauge", "bytes that it holds when it is awake"),
-        ("wakes", "counter", "how often it was woken"),
-    ):
-        shown = "model_wakes_total" if key == "wakes" else f"model_{key}_bytes"
-        page.add(shown, kind, help, [("", label, members[name][key]) for name, label in names.items()])
-    return str(page)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def model_label(name: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'model_name="{escaped}"'

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import parse_qsl, urlencode
 
 from headrace.engine.info import check_sleep
@@ -19,9 +19,9 @@ from headrace.server import adapters, inflight
 from headrace.server.app import ROUTES, model_card
 from headrace.server.dialects.body import read_query
 from headrace.server.exchange import Exchange
-from headrace.server.exposition import CONTENT_TYPE, merged, render_members, render_process
+from headrace.server.exposition import CONTENT_TYPE, Lines, add_process, model_label
 from headrace.server.members.keeper import Keeper
-from headrace.server.members.member import Member
+from headrace.server.members.member import Condition, Member
 from headrace.server.openapi import Handler, Route
 from headrace.server.service import Service, SleepQuery, State, check_operator, end_running
 
@@ -140,17 +140,23 @@ async def show_model(board: Board, exchange: Exchange) -> None:
 
 
 async def metrics(board: Board, exchange: Exchange) -> None:
-    pages = {}
+    page = Lines()
     for each in board.members:
-        shared = each.service.observed
-        pages[each.name] = shared.total().render(each.name, await shared.shared.engine_stats()).decode()
-    told = {
-        each.name: {"condition": each.condition, "held": each.held, "need": each.need, "wakes": each.wakes}
-        for each in board.members
-    }
-    front = board.house.observed.total().render("", {}).decode()
-    page = merged(pages, front) + render_members(told, board.keeper.budget) + render_process()
-    await exchange.reply(200, page.encode(), CONTENT_TYPE)
+        observed = each.service.observed
+        engine = await observed.shared.engine_stats()
+        observed.total().show(page, each.name, engine)
+        page.add_steps(engine.get("steps"), model_label(each.name))
+    board.house.observed.total().show_answers(page)
+    page.add("headrace_memory_budget_bytes", "gauge", "bytes that all models may hold together", board.keeper.budget)
+    for each in board.members:
+        labels, now = model_label(each.name), each.condition
+        states = [("", f'state="{state}"', int(state == now)) for state in get_args(Condition)]
+        page.add("headrace_model_state", "gauge", "1 for the state that a model is in", states, labels)
+        page.add("headrace_model_held_bytes", "gauge", "bytes of the budget that it holds", each.held, labels)
+        page.add("headrace_model_need_bytes", "gauge", "bytes that it holds when it is awake", each.need, labels)
+        page.add("headrace_model_wakes_total", "counter", "how often it was woken", each.wakes, labels)
+    add_process(page)
+    await exchange.reply(200, str(page).encode(), CONTENT_TYPE)
 
 
 async def list_requests(board: Board, exchange: Exchange) -> None:
