@@ -55,6 +55,10 @@ def _in_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor
     return codes_of(codes[:, found], scales, group, zeros, order=found.int())
 
 
+def _order_of(tensors: Tensors) -> Tensor | None:
+    return tensors.get("g_idx", tensors.get("weight_g_idx"))
+
+
 def _even(order: Tensor, group: int) -> bool:
     return bool((order.bincount(minlength=len(order) // group) == group).all())
 
@@ -97,8 +101,20 @@ class _Grouped(Format):
         return coding_of(self.bits, self.group, zeros=self.zero, ordered=self.act_order)
 
     def has_codes(self, tensors: Tensors) -> bool:
-        order = tensors.get("g_idx", tensors.get("weight_g_idx"))
+        order = _order_of(tensors)
         return Format.has_codes(self, tensors) and (order is None or _even(order, self.group))
+
+    def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
+        codes, scales, zeros = self._parts(tensors, rows)
+        wide, least = (codes.float() - 2 ** (self.bits - 1), None) if zeros is None else (codes.float(), zeros.float())
+        return _widened(wide, scales.float(), least, _order_of(tensors), self.group).to(dtype)
+
+    def codes(self, tensors: Tensors, rows: slice) -> Codes:
+        return _in_codes(*self._parts(tensors, rows), _order_of(tensors), self.group)
+
+    def _parts(self, tensors: Tensors, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes [rows, ins], scales and zeros [rows, groups]; without zeros, half of a code's range is zero."""
+        raise NotImplementedError
 
     @property
     def by_row(self) -> bool:
@@ -135,7 +151,7 @@ class GPTQ(_Grouped):
 
     def prepare(self, tensors: Tensors) -> Tensors:
         check_scale(tensors, "scales")
-        _checked_order(order := tensors.get("g_idx"), tensors["scales"].shape[0], "g_idx")
+        _checked_order(order := _order_of(tensors), tensors["scales"].shape[0], "g_idx")
         if order is not None and order.equal(_in_order(order.clone(), self.group)):
             del tensors["g_idx"]
         return tensors
@@ -144,15 +160,7 @@ class GPTQ(_Grouped):
         Format.make_up(self, tensors, seed)
         _in_order(tensors["g_idx"], self.group)
 
-    def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
-        codes, scales, zeros = self._parts(tensors, rows)
-        return _widened(codes.float(), scales.float(), zeros.float(), tensors.get("g_idx"), self.group).to(dtype)
-
-    def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        return _in_codes(*self._parts(tensors, rows), tensors.get("g_idx"), self.group)
-
     def _parts(self, tensors: Tensors, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [rows, ins], scales and zeros [rows, groups]."""
         first, last, _ = rows.indices(tensors["scales"].shape[1])
         words = slice(first * self.bits // 32, _words(last, self.bits))
         zeros = unpack(tensors["qzeros"][:, words], self.bits) + self.zero_offset & 2**self.bits - 1
@@ -180,15 +188,7 @@ class AWQ(_Grouped):
         check_scale(tensors, "scales")
         return tensors
 
-    def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
-        codes, scales, zeros = self._parts(tensors, rows)
-        return by_group(codes.float(), scales.float(), zeros.float(), size=self.group).to(dtype)
-
-    def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        return _in_codes(*self._parts(tensors, rows), None, self.group)
-
     def _parts(self, tensors: Tensors, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """As GPTQ's."""
         first, last, _ = rows.indices(tensors["scales"].shape[1])
         words = slice(first * self.bits // 32, _words(last, self.bits))
         codes, zeros = (self._in_order(tensors[name][:, words])[: last - first] for name in ("qweight", "qzeros"))
@@ -246,7 +246,7 @@ class PackedIntegers(_Grouped):
         rows, words = tensors["weight_packed"].shape
         if shape is not None and (int(shape[0]) != rows or _words(int(shape[1]), self.bits) != words):
             raise FormatError(f"weight_shape says {shape.tolist()}, and weight_packed has {rows} rows of {words} words")
-        _checked_order(tensors.get("weight_g_idx"), tensors["weight_scale"].shape[1], "weight_g_idx")
+        _checked_order(_order_of(tensors), tensors["weight_scale"].shape[1], "weight_g_idx")
         return tensors
 
     def make_up(self, tensors: Tensors, seed: int) -> None:
@@ -255,11 +255,6 @@ class PackedIntegers(_Grouped):
         tensors["weight_shape"].copy_(tensors["weight_shape"].new_tensor([rows, words * 32 // self.bits]))
         if self.act_order:
             _in_order(tensors["weight_g_idx"], self.group)
-
-    def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
-        half, (codes, scales, zeros) = 2 ** (self.bits - 1), self._parts(tensors, rows)
-        offset = None if zeros is None else zeros.float() - half
-        return _widened(codes.float() - half, scales.float(), offset, tensors.get("weight_g_idx"), self.group).to(dtype)
 
     @property
     def coding(self) -> Coding | None:
@@ -278,11 +273,7 @@ class PackedIntegers(_Grouped):
             return None
         return EightBits("int8", static=inputs.static)
 
-    def codes(self, tensors: Tensors, rows: slice) -> Codes:
-        return _in_codes(*self._parts(tensors, rows), tensors.get("weight_g_idx"), self.group)
-
     def _parts(self, tensors: Tensors, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes [rows, ins], scales and zeros [rows, groups], half their range added."""
         packed = tensors["weight_packed"]
         first, last, _ = rows.indices(packed.shape[0])
         codes, scales = unpack(packed[rows], self.bits), tensors["weight_scale"][rows]
