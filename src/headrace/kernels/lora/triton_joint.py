@@ -23,7 +23,7 @@ from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import CallSite, Declined, DeltaFacts
 from headrace.kernels.inputs import AdapterRows, SlotFactors
 from headrace.kernels.lora import triton_lora
-from headrace.kernels.lora.triton_lora import MOST_PARTS, _dots, _found, _gained, _keep, _kinds, chunks, gains
+from headrace.kernels.lora.triton_lora import MOST_PARTS, _dots, _found, _gained, _keep, _kinds, _summed, chunks, gains
 
 _ROWS = 16  # of a tile, and its lanes
 _FEW = 512  # rows, below which they are few
@@ -32,16 +32,6 @@ _OUTS = 256  # outputs at once
 _SHARE = 1024  # inputs of a CTA
 _MOST_SPLITS = 8
 _ANYWHERE = ("slots_ptr", "ranks_ptr", "a_ptr", "b_ptr", "gains_ptr")  # single numbers are read there
-
-
-@triton.jit
-def _met(inner_ptr, row, rank, mine, there, rows, part, most, PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
-            SPLITS: tl.constexpr):  # fmt: skip
-    inner = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = ((split * rows + row[:, None]).to(tl.int64) * PARTS + part) * most + rank[None, :]
-        inner += tl.load(inner_ptr + at, mask=mine[:, None] & there[None, :], other=0.0, cache_modifier=".cg")
-    return inner
 
 
 @triton.jit
@@ -100,7 +90,7 @@ def _joint_kernel(
         _keep(inner_ptr, sums, squares_ptr, row, rank, mine, there, rows, squares_row, pieces, ins, eps, share, part, most, PARTS, ROWS,
               NORMED)  # fmt: skip
         _meet(ticket_ptr + tl.program_id(1) * PARTS + part, SPLITS)
-        inner = _met(inner_ptr, row, rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS)
+        inner = _summed(inner_ptr, row, rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS, ".cg")
         inner = inner.to(b.dtype)
         for at in tl.range(from_out, width, step, num_stages=1):
             out = at + column

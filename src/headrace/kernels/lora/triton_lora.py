@@ -144,24 +144,13 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _summed(
-    inner_ptr,
-    row,
-    rank,
-    mine,
-    there,
-    rows,
-    part,
-    most,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+def _summed(inner_ptr, row, rank, mine, there, rows, part, most, PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+            SPLITS: tl.constexpr, FROM: tl.constexpr):  # fmt: skip
+    """``FROM``: past which caches it is read."""
     inner = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
         at = ((split * rows + row[:, None]).to(tl.int64) * PARTS + part) * most + rank[None, :]
-        inner += tl.load(inner_ptr + at, mask=mine[:, None] & there[None, :], other=0.0)
+        inner += tl.load(inner_ptr + at, mask=mine[:, None] & there[None, :], other=0.0, cache_modifier=FROM)
     return inner
 
 
@@ -211,12 +200,12 @@ def _expand_kernel(
         if held > 0:
             mask = mine[:, None] & inside[None, :]
             y = tl.load(to, mask=mask, other=0.0).to(tl.float32)
-            inner = _summed(inner_ptr, row, rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS)
+            inner = _summed(inner_ptr, row, rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS, "")
             sums = tl.dot((inner * scale).to(b.dtype), b, input_precision="ieee" if EXACT else "tf32")
             for from_rank in range(RANKS, held, RANKS):
                 there = from_rank + rank < held
                 inner = _summed(
-                    inner_ptr, row, from_rank + rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS
+                    inner_ptr, row, from_rank + rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS, ""
                 )
                 b_at = _found(pool_ptr, at_ptr + from_rank * CHUNKS, there, begin, CHUNKS, CHUNK)
                 b = tl.load(b_at[:, None] + place[None, :], mask=there[:, None] & inside[None, :], other=0.0)
@@ -237,7 +226,7 @@ def _expand_kernel(
                 for from_rank in range(0, held, RANKS):
                     there = from_rank + rank < held
                     inner = _summed(
-                        inner_ptr, row, from_rank + rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS
+                        inner_ptr, row, from_rank + rank, mine, there, rows, part, most, PARTS, ROWS, RANKS, SPLITS, ""
                     )
                     at_ptr = b_ptr + line + (part * most + from_rank + rank) * CHUNKS
                     b_at = _found(pool_ptr, at_ptr, there, begin, CHUNKS, CHUNK)
