@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.attention.triton_cascade import Common, attend_shared, settle
 from headrace.kernels.attention.triton_codes import Form, Held, add_values, of_head, scales_of
@@ -252,11 +251,8 @@ def _decode_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if PDL:
-        gdc_wait()
     q, out, rule = Rows(q_ptr, q_token, q_head), Rows(out_ptr, out_token, out_head), Rule(scale, soft_cap, window)
     left, common, rest = (
         Parts(part_ptr, part_peak_ptr),
@@ -339,8 +335,6 @@ def _decode_kernel(
                         out, common, rest, common_ticket_ptr, shared_ptr, common_span, shared_row, SPAN, COMMON, AT_ONCE,
                     )  # fmt: skip
                     some += SETTLED
-    if PDL:
-        gdc_launch_dependents()
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,5 +378,5 @@ def attend(
         CASCADE=shared is not None, COMMON_M=ROWS, COMMON_N=tiles.common,
         **form, KV_HEADS=k_cache.shape[1], BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
         BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * form["BLOCK_D"]))),
-        UNIFIED=unified, TIMES=max(1, tiles.keys // _AGAIN), PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+        UNIFIED=unified, TIMES=max(1, tiles.keys // _AGAIN), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -26,7 +26,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.attention.triton_prefill import MAX_WINDOW
 from headrace.kernels.attention.triton_sharing import (
@@ -231,10 +230,8 @@ def _plan_kernel(
     CASCADE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     COMMON_N: tl.constexpr, MEMBERS: tl.constexpr, MOST_CHUNKS: tl.constexpr, UNIT: tl.constexpr, LEAST: tl.constexpr,
     BEGINNING: tl.constexpr, WHOLE: tl.constexpr, FEWEST_TILES: tl.constexpr, LEAST_KEYS: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_I: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_I: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
     last = True
     if CASCADE:
         choose_depth(
@@ -271,8 +268,6 @@ def _plan_kernel(
         )
         if WARPS:
             _mark_alike(plan_ptr, context_ptr, sequences, programs, KV_HEADS, WARPS, BLOCK_N, BLOCK_S)
-    if PDL:
-        gdc_launch_dependents()
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +305,7 @@ def make_plan(
         CASCADE=cascade, WINDOW=window is not None, KV_HEADS=kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_N=tiles.keys,
         COMMON_N=tiles.common, MEMBERS=members(group), MOST_CHUNKS=PAIRS // kv_heads, UNIT=UNIT, LEAST=LEAST_SAVED,
         BEGINNING=beginning, WHOLE=whole, FEWEST_TILES=MIN_SPAN, LEAST_KEYS=_LEAST_SHARED, BLOCK_S=AT_ONCE, BLOCK_K=16, BLOCK_I=32,
-        WARPS=warps, PDL=False, num_warps=4,
+        WARPS=warps, num_warps=4,
     )  # fmt: skip
     return Plan(spans, shared)
 

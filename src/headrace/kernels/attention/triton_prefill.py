@@ -24,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.attention.triton_codes import (
@@ -247,14 +246,12 @@ def _prefill_kernel(
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
     BULK: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, UNIFORM: tl.constexpr,
-    MANY_RUNS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    MANY_RUNS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     RUNS: tl.constexpr = 0 if MANY_RUNS else 1  # the dimension of the grid
     kv_head = tl.program_id(1 - RUNS)
     run = tl.num_programs(RUNS) - 1 - tl.program_id(RUNS)  # the last queries see most: they go first
-    if PDL:
-        gdc_wait()
     sequence = _sequence_of(run, query_start_ptr, sequences, QUERIES)
     if UNIFORM:
         start = tl.load(query_start_ptr + sequence)
@@ -339,8 +336,6 @@ def _prefill_kernel(
             at = ((lane * 0 + token).to(tl.int64) * out_token + head * out_head)[:, None] + element[None, :]
             mask = (lane < GROUP)[:, None] & (element < DIM)[None, :]
             tl.store(out_ptr + at, tl.zeros((BLOCK_M, BLOCK_D), out_ptr.dtype.element_ty), mask=mask)
-    if PDL:
-        gdc_launch_dependents()
 
 
 def padded(head_dim: int) -> int:
@@ -429,5 +424,5 @@ def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, 
         *shared, tokens, sequences, few, window or MAX_WINDOW, shares, parts,
         *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
         **call.form, BULK=bulk, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, PART=tiles.part, UNIFORM=tiles.uniform, MANY_RUNS=many,
-        LSE=lse is not None, PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+        LSE=lse is not None, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.build.launch import launchable
@@ -42,15 +41,12 @@ def _place(tokens, outs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.
 def _linear_kernel(
     x_ptr, x_map, weight_ptr, weight_map, bias_ptr, y_ptr, tokens, outs, ins, x_row,
     BULK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column = _place(tokens, outs, BLOCK_M, BLOCK_N, BAND)
     row, column, step = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     there, inside = row < tokens, column < outs
     x_at = x_ptr + row.to(tl.int64)[:, None] * x_row + step[None, :]
     weight_at = weight_ptr + column.to(tl.int64)[:, None] * ins + step[None, :]
-    if PDL:
-        gdc_wait()
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, ins, BLOCK_K):
         if BULK:  # what lies beyond either matrix arrives as zeros
@@ -65,8 +61,6 @@ def _linear_kernel(
         total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     y_at = y_ptr + row.to(tl.int64)[:, None] * outs + column[None, :]
     tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=there[:, None] & inside[None, :])
-    if PDL:
-        gdc_launch_dependents()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +150,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Tile
     _linear_kernel[(triton.cdiv(tokens, tile.rows) * triton.cdiv(outs, tile.columns),)](
         x, x_map, weight, weight_map, weight if bias is None else bias, y, tokens, outs, ins, x.stride(0),
         BULK=bulk, HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, BAND=_BAND,
-        PDL=False, num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

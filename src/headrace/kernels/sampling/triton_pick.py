@@ -86,12 +86,10 @@ def _score(row_ptr, token, vocab, peak, heat, HAS_SCALE: tl.constexpr):
 @launchable(do_not_specialize=["span"])
 def _pick_kernel(
     logits_ptr, peak_ptr, heat_ptr, threshold_ptr, seeds_ptr, positions_ptr, best_ptr, token_ptr, row_stride, vocab, span,
-    HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_THRESHOLD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_THRESHOLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     CALLS: tl.constexpr = BLOCK // 4
-    if PDL:
-        gdc_wait()
     peak, heat, seed, position = 0.0, 1.0, 0, 0
     threshold = float("-inf")
     if HAS_SCALE:
@@ -127,8 +125,6 @@ def _pick_kernel(
     value, token = _best_of(best, best_token)
     tl.store(best_ptr + row * parts + part, value)
     tl.store(token_ptr + row * parts + part, token)
-    if PDL:
-        gdc_launch_dependents()
 
 
 @launchable(do_not_specialize=["blocks"])
@@ -171,12 +167,8 @@ def _best_kernel(best_ptr, token_ptr, peak_ptr, out_ptr, parts, BLOCK: tl.conste
 
 
 @launchable()
-def _score_kernel(
-    logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _score_kernel(logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_wait()
     own = tl.load(logits_ptr + row * row_stride + tl.load(chosen_ptr + row))
     lane = tl.arange(0, BLOCK)
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -195,8 +187,6 @@ def _score_kernel(
     total = tl.sum(mass * tl.exp(peak - highest), 0)
     tl.store(total_ptr + row, highest + tl.log(total))
     tl.store(rank_ptr + row, tl.sum(above, 0).to(tl.int64) + 1)
-    if PDL:
-        gdc_launch_dependents()
 
 
 def greedy_tokens(logits: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
@@ -271,7 +261,7 @@ def score_tokens(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor,
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _score_kernel[(rows,)](
-            logits, chosen.contiguous(), total, rank, logits.stride(0), vocab, BLOCK=4096, PDL=False, num_warps=8
+            logits, chosen.contiguous(), total, rank, logits.stride(0), vocab, BLOCK=4096, num_warps=8
         )
     own = logits.gather(1, chosen[:, None])
     if not num_best:
@@ -301,7 +291,7 @@ def _launch(
             logits, peak, heat, unused if thresholds is None else thresholds.contiguous(),
             unused if seeds is None else seeds.contiguous(), unused if positions is None else positions.contiguous(),
             best, best_tokens, logits.stride(0), vocab, span,
-            HAS_NOISE=seeds is not None, HAS_SCALE=scale is not None, HAS_THRESHOLD=thresholds is not None, BLOCK=_BLOCK, PDL=False, num_warps=4,
+            HAS_NOISE=seeds is not None, HAS_SCALE=scale is not None, HAS_THRESHOLD=thresholds is not None, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     return _best(best, best_tokens, vocab, pdl=pdl)
 

@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
 
@@ -243,11 +242,9 @@ def _part(top_p, mass):
 )  # one word a row is read
 def _threshold_kernel(
     scores_ptr, peak_ptr, heat_ptr, top_k_ptr, top_p_ptr, min_p_ptr, stacks_ptr, threshold_ptr, row_stride, vocab,
-    HAS_SCALE: tl.constexpr, SAMPLE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    HAS_SCALE: tl.constexpr, SAMPLE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_wait()
     peak, heat = 0.0, 1.0
     if HAS_SCALE:
         peak, heat = tl.load(peak_ptr + row), tl.load(heat_ptr + row)
@@ -299,8 +296,6 @@ def _threshold_kernel(
                 left, _, _ = _reached(source, vocab, peak, heat, limit, limit, limit, True, HAS_SCALE, COLUMNS)
                 limit = _search(source, vocab, peak, heat, _part(top_p, left), limit, True, HAS_SCALE, COLUMNS)
     tl.store(threshold_ptr + row, tl.where(limit >= _WORST, float("-inf"), -limit.to(tl.float32, bitcast=True)))
-    if PDL:
-        gdc_launch_dependents()
 
 
 def keep_thresholds(
@@ -328,6 +323,6 @@ def keep_thresholds(
     peak, heat = (threshold, threshold) if scale is None else (scale[0].contiguous(), scale[1].contiguous())
     _threshold_kernel[(rows,)](
         scores, peak, heat, top_k.contiguous(), top_p.contiguous(), min_p.contiguous(), stacks, threshold, scores.stride(0), vocab,
-        HAS_SCALE=scale is not None, SAMPLE=2 * columns, COLUMNS=columns, DEPTH=_DEPTH, PDL=False, num_warps=8, maxnreg=128,
+        HAS_SCALE=scale is not None, SAMPLE=2 * columns, COLUMNS=columns, DEPTH=_DEPTH, num_warps=8, maxnreg=128,
     )  # fmt: skip
     return threshold
