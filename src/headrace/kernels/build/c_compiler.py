@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,23 +33,10 @@ from headrace.processes.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-_LINEAR = ("linear/linear.c", "linear/compressed.c", "linear/panels.c")
-SOURCES = (
-    "norm/elementwise.c",
-    *_LINEAR,
-    "attention/attention.c",
-    "moe/moe.c",
-    "lora/lora.c",
-    "sampling/sampling.c",
-    "step/draft.c",
-)
-HEADERS = (
-    "build/common.h",
-    "build/product.h",
-    "attention/attention.h",
-    "attention/kv_codes.h",
-    "linear/panels.h",
-    "norm/rotary.h",
+_KERNELS = Path(__file__).parent.parent
+HEADERS, SOURCES = (
+    tuple(sorted(str(each.relative_to(_KERNELS)) for each in _KERNELS.glob(pattern) if each.name != "launcher.c"))
+    for pattern in ("*/*.h", "*/*.c")  # but for what launches Triton's kernels, which is built there
 )
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 TARGET_FLAGS = ("-march=native", "-mcpu=native")  # the second for compilers that do not know the first on their CPU
@@ -228,7 +214,7 @@ def _beside_torch() -> Iterator[Path]:
 
 
 def _source(name: str) -> bytes:
-    return resources.files("headrace.kernels").joinpath(name).read_bytes()
+    return (_KERNELS / name).read_bytes()
 
 
 def _make_folder(folder: Path) -> None:
