@@ -83,6 +83,7 @@ class Rehearsal:
     name: str
     call: Callable[[], object]
     give_way: Callable[[Exception], object]
+    turn: int  # of its operation
 
     def run(self) -> None:
         try:
@@ -175,7 +176,7 @@ class Kernels:
                 give_way = partial(self._give_way, key, candidate)
                 site = f"{key[0]} {key[1].dtype}"
                 yield from (
-                    Rehearsal(f"{site}: {name}", call, give_way)
+                    Rehearsal(f"{site}: {name}", call, give_way, OPERATIONS[key[0]].turn)
                     for name, call in candidate.rehearse(chosen.site, chosen.made, sizes)
                 )
 

@@ -29,27 +29,16 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.kernels import Kernels, Rehearsal
 from headrace.kernels.build.later import Later, Missing
 from headrace.kernels.candidate import Sizes
+from headrace.kernels.operations import TURNS
 
 _log = logging.getLogger(__name__)
 MAX_THREADS = 14
 _LEAVE = 2.0  # seconds for a thread whose compiler was ended
 _GLANCE = 0.02  # seconds after which one who waits for a thread looks whether he still should
 PATIENCE = 120.0  # seconds in which one kernel at least must get done; the slowest take a few
-# Operations whose kernels take longest to compile (as measured for an 8B model), longest first: 2.0 s, 1.1, 1.1, 1.1,
-# 1.0, …, 0.3; others 0.1.
-_LONGEST = (
-    "gated_linear",
-    "pick_tokens",
-    "paged_attention",
-    "decode_step",
-    "rope_attention",
-    "moe",
-    "fused_linear",
-    "linear",
-)
 _FIRST = -1  # turns: what others wait for,
-_LAST = len(_LONGEST) + 1  # what nobody waits for,
-_NEVER = len(_LONGEST) + 2  # a thread's end
+_LAST = TURNS + 1  # what nobody waits for,
+_NEVER = TURNS + 2  # a thread's end
 
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
@@ -186,7 +175,7 @@ class CompileAhead(Generic[Prepared]):
         for each in kernels.rehearsals(sizes, since=self._sites):
             if each.name not in self._running:
                 rehearse = self._find if self._later and isinstance(each.call, Later) else self._rehearse
-                self._running[each.name] = self._threads.submit(rehearse, each, prepared, turn=_turn(each))
+                self._running[each.name] = self._threads.submit(rehearse, each, prepared, turn=each.turn)
         self._sites = len(kernels.choices)
 
     @property
@@ -284,8 +273,3 @@ class CompileAhead(Generic[Prepared]):
                 raise
             _log.exception("the rehearsal of %s failed; its first real call builds its kernel", rehearsal.name)
         return time.perf_counter() - begin
-
-
-def _turn(rehearsal: Rehearsal) -> int:
-    op = rehearsal.name.split()[0]
-    return _LONGEST.index(op) if op in _LONGEST else len(_LONGEST)
