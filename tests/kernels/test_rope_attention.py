@@ -24,6 +24,7 @@ from headrace.layers.basic import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.rotary import rotary_table
 from headrace.sites import layer_matrices
+from headrace.spec import KV_FORMATS
 from tests.support.kernel_cases import ADA, BLACKWELL, H200, PagedCase, called, on_card, refusal
 from tests.support.specs import LLAMA_8B
 
@@ -56,6 +57,7 @@ def test_layers_of_the_usual_kind_are_served() -> None:
         ({"normed": torch.float32}, "norms of heads"),
         ({"window": 4096}, "window"),
         ({"soft_cap": 30.0}, "cap"),
+        ({"kv": KV_FORMATS["int4"]}, "int4"),
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str) -> None:
@@ -63,7 +65,7 @@ def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words:
 
 
 def test_other_cards_and_other_softmaxes_are_not_served() -> None:
-    assert declines(GOOD) == declines(GOOD, BLACKWELL) == ""
+    assert declines(GOOD) == declines(GOOD, BLACKWELL) == declines(GOOD | {"kv": KV_FORMATS["fp8_e4m3"]}) == ""
     assert "8.9 is below 9.0" in declines(GOOD, ADA)
     assert "maximum" in declines(GOOD, unified_maximum=True)
     assert Kernels(torch.device("cpu")).offer(*called("rope_attention", **GOOD)) is None
@@ -145,17 +147,17 @@ def test_a_decoder_without_rotation_is_not_offered_it(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "keys", "block_size", "fresh", "normed"),
+    ("dim", "group", "keys", "block_size", "fresh", "normed", "kv"),
     [
-        (128, 4, 16, 128, True, False),
-        (128, 8, 16, 8, True, True),
-        (64, 4, 32, 128, True, True),
-        (64, 1, 32, 16, True, False),
-        (128, 4, 16, 128, False, False),
+        (128, 4, 16, 128, True, False, 0),
+        (64, 4, 32, 128, True, True, 0),
+        (128, 4, 16, 128, False, False, 0),
+        (128, 8, 32, 8, True, True, 1),
+        (128, 4, 32, 128, True, True, 2),
     ],
 )
 def test_the_source_compiles_without_spilling_and_two_programs_fit(
-    dim: int, group: int, keys: int, block_size: int, fresh: bool, normed: bool, tmp_path: Path
+    dim: int, group: int, keys: int, block_size: int, fresh: bool, normed: bool, kv: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
     if (found := shutil.which("nvcc")) is None:
@@ -165,7 +167,7 @@ def test_the_source_compiles_without_spilling_and_two_programs_fit(
     source = tmp_path / "rope.cu"
     text = compiler.source("build/early.cuh", "attention/rope_attention.cu")
     source.write_text(text + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
-    options = Variant(dim, group, 8, block_size, keys, fresh, normed).options((9, 0))
+    options = Variant(dim, group, 8, block_size, keys, fresh, normed, kv).options((9, 0))
     made = subprocess.run(
         [found, "-cubin", "-Xptxas", "-v", *options, "-o", str(tmp_path / "rope.cubin"), str(source)],
         capture_output=True,

@@ -455,23 +455,27 @@ class CaseMaker:
     def _table(self, rows: int, blocks: int) -> Tensor:
         return torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
 
-    def _rope(self, rows: int) -> KernelCase:
-        """One sequence per row."""
+    def _rope(self, rows: int) -> Iterator[KernelCase]:
+        """One sequence per row, in each format of the cache."""
         spec, (inputs, last) = self.spec, self._decoding(rows)
         qkv = self._random(rows, sum(spec.qkv_heads), spec.head_dim)
         cos_sin = torch.rand(self.context, spec.head_dim) * 0.7
-        keys = 2 * rows * self.context * spec.num_kv_heads * spec.head_dim
         tokens = inputs.block_table.numel() * self.block_size
-        caches = [self._cache(tokens) for _ in range(self._copies(self._bytes(keys)))]
-
-        def calls(attend: Callable[..., Any]) -> Calls:
-            # q is turned in place
-            return [partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches]
-
-        facts = RopeFacts(*self._heads, spec.head_dim, normed=None, window=None, soft_cap=None)
         flops = 4 * rows * self.context * spec.num_heads * spec.head_dim
-        label, size = f"{rows} rows, context {self.context}", self._bytes(keys + 2 * qkv.numel())
-        return KernelCase("rope_attention", label, facts, size, flops, calls)
+        for form in (None, *KV_FORMATS.values()):
+            keys = 2 * rows * self.context * spec.num_kv_heads * self._held(form)
+            caches = [self._cache(tokens, form) for _ in range(self._copies(keys))]
+            rest = inputs, spec.attention_scale, None, None if form is None else self._scales(form)
+            facts = RopeFacts(*self._heads, spec.head_dim, normed=None, window=None, soft_cap=None, kv=form)
+            size = keys + self._bytes(2 * qkv.numel())
+            label = f"{rows} rows, context {self.context}{'' if form is None else f', {form.name}'}"
+            # q is turned in place
+            each = [(qkv.clone(), last, cos_sin, *kv, *rest) for kv in caches]
+            yield _case("rope_attention", label, facts, size, flops, each)
+
+    def _held(self, form: KVFormat | None) -> int:
+        """Bytes of a token's keys in one head."""
+        return self._bytes(self.spec.head_dim) if form is None else form.token_bytes(self.spec.head_dim)
 
     def _attention(self, rows: int) -> Iterator[KernelCase]:
         """Over keys and values as they come, and in each format of the cache."""
@@ -492,8 +496,7 @@ class CaseMaker:
         kind = "prefill" if prompt else "decode"
         flops = 4 * seen * spec.num_heads * spec.head_dim
         for form in (None, *KV_FORMATS.values()):
-            held = self.dtype.itemsize * spec.head_dim if form is None else form.token_bytes(spec.head_dim)
-            keys = 2 * sequences * context * spec.num_kv_heads * held
+            keys = 2 * sequences * context * spec.num_kv_heads * self._held(form)
             caches = [self._cache(sequences * per_row * self.block_size, form) for _ in range(self._copies(keys))]
             rest = (spec.attention_scale, None, None, *(() if form is None else (self._scales(form),)))
             label = f"{kind} {sequences}x{queries}, context {context}{'' if form is None else f', {form.name}'}"

@@ -231,7 +231,7 @@ class Attention(nn.Module):
             return _picked(self._whole(q, k, v, inputs, self._scale).view(-1, self._width), wanted)
         if self._rope_attend is not None and self._cos_sin is not None and inputs.tree is None:
             attended: Tensor | None = self._rope_attend(
-                whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale, self._norms
+                whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale, self._norms, self.quantized
             )
             if attended is not None:
                 return _picked(attended.view(-1, self._width), wanted)

@@ -21,14 +21,16 @@ from torch import Tensor
 
 from headrace.kernels.attention.paged import Tiles
 from headrace.kernels.attention.reference import HeadNorms
+from headrace.kernels.attention.triton_codes import KINDS, scales_of
 from headrace.kernels.attention.triton_plan import Plan, make_plan, may_share
 from headrace.kernels.attention.triton_prefill import LOG2_E
 from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import Function
 from headrace.kernels.build.variants import Variants
 from headrace.kernels.candidate import CallSite, Empty, HeadFacts, RopeFacts, plainly_empty
-from headrace.kernels.inputs import AttentionInputs
+from headrace.kernels.inputs import AttentionInputs, Quantized
 from headrace.kernels.linear.around import MOST_ROWS
+from headrace.spec import KVFormat
 
 _NAME = "rope_attention"
 _WARPS = 4
@@ -45,6 +47,8 @@ _POINTERS = (
     "out",
     "keys",
     "values",
+    "key_scales",
+    "value_scales",
     "plan",
     "context",
     "table",
@@ -78,7 +82,8 @@ class _Parameters(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class Variant:
     """What the source is compiled for. ``keys``: of a unit, a warp's. ``fresh``: it turns q and k and writes the newest
-    keys, too. ``normed``: it norms heads before it turns them."""
+    keys, too. ``normed``: it norms heads before it turns them. ``kv``: the cache's codes, as triton_codes.KINDS has
+    them; 0: bfloat16."""
 
     head_dim: int
     group: int
@@ -87,10 +92,11 @@ class Variant:
     keys: int
     fresh: bool = True
     normed: bool = False
+    kv: int = 0
 
     @property
     def stages(self) -> int:
-        return _RING_BYTES // (4 * self.keys * self.head_dim)
+        return _RING_BYTES // ((2 if self.kv else 4) * self.keys * self.head_dim)
 
     def options(self, capability: tuple[int, int]) -> tuple[str, ...]:
         named = {
@@ -100,8 +106,10 @@ class Variant:
             "BLOCK": self.block_size,
             "KEYS": self.keys,
             "STAGES": self.stages,
+            "FRESH": int(self.fresh),
+            "NORMED": int(self.normed),
+            "KV": self.kv,
         }
-        named |= {"FRESH": int(self.fresh), "NORMED": int(self.normed)}
         return ("-arch=sm_{}{}".format(*capability), *(f"-D{name}={value}" for name, value in named.items()))
 
 
@@ -132,6 +140,7 @@ class _Kernel:
     group: int
     kv_heads: int
     processors: int
+    kv: KVFormat | None
     builds: Variants[Variant]
     normed: bool  # it norms heads before that
     _scratch: _Scratch = field(init=False, repr=False)
@@ -149,6 +158,7 @@ class _Kernel:
         v_cache: Tensor,
         inputs: AttentionInputs,
         scale: float,
+        quantized: Quantized | None,
         turning: tuple[Tensor, Tensor, Tensor],  # positions, slots and the rotary table
         norms: HeadNorms | None = None,
         *,
@@ -156,7 +166,7 @@ class _Kernel:
     ) -> None:
         spans = self._planned(inputs).spans
         tensors = (
-            qkv, out, k_cache, v_cache, spans, inputs.context_len, inputs.block_table, *turning,
+            qkv, out, k_cache, v_cache, *scales_of(k_cache, v_cache, quantized), spans, inputs.context_len, inputs.block_table, *turning,
             *((qkv, qkv) if norms is None else (norms.q, norms.k)),
             self._scratch.parts, self._scratch.peaks, self._scratch.tickets,
         )  # fmt: skip
@@ -178,14 +188,14 @@ class _Kernel:
 
     def function(self, block_size: int) -> Function | None:
         """Built, or kept from before; None where that is not possible."""
-        keys = self.tiles.keys // _WARPS
-        variant = Variant(self.head_dim, self.group, self.kv_heads, block_size, keys, self.FRESH, self.normed)
+        keys, kind = self.tiles.keys // _WARPS, 0 if self.kv is None else KINDS[self.kv.codes]
+        variant = Variant(self.head_dim, self.group, self.kv_heads, block_size, keys, self.FRESH, self.normed, kind)
         return self.builds.find(variant, _UNBUILT[self.FRESH])
 
     @property
     def tiles(self) -> Tiles:
         """Of the plan: 16 KiB of keys."""
-        return Tiles(16, 8192 // self.head_dim, _WARPS, 0, _PROGRAMS)
+        return Tiles(16, (8192 if self.kv is None else 16384) // self.head_dim, _WARPS, 0, _PROGRAMS)
 
     def _planned(self, inputs: AttentionInputs) -> Plan:
         """Made by the first layer of a step; the others bring the same inputs."""
@@ -203,22 +213,25 @@ class Singles(_Kernel):
     FRESH: ClassVar[bool] = False
 
     def attend(
-        self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float
-    ) -> bool:
+        self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float,
+        quantized: Quantized | None = None,
+    ) -> bool:  # fmt: skip
         """Fills ``out`` [T, Hq, D] for the first ``inputs.leading`` sequences of a step. False: nothing was done. ``q``
         [T, Hq, D], turned."""
         first = inputs.leading
         if not _lies_well(q, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
             return False
         # which nobody reads
-        self.launch(function, q[:first], out, k_cache, v_cache, inputs, scale, (inputs.slots,) * 3)
+        self.launch(function, q[:first], out, k_cache, v_cache, inputs, scale, quantized, (inputs.slots,) * 3)
         return True
 
     def rehearse(self, block_size: int) -> object:
         """Builds all it needs: a step of two sequences of one key, in one block, with scratch memory of its own."""
-        inputs, qkv, cache, _ = _rehearsed(self, block_size)
+        inputs, qkv, cache, _, quantized = _rehearsed(self, block_size)
         q = qkv[:, : self.group * self.kv_heads]
-        return replace(self).attend(q, torch.empty_like(q), cache[0], cache[1], replace(inputs, leading=2), 1.0)
+        return replace(self).attend(
+            q, torch.empty_like(q), cache[0], cache[1], replace(inputs, leading=2), 1.0, quantized
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -246,6 +259,7 @@ class RopeAttention(_Kernel):
         inputs: AttentionInputs,
         scale: float,
         norms: HeadNorms | None = None,
+        quantized: Quantized | None = None,
     ) -> Tensor | None:
         rows = qkv.shape[0]
         if (
@@ -262,14 +276,13 @@ class RopeAttention(_Kernel):
         # others, which do not.
         early = self.pdl and rows <= MOST_ROWS and self._plan is not None and self._plan[0] is inputs
         out = self.empty((rows, self.group * self.kv_heads, self.head_dim), qkv.dtype, qkv.device)
-        self.launch(
-            function, qkv, out, k_cache, v_cache, inputs, scale, (positions, inputs.slots, cos_sin), norms, early=early
-        )
+        turning = positions, inputs.slots, cos_sin
+        self.launch(function, qkv, out, k_cache, v_cache, inputs, scale, quantized, turning, norms, early=early)
         return out
 
     def rehearse(self, block_size: int) -> object:
-        inputs, qkv, cache, angles = _rehearsed(self, block_size)
-        return replace(self)(qkv, inputs.slots, angles, cache[0], cache[1], inputs, 1.0)
+        inputs, qkv, cache, angles, quantized = _rehearsed(self, block_size)
+        return replace(self)(qkv, inputs.slots, angles, cache[0], cache[1], inputs, 1.0, None, quantized)
 
 
 def leading_of(inputs: AttentionInputs) -> AttentionInputs:
@@ -284,20 +297,25 @@ def leading_of(inputs: AttentionInputs) -> AttentionInputs:
     )
 
 
-def _rehearsed(kernel: _Kernel, block_size: int) -> tuple[AttentionInputs, Tensor, Tensor, Tensor]:
-    """Two sequences of one key: the step, q with k and v, both caches, rotary table."""
+def _rehearsed(kernel: _Kernel, block_size: int) -> tuple[AttentionInputs, Tensor, Tensor, Tensor, Quantized | None]:
+    """Two sequences of one key: the step, q with k and v, both caches, rotary table, and how the caches are held."""
     device, ints = kernel.device, partial(torch.tensor, dtype=torch.int32, device=kernel.device)
     qkv = torch.zeros((2, (kernel.group + 2) * kernel.kv_heads, kernel.head_dim), dtype=torch.bfloat16, device=device)
-    cache = torch.zeros((2, 1, kernel.kv_heads, block_size, kernel.head_dim), dtype=torch.bfloat16, device=device)
+    row, kind, quantized = kernel.head_dim, torch.bfloat16, None
+    if kernel.kv is not None:
+        ones = torch.ones(kernel.kv_heads, device=device)
+        row, kind, quantized = kernel.kv.token_bytes(row), torch.uint8, Quantized(kernel.kv, ones, ones)
+    cache = torch.zeros((2, 1, kernel.kv_heads, block_size, row), dtype=kind, device=device)
     zeros, angles = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((1, kernel.head_dim), device=device)
-    return AttentionInputs(ints([[0], [0]]), ints([0, 1, 2]), ints([1, 1]), zeros, block_size, 1, 1), qkv, cache, angles
+    inputs = AttentionInputs(ints([[0], [0]]), ints([0, 1, 2]), ints([1, 1]), zeros, block_size, 1, 1)
+    return inputs, qkv, cache, angles, quantized
 
 
 def _lies_well(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs) -> bool:
     """In memory as the kernel reads it: 16 bytes at once, and keys and values alike."""
-    dim = qkv.shape[2]
     dense = (
-        qkv.stride()[1:] == (dim, 1) == k_cache.stride()[2:]
+        qkv.stride()[1:] == (qkv.shape[2], 1)
+        and k_cache.stride()[2:] == (k_cache.shape[3], 1)
         and k_cache.stride() == v_cache.stride()
         and inputs.block_table.stride(1) == 1
     )
@@ -323,6 +341,6 @@ def create_singles(site: CallSite[HeadFacts]) -> Singles:
     return Singles(*_shape(site), builds_of(site), normed=False)
 
 
-def _shape(site: CallSite[Any]) -> tuple[int, int, int, int]:
+def _shape(site: CallSite[Any]) -> tuple[int, int, int, int, KVFormat | None]:
     facts, kv_heads = site.facts, site.facts.num_kv_heads
-    return facts.head_dim, facts.num_heads // kv_heads, kv_heads, site.card.processors
+    return facts.head_dim, facts.num_heads // kv_heads, kv_heads, site.card.processors, facts.kv

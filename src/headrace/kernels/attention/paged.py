@@ -175,7 +175,7 @@ class PagedAttention:
                 few = 0  # one prompt: no second kernel
             self._attend_many(call, few)
         singles = self._for_singles(inputs, window, soft_cap)
-        if few and not (singles is not None and singles.attend(q, out, k_cache, v_cache, inputs, scale)):
+        if few and not (singles is not None and singles.attend(q, out, k_cache, v_cache, inputs, scale, quantized)):
             small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size, many=sequences >= FEWEST)
             unified = self.unified and q.dtype is not torch.float16  # which holds no power above 15
             made = self._plan(inputs, window, few, k_cache.shape[1], small)
@@ -328,7 +328,7 @@ def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
     dtype, head_dim, unified = site.facts.dtype, site.facts.head_dim, site.uses("unified_maximum")
     capability, processors = site.card.capability, site.card.processors
     bulk, group = capability[0] == 9, site.facts.num_heads // site.facts.num_kv_heads
-    kv = site.facts.kv  # the kernels in CUDA C++ read none but plain caches
+    kv = site.facts.kv
     invariant = site.invariant or site.facts.lse
     wanted = (
         kv is None and site.uses("cuda_prefill") and not site.invariant and why_not(dtype, head_dim, capability) is None

@@ -159,6 +159,7 @@ def rope_attention(
     inputs: AttentionInputs,
     scale: float,
     norms: HeadNorms | None = None,
+    quantized: Quantized | None = None,
 ) -> Tensor:
     """Norms of heads where there are some, ``rotary_write``, then ``paged_attention`` without window and cap. Returns
     [T, Hq, D].
@@ -169,8 +170,8 @@ def rope_attention(
     q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps, None)[0], rms_norm(k, norms.k, norms.eps, None)[0]
-    q = rotary_write(q, k, v, positions, cos_sin, k_cache, v_cache, inputs.slots)
-    return paged_attention(q, k_cache, v_cache, inputs, scale, None, None)
+    q = rotary_write(q, k, v, positions, cos_sin, k_cache, v_cache, inputs.slots, quantized)
+    return paged_attention(q, k_cache, v_cache, inputs, scale, None, None, quantized)
 
 
 def _gather(

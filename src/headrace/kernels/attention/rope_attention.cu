@@ -16,6 +16,10 @@
 //
 // S' = K Q' and O' += V' P': keys, or elements of a value, are the 16 rows of mma.m16n8k16, the heads of a group its 8 columns. So what
 // belongs to a head (its peak, its mass, its sums) is in the same lanes throughout: lane (g, t) has heads 2 t and 2 t + 1.
+//
+// KV: keys and values are codes of 8 bits (kernels/attention/kv_codes.py, KINDS of triton_codes.py), which the copies leave as they are and
+// lanes widen: floats to float16, which holds each of them, and whole numbers to bfloat16. A matrix load moves pairs of codes where it moves
+// elements of 16 bits; so of 16 elements, lane t has 4 t to 4 t + 3 of a query, and lane g 2 g and 2 g + 1 of a result.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -23,11 +27,18 @@ typedef unsigned short bf16;
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int HQ = G * HK, HALF = D / 2, STEPS = D / 16;  // STEPS of a product over a head's elements
-constexpr int CHUNKS = D / 8, ROW = 2 * D;                // 16 bytes each; bytes
-constexpr int SLICE = KEYS * ROW, STAGE = 2 * SLICE, RING = STAGES * STAGE;
+enum { PLAIN, INT8, E4M3, E5M2 };
+constexpr bool HALVES = KV == E4M3 || KV == E5M2;         // products are of float16
+constexpr int ROW = KV ? D : 2 * D, CHUNKS = ROW / 16;    // bytes; 16 bytes each
+constexpr int SCALES = KV == INT8 ? 2 * KEYS : 0;         // bytes, one a key; the values' follow behind both slices
+constexpr int SLICE = KEYS * ROW, STAGE = 2 * (SLICE + SCALES), RING = STAGES * STAGE;
 constexpr int ENTRIES = BLOCK % KEYS ? KEYS / 8 : 1;      // of the block table, for a warp's keys of a unit
 constexpr int PITCH = D + 4;                              // of sums in shared memory: no two lanes of a store in one bank
 static_assert(G <= 8 && (D == 64 || D == 128) && KEYS % 16 == 0 && BLOCK % 8 == 0, "shapes this kernel is for");
+
+template <bool> struct Element { typedef bf16 type; };
+template <> struct Element<true> { typedef unsigned char type; };
+typedef Element<KV != PLAIN>::type held;  // of the cache
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // What a program is to do, as kernels/attention/triton_plan.py lays it out.
@@ -36,8 +47,10 @@ struct __align__(16) Record { int begin, end, sequence, head, step, first_0, las
 struct Params {
   bf16* qkv;                   // [rows, HQ + 2 HK, D], rows token_stride apart; not FRESH: only q is read
   bf16* out;                   // [rows, HQ, D]
-  bf16* keys;                  // [blocks, HK, BLOCK, D], blocks and heads with strides
-  bf16* values;                // the same
+  held* keys;                  // [blocks, HK, BLOCK, D], blocks and heads with strides; INT8: scales behind a head's codes, [BLOCK], bfloat16
+  held* values;                // the same
+  const float* key_scales;     // [HK], that all tokens share: of floats in 8 bits alone
+  const float* value_scales;   // the same
   const Record* plan;          // [programs]
   const int* context;          // [rows]; 0: a row of no sequence
   const int* table;            // [rows, table_stride]
@@ -73,9 +86,36 @@ __device__ __forceinline__ u32 pack(float first, float second) { u32 r; asm("cvt
 __device__ __forceinline__ float exp2_(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 __device__ __forceinline__ float log2_(float v) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 __device__ __forceinline__ u32 transposed(u32 v) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r; }
+__device__ __forceinline__ u32 factors(float first, float second) {  // as products want them
+  u32 r;
+  if (HALVES) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+  else r = pack(first, second);
+  return r;
+}
+#define MMA(type) \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if (HALVES) MMA("f16"); else MMA("bf16");
+}
+// Two whole numbers of 8 bits, each below a zero byte: 128 + the lower seven bits, less 128 or 256.
+__device__ __forceinline__ u32 whole_pair(u32 codes) {
+  u32 r;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"((codes & 0x007f007f) | 0x43004300), "r"((codes & 0x00800080) | 0x43004300));
+  return r;
+}
+// Four codes as two pairs: of neighbours, or CROSS, the first and the third.
+template <bool CROSS> __device__ __forceinline__ void widen(u32& first, u32& second, u32 codes) {
+  if (KV == E4M3) {
+    if (CROSS) codes = __byte_perm(codes, 0, 0x3120);
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(first), "=r"(second) : "r"(codes));
+  } else if (KV == E5M2) {  // the upper byte of a float16
+    first = __byte_perm(codes, 0, CROSS ? 0x2404 : 0x1404);
+    second = __byte_perm(codes, 0, CROSS ? 0x3414 : 0x3424);
+  } else {
+    first = whole_pair(__byte_perm(codes, 0, CROSS ? 0x4240 : 0x4140));
+    second = whole_pair(__byte_perm(codes, 0, CROSS ? 0x4341 : 0x4342));
+  }
 }
 __device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
@@ -88,13 +128,22 @@ __device__ __forceinline__ u64 first_to_go() {  // from the second-level cache: 
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r));
   return r;
 }
-// 16 bytes; of them, ``bytes`` are read, the others zero.
+// 16 bytes, or 4; of them, ``bytes`` are read, the others zero.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" :: "r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
+__device__ __forceinline__ void copy_word(u32 to, const void* from, int bytes, u64 policy) {
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2, %3;" :: "r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_half(u32 to, u32 v) { asm volatile("st.shared.u16 [%0], %1;" :: "r"(to), "h"((bf16)v) : "memory"); }
+__device__ __forceinline__ float scale_in(u32 at) {  // bfloat16 in shared memory
+  bf16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+  return __uint_as_float((u32)v << 16);
+}
 __device__ __forceinline__ u32 word_at(const bf16* p) { return *reinterpret_cast<const u32*>(p); }
-__device__ __forceinline__ void put_word(bf16* p, u32 v) { *reinterpret_cast<u32*>(p) = v; }
+__device__ __forceinline__ void put_word(void* p, u32 v) { *reinterpret_cast<u32*>(p) = v; }
 template <class T> __device__ __forceinline__ T from_l2(const T* p) { return __ldcg(p); }  // what other programs write
 template <class T> __device__ __forceinline__ T given(const T* p) { return __ldg(p); }     // what nobody writes while layers follow each other
 __device__ __forceinline__ void keep(int v) { asm volatile("" :: "r"(v) : "memory"); }  // so that it is loaded, into the first-level cache
@@ -148,21 +197,31 @@ template <int TEAM> __device__ __forceinline__ void look_up(Copies& c, const Par
   }
 }
 
+// Chunks of 16 bytes lie elsewhere in each row: no two that a matrix load reads in one bank.
+__device__ __forceinline__ int moved(int row) { return CHUNKS == 4 ? row / 2 & 3 : row & 7; }
+
 template <int TEAM> __device__ __forceinline__ void copy_unit(const Copies& c, const Params& p, u32 to, int warp, int lane) {
   if (c.left > 0) {
     constexpr int ROWS = 32 / CHUNKS, PIECE = ENTRIES == 1 ? KEYS : 8;  // rows a copy of all lanes has; rows that lie in one block
-    int first = first_key<TEAM>(c.at, warp), row = lane / CHUNKS, chunk = lane % CHUNKS, left = c.at.context - FRESH - first - row;
-    u32 mine = to + row * ROW + ((chunk ^ row) << 4);
+    int first = first_key<TEAM>(c.at, warp), row = lane / CHUNKS, chunk = lane % CHUNKS, left = c.at.context - FRESH - first;
+    u32 mine = to + row * ROW + ((chunk ^ moved(row)) << 4);
 #pragma unroll
     for (int piece = 0; piece < ENTRIES; ++piece) {
-      long long from = c.entry[piece] * p.block_stride + c.at.head * p.head_stride + (first + piece * PIECE) % BLOCK * D + row * D + chunk * 8;
-      const bf16 *key = p.keys + from, *value = p.values + from;
+      int place = (first + piece * PIECE) % BLOCK;
+      long long part = c.entry[piece] * p.block_stride + c.at.head * p.head_stride, from = part + place * D + row * D + chunk * (D / CHUNKS);
+      const held *key = p.keys + from, *value = p.values + from;
 #pragma unroll
       for (int i = 0; i < PIECE / ROWS; ++i) {
-        int below = piece * PIECE + i * ROWS, bytes = below < left ? 16 : 0;
-        u32 at = (mine ^ ((below & 7) << 4)) + below * ROW;
+        int below = piece * PIECE + i * ROWS, bytes = below < left - row ? 16 : 0;
+        u32 at = (mine ^ (moved(below) << 4)) + below * ROW;
         copy_async(at, key + i * ROWS * D, bytes, c.policy);
         copy_async(at + SLICE, value + i * ROWS * D, bytes, c.policy);
+      }
+#pragma unroll
+      for (int word = lane; word < (SCALES ? PIECE : 0); word += 32) {  // two scales each: first the keys'
+        int half = word % (PIECE / 2), below = piece * PIECE + 2 * half, bytes = min(max(2 * (left - below), 0), 4);
+        const held* scales = (word < PIECE / 2 ? p.keys : p.values) + part + BLOCK * D + 2 * (place + 2 * half);
+        copy_word(to + 2 * SLICE + (word < PIECE / 2 ? 0 : SCALES) + 2 * below, scales, bytes, c.policy);
       }
     }
   }
@@ -200,8 +259,12 @@ template <int TEAM> __device__ __forceinline__ void copy_first(const Copies (&fi
 
 struct Angle { float2 cos, sin; };  // of two elements
 
+// Of 16 elements of a query, the lane's two pairs begin here and ``APART`` behind.
+constexpr int APART = KV ? 2 : 8;
+__device__ __forceinline__ int mine_of(int lane) { return lane % 4 * (KV ? 4 : 2); }
+
 struct Angles {
-  Angle query[STEPS / 2][2];  // of elements 16 s + 8 h + 2 t and the next
+  Angle query[STEPS / 2][2];  // of elements 16 s + mine_of + APART h and the next
   long long position;         // of the newest key
   long long upcoming;         // the next sequence's position
 };
@@ -216,7 +279,7 @@ __device__ __forceinline__ void load_angles(Angles& a, const Params& p, int sequ
 #pragma unroll
     for (int s = 0; s < STEPS / 2; ++s)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) a.query[s][h] = angle_at(angles, 16 * s + 8 * h + 2 * (lane % 4));
+      for (int h = 0; h < 2; ++h) a.query[s][h] = angle_at(angles, 16 * s + APART * h + mine_of(lane));
   }
   a.position = position;
   a.upcoming = sequence + 1 < p.rows ? position_of(p, sequence + 1) : 0;
@@ -236,7 +299,7 @@ __device__ __forceinline__ void load_weights(Weights& w, const Params& p, int la
 #pragma unroll
   for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) w.query[s][h] = word_at(p.q_norm + 16 * s + 8 * h + 2 * (lane % 4));
+    for (int h = 0; h < 2; ++h) w.query[s][h] = word_at(p.q_norm + 16 * s + APART * h + mine_of(lane));
 #pragma unroll
   for (int i = 0; i < 2; ++i) w.key[i] = word_at(p.k_norm + i * HALF + 2 * lane % HALF);
 }
@@ -251,7 +314,9 @@ template <int LANES> __device__ __forceinline__ float rstd_of(float sum, const P
 }
 
 struct Newest {
-  u32 query[STEPS][2];   // of head g, elements 16 s + 8 h + 2 t and the next
+  u32 query[STEPS][2];   // of head g, elements 16 s + mine_of + APART h and the next
+  float scale[2];        // of scores, of heads 2 t and 2 t + 1
+  float shared[2];       // scales that all tokens share: of keys, and of values
   u32 key[2];            // elements 2 lane and the next of each half
   u32 value[D / 64];     // elements 2 (lane + 32 j) and the next
   Angle angle;           // of the key
@@ -263,11 +328,13 @@ struct Newest {
 template <int TEAM>
 __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Params& p, const Place& at, bool ends, int warp, int lane) {
   const bf16* row = p.qkv + (long long)at.sequence * p.token_stride;
-  const bf16* q = row + (at.head * G + lane / 4) * D + 2 * (lane % 4);
+  const bf16* q = row + (at.head * G + lane / 4) * D + mine_of(lane);
 #pragma unroll
   for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) n.query[s][h] = G == 8 || lane / 4 < G ? word_at(q + 16 * s + 8 * h) : 0;
+    for (int h = 0; h < 2; ++h) n.query[s][h] = G == 8 || lane / 4 < G ? word_at(q + 16 * s + APART * h) : 0;
+  n.shared[0] = HALVES ? given(p.key_scales + at.head) : 1.0f;
+  n.shared[1] = HALVES ? given(p.value_scales + at.head) : 1.0f;
   n.owned = FRESH && ends && at.context > 0 && (at.context - 1) % (TEAM * KEYS) / KEYS == warp;
   if (n.owned) {
     const bf16* k = row + (HQ + at.head) * D;
@@ -280,7 +347,22 @@ __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Pa
   }
 }
 
-__device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Weights& w, const Params& p) {
+// In float16, by a power of 2 so that a head's largest element is 128 to 256: bfloat16 reaches further, in fewer digits.
+__device__ __forceinline__ void halve_query(Newest& n, const Params& p, int lane) {
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2 * STEPS; ++i) most = fmaxf(most, fmaxf(fabsf(low(n.query[i / 2][i % 2])), fabsf(high(n.query[i / 2][i % 2]))));
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  int exponent = min(max(__float_as_int(most) >> 23, 8), 253);
+  float by = __int_as_float(261 - exponent << 23), back = __int_as_float(exponent - 7 << 23);
+#pragma unroll
+  for (int i = 0; i < 2 * STEPS; ++i) n.query[i / 2][i % 2] = factors(low(n.query[i / 2][i % 2]) * by, high(n.query[i / 2][i % 2]) * by);
+#pragma unroll
+  for (int e = 0; e < 2; ++e) n.scale[e] = p.scale * n.shared[0] * __shfl_sync(~0u, back, lane % 4 * 8 + 4 * e);
+}
+
+__device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Weights& w, const Params& p, int lane) {
   if (NORMED) {
     float sum = 0.0f;
 #pragma unroll
@@ -297,9 +379,64 @@ __device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Wei
 #pragma unroll
       for (int h = 0; h < 2; ++h) turn(n.query[s][h], n.query[s + STEPS / 2][h], a.query[s][h]);
   }
+  n.scale[0] = n.scale[1] = p.scale;
+  if (HALVES) halve_query(n, p, lane);
 }
 
 __device__ __forceinline__ u32 word_in(u32 slice, int row, int word) { return slice + row * ROW + (((word / 4) ^ (row & 7)) << 4) + word % 4 * 4; }
+
+// --- codes of the newest key and value
+
+// Of one head, as words of two elements: the scale of their codes, and that as bfloat16; a head that holds no finite numbers alone has NaN.
+template <int WORDS> __device__ __forceinline__ float own_scale(u32& narrow, const u32 (&x)[WORDS]) {
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) most = max(most, max(x[i] << 16 & 0x7fffffff, x[i] & 0x7fff0000));
+  most = __reduce_max_sync(~0u, most);
+  bool odd = most >= 0x7f800000;
+  u32 rounded = pack(0.0f, __fdiv_rn(__uint_as_float(most), 127.0f)) & 0xffff0000;
+  narrow = odd ? 0x7fc0 : rounded >> 16;
+  return odd ? 0.0f : __uint_as_float(rounded);
+}
+
+__device__ __forceinline__ u32 whole(float x, float scale) { return min(max(__float2int_rn(__fdiv_rn(x, scale)), -127), 127) & 255; }
+
+// Two elements' codes; what is too large saturates.
+__device__ __forceinline__ u32 coded(u32 x, float scale) {
+  if (KV == INT8) return scale > 0.0f ? whole(low(x), scale) | whole(high(x), scale) << 8 : 0;
+  bf16 r;
+  float first = __fdiv_rn(low(x), scale), second = __fdiv_rn(high(x), scale);
+  if (KV == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
+  else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
+  return r;
+}
+
+// Elements ``element`` and the next, of ``row`` of a slice and of a token of the cache.
+__device__ __forceinline__ void place_codes(u32 codes, u32 slice, int row, held* token, int element, bool kept) {
+  store_half(slice + row * ROW + (((element / 16) ^ moved(row)) << 4) + element % 16, codes);
+  if (kept) *reinterpret_cast<bf16*>(token + element) = codes;
+}
+
+__device__ __forceinline__ void place_coded(Newest& n, const Params& p, const Place& at, u32 slice, int lane) {
+  const bool kept = n.slot >= 0;
+  const int row = (at.context - 1) % KEYS, place = n.slot % BLOCK;
+  const long long part = n.slot / BLOCK * p.block_stride + at.head * p.head_stride;
+  float scale[2] = {n.shared[0], n.shared[1]};
+  if (KV == INT8) {
+    u32 narrow[2];
+    scale[0] = own_scale(narrow[0], n.key);
+    scale[1] = own_scale(narrow[1], n.value);
+    if (lane < 2) {
+      store_half(slice + 2 * SLICE + lane * SCALES + 2 * row, lane ? narrow[1] : narrow[0]);
+      if (kept) *reinterpret_cast<bf16*>((lane ? p.values : p.keys) + part + BLOCK * D + 2 * place) = lane ? narrow[1] : narrow[0];
+    }
+  }
+  if (HALF == 64 || lane < HALF / 2)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) place_codes(coded(n.key[i], scale[0]), slice, row, p.keys + part + place * D, i * HALF + 2 * lane, kept);
+#pragma unroll
+  for (int j = 0; j < D / 64; ++j) place_codes(coded(n.value[j], scale[1]), slice + SLICE, row, p.values + part + place * D, 2 * (lane + 32 * j), kept);
+}
 
 // The newest key and value: among the others of this unit, and in the cache.
 __device__ __forceinline__ void place_newest(Newest& n, const Params& p, const Place& at, const Weights& w, u32 slice, int lane) {
@@ -311,6 +448,7 @@ __device__ __forceinline__ void place_newest(Newest& n, const Params& p, const P
     for (int i = 0; i < 2; ++i) n.key[i] = normed(n.key[i], w.key[i], rstd);
   }
   turn(n.key[0], n.key[1], n.angle);
+  if (KV) return place_coded(n, p, at, slice, lane);
   if (HALF == 64 || lane < HALF / 2) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -327,8 +465,10 @@ __device__ __forceinline__ void place_newest(Newest& n, const Params& p, const P
 
 // --- attention
 
-// Of heads 2 t and 2 t + 1. mass: this lane's share. o[j]: elements 16 j + g of both heads, then 16 j + g + 8.
+// Of heads 2 t and 2 t + 1. mass: this lane's share. o[j]: elements 16 j + element_of(g, 0) of both heads, then 16 j + element_of(g, 1).
 struct Softmax { float peak[2], mass[2]; float o[STEPS][4]; };
+
+__device__ __forceinline__ int element_of(int g, int second) { return KV ? 2 * g + second : g + 8 * second; }
 
 __device__ __forceinline__ void clear(Softmax& a) {
   a.peak[0] = a.peak[1] = MINUS_INFINITY;
@@ -343,26 +483,64 @@ __device__ __forceinline__ float over_keys(float v) {  // the most of all lanes 
   return fmaxf(v, __shfl_xor_sync(~0u, v, 16));
 }
 
-__device__ __forceinline__ void attend(Softmax& a, const u32 (&q)[STEPS][2], u32 slice, int first, int context, float scale, int lane) {
-  constexpr int TILES = KEYS / 16;
-  const u32 key_at = slice + lane % 16 * ROW + (((lane / 16) ^ (lane & 7)) << 4);
-  const u32 value_at = slice + SLICE + (lane % 8 + lane / 16 * 8) * ROW + (((lane / 8 % 2) ^ (lane & 7)) << 4);
-  float c[TILES][4] = {}, other[TILES][4] = {};  // two sums, so that half as many instructions wait for each other
+// Scores of 16 keys, as two sums, so that half as many instructions wait for each other.
+__device__ __forceinline__ void score(float (&c)[4], float (&other)[4], const u32 (&q)[STEPS][2], u32 key_at) {
 #pragma unroll
-  for (int m = 0; m < TILES; ++m)
+  for (int s = 0; s < (KV ? STEPS / 2 : STEPS); ++s) {
+    u32 k[4];
+    load_matrices(k, key_at ^ (s << 5));
+    if (KV) {
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      u32 k[4];
-      load_matrices(k, (key_at ^ (s << 5)) + m * 16 * ROW);
-      mma(s % 2 ? other[m] : c[m], k, q[s][0], q[s][1]);
+      for (int i = 0; i < 2; ++i) {
+        u32 wide[4];
+        widen<false>(wide[0], wide[2], k[2 * i]);
+        widen<false>(wide[1], wide[3], k[2 * i + 1]);
+        mma(i ? other : c, wide, q[2 * s + i][0], q[2 * s + i][1]);
+      }
+    } else {
+      mma(s % 2 ? other : c, k, q[s][0], q[s][1]);
     }
+  }
+}
+
+// Adds 16 values by their weights.
+__device__ __forceinline__ void gather(float (&o)[STEPS][4], u32 early, u32 late, u32 value_at) {
+#pragma unroll
+  for (int j = 0; j < (KV ? STEPS / 2 : STEPS); ++j) {
+    u32 v[4];
+    load_transposed(v, value_at ^ (j << 5));
+    if (KV) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u32 wide[4];
+        widen<true>(wide[0], wide[1], v[2 * i]);
+        widen<true>(wide[2], wide[3], v[2 * i + 1]);
+        mma(o[2 * j + i], wide, early, late);
+      }
+    } else {
+      mma(o[j], v, early, late);
+    }
+  }
+}
+
+__device__ __forceinline__ void attend(Softmax& a, const Newest& n, u32 slice, int first, int context, int lane) {
+  constexpr int TILES = KEYS / 16;
+  constexpr float ROOM = HALVES ? 14.0f : 0.0f;  // weights are up to 2^14, so that float16 holds them down to 2^-38 of the largest
+  const int row = KV ? lane % 16 : lane % 8 + lane / 16 * 8, chunk = KV ? lane / 16 : lane / 8 % 2;
+  const u32 key_at = slice + lane % 16 * ROW + (((lane / 16) ^ moved(lane % 16)) << 4);
+  const u32 value_at = slice + SLICE + row * ROW + ((chunk ^ moved(row)) << 4);
+  const u32 scale_at = slice + 2 * SLICE + 2 * (lane / 4);
+  float c[TILES][4] = {}, other[TILES][4] = {};
+#pragma unroll
+  for (int m = 0; m < TILES; ++m) score(c[m], other[m], n.query, key_at + m * 16 * ROW);
   float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
   for (int m = 0; m < TILES; ++m)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       int key = first + m * 16 + e / 2 * 8 + lane / 4;
-      c[m][e] = key < context ? (c[m][e] + other[m][e]) * scale : MINUS_INFINITY;
+      float by = KV == INT8 ? n.scale[e % 2] * scale_in(scale_at + 32 * m + e / 2 * 16) : n.scale[e % 2];
+      c[m][e] = key < context ? (c[m][e] + other[m][e]) * by : MINUS_INFINITY;
       most[e % 2] = fmaxf(most[e % 2], c[m][e]);
     }
   float keep[2];
@@ -377,22 +555,22 @@ __device__ __forceinline__ void attend(Softmax& a, const u32 (&q)[STEPS][2], u32
   for (int m = 0; m < TILES; ++m)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      c[m][e] = exp2_(c[m][e] - a.peak[e % 2]);
+      c[m][e] = exp2_(c[m][e] - (a.peak[e % 2] - ROOM));
       a.mass[e % 2] += c[m][e];
     }
+  if (KV == INT8)
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[m][e] *= scale_in(scale_at + SCALES + 32 * m + e / 2 * 16);  // finite, or 0 of what is not copied
 #pragma unroll
   for (int j = 0; j < STEPS; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e) a.o[j][e] *= keep[e % 2];
 #pragma unroll
   for (int m = 0; m < TILES; ++m) {
-    u32 early = transposed(pack(c[m][0], c[m][1])), late = transposed(pack(c[m][2], c[m][3]));
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
-      u32 v[4];
-      load_transposed(v, (value_at ^ (j << 5)) + m * 16 * ROW);
-      mma(a.o[j], v, early, late);
-    }
+    u32 early = transposed(factors(c[m][0], c[m][1])), late = transposed(factors(c[m][2], c[m][3]));
+    gather(a.o, early, late, value_at + m * 16 * ROW);
   }
 }
 
@@ -430,8 +608,8 @@ __device__ __forceinline__ void join_parts(const Params& p, int sequence, int he
 }
 
 // What the warps found becomes one: the result, or a part of it in place ``part``. ``behind``: up to this program, others have left parts
-// of the same pair, if any; they follow this one's.
-__device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& s, const Place& at, int part, int behind, int warp, int lane) {
+// of the same pair, if any; they follow this one's. ``scale``: of values.
+__device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& s, const Place& at, float scale, int part, int behind, int warp, int lane) {
   int g = lane / 4, t = lane % 4, program = blockIdx.x;
 #pragma unroll
   for (int e = 0; e < 2; ++e)
@@ -445,7 +623,7 @@ __device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& 
   for (int j = 0; j < STEPS; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (2 * t + e % 2 < G) s.sums[warp][2 * t + e % 2][16 * j + g + e / 2 * 8] = a.o[j][e];
+      if (2 * t + e % 2 < G) s.sums[warp][2 * t + e % 2][16 * j + element_of(g, e / 2)] = a.o[j][e];
   __syncthreads();
   for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
     int member = i / (D / 4), element = i % (D / 4) * 4;
@@ -459,7 +637,7 @@ __device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& 
       mass += by * s.mass[w][member];
       add(sum, *reinterpret_cast<const float4*>(&s.sums[w][member][element]), by);
     }
-    float by = mass == 0.0f ? 1.0f : 1.0f / mass;
+    float by = mass == 0.0f ? 1.0f : scale / mass;
     if (part < 0) {
       put_result(p, at.sequence, at.head, member, element, sum, by);
       continue;
@@ -476,19 +654,24 @@ __device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& 
 }
 
 // The result of a warp that had all keys of a pair: what belongs to a head goes from the lanes that have it to the lanes of a row.
-__device__ __forceinline__ void put_alone(Softmax& a, const Params& p, const Place& at, int lane) {
+__device__ __forceinline__ void put_alone(Softmax& a, const Params& p, const Place& at, float scale, int lane) {
   float by[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) a.mass[e] += __shfl_xor_sync(~0u, a.mass[e], lanes);
-    by[e] = a.mass[e] == 0.0f ? 1.0f : 1.0f / a.mass[e];
+    by[e] = a.mass[e] == 0.0f ? 1.0f : scale / a.mass[e];
   }
-  bf16* to = p.out + ((long long)at.sequence * HQ + at.head * G + lane / 4) * D + 2 * (lane % 4);
+  bf16* to = p.out + ((long long)at.sequence * HQ + at.head * G + lane / 4) * D + mine_of(lane);
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
     u32 early = transposed(pack(a.o[j][0] * by[0], a.o[j][1] * by[1])), late = transposed(pack(a.o[j][2] * by[0], a.o[j][3] * by[1]));
-    if (lane / 4 < G) { put_word(to + 16 * j, early); put_word(to + 16 * j + 8, late); }
+    if (KV) {
+      u32 first = __byte_perm(early, late, 0x5410);
+      late = __byte_perm(early, late, 0x7632);
+      early = first;
+    }
+    if (lane / 4 < G) { put_word(to + 16 * j, early); put_word(to + 16 * j + APART, late); }
   }
 }
 
@@ -559,7 +742,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
     }
     if (opens || unit == begin) {
       newest = following;
-      turn_query(newest, angles, weights, p);
+      turn_query(newest, angles, weights, p, lane);
       clear(sums);
       int behind = unit + at.tiles - at.step;
       if (behind < end) {  // what the next pair needs is on its way during all of this one
@@ -577,7 +760,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
         __syncwarp();
       }
       int first = first_key<TEAM>(at, warp);
-      if (first < at.context) attend(sums, newest.query, ring + offset, first, at.context, p.scale, lane);
+      if (first < at.context) attend(sums, newest, ring + offset, first, at.context, lane);
       __syncwarp();
       copy_unit<TEAM>(copies, p, ring + offset, warp, lane);
       go_on<TEAM>(copies, p, warp);
@@ -597,7 +780,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
         __syncthreads();
         alone = s.alone;
       }
-      join_warps(sums, p, s, ended, whole && last ? -1 : (int)blockIdx.x * 2 + whole, alone ? mine.last_1 : -1, warp, lane);
+      join_warps(sums, p, s, ended, newest.shared[1], whole && last ? -1 : (int)blockIdx.x * 2 + whole, alone ? mine.last_1 : -1, warp, lane);
       owing = continues && !whole;
     }
   }
@@ -633,7 +816,7 @@ __device__ __forceinline__ void take_pairs(const Params& p, Place at, int contex
   for (; pairs > 0; --pairs) {
     Softmax sums;
     newest = following;
-    turn_query(newest, angles, weights, p);
+    turn_query(newest, angles, weights, p, lane);
     clear(sums);
     if (pairs > 1) {
       Place then = at;
@@ -649,13 +832,13 @@ __device__ __forceinline__ void take_pairs(const Params& p, Place at, int contex
         __syncwarp();
       }
       int first = first_key<TEAM>(at, 0);
-      if (first < at.context) attend(sums, newest.query, ring + offset, first, at.context, p.scale, lane);
+      if (first < at.context) attend(sums, newest, ring + offset, first, at.context, lane);
       __syncwarp();
       copy_unit<TEAM>(copies, p, ring + offset, 0, lane);
       go_on<TEAM>(copies, p, 0);
       offset = offset + STAGE == RING ? 0 : offset + STAGE;
     }
-    put_alone(sums, p, at, lane);
+    put_alone(sums, p, at, newest.shared[1], lane);
     next_pair<TEAM>(at, p);
   }
 }
