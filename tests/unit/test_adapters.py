@@ -8,17 +8,21 @@ import struct
 from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
 from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.block_pool import BlockPool
 from headrace.config import AdapterConfig
+from headrace.engine import connection as frames
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import AdapterOutcome, DropAdapter, LoadAdapter
 from headrace.engine.grammar_masks import NO_DRAFTS
 from headrace.engine.keyed_hash import adapter_blocks, keyed_hash_info
+from headrace.engine.loop import EngineLoop
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest, ModelError, NotFound
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk, adapter_folder
@@ -343,6 +347,20 @@ def test_replicas_that_see_the_same_files_call_an_adapter_alike(tmp_path: Path) 
     again.replace(file)
     other.unregister("x")
     assert one.key("x") == key != other.key("x") == late.key("x")
+
+
+def test_who_loads_an_adapter_is_answered_though_nobody_says_anything_more() -> None:
+    core, said, waits = core_with(1, names=0), list[Any](), list[int]()
+
+    def wait() -> list[Any]:
+        waits.append(len(said))
+        loop._running = len(waits) == 1
+        return [(SimpleNamespace(send=said.append), frames.LoadAdapter(7, "x", "/x"))] if loop._running else []
+
+    links: Any = SimpleNamespace(poll=list, wait=wait)
+    loop = EngineLoop(cast(Any, SimpleNamespace(core=core)), links, cast(Any, MagicMock(turn=0)))
+    loop.run()
+    assert waits == [0, 1], "it goes to sleep once it has answered"
 
 
 def test_what_could_not_be_read_is_tried_again_once_it_was_loaded_anew() -> None:

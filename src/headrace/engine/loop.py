@@ -416,8 +416,6 @@ class EngineLoop:
             pulse.enter("host", HOST_LIMIT)
             for link, command in said:
                 self._handlers[type(command)](link, command)
-            if self._loading:
-                self._answer_loaded()
             if core.has_work and self._running:
                 outputs = core.step()
                 if self._forgetting and core.settled:
@@ -428,6 +426,8 @@ class EngineLoop:
                     pulse.enter("send")  # a front end may be slow to read
                     for unwanted in links.send_step(core.accounts.settle(outputs)):
                         self._abort(unwanted)
+            if self._loading:
+                self._answer_loaded()
             if core.hand_over is not None:
                 for note in core.hand_over.take_notes():
                     links.send_to(note.request_id, frames.pack_note(note))
