@@ -31,8 +31,8 @@ from tests.support.simulation.sweep import find, replays, sweep
 EVENTS = 100  # a seed, here; the command's have 500
 SCHEDULES = sorted((Path(__file__).parent / "schedules").glob("*.json"))
 HAPPENINGS = (
-    "aborts", "adapters", "cohort", "copies", "error", "failed", "fell with a step", "hits", "journals", "length", "loops", "preemptions", "rebuilds",
-    "stop", "stops", "turned away",
+    "aborts", "adapters", "cohort", "copies", "drafts", "error", "failed", "fell with a step", "hits", "journals", "length", "loops", "preemptions",
+    "read adapters", "rebuilds", "stop", "stops", "turned away", "turned down",
 )  # fmt: skip
 
 

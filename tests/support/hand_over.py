@@ -20,7 +20,7 @@ from headrace.engine.loop import EngineLoop
 from headrace.engine.replicas import Replicas
 from headrace.engine.routing import Router
 from headrace.errors import EngineDead
-from headrace.processes.messages import Unpacker, pack
+from headrace.processes.messages import Reply, Unpacker, pack
 from headrace.request import Request
 from tests.support.hash_engine import Answers, assert_at_rest
 
@@ -37,6 +37,7 @@ class Replica:
         core.executor.control(OpenStaging(fd, givers, desk.widths, desk.slots))
         self._loop = EngineLoop(SimpleNamespace(core=self.core), self, SimpleNamespace())  # type: ignore[arg-type]
         self._heard, self._told = Unpacker(frames.Command), Unpacker(frames.Event)
+        self._link = SimpleNamespace(send=lambda data: self.outbox.extend(self._told.feed(data)))
         self.inbox: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
         self.death: EngineDead | None = None
@@ -69,16 +70,19 @@ class Replica:
     def turn(self) -> None:
         while self.inbox:
             command = self.inbox.popleft()
-            self._loop._handlers[type(command)](self, command)  # type: ignore[arg-type]
+            self._loop._handlers[type(command)](self._link, command)  # type: ignore[arg-type]
         if self.core.has_work and (outputs := self.core.step()):
             self.outbox.extend(self._told.feed(frames.pack_step(outputs)))
+        if self._loop._loading:
+            self._loop._answer_loaded()
         assert self.core.hand_over is not None
         for note in self.core.hand_over.take_notes():
             self.outbox.extend(self._told.feed(frames.pack_note(note)))
 
     def tell(self) -> None:
         frame = self.outbox.popleft()
-        self._on_event(frame) if isinstance(frame, frames.Step) else self.on_note(frame.note)
+        if not isinstance(frame, Reply):  # nobody has asked
+            self._on_event(frame) if isinstance(frame, frames.Step) else self.on_note(frame.note)
 
     def die(self) -> None:
         """What it has said is heard."""

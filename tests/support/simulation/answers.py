@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.request import REPETITION, Finished, FinishReason, SequenceOutput
 from tests.support.simulation import oracle
@@ -29,6 +29,7 @@ class Standing:
     asked: Asked
     open: set[int]  # answers that have not ended
     entered: bool = False  # handed to the scheduler
+    turned_down: str = ""  # with these words, because of its adapter
     doomed: bool = False  # whoever asked has gone, and is told nothing more once the scheduler knows
     cut: dict[int, int] = field(default_factory=dict)  # answer → tokens that stay
 
@@ -53,24 +54,39 @@ class Answers:
     # --- what is asked
 
     def ask(self, number: int, asked: Asked) -> None:
+        self.standing[number] = Standing(number, asked, set(range(asked.n)))
+        self._draw_lines(number, asked)
+
+    def name(self, number: int, key: str) -> None:
+        """Which adapter its own stands for, from now on."""
+        standing = self.standing[number]
+        standing.asked = replace(standing.asked, adapter=key)
+        self._draw_lines(number, standing.asked)
+
+    def turn_down(self, number: int, message: str) -> None:
+        """It must be refused with these words."""
+        self.standing[number].turned_down = message
+        self._seen["turned down"] += 1
+
+    def _draw_lines(self, number: int, asked: Asked) -> None:
         prompt = oracle.chain(asked.prompt, oracle.root(asked.adapter if self._setting.adapters else None))
         for index in range(asked.n):
             self.lines[number, index] = line = Line(asked, index, prompt, self._limit(asked))
             self._library.add(line)
-        self.standing[number] = Standing(number, asked, set(range(asked.n)))
 
     def enter(self, number: int) -> None:
         """It is the scheduler's from now on. Who is refused at once is in nobody's way."""
         standing = self.standing[number]
         standing.entered = True
         self.there.add(number)
-        if not self.refusal(standing.asked):
+        if not self.refusal(standing):
             self._watch.arrived(number, standing.asked)
 
-    def refusal(self, asked: Asked) -> str:
+    def refusal(self, standing: Standing) -> str:
         """A part of what it must be refused with; empty where it must not be."""
-        if asked.refused:
-            return REFUSAL
+        asked = standing.asked
+        if asked.refused or standing.turned_down:
+            return standing.turned_down or REFUSAL
         if not 1 <= len(asked.prompt) < self._limit(asked):
             return "the prompt has"
         return "n is" if asked.n > self._setting.rows else ""
@@ -137,7 +153,7 @@ class Answers:
             raise Broken("answer", f"{key} goes on after its end {end}")
 
     def _turned_away(self, key: tuple[int, int], output: SequenceOutput) -> bool:
-        refuses = self._watch.bound.refuses or self.refusal(self.standing[key[0]].asked)
+        refuses = self._watch.bound.refuses or self.refusal(self.standing[key[0]])
         return (
             bool(refuses)
             and output.finished is not None
@@ -170,7 +186,7 @@ class Answers:
     def _check_error(self, key: tuple[int, int], finished: Finished) -> None:
         """Only by a cause that is known: a step that failed and computed it, an unusable row, a grammar's dead end, a
         refusal."""
-        asked, message = self.standing[key[0]].asked, finished.message or ""
+        refusal, message = self.refusal(self.standing[key[0]]), finished.message or ""
         plan, result = self._device.collected, self._device.result
         if message in (UNUSABLE, oracle.NOTHING_ALLOWED):
             hold(
@@ -183,12 +199,8 @@ class Answers:
                 "error",
                 f"{key}: {message}, wrongly",
             )
-        elif self.refusal(asked):
-            hold(
-                self.refusal(asked) in message,
-                "error",
-                f"{key}: {message!r} instead of a refusal that says {self.refusal(asked)!r}",
-            )
+        elif refusal:
+            hold(refusal in message, "error", f"{key}: {message!r} instead of a refusal that says {refusal!r}")
         elif plan is not None and result is None and key[0] in self._device.fallen:
             self._seen["fell with a step"] += 1
         else:

@@ -30,7 +30,7 @@ from headrace.scheduler.roster import Sequence
 from headrace.scheduler.scheduler import Scheduler
 from tests.support.simulation import oracle
 from tests.support.simulation.broken import Broken
-from tests.support.simulation.device import Device
+from tests.support.simulation.device import Device, slots_of
 from tests.support.simulation.oracle import Line
 
 Leaving = list[tuple[int, int, int]]
@@ -142,7 +142,7 @@ class Books:
             if held.users != users[id(held)]:
                 raise Broken("adapters", f"{held} has {users[id(held)]} users")
         slots = [each.slot for each in books._resident.values()]
-        if sorted([*slots, *books._free_slots]) != list(range(len(oracle.ADAPTERS))):
+        if sorted([*slots, *books._free_slots]) != list(range(slots_of(self._device._setting))):
             raise Broken("adapters", f"slots {slots} are taken and {books._free_slots} free")
         idle = books.pool.num_blocks - books.pool.num_available
         if not books.is_shared and idle != sum(

@@ -5,6 +5,7 @@ What lives here: the defects, finding them, the rows of the table in docs/testin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ import pytest
 from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.block_pool import PrefixNode, PrefixTree
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
+from headrace.engine.core import EngineCore
+from headrace.lora.registry import AdapterDesk, Registered
 from headrace.scheduler import scheduler
 from headrace.scheduler import scheduler as results
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.roster import NEVER, Roster, Sequence, WaitingQueue
 from headrace.scheduler.step_planner import StepPlanner
 from tests.support.simulation.broken import Broken
+from tests.support.simulation.desk import WatchedDesk
 from tests.support.simulation.drawing import draw
 from tests.support.simulation.exhaust import explore
 from tests.support.simulation.life import Failure
@@ -256,6 +260,73 @@ def the_first_in_order_is_passed_over(patch: Patch) -> None:
     patch.setattr(StepPlanner, "_plan_running", unfair)
 
 
+# --- adapters
+
+
+def a_grammar_is_forgotten_while_its_adapter_is_read(patch: Patch) -> None:
+    """It was so: a request that waits for its adapter is in no roster yet."""
+
+    def keep_grammars(self: EngineCore) -> None:
+        if self._masks is not None and self._masks.seconds and not self._events:
+            self._masks.keep(self.scheduler.requests)
+
+    patch.setattr(EngineCore, "_keep_grammars", keep_grammars)
+
+
+def a_name_keeps_its_key(patch: Patch) -> None:
+    """Whatever it stands for: prefixes of replaced files are found, and their weights."""
+    patch.setattr(AdapterDesk, "_enter", _enter_alike)
+
+
+def _enter_alike(self: AdapterDesk, name: str, folder: str) -> Registered:
+    known = self._known[name] = Registered(f"{name}#0", folder)
+    return known
+
+
+def a_busy_adapter_is_evicted(patch: Patch) -> None:
+    evict = AdapterDesk._evict
+    patch.setattr(AdapterDesk, "_evict", lambda self, in_use: evict(self, ()))
+
+
+def a_closing_adapter_takes_new_requests(patch: Patch) -> None:
+    """Who waits for its place waits for ever, while they come."""
+    evict = AdapterDesk._evict
+
+    def open_evict(self: AdapterDesk, in_use: Any) -> bool:
+        found = evict(self, in_use)
+        self._closing = None
+        return found
+
+    patch.setattr(AdapterDesk, "_evict", open_evict)
+
+
+def prefixes_are_found_across_adapters(patch: Patch) -> None:
+    """Under one root for all of a salt."""
+    for name in ("find_root", "ensure_root"):
+        found = getattr(PrefixTree, name)
+        patch.setattr(PrefixTree, name, lambda self, salt, adapter, found=found: found(self, salt, None))
+
+
+def prompts_are_looked_up_by_the_names_of_adapters(patch: Patch) -> None:
+    """It was so: who computes a prompt for others does not find it, and enters it again for ever."""
+    patch.setattr(EngineCore, "adapter_key", lambda self, request: request.adapter)
+
+
+def keys_are_numbered_by_each_replica(patch: Patch) -> None:
+    """It was so: what is handed over is thrown away, once they differ."""
+
+    numbers, enter = Counter[AdapterDesk](), AdapterDesk._enter
+
+    def number(self: AdapterDesk, name: str, folder: str) -> Registered:
+        if isinstance(self, WatchedDesk):  # of one engine, which knows better
+            return enter(self, name, folder)
+        numbers[self] += 1
+        known = self._known[name] = Registered(f"{name}#{numbers[self]}", folder)
+        return known
+
+    patch.setattr(AdapterDesk, "_enter", number)
+
+
 DEFECTS: tuple[Plant, ...] = (
     a_reference_is_leaked,
     a_wake_up_is_lost,
@@ -278,6 +349,13 @@ DEFECTS: tuple[Plant, ...] = (
     the_first_in_order_is_passed_over,
     an_adapter_is_let_go_in_flight,
     an_adapter_is_kept_after_a_failure,
+    a_grammar_is_forgotten_while_its_adapter_is_read,
+    a_name_keeps_its_key,
+    a_busy_adapter_is_evicted,
+    a_closing_adapter_takes_new_requests,
+    prefixes_are_found_across_adapters,
+    prompts_are_looked_up_by_the_names_of_adapters,
+    keys_are_numbered_by_each_replica,
 )
 
 

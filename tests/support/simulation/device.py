@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from headrace.clock import VirtualClock
-from headrace.engine.executor import ExecutorInfo, Ticket
+from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, LoadAdapter, Ticket
 from headrace.engine.keyed_hash import Links, _HashRow, _mix
 from headrace.request import NO_SLOT, StepPlan, StepResult
 from headrace.spec import AdapterSpace, KVGroup, KVKind, KVSpec
@@ -28,6 +28,7 @@ from tests.support.simulation.schedule import Setting
 
 ADAPTER = -1  # whoever reads one: no request
 UNUSABLE = "the logits of this row were not finite"
+DAMAGED = "its file is damaged"
 
 Touched = list[dict[int, int]]  # of a step, by group: block → the request that it is read or written for
 
@@ -55,8 +56,13 @@ def info_of(setting: Setting) -> ExecutorInfo:
         "none (keyed hash)",
         padded=setting.padded,
         max_drafts=setting.drafts,
-        adapters=AdapterSpace(len(ADAPTERS), setting.adapters, setting.own_blocks) if setting.adapters else None,
+        adapters=AdapterSpace(slots_of(setting), setting.adapters, setting.own_blocks) if setting.adapters else None,
     )
+
+
+def slots_of(setting: Setting) -> int:
+    """For adapters, on the device and in host memory."""
+    return max(setting.held, setting.adapters) if setting.held else len(ADAPTERS)
 
 
 class Forecast:
@@ -119,7 +125,9 @@ class Device(CheckedExecutor):
         self.result: StepResult | None = None  # its result
         self._accounts: dict[int, _Account] = {}  # by row
         self._only: dict[int, int] = {}  # row → what it said that its tokens may be
-        self._adapters.update(ADAPTERS)
+        self.reading: list[tuple[str, int, bool]] = []  # key, turns that it still takes, whether it can be read
+        self.damage_next = False
+        self.damaged: set[str] = set()  # that could not be read
 
     @property
     def broken(self) -> bool:
@@ -157,6 +165,37 @@ class Device(CheckedExecutor):
         super().recover()
         self._accounts.clear()
         self._only.clear()
+
+    # --- adapters, read one after the other
+
+    def control(self, order: Control) -> None:
+        if isinstance(order, LoadAdapter):
+            self.reading.append((order.name, self._setting.reads, not self.damage_next))
+            self.damage_next = False
+        else:
+            super().control(order)
+
+    def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
+        while self.reading:
+            key, left, whole = self.reading.pop(0)
+            if left:
+                self.reading.insert(0, (key, left - 1, whole))
+                break
+            if whole:
+                super().control(LoadAdapter(key, ""))
+            else:
+                self.damaged.add(key)
+                self._outcomes.append(AdapterOutcome(key, DAMAGED))
+        return super().outcomes(wait)
+
+    def holds_adapter(self, key: str) -> bool:
+        """In host memory."""
+        return key in self._adapters
+
+    @property
+    def num_adapters(self) -> int:
+        """In host memory, or on their way there."""
+        return len(self._adapters) + len(self.reading)
 
     # --- judging plans
 

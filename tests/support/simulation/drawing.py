@@ -9,15 +9,18 @@ What lives here: the drawing. What may not: running anything.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from headrace.scheduler.policies import POLICIES
+from tests.support.simulation.houses import draw_house
 from tests.support.simulation.oracle import ADAPTERS, VOCAB, Line, chain
 from tests.support.simulation.schedule import (
     TURN,
     Abort,
     Add,
     Asked,
+    Damage,
     Delay,
     Disconnect,
     Event,
@@ -25,11 +28,13 @@ from tests.support.simulation.schedule import (
     Finish,
     Group,
     Jump,
+    Load,
     Look,
     Rebuild,
     Schedule,
     Setting,
     Spoil,
+    Unload,
 )
 
 LENGTH = 48
@@ -44,11 +49,13 @@ def draw(seed: int, events: int = 500, policy: str | None = None) -> Schedule:
     """The schedule of this seed; ``policy``: instead of the one it draws."""
     rng = random.Random(seed)
     setting = draw_setting(rng, policy)
+    if setting.replicas:
+        return Schedule(f"seed {seed}, {events} events", *draw_house(random.Random(f"house {seed}"), events))
     schedule = Schedule(f"seed {seed}, {events} events", setting, _Story(rng, setting, events).write())
     if setting.adapters:
         rng = random.Random(f"adapters of {schedule.name}")
         adapted = (_with_adapter(rng, event) if isinstance(event, Add) else event for event in schedule.events)
-        schedule = replace(schedule, events=tuple(adapted))
+        schedule = replace(schedule, events=tuple(adapted if not setting.held else _with_operator(rng, adapted)))
     if seed % BY_LENGTH:
         return schedule
     rng = random.Random(schedule.name)
@@ -59,6 +66,21 @@ def draw(seed: int, events: int = 500, policy: str | None = None) -> Schedule:
 
 def _with_adapter(rng: random.Random, event: Add) -> Add:
     return Add(event.number, _with(event.asked, {"adapter": rng.choice((None, *ADAPTERS))}))
+
+
+def _with_operator(rng: random.Random, events: Iterable[Event]) -> Iterator[Event]:
+    """Who loads adapters and unloads them; and disks that fail."""
+    for event in events:
+        yield event
+        drawn, name = rng.random(), rng.choice(ADAPTERS)
+        if drawn < 0.03:
+            yield Unload(name)
+        if drawn < 0.02:
+            yield Load(name, fresh=rng.random() < 0.5)
+        elif drawn > 0.995:
+            yield Damage()
+        elif drawn > 0.97:
+            yield Load(name, fresh=False)
 
 
 def _by_length(rng: random.Random, event: Add) -> Add:
@@ -102,6 +124,9 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
         automatic=own.random() < 0.4,
         adapters=own.choice((0, 0, 1, 2, 3)),
         own_blocks=own.choice((0, 0, 0, 9)),
+        held=own.choice((0, 1, 2, 3)),
+        reads=own.choice((0, 0, 1, 6)),
+        replicas=own.choice((0,) * 19 + (2,)),
         step_seconds=step_seconds,
         settled=mostly(0.5),
         journalled=mostly(0.1),

@@ -16,12 +16,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.keyed_hash import adapter_blocks
+from headrace.errors import InvalidRequest
 from headrace.request import (
     Expectations,
+    Finished,
+    FinishReason,
     RepetitionDetection,
     Request,
     SamplingParams,
@@ -29,14 +33,15 @@ from headrace.request import (
     StepPlan,
     StructuredOutputs,
 )
-from headrace.scheduler.events import AddRequest
 from tests.support.journal import Journal, replay
 from tests.support.rows import rebuild_rows
 from tests.support.simulation import oracle
 from tests.support.simulation.answers import Answers
 from tests.support.simulation.books import Books
 from tests.support.simulation.broken import Broken, hold
+from tests.support.simulation.desk import Operator, WatchedDesk
 from tests.support.simulation.device import Device, Forecast, JumpingClock
+from tests.support.simulation.houses import HouseLife
 from tests.support.simulation.masks import HashMasks
 from tests.support.simulation.order import OrderWatch
 from tests.support.simulation.schedule import (
@@ -44,18 +49,21 @@ from tests.support.simulation.schedule import (
     Abort,
     Add,
     Asked,
+    Damage,
     Delay,
     Disconnect,
     Event,
     Fail,
     Finish,
     Jump,
+    Load,
     Look,
     Rebuild,
     Schedule,
     Setting,
     Spoil,
     Turn,
+    Unload,
 )
 
 GRAMMAR = StructuredOutputs(regex="[ab]+")  # stands for all: what it allows is the oracle's
@@ -88,9 +96,10 @@ class Failure:
 
 def live(schedule: Schedule, *, traced: bool = False) -> Lived | Failure:
     """A whole life. A setting that no engine takes fails before its first event."""
-    happened, life = 0, None
+    happened = 0
+    life: Life | HouseLife | None = None
     try:
-        life = Life(schedule.setting, traced=traced)
+        life = (HouseLife if schedule.setting.replicas else Life)(schedule.setting, traced=traced)
         for event in schedule.events:
             life.happen(event)
             happened += 1
@@ -110,21 +119,6 @@ def _kind(error: Exception) -> str:
     return f"{type(error).__name__} in {frames[-1].name if frames else '?'}"
 
 
-class _Desk:
-    """All adapters are in host memory."""
-
-    busy, waiting, names, num_held, num_loads = False, (), oracle.ADAPTERS, len(oracle.ADAPTERS), 0
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-
-    def begin(self, request: Request) -> None:
-        self._core._events.append(AddRequest(request, adapter_blocks(request.adapter or "")))
-
-    def drop(self, request_id: int) -> None:
-        pass
-
-
 class Life:
     """See the module."""
 
@@ -135,14 +129,15 @@ class Life:
         self.masks = HashMasks(self._grammar_of, self._arrived, adapted=setting.adapters > 0)
         self.forecast = Forecast(setting) if setting.forecast else None
         self.plans: list[StepPlan] = []  # where there is a journal
+        self.watch = OrderWatch(setting)
+        self.seen: Counter[str] = Counter()
+        self.answers = Answers(setting, self.device, self.watch, self._limit_of, self.seen)
+        self.operator: Operator | None = None  # where there are adapters
         self.core = self._create_core()
         self.journal = Journal.of(self.core.scheduler) if setting.journalled else None
-        self.watch = OrderWatch(setting)
         self.books = Books(self.core.scheduler, self.device, settled=setting.settled)
         self.turns = 0
         self.began = 0.0  # the last turn, on the clock
-        self.seen: Counter[str] = Counter()
-        self.answers = Answers(setting, self.device, self.watch, self._limit_of, self.seen)
         self._trace = hashlib.sha256() if traced else None
 
     @property
@@ -150,7 +145,12 @@ class Life:
         return self._trace.hexdigest() if self._trace is not None else ""
 
     def _limit_of(self, asked: Asked) -> int:
-        return self.core.scheduler.roster.longest(asked.adapter)
+        """Beside its adapter, of which the engine need not know yet how large it is."""
+        books, key = self.core.scheduler.cache.adapters, asked.adapter
+        if books is None or key is None:
+            return self.core.scheduler.roster.longest(key)
+        with patch.dict(books._sizes, {key: adapter_blocks(key)}):
+            return self.core.scheduler.roster.longest(key)
 
     def _create_core(self) -> EngineCore:
         core = EngineCore(
@@ -164,10 +164,15 @@ class Life:
             masks=self.masks,
             forecast=self.forecast,
         )
-        if (books := core.scheduler.cache.adapters) is not None:
-            core.adapters = _Desk(core)  # type: ignore[assignment]
+        if core.scheduler.cache.adapters is not None:
+            core.adapters = desk = WatchedDesk(self.setting, self.device, self.answers)
+            self.operator = Operator(core, desk)
             for name in oracle.ADAPTERS:
-                books.expect(name, adapter_blocks(name))
+                desk.register(name, f"/{name}/0")
+                if not self.setting.held:
+                    desk.preload(name)
+            while desk.busy:
+                desk.take_ready(self.device.outcomes(), ())
         return core
 
     # --- events
@@ -200,6 +205,12 @@ class Life:
                 self._rebuild()
             case Look(number):
                 self._look(number)
+            case Load(name, fresh) if self.operator is not None:
+                self.operator.load(name, fresh=fresh)
+            case Unload(name) if self.operator is not None:
+                self.operator.unload(name)
+            case Damage():
+                self.device.damage_next = True
         self.check()
 
     def end(self) -> None:
@@ -219,12 +230,24 @@ class Life:
         if number not in self.answers.standing:
             made = _request(number, asked, self.clock.now() + asked.stamp)
             self.answers.ask(number, asked)
-            self.core.add(made)
-            if asked.compiles is None:
-                self.answers.enter(number)
+            try:
+                self.core.add(made)
+            except InvalidRequest as error:  # as the loop does: it did not come so far
+                finished = Finished(FinishReason.ERROR, message=error.message)
+                for index in range(asked.n):
+                    self.answers.take(SequenceOutput(number, index, (), finished=finished))
+            else:
+                if asked.compiles is None and not self._waits_at_desk(asked):
+                    self.answers.enter(number)
+
+    def _waits_at_desk(self, asked: Asked) -> bool:
+        return self.operator is not None and asked.adapter is not None
 
     def _arrived(self, request: Request) -> None:
-        self.answers.enter(request.request_id)
+        """Its grammar is there, or will not be."""
+        asked = self.answers.standing[request.request_id].asked
+        if asked.refused or not self._waits_at_desk(asked):
+            self.answers.enter(request.request_id)
 
     def _grammar_of(self, number: int) -> tuple[int, bool]:
         asked = self.answers.standing[number].asked
@@ -270,10 +293,15 @@ class Life:
         """One turn of the loop. While something is there to do and nothing is in flight, it does something."""
         core, self.turns = self.core, self.turns + 1
         idle = core.has_work and not core.scheduler.in_flight and not self.masks.compiling
+        desk = None if self.operator is None else self.operator.desk
+        before = None if desk is None else (desk.progress, bool(core._events))
         self.device.collected = None
         steps, self.began = core.scheduler._next_step, self.clock.now()
         outputs = core.step()
         self.take_turn(outputs)
+        if self.operator is not None:
+            self.operator.turn()
+            idle = idle and before == (self.operator.desk.progress, False) and not self.device.reading
         if idle and core.has_work and not outputs and core.scheduler._next_step == steps and not core._events:
             raise Broken("asleep", f"there is work and nothing in flight, and a turn does nothing: {core.stats()}")
 
@@ -297,6 +325,8 @@ class Life:
     def check(self) -> None:
         settled = not (self.core._events or self.core.scheduler._rejected)
         self.books.check(self.answers.lines, self.answers.there if settled else None)
+        if self.operator is not None:
+            self.operator.check(siblings[0].request for siblings in self.core.scheduler.requests.values())
 
     def _rows_told(self, plan: StepPlan) -> None:
         self.watch.met(self.clock.now())
@@ -341,6 +371,9 @@ class Life:
             "masks",
             f"{self.masks.followed} are still followed",
         )
+        if self.operator is not None:
+            hold(not self.operator.loop._loading, "adapters", "who loads one is not answered")
+            self.seen["read adapters"] += self.operator.desk.num_loads
         lost = [number for number, standing in self.answers.standing.items() if standing.open]
         hold(not lost, "requests", f"{lost} never ended")
         if self.journal is not None:

@@ -31,6 +31,11 @@ End = tuple[FinishReason, int | str | None]  # with its stop reason, or the mess
 ADAPTERS = ("one", "two", "three")
 
 
+def key_of(name: str, revision: int = 0) -> str:
+    """Of an adapter whose files have been replaced so often."""
+    return f"{name}#{revision}"
+
+
 def root(adapter: str | None) -> int:
     """The hash of nothing: with an adapter that lies on the device it is another model's."""
     return ROOT if adapter is None else _mix(ROOT, adapter_key(adapter))

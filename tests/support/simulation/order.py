@@ -14,7 +14,7 @@ from headrace.scheduler.roster import Sequence
 from headrace.scheduler.scheduler import Scheduler
 from tests.support.simulation.bounds import BOUNDS, UNKNOWN, Came
 from tests.support.simulation.broken import Broken
-from tests.support.simulation.oracle import ADAPTERS
+from tests.support.simulation.oracle import ADAPTERS, key_of
 from tests.support.simulation.schedule import Asked, Setting
 
 
@@ -144,8 +144,9 @@ class OrderWatch:
 
 def adapters_wait(setting: Setting) -> bool:
     """Whether a step may not have all of them, by their number or by the blocks that they may take."""
-    room = setting.own_blocks or setting.groups[0].num_blocks // 2
-    return setting.adapters > 0 and (setting.adapters < len(ADAPTERS) or sum(map(adapter_blocks, ADAPTERS)) > room)
+    room, keys = setting.own_blocks or setting.groups[0].num_blocks // 2, map(key_of, ADAPTERS)
+    few = setting.held > 0 or setting.adapters < len(ADAPTERS)
+    return setting.adapters > 0 and (few or sum(map(adapter_blocks, keys)) > room)
 
 
 def patience(setting: Setting) -> int:

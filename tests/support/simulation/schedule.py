@@ -34,7 +34,8 @@ class Setting:
     in the end a fresh scheduler must plan the same. ``drafts``: that the device proposes for a row, at most;
     ``acceptance``: how often one is right; ``automatic``: how many is the scheduler's choice. ``adapters``: that may be
     in one step; 0: they are names of prefixes, and nothing else; ``own_blocks``: that they lie in; 0: in those of the
-    first group.
+    first group; ``held``: in host memory at once; 0: all of them are there from the start; ``reads``: turns that reading
+    one takes. ``replicas``: of these, the first computes prompts for the others; 0: there is one engine.
     """
 
     depth: int = 0
@@ -58,6 +59,9 @@ class Setting:
     automatic: bool = False
     adapters: int = 0
     own_blocks: int = 0
+    held: int = 0
+    reads: int = 0
+    replicas: int = 0
     step_seconds: float = 0.0
     settled: bool = True
     journalled: bool = False
@@ -161,14 +165,58 @@ class Rebuild:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One replica alone takes a turn; ``tells``: what it has to say is heard."""
+
+    number: int
+    tells: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An operator loads an adapter; ``fresh``: its files were replaced since."""
+
+    name: str
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """The next adapter to be read cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """Somebody asks where a request stands, and for the gauges."""
 
     number: int
 
 
-Event = Turn | Add | Abort | Disconnect | Finish | Fail | Spoil | Delay | Jump | Rebuild | Look
-_ALL: tuple[type[Event], ...] = (Turn, Add, Abort, Disconnect, Finish, Fail, Spoil, Delay, Jump, Rebuild, Look)
+Event = (
+    Turn
+    | Add
+    | Abort
+    | Disconnect
+    | Finish
+    | Fail
+    | Spoil
+    | Delay
+    | Jump
+    | Rebuild
+    | Look
+    | Part
+    | Load
+    | Unload
+    | Damage
+)
+_ALL: tuple[type[Event], ...] = (
+    Turn, Add, Abort, Disconnect, Finish, Fail, Spoil, Delay, Jump, Rebuild, Look, Part, Load, Unload, Damage,
+)  # fmt: skip
 KINDS = {kind.__name__.lower(): kind for kind in _ALL}
 TURN = Turn()
 
