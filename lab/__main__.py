@@ -60,6 +60,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "control-plane": Benchmark("lab.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("lab.masks", "structured output: a schema's first mask, and each token's"),
+    "kernels": Benchmark(
+        "lab.kernels",
+        "every candidate of every operation, compared with its floor and its twin",
+        arguments="add_kernels_arguments",
+        flags="headrace.bench.arguments",
+    ),
     "stream-rate": Benchmark("lab.stream_rate", "tokens a second one server streams, nothing computed"),
 }
 

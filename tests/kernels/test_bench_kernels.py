@@ -16,6 +16,7 @@ from headrace.cost.profile import Limits
 from headrace.errors import ConfigError
 from headrace.kernels.candidate import Candidate
 from headrace.kernels.operations import OPERATIONS
+from lab.kernels import EveryCase
 from tests.support.kernel_cases import carried_out
 
 LIMITS = Limits(1e10, 1e10, {"bfloat16": 1e11, "float32": 1e11})
@@ -37,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_every_candidate_of_every_operation_has_a_row(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "time_calls", lambda calls, seconds, device: bench._time(calls, seconds, rounds=1))
-    rows = bench.measure(replace(TINY, dtype=dtype), LIMITS)
+    rows = bench.measure(replace(TINY, dtype=dtype, maker=EveryCase), LIMITS)
     assert {row.op for row in rows} == set(OPERATIONS)
     for op, one in OPERATIONS.items():
         assert {row.kernel for row in rows if row.op == op} == {candidate.name for candidate in one.candidates} | {

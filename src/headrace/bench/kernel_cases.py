@@ -1,7 +1,7 @@
 """The call sites that ``headrace bench kernels`` times: one model's shapes, at the row counts of decode and prefill.
 
-What lives here: inputs, bytes and FLOPs of each operation. What may not: choosing kernels, timing, printing
-(kernels.py).
+What lives here: inputs, bytes and FLOPs of the operations that compute with weights, keys or logits; those around
+them are measured in a checkout (lab/kernels.py). What may not: choosing kernels, timing, printing (kernels.py).
 
 Bytes are what must cross the memory bus once: weights, inputs, outputs, the visible keys and values. FLOPs count a
 multiply-add as two.
@@ -11,30 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise, product
+from functools import partial, partialmethod
+from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.kernels.attention import kv_codes
 from headrace.kernels.candidate import (
-    DeltaFacts,
-    EightBits,
     ExpertFacts,
     Facts,
     HeadFacts,
     NormFacts,
     RopeFacts,
-    StepFacts,
     WeightFacts,
 )
-from headrace.kernels.inputs import AttentionInputs, ForwardInputs, Quantized, SlotFactors, adapter_rows
+from headrace.kernels.inputs import AttentionInputs, Quantized
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.norm import reference
-from headrace.kernels.step.reference import DraftRows, StepWeights, longest_context
+from headrace.kernels.operations import OPERATIONS
 from headrace.layers.packed import Piece
 from headrace.quant import Format, lossless
 from headrace.quant.codes import Activations
@@ -43,10 +39,9 @@ from headrace.quant.gguf import GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.sites import layer_matrices
-from headrace.spec import ADDRESS_UNIT, KV_FORMATS, Activation, DecoderSpec, KVFormat, LayerSpec, MoESpec, RopeSpec
+from headrace.spec import KV_FORMATS, Activation, DecoderSpec, KVFormat, LayerSpec, MoESpec
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 128}  # tokens, as engines choose them
-_TEXT = 64  # tokens of an encoder's text
 MANY_ROWS = 64  # more rows are one prompt, not a batch of decoding sequences
 ROWS_OF = {  # the least and the most rows that an operation is called with
     **dict.fromkeys(("fused_linear", "packed_fused_linear"), (1, MOST_ROWS)),
@@ -56,7 +51,6 @@ ROWS_OF = {  # the least and the most rows that an operation is called with
         ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)
     ),  # of a step's last rows only
 }
-ADAPTERS, RANK = 8, 16  # as an engine has them by itself
 SPARSE = MoESpec(num_experts=32, top_k=4, intermediate_size=768, renormalize=True)
 
 # The shape of Llama-3.2-1B: what the figures of the documentation are measured on.
@@ -90,22 +84,9 @@ class KernelCase:
     calls: Callable[[Callable[..., Any]], Calls]
 
 
-def _case(
-    op: str,
-    label: str,
-    facts: Facts,
-    size: int,
-    flops: int,
-    inputs: Sequence[Sequence[Any]],
-    run: Callable[..., Any] | None = None,
-) -> KernelCase:
-    """``inputs``: of each call in turn. ``run``: calls a kernel with them and returns what is compared, where that is not
-    its result."""
-
-    def calls(kernel: Callable[..., Any]) -> Calls:
-        return [partial(kernel, *each) if run is None else partial(run, kernel, *each) for each in inputs]
-
-    return KernelCase(op, label, facts, size, flops, calls)
+def case_of(op: str, label: str, facts: Facts, size: int, flops: int, inputs: Sequence[Sequence[Any]]) -> KernelCase:
+    """``inputs``: of each call in turn."""
+    return KernelCase(op, label, facts, size, flops, lambda kernel: [partial(kernel, *each) for each in inputs])
 
 
 class CaseMaker:
@@ -127,43 +108,16 @@ class CaseMaker:
         """The call sites of ``op`` over ``rows`` tokens: as many sequences of one token, or beyond MANY_ROWS one
         prompt."""
         least, most = ROWS_OF.get(op, (1, rows))
-        if least <= rows <= most and (op != "decode_step" or self.context <= longest_context(rows)):
-            made = self._makers[op](rows)
+        if least <= rows <= most:
+            made = getattr(self, f"_{op}")(rows)
             yield from [made] if isinstance(made, KernelCase) else made
 
-    @property
-    def _makers(self) -> dict[str, Callable[[int], KernelCase | Iterator[KernelCase]]]:
-        return {
-            "linear": self._linears,
-            "fused_linear": self._fused_linears,
-            "added_linear": self._added,
-            "gated_linear": self._gated,
-            **{op: partial(self._norm, op) for op in ("rms_norm", "layer_norm")},
-            **{op: partial(self._activation, op) for op in ("activation", "gated_activation")},
-            **{op: partial(self._logits, op) for op in ("greedy_tokens", "pick_tokens", "score_tokens")},
-            "gumbel_argmax": self._pick,
-            "rope_attention": self._rope,
-            "paged_attention": self._attention,
-            "whole_attention": self._whole_attention,
-            "rotary_write": self._rotary,
-            "decode_step": lambda rows: (self._step(rows, fp8=each) for each in (False, True)),
-            "draft_tokens": self._draft_tokens,
-            "embedding": self._embedding,
-            "moe": self._moe,
-            "add_deltas": self._deltas,
-            "look_up_deltas": self._looked_up,
-            "add_sparse": self._sparse,
-            "packed_linear": lambda rows: (self._packed(form, rows) for form in self._packed_formats()),
-            "packed_fused_linear": self._packed_fused,
-            **{op: partial(self._composed, op) for op in ("normed_linear", "activated_linear")},
-            "packed_moe": self._packed_moe,
-            "write_rows": self._write,
-            "gather_inputs": self._gather,
-            "store_tokens": self._store,
-            "fetch_step": self._fetch,
-        }
+    @classmethod
+    def ops(cls) -> tuple[str, ...]:
+        """The operations that have cases here: each is a method of that name."""
+        return tuple(op for op in OPERATIONS if hasattr(cls, f"_{op}"))
 
-    def _linears(self, rows: int) -> Iterator[KernelCase]:
+    def _linear(self, rows: int) -> Iterator[KernelCase]:
         for site, name in zip(self._sites.values(), ("qkv", "output", "gate+up", "down"), strict=True):
             yield self.linear(name, rows, site.outs, site.ins)
         if rows <= MANY_ROWS:
@@ -172,7 +126,7 @@ class CaseMaker:
     def linear(self, name: str, rows: int, outs: int, ins: int, *, shared: bool = False) -> KernelCase:
         return self._product("linear", name, rows, outs, ins, lambda product, x, weight: product(x), shared=shared)
 
-    def _fused_linears(self, rows: int) -> Iterator[KernelCase]:
+    def _fused_linear(self, rows: int) -> Iterator[KernelCase]:
         """Only the first result is compared: others may be in pieces, which candidates cut differently."""
         spec, hidden = self.spec, self.spec.hidden_size
         norm = Around(torch.full((64, rows), hidden / 64), spec.norm_eps)
@@ -190,7 +144,7 @@ class CaseMaker:
 
             yield self._product("fused_linear", name, rows, site.outs, site.ins, first, gated=around.gate is not None)
 
-    def _added(self, rows: int) -> KernelCase:
+    def _added_linear(self, rows: int) -> KernelCase:
         """Each call gets its own residual, since a candidate may overwrite it: every time includes a copy."""
         outs, ins = self.spec.hidden_size, self.spec.intermediate_size
         residual = self._random(rows, outs)
@@ -199,7 +153,7 @@ class CaseMaker:
         )
         return replace(added, bytes=added.bytes + self._bytes(rows * outs))
 
-    def _gated(self, rows: int) -> KernelCase:
+    def _gated_linear(self, rows: int) -> KernelCase:
         """As a layer computes it where a candidate has nothing for this many rows: the GEMM, and an activation."""
         outs, ins, kind = 2 * self.spec.intermediate_size, self.spec.hidden_size, self.spec.activation
 
@@ -224,62 +178,8 @@ class CaseMaker:
         label, moved = f"{name} {rows}x{ins}x{outs}", size + self._bytes(rows * (ins + outs))
         return KernelCase(op, label, facts, moved, 2 * rows * outs * ins, calls)
 
-    def _factors(self, parts: Sequence[int], ins: int) -> SlotFactors:
-        """Of adapters of rank RANK in ADAPTERS slots, one after another in a pool, in random order."""
-        lengths = [ins] * len(parts) * RANK + [part for part in parts for _ in range(RANK)]
-        firsts = np.cumsum([0, *(-(-length // ADDRESS_UNIT) for length in lengths)])
-        order = np.random.default_rng(0).permutation(ADAPTERS)[:, None] * firsts[-1] + firsts[:-1]
-        chunk = 1 << (max(lengths) - 1).bit_length()
-        gains = -np.ones(
-            (ADAPTERS, len(parts) * 2 * -(-4 * max(parts) // (self.dtype.itemsize * chunk))), dtype=np.int64
-        )
-        table = np.concatenate((np.full((ADAPTERS, len(parts)), RANK), order, gains), axis=1).astype(np.int32)
-        columns = torch.from_numpy(table).to(torch.get_default_device())
-        ranks, a, b, none = columns.split([len(parts), *[RANK * len(parts)] * 2, gains.shape[1]], dim=1)
-        shape = len(parts), RANK, 1
-        pool = self._random(ADAPTERS * int(firsts[-1]) * ADDRESS_UNIT, scale=ins**-0.5)
-        return SlotFactors(
-            pool, ranks, a.unflatten(1, shape), b.unflatten(1, shape), none.unflatten(1, (len(parts), 2, -1)), chunk
-        )
-
-    def _deltas(self, rows: int) -> KernelCase:
-        """For query, key and value, slots in turn."""
-        site = next(iter(self._sites.values()))
-        slots = np.arange(rows, dtype=np.int32) % ADAPTERS
-        held = self._factors(site.parts, site.ins)
-        x = self._random(rows, site.ins)
-        y = self._random(rows, site.outs)
-        inputs = y, x, held, site.parts, adapter_rows(slots, x.device)
-        factors = RANK * (len(site.parts) * site.ins + site.outs)
-        facts = DeltaFacts(self.dtype, site.ins, site.parts, RANK, held.chunk)
-        size = self._bytes(min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs))
-        label = f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}"
-        return _case("add_deltas", label, facts, size, 2 * rows * factors, [inputs], _onto)
-
-    def _looked_up(self, rows: int) -> KernelCase:
-        """The same beside the embedding; of its rows, 1,024."""
-        hidden = self.spec.hidden_size
-        held, y = self._factors((hidden,), 1024), self._random(rows, hidden)
-        ids, adapters = torch.arange(rows) % 1024, adapter_rows(np.arange(rows, dtype=np.int32) % ADAPTERS, y.device)
-        facts = DeltaFacts(self.dtype, 1024, (hidden,), RANK, held.chunk)
-        size = self._bytes(min(rows, ADAPTERS) * RANK * hidden + rows * (RANK + 2 * hidden))
-        label, inputs = f"{rows}x{hidden}, rank {RANK}", (y, ids, held, None, adapters)
-        return _case("look_up_deltas", label, facts, size, 2 * rows * RANK * hidden, [inputs], _onto)
-
-    def _sparse(self, rows: int) -> KernelCase:
-        """One weight in a hundred of down, beside its product."""
-        outs, ins = self.spec.hidden_size, self.spec.intermediate_size
-        count = max(1, ins // 100)
-        ends, y, x = (
-            torch.arange(outs + 1, dtype=torch.int32) * count,
-            self._random(rows, outs),
-            self._random(rows, ins),
-        )
-        columns = torch.randint(ins, (outs * count,), generator=self._generator, dtype=torch.int32)
-        inputs = y, x, ends, columns, self._random(outs * count).float()
-        size = 8 * outs * count + self._bytes(rows * (ins + 2 * outs))
-        label, flops = f"down {rows}x{ins}x{outs}, 1 in 100", 2 * rows * outs * count
-        return _case("add_sparse", label, Facts(self.dtype), size, flops, [inputs], _onto)
+    def _packed_linear(self, rows: int) -> Iterator[KernelCase]:
+        return (self._packed(form, rows) for form in self._packed_formats())
 
     def _packed_formats(self) -> Iterator[Format]:
         device = torch.get_default_device()
@@ -307,7 +207,7 @@ class CaseMaker:
         if self.spec.intermediate_size % 256 == 0:
             yield from (GGUFBlocks("Q4_K"), GGUFBlocks("Q6_K"))
 
-    def _packed_fused(self, rows: int) -> Iterator[KernelCase]:
+    def _packed_fused_linear(self, rows: int) -> Iterator[KernelCase]:
         """Gate-up between norm and activation, and down followed by the sum. ``pack`` returns None for what it cannot
         multiply like that."""
         hidden, inner = self.spec.hidden_size, self.spec.intermediate_size
@@ -334,6 +234,9 @@ class CaseMaker:
         label = f"sum, norm, gate+up {rows}x{hidden}x{2 * inner}"
         made = self._packed(form, rows, label, 2 * inner, hidden, *norm, op=op)
         return replace(made, bytes=made.bytes + self._bytes(2 * rows * hidden))
+
+    _normed_linear = partialmethod(_composed, "normed_linear")
+    _activated_linear = partialmethod(_composed, "activated_linear")
 
     def _packed(
         self,
@@ -396,19 +299,25 @@ class CaseMaker:
     def _bytes(self, elements: int) -> int:
         return elements * self.dtype.itemsize
 
-    def _norm(self, op: str, rows: int) -> KernelCase:
+    def _normed(self, op: str, rows: int) -> KernelCase:
         width = self.spec.hidden_size
         weight, shift = torch.ones(width, dtype=self.dtype), (torch.zeros(width, dtype=self.dtype),)
         more = shift if op == "layer_norm" else ()
         inputs = [(self._random(rows, width), weight, *more, 1e-5, self._random(rows, width)) for _ in range(4)]
         facts, count = NormFacts(self.dtype, self.dtype), rows * width
-        return _case(op, f"{rows}x{width}, residual", facts, self._bytes(4 * count), 6 * count, inputs)
+        return case_of(op, f"{rows}x{width}, residual", facts, self._bytes(4 * count), 6 * count, inputs)
 
-    def _activation(self, op: str, rows: int) -> KernelCase:
+    _rms_norm = partialmethod(_normed, "rms_norm")
+    _layer_norm = partialmethod(_normed, "layer_norm")
+
+    def _activated(self, op: str, rows: int) -> KernelCase:
         width, halves = self.spec.intermediate_size, 1 + (op == "gated_activation")
         inputs = [(self._random(rows, halves * width), Activation.SILU) for _ in range(4)]
         size = self._bytes(rows * width * (halves + 1))
-        return _case(op, f"{rows}x{width}, silu", Facts(self.dtype), size, 6 * rows * width, inputs)
+        return case_of(op, f"{rows}x{width}, silu", Facts(self.dtype), size, 6 * rows * width, inputs)
+
+    _activation = partialmethod(_activated, "activation")
+    _gated_activation = partialmethod(_activated, "gated_activation")
 
     @property
     def _heads(self) -> tuple[torch.dtype, int, int, int]:
@@ -429,7 +338,7 @@ class CaseMaker:
     def _scales(self, form: KVFormat) -> Quantized:
         return Quantized(form) if form.scales else Quantized(form, *torch.ones(2, self.spec.num_kv_heads))
 
-    def _rotary(self, rows: int) -> KernelCase:
+    def _rotary_write(self, rows: int) -> KernelCase:
         spec = self.spec
         dim = spec.head_dim
         cos_sin, (k_cache, v_cache) = torch.rand(4096, dim) * 0.7, self._cache(rows)
@@ -455,7 +364,7 @@ class CaseMaker:
     def _table(self, rows: int, blocks: int) -> Tensor:
         return torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
 
-    def _rope(self, rows: int) -> Iterator[KernelCase]:
+    def _rope_attention(self, rows: int) -> Iterator[KernelCase]:
         """One sequence per row, in each format of the cache."""
         spec, (inputs, last) = self.spec, self._decoding(rows)
         qkv = self._random(rows, sum(spec.qkv_heads), spec.head_dim)
@@ -471,13 +380,13 @@ class CaseMaker:
             label = f"{rows} rows, context {self.context}{'' if form is None else f', {form.name}'}"
             # q is turned in place
             each = [(qkv.clone(), last, cos_sin, *kv, *rest) for kv in caches]
-            yield _case("rope_attention", label, facts, size, flops, each)
+            yield case_of("rope_attention", label, facts, size, flops, each)
 
     def _held(self, form: KVFormat | None) -> int:
         """Bytes of a token's keys in one head."""
         return self._bytes(self.spec.head_dim) if form is None else form.token_bytes(self.spec.head_dim)
 
-    def _attention(self, rows: int) -> Iterator[KernelCase]:
+    def _paged_attention(self, rows: int) -> Iterator[KernelCase]:
         """Over keys and values as they come, and in each format of the cache."""
         spec, prompt = self.spec, rows > MANY_ROWS
         sequences, queries, context = (1, rows, max(rows, self.context)) if prompt else (rows, 1, self.context)
@@ -501,78 +410,7 @@ class CaseMaker:
             rest = (spec.attention_scale, None, None, *(() if form is None else (self._scales(form),)))
             label = f"{kind} {sequences}x{queries}, context {context}{'' if form is None else f', {form.name}'}"
             facts, size = HeadFacts(*self._heads, kv=form), keys + self._bytes(2 * q.numel())
-            yield _case("paged_attention", label, facts, size, flops, [(q, *kv, inputs, *rest) for kv in caches])
-
-    def _whole_attention(self, rows: int) -> KernelCase:
-        """Sequences of two lengths in turn, as an encoder's texts are."""
-        spec, starts = self.spec, [0]
-        while starts[-1] < rows:
-            starts.append(min(rows, starts[-1] + (_TEXT if len(starts) % 2 else _TEXT // 2)))
-        lengths = [end - begin for begin, end in pairwise(starts)]
-        edges, none = torch.tensor(starts, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-        inputs = AttentionInputs(none, edges, edges.diff(), none, self.block_size, max(lengths), max(lengths))
-        heads, facts = (spec.num_heads, spec.head_dim), HeadFacts(self.dtype, spec.head_dim, *[spec.num_heads] * 2)
-        qkv = [self._random(rows, *heads) for _ in range(3)]
-        flops = 4 * sum(length**2 for length in lengths) * spec.num_heads * spec.head_dim
-        label, call = f"{len(lengths)} texts, {rows} tokens", (*qkv, inputs, spec.attention_scale)
-        return _case("whole_attention", label, facts, self._bytes(4 * qkv[0].numel()), flops, [call])
-
-    def _step_weights(self, spec: DecoderSpec, tokens: int, ids: int, *, fp8: bool = False) -> StepWeights:
-        """One layer, for so many positions and ``ids``."""
-        assert spec.rope is not None
-        sites, half = layer_matrices(spec, 0).values(), spec.head_dim // 2
-        ones, made = (
-            torch.ones(spec.hidden_size, dtype=self.dtype),
-            (self._weight(each.outs, each.ins) for each in sites),
-        )
-        layer = (*((each * 32).to(torch.float8_e4m3fn) if fp8 else each for each in made), ones, ones.clone())
-        angles = torch.arange(tokens).unsqueeze(1) * spec.rope.theta ** (-torch.arange(half) / half)
-        turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(ids, spec.hidden_size)
-        scales = (tuple(torch.full((each.outs,), 1 / 32) for each in sites),) if fp8 else ()
-        more = spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
-        return StepWeights((layer,), table, layer[-1], table, turns, *more)
-
-    def _step(self, rows: int, *, fp8: bool = False) -> KernelCase:
-        """One layer and the norm after it, with one sequence per row."""
-        rope = RopeSpec(theta=500000.0, rotary_dim=self.spec.head_dim)
-        spec = replace(self.spec, layers=(LayerSpec(),), gated_mlp=True, rope=rope)
-        attention, last = self._decoding(rows)
-        inputs = ForwardInputs(torch.arange(rows) % 64, last, (attention,))
-        cache = self._random(attention.block_table.numel(), 1, 2, spec.num_kv_heads, self.block_size, spec.head_dim)
-        elements = sum(site.outs * site.ins for site in self._sites.values())
-        size = elements if fp8 else self._bytes(elements)
-        made = [self._step_weights(spec, self.context, 64, fp8=fp8) for _ in range(min(2, self._copies(size)))]
-
-        def calls(make: Callable[..., Any]) -> Calls:
-            return [partial(make(each), inputs, (cache,)) for each in made]
-
-        keys = rows * self.context * spec.head_dim
-        facts = StepFacts(self.dtype, spec, eight=EightBits("fp8") if fp8 else None)
-        flops, moved = 2 * rows * elements + 4 * keys * spec.num_heads, size + self._bytes(2 * keys * spec.num_kv_heads)
-        label = f"1 layer{', FP8' * fp8}, {rows} rows, context {self.context}"
-        return KernelCase("decode_step", label, facts, moved, flops, calls)
-
-    def _draft_tokens(self, rows: int) -> KernelCase:
-        """Four tokens behind sequences of which all but the last token is there, by a decoder of one layer and a few
-        tokens."""
-        width, dim, heads, vocab, drafts = 128, 64, 2, 512, 4
-        sizes: dict[str, Any] = {"head_dim": dim, "num_heads": heads, "num_kv_heads": heads, "vocab_size": vocab}
-        sizes |= {"hidden_size": width, "intermediate_size": 384, "attention_scale": dim**-0.5, "gated_mlp": True}
-        spec = replace(self.spec, layers=(LayerSpec(),), rope=RopeSpec(theta=10000.0, rotary_dim=dim), **sizes)
-        most = self.context + drafts
-        weights, blocks = self._step_weights(spec, most, vocab), -(-most // self.block_size)
-        ids = torch.randint(vocab, (rows, most), dtype=torch.int32, generator=self._generator)
-        lie = self._table(rows, blocks)
-        cache, row = self._random(rows * blocks, 1, 2, heads, self.block_size, dim), torch.arange(rows).int()
-        length = torch.full_like(row, self.context)
-
-        def calls(make: Callable[..., Any]) -> Calls:
-            return [partial(_drafted, make(weights), ids, lie, row, length, drafts, cache)]
-
-        products = sum(site.outs * site.ins for site in layer_matrices(spec, 0).values()) + vocab * width
-        flops, size = 2 * rows * drafts * products, drafts * self._bytes(products)
-        label = f"1 layer of {width}, {rows} rows, {drafts} drafts, context {self.context}"
-        return KernelCase("draft_tokens", label, StepFacts(self.dtype, spec), size, flops, calls)
+            yield case_of("paged_attention", label, facts, size, flops, [(q, *kv, inputs, *rest) for kv in caches])
 
     def _moe(self, rows: int) -> KernelCase:
         moe, width = SPARSE, self.spec.hidden_size
@@ -588,48 +426,9 @@ class CaseMaker:
             self._bytes(int(touched * expert) + 2 * rows * width),
             [(*x, *rest, Activation.SILU) for x in inputs],
         )
-        return _case("moe", label, facts, size, 2 * pairs * expert, calls)
+        return case_of("moe", label, facts, size, 2 * pairs * expert, calls)
 
-    def _embedding(self, rows: int) -> KernelCase:
-        vocab, width = self.spec.vocab_size, self.spec.hidden_size
-        table, size = self._weight(vocab, width), self._bytes(2 * rows * width)
-        inputs = [(torch.randint(vocab, (rows,), generator=self._generator), table, None) for _ in range(16)]
-        return _case("embedding", f"{rows}x{width}", Facts(self.dtype), size, 0, inputs)
-
-    def _write(self, rows: int) -> KernelCase:
-        """The ids of new sequences of the same length, in any order of rows."""
-        ids = torch.randint(self.spec.vocab_size, (rows * self.context,), dtype=torch.int32, generator=self._generator)
-        row = torch.randperm(rows, generator=self._generator)
-        begin = (torch.arange(rows + 1) * self.context).int()
-        call = torch.zeros(rows, self.context, dtype=torch.int32), ids, row, begin, self.context
-        label, size = f"{rows} rows of {self.context}", rows * (2 * 4 * self.context + 8 + 4)
-        return _case("write_rows", label, Facts(torch.int32), size, 0, [call], partial(_left, 0))
-
-    def _gather(self, rows: int) -> KernelCase:
-        """A step of ``rows`` decoding sequences: their last token, its position, their block tables."""
-        blocks = -(-self.context // self.block_size)
-        ids = torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator)
-        every, table = torch.arange(rows).int(), self._table(rows, blocks)
-        context = torch.full((rows,), self.context, dtype=torch.int32)
-        call = ids, table, every, every.clone(), context - 1, context, self.block_size, blocks
-        label, size = f"{rows} rows, context {self.context}", rows * (4 * 5 + 8 * 3 + 2 * 4 * blocks)
-        return _case("gather_inputs", label, Facts(torch.int32), size, 0, [call])
-
-    def _store(self, rows: int) -> KernelCase:
-        ids = torch.zeros(rows, self.context, dtype=torch.int32)
-        every, tokens = torch.arange(rows).int(), torch.arange(rows)
-        call = ids, every, torch.full_like(every, self.context - 1), tokens, tokens.float()
-        return _case("store_tokens", f"{rows} rows", Facts(torch.int32), rows * (4 + 4 + 8 + 4 + 4 + 8), 0, [call])
-
-    def _fetch(self, rows: int) -> KernelCase:
-        """The position of each row, and no edits of the block table."""
-        ring = torch.randint(self.context, (1, 7, rows), dtype=torch.int32, generator=self._generator)
-        ring[:, 3:] = 0
-        turn, step, table = (torch.zeros(shape, dtype=torch.int32) for shape in ((1,), (3, rows), (rows, 8)))
-        call = ring, turn, step, table
-        return _case("fetch_step", f"{rows} rows", Facts(torch.int32), 2 * 3 * 4 * rows, 0, [call], partial(_left, 2))
-
-    def _logits(self, op: str, rows: int) -> KernelCase:
+    def _over_logits(self, op: str, rows: int) -> KernelCase:
         """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs
         of given tokens."""
         vocab, every = self.spec.vocab_size, torch.arange(rows)
@@ -639,39 +438,21 @@ class CaseMaker:
             x = torch.randn(rows, vocab, generator=self._generator) * 4
             picked = x.amax(-1), torch.full((rows,), 0.8), filters, every, every
             inputs.append((x, *{"greedy_tokens": (), "score_tokens": (every % vocab, min(5, vocab))}.get(op, picked)))
-        return _case(op, f"{rows}x{vocab}", Facts(torch.float32), 4 * rows * vocab, rows * vocab, inputs)
+        return case_of(op, f"{rows}x{vocab}", Facts(torch.float32), 4 * rows * vocab, rows * vocab, inputs)
 
-    def _pick(self, rows: int) -> KernelCase:
+    _greedy_tokens = partialmethod(_over_logits, "greedy_tokens")
+    _pick_tokens = partialmethod(_over_logits, "pick_tokens")
+    _score_tokens = partialmethod(_over_logits, "score_tokens")
+
+    def _gumbel_argmax(self, rows: int) -> KernelCase:
         vocab = self.spec.vocab_size
         size = 4 * rows * vocab
         scores = torch.empty(min(self._copies(size), 8), rows, vocab).normal_(0.0, 3.0, generator=self._generator)
         inputs = [(each, None, torch.arange(rows) * 977, torch.arange(rows)) for each in scores]
-        return _case("gumbel_argmax", f"{rows}x{vocab}", Facts(torch.float32), size, rows * vocab, inputs)
+        return case_of("gumbel_argmax", f"{rows}x{vocab}", Facts(torch.float32), size, rows * vocab, inputs)
 
 
 def _first(product: Callable[..., Any], *inputs: Any) -> Any:
     """Other results may be in pieces, which candidates cut differently."""
     found = product(*inputs)
     return found[0] if isinstance(found, tuple) else found
-
-
-def _onto(add: Callable[..., None], y: Tensor, *inputs: Any) -> Tensor:
-    """What it makes of a copy."""
-    result = y.clone()
-    add(result, *inputs)
-    return result
-
-
-def _left(place: int, kernel: Callable[..., None], *inputs: Any) -> Any:
-    """The input that it writes to."""
-    kernel(*inputs)
-    return inputs[place]
-
-
-def _drafted(
-    draft: Callable[..., None], ids: Tensor, table: Tensor, row: Tensor, length: Tensor, drafts: int, cache: Tensor
-) -> Tensor:
-    """The first one: those behind it hang on the last bits of its logits."""
-    greedy, seed = torch.zeros(len(row)), torch.zeros(len(row), dtype=torch.int64)
-    draft(ids, table, DraftRows(row, length - 1, length, torch.full_like(row, drafts), length - 1, greedy, seed), cache)
-    return ids[:, int(length[0])]

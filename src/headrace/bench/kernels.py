@@ -1,5 +1,5 @@
-"""``headrace bench kernels``: checks every operation and candidate against its twin, then times it against the physical
-limits.
+"""``headrace bench kernels``: checks every candidate of each operation against its twin, then times it against the
+physical limits.
 
 What lives here: forcing a candidate, checking, timing, the table. What may not: the shapes and inputs
 (kernel_cases.py), kernels.
@@ -51,9 +51,10 @@ class KernelBench:
     dtype: str = "bfloat16"
     rows: tuple[int, ...] = (1, 16, 512)
     context: int = 1024  # tokens a sequence has behind it
-    ops: tuple[str, ...] = tuple(OPERATIONS)
+    ops: tuple[str, ...] = ()  # all that have cases
     seconds: float = 0.3
     device: str = "cpu"
+    maker: type[CaseMaker] = CaseMaker
     batch_invariant: bool = False  # only candidates whose bits do not depend on the batch, as they are then
 
 
@@ -84,10 +85,10 @@ def measure(bench: KernelBench, limits: Limits, sweep: Sweep | None = None) -> l
     _check(bench)
     dtype = DTYPES[bench.dtype]
     device = torch.device(bench.device)
-    maker = CaseMaker(bench.spec, dtype, bench.context, 4 * cache_bytes(device), device)
+    maker = bench.maker(bench.spec, dtype, bench.context, 4 * cache_bytes(device), device)
     place = nullcontext() if device.type == "cpu" else device  # where it is not needed, it costs each operation some µs
     with torch.inference_mode(), place:
-        cases = (case for rows, op in product(bench.rows, bench.ops) for case in maker.cases(op, rows))
+        cases = (case for rows, op in product(bench.rows, bench.ops or maker.ops()) for case in maker.cases(op, rows))
         return (sweep or Sweep()).take(row for case in cases for row in _case_rows(case, bench, limits, dtype))
 
 
@@ -102,8 +103,8 @@ def cache_bytes(device: torch.device) -> int:
 def _check(bench: KernelBench) -> None:
     if bench.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds no CUDA device; use --device cpu.")
-    if unknown := set(bench.ops) - set(OPERATIONS):
-        raise ConfigError(f"Unknown operations {sorted(unknown)}; choose among {', '.join(OPERATIONS)}.")
+    if unknown := set(bench.ops) - set(bench.maker.ops()):
+        raise ConfigError(f"Unknown operations {sorted(unknown)}; choose among {', '.join(bench.maker.ops())}.")
     if bench.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {bench.dtype}; choose among {', '.join(DTYPES)}.")
     if not bench.rows or min(bench.rows) < 1:
@@ -183,7 +184,7 @@ def _time(calls: Sequence[Callable[[], Any]], seconds: float, rounds: int = 5) -
     return means
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, maker: type[CaseMaker] = CaseMaker) -> int:
     """Returns 1 if any candidate was wrong."""
     spec = _read_spec(args.model) if args.model else DEFAULT_SPEC
     if args.tune:
@@ -195,9 +196,10 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         rows=tuple(args.rows),
         context=args.context,
-        ops=tuple(args.ops) or tuple(OPERATIONS),
+        ops=tuple(args.ops),
         seconds=args.seconds,
         device=args.device,
+        maker=maker,
         batch_invariant=args.batch_invariant,
     )
     _check(bench)
