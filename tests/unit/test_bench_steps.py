@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.bench import offline
-from headrace.bench.steps import Calibration, describe_calibration, steady_decode, summarise_steps
+from headrace.bench.steps import steady_decode, summarise_steps
 from headrace.observe.metrics import StepRecord
 from headrace.observe.report import void_note
 
@@ -108,10 +108,3 @@ def test_a_fraction_above_its_limit_is_void_and_said_so(
 def test_the_worst_of_several_is_named() -> None:
     assert void_note({"a": None, "b": 1.0}) is None
     assert str(void_note({"a": 1.2, "b": 2.08, "c": 0.5})).startswith("VOID: b at 208% of the limit, and 1 more. ")
-
-
-def test_a_fit_above_the_limit_is_void_too() -> None:
-    assert describe_calibration(Calibration(2.08, 0.001, 0.01)).startswith(
-        "VOID: the fit over all steps at 208% of the limit"
-    )
-    assert "80% of the limit" in describe_calibration(Calibration(0.8, 0.001, 0.01))

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from headrace.bench.arguments import declare
-from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, steady_decode, summarise_steps
+from headrace.bench.steps import COLUMNS, steady_decode, summarise_steps
 from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
 from headrace.cost.profile import Limits
@@ -158,19 +157,17 @@ def _engine_facts(llm: Any) -> dict[str, Any]:
 def _show(
     args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, Any], records: Sequence[StepRecord], **more: Any
 ) -> None:
-    steps, calibration, steady = summarise_steps(records), calibrate(records), steady_decode(records)
+    steps, steady = summarise_steps(records), steady_decode(records)
     void = void_note({f"{step['steps']} steps": step["fraction"] for step in steps})
     print_facts(facts)
     print()
     print(table(COLUMNS, [list((step | {"fraction": shown_fraction(step["fraction"])}).values()) for step in steps]))
-    print(void or describe_calibration(calibration))
+    if void is not None:
+        print(void)
     if steady is not None:
         print(steady)
         figures |= steady.as_dict()
     print()
     print_figures(figures)
     if args.output_json:
-        fitted = asdict(calibration) if calibration is not None else None
-        write_json(
-            args.output_json, {"facts": facts, **figures, "steps": steps, "calibration": fitted, "void": void, **more}
-        )
+        write_json(args.output_json, {"facts": facts, **figures, "steps": steps, "void": void, **more})

@@ -1,7 +1,7 @@
 """The steps of a run with their floor and prediction, grouped by kind.
 
-What lives here: summing up step records, the efficiency and the overhead that they show. What may not: recording them
-(observe/metrics.py), printing of anything else.
+What lives here: summing up step records. What may not: recording them (observe/metrics.py),
+printing of anything else.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from headrace.observe.metrics import StepRecord
-from headrace.observe.report import void_note
 
 COLUMNS = (
     "steps",
@@ -109,50 +106,3 @@ def _medians(name: str, records: Sequence[StepRecord]) -> dict[str, Any]:
         median(record.host_seconds for record in records) * 1e3,
     )
     return dict(zip(COLUMNS, values, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """measured ≈ floor / efficiency + overhead. ``error`` is the median of |predicted / measured - 1| with these
-    two."""
-
-    efficiency: float
-    overhead: float  # s
-    error: float
-
-
-def fit(floors: Sequence[float], measured: Sequence[float]) -> Calibration | None:
-    """Least squares on relative errors over pairs in seconds; neither number may be negative.
-
-    None if the floors do not differ enough to distinguish efficiency from overhead (less than a factor of two).
-    """
-    if len(floors) < 2 or min(floors) <= 0 or min(measured) <= 0 or max(floors) < 2 * min(floors):
-        return None
-    x, y = np.asarray(floors, dtype=np.float64), np.asarray(measured, dtype=np.float64)
-    design = np.stack([x / y, 1.0 / y], axis=1)
-    (slope, overhead), *_ = np.linalg.lstsq(design, np.ones_like(y), rcond=None)
-    if overhead < 0:  # then the best fit without any
-        share = x / y
-        slope, overhead = float(share.sum() / (share @ share)), 0.0
-    if slope <= 0:
-        return None
-    predicted = x * slope + overhead
-    return Calibration(1.0 / float(slope), float(overhead), float(np.median(np.abs(predicted / y - 1.0))))
-
-
-def calibrate(records: Iterable[StepRecord]) -> Calibration | None:
-    """The efficiency and the overhead that these steps show; None without a limit or without steps of different
-    sizes."""
-    good = [
-        record for record in records if not record.failed and record.floor_seconds > 0 and record.measured_seconds > 0
-    ]
-    return fit([record.floor_seconds for record in good], [record.measured_seconds for record in good])
-
-
-def describe_calibration(found: Calibration | None) -> str:
-    if found is None:
-        return "no fit: the steps do not differ enough in size, or no limit is known"
-    if (void := void_note({"the fit over all steps": found.efficiency})) is not None:
-        return void
-    figures = f"{found.efficiency:.0%} of the limit plus {found.overhead * 1e3:.2f} ms per step"
-    return f"fit over all steps: {figures}; half of the steps within {found.error:.0%} of it"
