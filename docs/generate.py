@@ -117,9 +117,13 @@ def _table(part: type) -> str:
 
 def _row(field: Field[Any], part: type) -> str:
     spellings = [f"--{field.name.replace('_', '-')}", *field.metadata.get("flags", ())]
-    if field.metadata.get("flag") is False:
+    meaning = field.metadata.get("help")
+    if meaning is None:
         spellings = [f"--technique {field.name}=…"]
-    return f"| {', '.join(f'`{each}`' for each in spellings)} | {_values(field, part)} | {_default(field)} | {field.metadata['help']} |"
+        meaning = f"[off](techniques.md#{field.name}): {techniques.find_technique(field.name).off_means}"
+    return (
+        f"| {', '.join(f'`{each}`' for each in spellings)} | {_values(field, part)} | {_default(field)} | {meaning} |"
+    )
 
 
 def _values(field: Field[Any], part: type) -> str:

@@ -35,9 +35,10 @@ def option(default: Any, help: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, **extra})
 
 
-def switch(default: bool, help: str) -> Any:
-    """A technique's on/off switch: reached by ``--technique NAME=on|off``, without a flag of its own."""
-    return field(default=default, metadata={"help": help, "technique": True, "flag": False})
+def switch(default: bool) -> Any:
+    """A technique's on/off switch: reached by ``--technique NAME=on|off``, without a flag of its own. The register
+    (techniques/) says what each means."""
+    return field(default=default, metadata={"technique": True, "flag": False})
 
 
 def technique_name(of: Field[Any]) -> str:
@@ -141,11 +142,9 @@ class CacheConfig:
         aliases=DTYPE_ALIASES | {"fp8": "fp8_e4m3"}, technique="quantized_kv", on="int8", off="auto",
     )  # fmt: skip
     enable_prefix_caching: bool = option(True, "reuse the keys and values of shared prefixes", technique=True)
-    paged_allocation: bool = switch(True, "off: a sequence's maximum length is reserved at admission")
-    unified_paging: bool = switch(
-        True, "off: memory for --max-loras of the largest adapters is reserved beside the KV cache, which cannot use it"
-    )
-    kv_caching: bool = switch(True, "off: every token of a sequence is recomputed at every step")
+    paged_allocation: bool = switch(True)
+    unified_paging: bool = switch(True)
+    kv_caching: bool = switch(True)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -212,19 +211,15 @@ class SchedulerConfig:
     tpot_target_ms: float = option(
         100.0, "deadline: target time between tokens in milliseconds, unless the request says otherwise", minimum=0.01
     )
-    chunked_prefill: bool = switch(True, "off: a prompt is computed in one step, before any decoding")
-    continuous_batching: bool = switch(
-        True, "off: the next batch is formed only when the last sequence of the current one has ended"
-    )
-    fast_forward: bool = switch(True, "off: each token that a grammar forces is sampled in a separate step")
+    chunked_prefill: bool = switch(True)
+    continuous_batching: bool = switch(True)
+    fast_forward: bool = switch(True)
     speculative_config: str | None = option(
         None, 'speculative decoding: {"method": "ngram"} or "suffix", {"model": "a draft", "device": "cpu"}, '
         '{"method": "eagle3", "model": "a head"}', metavar="JSON",
         technique="speculation", on='{"method": "ngram"}', off=None,
     )  # fmt: skip
-    longest_first: bool = switch(
-        True, "off: requests of one offline call start in the given order, even if all answer lengths are known"
-    )
+    longest_first: bool = switch(True)
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -361,9 +356,7 @@ class DeviceConfig:
         0, "number of the replicas that only compute prompts, for the others",
         minimum=0, metavar="P", technique="prompts_apart", on=1, off=0,
     )  # fmt: skip
-    swap_roles: bool = switch(
-        False, "with --prefill-replicas: which replicas compute prompts, and how many, follows the load"
-    )
+    swap_roles: bool = switch(False)
     distributed_executor_backend: str = option(
         "mp", "who starts the processes of several devices: mp, this host and those of --nnodes; ray, a Ray cluster",
         choices=("mp", "ray"),
@@ -398,60 +391,29 @@ class DeviceConfig:
         False, "let the engine give up its memory and take it back: POST /sleep and /wake_up, LLM.sleep() and wake_up()"
     )
     strict_kernels: bool = option(False, "treat a kernel's fallback to its torch twin as an error")
-    token_concatenation: bool = switch(True, "off: every sequence in a step is padded to the longest one")
-    last_layer_pruning: bool = switch(
-        True, "off: the last layer computes every token of a prompt, even those whose output is not used"
-    )
-    compressed_weights: bool = switch(False, "store bfloat16 weights losslessly in 12 bits, on a CPU with AVX-512 BF16")
-    joint_deltas: bool = switch(
-        True, "off: a GPU adds adapters to few rows in two launches, not in one whose CTAs wait for each other"
-    )
-    integer_products: bool = switch(
-        True, "off: a CPU that computes in bfloat16 or float16 does not round the inputs of low-bit weights to 8 bits"
-    )
-    flat_gemm: bool = switch(True, "off: GEMMs with few rows use the vendor's library, regardless of shape")
-    tuned_products: bool = switch(
-        True, "off: torch chooses the algorithm for GEMMs with 65 or more rows, and norms add the residual"
-    )
-    quantized_gemm: bool = switch(
-        True, "off: on a GPU, quantized weights are dequantized in every step and multiplied by torch"
-    )
-    gated_products: bool = switch(True, "off: with 65 or more rows, the activation after gate-up is a separate kernel")
-    cuda_prefill: bool = switch(True, "off: prompt attention uses the Triton kernel on Hopper, too")
-    deep_fusion: bool = switch(
-        True,
-        "off: norms, residual additions, activations with few rows and the rounding of inputs are separate kernels",
-    )
-    early_weights: bool = switch(
-        True,
-        "off: GEMMs with 2 to 64 rows load weights only after the previous kernel has ended, for measured shapes too",
-    )
-    persistent_decode: bool = switch(True, "off: decode steps of a few requests are launched layer by layer")
-    persistent_fp8: bool = switch(
-        False,
-        "on Hopper: persistent_decode for FP8 weights with a scale per row or tensor, too (3 to 4 % slower so far)",
-    )
-    fused_rope_attention: bool = switch(
-        True, "off: in decode steps, attention is a separate kernel from rotary embedding and the cache write"
-    )
-    cascade_attention: bool = switch(
-        True, "off: prefix blocks that decoding sequences share are read once per sequence"
-    )
-    one_shot_sums: bool = switch(True, "off: ranks on GPUs add up small results through NCCL, too")
-    fused_sums: bool = switch(
-        True,
-        "off: with several ranks, residual sums and norms of few rows are separate kernels behind each sum of ranks",
-    )
-    unified_maximum: bool = switch(
-        False,
-        "decode attention takes exponentials without a running maximum; sums too large for float32 are recomputed",
-    )
-    programmatic_launch: bool = switch(True, "off: a kernel starts only when the previous one has ended")
-    prompt_graphs: bool = switch(True, "off: steps with prompts of up to 2,048 tokens are launched kernel by kernel")
-    drafts_ahead: bool = switch(
-        True, "off: nobody drafts while drafts are verified, on a device of its own or in a pipeline"
-    )
-    activation_arena: bool = switch(True, "off: each result within a step is allocated by torch's allocator")
+    token_concatenation: bool = switch(True)
+    last_layer_pruning: bool = switch(True)
+    compressed_weights: bool = switch(False)
+    joint_deltas: bool = switch(True)
+    integer_products: bool = switch(True)
+    flat_gemm: bool = switch(True)
+    tuned_products: bool = switch(True)
+    quantized_gemm: bool = switch(True)
+    gated_products: bool = switch(True)
+    cuda_prefill: bool = switch(True)
+    deep_fusion: bool = switch(True)
+    early_weights: bool = switch(True)
+    persistent_decode: bool = switch(True)
+    persistent_fp8: bool = switch(False)
+    fused_rope_attention: bool = switch(True)
+    cascade_attention: bool = switch(True)
+    one_shot_sums: bool = switch(True)
+    fused_sums: bool = switch(True)
+    unified_maximum: bool = switch(False)
+    programmatic_launch: bool = switch(True)
+    prompt_graphs: bool = switch(True)
+    drafts_ahead: bool = switch(True)
+    activation_arena: bool = switch(True)
     disabled_kernels: tuple[str, ...] = option((), "names of kernel candidates that are never chosen", metavar="NAME")
 
     def __post_init__(self) -> None:

@@ -379,7 +379,7 @@ def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> 
 
 def config_fields(config_class: type) -> tuple[Field[Any], ...]:
     """The fields of a config class that users set."""
-    return tuple(each for each in fields(config_class) if "help" in each.metadata)
+    return tuple(each for each in fields(config_class) if each.metadata)
 
 
 def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
