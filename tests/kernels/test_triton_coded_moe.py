@@ -8,7 +8,9 @@ import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import ExpertFacts
+from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.packed import packed_moe
+from headrace.kernels.moe.reference import fused_moe
 from headrace.kernels.moe.triton_coded import CodedMoe, _packed_singly, _packed_together, lay, rounded_again
 from headrace.quant import Format
 from headrace.quant.codes import Activations
@@ -85,6 +87,24 @@ def test_a_few_tokens_take_two_launches_that_round_as_the_format_says(
         expanded, *rounded = made[1:4]
         for inputs, back in zip((x, expanded.flatten(0, 1)), rounded, strict=True):
             assert torch.equal(back.view_as(inputs), rounded_again(inputs, form.eight))
+
+
+@pytest.mark.parametrize("form", FEW[:2], ids=lambda each: each.label)
+def test_a_few_tokens_with_what_stands_around_them_equal_the_twin(form: Format) -> None:
+    torch.manual_seed(5)
+    pieces = [random_piece(form, *shape, copies=4) for shape in ((256, 128), (128, 128))]
+    x, router = torch.randn(2, 128).bfloat16(), torch.randn(2, 4).bfloat16()
+    around = Around(torch.rand(7, 2) * 99, 1e-5, None, torch.randn(2, 128).bfloat16(), torch.rand(128).bfloat16())
+    arguments = (x, router, pieces[:1], pieces[1:], 2, True, Activation.SILU, around)
+    want = fused_moe(*arguments, apply=packed_moe)
+    codings, eights = (tuple(getattr(each.form, name) for each in pieces) for name in ("rounded_coding", "eight"))
+    got = CodedMoe(ExpertFacts(torch.bfloat16, 4, 2, eights=eights, rounded=codings)).fused(*arguments)
+    peak = 3 * want[0].abs().max()  # a last bit of what is rounded moves codes
+    for one, other in zip(got[:2], want[:2], strict=True):
+        assert one is not None and other is not None
+        assert_close(one / peak, other / peak, torch.bfloat16)
+    assert got[2] is not None
+    torch.testing.assert_close(got[2].sum(0), got[0].float().square().sum(1))
 
 
 @pytest.mark.parametrize("form", [*FORMATS, PackedIntegers(4, 128)], ids=lambda each: each.label)

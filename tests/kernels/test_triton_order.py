@@ -30,7 +30,9 @@ from headrace.kernels.linear.flat_linear import FusedLinear, Product, make_scrat
 from headrace.kernels.lora import triton_joint as joint
 from headrace.kernels.lora import triton_lora as lora
 from headrace.kernels.moe import triton_coded_few as moe
+from headrace.kernels.moe import triton_few as few
 from headrace.kernels.moe.triton_coded import CodedMoe
+from headrace.kernels.moe.triton_moe import Moe
 from headrace.kernels.norm import triton_norm as norm
 from headrace.kernels.norm import triton_rounded as rounding
 from headrace.kernels.rows import triton_embedding as embedding
@@ -86,7 +88,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setattr(Builder, "create_masked_load", noted("load", load, 0, 1))
     monkeypatch.setattr(Builder, "create_masked_store", noted("store", store, 0, 2))
     monkeypatch.setattr(Builder, "create_atomic_rmw", noted("atomic", atomic, 1, 3))
-    for module in (codes, eight_bits, embedding, flat, joint, lora, moe, norm, rotary, rounding, rows, sampling):
+    for module in (codes, eight_bits, embedding, few, flat, joint, lora, moe, norm, rotary, rounding, rows, sampling):
         monkeypatch.setattr(sys.modules[module.__name__], "gdc_wait", told.wait)
     return told
 
@@ -200,12 +202,17 @@ def test_experts_of_few_tokens_guess_ids_before_they_wait_and_read_them_again(
     made: list[torch.Tensor] = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: (made.append(empty(*size, **how)), made[-1])[1])
-    monkeypatch.setattr(moe, "_bring_nearer", lambda at, BYTES: None)
+    for module in (few, moe):
+        monkeypatch.setattr(module, "bring_nearer", lambda at, BYTES: None)
     form = PackedIntegers(4, 128, zero=False)
     up, down = ([random_piece(form, 128, 128, seed=seed, copies=3) for seed in seeds] for seeds in ((1, 2), (3,)))
     facts = ExpertFacts(torch.bfloat16, 3, 2, eights=(None, None), rounded=(form.coding, form.coding))
     experts, x = CodedMoe(facts, pdl=True), torch.randn(2, 128).bfloat16()
-    experts(x, torch.randn(2, 3).bfloat16(), up, down, 2, True, Activation.SILU)
+    logits = torch.randn(2, 3).bfloat16()
+    around = Around(torch.rand(3, 2), 1e-5, None, torch.randn(2, 128).bfloat16(), torch.rand(128).bfloat16())
+    experts.fused(x, logits, up, down, 2, True, Activation.SILU, around)
+    plain = torch.randn(3, 256, 128).bfloat16(), torch.randn(3, 128, 128).bfloat16()
+    Moe(False, pdl=True).fused(x, logits, *plain, 2, True, Activation.SILU, around)
     assert programs.early["load"]
     assert_in_order(programs, [each for each in made if each.dtype == torch.int32])
 
@@ -238,6 +245,7 @@ def test_no_other_kernel_begins_early() -> None:
         "flat_linear",
         "triton_coded_few",
         "triton_embedding",
+        "triton_few",
         "triton_joint",
         "triton_lora",
         "triton_norm",

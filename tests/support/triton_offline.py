@@ -348,6 +348,7 @@ def linear(tokens: int) -> dict[str, dict[str, int]]:
 
 
 def moe(tokens: int, *, held: int = 128) -> dict[str, dict[str, int]]:
+    from headrace.kernels.linear.around import Around
     from headrace.kernels.moe import triton_few as moe_few
     from headrace.kernels.moe import triton_moe as moe
     from headrace.spec import Activation
@@ -355,10 +356,15 @@ def moe(tokens: int, *, held: int = 128) -> dict[str, dict[str, int]]:
     x, router = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 128, dtype=torch.bfloat16)
     gate_up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((held, 1536, 2048), (held, 2048, 768)))
     places = None if held == 128 else torch.zeros(2, 128, dtype=torch.int32)
-    run = moe.Moe(False, True)
+    run = moe.Moe(False, True, pdl=True)
     module, kernels = moe, ("_route_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")
     if tokens == 1:
         module, kernels = moe_few, ("_expand_few_kernel", "_contract_few_kernel")
+        if places is None:
+            around = Around(torch.empty(512, 1), 1e-6, None, x, x[0])
+            return record(
+                module, kernels, lambda: run.fused(x, router, gate_up, down, 8, True, Activation.SILU, around)
+            )
     return record(module, kernels, lambda: run(x, router, gate_up, down, 8, True, Activation.SILU, places))
 
 

@@ -118,9 +118,10 @@ def experts(name: str, coding: Coding, eight: EightBits | None) -> dict[str, dic
         for shape in ((1536, 2048), (2048, 768))
     )
     x, moe = torch.zeros(1, 2048, dtype=torch.bfloat16), triton_coded.CodedMoe(facts, pdl=True)
+    around = Around(torch.zeros(512, 1), 1e-6, None, x, x[0])
     found = record(
         triton_coded_few, ("_expand_coded_few_kernel", "_contract_coded_few_kernel"),
-        lambda: moe.computed(x, x[:, :8], up, down, 8, True, Activation.SILU),
+        lambda: moe.computed_few(x, x[:, :8], up, down, 8, True, Activation.SILU, None, around),
     )  # fmt: skip
     return {f"{name}, few, {kernel.split('_')[1]}": figures for kernel, figures in found.items()}
 

@@ -87,14 +87,15 @@ class EightBits:
 @dataclass(frozen=True, slots=True)
 class WeightFacts(Facts):
     """``gated``: the columns are those of a gate and of what it gates. ``shared``: the weight is another layer's, too.
-    ``fused``: few rows go through ``fused_linear``. ``formats``: of its parts, where they have some; ``codings``
-    and ``eights``: what kernels may take these for, each."""
+    ``fused``: few rows go through ``fused_linear``. ``routes``: to experts. ``formats``: of its parts, where they have
+    some; ``codings`` and ``eights``: what kernels may take these for, each."""
 
     in_features: int
     out_features: int
     gated: bool = False
     shared: bool = False
     fused: bool = False
+    routes: bool = False
     formats: tuple[str, ...] = ()
     codings: tuple[Coding | None, ...] = ()
     eights: tuple[EightBits | None, ...] = ()

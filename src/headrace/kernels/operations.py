@@ -108,6 +108,7 @@ WHOLE_ATTENTION = Operation("whole_attention", whole_attention, HeadFacts, atten
 ACTIVATION = Operation("activation", activation, Facts, norm.ACTIVATION, varies=True)
 GATED_ACTIVATION = Operation("gated_activation", gated_activation, Facts, norm.GATED_ACTIVATION, varies=True)
 MOE = Operation("moe", experts.moe, ExpertFacts, moe.MOE, varies=True, reads=True, turn=5)
+FUSED_MOE = Operation("fused_moe", experts.fused_moe, ExpertFacts, moe.FUSED_MOE, varies=True, reads=True, turn=5)
 GREEDY_TOKENS = Operation("greedy_tokens", greedy_tokens, Facts, sampling.GREEDY_TOKENS)
 PICK_TOKENS = Operation(
     "pick_tokens", partial(pick_tokens, argmax=gumbel_argmax), Facts, sampling.PICK_TOKENS, reads=True, turn=1

@@ -154,7 +154,14 @@ class Linear(nn.Module):
         """Packs the filled parameters for the chosen kernels and drops what these do not need. Once."""
         site, kernels = self.site, self._context.kernels
         formats = tuple(form.label for form in site.formats)
-        facts = WeightFacts(self._context.dtype, site.ins, site.outs, shared=self._shared, formats=formats)
+        facts = WeightFacts(
+            self._context.dtype,
+            site.ins,
+            site.outs,
+            shared=self._shared,
+            routes=site.role is Role.ROUTER,
+            formats=formats,
+        )
         bias = self._take("bias")
         if site.formats:
             self._finish_packed(bias, facts)
@@ -167,10 +174,11 @@ class Linear(nn.Module):
             self._fused = _made(kernels.offer(FUSED_LINEAR, replace(facts, gated=site.gated)), *operands)
         if site.gated and not site.bias:
             self._gated = _made(kernels.offer(GATED_LINEAR, facts), *operands)
-        if self._composed and site.split is Split.ROW:
+        if self._composed and site.split is Split.ROW and not self._context.sparse:
             self._added = _made(kernels.offer(ADDED_LINEAR, facts), *operands)
         # ranks' sums leave norms half done for fewer rows than a fused product takes, and what is left comes here
-        fused = self._fused is not None and (self._context.group is None or site.gated)
+        few = self._context.group is None and not self._context.sparse  # nor do all of few rows of a sparse model
+        fused = self._fused is not None and (few or site.gated)
         self._apply_weight = kernels.choose(LINEAR, replace(facts, fused=fused))(*operands)
         self.weight_bytes = getattr(self._apply_weight, "num_bytes", held)
 
@@ -191,6 +199,7 @@ class Linear(nn.Module):
         if (
             beside is None
             and self._context.composes
+            and not self._context.sparse
             and self.site.split is Split.COLUMN
             and self.site.layer is not None
         ):

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.kernels.candidate import ExpertFacts
-from headrace.kernels.operations import MOE, PACKED_MOE
+from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.moe.reference import FEW
+from headrace.kernels.operations import FUSED_MOE, MOE, PACKED_MOE
 from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.packed import Piece, create_pieces
@@ -45,6 +47,8 @@ class SparseFeedForward(nn.Module):
         facts = ExpertFacts(context.dtype, moe.num_experts, moe.top_k, formats, codings, eights, rounded, held)
         kernels = context.kernels
         self._moe: Callable[..., Tensor] = kernels.choose(PACKED_MOE, facts) if formats else kernels.choose(MOE, facts)
+        # of a few tokens, with all that stands around
+        self._fused: Callable[..., Fused] | None = kernels.offer(FUSED_MOE, facts) if context.composes else None
 
     def finish_loading(self) -> None:
         """Of experts in a format of their own."""
@@ -61,7 +65,12 @@ class SparseFeedForward(nn.Module):
             see(x, router_logits)
             return apply(x, router_logits, *rest)
 
-        self._moe = watched
+        self._moe, self._fused = watched, None
+
+    @property
+    def takes_norms(self) -> bool:
+        """As ``Linear`` says it."""
+        return self._fused is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -72,7 +81,13 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
         """Norm, this, and onto the stream. ``following``: the norm behind it."""
-        x = stream.normed(norm)
+        if self._fused is not None and stream.scaled is not None and len(stream.scaled) <= FEW:
+            x, around = stream.scaled, Around(stream.squares, norm.eps, None, stream.sum, following.scale)
+            chosen, spec = self.router.normed(stream, norm), self._spec
+            given = x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation
+            stream.sum, stream.scaled, stream.squares = self._fused(*given, around)
+            return
+        x, stream.scaled = stream.normed(norm), None
         chosen = self.router.forward(x)
         if self._survivors is not None:
             stream.pending = self._survivors.summed(lambda: self._computed(x, chosen, self._placed()))

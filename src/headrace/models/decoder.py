@@ -18,6 +18,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.candidate import EightBits, StepFacts
 from headrace.kernels.inputs import AdapterRows, ForwardInputs, LayerStep, Wanted
 from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
+from headrace.kernels.moe.reference import FEW
 from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
 from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
 from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, RMSNorm, attention_alone, in_order
@@ -135,7 +136,8 @@ class Decoder(nn.Module):
             dtype,
             device,
             kernels,
-            composes=_composes(spec),
+            composes=_composes(spec, alone=group is None and keys is None and experts is None),
+            sparse=spec.layers[0].moe is not None,
             kv=kv,
             group=group,
             keys=keys,
@@ -162,7 +164,10 @@ class Decoder(nn.Module):
         self.pooler = None if spec.pooling is None else Pooler(spec, context)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
-        self._most_rows = MOST_ROWS if group is None else min(MOST_ROWS, group.most_onto(spec.hidden_size, dtype))
+        sparse = any(layer.moe is not None for layer in spec.layers)
+        self._most_rows = (
+            FEW if sparse else MOST_ROWS if group is None else min(MOST_ROWS, group.most_onto(spec.hidden_size, dtype))
+        )
         self._eight = _rows_in_fp8(spec)
         self._make_step = (
             kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv, self._eight), reported=True)
@@ -193,7 +198,8 @@ class Decoder(nn.Module):
         if self._make_step is not None and self._eight is not None:
             self._step = self._step_in_rows(table, head)
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
-        self._takes_norms = all(each.takes_norms for each in linears)
+        experts = [module for module in self.layers.modules() if isinstance(module, SparseFeedForward)]
+        self._takes_norms = all(each.takes_norms for each in (*linears, *experts))
         self._takes_sums = all(each.takes_sums for each in linears)
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], hidden: Tensor | None = None) -> Tensor:
@@ -371,12 +377,19 @@ def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding | None)
     return layer
 
 
-def _composes(spec: DecoderSpec) -> bool:
-    """Whether norms, sums and activation can be fused into the adjacent GEMMs, in every block."""
-    dense = all(layer.moe is None for layer in spec.layers)
-    if spec.held is not None:
+def _composes(spec: DecoderSpec, *, alone: bool) -> bool:
+    """Whether norms, sums and activation can be fused into the adjacent GEMMs, in every block. ``alone``: no ranks share
+    the model."""
+    sparse = {layer.moe is not None for layer in spec.layers}
+    if spec.held is not None or len(sparse) > 1:
         return False
-    return not spec.post_norm and dense and spec.gated_mlp and spec.norm is NormKind.RMS and not spec.sandwich_norm
+    return (
+        not spec.post_norm
+        and (alone or sparse == {False})
+        and spec.gated_mlp
+        and spec.norm is NormKind.RMS
+        and not spec.sandwich_norm
+    )
 
 
 def _steps(spec: DecoderSpec, layers: nn.ModuleList, last: Norm) -> tuple[tuple[Block, Norm, int, int], ...]:

@@ -29,6 +29,7 @@ class Around:
     scale: Tensor | None = None  # [out]
 
 
+ALONE = Around()
 MOST_ROWS = 64  # of a product that is fused; more are a prompt, or a batch whose products are bound by arithmetic
 LEAST_ADDED = 4096  # rows of a product that takes the residual in: of fewer, the norm that follows adds it as quickly
 # y [T, out]; y · scale [T, out] and squares [pieces, T], where a scale was given

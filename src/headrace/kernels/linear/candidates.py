@@ -45,7 +45,7 @@ def _few_rows(site: CallSite[WeightFacts]) -> str | None:
     outs, ins = site.facts.out_features, site.facts.in_features
     if site.facts.fused:
         return "few rows of this layer go through fused_linear"
-    if ins % 64 or outs * ins < SMALL_WEIGHT:
+    if ins % 64 or (outs * ins < SMALL_WEIGHT and not site.facts.routes):
         return f"{ins} to {outs} is no large weight with rows that the copy engine can read"
     return None
 

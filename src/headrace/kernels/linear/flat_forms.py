@@ -74,6 +74,8 @@ def without_vendor(forms: Forms, shape: Shape, processors: int) -> Forms:
 
 
 def _rule(shape: Shape, most: int, processors: int) -> Form:
+    if most == 1 and shape.outs < processors and shape.ins % 2048 == 0:
+        return vector(1, 2048, 0, 4)  # a router's
     if most == 1 and shape.ins % 1024 == 0:
         return vector(2 if shape.gated else 4, 1024, 0, 4)
     rows = max(16, most)

@@ -20,6 +20,7 @@ from headrace.kernels.build.native import ACTIVATIONS, TYPES, function_of, nativ
 from headrace.kernels.build.rehearsals import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes, rows_of
 from headrace.kernels.linear import panels
+from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.candidates import INTEGER, INTEGERS
 from headrace.kernels.linear.native import FEW_ROWS, linear_of_many_rows
 from headrace.kernels.linear.packing import empty
@@ -78,9 +79,15 @@ def _places(site: CallSite[ExpertFacts]) -> Tensor | None:
     return None if site.facts.held is None else site.zeros(1, site.facts.num_experts, dtype=torch.int32)
 
 
-def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
-    """A few tokens, then 4, 16 and 64 pairs an expert: what tiles are chosen by. Routing all to the same experts
-    changes no launch."""
+def _around(site: CallSite[ExpertFacts], sizes: Sizes) -> Around:
+    hidden, scale = sizes.spec.hidden_size, torch.float32 if sizes.spec.norm_offset else None
+    squares = site.zeros(1, TOKENS, dtype=torch.float32)
+    return Around(squares, 1.0, None, site.zeros(TOKENS, hidden), site.zeros(hidden, dtype=scale))
+
+
+def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes, *, fused: bool = False) -> Calls:
+    """A few tokens, then (unless with what stands around them) 4, 16 and 64 pairs an expert: what tiles are chosen by.
+    Routing all to the same experts changes no launch."""
     spec = sizes.spec
     up, down = [each for each in matrices(spec) if each.moe is not None][:2]
     moe = up.moe
@@ -92,9 +99,10 @@ def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
 
     def compute(tokens: int) -> object:
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
-        return run(x, router, gate_up, narrow, moe.top_k, moe.renormalize, spec.activation, places)
+        last = _around(site, sizes) if fused else places
+        return run(x, router, gate_up, narrow, moe.top_k, moe.renormalize, spec.activation, last)
 
-    for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (4, 16, 64))):
+    for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (() if fused else (4, 16, 64)))):
         yield f"{tokens} tokens", partial(compute, min(tokens, sizes.max_num_batched_tokens))
 
 
@@ -112,8 +120,8 @@ def _uncoded(site: CallSite[ExpertFacts]) -> str | None:
     return _refuses(site)
 
 
-def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
-    """A few tokens, then some for every tile, over experts that all are the first one."""
+def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes, *, fused: bool = False) -> Calls:
+    """The same, over experts that all are the first one."""
     spec = sizes.spec
     up, down = [each for each in matrices(spec) if each.moe is not None][:2]
     moe, codings = up.moe, site.facts.rounded
@@ -131,13 +139,21 @@ def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
             else None
         )
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
-        return run.computed(x, router, wide, narrow, moe.top_k, moe.renormalize, spec.activation, _places(site))
+        given = x, router, wide, narrow, moe.top_k, moe.renormalize, spec.activation, _places(site)
+        return run.__self__.computed_few(*given, _around(site, sizes)) if fused else run.computed(*given)
 
-    for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (4, 8, 32))):
+    for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (() if fused else (4, 8, 32)))):
         yield (
             f"{codings[0]}, {codings[-1]}, {tokens} tokens",
             partial(compute, min(tokens, sizes.max_num_batched_tokens)),
         )
+
+
+def _few(site: CallSite[ExpertFacts], *, coded: bool) -> str | None:
+    """What is not served of a few tokens with all that stands around their experts."""
+    if coded != bool(site.facts.formats):
+        return f"multiplies by experts {'in a format' if coded else 'as they are computed with'}"
+    return _uncoded(site) if coded else _refuses(site)
 
 
 MOE = (native(create_moe), gpu.triton("moe.triton_moe:create_moe", experts, _refuses))
@@ -151,4 +167,14 @@ PACKED_MOE = (
         "moe.triton_coded:create_moe", coded_experts, _uncoded,
         name="codes", dtypes=(torch.bfloat16, torch.float16), techniques=frozenset({"quantized_gemm"}), varies=True, optional=True,
     ),
+)  # fmt: skip
+FUSED_MOE = tuple(
+    gpu.triton(
+        path, partial(rehearse, fused=True), partial(_few, coded=coded), name=name, dtypes=(torch.bfloat16,),
+        techniques=frozenset({"deep_fusion", *more}), varies=True, optional=True,
+    )
+    for name, path, rehearse, coded, more in (
+        ("fused", "moe.triton_moe:Moe.fused", experts, False, ()),
+        ("fused_codes", "moe.triton_coded:CodedMoe.fused", coded_experts, True, ("quantized_gemm",)),
+    )
 )  # fmt: skip

@@ -6,13 +6,17 @@ What lives here: formulas in plain torch. What may not: anything that is fast at
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.linear.around import Around, Fused
 from headrace.kernels.norm.reference import gated_activation
 from headrace.spec import Activation
+
+FEW = 4  # tokens whose experts are read for each of them
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -58,3 +62,24 @@ def moe(
         inner = gated_activation(linear(x[tokens], gate_up[expert], None), kind)
         out.index_add_(0, tokens, linear(inner, down[expert], None).float() * weights[tokens, choice].unsqueeze(1))
     return out.to(x.dtype)
+
+
+def fused_moe(
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Any,
+    down: Any,
+    top_k: int,
+    renormalize: bool,
+    kind: Activation,
+    around: Around,
+    *,
+    apply: Callable[..., Tensor] = moe,
+) -> Fused:
+    """``apply`` (``moe``, or ``packed_moe``) behind a norm that is half done, onto the stream, for up to FEW tokens:
+    ``x`` [T, H] is divided by the root of the mean of ``around.squares``, and what follows is as of ``fused_linear``."""
+    assert around.squares is not None and around.residual is not None and around.scale is not None
+    rstd = torch.rsqrt(around.squares.sum(0) / x.shape[1] + around.eps).unsqueeze(1)
+    y = apply((x.float() * rstd).to(x.dtype), router_logits, gate_up, down, top_k, renormalize, kind)
+    y = (y.float() + around.residual.float()).to(x.dtype)
+    return y, (y.float() * around.scale.float()).to(x.dtype), y.float().square().sum(1).unsqueeze(0)

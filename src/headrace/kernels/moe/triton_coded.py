@@ -19,12 +19,14 @@ from torch import Tensor
 
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.candidate import CallSite, EightBits, Empty, ExpertFacts, plainly_empty
+from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.coded import constants, reader, views
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, joined, pack
 from headrace.kernels.linear.triton_codes import BLOCK_BYTES, Blocks, _product, _split
+from headrace.kernels.moe.reference import FEW
 from headrace.kernels.moe.triton_coded_few import coded_few, table_of
-from headrace.kernels.moe.triton_moe import FEW, _combined, _grid, _routed, _unit
+from headrace.kernels.moe.triton_moe import _combined, _grid, _routed, _unit
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
@@ -149,23 +151,42 @@ class CodedMoe:
     empty: Empty = plainly_empty
     pdl: bool = False
 
+    @classmethod
+    def at(cls, site: CallSite[ExpertFacts]) -> CodedMoe:
+        return cls(site.facts, site.empty, site.pdl)
+
     def __call__(
         self, x: Tensor, router_logits: Tensor, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix], top_k: int, renormalize: bool,
         kind: Activation, places: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        up, narrow = list(gate_up), list(down)
-        codings = self.facts.rounded
-        assert codings[0] is not None and codings[-1] is not None, "asked only where there are some"
-        return self.computed(
-            x,
-            router_logits,
-            lay(up, codings[0], gated=True),
-            lay(narrow, codings[-1], gated=False),
-            top_k,
-            renormalize,
-            kind,
-            places,
+        laid = self._laid(gate_up, down)
+        return self.computed(x, router_logits, *laid, top_k, renormalize, kind, places)
+
+    def fused(
+        self, x: Tensor, router_logits: Tensor, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix], top_k: int, renormalize: bool,
+        kind: Activation, around: Around,
+    ) -> Fused:  # fmt: skip
+        """As its twin, for 1 to FEW tokens; rows one behind the other."""
+        return self.computed_few(x, router_logits, *self._laid(gate_up, down), top_k, renormalize, kind, None, around)
+
+    def _laid(self, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix]) -> tuple[Packed, Packed]:
+        first, last = self.facts.rounded[0], self.facts.rounded[-1]
+        assert first is not None and last is not None, "asked only where there are some"
+        return lay(list(gate_up), first, gated=True), lay(list(down), last, gated=False)
+
+    def computed_few(
+        self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation,
+        places: Tensor | None = None, around: Around = ALONE,
+    ) -> Fused:  # fmt: skip
+        held, eights = self._held, (self.facts.eights[0], self.facts.eights[-1])
+        up, down = _all(up, held), _all(down, held)
+        return coded_few(
+            x, logits, up, down, top_k, renormalize, kind, places, eights, held, self.empty, around, pdl=self.pdl
         )
+
+    @property
+    def _held(self) -> int:
+        return self.facts.num_experts if self.facts.held is None else self.facts.held
 
     def computed(
         self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation,
@@ -173,16 +194,14 @@ class CodedMoe:
     ) -> Tensor:  # fmt: skip
         """``up``, ``down``: the first expert's, behind which the others lie."""
         (tokens, hidden), inner, device = x.shape, down.ins, x.device
-        experts = self.facts.num_experts if self.facts.held is None else self.facts.held
+        experts = self._held
         if not tokens:
             return torch.empty_like(x)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        if tokens <= FEW:
+            return self.computed_few(x, logits, up, down, top_k, renormalize, kind, places)[0]
         up, down = _all(up, experts), _all(down, experts)
         first, second = self.facts.eights[0], self.facts.eights[-1]
-        if tokens <= FEW:
-            return coded_few(
-                x, logits, up, down, top_k, renormalize, kind, places, (first, second), experts, self.empty, pdl=self.pdl
-            )  # fmt: skip
         out = self.empty((tokens, hidden), x.dtype, device)
         expanded = self.empty((tokens, top_k, inner), x.dtype, device)
         contracted = self.empty((tokens, top_k, hidden), x.dtype, device)
@@ -215,5 +234,4 @@ def _all(packed: Packed, experts: int) -> Packed:
     return replace(packed, blocks=blocks, factor=packed.factor.as_strided((experts * len(packed.factor),), (1,)))
 
 
-def create_moe(site: CallSite[ExpertFacts]) -> CodedMoe:
-    return CodedMoe(site.facts, site.empty, site.pdl)
+create_moe = CodedMoe.at

@@ -24,12 +24,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import EightBits, Empty
+from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.coded import constants, views
 from headrace.kernels.linear.coded_forms import stages_for
+from headrace.kernels.linear.flat_linear import ends_of
 from headrace.kernels.linear.packing import DEPTH, ROWS, Packed
 from headrace.kernels.linear.triton_codes import BLOCK_BYTES, Blocks, _product, _split
-from headrace.kernels.linear.triton_flat import _summed
-from headrace.kernels.moe.triton_routing import choice_of, place_of
+from headrace.kernels.linear.triton_flat import Ends, _finish, _summed
+from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of, rstd_of
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.kernels.norm.triton_rounded import codes_of, scales_of
 from headrace.spec import Activation
@@ -40,33 +42,25 @@ _PADDED: tl.constexpr = tl.constexpr(16)  # rows of x, of which the first is the
 
 
 @triton.jit
-def _bring_nearer(at, BYTES: tl.constexpr):
-    """Asks for ``BYTES`` from here on, up to 64 KiB, to be brought into the second-level cache. A wrong guess costs
-    time, no more."""
-    LINES: tl.constexpr = min(512, triton.next_power_of_2((BYTES + 127) // 128))
-    line = at + tl.minimum(tl.arange(0, LINES) * 128, BYTES - 1)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _rounded_again(x_ptr, rounded_ptr, WIDTH: tl.constexpr, EIGHT: tl.constexpr):
-    """A row as the format computes with it, at ``rounded_ptr``, where all threads of this program find it then.
+def _rounded_again(x_ptr, rounded_ptr, rstd, WIDTH: tl.constexpr, EIGHT: tl.constexpr):
+    """A row, times ``rstd``, as the format computes with it, at ``rounded_ptr``, where all threads of this program find
+    it then.
     ``EIGHT``: whether there are 8 bits, elements of one scale (0: all), FP8 or int8, scales that are powers of two."""
     BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
     SIZE: tl.constexpr = EIGHT[1] or BLOCK
     column = tl.arange(0, BLOCK)
     narrow = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0)
-    x = narrow.to(tl.float32).reshape(BLOCK // SIZE, SIZE)
+    x = (narrow.to(tl.float32) * rstd).to(narrow.dtype).to(tl.float32).reshape(BLOCK // SIZE, SIZE)
     scale = scales_of(x, EIGHT[2], EIGHT[3])
     wide = (codes_of(x, scale, EIGHT[2]).to(tl.float32) * scale[:, None]).reshape(BLOCK)
     tl.store(rounded_ptr + column, wide.to(narrow.dtype), mask=column < WIDTH)
     tl.debug_barrier()
 
 
-@launchable(do_not_specialize=["turns", "tiles"])
+@launchable(do_not_specialize=["turns", "tiles", "tokens", "pieces"])
 def _expand_coded_few_kernel(
-    x_ptr, logits_ptr, places_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, rounded_ptr, inner_ptr, weights_ptr,
-    experts_ptr, tickets_ptr, logits_row, turns, tiles,
+    x_ptr, logits_ptr, squares_ptr, places_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, rounded_ptr, inner_ptr, weights_ptr,
+    experts_ptr, tickets_ptr, logits_row, turns, tiles, tokens, pieces, eps, NORMED: tl.constexpr,
     CODING: tl.constexpr, EIGHT: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -91,10 +85,11 @@ def _expand_coded_few_kernel(
     if PDL:
         gdc_launch_dependents()
         if EIGHT[0]:
-            _bring_nearer(bytes_ptr + block * BYTES, BYTES)
+            bring_nearer(bytes_ptr + block * BYTES, BYTES)
     x_at, there = x_ptr + token * HIDDEN, tl.arange(0, _PADDED) == 0
+    rstd = rstd_of(squares_ptr, token, tokens, pieces, eps, HIDDEN) if NORMED else 1.0
     if EIGHT[0]:
-        _rounded_again(x_at, rounded_ptr + token * HIDDEN, HIDDEN, EIGHT)
+        _rounded_again(x_at, rounded_ptr + token * HIDDEN, rstd, HIDDEN, EIGHT)
         x_at = rounded_ptr + token * HIDDEN
     factor = tl.load(factor_ptr + block * _TALL + tl.arange(0, _TALL))
     total = _product(
@@ -102,18 +97,21 @@ def _expand_coded_few_kernel(
         block * BYTES, 0, end, STEPS, HIDDEN, CODING, False, 1, _PADDED,
     )  # fmt: skip
     gate, up = _split(total, 1, _PADDED)
+    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+    if NORMED and not EIGHT[0]:
+        gate, up = gate * rstd, up * rstd
     kind = inner_ptr.dtype.element_ty
-    y = act(tl.sum(gate, 1).to(kind).to(tl.float32), KIND) * tl.sum(up, 1).to(kind).to(tl.float32)
+    y = act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)
     column = strip * (_TALL // 2) + tl.arange(0, _TALL // 2)
     tl.store(inner_ptr + pair.to(tl.int64) * INNER + column, y.to(kind), mask=column < INNER)
 
 
-@launchable(do_not_specialize=["held", "tiles"])
+@launchable(do_not_specialize=["held", "tiles", "tokens"])
 def _contract_coded_few_kernel(
-    inner_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, rounded_ptr, out_ptr, weights_ptr, experts_ptr, part_ptr,
-    tickets_ptr, held, tiles,
-    CODING: tl.constexpr, EIGHT: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, PLACED: tl.constexpr,
-    PDL: tl.constexpr,
+    inner_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, rounded_ptr, weights_ptr, experts_ptr, part_ptr, tickets_ptr,
+    squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, held, tiles, tokens,
+    AROUND: tl.constexpr, CODING: tl.constexpr, EIGHT: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    PLACED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     strip, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     STEPS: tl.constexpr = (INNER + _DEEP - 1) // _DEEP
@@ -121,7 +119,7 @@ def _contract_coded_few_kernel(
     if PDL:
         guess = tl.load(experts_ptr + pair, volatile=True)
         guess = tl.where((guess >= 0) & (guess < held), guess, 0).to(tl.int64) * tiles + strip
-        _bring_nearer(bytes_ptr + guess * BYTES, BYTES)
+        bring_nearer(bytes_ptr + guess * BYTES, BYTES)
         gdc_wait()
     expert, share = tl.load(experts_ptr + pair), tl.load(weights_ptr + pair)
     end = tl.where(expert < 0, 0, STEPS) if PLACED else STEPS
@@ -129,7 +127,7 @@ def _contract_coded_few_kernel(
     factor = tl.load(factor_ptr + block * _TALL + tl.arange(0, _TALL))
     x_at, there = inner_ptr + pair * INNER, tl.arange(0, _PADDED) == 0
     if EIGHT[0]:
-        _rounded_again(x_at, rounded_ptr + pair * INNER, INNER, EIGHT)
+        _rounded_again(x_at, rounded_ptr + pair * INNER, 1.0, INNER, EIGHT)
         x_at = rounded_ptr + pair * INNER
     total = _product(
         x_at + tl.zeros((_PADDED, 1), tl.int32), there, inner_ptr, Blocks(words_ptr, shorts_ptr, bytes_ptr, table_ptr), factor,
@@ -137,23 +135,26 @@ def _contract_coded_few_kernel(
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    y = tl.sum(total, 1).to(out_ptr.dtype.element_ty).to(tl.float32)[:, None] * share
-    token, column = pair // TOP_K, strip * _TALL + tl.arange(0, _TALL)[:, None]
+    y = tl.sum(total, 1).to(y_ptr.dtype.element_ty).to(tl.float32)[:, None] * share
+    token, column = (pair // TOP_K).to(tl.int32), strip * _TALL + tl.arange(0, _TALL)
     tile = token * ((HIDDEN + _TALL - 1) // _TALL) + strip
     complete, y = _summed(y, part_ptr, tickets_ptr, tile, pair % TOP_K, _TALL, 1, TOP_K)
     if complete:
-        tl.store(out_ptr + token * HIDDEN + column, y.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
+        ends = Ends(squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr)
+        _finish(y, y, y, strip, column, token + tl.arange(0, 1), ends, 0, tokens, HIDDEN, INNER, 0.0, AROUND)
 
 
 def coded_few(
     x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation, places: Tensor | None,
-    eights: tuple[EightBits | None, EightBits | None], held: int, empty: Empty, *, pdl: bool,
-) -> Tensor:  # fmt: skip
-    """As ``CodedMoe.computed``. ``up``, ``down``: views of all ``held`` experts. An expert's weights are read once for
-    each token that takes it."""
+    eights: tuple[EightBits | None, EightBits | None], held: int, empty: Empty, around: Around = ALONE, *, pdl: bool,
+) -> Fused:  # fmt: skip
+    """As ``CodedMoe.computed``, with what stands ``around`` it (reference.py). ``up``, ``down``: views of all ``held``
+    experts. An expert's weights are read once for each token that takes it."""
     (tokens, hidden), num_experts, inner, x = x.shape, logits.shape[1], down.ins, x.contiguous()
     pairs, strips, first, second = tokens * top_k, triton.cdiv(hidden, ROWS), *eights
-    out = empty((tokens, hidden), x.dtype, x.device)
+    y = empty((tokens, hidden), x.dtype, x.device)
+    found, ends, _, made = ends_of(around, None, y, strips, empty, 0)
+    squares = ends[0] if around.squares is None else around.squares
     expanded = empty((tokens, top_k, inner), x.dtype, x.device)
     rounded, narrow = (
         behind if eight is None else empty(tuple(behind.shape), x.dtype, x.device)
@@ -167,14 +168,15 @@ def coded_few(
     named = {"TOP_K": top_k, "HIDDEN": hidden, "INNER": inner, "PLACED": places is not None, "PDL": pdl}
     named |= {"num_warps": 4, **dependent(pdl)}
     _expand_coded_few_kernel[(triton.cdiv(inner, ROWS // 2), pairs)](
-        x, logits, table, *views(up), table_of(up), rounded, expanded, weights, experts, tickets, logits.stride(0), turns, len(up.blocks) // held,
-        **_coding(up, first), EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), RENORMALIZE=renormalize, KIND=KINDS[kind], **named,
+        x, logits, squares, table, *views(up), table_of(up), rounded, expanded, weights, experts, tickets, logits.stride(0), turns,
+        len(up.blocks) // held, tokens, len(squares), around.eps, NORMED=around.squares is not None, **_coding(up, first), EXPERTS=num_experts,
+        BLOCK_E=triton.next_power_of_2(num_experts), RENORMALIZE=renormalize, KIND=KINDS[kind], **named,
     )  # fmt: skip
     _contract_coded_few_kernel[(strips, pairs)](
-        expanded, *views(down), table_of(down), narrow, out, weights, experts, parts, tickets, held, len(down.blocks) // held,
-        **_coding(down, second), **named,
+        expanded, *views(down), table_of(down), narrow, weights, experts, parts, tickets, *ends, held, len(down.blocks) // held, tokens,
+        AROUND=made, **_coding(down, second), **named,
     )  # fmt: skip
-    return out
+    return found
 
 
 def table_of(packed: Packed) -> Tensor:

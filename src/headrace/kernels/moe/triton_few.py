@@ -7,6 +7,10 @@ What lives here: those kernels and their launches. What may not: tokens enough t
     expand    (columns, pair)    routes the token again in every program, which costs less than a launch before it;
     act(gate · x) · (up · x)
     contract  (columns, token)   Σ weight · (down · inner) over the token's experts, in float32
+
+Both may take in what stands around them: a norm that is half done before, the sum and the next norm's half behind
+(triton_flat.py). The second begins while the first still reads weights, and asks for some of its own to be brought
+nearer: from whom it is to read is known by then, but not promised.
 """
 
 from __future__ import annotations
@@ -17,17 +21,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.build.launch import launchable
+from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import Empty, plainly_empty
-from headrace.kernels.moe.triton_routing import choice_of, place_of
+from headrace.kernels.linear.around import ALONE, Around, Fused
+from headrace.kernels.linear.flat_linear import ends_of
+from headrace.kernels.linear.triton_flat import Ends, _finish
+from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of, rstd_of
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.spec import Activation
 
+AHEAD = 2  # of a token's experts: asked for while the launch before still runs
 
-@launchable(do_not_specialize=["turns"])
+
+@launchable(do_not_specialize=["turns", "tokens", "pieces"])
 def _expand_few_kernel(
-    x_ptr, logits_ptr, weight_ptr, inner_ptr, weights_ptr, experts_ptr, places_ptr, x_row, logits_row, turns,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+    x_ptr, logits_ptr, squares_ptr, weight_ptr, inner_ptr, weights_ptr, experts_ptr, places_ptr, x_row, logits_row, turns, tokens, pieces, eps,
+    NORMED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -41,6 +50,8 @@ def _expand_few_kernel(
     if tl.program_id(0) == 0:
         tl.store(weights_ptr + pair, weight)
         tl.store(experts_ptr + pair, expert)
+    if PDL:
+        gdc_launch_dependents()
     column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     end = tl.where(expert < 0, 0, HIDDEN) if PLACED else HIDDEN  # nothing to compute of another rank's pair
     gate_at = weight_ptr + expert.to(tl.int64) * (2 * INNER * HIDDEN) + column[:, None] * HIDDEN + step[None, :]
@@ -50,21 +61,30 @@ def _expand_few_kernel(
         x = tl.load(x_ptr + token * x_row + k + step, mask=k + step < HIDDEN, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(gate_at + k, mask=there, other=0.0).to(tl.float32) * x
         up += tl.load(gate_at + INNER * HIDDEN + k, mask=there, other=0.0).to(tl.float32) * x
+    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+    if NORMED:
+        rstd = rstd_of(squares_ptr, token, tokens, pieces, eps, HIDDEN)
+        gate, up = gate * rstd, up * rstd
     kind = inner_ptr.dtype.element_ty
-    y = act(tl.sum(gate, 1).to(kind).to(tl.float32), KIND) * tl.sum(up, 1).to(kind).to(tl.float32)
+    y = act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)
     tl.store(inner_ptr + pair * INNER + column, y.to(kind), mask=column < INNER)
-    if PDL:
-        gdc_launch_dependents()
 
 
-@launchable()
+@launchable(do_not_specialize=["held", "tokens"])
 def _contract_few_kernel(
-    inner_ptr, weight_ptr, out_ptr, weights_ptr, experts_ptr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    inner_ptr, weight_ptr, weights_ptr, experts_ptr, squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, held, tokens,
+    AROUND: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1)
-    column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    tile, token = tl.program_id(0), tl.program_id(1)
+    column, step = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     if PDL:
+        for choice in tl.static_range(min(AHEAD, TOP_K)):
+            guess = tl.load(experts_ptr + token * TOP_K + choice, volatile=True)
+            guess = tl.where((guess >= 0) & (guess < held), guess, 0).to(tl.int64)
+            at = weight_ptr + guess * (HIDDEN * INNER) + tile * (BLOCK_N * INNER)
+            bring_nearer(at.to(tl.pointer_type(tl.uint8)), BLOCK_N * INNER * SIZE)
         gdc_wait()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for choice in tl.static_range(TOP_K):
@@ -75,10 +95,11 @@ def _contract_few_kernel(
             there = (column < HIDDEN)[:, None] & (k + step < INNER)[None, :] & (expert >= 0)
             x = tl.load(inner_ptr + pair * INNER + k + step, mask=k + step < INNER, other=0.0).to(tl.float32)
             total += tl.load(weight_at + k, mask=there, other=0.0).to(tl.float32) * (x * share)[None, :]
-    out = tl.sum(total, 1).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token.to(tl.int64) * HIDDEN + column, out, mask=column < HIDDEN)
     if PDL:
         gdc_launch_dependents()
+    y, row = tl.sum(total, 1)[:, None], token + tl.arange(0, 1)
+    ends = Ends(squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr)
+    _finish(y, y, y, tile, column, row, ends, 0, tokens, HIDDEN, INNER, 0.0, AROUND)
 
 
 def moe_few(
@@ -91,23 +112,29 @@ def moe_few(
     kind: Activation,
     places: Tensor | None = None,
     empty: Empty = plainly_empty,
-) -> Tensor:
-    """The sparse feed-forward as triton_moe.py defines it. An expert's weights are read once for each token that takes
-    it."""
+    around: Around = ALONE,
+    *,
+    pdl: bool = False,
+) -> Fused:
+    """The sparse feed-forward as triton_moe.py defines it; with ``around``, as reference.py does. An expert's weights are
+    read once for each token that takes it."""
     (tokens, hidden), num_experts, inner, device = x.shape, router_logits.shape[1], down.shape[2], x.device
     pairs = tokens * top_k
-    out = empty((tokens, hidden), x.dtype, device)
+    y, tiles = empty((tokens, hidden), x.dtype, device), triton.cdiv(hidden, 2)
+    found, ends, _, made = ends_of(around, None, y, tiles, empty, 0)
+    squares = ends[0] if around.squares is None else around.squares
     expanded = empty((tokens, top_k, inner), x.dtype, device)
     weights = torch.empty(pairs, dtype=torch.float32, device=device)
     experts = torch.empty(pairs, dtype=torch.int32, device=device)
     table, turns = (experts, 1) if places is None else (places, len(places))
     _expand_few_kernel[(triton.cdiv(inner, 8), pairs)](
-        x, router_logits, gate_up, expanded, weights, experts, table, x.stride(0), router_logits.stride(0), turns,
-        EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize, HIDDEN=hidden, INNER=inner,
-        KIND=KINDS[kind], BLOCK_N=8, BLOCK_K=min(128, triton.next_power_of_2(hidden)), PLACED=places is not None, PDL=False, num_warps=1,
+        x, router_logits, squares, gate_up, expanded, weights, experts, table, x.stride(0), router_logits.stride(0), turns, tokens, len(squares),
+        around.eps, NORMED=around.squares is not None, EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        RENORMALIZE=renormalize, HIDDEN=hidden, INNER=inner, KIND=KINDS[kind], BLOCK_N=8, BLOCK_K=min(128, triton.next_power_of_2(hidden)),
+        PLACED=places is not None, PDL=pdl, num_warps=1, **dependent(pdl),
     )  # fmt: skip
-    _contract_few_kernel[(triton.cdiv(hidden, 2), tokens)](
-        expanded, down, out, weights, experts, TOP_K=top_k, HIDDEN=hidden, INNER=inner,
-        BLOCK_N=2, BLOCK_K=min(256, triton.next_power_of_2(inner)), PDL=False, num_warps=1,
+    _contract_few_kernel[(tiles, tokens)](
+        expanded, down, weights, experts, *ends, len(down), tokens, AROUND=made, TOP_K=top_k, HIDDEN=hidden, INNER=inner,
+        BLOCK_N=2, BLOCK_K=min(256, triton.next_power_of_2(inner)), AHEAD=AHEAD, PDL=pdl, num_warps=1, **dependent(pdl),
     )  # fmt: skip
-    return out
+    return found

@@ -34,12 +34,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.candidate import CallSite, Empty, ExpertFacts, plainly_empty
+from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.moe.reference import FEW
 from headrace.kernels.moe.triton_few import moe_few
 from headrace.kernels.moe.triton_routing import _route_kernel
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.spec import Activation
-
-FEW = 4  # tokens
 
 
 @triton.jit
@@ -217,6 +217,19 @@ class Moe:
     invariant: bool
     bulk: bool = False
     empty: Empty = plainly_empty
+    pdl: bool = False
+
+    @classmethod
+    def at(cls, site: CallSite[ExpertFacts]) -> Moe:
+        return cls(site.invariant, site.card.capability[0] == 9, site.empty, site.pdl)
+
+    def fused(
+        self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation, around: Around,
+    ) -> Fused:  # fmt: skip
+        """As its twin, for 1 to FEW tokens; rows one behind the other."""
+        return moe_few(
+            x, router_logits, gate_up, down, top_k, renormalize, kind, None, self.empty, around, pdl=self.pdl
+        )
 
     def __call__(
         self,
@@ -234,7 +247,8 @@ class Moe:
         if x.shape[0] == 0:
             return torch.empty_like(x)
         if x.shape[0] <= FEW and not self.invariant:
-            return moe_few(x, router_logits, gate_up, down, top_k, renormalize, kind, places, self.empty)
+            few = x, router_logits, gate_up, down, top_k, renormalize, kind, places, self.empty
+            return moe_few(*few, pdl=self.pdl)[0]
         tiles = tiles_for(x.dtype, x.shape[0] * top_k, router_logits.shape[1], invariant=self.invariant)
         return moe_grouped(
             x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk, places, self.empty
@@ -325,5 +339,4 @@ def _routed(
     return weights, counts, listed
 
 
-def create_moe(site: CallSite[ExpertFacts]) -> Moe:
-    return Moe(site.invariant, site.card.capability[0] == 9, site.empty)
+create_moe = Moe.at

@@ -16,6 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
 
+_PIECES: tl.constexpr = tl.constexpr(512)  # of a row's squares, loaded at once
+
 
 @triton.jit
 def order_of(logits_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
@@ -52,6 +54,25 @@ def choice_of(
 def place_of(places_ptr, token, turns, expert, EXPERTS: tl.constexpr):
     """Where its expert lies on this rank, below 0: on another (reference.py, ``here``)."""
     return tl.load(places_ptr + (token % turns) * EXPERTS + expert)
+
+
+@triton.jit
+def rstd_of(squares_ptr, token, tokens, pieces, eps, WIDTH: tl.constexpr):
+    """What a row of so many values, half normed, is multiplied by; of partial sums of squares, [pieces, tokens]."""
+    total = tl.zeros((_PIECES,), tl.float32)
+    for first in range(0, pieces, _PIECES):
+        piece = first + tl.arange(0, _PIECES)
+        total += tl.load(squares_ptr + piece * tokens + token, mask=piece < pieces, other=0.0)
+    return tl.rsqrt(tl.sum(total, 0) / WIDTH + eps)
+
+
+@triton.jit
+def bring_nearer(at, BYTES: tl.constexpr):
+    """Asks for ``BYTES`` from here on, up to 64 KiB, to be brought into the second-level cache. A wrong guess costs
+    time, no more."""
+    LINES: tl.constexpr = min(512, triton.next_power_of_2((BYTES + 127) // 128))
+    line = at + tl.minimum(tl.arange(0, LINES) * 128, BYTES - 1)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @launchable(do_not_specialize=["room", "turns"])
