@@ -175,6 +175,6 @@ FUSED_MOE = tuple(
     )
     for name, path, rehearse, coded, more in (
         ("fused", "moe.triton_moe:Moe.fused", experts, False, ()),
-        ("fused_codes", "moe.triton_coded:CodedMoe.fused", coded_experts, True, ("quantized_gemm",)),
+        ("codes", "moe.triton_coded:CodedMoe.fused", coded_experts, True, ("quantized_gemm",)),
     )
 )  # fmt: skip
