@@ -7,7 +7,9 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,8 +19,10 @@ from headrace import LLM, LoRARequest, SamplingParams
 from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.block_pool import PrefixTree
 from headrace.config import AdapterConfig, CacheConfig
+from headrace.engine.executor import AdapterOutcome
 from headrace.errors import ConfigError, InvalidRequest, ModelError
 from headrace.lora import peft
+from headrace.lora.device import DeviceAdapters
 from headrace.lora.layout import Layout, create_layout
 from headrace.lora.peft import read_adapter
 from headrace.lora.reading import create_packing, read_factors
@@ -34,6 +38,23 @@ NAMES = ("novels", "rust", "shout", "tools")
 GPT = ("c_attn", "c_proj", "c_fc")
 PROMPTS = ([5, 9, 200, 31, 7, 7, 80], list(range(40, 61)), [17], [3, 250, 250, 12])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+
+def test_an_adapter_that_is_read_again_outlives_its_eviction() -> None:
+    """That was queued behind steps."""
+    slots, reading = Mock(), Mock(read=lambda folder: SimpleNamespace(num_blocks=1))
+    held = DeviceAdapters(slots, reading)
+    held.load("x", "/x")
+    held.outcomes(5.0)
+    let_go = held.drop("x")
+    held.load("x", "/x")
+    assert held.outcomes(5.0) == [AdapterOutcome("x", blocks=1)]
+    let_go()
+    held.bring([(0, "x", (0,))])
+    held.drop("x")()
+    with pytest.raises(KeyError):
+        held.bring([(0, "x", (0,))])
+    held.close()
 
 
 def engine(model: Path, **options: Any) -> LLM:

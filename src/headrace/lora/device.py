@@ -62,8 +62,14 @@ class DeviceAdapters:
     def load(self, name: str, folder: str) -> None:
         self._coming[name] = self._pool.submit(self._reading.read, folder)
 
-    def drop(self, name: str) -> None:
-        self._held.pop(name, None)
+    def drop(self, name: str) -> Callable[[], None]:
+        """No plan will name it. What is returned lets go of it, behind those that do: it may be read again before."""
+        self._coming.pop(name, None)
+        return partial(self._let_go, name, self._held.get(name))
+
+    def _let_go(self, name: str, held: HostAdapter | None) -> None:
+        if self._held.get(name) is held:
+            self._held.pop(name, None)
 
     def outcomes(self, wait: float) -> list[AdapterOutcome]:
         """Of those that have come, or could not, since. ``wait``: seconds that the first may be waited for."""

@@ -183,10 +183,12 @@ class DeviceExecutor:
         assert adapters is not None, "this device holds no adapters"
         if isinstance(order, LoadAdapter):
             adapters.load(order.name, order.folder)
-        elif self._pool is None:
-            adapters.drop(order.name)
+            return
+        let_go = adapters.drop(order.name)
+        if self._pool is None:
+            let_go()
         else:  # behind the steps that may still bring it in
-            self._pool.submit(adapters.drop, order.name)
+            self._pool.submit(let_go)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
         return [] if self._adapters is None else self._adapters.outcomes(wait)
