@@ -349,6 +349,30 @@ def test_replicas_that_see_the_same_files_call_an_adapter_alike(tmp_path: Path) 
     assert one.key("x") == key != other.key("x") == late.key("x")
 
 
+def test_files_that_have_changed_are_another_adapter_when_they_are_read_again(tmp_path: Path) -> None:
+    """Though its name was never taken away. One that was damaged is looked for anew."""
+    write(tmp_path / "x", GOOD)
+    told: list[Any] = []
+    desk = AdapterDesk(lambda folder: None, told.append, 1, str(tmp_path))
+    desk.register("y", "/y")
+    first = desk.key("x")
+
+    def asked(number: int, name: str, error: str | None = None) -> str | None:
+        desk.begin(request(number, [1], adapter=name))
+        for _ in range(2):
+            desk.take_ready((), ())
+        (ready,) = desk.take_ready([AdapterOutcome(told[-1].name, error)], ())
+        return ready.request.adapter
+
+    assert asked(0, "x") == first and asked(1, "y") == desk.key("y")
+    (tmp_path / "x" / "adapter_config.json").unlink()
+    write(tmp_path / "x", GOOD, r=3)
+    assert asked(2, "x", "it is damaged") == desk.key("x") != first
+    damaged = desk.key("x")
+    write(tmp_path / "x", {})
+    assert asked(3, "x") == desk.key("x") != damaged
+
+
 def test_who_loads_an_adapter_is_answered_though_nobody_says_anything_more() -> None:
     core, said, waits = core_with(1, names=0), list[Any](), list[int]()
 

@@ -156,9 +156,25 @@ class AdapterDesk:
 
     def _enter(self, name: str, folder: str) -> Registered:
         """What could not be read before is tried again."""
-        known = self._known[name] = Registered(f"{name}#{self._identify(folder)}", folder)
+        known = self._known[name] = Registered(self._key(name, folder), folder)
         self._failed.pop(known.key, None)
         return known
+
+    def _key(self, name: str, folder: str) -> str:
+        return f"{name}#{self._identify(folder)}"
+
+    def _fail(self, key: str, error: str) -> None:
+        """What was found in the folder is looked for there anew when the next request comes."""
+        self._failed[key], name = error, adapter_name(key)
+        if name in self._known and self._known[name].folder == str(self._in_folder(name)):
+            self.forget(name, key)
+
+    def _change(self, key: str, now: str) -> None:
+        """The files are others by now. So are their prefixes."""
+        self._wanted = {now if each == key else each for each in self._wanted}
+        for request in self.waiting:
+            if request.adapter == key:
+                self._waiting[request.request_id] = replace(request, adapter=now)
 
     def drop(self, request_id: int) -> None:
         self._waiting.pop(request_id, None)
@@ -172,7 +188,7 @@ class AdapterDesk:
             self._blocks[outcome.name] = outcome.blocks
             if outcome.error is not None:  # its clients learn no path
                 folder, name = self._held.pop(outcome.name, ""), adapter_name(outcome.name)
-                self._failed[outcome.name] = outcome.error.replace(folder, name) if folder else outcome.error
+                self._fail(outcome.name, outcome.error.replace(folder, name) if folder else outcome.error)
         ready: list[AddRequest | RefuseRequest] = []
         for request in self.waiting:
             key = request.adapter or ""
@@ -197,7 +213,10 @@ class AdapterDesk:
                 continue
             known = self._known.get(name := adapter_name(key))
             if known is None or known.key != key:
-                self._failed[key] = f"The adapter {name!r} was unloaded before its turn. Load it again."
+                self._fail(key, f"The adapter {name!r} was unloaded before its turn. Load it again.")
+                continue
+            if self._key(name, known.folder) != key:
+                self._change(key, self._enter(name, known.folder).key)
                 continue
             if len(self._coming) == _READ_AHEAD:
                 return

@@ -275,12 +275,7 @@ def a_grammar_is_forgotten_while_its_adapter_is_read(patch: Patch) -> None:
 
 def a_name_keeps_its_key(patch: Patch) -> None:
     """Whatever it stands for: prefixes of replaced files are found, and their weights."""
-    patch.setattr(AdapterDesk, "_enter", _enter_alike)
-
-
-def _enter_alike(self: AdapterDesk, name: str, folder: str) -> Registered:
-    known = self._known[name] = Registered(f"{name}#0", folder)
-    return known
+    patch.setattr(AdapterDesk, "_key", lambda self, name, folder: f"{name}#0")
 
 
 def a_busy_adapter_is_evicted(patch: Patch) -> None:
@@ -315,16 +310,13 @@ def prompts_are_looked_up_by_the_names_of_adapters(patch: Patch) -> None:
 def keys_are_numbered_by_each_replica(patch: Patch) -> None:
     """It was so: what is handed over is thrown away, once they differ."""
 
-    numbers, enter = Counter[AdapterDesk](), AdapterDesk._enter
+    enter, numbers = AdapterDesk._enter, Counter[AdapterDesk]()
 
-    def number(self: AdapterDesk, name: str, folder: str) -> Registered:
-        if isinstance(self, WatchedDesk):  # of one engine, which knows better
-            return enter(self, name, folder)
-        numbers[self] += 1
-        known = self._known[name] = Registered(f"{name}#{numbers[self]}", folder)
-        return known
+    def count(self: AdapterDesk, name: str, folder: str) -> Registered:
+        numbers[self] += not isinstance(self, WatchedDesk)
+        return enter(self, name, f"{folder}/{numbers[self]}" if numbers[self] else folder)
 
-    patch.setattr(AdapterDesk, "_enter", number)
+    patch.setattr(AdapterDesk, "_enter", count)
 
 
 DEFECTS: tuple[Plant, ...] = (

@@ -15,7 +15,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import AdapterOutcome, Control, LoadAdapter
 from headrace.engine.loop import EngineLoop
 from headrace.errors import InvalidRequest
-from headrace.lora.registry import AdapterDesk
+from headrace.lora.registry import AdapterDesk, Registered
 from headrace.request import Request
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from tests.support.simulation.answers import Answers
@@ -28,13 +28,11 @@ UNLOADED = "was unloaded before its turn"
 
 
 class WatchedDesk(AdapterDesk):
-    """``files``: what operators have put in place of each name, by how often. A folder says name and number."""
+    """``files``: how often operators have replaced those of each name, which is its folder's, too."""
 
     def __init__(self, setting: Setting, device: Device, answers: Answers) -> None:
         self.slots = slots_of(setting)
-        super().__init__(
-            lambda folder: None, self._order, self.slots, identify=lambda folder: folder.rpartition("/")[2]
-        )
+        super().__init__(lambda folder: None, self._order, self.slots, identify=lambda folder: f"{self.files[folder]}")
         self._device, self._answers = device, answers
         self.files = dict.fromkeys(ADAPTERS, 0)
         self._served: dict[str, str] = {}  # name → key
@@ -45,11 +43,10 @@ class WatchedDesk(AdapterDesk):
 
     # --- names
 
-    def register(self, name: str, folder: str) -> str:
-        key = super().register(name, folder)
-        hold(folder == f"/{key.replace('#', '/')}", "adapters", f"{folder} is registered as {key}")
-        self._served[name] = key
-        return key
+    def _enter(self, name: str, folder: str) -> Registered:
+        known = super()._enter(name, folder)
+        self._served[name] = known.key
+        return known
 
     def unregister(self, name: str) -> None:
         super().unregister(name)
@@ -89,6 +86,12 @@ class WatchedDesk(AdapterDesk):
         self._judge_patience({event.request.adapter or "" for event in ready if isinstance(event, AddRequest)})
         return ready
 
+    def _change(self, key: str, now: str) -> None:
+        super()._change(key, now)
+        for each in self.waiting:
+            if each.adapter == now:
+                self._answers.name(each.request_id, now)
+
     def _judge_refusal(self, event: RefuseRequest) -> None:
         key, message = event.request.adapter or "", event.message
         right = (DAMAGED in message and key in self._device.damaged) or (UNLOADED in message and key in self._unloaded)
@@ -109,11 +112,8 @@ class WatchedDesk(AdapterDesk):
     def _order(self, order: Control) -> None:
         """Adapters are read in the order of the requests that want them; one of them may be that which makes room."""
         if isinstance(order, LoadAdapter):
-            hold(
-                order.folder == f"/{order.name.replace('#', '/')}",
-                "adapters",
-                f"{order.folder} is read as {order.name}",
-            )
+            files = key_of(order.folder, self.files[order.folder])
+            hold(files == order.name, "adapters", f"{files} is read as {order.name}")
             for each in self.waiting:
                 if each.adapter == order.name:
                     break
@@ -138,8 +138,7 @@ class Operator:
     def load(self, name: str, *, fresh: bool) -> None:
         """``fresh``: its files were replaced since."""
         self.desk.files[name] += fresh
-        folder = f"/{key_of(name, self.desk.files[name]).replace('#', '/')}"
-        self.loop._load_adapter(self._link, frames.LoadAdapter(0, name, folder))
+        self.loop._load_adapter(self._link, frames.LoadAdapter(0, name, name))
         if not self._core.has_work:  # no turn follows
             self.turn()
 

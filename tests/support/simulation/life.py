@@ -168,7 +168,7 @@ class Life:
             core.adapters = desk = WatchedDesk(self.setting, self.device, self.answers)
             self.operator = Operator(core, desk)
             for name in oracle.ADAPTERS:
-                desk.register(name, f"/{name}/0")
+                desk.register(name, name)
                 if not self.setting.held:
                     desk.preload(name)
             while desk.busy:
