@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, ModelConfig
 from headrace.engine.resolve import resolve_config
 
 
@@ -50,3 +50,10 @@ def test_what_is_asked_for_is_not_chosen() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu", "none"])
 def test_a_step_has_a_token_for_every_sequence(device: str) -> None:
     assert resolved(device, max_num_seqs=20_000)[1] == 20_000
+
+
+def test_processes_that_share_weights_take_short_steps() -> None:
+    shares = replace(EngineConfig(), model=ModelConfig(share_weights=True))
+    for long_steps in (False, True):
+        assert resolve_config(shares, "cuda", long_steps=long_steps)[0].scheduler.max_num_batched_tokens == 2048
+    assert resolve_config(shares, "cpu")[0].scheduler.max_num_batched_tokens == 512

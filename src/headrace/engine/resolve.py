@@ -62,9 +62,12 @@ def resolve_config(
         reason = "deadline: steps keep to the time between tokens (--tpot-target-ms)"
         decisions.append(Decision("max_step_ms", bound, reason))
         config = replace(config, scheduler=replace(asked, max_step_ms=bound))
-    case = (
-        "timed" if device == "cpu" and config.scheduler.max_step_ms is not None else "long steps" if long_steps else ""
-    )
+    cases = {
+        "timed": device == "cpu" and config.scheduler.max_step_ms is not None,
+        "shared weights": device == "cuda" and config.model.share_weights,
+        "long steps": long_steps,
+    }
+    case = next((name for name, holds in cases.items() if holds), "")
     choose("scheduler", "max_num_batched_tokens", case, max(config.scheduler.rows, least_tokens))
     choose("cache", "block_size")
     choose("device", "overlap", "busy" if config.device.device_time else "")
