@@ -16,8 +16,8 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_logits_rows: int
-    paged_allocation: bool = True
-    kv_caching: bool = True
+    grows: bool = True  # a sequence gets blocks as it gets longer; else all that it may need, at admission
+    keeps_kv: bool = True  # from step to step; else every token is recomputed at each
     padded: bool = False  # every chunk of a step counts as the longest one
     # of steps that compute single tokens too: prompts get the chunk that fits beside them
     max_step_seconds: float | None = None

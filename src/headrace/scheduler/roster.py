@@ -437,7 +437,7 @@ class Roster:
         siblings = []
         for index, row in enumerate(sequence.sibling_rows, start=1):
             twin = self.create(sequence.request, index, sequence.order)
-            if self.limits.kv_caching:  # else each recomputes everything into blocks of its own
+            if self.limits.keeps_kv:  # else each recomputes everything into blocks of its own
                 twin.kv = self.cache.fork(sequence.kv, sequence.num_computed_tokens)
             if self.cache.adapters is not None:
                 twin.kv.resident = self.cache.adapters.join(sequence.kv.resident)
@@ -464,7 +464,7 @@ class Roster:
 
     def refresh(self, sequence: Sequence) -> None:
         """Recomputes how long planning and accepting this sequence's tokens need no thought."""
-        plain = self.limits.kv_caching and not (
+        plain = self.limits.keeps_kv and not (
             sequence.kv.tail_shared or sequence.sibling_rows or sequence.wants_scores or sequence.structured
         )
         sequence.plain_until = min(sequence.kv.capacity, sequence.max_num_tokens - 2) if plain else NEVER
@@ -506,7 +506,7 @@ class Roster:
             return  # preempted
         sequence.num_computed_tokens -= refuted
         wanted = sequence.num_tokens + drafted + 1  # by the next step, if it drafts as many
-        if sequence.kv.capacity >= wanted + self.cache.block_tokens and self.limits.paged_allocation:
+        if sequence.kv.capacity >= wanted + self.cache.block_tokens and self.limits.grows:
             self.cache.give_back(sequence.kv, wanted, sequence.last_step)
             self.refresh(sequence)
 

@@ -274,7 +274,7 @@ class Scheduler:
                 f"--max-step-ms is {limits.max_step_seconds * 1e3:g}, but this engine cannot tell what a step costs: it computes no model, or its "
                 f"device was never measured. Measure it with headrace doctor --profile, or bound steps with --max-num-batched-tokens."
             )
-        if limits.max_step_seconds is not None and not limits.kv_caching:
+        if limits.max_step_seconds is not None and not limits.keeps_kv:
             raise ConfigError(
                 "--max-step-ms needs prompts that may be split, and without kv_caching they are computed whole; leave one of them out."
             )
@@ -432,7 +432,7 @@ class Scheduler:
             bool(running)
             and plan.work == running
             and plan.sampled == running
-            and self.limits.kv_caching
+            and self.limits.keeps_kv
             and not self.limits.padded
         )
         alike = alike and plan.drafts is None and self.limits.stages == 1

@@ -241,7 +241,7 @@ class StepPlanner:
                 sampled.append(sequence)
             elif sequence.structured and sequence in late:
                 continue
-            elif total - sequence.num_computed_tokens == 1 and self.limits.kv_caching and not sequence.sibling_rows:
+            elif total - sequence.num_computed_tokens == 1 and self.limits.keeps_kv and not sequence.sibling_rows:
                 plan.complete_plain_work()
                 self._plan_decode(sequence, plan)
             elif _is_answering(sequence):
@@ -273,7 +273,7 @@ class StepPlanner:
         """Drafts of each sequence in this step: as many as are worth it, and as the budget has beside one token of
         each."""
         running = -(-len(self.roster.running) // self.limits.stages)
-        if self.speculation is None or not running or not self.limits.kv_caching or self.limits.padded:
+        if self.speculation is None or not running or not self.limits.keeps_kv or self.limits.padded:
             return 0
         return max(0, min(self.speculation.length(running), self.limits.max_num_batched_tokens // running - 1))
 
@@ -370,7 +370,7 @@ class StepPlanner:
 
     def _try_chunk(self, sequence: Sequence, plan: PlanBuilder) -> bool:
         """Plans as many tokens as budgets and blocks allow. False only for want of blocks."""
-        if not self.limits.kv_caching:
+        if not self.limits.keeps_kv:
             sequence.num_computed_tokens = 0
         start = sequence.num_computed_tokens
         count = self.chunk(sequence, start, plan)
@@ -378,7 +378,7 @@ class StepPlanner:
             return True
         self._trim(sequence, start)
         room = self.cache.tokens_available(sequence.kv) - start
-        if room < count and not self.limits.kv_caching:
+        if room < count and not self.limits.keeps_kv:
             return False  # a part would be forgotten before the next step
         return room > 0 and self._try_plan(sequence, plan, min(count, room))
 
@@ -391,7 +391,7 @@ class StepPlanner:
         if self.max_step_seconds is not None and count:
             count = max(self._meter(plan, self.max_step_seconds).fits(start, count), int(_is_answering(sequence)))
         splits = self.config.chunked_prefill or _is_answering(sequence)
-        if count < whole and not (splits and self.limits.kv_caching):
+        if count < whole and not (splits and self.limits.keeps_kv):
             return 0 if plan.work else whole  # alone, it may exceed the budget
         return count
 
@@ -530,7 +530,7 @@ class StepPlanner:
 
     def _blocks_short(self, sequence: Sequence, match: PrefixMatch, before: Starting) -> Wait | None:
         """Of the group with the least to spare."""
-        headroom = len(self.roster.running) + before.running if self.limits.paged_allocation else 0
+        headroom = len(self.roster.running) + before.running if self.limits.grows else 0
         spare, needed, have = min(
             (pool.num_available - taken - wanted - headroom, wanted + headroom, pool.num_available - taken)
             for pool, taken, wanted in zip(
@@ -542,7 +542,7 @@ class StepPlanner:
     def blocks_to_take(self, sequence: Sequence, match: PrefixMatch, headroom: int, before: Starting) -> list[int]:
         """By group, of those that nobody holds, its adapter's among them. Beside those who run, where prompts go whole,
         it wants its own all at once, those behind a window too. (Alone it may go in parts.)"""
-        paged = self.limits.paged_allocation
+        paged = self.limits.grows
         wanted = self.cache.blocks_to_take(
             match,
             sequence.num_tokens if paged else sequence.max_num_tokens,
@@ -582,7 +582,7 @@ class StepPlanner:
 
     def lookup(self, sequence: Sequence) -> PrefixMatch:
         """Scored prompts and recomputing engines cannot use a prefix: they need every position."""
-        if not self.limits.kv_caching or sequence.wants_scores:
+        if not self.limits.keeps_kv or sequence.wants_scores:
             return NO_MATCH
         return self.cache.lookup(sequence.kv, sequence.token_ids)
 
@@ -606,7 +606,7 @@ class StepPlanner:
             self.roster.log.add("resumed", sequence.request_id, sequence.num_tokens, match.num_tokens)
         self.roster.tell_admitted(sequence)
         self._send_row(sequence, plan)
-        if not self.limits.paged_allocation:
+        if not self.limits.grows:
             self.cache.try_prepare(
                 sequence.kv, match.num_tokens, sequence.max_num_tokens, sequence.row, plan.edits, plan.step_id
             )
@@ -647,7 +647,7 @@ class StepPlanner:
         roster, last = self.roster, self.roster.running[-1]
         rows = len(roster.free_rows) + len(roster.leaving_rows)
         blocks, known_to_come = [pool.num_available for pool in self.cache.pools], False
-        headroom = len(roster.running) if self.limits.paged_allocation else 0
+        headroom = len(roster.running) if self.limits.grows else 0
         for sequence in chain(
             (head,), (each for each in roster.waiting if each is not head and self.policy.preempts(each, last))
         ):

@@ -302,7 +302,7 @@ class Books:
     def _check_running(self, sequence: Sequence) -> None:
         computed, known = sequence.num_computed_tokens, sequence.num_tokens
         covered = (
-            sequence.kv.capacity if self._scheduler.limits.kv_caching else known
+            sequence.kv.capacity if self._scheduler.limits.keeps_kv else known
         )  # who recomputes all keeps no account
         if sequence.row is None or computed > known or computed > covered:
             raise Broken("tokens", f"{_name(sequence)}: {computed} of {known} computed, {sequence.kv.capacity} covered")

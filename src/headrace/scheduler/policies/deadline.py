@@ -229,7 +229,7 @@ class Deadline(DynamicPolicy):
         return refusal
 
     def _work(self, sequence: Sequence, roster: Roster) -> int:
-        usable = roster.limits.kv_caching and not sequence.wants_scores
+        usable = roster.limits.keeps_kv and not sequence.wants_scores
         found = roster.cache.lookup(sequence.kv, sequence.token_ids).num_tokens if usable else 0
         return sequence.num_prompt_tokens - found
 
