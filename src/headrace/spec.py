@@ -150,7 +150,7 @@ class DecoderSpec:
     first layer is one more. ``token_types``: rows of a second embedding; a token of type k has the id of the token plus
     k · vocab_size. ``first_position``: the row of the first learned position, of ``position_rows`` (0: as many as
     ``max_positions``). ``formats``: of the matrices outside the layers. ``ranks`` share it: heads and inner widths
-    are one rank's then (parallel/shares.py), and so are ``vocab_rows``. ``foretelling``: layers for multi-token
+    are one rank's then (parallel/shares.py), and so are ``vocab_rows``. ``predicting``: layers for multi-token
     prediction that its checkpoint numbers behind its own. ``held``: the first layer of a stage of a pipeline, and the one
     behind its last (parallel/stages.py); None: all.
     """
@@ -190,7 +190,7 @@ class DecoderSpec:
     checkpoint_dtype: str = "float32"
     formats: Formats = ()
     ranks: int = 1
-    foretelling: int = 0
+    predicting: int = 0
     held: tuple[int, int] | None = None
 
     @property

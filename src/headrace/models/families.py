@@ -238,7 +238,7 @@ def _common(fields: Fields, tied: bool) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "tied_head": fields.boolean("tie_word_embeddings", tied),
         "eos_token_ids": fields.integers("eos_token_id"),
-        "foretelling": fields.optional_integer("num_nextn_predict_layers", 0, low=0, high=64) or 0,
+        "predicting": fields.optional_integer("num_nextn_predict_layers", 0, low=0, high=64) or 0,
         "checkpoint_dtype": dtype.removeprefix("torch."),
     }
 

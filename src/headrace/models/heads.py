@@ -1,6 +1,6 @@
 """Draft heads: one decoder layer that goes on from the target's own hidden states, and how checkpoints store it.
 
-Entry i of a head is made of the hidden states of position i and of token i + 1, and foretells token i + 2:
+Entry i of a head is made of the hidden states of position i and of token i + 1, and predicts token i + 2:
 
     eagle    x = fc [e; h], a layer without its first norm; the target's LM head (EAGLE, Li et al. 2024; EAGLE-2)
     eagle3   g = fc [h of three layers]; q, k, v of [norm e; norm g], a layer on g; norm and an LM head of its own, of

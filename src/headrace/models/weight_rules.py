@@ -103,7 +103,7 @@ def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
     found += [r"lm_head\.weight"] if spec.tied_head else []
     # Layers for multi-token prediction (heads.py) are no part of the model's own answers.
     found += [r"model\.mtp_layers\..*", r"mtp\..*"]
-    found += [rf"model\.layers\.{spec.num_layers + index}\..*" for index in range(spec.foretelling)]
+    found += [rf"model\.layers\.{spec.num_layers + index}\..*" for index in range(spec.predicting)]
     found += [_OF_WHOLE] if spec.ranks > 1 else []
     found += _of_other_stages(spec)
     found += _of_other_ranks(spec)
