@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from headrace.request import DraftsAhead, StepPlan
 from headrace.speculative.ahead import RUNS, RunsAhead
 from headrace.worker.draft_model import DraftModel
-from headrace.worker.rows import Ints, Rows, ship_all
+from headrace.worker.rows import Ints, Rows, ints
 from headrace.worker.speculator import Proposal, Proposer
 
 _MOST_HELD = 32  # steps that draft nothing, which are told together
@@ -59,7 +59,7 @@ class ApartDrafts(Proposer):
         before = {new.row: int(self._known[new.row]) for new in plan.rows_added}
         for new in plan.rows_added:
             self._known[new.row] = len(new.token_ids)
-        rows, ends = np.asarray(plan.rows, dtype=np.int32), np.add(plan.starts, plan.counts).astype(np.int32)
+        rows, ends = ints(plan.rows), np.add(plan.starts, plan.counts).astype(np.int32)
         longer = np.flatnonzero((np.asarray(plan.counts) > 1) & (ends > self._known[rows]))
         told = self._truth(rows[longer], ends[longer])
         waiting = sum(tokens for each, tokens in self._begun if not each.done())
@@ -140,13 +140,7 @@ class Truth:
 
 
 def held(rows: Rows, which: Ints, starts: Ints, ends: Ints) -> Ints:  # [n, most], on the host
-    """Tokens that rows hold; what is beyond a row's end means nothing."""
-    width = int((ends - starts).max(initial=0))
-    if width <= 0:
-        return np.zeros((len(which), 0), dtype=np.int32)
-    row, begin = (part.long() for part in ship_all(rows.device, which, starts))
-    places = begin[:, None] + torch.arange(width, device=rows.device)
-    found: Ints = rows.token_ids[row[:, None], places.clamp_(max=rows.token_ids.shape[1] - 1)].cpu().numpy()
+    found: Ints = rows.held(which, starts, max(0, int((ends - starts).max(initial=0)))).cpu().numpy()
     return found
 
 
@@ -193,10 +187,7 @@ class DraftSide:
         wrong = there & (held(self.rows, told.rows, told.starts, told.ends) != told.ids)
         first = np.where(wrong.any(axis=1), told.starts + wrong.argmax(axis=1), told.ends).astype(np.int32)
         chunk, at = np.nonzero(there)
-        row, place, ids = ship_all(
-            self.rows.device, told.rows[chunk], (told.starts[chunk] + at).astype(np.int32), told.ids[there]
-        )
-        self.rows.token_ids[row.long(), place.long()] = ids
+        self.rows.put(told.rows[chunk], (told.starts[chunk] + at).astype(np.int32), told.ids[there])
         self.model.count(told.rows, [list(ids[each]) for ids, each in zip(told.ids, there, strict=True)])
         self.model.correct(told.rows, first)
         refuted = told.rows[(first < told.ends) | (self._ends[told.rows] < told.ends)]

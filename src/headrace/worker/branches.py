@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.speculative.tree import Tree
-from headrace.worker.rows import Ints, PackedTree, Packing, Rows, ship_all
+from headrace.worker.rows import Ints, PackedTree, Packing, Rows, places_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,12 @@ def keep_branches(rows: Rows, kv_caches: Sequence[Tensor], branches: Sequence[Br
     target = _joined([range(each.length, each.length + len(each.path)) for each in branches])
     moved = source != target
     if moved.any():
-        places = [part.long() for part in ship_all(rows.device, row[moved], source[moved], target[moved])]
+        places = places_on(rows.device, row[moved], source[moved], target[moved])
         for table, block_size, cache in zip(rows.tables, rows.block_sizes, kv_caches, strict=True):
             _move(table, block_size, cache, *places)
     row = _joined([[each.row] * len(each.tokens) for each in branches])
     place = _joined([range(each.length, each.length + len(each.tokens)) for each in branches])
-    at, to, ids = ship_all(rows.device, row, place, _joined([each.tokens for each in branches]))
-    rows.token_ids[at.long(), to.long()] = ids
+    rows.put(row, place, _joined([each.tokens for each in branches]))
 
 
 def _move(table: Tensor, block_size: int, cache: Tensor, row: Tensor, source: Tensor, target: Tensor) -> None:

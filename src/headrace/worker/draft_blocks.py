@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.request import StepPlan
-from headrace.worker.rows import Ints, ship_all
+from headrace.worker.rows import Ints, ints, ship_all
 
 _NONE = -1
 _ELSEWHERE = 2**30  # the first new block of a row that computes nothing: it has none
@@ -51,7 +51,7 @@ class DraftBlocks:
         block = np.array(list(last.values()), dtype=np.int32)
         self._tables[row, index] = block
         first = np.full(len(self.bare), _ELSEWHERE)
-        first[list(plan.rows)] = np.asarray(plan.starts, dtype=np.int32) // self._block_size
+        first[list(plan.rows)] = ints(plan.starts) // self._block_size
         new = index >= first[row]
         self._expect(row[~new], block[~new], set(block[new].tolist()))
         copied = dict(zip(plan.copy_target, plan.copy_source, strict=True))

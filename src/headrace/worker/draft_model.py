@@ -27,7 +27,7 @@ from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.rows import Gather, Ints, Rows, Trait, pack, ship_all
+from headrace.worker.rows import Gather, Ints, Rows, Trait, ints, pack, ship_all
 from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
 from headrace.worker.speculator import Proposal, Proposer
 
@@ -97,18 +97,13 @@ class Drawing(Proposer):
             every = np.arange(len(row), dtype=np.int32)
             batch = SampleBatch(row, position, every, np.full(len(row), depth, dtype=np.int32))
             tokens = self._sampler.propose(score(hidden[piece]).float(), batch)
-            at = [part.long() for part in ship_all(self._rows.device, row, position)]
-            self._rows.token_ids[at[0], at[1]] = tokens.to(torch.int32)
+            self._rows.put(row, position, tokens.to(torch.int32))
 
     def _drafted(self, rows: Ints, lengths: Ints, most: int) -> Tensor:  # [rows, most], int32, on the host
         """What the rows hold now; samples will be written over it."""
-        device, last = self._rows.device, self._rows.token_ids.shape[1] - 1
-        if device.type == "cpu":
-            places = np.minimum(lengths[:, None] + np.arange(most), last)
-            return torch.from_numpy(self._rows.token_ids.numpy()[rows[:, None], places])
-        row, begin = (part.long() for part in ship_all(device, rows, lengths))
-        places = (begin[:, None] + torch.arange(most, device=device)).clamp_(max=last)
-        found = self._rows.token_ids[row[:, None], places]
+        found = self._rows.held(rows, lengths, most)
+        if found.device.type == "cpu":
+            return found
         return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
 
 
@@ -158,7 +153,7 @@ class DraftModel(Drawing):
         self._computed[list(plan.rows_dropped)] = _UNKNOWN  # one that is built again without has its keys
         if not plan.rows:
             return
-        rows, starts, counts = (np.asarray(column, dtype=np.int32) for column in (plan.rows, plan.starts, plan.counts))
+        rows, starts, counts = (ints(column) for column in (plan.rows, plan.starts, plan.counts))
         computed, long = self._computed[rows], counts > 1
         true = np.where(long, starts, computed) if self._told else starts
         begin = np.where(computed == _UNKNOWN, starts, np.minimum(computed, true))

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.kernels.sampling.reference import vocabulary_noise
 from headrace.speculative.tree import Belief, Found, Growing, Node, Tree
 from headrace.worker.draft_model import DraftModel, chunk_plan
-from headrace.worker.rows import Ints, PackedTree, Packing, Trait, ship_all
+from headrace.worker.rows import Ints, PackedTree, Packing, Trait, places_on
 from headrace.worker.speculator import Proposal
 
 _GROWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
@@ -147,7 +147,7 @@ class TreeDrafts(DraftModel):
         random = np.flatnonzero(self._rows.traits[rows] & Trait.RANDOM).astype(np.int32)
         if len(random):
             places = positions[random] - self._rows.num_prompt_tokens[rows[random]]
-            at, row, place = (part.long() for part in ship_all(self._rows.device, random, rows[random], places))
+            at, row, place = places_on(self._rows.device, random, rows[random], places)
             temperature, seeds = self._sampler.temperatures(row)
             logits[at] = logits[at] / temperature[:, None] + vocabulary_noise(seeds, place, logits.shape[1])
 
@@ -158,8 +158,7 @@ class TreeDrafts(DraftModel):
         counts = [len(each) for each in places]
         at = np.repeat(lengths, counts) + np.array([place for each in places for place in each], dtype=np.int32)
         ids = np.array([token for each in tokens for token in each], dtype=np.int32)
-        row, to, values = ship_all(self._rows.device, np.repeat(rows, counts), at, ids)
-        self._rows.token_ids[row.long(), to.long()] = values
+        self._rows.put(np.repeat(rows, counts), at, ids)
 
 
 def _found(row: list[float], best: int) -> Found:

@@ -32,7 +32,7 @@ from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import Drawing, chunk_plan
 from headrace.worker.draft_setup import MOST_PENDING
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.rows import Ints, Rows, pack, ship_all
+from headrace.worker.rows import Ints, Rows, ints, pack, places_on, ship_all, within
 from headrace.worker.speculator import Proposal
 
 _NOTHING = -2  # position 0 follows upon nothing that could be held
@@ -82,15 +82,15 @@ class HeadDrafter(Drawing):
             self._flush()
 
     def _settle(self, plan: StepPlan, lengths: Ints) -> None:
-        rows, starts, counts = (np.asarray(column, dtype=np.int32) for column in (plan.rows, plan.starts, plan.counts))
-        drafts = np.asarray(plan.drafts, dtype=np.int32) if plan.drafts else np.zeros_like(rows)
+        rows, starts, counts = (ints(column) for column in (plan.rows, plan.starts, plan.counts))
+        drafts = ints(plan.drafts) if plan.drafts else np.zeros_like(rows)
         ends = np.where(drafts > 0, lengths[rows] - 1, starts + counts).astype(np.int32)
         firsts = np.cumsum(counts, dtype=np.int32) - counts  # packed
         carried = self._head.carried(self._tap.out[: int(counts.sum())])
         self._write(rows, starts, ends, firsts, carried)
-        holders = np.concatenate([rows, np.asarray(plan.sample_rows, dtype=np.int32)])
-        work = np.concatenate([np.arange(len(rows), dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)])
-        row, source = (part.long() for part in ship_all(self._rows.device, holders, (firsts + ends - starts)[work] - 1))
+        holders = np.concatenate([rows, ints(plan.sample_rows)])
+        work = np.concatenate([np.arange(len(rows), dtype=np.int32), ints(plan.sample_work)])
+        row, source = places_on(self._rows.device, holders, (firsts + ends - starts)[work] - 1)
         self._held[row] = carried[source]
         self._at[holders] = ends[work] - 1
 
@@ -102,12 +102,11 @@ class HeadDrafter(Drawing):
         if not len(chosen):
             return
         counts = (ends - begins)[chosen].astype(np.int32)
-        inside = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+        inside = within(counts)
         # packed; what waited lies elsewhere
         before = np.repeat((firsts + begins - starts)[chosen], counts) + inside - 1
         places = np.flatnonzero((inside == 0) & np.repeat(waited[chosen], counts)).astype(np.int32)
-        source, place, row = (part.long() for part in ship_all(
-            self._rows.device, np.maximum(before, 0), places, rows[chosen][waited[chosen]]))  # fmt: skip
+        source, place, row = places_on(self._rows.device, np.maximum(before, 0), places, rows[chosen][waited[chosen]])
         taken = carried[source]
         taken[place] = self._held[row]
         if sum(len(each[3]) for each in self._pending) + len(taken) > MOST_PENDING:
@@ -161,9 +160,7 @@ class HeadDrafter(Drawing):
     def _enter(graphs: DecodeGraphs, entries: Sequence[_Entries]) -> int:
         """The bucket of the step in which these are rows."""
         rows, starts, counts = _joined(entries)
-        tokens = int(counts.sum())
-        inside = np.arange(tokens, dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
-        contexts = np.repeat(starts, counts) + inside + 1
+        tokens, contexts = int(counts.sum()), np.repeat(starts, counts) + within(counts) + 1
         bucket = graphs.write(np.repeat(rows, counts), contexts, shared_tokens=0, chained=len(entries) > 1)
         entry, carried = graphs.entry(bucket, tokens), [each[3] for each in entries]
         if carried[0].data_ptr() != entry.data_ptr():  # else it lies there since the pass before

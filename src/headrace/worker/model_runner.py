@@ -34,7 +34,7 @@ from headrace.worker.arena import Arena
 from headrace.worker.branches import branched
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.prompt_graphs import PromptGraphs
-from headrace.worker.rows import Gather, Ints, Packing, Rows, pack, ship, ship_all
+from headrace.worker.rows import Gather, Ints, Packing, Rows, ints, pack, places_on, ship_all
 from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
 from headrace.worker.speculator import Drafts, Speculator
 
@@ -260,8 +260,7 @@ class ModelRunner:
             tokens, _, wrong = _read_samples([Samples(picked, None)])
             self._accept(awaited.plan, awaited.drafts, tokens, {}, wrong)
             return
-        rows, positions = ship_all(self._rows.device, awaited.rows, awaited.positions)
-        self._rows.token_ids[rows.long(), positions.long()] = picked[:, 0]
+        self._rows.put(awaited.rows, awaited.positions, picked[:, 0])
 
     def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         """All of it. ``masks``: of a plan that waits for them."""
@@ -299,7 +298,7 @@ class ModelRunner:
                 return step  # computed without the drafts that grammars refute; a queue goes on, its tokens cost less
             step.proposed = _recorded()
         if drawn is not None and self.graphs is not None:
-            context = np.asarray(plan.starts, dtype=np.int32) + 1
+            context = ints(plan.starts) + 1
             step.bucket = self.graphs.write(
                 drawn.on_host, context, edits, shared_tokens=plan.shared_tokens, adapted=drawn.adapted
             )
@@ -351,7 +350,7 @@ class ModelRunner:
     def _verify_drawn(self, step: Step, packing: Packing) -> bool:
         """Whether graphs compute a step that verifies drafts and draw at all of its tokens."""
         plan, graphs, tokens = step.plan, self.graphs, len(packing.chunk)
-        rows = np.asarray(plan.rows, dtype=np.int32)
+        rows = ints(plan.rows)
         how = draw_of(self._rows.traits[rows])
         if graphs is None or how is None or not self._chains(plan, packing) or not graphs.draws(tokens):
             return False
@@ -385,11 +384,11 @@ class ModelRunner:
             and len(packing.chunk) == len(plan.rows)
             and self._serves(graphs, len(plan.rows), adapted=slots is not None)
         ):
-            rows, shared = np.asarray(plan.rows, dtype=np.int32), plan.shared_tokens
+            rows, shared = ints(plan.rows), plan.shared_tokens
             bucket = graphs.write(rows, packing.context, shared_tokens=shared, adapted=slots is not None)
             return partial(self._replayed, step, graphs, bucket, len(rows)), 0
         if graphs is not None and self._pipe is None and plan.drafts and self._chains(plan, packing):
-            rows = np.asarray(plan.rows, dtype=np.int32)[packing.chunk]
+            rows = ints(plan.rows)[packing.chunk]
             bucket = graphs.write(rows, packing.position + 1, chained=True, tree=_tree_of(packing))
             return partial(graphs.hidden, bucket, len(rows)), 0
         if prompts is not None and not plan.drafts and (shape := prompts.shape_of(plan, packing)) is not None:
@@ -531,7 +530,7 @@ class ModelRunner:
             return None
         if masks.samples or plan.prompt_logprobs or (self._adapters is not None and self._adapters.slots.head_touched):
             return None
-        rows, places = np.asarray(plan.sample_rows, dtype=np.int32), packing.sampled(plan)
+        rows, places = ints(plan.sample_rows), packing.sampled(plan)
         how, at = draw_of(self._rows.traits[rows]), packing.hidden_rows(places)
         if how is None or not np.array_equal(at, np.arange(count)):
             return None
@@ -541,7 +540,7 @@ class ModelRunner:
         """The first stage goes on from them; those between learn of drafts that are refuted."""
         plan = step.plan
         if (self._decoder.embeds or step.drafts is not None) and plan.sample_rows:
-            rows = np.asarray(plan.sample_rows, dtype=np.int32)
+            rows = ints(plan.sample_rows)
             positions = packing.position[packing.sampled(plan)] + 1
             self._awaited.append(_Awaited(step.number, rows, positions, plan, step.drafts))
 
@@ -645,7 +644,7 @@ class ModelRunner:
             or plan.sample_work != self._every[:count]
         ):
             return None
-        rows = np.asarray(plan.rows, dtype=np.int32)
+        rows = ints(plan.rows)
         how = draw_of(self._rows.traits[rows])
         return (
             None
@@ -662,14 +661,14 @@ class ModelRunner:
     ) -> Samples:
         places, source = np.unique(packing.sampled(plan)[piece], return_inverse=True)
         batch = SampleBatch(
-            rows=np.asarray(plan.sample_rows, dtype=np.int32)[piece],
+            rows=ints(plan.sample_rows)[piece],
             positions=packing.position[places][source] + 1,
             source=source.astype(np.int32),
             drafts=_drafts_before(plan, piece) if plan.sample_back else None,
             masks=_masks_of(masks, piece) if masks.samples else None,
         )
-        picked = hidden[ship(packing.hidden_rows(places), self._rows.device)]
-        adapters = self._adapted(np.asarray(plan.rows, dtype=np.int32)[packing.chunk[places]])
+        picked = hidden[places_on(self._rows.device, packing.hidden_rows(places))[0]]
+        adapters = self._adapted(ints(plan.rows)[packing.chunk[places]])
         return self._sampler.sample(self._decoder.logits(picked, adapters).float(), batch)
 
     def _score_prompt(
@@ -706,9 +705,9 @@ def _tree_of(packing: Packing) -> Packing | None:
 
 def _drafts_before(plan: StepPlan, piece: slice) -> Ints:
     """Drafts of the same chunk that stand before the place of each sample."""
-    work = np.asarray(plan.sample_work, dtype=np.int32)[piece]
-    back = np.asarray(plan.sample_back, dtype=np.int32)[piece]
-    return np.asarray(plan.drafts, dtype=np.int32)[work] - back
+    work = ints(plan.sample_work)[piece]
+    back = ints(plan.sample_back)[piece]
+    return ints(plan.drafts)[work] - back
 
 
 def _masks_of(masks: TokenMasks, piece: slice) -> RowMasks | None:

@@ -34,7 +34,7 @@ from headrace.cost.prompt_shapes import PromptShapes, Shape, ShapeBounds
 from headrace.kernels.inputs import AdapterRows
 from headrace.request import StepPlan
 from headrace.worker.recorder import Recorder
-from headrace.worker.rows import Ints, Packing
+from headrace.worker.rows import Ints, Packing, ints
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class PromptGraphs:
         """What the host has to say of the step; ``compute`` must follow."""
         wanted = packing.last if packing.wanted is None else packing.wanted
         parts = (
-            np.asarray(plan.rows, dtype=np.int32),
+            ints(plan.rows),
             packing.query_start,
             packing.context,
             packing.chunk,

@@ -25,7 +25,7 @@ from itertools import accumulate, compress, pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from headrace.kernels import Kernels
@@ -102,9 +102,19 @@ def ship_all(device: torch.device, *parts: Ints) -> list[Tensor]:
     return staging.ship()
 
 
-def ship(values: Ints, device: torch.device) -> Tensor:
-    """One array as indices: int64, on the device."""
-    return ship_all(device, values)[0].long()
+def places_on(device: torch.device, *parts: Ints) -> list[Tensor]:
+    """The same as indices: int64."""
+    return [part.long() for part in ship_all(device, *parts)]
+
+
+def ints(values: ArrayLike) -> Ints:
+    """A column of a plan, without a copy."""
+    return np.asarray(values, dtype=np.int32)
+
+
+def within(counts: Ints) -> Ints:  # [Σ counts]
+    """0, 1, … for each of them."""
+    return np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +362,7 @@ class Rows:
 
     def _count(self, added: Sequence[NewRow], counted: Ints, ids: Tensor) -> None:
         """Occurrences in the outputs of those that count them. Few have outputs already: those that begin again."""
-        self.counts.index_fill_(
-            0, ship(np.array([new.row for new in compress(added, counted)], dtype=np.int32), self.device), 0
-        )
+        self.counts.index_fill_(0, places_on(self.device, ints([new.row for new in compress(added, counted)]))[0], 0)
         ends = accumulate((len(new.token_ids) for new in added), initial=0)
         for new, counts, (begin, end) in zip(added, counted, pairwise(ends), strict=True):
             if counts and begin + new.num_prompt_tokens < end:
@@ -365,6 +373,17 @@ class Rows:
         """Of these rows' adapters, or NO_SLOT; of rows that fill a step up, which are at no position, too."""
         slots = self.params[:, _NUM_FLOATS + INT_COLUMNS.index("adapter_slot")]
         return torch.where(positions >= 0, slots.index_select(0, rows), NO_SLOT)
+
+    def put(self, rows: Ints, places: Ints, ids: Ints | Tensor) -> None:
+        """Tokens ``ids`` [n], int32, into ``rows`` [n] at ``places`` [n]."""
+        row, place, *shipped = ship_all(self.device, rows, places, *(() if isinstance(ids, Tensor) else (ids,)))
+        self.token_ids[row.long(), place.long()] = ids if isinstance(ids, Tensor) else shipped[0]
+
+    def held(self, rows: Ints, begins: Ints, width: int) -> Tensor:  # [n, width], int32
+        """Tokens of ``rows`` [n] from ``begins`` [n] on; what is beyond a row's end means nothing."""
+        row, begin = places_on(self.device, rows, begins)
+        places = begin[:, None] + torch.arange(width, device=self.device)
+        return self.token_ids[row[:, None], places.clamp_(max=self.token_ids.shape[1] - 1)]
 
     def float_params(self, rows: Tensor) -> Tensor:  # [n] → [n, FLOAT_COLUMNS], float32
         return self.params[rows][:, :_NUM_FLOATS].view(torch.float32)
@@ -381,7 +400,7 @@ class Rows:
             + self._firsts[group]
         )
         assert (np.asarray(plan.table_index) < self._widths[group]).all(), "a block table has no such place"
-        blocks, ordered = np.asarray(plan.table_block, dtype=np.int32), np.sort(places)
+        blocks, ordered = ints(plan.table_block), np.sort(places)
         if (ordered[1:] != ordered[:-1]).all():  # as ever; telling costs a tenth of finding the last ones
             return places, blocks
         _, last = np.unique(places[::-1], return_index=True)
@@ -429,13 +448,13 @@ class Packing:
 
     def sampled(self, plan: StepPlan) -> Ints:  # [samples]
         """The packed token whose logits each of the plan's samples reads."""
-        tokens = self.last[np.asarray(plan.sample_work, dtype=np.int32)]
-        return tokens - np.asarray(plan.sample_back, dtype=np.int32) if plan.sample_back else tokens
+        tokens = self.last[ints(plan.sample_work)]
+        return tokens - ints(plan.sample_back) if plan.sample_back else tokens
 
     def begun(self, plan: StepPlan) -> Ints:  # [samples]
         """The packed token that begins the chunk of each."""
-        work = np.asarray(plan.sample_work, dtype=np.int32)
-        begun: Ints = self.last[work] + 1 - np.asarray(plan.counts, dtype=np.int32)[work]
+        work = ints(plan.sample_work)
+        begun: Ints = self.last[work] + 1 - ints(plan.counts)[work]
         return begun
 
     def hidden_rows(self, tokens: Ints) -> Ints:
@@ -466,7 +485,7 @@ def pack(plan: StepPlan, *, padded: bool, prune: bool = False, first: bool = Fal
 
 
 def _pack(plan: StepPlan, padded: bool) -> Packing:
-    starts, counts = np.asarray(plan.starts, dtype=np.int32), np.asarray(plan.counts, dtype=np.int32)
+    starts, counts = ints(plan.starts), ints(plan.counts)
     if (counts == 1).all():  # a decode step: nothing to lay out
         every = np.arange(len(counts) + 1, dtype=np.int32)
         return Packing(every, starts + 1, every[:-1], starts)
@@ -501,7 +520,7 @@ class Gather:
         if self._share is not None and self._spreads(packing):
             return self._spread(self._share, plan, packing, slots)
         parts = [
-            np.asarray(plan.rows, dtype=np.int32),
+            ints(plan.rows),
             packing.query_start,
             packing.context,
             packing.chunk,
@@ -543,7 +562,7 @@ class Gather:
         found = spread_rows(share, packing.context, packing.chunk, packing.position, wanted)
         real = found.tokens >= 0
         parts = (
-            np.asarray(plan.rows, dtype=np.int32)[found.sequence],
+            ints(plan.rows)[found.sequence],
             found.query_start,
             found.context,
             np.where(real, packing.chunk[found.tokens], 0).astype(np.int32),

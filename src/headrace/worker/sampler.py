@@ -22,7 +22,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.candidate import Facts
 from headrace.kernels.operations import GREEDY_TOKENS, PICK_TOKENS, SCORE_TOKENS, STORE_TOKENS
 from headrace.kernels.sampling.reference import apply_penalties
-from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Trait, ship, ship_all
+from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Trait, places_on, ship_all
 
 # ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
 _PENALISED_AT_ONCE = 2**21
@@ -141,9 +141,7 @@ class Sampler:
         if not traits.any():
             tokens: Tensor = self._greedy(logits)[1]
             return tokens
-        rows, positions, source = (
-            part.long() for part in ship_all(self._rows.device, batch.rows, batch.positions, batch.source)
-        )
+        rows, positions, source = places_on(self._rows.device, batch.rows, batch.positions, batch.source)
         return self._sample_as_asked(logits, source, batch, rows, positions, traits, shared=False)[0]
 
     def temperatures(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # [n], int64 → [n] float32, [n] int64
@@ -195,7 +193,7 @@ class Sampler:
             if len(which) == len(tokens):
                 tokens.copy_(self._pick_group(logits, peak, rows, positions, has_filters))
             elif len(which):
-                at = ship(which, self._rows.device)
+                (at,) = places_on(self._rows.device, which)
                 tokens[at] = self._pick_group(logits[at], peak[at], rows[at], positions[at], has_filters)
 
     def _pick_group(self, logits: Tensor, peak: Tensor, rows: Tensor, positions: Tensor, has_filters: bool) -> Tensor:
@@ -245,7 +243,7 @@ class Sampler:
         samples = np.array([j for j, _ in lists], dtype=np.int32)
         repeated = np.repeat(samples, [len(ids) for _, ids in lists])
         allowed = np.concatenate([ids for _, ids in lists])
-        which, at, ids = (part.long() for part in ship_all(self._rows.device, samples, repeated, allowed))
+        which, at, ids = places_on(self._rows.device, samples, repeated, allowed)
         kept = logits[at, ids]
         logits.index_fill_(0, which, float("-inf"))
         logits[at, ids] = kept
@@ -312,7 +310,7 @@ class Sampler:
 
     def _drafted_counts(self, ids: Tensor, rows: Tensor, lengths: Tensor, drafts: Ints) -> Tensor:
         """How often each of ``ids`` [n, length] is among the drafts before its row's place, in rows that count."""
-        found, before = torch.zeros_like(ids, dtype=torch.float32), ship(drafts, ids.device)
+        found, before = torch.zeros_like(ids, dtype=torch.float32), places_on(ids.device, drafts)[0]
         for back in range(1, int(drafts.max()) + 1):
             drafted = self._rows.token_ids[rows, (lengths - back).clamp(min=0)].long()
             found += (ids == drafted[:, None]) & (before >= back)[:, None]
@@ -328,7 +326,7 @@ class Sampler:
     def _count(self, tokens: Tensor, batch: SampleBatch, traits: Ints) -> None:
         counted = np.flatnonzero(traits & Trait.COUNTED).astype(np.int32)
         if len(counted):
-            rows, which = (part.long() for part in ship_all(self._rows.device, batch.rows[counted], counted))
+            rows, which = places_on(self._rows.device, batch.rows[counted], counted)
             self._rows.counts[rows, tokens[which]] += 1
 
     # --- logprobs
@@ -336,7 +334,7 @@ class Sampler:
     def _scores(self, raw: Tensor, source: Tensor, tokens: Tensor, batch: SampleBatch, traits: Ints) -> Scores:
         which = np.flatnonzero(traits & Trait.SCORED).astype(np.int32)
         num_best = tuple(self._rows.host[int(row)].params.logprobs or 0 for row in batch.rows[which])
-        at = ship(which, self._rows.device)
+        (at,) = places_on(self._rows.device, which)
         return Scores(which, num_best, *self.score(raw[source[at]], tokens[at], max(num_best)))
 
 

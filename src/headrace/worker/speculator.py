@@ -26,7 +26,7 @@ from headrace.speculative.lookup import Lookup
 from headrace.speculative.tree import Tree
 from headrace.speculative.verify import accepted
 from headrace.worker.branches import Branch, keep_branches
-from headrace.worker.rows import Ints, Rows, ship_all
+from headrace.worker.rows import Ints, Rows, ints, within
 
 Tokens = Sequence[tuple[int, ...]]
 Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
@@ -166,14 +166,14 @@ class Speculator:
         if not plan.drafts:
             self._proposer.begins(plan)
             if plan.sample_rows:
-                ends = np.asarray(plan.starts, dtype=np.int32) + np.asarray(plan.counts, dtype=np.int32)
+                ends = ints(plan.starts) + ints(plan.counts)
                 self._lengths[np.asarray(plan.sample_rows)] = ends[np.asarray(plan.sample_work)] + 1
             return plan, None
         return self._drafted(plan)
 
     def _drafted(self, plan: StepPlan) -> tuple[StepPlan, Drafts]:
         starts, counts, most = (np.array(column, dtype=np.int32) for column in (plan.starts, plan.counts, plan.drafts))
-        rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
+        rows, work = ints(plan.rows), ints(plan.sample_work)
         counts -= most
         starts[work] = self._lengths[rows[work]] - counts[work]  # a chunk with several takers is shifted by nothing
         known = replace(plan, starts=as_array(starts), counts=as_array(counts), drafts=array("i"))
@@ -200,11 +200,8 @@ class Speculator:
         tokens = np.array([token for each in proposal.lists() for token in each], dtype=np.int32)
         if not len(tokens):
             return
-        at = np.repeat(lengths, proposal.counts) + np.concatenate(
-            [np.arange(count, dtype=np.int32) for count in proposal.counts]
-        )
-        row, position, ids = ship_all(self._rows.device, np.repeat(rows, proposal.counts), at, tokens)
-        self._rows.token_ids[row.long(), position.long()] = ids
+        at = np.repeat(lengths, proposal.counts) + within(proposal.counts)
+        self._rows.put(np.repeat(rows, proposal.counts), at, tokens)
 
     def cut(
         self, plan: StepPlan, drafts: Drafts, samples: Sequence[int], *, computed: bool
@@ -218,10 +215,7 @@ class Speculator:
         begins = np.cumsum(kept + 1) - (kept + 1)
         at = np.repeat(begins[named] - firsts, masks) + np.arange(len(samples))
         chosen = np.concatenate([np.arange(count + 1) for count in planned]) <= np.repeat(kept, planned + 1)
-        work, rows, back = (
-            np.asarray(column, dtype=np.int32)[chosen]
-            for column in (plan.sample_work, plan.sample_rows, plan.sample_back)
-        )
+        work, rows, back = (ints(column)[chosen] for column in (plan.sample_work, plan.sample_rows, plan.sample_back))
         changes: dict[str, Any] = {"sample_work": as_array(work), "sample_rows": as_array(rows)}
         if not computed:
             refuted = np.zeros(len(plan.rows), dtype=np.int32)
@@ -284,7 +278,7 @@ def with_samples(plan: StepPlan, work: Ints, drafts: Ints) -> StepPlan:
     """A sample behind each draft as well as before the first."""
     each = drafts[work] + 1
     back = np.repeat(np.cumsum(each, dtype=np.int32), each) - 1 - np.arange(each.sum(), dtype=np.int32)
-    rows = np.repeat(np.asarray(plan.sample_rows, dtype=np.int32), each)
+    rows = np.repeat(ints(plan.sample_rows), each)
     return replace(
         plan, sample_work=as_array(np.repeat(work, each)), sample_rows=as_array(rows), sample_back=as_array(back)
     )

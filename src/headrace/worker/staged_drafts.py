@@ -33,7 +33,7 @@ import torch
 
 from headrace.parallel.pipeline import Pipe
 from headrace.request import DraftsAhead, StepPlan
-from headrace.worker.rows import Ints, Rows
+from headrace.worker.rows import Ints, Rows, ints
 from headrace.worker.speculator import Drafts, Proposal, Proposer, Speculator, as_array, with_samples
 
 # Columns of the message, by chunk: tokens before what is proposed; whether the last ones of these are unverified drafts
@@ -66,7 +66,7 @@ class StagedSpeculator(Speculator):
         table = self._lead(plan) if self._pipe.stage == 0 else self._follow(plan)
         lengths, ahead, proposed = table[:, _LENGTH], table[:, _AHEAD] != 0, table[:, _COUNT]
         lists = [row[_FIRST : _FIRST + count].tolist() for row, count in zip(table, proposed, strict=True)]
-        rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
+        rows, work = ints(plan.rows), ints(plan.sample_work)
         self._lengths[rows[~ahead]] = lengths[~ahead]
         self._turns[rows[~ahead]] += 1
         counts = np.maximum(np.subtract(plan.counts, plan.drafts).astype(np.int32), 1)
@@ -124,7 +124,7 @@ class StagedSpeculator(Speculator):
     def _lead(self, plan: StepPlan) -> Ints:  # [chunks, columns]
         """Proposes what the next stage is told."""
         starts, counts, most = (np.array(column, dtype=np.int32) for column in (plan.starts, plan.counts, plan.drafts))
-        rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
+        rows, work = ints(plan.rows), ints(plan.sample_work)
         guessed = most == counts
         ahead = guessed & (self._ends[rows] > 0)
         lengths = np.where(ahead, self._ends[rows], self._lengths[rows])
@@ -155,10 +155,10 @@ def _without_empty(plan: StepPlan, starts: Ints, counts: Ints, drafts: Ints) -> 
     such as are proposed whole, so nothing else of it counts chunks."""
     kept = counts > 0
     assert kept.all() or not (plan.prompt_logprobs or plan.masked)
-    work, rows = np.asarray(plan.sample_work, dtype=np.int32), np.asarray(plan.sample_rows, dtype=np.int32)
+    work, rows = ints(plan.sample_work), ints(plan.sample_rows)
     sampled, places = kept[work], np.cumsum(kept, dtype=np.int32) - 1
     columns: dict[str, Ints] = {
-        "rows": np.asarray(plan.rows, dtype=np.int32),
+        "rows": ints(plan.rows),
         "starts": starts,
         "counts": counts,
         "drafts": drafts,
