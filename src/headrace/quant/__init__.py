@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from headrace.kernels.candidate import EightBits
     from headrace.kernels.linear.packing import Codes, Coding
+    from headrace.quant.codes import Activations
 
 ITEM_BYTES: Mapping[str, int] = {
     "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8,
@@ -106,9 +107,14 @@ class Format:
         return self.coding
 
     @property
+    def activations(self) -> Activations | None:
+        """How inputs are rounded; None: they stay as they come."""
+        return None
+
+    @property
     def rounds_inputs(self) -> bool:
         """Whether products are of 8-bit numbers, of which a chip multiplies up to twice as many as of 16-bit ones."""
-        return False
+        return self.activations is not None
 
     @property
     def eight(self) -> EightBits | None:
@@ -143,7 +149,7 @@ class Format:
 
     def activated(self, x: Tensor, tensors: Tensors) -> Tensor:
         """The inputs as the format computes with them: rounded to few bits and back, where it says so."""
-        return x
+        return x if self.activations is None else self.activations.rounded(x, tensors.get("input_scale"))
 
     def make_up(self, tensors: Tensors, seed: int) -> None:
         """Fills tensors with random numbers that make a matrix of the usual deviation, about 0.02."""

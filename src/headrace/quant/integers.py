@@ -261,10 +261,6 @@ class PackedIntegers(_Grouped):
         return self._coding if self.activations is None or self.eight is not None else None
 
     @property
-    def rounds_inputs(self) -> bool:
-        return self.activations is not None
-
-    @property
     def eight(self) -> EightBits | None:
         from headrace.kernels.candidate import EightBits
 
@@ -281,8 +277,3 @@ class PackedIntegers(_Grouped):
             return codes, scales, None
         words = slice(first * self.bits // 32, _words(last, self.bits))
         return codes, scales, unpack(tensors["weight_zero_point"][words].t(), self.bits).t()[: last - first]
-
-    def activated(self, x: Tensor, tensors: Tensors) -> Tensor:
-        if self.activations is None:
-            return x
-        return self.activations.rounded(x, tensors.get("input_scale"))

@@ -77,10 +77,6 @@ class ScaledWeight(Format):
         return coding_of(8, self.block[1], zeros=self.zero, floats=self.dtype != "int8")
 
     @property
-    def rounds_inputs(self) -> bool:
-        return self.activations is not None
-
-    @property
     def eight(self) -> EightBits | None:
         from headrace.kernels.candidate import EightBits
 
@@ -106,11 +102,6 @@ class ScaledWeight(Format):
         if grid.dim() == 0:
             return grid.view(1, 1)
         return (grid if self.block[0] == 1 else grid.repeat_interleave(self.block[0], 0))[rows]
-
-    def activated(self, x: Tensor, tensors: Tensors) -> Tensor:
-        if self.activations is None:
-            return x
-        return self.activations.rounded(x, tensors.get("input_scale"))
 
     @property
     def unit_scale(self) -> float:
