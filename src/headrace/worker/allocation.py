@@ -83,10 +83,8 @@ class Allocation:
         self.room = Room(self._available(), self._bounds())
         self._arena = 0  # bytes that steps share
         self._scratch = 0  # bytes that libraries keep
-        self._found, self._given = (
-            0,
-            0,
-        )  # bytes of weights that other processes hold, and that this one has put beside torch's
+        # bytes of weights that other processes hold, and that this one has put beside torch's
+        self._found = self._given = 0
 
     def share(self, size: int, *, ours: bool) -> None:
         """So many bytes of weights lie in memory of several processes, which this one has filled, or others have."""

@@ -170,30 +170,23 @@ class Worker:
         self._peers = peers
         self._group, self._keys, self._pipe = group, keys, pipe = peers.group, peers.keys, peers.pipe
         self._cuts: Mapping[str, Cut] = {}
-        self._draft_places: int | None = (
-            None  # blocks of a draft's caches, once they are known to be fewer than the target's
-        )
+        # blocks of a draft's caches, once they are known to be fewer than the target's
+        self._draft_places: int | None = None
         self._draft_blocks: tuple[DraftBlocks, ...] = ()
         check_context(setup.spec, config)
         if pipe is not None:
             bounds = split_layers(setup.spec, pipe.stages, config.device.pipeline_layers)
             setup = replace(setup, spec=staged(setup.spec, config, pipe.stage), stages=tuple(bounds))
         self._whole = setup.spec
+        ranks = group or peers.experts
+        experts = None if ranks is None else held_experts(self._whole, config.device, ranks.rank)
         if group is not None:
-            experts = held_experts(self._whole, config.device, group.rank)
             setup = replace(setup, spec=share(self._whole, group.size, experts))
-            if experts is not None:
-                check_agreed(self._whole, config.device, group.least)
-                self._formats = (
-                    *self._formats,
-                    Decision("expert placement", *explained(self._whole, config.device)),
-                )
             self._cuts = cuts(self._whole, setup.spec, group.rank)
-        if peers.experts is not None:
-            experts = held_experts(self._whole, config.device, peers.experts.rank)
-            assert experts is not None
+        elif experts is not None:
             setup = replace(setup, spec=share_experts(self._whole, experts))
-            check_agreed(self._whole, config.device, peers.least)
+        if experts is not None:
+            check_agreed(self._whole, config.device, (group or peers).least)
             self._formats = (*self._formats, Decision("expert placement", *explained(self._whole, config.device)))
         if keys is not None:
             setup = _sharing_keys(setup, keys, near=peers.near)
@@ -266,11 +259,9 @@ class Worker:
         """Rows and KV, and what runs steps over them."""
         setup, memory = self._setup, self._memory
         self._plan = plan = memory.plan(room)
-        with memory.explaining(
-            "rows", row_bytes(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes)
-        ):
+        sizes = setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes
+        with memory.explaining("rows", row_bytes(*sizes)):
             write = self._kernels.choose(WRITE_ROWS, Facts(torch.int32))
-            sizes = setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes
             self._rows = Rows(*sizes, setup.device, write, setup.share)
         if self._draft_places is not None:
             most = max(group.num_blocks for group in plan.groups)
@@ -698,13 +689,9 @@ class Worker:
             folder, problem = self._ahead.prepared
             yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
         if self._setup.draft is not None:
-            weights, states = (
+            yield draft_memory(
                 self._setup.draft.weight_bytes(self._setup.draft_dtype.itemsize),
                 self._setup.draft_state_bytes,
-            )
-            yield draft_memory(
-                weights,
-                states,
                 self._draft_kv,
                 self._plan.groups,
                 self._plan.draft_blocks,
