@@ -17,7 +17,7 @@ import torch
 from headrace.kernels.candidate import Shape
 from headrace.kernels.linear import reference
 from headrace.kernels.linear.around import Around
-from headrace.kernels.linear.flat_forms import Form
+from headrace.kernels.linear.forms import Form
 from headrace.kernels.linear.packed import packed_moe
 from headrace.kernels.linear.packing import Coding, Packed
 from headrace.kernels.norm.reference import gated_activation, rms_norm
@@ -37,7 +37,7 @@ require_card()
 from headrace.kernels import Kernels  # noqa: E402
 from headrace.kernels.linear.coded import CodedProduct, lay  # noqa: E402  (needs Triton)
 from headrace.kernels.linear.coded_forms import forms_for  # noqa: E402
-from headrace.kernels.linear.flat_linear import make_scratch  # noqa: E402
+from headrace.kernels.linear.triton_ends import make_scratch  # noqa: E402
 from headrace.layers.packed import Piece  # noqa: E402
 
 CUDA = torch.device("cuda")

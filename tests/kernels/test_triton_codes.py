@@ -16,8 +16,8 @@ from headrace.kernels.linear.candidates import _uncoded
 from headrace.kernels.linear.coded import TALL, CodedFused, CodedLinear, CodedProduct, lay
 from headrace.kernels.linear.coded_forms import ROWS, candidate_forms, forms_for
 from headrace.kernels.linear.eight_bits import Composed
-from headrace.kernels.linear.flat_forms import FLAT, Form
-from headrace.kernels.linear.flat_linear import make_scratch
+from headrace.kernels.linear.forms import FLAT, Form
+from headrace.kernels.linear.triton_ends import make_scratch
 from headrace.kernels.norm.reference import rms_norm
 from headrace.kernels.norm.triton_rounded import Rounding, rotate
 from headrace.layers.packed import Piece

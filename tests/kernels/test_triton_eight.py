@@ -13,8 +13,8 @@ from headrace.kernels.candidate import EightBits, Shape
 from headrace.kernels.linear import reference
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.eight_bits import TALL, Composed, EightBitLinear, Maker
-from headrace.kernels.linear.flat_forms import FLAT, Form
-from headrace.kernels.linear.flat_linear import make_scratch
+from headrace.kernels.linear.forms import FLAT, Form
+from headrace.kernels.linear.triton_ends import make_scratch
 from headrace.kernels.norm import triton_activation, triton_norm
 from headrace.kernels.norm.reference import gated_activation, rms_norm
 from headrace.kernels.norm.triton_rounded import Rounding

@@ -13,9 +13,11 @@ import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import CallSite, Card, KernelContext, Shape
 from headrace.kernels.linear import flat_linear, reference
 from headrace.kernels.linear.around import Around
-from headrace.kernels.linear.flat_forms import FLAT, MEASURED, VECTOR, Form, flat, forms_for, vector
-from headrace.kernels.linear.flat_linear import FlatLinear, FusedLinear, Product, make_scratch
+from headrace.kernels.linear.flat_forms import MEASURED, flat, forms_for, vector
+from headrace.kernels.linear.flat_linear import FlatLinear, FusedLinear, Product
+from headrace.kernels.linear.forms import FLAT, VECTOR, Form
 from headrace.kernels.linear.measured import SHIPPED, Measured
+from headrace.kernels.linear.triton_ends import make_scratch
 from headrace.spec import Activation
 from tests.support.kernel_cases import assert_close, called
 

@@ -24,9 +24,11 @@ from headrace.kernels.linear import triton_flat as flat
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.coded import CodedFused, CodedProduct, lay
 from headrace.kernels.linear.eight_bits import Maker
-from headrace.kernels.linear.flat_forms import FLAT, Form, vector
 from headrace.kernels.linear.flat_forms import flat as flat_form
-from headrace.kernels.linear.flat_linear import FusedLinear, Product, make_scratch
+from headrace.kernels.linear.flat_forms import vector
+from headrace.kernels.linear.flat_linear import FusedLinear, Product
+from headrace.kernels.linear.forms import FLAT, Form
+from headrace.kernels.linear.triton_ends import make_scratch
 from headrace.kernels.lora import triton_joint as joint
 from headrace.kernels.lora import triton_lora as lora
 from headrace.kernels.moe import triton_coded_few as moe

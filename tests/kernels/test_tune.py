@@ -13,7 +13,8 @@ from headrace import cli
 from headrace.bench import tune
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.kernels.candidate import Shape
-from headrace.kernels.linear.flat_forms import FLAT, MEASURED, Form, candidate_forms, forms_for, vector
+from headrace.kernels.linear.flat_forms import MEASURED, candidate_forms, forms_for, vector
+from headrace.kernels.linear.forms import FLAT, Form
 from headrace.kernels.linear.measured import SHIPPED
 from headrace.kernels.linear.tuned import Choice
 from headrace.spec import Activation

@@ -18,9 +18,10 @@ from headrace.kernels.linear import coded, eight_bits, flat_linear
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.coded import CodedProduct
 from headrace.kernels.linear.coded_forms import forms_for
-from headrace.kernels.linear.flat_forms import VECTOR, Form, flat, vector
-from headrace.kernels.linear.flat_linear import make_scratch
+from headrace.kernels.linear.flat_forms import flat, vector
+from headrace.kernels.linear.forms import VECTOR, Form
 from headrace.kernels.linear.packing import Coding, Scales, empty
+from headrace.kernels.linear.triton_ends import make_scratch
 from headrace.kernels.moe import triton_coded, triton_coded_few
 from headrace.kernels.norm import triton_rounded
 from headrace.kernels.norm.triton_rounded import Rounding
@@ -73,7 +74,7 @@ def few_rows(form: Form, around: Around) -> dict[str, int]:
     gated = around.gate is not None
     shape, forms = Shape(1024, 2048, gated), ((64, form),)
     weight = torch.zeros(2048 if gated else 1024, 2048, dtype=torch.bfloat16)
-    product = flat_linear.Product(weight, None, shape, forms, flat_linear.make_scratch(shape, forms, "cpu"), True)
+    product = flat_linear.Product(weight, None, shape, forms, make_scratch(shape, forms, "cpu"), True)
     name = "_vector_kernel" if form.kind == VECTOR else "_flat_kernel"
     return record(flat_linear, (name,), lambda: product.launch(form, weight[:1], around))[name]
 

@@ -35,6 +35,7 @@ from headrace.kernels.linear import tuned as vendor
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.candidates import SMALL_WEIGHT
 from headrace.kernels.linear.cublaslt import Operands, Products
+from headrace.kernels.linear.forms import FLAT
 from headrace.kernels.linear.gated_tiles import Tile
 from headrace.kernels.linear.measured import Measured
 from headrace.kernels.linear.packing import Coding
@@ -423,7 +424,8 @@ def _vendor(weight: Tensor, x: Tensor, activation: Activation | None) -> Tensor:
 
 
 def _flat_calls(shape: Shape, form: Any, x: Tensor, weights: Sequence[Tensor], activation: Activation) -> Calls:
-    from headrace.kernels.linear.flat_linear import Product, make_scratch
+    from headrace.kernels.linear.flat_linear import Product
+    from headrace.kernels.linear.triton_ends import make_scratch
 
     forms = ((MOST_ROWS, form),)
     products = [Product(weight, None, shape, forms, make_scratch(shape, forms, x.device), True) for weight in weights]
@@ -432,7 +434,7 @@ def _flat_calls(shape: Shape, form: Any, x: Tensor, weights: Sequence[Tensor], a
 
 def _build_flat(activation: Activation, forms: Sequence[tuple[bool, Any]]) -> None:
     for gated, form in forms:
-        shape = Shape(1024, 8192 if form.kind == flat_forms.FLAT else 2 * form.depth, gated)
+        shape = Shape(1024, 8192 if form.kind == FLAT else 2 * form.depth, gated)
         weight = torch.zeros(shape.outs * _halves(shape), shape.ins, device="cuda", dtype=torch.bfloat16)
         with suppress(Exception):  # the one that times it says so
             _flat_calls(shape, form, weight[:1], [weight], activation)[0]()
@@ -440,7 +442,8 @@ def _build_flat(activation: Activation, forms: Sequence[tuple[bool, Any]]) -> No
 
 def _measured_flat_calls(shape: Shape, x: Tensor, around: Around, weights: Sequence[Tensor]) -> Calls:
     """The flat forms in use without a ring."""
-    from headrace.kernels.linear.flat_linear import Product, make_scratch
+    from headrace.kernels.linear.flat_linear import Product
+    from headrace.kernels.linear.triton_ends import make_scratch
 
     measured = flat_forms.MEASURED.table(torch.cuda.get_device_name(x.device))
     forms = flat_forms.without_vendor(flat_forms.forms_for(shape, _processors(), measured), shape, _processors())

@@ -142,7 +142,7 @@ def random_packed(coding: Coding, outs: int, ins: int, *, gated: bool) -> Packed
 
 def _calls(form: Any, x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
     from headrace.kernels.linear.coded import CodedProduct
-    from headrace.kernels.linear.flat_linear import make_scratch
+    from headrace.kernels.linear.triton_ends import make_scratch
 
     forms = ((len(x), form),)
     scratch = make_scratch(Shape(packed[0].outs, packed[0].ins), forms, x.device)
@@ -154,7 +154,7 @@ def _eight_calls(
     eight: EightBits, shape: Shape, x: Tensor, own: Tensor, around: Around, weights: Sequence[Tensor], scale: Tensor
 ) -> Calls:
     from headrace.kernels.linear.eight_bits import TALL, EightBitLinear, forms_for
-    from headrace.kernels.linear.flat_linear import make_scratch
+    from headrace.kernels.linear.triton_ends import make_scratch
 
     forms = (*forms_for(shape.outs, shape.ins, 132, blocked=bool(eight.group)), (len(x), TALL))
     scratch = make_scratch(shape, forms, x.device)
@@ -165,7 +165,7 @@ def _eight_calls(
 
 def _widened(x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
     from headrace.kernels.linear.coded import CodedProduct
-    from headrace.kernels.linear.flat_linear import make_scratch
+    from headrace.kernels.linear.triton_ends import make_scratch
     from headrace.kernels.norm.triton_activation import gated_activation
 
     products = [CodedProduct(each, None, (), make_scratch(Shape(1, 1), (), x.device), pdl=False) for each in packed]

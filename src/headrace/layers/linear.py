@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headrace.kernels.candidate import Facts, WeightFacts
 from headrace.kernels.inputs import AdapterRows
-from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
+from headrace.kernels.linear.around import MOST_ROWS, Around, Fuse
 from headrace.kernels.linear.packed import Activated, Normed
 from headrace.kernels.operations import (
     ACTIVATED_LINEAR,
@@ -132,7 +132,7 @@ class Linear(nn.Module):
         self._gates = context.composes and site.gated
         self._shared = False
         self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
-        self._fused: Callable[[Tensor, Around], Fused] | None = None
+        self._fused: Fuse | None = None
         self._gated: Callable[[Tensor, Activation], Tensor | None] | None = None
         self._added: Callable[[Tensor, Tensor], Tensor] | None = None
         self._normed: Normed | None = None

@@ -5,6 +5,7 @@ What lives here: the noun. What may not: kernels, layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,3 +35,4 @@ MOST_ROWS = 64  # of a product that is fused; more are a prompt, or a batch whos
 LEAST_ADDED = 4096  # rows of a product that takes the residual in: of fewer, the norm that follows adds it as quickly
 # y [T, out]; y · scale [T, out] and squares [pieces, T], where a scale was given
 Fused = tuple[Tensor, Tensor | None, Tensor | None]
+Fuse = Callable[[Tensor, Around], Fused]

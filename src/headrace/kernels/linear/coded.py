@@ -25,20 +25,19 @@ from torch import Tensor
 
 from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, Empty, WeightFacts, plainly_empty
-from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.coded_forms import forms_for, measured
 from headrace.kernels.linear.eight_bits import Composed, Composing
-from headrace.kernels.linear.flat_forms import FLAT, Form, Forms
-from headrace.kernels.linear.flat_linear import Scratch, ends_of, make_scratch
+from headrace.kernels.linear.forms import FLAT, Form, Forms
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.packing import DEPTH, ROWS, Codes, Coding, Packed, Read, pack, stack
 from headrace.kernels.linear.triton_codes import _codes_kernel, _widen_kernel
+from headrace.kernels.linear.triton_ends import Scratch, ends_of, make_scratch
 from headrace.kernels.norm.triton_rounded import Rounding, rotate
 
 TALL = Form(FLAT, 128, 128, DEPTH, 1, 8, 3)  # of rounded inputs, any number of rows
 WIDENED = 2**24  # elements of a weight, widened at once
 _PIECES = 64  # partial sums of squares that are loaded early
-_ALONE = Around()
 
 
 def lay(pieces: Sequence[PackedMatrix], *, gated: bool) -> tuple[Packed, ...] | None:
@@ -142,7 +141,7 @@ class CodedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, in], rows one behind the other → [T, out]
         form = self.form(len(x))
-        return self.widened(x) if form is None else self.launch(form, x, _ALONE)[0]
+        return self.widened(x) if form is None else self.launch(form, x, ALONE)[0]
 
     def launch(self, form: Form, x: Tensor, around: Around) -> Fused:
         if self.rounding is None:
@@ -161,7 +160,7 @@ class CodedProduct:
         assert form is not None, "any number of rows has one where inputs are rounded"
         if not len(codes):
             return self.empty((0, self.packed.outs), dtype, codes.device)
-        return self._launch(form, codes, own, _ALONE, dtype)[0]
+        return self._launch(form, codes, own, ALONE, dtype)[0]
 
     def _launch(self, form: Form, x: Tensor, own: Tensor | None, around: Around, dtype: torch.dtype) -> Fused:
         """``own``: scales of the rows of ``x``, which is int8 then, [T, 1]."""

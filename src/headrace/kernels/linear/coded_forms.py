@@ -3,7 +3,7 @@ rows.
 
 What lives here: the tables of those that were measured, and the rule for the others. What may not: kernels, measuring.
 
-Forms are those of flat_forms.py, ``columns`` rows of the weight as it lies (a gate's halves in turns), 128 of K a step;
+Forms are those of forms.py, ``columns`` rows of the weight as it lies (a gate's halves in turns), 128 of K a step;
 none (nothing behind the number of rows): the weight is widened first, as it is beyond the last one.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from headrace.kernels.candidate import Shape
 from headrace.kernels.linear.around import MOST_ROWS
-from headrace.kernels.linear.flat_forms import FLAT, Form, Forms
 from headrace.kernels.linear.flat_forms import MEASURED as FLATS
+from headrace.kernels.linear.forms import FLAT, Form, Forms
 from headrace.kernels.linear.measured import Measured
 from headrace.kernels.linear.packing import DEPTH, Coding
 

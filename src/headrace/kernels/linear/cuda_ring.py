@@ -7,7 +7,6 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +18,7 @@ from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import TensorMap, tensor_map
 from headrace.kernels.build.variants import Variants
 from headrace.kernels.candidate import Empty, Shape, plainly_empty
-from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.around import Around, Fuse, Fused
 from headrace.kernels.linear.cuda_gated import instruction
 from headrace.kernels.linear.packing import Packed
 from headrace.kernels.linear.ring_forms import DEPTH, RingForm, RingForms, form_of
@@ -85,7 +84,7 @@ class RingLinear:
     forms: RingForms  # of the weight's coding, if it has one
     kernels: Kernels
     pdl: bool
-    others: Callable[[Tensor, Around], Fused]
+    others: Fuse
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
     empty: Empty = plainly_empty
     # of 8 bits: scales of the weight's rows or blocks, float32; squares are those of inputs

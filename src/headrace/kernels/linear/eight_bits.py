@@ -20,15 +20,14 @@ from torch import Tensor
 
 from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, EightBits, Empty, WeightFacts, plainly_empty
-from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
-from headrace.kernels.linear.flat_forms import FLAT, Form
-from headrace.kernels.linear.flat_linear import Scratch, ends_of, make_scratch
+from headrace.kernels.linear.around import ALONE, MOST_ROWS, Around, Fuse, Fused
+from headrace.kernels.linear.forms import FLAT, Form
 from headrace.kernels.linear.packed import Activated, Normed, PackedMatrix, packed_linear
 from headrace.kernels.linear.triton_eight import _eight_kernel
+from headrace.kernels.linear.triton_ends import Scratch, ends_of, make_scratch
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
 
-_ALONE = Around()
 TALL = Form(FLAT, 64, 128, 128, 1, 8, 3)  # of blocks, any number of rows
 
 
@@ -48,7 +47,7 @@ class EightBitLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self.multiplied(*self.rounded(rows, _ALONE), x.dtype).view(*x.shape[:-1], len(self.weight))
+        return self.multiplied(*self.rounded(rows, ALONE), x.dtype).view(*x.shape[:-1], len(self.weight))
 
     @property
     def rounding(self) -> Rounding:
@@ -62,7 +61,7 @@ class EightBitLinear:
         if not len(codes):
             return self.empty((0, len(self.weight)), dtype, codes.device)
         if bool(self.eight.group) or len(codes) <= MOST_ROWS:
-            return self.launch(self.form(len(codes)), codes, scale, _ALONE, dtype)[0]
+            return self.launch(self.form(len(codes)), codes, scale, ALONE, dtype)[0]
         return self.vendors(codes, scale, dtype)
 
     def form(self, rows: int) -> Form:
@@ -196,7 +195,7 @@ class Maker(Composing):
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return self.made(pieces, bias) or packed_linear(pieces, bias)
 
-    def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor, Around], Fused] | None:
+    def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Fuse | None:
         product = self.made(pieces, bias)
         return None if product is None else product.fused
 

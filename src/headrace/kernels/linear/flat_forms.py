@@ -10,44 +10,16 @@ where the vendor's product is quicker.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from headrace.kernels.candidate import Shape
 from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.forms import FLAT, VECTOR, Form, Forms
 from headrace.kernels.linear.measured import Measured, whole_numbers
 
-VECTOR, FLAT = "vector", "flat"
 LARGE = 32768  # columns of a weight that gives every processor many tiles, however large
 _CLASSES = (1, 16, 32, MOST_ROWS)  # the most rows of each form that was not measured
 MOST_PROGRAMS = 400  # that share tiles: their parts have to be added up
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How a kernel of triton_flat.py is launched: ``rows`` and ``columns`` of a program's result, ``depth`` of K it
-    reads at once.
-
-    ``ways``: steps under way while one is used (vector: 0 to 2), programs that share out K (flat).
-    """
-
-    kind: str
-    rows: int
-    columns: int
-    depth: int
-    ways: int
-    warps: int = 4
-    stages: int = 1
-    late: bool = False
-
-    def fits(self, shape: Shape) -> bool:
-        """Vectors load without a mask along K; a gate needs all of K in one program."""
-        if self.kind == VECTOR:
-            return shape.ins % self.depth == 0
-        return self.ways == 1 or (not shape.gated and shape.ins >= self.ways * self.depth)
-
-
-Forms = tuple[tuple[int, Form | None], ...]  # up to so many rows: this form, or the vendor's product
 
 
 def vector(columns: int, depth: int, ahead: int, warps: int, *, late: bool = False) -> Form:

@@ -1,6 +1,6 @@
 """Linear layers for few rows: the product alone, and the product with what stands around it.
 
-What lives here: the callables, their scratch memory, launches. What may not: kernels (triton_flat.py), which form is
+What lives here: the callables, launches. What may not: kernels (triton_flat.py), which form is
 best (flat_forms.py).
 """
 
@@ -10,59 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, Empty, Shape, WeightFacts, plainly_empty
-from headrace.kernels.linear.around import Around, Fused
-from headrace.kernels.linear.flat_forms import FLAT, MEASURED, VECTOR, Form, Forms, forms_for, without_vendor
+from headrace.kernels.linear.around import ALONE, Around, Fused
+from headrace.kernels.linear.flat_forms import MEASURED, forms_for, without_vendor
+from headrace.kernels.linear.forms import FLAT, VECTOR, Form, Forms
+from headrace.kernels.linear.triton_ends import Scratch, ends_of, make_scratch
 from headrace.kernels.linear.triton_flat import _flat_kernel, _vector_kernel
-from headrace.kernels.norm.triton_activation import KINDS
 
 _PIECES = {VECTOR: 1024, FLAT: 64}  # partial sums of squares that are loaded early
-_ALONE = Around()
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """What programs that share a tile leave for each other, for launches that follow each other. ``tickets`` are zero
-    between them."""
-
-    parts: Tensor  # float32
-    tickets: Tensor  # int32
-
-
-def make_scratch(shape: Shape, forms: Forms, device: torch.device | str) -> Scratch:
-    split = [form for _, form in forms if form is not None and form.kind == FLAT and form.ways > 1]
-    tiles = max((triton.cdiv(shape.outs, form.columns) for form in split), default=1)
-    cells = max(
-        (triton.cdiv(shape.outs, form.columns) * form.ways * form.columns * form.rows for form in split), default=1
-    )
-    return Scratch(
-        torch.empty(cells, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
-    )
-
-
-def ends_of(
-    around: Around, bias: Tensor | None, y: Tensor, tiles: int, empty: Empty, pieces: int
-) -> tuple[Fused, tuple[Tensor, ...], int, tuple[int, ...]]:
-    """The results of a launch whose programs write ``tiles`` of each row, ``y`` among them; its pointers as
-    triton_flat.py has them (Ends), how many partial sums of squares there are, and AROUND. So many ``pieces`` of these
-    are loaded early; 0: a norm is none of the launch's business."""
-    scaled = sums = None
-    if around.scale is not None:
-        scaled = empty(y.shape, y.dtype, y.device)
-        # the form decides how many: not planned
-        sums = torch.empty((tiles, len(y)), dtype=torch.float32, device=y.device)
-    squares, gate = around.squares if pieces else None, around.gate
-    made = (squares, bias, around.residual, around.scale, y, scaled, sums)
-    pointers = tuple(y if each is None else each for each in made)
-    kinds = squares is not None, bias is not None, gate is not None, 0 if gate is None else KINDS[gate]
-    rest = around.residual is not None, around.scale is not None, 1 if squares is None else pieces
-    return (y, scaled, sums), pointers, 0 if squares is None else len(squares), (*kinds, *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +81,7 @@ class FlatLinear:
         return self.compute(x, form)
 
     def compute(self, x: Tensor, form: Form) -> Tensor:
-        return self.product.launch(form, _rows(x), _ALONE)[0].view(*x.shape[:-1], -1)
+        return self.product.launch(form, _rows(x), ALONE)[0].view(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.candidate import Empty, plainly_empty
-from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.around import Around, Fuse, Fused
 from headrace.kernels.norm.reference import gated_activation
 from headrace.spec import Activation
 
@@ -60,7 +60,7 @@ def gated_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Activ
     return lambda x, kind: gated_activation(F.linear(x, weight, bias), kind)
 
 
-def fused_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Around], Fused]:
+def fused_linear(weight: Tensor, bias: Tensor | None) -> Fuse:
     """The product with what stands around it: y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual, then y · scale and y².
 
     ``x`` [T, in]; ``weight`` [out, in], with a gate W and V, one behind the other, [2 out, in]; see ``Around``. One

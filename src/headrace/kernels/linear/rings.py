@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import CallSite, Shape, WeightFacts
-from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
+from headrace.kernels.linear.around import ALONE, MOST_ROWS, Around, Fuse, Fused
 from headrace.kernels.linear.coded import Coded, CodedLinear
 from headrace.kernels.linear.cuda_ring import Kernels, RingLinear, kernels_of
 from headrace.kernels.linear.eight_bits import Composed, Composing, EightBitLinear, Maker
 from headrace.kernels.linear.flat_linear import create_fused
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, forms_at
-
-_ALONE = Around()
 
 
 def _at(site: CallSite[WeightFacts], kind: str = "") -> tuple[RingForms, Kernels]:
@@ -61,7 +59,7 @@ class CodedRings:
     def at(cls, site: CallSite[WeightFacts]) -> CodedRings:
         return cls(Coded.at(site), *_at(site))
 
-    def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor, Around], Fused] | None:
+    def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Fuse | None:
         others = self.coded.fused(pieces, bias)
         if others is None or others.product.packed.order is not None:
             return others
@@ -103,7 +101,7 @@ class CutRing:
         y = self.ring.empty((len(rows), self.ring.shape.outs), x.dtype, x.device)
         count = -(-len(rows) // form.rows)
         for part, own in zip(rows.chunk(count), y.chunk(count), strict=True):
-            self.ring.compute(part, _ALONE, form, own)
+            self.ring.compute(part, ALONE, form, own)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -116,13 +114,13 @@ class EightBitCut:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self.multiplied(*self.product.rounded(rows, _ALONE), x.dtype).view(*x.shape[:-1], self.ring.shape.outs)
+        return self.multiplied(*self.product.rounded(rows, ALONE), x.dtype).view(*x.shape[:-1], self.ring.shape.outs)
 
     def multiplied(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         form = form_of(self.ring.forms, len(codes)) if len(codes) > MOST_ROWS else None
         if form is None:
             return self.product.multiplied(codes, scale, dtype)
-        return _multiplied(self.product, self.ring, codes, scale, _ALONE, form)[0]
+        return _multiplied(self.product, self.ring, codes, scale, ALONE, form)[0]
 
 
 def _multiplied(

@@ -5,7 +5,7 @@ launch.
 What lives here: the kernels, one for every coding (a generator over widths, as Tilus has it, Ding et al. 2025). What
 may not: the layout, choosing a form, the callables of layers (coded.py).
 
-    y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual      as kernels/linear/triton_flat.py has it
+    y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual      as kernels/linear/triton_ends.py has it
 
 Codes come as words, and are widened in the registers that the matrix instruction reads: the layout is such that nothing
 has to change hands. Pairs of codes become pairs of bfloat16 by putting bits in their place: behind the exponent of 128
@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
-from headrace.kernels.linear.triton_flat import GATED, Ends, _early, _finish, _summed
+from headrace.kernels.linear.triton_ends import GATED, Ends, _early, _finish, _summed
 
 # Where a coding's facts are, in what kernels are compiled for (coded.py, ``constants``).
 BITS, SETS, ZEROS, SHIFTS, FLOATS, TABLE, SCALES, RAW, BLOCK_BYTES = (tl.constexpr(at) for at in range(9))

@@ -5,7 +5,7 @@ launch.
 What lives here: the kernel. What may not: rounding inputs (norm/triton_rounded.py), the callables of layers
 (eight_bits.py).
 
-    y = act(x Wᵀ + b) ⊙ (x Vᵀ + c) + residual, as triton_flat.py has it, of x = codes · scale of a row, W = codes ·
+    y = act(x Wᵀ + b) ⊙ (x Vᵀ + c) + residual, as triton_ends.py has it, of x = codes · scale of a row, W = codes ·
     scale of an output; or both of
     blocks of 128 (DeepSeek-V3, 2024), whose sums are scaled one by one
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
-from headrace.kernels.linear.triton_flat import GATED, Ends, _early, _finish, _summed
+from headrace.kernels.linear.triton_ends import GATED, Ends, _early, _finish, _summed
 
 
 @triton.jit

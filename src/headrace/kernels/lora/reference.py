@@ -27,8 +27,7 @@ def add_deltas(
 
     ``y`` [T, Σ parts], ``x`` [T, ins], and a [rank, ins] and b [rank, outs] of ``factors``, all of one type. Rank 0: the
     adapter leaves that part alone. Gains, where there are some: y is multiplied by the first and the second is added
-    before (DoRA). ``squares`` [pieces, T], float32: x is still to be divided by √(their sum / ins + eps), as in
-    ``Around``.
+    before (DoRA). ``squares`` [pieces, T], float32: x is still to be divided by √(their sum / ins + eps).
     """
     grouped = rows.by_slot()
     if grouped is None:

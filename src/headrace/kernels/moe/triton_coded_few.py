@@ -27,10 +27,9 @@ from headrace.kernels.candidate import EightBits, Empty
 from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.coded import constants, views
 from headrace.kernels.linear.coded_forms import stages_for
-from headrace.kernels.linear.flat_linear import ends_of
 from headrace.kernels.linear.packing import DEPTH, ROWS, Packed
 from headrace.kernels.linear.triton_codes import BLOCK_BYTES, Blocks, _product, _split
-from headrace.kernels.linear.triton_flat import Ends, _finish, _summed
+from headrace.kernels.linear.triton_ends import Ends, _finish, _summed, ends_of
 from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of, rstd_of
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.kernels.norm.triton_rounded import codes_of, scales_of

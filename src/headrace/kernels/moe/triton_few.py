@@ -24,8 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import Empty, plainly_empty
 from headrace.kernels.linear.around import ALONE, Around, Fused
-from headrace.kernels.linear.flat_linear import ends_of
-from headrace.kernels.linear.triton_flat import Ends, _finish
+from headrace.kernels.linear.triton_ends import Ends, _finish, ends_of
 from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of, rstd_of
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.spec import Activation
