@@ -602,8 +602,8 @@ class StepResult:
     device_seconds: float = 0.0
     # the device had nothing to do between the step before and this one; None: it has no clock to tell
     idle_seconds: float | None = None
-    graph_tokens: int = 0  # that a step with prompts was filled up to by the graph that computed it; 0: none did
-    recorded_graph: bool = False  # a graph was recorded behind the step: host time that comes once
+    graph_tokens: int = 0  # that a step with prompts was filled up to by the capture that computed it; 0: none did
+    recorded: bool = False  # something was captured behind the step: host time that comes once
     # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
     lent_seconds: float = 0.0
     drafted: Seq[int] = ()

@@ -321,7 +321,7 @@ def test_a_result_says_which_graph_computed_it_and_behind_which_step_one_was_rec
                 planner.add(each)
             plan = planner.plan([(each, 0, len(each.prompt)) for each in pieces], samples=list(enumerate(pieces)))
             result = made.collect(made.submit(plan))
-            found.append((result.graph_tokens, result.recorded_graph))
+            found.append((result.graph_tokens, result.recorded))
             take(result, pieces)
             for each in pieces:
                 planner.drop(each)

@@ -130,7 +130,7 @@ class ModelledExecutor:
         self._clock.sleep_until(began + price.launch_seconds + price.record_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price, seconds)
         result = StepResult(plan.step_id, tokens, device_seconds=seconds, graph_tokens=price.graph_tokens,
-                            recorded_graph=price.record_seconds > 0.0, drafted=drafted, ahead=ahead)  # fmt: skip
+                            recorded=price.record_seconds > 0.0, drafted=drafted, ahead=ahead)  # fmt: skip
         ticket = _Timed(plan.step_id, result, end)
         self._in_flight.append(ticket)
         return ticket

@@ -29,7 +29,7 @@ GIB = 2**30
 _CPU_KV_BYTES = 4 * GIB  # unless asked otherwise, and no more than
 _CPU_KV_SHARE = 0.25  # of available memory
 _CPU_KV_SHARE_ON_REQUEST = 0.5  # where the user's max_model_len needs more than the default
-_TRIED = 4  # graphs that are captured to learn what all of them take
+_TRIED = 4  # captures, from which is learnt what all of them take
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,10 @@ def buckets_to_try(buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def graph_bytes(count: int, taken: Sequence[int]) -> int:
-    """What ``count`` graphs take, from what those of ``buckets_to_try`` took, one after the other: the first has the
+    """What ``count`` captures take, from what those of ``buckets_to_try`` took, one after the other: the first has the
     memory that all share.
 
-    The driver takes memory in pieces, for several graphs at once, so the others count by their mean, and one piece on
+    The driver takes memory in pieces, for several of them at once, so the others count by their mean, and one piece on
     top.
     """
     first, *others = taken

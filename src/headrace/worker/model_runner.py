@@ -87,7 +87,7 @@ class Step:
     drawn: Drawn | None = None
     bucket: int = 0
     graph_tokens: int = 0  # see StepResult
-    recorded_graph: bool = False
+    recorded: bool = False
     proposed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its drafts are on the host,
     computed: torch.cuda.Event | None = None  # and its hidden states are there
     pause: Events | None = None  # around the time that it waited
@@ -482,7 +482,7 @@ class ModelRunner:
         if step.drafts is not None and self._decoder.answers:
             self._verifying.append(step)
         step.events[1].record(self._stream)
-        step.recorded_graph = self.prompt_graphs is not None and self.prompt_graphs.record()
+        step.recorded = self.prompt_graphs is not None and self.prompt_graphs.record()
         return step
 
     def _cut(self, step: Step, masks: TokenMasks) -> TokenMasks:
@@ -576,7 +576,7 @@ class ModelRunner:
             *found,
             *clock,
             step.graph_tokens,
-            step.recorded_graph,
+            step.recorded,
             drafted=drafted,
             ahead=ahead,
             lent_seconds=taken.lent,

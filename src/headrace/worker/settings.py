@@ -34,7 +34,7 @@ _ROOMY = 64 * 2**30  # bytes
 # million (8B), and not with 61 (1B); what lies between was not measured.
 _MOST_VERIFIED = 128  # tokens: of more, the device is what a step waits for
 _LARGE_LAYER = 150_000_000
-_BUCKET = 256  # no graph's bucket is further above the tokens that it is for
+_BUCKET = 256  # no captured step has more tokens beyond those that it is for
 
 MIN_CAPABILITY = (8, 0)  # Ampere: bfloat16 matrix instructions and asynchronous copies, which every kernel builds on
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -90,13 +90,14 @@ class Setup:
 
     @property
     def most_verified(self) -> int:
-        """Tokens of a step that graphs of decode steps are captured for: those that verify drafts have several of a
+        """Tokens of the largest decode step that is captured: those that verify drafts have several of a
         row."""
         drafts = self.speculative.most if self.speculative is not None else 0
         return min(self.tokens_a_step, max(self.most_rows, min(self.most_rows * (1 + drafts), _MOST_VERIFIED)))
 
     @property
-    def graphs(self) -> bool:
+    def captures(self) -> bool:
+        """Whether steps are captured, and replayed."""
         return self.device.type == "cuda" and not self.config.device.enforce_eager
 
     @property
@@ -121,7 +122,7 @@ class Setup:
 
     @property
     def most_tapped(self) -> int:
-        """Tokens of a step, with those that fill a graph's bucket up."""
+        """Tokens of a step, with those that fill a captured one up."""
         return -(-max(self.tokens_a_step, self.most_verified) // _BUCKET) * _BUCKET
 
     @property

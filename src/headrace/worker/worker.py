@@ -483,7 +483,7 @@ class Worker:
     ) -> Graphs:
         """``own``: the draft model's caches."""
         setup, config = self._setup, self._config
-        if not setup.graphs or not self._kernels.graphable:
+        if not setup.captures or not self._kernels.graphable:
             return Graphs()
         entry = None
         if not setup.spec.embeds:
@@ -679,7 +679,7 @@ class Worker:
         return self._ahead.hand_over(self._head_start.hand_over())
 
     def _decisions(self) -> Iterator[Decision]:
-        if self._setup.graphs and not self._kernels.graphable:
+        if self._setup.captures and not self._kernels.graphable:
             yield Decision(
                 "graphs",
                 False,
