@@ -63,8 +63,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kernels": Benchmark(
         "lab.kernels",
         "every candidate of every operation, compared with its floor and its twin",
-        arguments="add_kernels_arguments",
-        flags="headrace.bench.arguments",
+        flags="kernels.arguments",
     ),
     "stream-rate": Benchmark("lab.stream_rate", "tokens a second one server streams, nothing computed"),
 }

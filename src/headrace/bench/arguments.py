@@ -1,7 +1,7 @@
 """Types of command-line arguments for benchmarks.
 
-What lives here: conversions for argparse, which reports their error with the argument's name, the key, how flags.toml
-becomes flags, and the arguments of a benchmark whose module imports torch. What may not: torch, measuring.
+What lives here: conversions for argparse, which reports their error with the argument's name, the key, and how flags.toml
+becomes flags. What may not: torch, measuring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 Number = TypeVar("Number", int, float)
 
-DTYPES = ("bfloat16", "float32", "float16")
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
 
@@ -100,8 +99,3 @@ def add_server_arguments(parser: argparse._ActionsContainer, **base_url: Any) ->
     """Where it is (``base_url``: what is other than usual), and its key: by default, as a server started here has it."""
     key = {"default": os.environ.get("HEADRACE_API_KEY") or None}
     declare(parser, "server.arguments", base_url=base_url, api_key=key)
-
-
-def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``headrace bench kernels``, whose module imports torch."""
-    declare(parser, "arguments.kernels", dtype={"choices": DTYPES})

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.bench.arguments import declare
 from headrace.bench.offline import facts_here
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -26,10 +25,6 @@ from headrace.request import SamplingParams
 
 STEPS = (16, 64, 256)  # rows
 Choices = NDArray[np.int16]  # [rows, top_k]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    declare(parser, "experts.arguments")
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.bench.arguments import declare
 from headrace.bench.steps import COLUMNS, steady_decode, summarise_steps
 from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
@@ -30,14 +29,6 @@ from headrace.planner.workload.conversations import Conversation, conversations_
 from headrace.planner.workload.load import Lengths, drawn
 from headrace.planner.workload.statistics import spread_of
 from headrace.request import SamplingParams
-
-
-def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    declare(parser, "offline.throughput")
-
-
-def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    declare(parser, "offline.latency")
 
 
 def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -27,7 +27,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.bench.arguments import declare
 from headrace.bench.load import BenchFailed, BrokenAnswer, HttpClient, LoadGenerator
 from headrace.bench.serve import limits_of
 from headrace.cache_home import cache_home
@@ -43,10 +42,6 @@ _IMPORTED = (
     "headrace.worker.profile",
     "triton",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    declare(parser, "startup.arguments")
 
 
 def run(args: argparse.Namespace) -> int:

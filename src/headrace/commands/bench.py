@@ -13,20 +13,18 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from headrace.bench.arguments import declared
+from headrace.bench.arguments import declare, declared
 from headrace.config import EngineConfig
 from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One sub-command: functions ``arguments`` and ``run`` of ``module``. ``flags``: the module that has ``arguments``,
-    if it is a different one because ``module`` itself imports torch. ``model``: takes MODEL; ``engine``: takes the
-    engine's flags."""
+    """One sub-command: functions ``add_arguments`` and ``run`` of ``module``. ``flags``: its section of flags.toml,
+    where that is all. ``model``: takes MODEL; ``engine``: takes the engine's flags."""
 
     module: str
     help: str
-    arguments: str = "add_arguments"
     run: str = "run"
     model: bool = False
     engine: bool = False
@@ -36,7 +34,10 @@ class Benchmark:
         return importlib.import_module(self.module)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        getattr(importlib.import_module(self.flags or self.module), self.arguments)(parser)
+        if self.flags is None:
+            self.load().add_arguments(parser)
+        else:
+            declare(parser, self.flags)
         if self.model:
             add_model_argument(parser)
         if self.engine:

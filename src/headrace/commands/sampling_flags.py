@@ -10,46 +10,23 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from headrace.bench.arguments import declare, declared
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.request import SamplingParams
 
-_FLAGS: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0: always the most probable token; 1: the model's own distribution"),
-    "top_p": (float, "sample from the most probable tokens with this total probability"),
-    "top_k": (int, "sample from the K most probable tokens; 0: all"),
-    "min_p": (float, "exclude tokens less probable than this fraction of the most probable one"),
-    "repetition_penalty": (float, "above 1: tokens that have occurred become less probable"),
-    "max_tokens": (
-        int,
-        "maximum length of the answer in tokens (default: the model's default, or the rest of its context)",
-    ),
-}
 PARAM_NAMES = frozenset(each.name for each in fields(SamplingParams))
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling (defaults: the model's own)")
-    for name, (kind, help_text) in _FLAGS.items():
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            default=argparse.SUPPRESS,
-            help=help_text,
-            metavar="X" if kind is float else "N",
-        )
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="end the answer before this text (may be repeated)",
-    )
+    group = parser.add_argument_group("sampling (defaults: the model's own)", argument_default=argparse.SUPPRESS)
+    declare(group, "sampling.arguments")
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     """Values from the command line, by SamplingParams field. Raises ConfigError for a value out of range, which needs
     no model to detect."""
-    values = {name: value for name, value in vars(args).items() if name in (*_FLAGS, "stop")}
+    flags = (flag.removeprefix("--").replace("-", "_") for flag in declared()["sampling"]["arguments"])
+    values = {name: getattr(args, name) for name in flags if name in args}
     over_defaults(SamplingParams(), values)
     return values
 
