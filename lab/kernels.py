@@ -1,16 +1,17 @@
-"""``python -m lab kernels``: ``headrace bench kernels`` over every operation, those too that only an engine's own work has.
+"""``python -m lab kernels``: ``headrace bench kernels`` over every operation, those too that fuse others or that only
+an engine's own work has.
 
-What lives here: inputs, bytes and FLOPs of adapters, encoders' attention, whole steps, drafts, rows of ids. What may
-not: the other operations' (bench/kernel_cases.py), timing.
+What lives here: inputs, bytes and FLOPs of products with what is around them, adapters, encoders' attention, whole
+steps, drafts, rows of ids. What may not: the other operations' (bench/kernel_cases.py), timing.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
+from functools import partial, partialmethod
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,18 @@ import torch
 from torch import Tensor
 
 from headrace.bench import kernels
-from headrace.bench.kernel_cases import Calls, CaseMaker, KernelCase, case_of
-from headrace.kernels.candidate import DeltaFacts, EightBits, Facts, HeadFacts, StepFacts
+from headrace.bench.kernel_cases import SPARSE, Calls, CaseMaker, KernelCase, case_of
+from headrace.kernels.candidate import DeltaFacts, EightBits, ExpertFacts, Facts, HeadFacts, StepFacts, WeightFacts
 from headrace.kernels.inputs import AttentionInputs, ForwardInputs, SlotFactors, adapter_rows
+from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.norm import reference
 from headrace.kernels.step.reference import DraftRows, StepWeights, longest_context
+from headrace.quant import Format
+from headrace.quant.codes import Activations
+from headrace.quant.integers import PackedIntegers
+from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.sites import layer_matrices
-from headrace.spec import ADDRESS_UNIT, DecoderSpec, LayerSpec, RopeSpec
+from headrace.spec import ADDRESS_UNIT, Activation, DecoderSpec, LayerSpec, RopeSpec
 
 TEXT = 64  # tokens of an encoder's text
 ADAPTERS, RANK = 8, 16  # as an engine has them by itself
@@ -35,6 +42,137 @@ def run(args: argparse.Namespace) -> int:
 
 class EveryCase(CaseMaker):
     """Cases of every operation."""
+
+    rows_of: Mapping[str, tuple[int, int]] = {
+        **CaseMaker.rows_of,
+        **dict.fromkeys(("fused_linear", "packed_fused_linear"), (1, MOST_ROWS)),
+        "gated_linear": (MOST_ROWS + 1, 2**31),
+    }
+
+    def _fused_linear(self, rows: int) -> Iterator[KernelCase]:
+        """Only the first result is compared: others may be in pieces, which candidates cut differently."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        norm = Around(torch.full((64, rows), hidden / 64), spec.norm_eps)
+        behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
+        cases = (
+            ("norm, qkv", norm),
+            ("output, sum", behind),
+            ("norm, gate+up, act", replace(norm, gate=spec.activation)),
+            ("down, sum", behind),
+        )
+        for site, (name, around) in zip(self._sites.values(), cases, strict=True):
+
+            def first(product: Callable[..., Any], x: Tensor, weight: Tensor, around: Around = around) -> Any:
+                return product(x, around)[0]
+
+            yield self._product("fused_linear", name, rows, site.outs, site.ins, first, gated=around.gate is not None)
+
+    def _added_linear(self, rows: int) -> KernelCase:
+        """Each call gets its own residual, since a candidate may overwrite it: every time includes a copy."""
+        outs, ins = self.spec.hidden_size, self.spec.intermediate_size
+        residual = self._random(rows, outs)
+        added = self._product(
+            "added_linear", "down, sum", rows, outs, ins, lambda product, x, weight: product(x, residual.clone())
+        )
+        return replace(added, bytes=added.bytes + self._bytes(rows * outs))
+
+    def _gated_linear(self, rows: int) -> KernelCase:
+        """As a layer computes it where a candidate has nothing for this many rows: the GEMM, and an activation."""
+        outs, ins, kind = 2 * self.spec.intermediate_size, self.spec.hidden_size, self.spec.activation
+
+        def gated(product: Callable[..., Tensor | None], x: Tensor, weight: Tensor) -> Tensor:
+            found = product(x, kind)
+            return reference.gated_activation(x @ weight.t(), kind) if found is None else found
+
+        made = self._product("gated_linear", "gate+up, act", rows, outs, ins, gated)
+        return replace(made, bytes=made.bytes - self._bytes(rows * outs // 2))
+
+    def _product(
+        self, op: str, name: str, rows: int, outs: int, ins: int, run: Callable[..., Any], **more: Any
+    ) -> KernelCase:
+        """``run``: from a packed weight, x and the original weight to what is compared."""
+        facts = WeightFacts(self.dtype, ins, outs, **more)
+        size, x, weight = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins)
+
+        def calls(pack: Callable[..., Any]) -> Calls:
+            weights = [weight.clone() if i else weight for i in range(self._copies(size, least=1))]
+            return [partial(run, pack(each, None), x, each) for each in weights]
+
+        label, moved = f"{name} {rows}x{ins}x{outs}", size + self._bytes(rows * (ins + outs))
+        return KernelCase(op, label, facts, moved, 2 * rows * outs * ins, calls)
+
+    def _packed_fused_linear(self, rows: int) -> Iterator[KernelCase]:
+        """Gate-up between norm and activation, and down followed by the sum. ``pack`` returns None for what it cannot
+        multiply like that."""
+        hidden, inner = self.spec.hidden_size, self.spec.intermediate_size
+        norm = Around(torch.full((64, rows), hidden / 64), self.spec.norm_eps, self.spec.activation)
+        behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
+        places = (("norm, gate+up, act", 2 * inner, hidden, norm), ("down, sum", hidden, inner, behind))
+        for (name, outs, ins, around), form in product(
+            places, (PackedIntegers(4, 128, zero=False), ScaledWeight("float8_e4m3fn", (1, WHOLE)))
+        ):
+            if form.problem(outs, ins) is None:
+                yield self._packed_around(
+                    form, rows, f"{name} {rows}x{ins}x{outs}", outs, ins, around, op="packed_fused_linear"
+                )
+
+    def _composed(self, op: str, rows: int) -> KernelCase:
+        """FP8 behind a sum and its norm, or behind a gate."""
+        hidden, inner, kind = self.spec.hidden_size, self.spec.intermediate_size, self.spec.activation
+        form = ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=Activations("fp8"))
+        if op == "activated_linear":
+            label, width = f"act, down {rows}x{inner}x{hidden}", 2 * inner
+            made = self._packed_around(form, rows, label, hidden, inner, kind, op=op, width=width)
+            return replace(made, bytes=made.bytes + self._bytes(rows * inner))
+        norm = (torch.ones(hidden, dtype=self.dtype), self.spec.norm_eps, self._random(rows, hidden))
+        label = f"sum, norm, gate+up {rows}x{hidden}x{2 * inner}"
+        made = self._packed_around(form, rows, label, 2 * inner, hidden, *norm, op=op)
+        return replace(made, bytes=made.bytes + self._bytes(2 * rows * hidden))
+
+    _normed_linear = partialmethod(_composed, "normed_linear")
+
+    _activated_linear = partialmethod(_composed, "activated_linear")
+
+    def _packed_around(
+        self,
+        form: Format,
+        rows: int,
+        name: str | None = None,
+        outs: int | None = None,
+        ins: int | None = None,
+        *rest: Any,
+        op: str = "packed_linear",
+        width: int = 0,
+    ) -> KernelCase:
+        """The GEMM alone, usually down; or with what is around it. Bytes are given as a fraction of bfloat16's.
+        ``rest``: what it takes behind x, of this ``width`` if not the GEMM's."""
+        outs, ins = outs or self.spec.hidden_size, ins or self.spec.intermediate_size
+        x, size = self._random(rows, width or ins), int(form.num_bytes(outs, ins, self.dtype.itemsize))
+
+        def calls(pack: Callable[..., Any]) -> Calls:
+            # pieces of their own: candidates lay them out
+            layers = [pack([self._piece(form, outs, ins)], None) for _ in range(self._copies(size, least=1))]
+            return [partial(_first, each, x, *rest) for each in layers]
+
+        gated = any(isinstance(each, Around) and each.gate is not None for each in rest)
+        facts = WeightFacts(
+            self.dtype, ins, outs, gated, formats=(form.label,), codings=(form.coding,), eights=(form.eight,)
+        )
+        label = f"{name or f'down {rows}x{ins}x{outs}'}, {form.label} ({size / (2 * outs * ins):.0%} of bf16's bytes)"
+        return KernelCase(op, label, facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
+
+    def _packed_moe(self, rows: int) -> KernelCase:
+        plain, form = self._moe(rows), ScaledWeight("float8_e4m3fn", (1, WHOLE))
+        moe, width = SPARSE, self.spec.hidden_size
+        shapes = (2 * moe.intermediate_size, width), (width, moe.intermediate_size)
+        x, router = self._random(rows, width), self._random(rows, moe.num_experts)
+
+        def calls(sparse: Callable[..., Any]) -> Calls:
+            up, down = (self._piece(form, *shape, moe.num_experts) for shape in shapes)
+            return [partial(sparse, x, router, [up], [down], moe.top_k, moe.renormalize, Activation.SILU)]
+
+        facts = ExpertFacts(self.dtype, moe.num_experts, moe.top_k, (form.label,) * 2)
+        return replace(plain, op="packed_moe", label=f"{plain.label}, {form.label}", facts=facts, calls=calls)
 
     def _factors(self, parts: Sequence[int], ins: int) -> SlotFactors:
         """Of adapters of rank RANK in ADAPTERS slots, one after another in a pool, in random order."""
@@ -235,3 +373,9 @@ def _drafted(
     greedy, seed = torch.zeros(len(row)), torch.zeros(len(row), dtype=torch.int64)
     draft(ids, table, DraftRows(row, length - 1, length, torch.full_like(row, drafts), length - 1, greedy, seed), cache)
     return ids[:, int(length[0])]
+
+
+def _first(product: Callable[..., Any], *inputs: Any) -> Any:
+    """Other results may be in pieces, which candidates cut differently."""
+    found = product(*inputs)
+    return found[0] if isinstance(found, tuple) else found

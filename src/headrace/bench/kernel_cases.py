@@ -9,10 +9,9 @@ multiply-add as two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
-from itertools import product
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from headrace.kernels.candidate import (
     WeightFacts,
 )
 from headrace.kernels.inputs import AttentionInputs, Quantized
-from headrace.kernels.linear.around import MOST_ROWS, Around
-from headrace.kernels.norm import reference
 from headrace.kernels.operations import OPERATIONS
 from headrace.layers.packed import Piece
 from headrace.quant import Format, lossless
@@ -43,14 +40,6 @@ from headrace.spec import KV_FORMATS, Activation, DecoderSpec, KVFormat, LayerSp
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 128}  # tokens, as engines choose them
 MANY_ROWS = 64  # more rows are one prompt, not a batch of decoding sequences
-ROWS_OF = {  # the least and the most rows that an operation is called with
-    **dict.fromkeys(("fused_linear", "packed_fused_linear"), (1, MOST_ROWS)),
-    "gated_linear": (MOST_ROWS + 1, 2**31),
-    "rope_attention": (1, MANY_ROWS),
-    **dict.fromkeys(
-        ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)
-    ),  # of a step's last rows only
-}
 SPARSE = MoESpec(num_experts=32, top_k=4, intermediate_size=768, renormalize=True)
 
 # The shape of Llama-3.2-1B: what the figures of the documentation are measured on.
@@ -91,7 +80,13 @@ def case_of(op: str, label: str, facts: Facts, size: int, flops: int, inputs: Se
 
 class CaseMaker:
     """Makes the cases of one shape. Calls rotate through ``working_set`` bytes, so that no cache holds a weight from
-    call to call."""
+    call to call. ``rows_of``: the least and the most rows that an operation is called with, where not all are."""
+
+    rows_of: Mapping[str, tuple[int, int]] = {
+        "rope_attention": (1, MANY_ROWS),
+        # of a step's last rows only
+        **dict.fromkeys(("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)),
+    }
 
     def __init__(
         self, spec: DecoderSpec, dtype: torch.dtype, context: int, working_set: int, device: torch.device
@@ -107,7 +102,7 @@ class CaseMaker:
     def cases(self, op: str, rows: int) -> Iterator[KernelCase]:
         """The call sites of ``op`` over ``rows`` tokens: as many sequences of one token, or beyond MANY_ROWS one
         prompt."""
-        least, most = ROWS_OF.get(op, (1, rows))
+        least, most = self.rows_of.get(op, (1, rows))
         if least <= rows <= most:
             made = getattr(self, f"_{op}")(rows)
             yield from [made] if isinstance(made, KernelCase) else made
@@ -124,62 +119,33 @@ class CaseMaker:
             yield self.linear("head, tied", rows, self.spec.vocab_size, self.spec.hidden_size, shared=True)
 
     def linear(self, name: str, rows: int, outs: int, ins: int, *, shared: bool = False) -> KernelCase:
-        return self._product("linear", name, rows, outs, ins, lambda product, x, weight: product(x), shared=shared)
-
-    def _fused_linear(self, rows: int) -> Iterator[KernelCase]:
-        """Only the first result is compared: others may be in pieces, which candidates cut differently."""
-        spec, hidden = self.spec, self.spec.hidden_size
-        norm = Around(torch.full((64, rows), hidden / 64), spec.norm_eps)
-        behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
-        cases = (
-            ("norm, qkv", norm),
-            ("output, sum", behind),
-            ("norm, gate+up, act", replace(norm, gate=spec.activation)),
-            ("down, sum", behind),
-        )
-        for site, (name, around) in zip(self._sites.values(), cases, strict=True):
-
-            def first(product: Callable[..., Any], x: Tensor, weight: Tensor, around: Around = around) -> Any:
-                return product(x, around)[0]
-
-            yield self._product("fused_linear", name, rows, site.outs, site.ins, first, gated=around.gate is not None)
-
-    def _added_linear(self, rows: int) -> KernelCase:
-        """Each call gets its own residual, since a candidate may overwrite it: every time includes a copy."""
-        outs, ins = self.spec.hidden_size, self.spec.intermediate_size
-        residual = self._random(rows, outs)
-        added = self._product(
-            "added_linear", "down, sum", rows, outs, ins, lambda product, x, weight: product(x, residual.clone())
-        )
-        return replace(added, bytes=added.bytes + self._bytes(rows * outs))
-
-    def _gated_linear(self, rows: int) -> KernelCase:
-        """As a layer computes it where a candidate has nothing for this many rows: the GEMM, and an activation."""
-        outs, ins, kind = 2 * self.spec.intermediate_size, self.spec.hidden_size, self.spec.activation
-
-        def gated(product: Callable[..., Tensor | None], x: Tensor, weight: Tensor) -> Tensor:
-            found = product(x, kind)
-            return reference.gated_activation(x @ weight.t(), kind) if found is None else found
-
-        made = self._product("gated_linear", "gate+up, act", rows, outs, ins, gated)
-        return replace(made, bytes=made.bytes - self._bytes(rows * outs // 2))
-
-    def _product(
-        self, op: str, name: str, rows: int, outs: int, ins: int, run: Callable[..., Any], **more: Any
-    ) -> KernelCase:
-        """``run``: from a packed weight, x and the original weight to what is compared."""
-        facts = WeightFacts(self.dtype, ins, outs, **more)
         size, x, weight = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins)
 
         def calls(pack: Callable[..., Any]) -> Calls:
             weights = [weight.clone() if i else weight for i in range(self._copies(size, least=1))]
-            return [partial(run, pack(each, None), x, each) for each in weights]
+            return [partial(pack(each, None), x) for each in weights]
 
         label, moved = f"{name} {rows}x{ins}x{outs}", size + self._bytes(rows * (ins + outs))
-        return KernelCase(op, label, facts, moved, 2 * rows * outs * ins, calls)
+        facts = WeightFacts(self.dtype, ins, outs, shared=shared)
+        return KernelCase("linear", label, facts, moved, 2 * rows * outs * ins, calls)
 
     def _packed_linear(self, rows: int) -> Iterator[KernelCase]:
-        return (self._packed(form, rows) for form in self._packed_formats())
+        """Down, in each format. Bytes are given as a fraction of bfloat16's."""
+        outs, ins = self.spec.hidden_size, self.spec.intermediate_size
+        for form in self._packed_formats():
+            x, size = self._random(rows, ins), int(form.num_bytes(outs, ins, self.dtype.itemsize))
+
+            def calls(pack: Callable[..., Any], x: Tensor = x, form: Format = form, size: int = size) -> Calls:
+                # pieces of their own: candidates lay them out
+                copies = range(self._copies(size, least=1))
+                return [partial(pack([self._piece(form, outs, ins)], None), x) for _ in copies]
+
+            facts = WeightFacts(
+                self.dtype, ins, outs, formats=(form.label,), codings=(form.coding,), eights=(form.eight,)
+            )
+            label = f"down {rows}x{ins}x{outs}, {form.label} ({size / (2 * outs * ins):.0%} of bf16's bytes)"
+            moves, flops = size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins
+            yield KernelCase("packed_linear", label, facts, moves, flops, calls)
 
     def _packed_formats(self) -> Iterator[Format]:
         device = torch.get_default_device()
@@ -206,78 +172,6 @@ class CaseMaker:
             )
         if self.spec.intermediate_size % 256 == 0:
             yield from (GGUFBlocks("Q4_K"), GGUFBlocks("Q6_K"))
-
-    def _packed_fused_linear(self, rows: int) -> Iterator[KernelCase]:
-        """Gate-up between norm and activation, and down followed by the sum. ``pack`` returns None for what it cannot
-        multiply like that."""
-        hidden, inner = self.spec.hidden_size, self.spec.intermediate_size
-        norm = Around(torch.full((64, rows), hidden / 64), self.spec.norm_eps, self.spec.activation)
-        behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
-        places = (("norm, gate+up, act", 2 * inner, hidden, norm), ("down, sum", hidden, inner, behind))
-        for (name, outs, ins, around), form in product(
-            places, (PackedIntegers(4, 128, zero=False), ScaledWeight("float8_e4m3fn", (1, WHOLE)))
-        ):
-            if form.problem(outs, ins) is None:
-                yield self._packed(
-                    form, rows, f"{name} {rows}x{ins}x{outs}", outs, ins, around, op="packed_fused_linear"
-                )
-
-    def _composed(self, op: str, rows: int) -> KernelCase:
-        """FP8 behind a sum and its norm, or behind a gate."""
-        hidden, inner, kind = self.spec.hidden_size, self.spec.intermediate_size, self.spec.activation
-        form = ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=Activations("fp8"))
-        if op == "activated_linear":
-            label, width = f"act, down {rows}x{inner}x{hidden}", 2 * inner
-            made = self._packed(form, rows, label, hidden, inner, kind, op=op, width=width)
-            return replace(made, bytes=made.bytes + self._bytes(rows * inner))
-        norm = (torch.ones(hidden, dtype=self.dtype), self.spec.norm_eps, self._random(rows, hidden))
-        label = f"sum, norm, gate+up {rows}x{hidden}x{2 * inner}"
-        made = self._packed(form, rows, label, 2 * inner, hidden, *norm, op=op)
-        return replace(made, bytes=made.bytes + self._bytes(2 * rows * hidden))
-
-    _normed_linear = partialmethod(_composed, "normed_linear")
-    _activated_linear = partialmethod(_composed, "activated_linear")
-
-    def _packed(
-        self,
-        form: Format,
-        rows: int,
-        name: str | None = None,
-        outs: int | None = None,
-        ins: int | None = None,
-        *rest: Any,
-        op: str = "packed_linear",
-        width: int = 0,
-    ) -> KernelCase:
-        """The GEMM alone, usually down; or with what is around it. Bytes are given as a fraction of bfloat16's.
-        ``rest``: what it takes behind x, of this ``width`` if not the GEMM's."""
-        outs, ins = outs or self.spec.hidden_size, ins or self.spec.intermediate_size
-        x, size = self._random(rows, width or ins), int(form.num_bytes(outs, ins, self.dtype.itemsize))
-
-        def calls(pack: Callable[..., Any]) -> Calls:
-            # pieces of their own: candidates lay them out
-            layers = [pack([self._piece(form, outs, ins)], None) for _ in range(self._copies(size, least=1))]
-            return [partial(_first, each, x, *rest) for each in layers]
-
-        gated = any(isinstance(each, Around) and each.gate is not None for each in rest)
-        facts = WeightFacts(
-            self.dtype, ins, outs, gated, formats=(form.label,), codings=(form.coding,), eights=(form.eight,)
-        )
-        label = f"{name or f'down {rows}x{ins}x{outs}'}, {form.label} ({size / (2 * outs * ins):.0%} of bf16's bytes)"
-        return KernelCase(op, label, facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
-
-    def _packed_moe(self, rows: int) -> KernelCase:
-        plain, form = self._moe(rows), ScaledWeight("float8_e4m3fn", (1, WHOLE))
-        moe, width = SPARSE, self.spec.hidden_size
-        shapes = (2 * moe.intermediate_size, width), (width, moe.intermediate_size)
-        x, router = self._random(rows, width), self._random(rows, moe.num_experts)
-
-        def calls(sparse: Callable[..., Any]) -> Calls:
-            up, down = (self._piece(form, *shape, moe.num_experts) for shape in shapes)
-            return [partial(sparse, x, router, [up], [down], moe.top_k, moe.renormalize, Activation.SILU)]
-
-        facts = ExpertFacts(self.dtype, moe.num_experts, moe.top_k, (form.label,) * 2)
-        return replace(plain, op="packed_moe", label=f"{plain.label}, {form.label}", facts=facts, calls=calls)
 
     def _piece(self, form: Format, outs: int, ins: int, *stacked: int) -> Piece:
         piece = Piece(form.label, form, outs, ins, dtype=self.dtype, device=torch.get_default_device(), stacked=stacked)
@@ -450,9 +344,3 @@ class CaseMaker:
         scores = torch.empty(min(self._copies(size), 8), rows, vocab).normal_(0.0, 3.0, generator=self._generator)
         inputs = [(each, None, torch.arange(rows) * 977, torch.arange(rows)) for each in scores]
         return case_of("gumbel_argmax", f"{rows}x{vocab}", Facts(torch.float32), size, rows * vocab, inputs)
-
-
-def _first(product: Callable[..., Any], *inputs: Any) -> Any:
-    """Other results may be in pieces, which candidates cut differently."""
-    found = product(*inputs)
-    return found[0] if isinstance(found, tuple) else found
