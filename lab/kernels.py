@@ -23,6 +23,7 @@ from headrace.bench.kernel_cases import SPARSE, Calls, CaseMaker, KernelCase, ca
 from headrace.kernels.candidate import DeltaFacts, EightBits, ExpertFacts, Facts, HeadFacts, StepFacts, WeightFacts
 from headrace.kernels.inputs import AttentionInputs, ForwardInputs, SlotFactors, adapter_rows
 from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.moe.reference import FEW
 from headrace.kernels.norm import reference
 from headrace.kernels.step.reference import DraftRows, StepWeights, longest_context
 from headrace.quant import Format
@@ -47,6 +48,7 @@ class EveryCase(CaseMaker):
         **CaseMaker.rows_of,
         **dict.fromkeys(("fused_linear", "packed_fused_linear"), (1, MOST_ROWS)),
         "gated_linear": (MOST_ROWS + 1, 2**31),
+        "fused_moe": (1, FEW),
     }
 
     def _fused_linear(self, rows: int) -> Iterator[KernelCase]:
@@ -160,6 +162,18 @@ class EveryCase(CaseMaker):
         )
         label = f"{name or f'down {rows}x{ins}x{outs}'}, {form.label} ({size / (2 * outs * ins):.0%} of bf16's bytes)"
         return KernelCase(op, label, facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
+
+    def _fused_moe(self, rows: int) -> KernelCase:
+        """Behind a norm that is half done, onto the stream. Only the first result is compared, as above."""
+        plain, hidden = self._moe(rows), self.spec.hidden_size
+        residual, scale = self._random(rows, hidden), self._random(hidden)
+        around = Around(torch.full((64, rows), hidden / 64), self.spec.norm_eps, None, residual, scale)
+
+        def calls(sparse: Callable[..., Any]) -> Calls:
+            return plain.calls(lambda *inputs: _first(sparse, *inputs, around))
+
+        size = plain.bytes + self._bytes(2 * rows * hidden)
+        return replace(plain, op="fused_moe", label=f"{plain.label}, norm, sum", bytes=size, calls=calls)
 
     def _packed_moe(self, rows: int) -> KernelCase:
         plain, form = self._moe(rows), ScaledWeight("float8_e4m3fn", (1, WHOLE))
