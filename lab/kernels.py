@@ -20,7 +20,16 @@ from torch import Tensor
 
 from headrace.bench import kernels
 from headrace.bench.kernel_cases import SPARSE, Calls, CaseMaker, KernelCase, case_of
-from headrace.kernels.candidate import DeltaFacts, EightBits, ExpertFacts, Facts, HeadFacts, StepFacts, WeightFacts
+from headrace.kernels.candidate import (
+    DeltaFacts,
+    EightBits,
+    ExpertFacts,
+    Facts,
+    HeadFacts,
+    MergeFacts,
+    StepFacts,
+    WeightFacts,
+)
 from headrace.kernels.inputs import AttentionInputs, ForwardInputs, SlotFactors, adapter_rows
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.moe.reference import FEW
@@ -229,6 +238,13 @@ class EveryCase(CaseMaker):
         size = self._bytes(min(rows, ADAPTERS) * RANK * hidden + rows * (RANK + 2 * hidden))
         label, inputs = f"{rows}x{hidden}, rank {RANK}", (y, ids, held, None, adapters)
         return _through(_onto, case_of("look_up_deltas", label, facts, size, 2 * rows * RANK * hidden, [inputs]))
+
+    def _merge_parts(self, rows: int) -> KernelCase:
+        """Of two ranks that share the keys, a rank's own and the other's."""
+        shape = rows, self.spec.num_heads, self.spec.head_dim
+        pieces = [(self._random(1, *shape), self._random(1, *shape[:2]).float()) for _ in range(2)]
+        size, facts = self._bytes(rows * shape[1] * shape[2]), MergeFacts(self.dtype, *shape[:0:-1], 2)
+        return case_of("merge_parts", f"2x{rows} tokens", facts, 3 * size, 2 * size, [pieces])
 
     def _add_sparse(self, rows: int) -> KernelCase:
         """One weight in a hundred of down, beside its product."""

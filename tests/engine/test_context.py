@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, ContextLengthExceeded
-from headrace.kernels.attention.reference import paged_attention
+from headrace.kernels.attention.reference import merge_parts, paged_attention
 from headrace.kernels.inputs import AttentionInputs, PassedKeys
 from headrace.layers.basic import attend_between
 from headrace.parallel.context import KeyShare
@@ -190,14 +191,20 @@ def test_a_rank_attends_to_its_own_keys_while_others_are_on_their_way() -> None:
             return paged_attention(q, k, v, inputs, *how)
 
         group.everybodys_later = everybodys_later  # type: ignore[method-assign]
-        blocks, table = torch.tensor([2, 0]), torch.tensor([[0, 1], [0, 1], [2, 3], [2, 3]], dtype=torch.int32)
-        start, seen = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2, 3, 4], [3, 1, 2, 1]))
-        passed = PassedKeys(blocks, table, start, seen)
-        zeros = torch.zeros(2, dtype=torch.int32)
-        inputs = AttentionInputs(table, start, seen, zeros, 2, 1, 4, passed=passed)
+
+        def seen(blocks: list[int], counts: list[int]) -> AttentionInputs:
+            table, start, context = (
+                torch.tensor(each, dtype=torch.int32) for each in ([blocks] * 2, [0, 1, 2], counts)
+            )
+            return AttentionInputs(table, start, context, torch.zeros(2, dtype=torch.int64), 2, 1, 4)
+
+        counts = [3, 1], [2, 1]
+        others = seen([[4, 5], [0, 1]][group.rank], counts[1 - group.rank])
+        passed = PassedKeys(torch.tensor([2, 0]), seen([2, 0], counts[group.rank]), others)
+        inputs = replace(passed.own, passed=passed)
         q = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(group.rank))
         k, v = caches[group.rank]
-        return attend_between(group, attend, q, (k, v, inputs, 0.5, None, None, None))
+        return attend_between(group, attend, merge_parts, q, k, v, inputs, 0.5, None, None, None)
 
     for rank, found in enumerate(together(2, work)):
         assert order[rank] == ["sent", "attends to 1 rank", "taken", "attends to 1 rank"]

@@ -14,6 +14,7 @@ from headrace.kernels.attention import reference
 from headrace.kernels.attention import triton_plan as plan
 from headrace.kernels.attention import triton_prefill as prefill
 from headrace.kernels.attention.paged import PagedAttention
+from headrace.kernels.attention.triton_merge import merge_parts
 from headrace.kernels.attention.triton_prefill import bulk_keys
 from headrace.kernels.inputs import AttentionInputs
 from tests.support.kernel_cases import PagedCase, assert_close
@@ -76,14 +77,26 @@ def test_tiles_brought_by_the_copy_engine(lengths: list[tuple[int, int]], window
     check(PagedCase(lengths, heads=4, kv_heads=2, dim=dim, dtype=torch.bfloat16, block_size=128), window, bulk=True)
 
 
+@pytest.mark.parametrize("how", [{"invariant": True}, {"invariant": False}, {"invariant": False, "unified": True}])
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_sums_of_exponentials_in_parts(lengths: list[tuple[int, int]]) -> None:
+def test_sums_of_exponentials_in_parts(lengths: list[tuple[int, int]], how: dict[str, bool]) -> None:
     """What ranks that share the keys merge by; keys in parts by several programs."""
     case = PagedCase([*lengths[:3], (1, 2100)], heads=4, kv_heads=2, dim=16, dtype=torch.float32, block_size=16)
     found, wanted = torch.full((2, *case.q.shape[:2]), float("nan"))
-    got = case.run(PagedAttention(16, 2, 20, True, lse=True), 7, 0.5, found)
+    got = case.run(PagedAttention(16, 2, 20, **how, lse=True), 7, 0.5, found)
     assert_close(got, case.run(reference.paged_attention, 7, 0.5, wanted), torch.float32)
     assert_close(found, wanted, torch.float32)
+
+
+@pytest.mark.parametrize("counts", [(3,), (1, 2)])
+def test_parts_are_merged_by_their_sums(counts: tuple[int, ...]) -> None:
+    """Of rows that see no keys in some parts, or in none."""
+    generator = torch.Generator().manual_seed(2)
+    parts, sums = torch.randn(3, 5, 6, 24, generator=generator), 9 * torch.randn(3, 5, 6, generator=generator)
+    sums[1, :4], sums[:, 1] = float("-inf"), float("-inf")
+    parts[1, :4], parts[:, 1] = 0.0, 0.0
+    pieces = list(zip(parts.split(counts), sums.split(counts), strict=True))
+    assert_close(merge_parts(*pieces), reference.merge_parts((parts, sums)), torch.float32)
 
 
 def test_more_runs_of_queries_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +245,10 @@ def test_where_parts_are_merged_prompts_go_to_whoever_keeps_sums_and_single_quer
             return True
 
     given: list[Any] = []
-    attention = PagedAttention(64, 2, 2, True, lse=True, prompts=Takes())  # type: ignore[arg-type]
+    attention = PagedAttention(64, 2, 2, False, lse=True, prompts=Takes())  # type: ignore[arg-type]
     for lengths, served in (([(1, 9), (1, 4)], False), ([(9, 12), (1, 4)], True)):
         case = PagedCase(lengths, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
         sums = torch.empty(case.q.shape[:2])
         out = attention(case.q, case.k_cache, case.v_cache, case.inputs, 0.1, None, None, None, sums)
-        assert bool((out == 2.0).all()) is served
+        assert bool((out[:-1] == 2.0).all()) is served
         assert [each is sums for each in given] == [True] * served

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,9 @@ class ThreadGroup:
 
     def exchanged(self, x: Tensor) -> Tensor:
         return torch.stack([each[self.rank] for each in self._everybodys(x)])
+
+    def one_meeting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def least(self, value: int) -> int:
         return min(int(each) for each in self._everybodys(torch.tensor(value)))

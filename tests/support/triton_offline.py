@@ -275,6 +275,7 @@ def attention_later() -> dict[str, dict[str, int]]:
 
 
 def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    from headrace.kernels.attention import triton_merge as merge
     from headrace.kernels.attention import triton_rotary as rotary
     from headrace.kernels.norm import triton_activation as activation
     from headrace.kernels.norm import triton_norm as norm
@@ -288,7 +289,9 @@ def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
     )
     q, cache = torch.empty(64, 48, 128, dtype=dtype), torch.empty(64, 2, 8, 16, 128, dtype=dtype)
     parts = q.split((32, 8, 8), dim=1)
+    pieces = [(torch.empty(count, 64, 32, 128, dtype=dtype), torch.empty(count, 64, 32)) for count in (1, 3)]
     return {
+        **record(merge, ("_merge_kernel",), lambda: merge.merge_parts(*pieces)),
         **record(norm, ("_norm_kernel",), lambda: norm.rms_norm(x, weight, 1e-5, x)),
         **record(activation, ("_activation_kernel",), lambda: activation.gated_activation(x, Activation.SILU)),
         **record(embedding, ("_embedding_kernel",), lambda: embedding.embedding(tokens, x, None)),

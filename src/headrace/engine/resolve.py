@@ -46,13 +46,14 @@ def resolve_config(
     """
     decisions: list[Decision] = []
 
-    def choose(folder: str, name: str, case: str = "", least: int = 0) -> None:
+    def choose(folder: str, name: str, case: str = "", least: int = 0, times: int = 1) -> None:
         nonlocal config
         section = getattr(config, folder)
         if getattr(section, name) is None:
             value, reason = _CHOSEN[name].get(f"{device}, {case}") or _CHOSEN[name][device]
-            decisions.append(Decision(name, max(value, least), reason))
-            config = replace(config, **{folder: replace(section, **{name: max(value, least)})})
+            value, reason = max(value * times, least), reason + f"; on each of {times} ranks" * (times > 1)
+            decisions.append(Decision(name, value, reason))
+            config = replace(config, **{folder: replace(section, **{name: value})})
 
     choose("scheduler", "max_num_seqs")
     asked = config.scheduler
@@ -68,7 +69,8 @@ def resolve_config(
         "long steps": long_steps,
     }
     case = next((name for name, holds in cases.items() if holds), "")
-    choose("scheduler", "max_num_batched_tokens", case, max(config.scheduler.rows, least_tokens))
+    places = config.device.context_parallel_size if device == "cuda" else 1  # each computes some of a step's tokens
+    choose("scheduler", "max_num_batched_tokens", case, max(config.scheduler.rows, least_tokens), places)
     choose("cache", "block_size")
     choose("device", "overlap", "busy" if config.device.device_time else "")
     return config, tuple(decisions)

@@ -144,6 +144,15 @@ class HeadFacts(Facts):
 
 
 @dataclass(frozen=True, slots=True)
+class MergeFacts(Facts):
+    """``ranks``: as many parts are merged."""
+
+    head_dim: int
+    num_heads: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class RopeFacts(HeadFacts):
     """``normed``: of the weights of norms of heads, between the product and the rotation; None: there are none."""
 

@@ -37,12 +37,11 @@ class TreeInputs:
 @dataclass(frozen=True, slots=True)
 class PassedKeys:
     """Of a step whose rows are spread over ranks, where keys and values come to the queries: which blocks each rank gives,
-    and its own queries once for every rank's keys."""
+    and what this rank's queries see."""
 
     blocks: Tensor  # [b], int64: of this rank's cache, as all others give theirs
-    table: Tensor  # [sequences, max_blocks], int32: among the ranks · b blocks that are given
-    query_start: Tensor  # [sequences + 1], int32: among the rows of this rank, repeated for every rank
-    context_len: Tensor  # [sequences], int32
+    own: AttentionInputs  # of its own cache
+    others: AttentionInputs  # once for every other rank: of all that are given, those of a rank with values behind keys
 
 
 @dataclass(frozen=True, slots=True)

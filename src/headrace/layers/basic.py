@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels.attention.reference import HeadNorms, merge_parts
-from headrace.kernels.candidate import Facts, HeadFacts, NormFacts, RopeFacts
+from headrace.kernels.attention.reference import HeadNorms
+from headrace.kernels.candidate import Facts, HeadFacts, MergeFacts, NormFacts, RopeFacts
 from headrace.kernels.inputs import AdapterRows, Alone, AttentionInputs, LayerStep, PassedKeys, Quantized, Wanted
 from headrace.kernels.operations import (
     EMBEDDING,
     LAYER_NORM,
+    MERGE_PARTS,
     PAGED_ATTENTION,
     RMS_NORM,
     ROPE_ATTENTION,
@@ -194,6 +196,9 @@ class Attention(nn.Module):
             return
         self._rotary_write = context.kernels.choose(ROTARY_WRITE, HeadFacts(*heads, kv=context.kv))
         self._attend = context.kernels.choose(PAGED_ATTENTION, HeadFacts(*heads, kv=context.kv, lse=shares > 1))
+        if context.keys is not None:
+            merge = context.kernels.choose(MERGE_PARTS, MergeFacts(*heads[:3], shares))
+            self._attend = partial(attend_between, context.keys, self._attend, merge)
         if cos_sin is not None and shares == 1:
             normed = (torch.float32 if spec.norm_offset else context.dtype) if spec.qk_norm else None
             facts = RopeFacts(*heads, cos_sin.shape[1], normed, layer.window, spec.attention_soft_cap, kv=context.kv)
@@ -206,7 +211,7 @@ class Attention(nn.Module):
         if step.wanted is not None:
             stream.sum = stream.sum[step.wanted.tokens]
             if (order := step.wanted.order) is not None and self._keys is not None:
-                attended, stream.sum = (in_order(self._keys, each, order) for each in (attended, stream.sum))
+                stream.sum = in_order(self._keys, stream.sum, order)  # as what was attended is already
             stream.adapters = None if stream.adapters is None else stream.adapters.wanted
         self.output.onto(stream, attended, following)
 
@@ -237,10 +242,12 @@ class Attention(nn.Module):
                 return _picked(attended.view(-1, self._width), wanted)
         q = self.write(whole, step)
         if wanted is not None and wanted.attention is not None:
-            q, inputs, wanted = q[wanted.tokens], wanted.attention, None
-        how: tuple[Any, ...] = (k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap, self.quantized)
-        out = self._attend(q, *how) if self._keys is None else attend_between(self._keys, self._attend, q, how)
-        return _picked(out.view(-1, self._width), wanted)
+            q, inputs = q[wanted.tokens], wanted.attention
+            if wanted.order is not None and self._keys is not None:
+                q = in_order(self._keys, q, wanted.order)
+            wanted = None
+        how = (k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap, self.quantized)
+        return _picked(self._attend(q, *how).view(-1, self._width), wanted)
 
     def write(self, qkv: Tensor, step: LayerStep) -> Tensor:  # → q as it attends, [tokens, heads, head_dim]
         """Keys and values into the cache."""
@@ -263,59 +270,51 @@ def attention_alone(inputs: AttentionInputs, alone: Alone) -> AttentionInputs:
     """What the wanted tokens attend to, for a step of ``inputs``, once all keys and values have been written. It reads
     nothing back."""
     table = inputs.block_table.index_select(0, alone.chunk)
-    return replace(
-        inputs, block_table=table, query_start=alone.query_start, context_len=alone.context, max_query_len=1, leading=0
-    )
+    starts, each = alone.query_start, replace(inputs, max_query_len=1, leading=0, spread=False, passed=None)
+    return replace(each, block_table=table, query_start=starts, context_len=alone.context)
 
 
 def attend_between(
-    group: Group, attend: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...]
+    group: Group, attend: Callable[..., Tensor], merge: Callable[..., Tensor], q: Tensor, *how: Any
 ) -> Tensor:  # [tokens, heads, head_dim]
     """Of ranks that share the keys (DistAttention: Lin et al. 2024), each attends to its own with all queries (pass-Q: Yang
     et al. 2024), and what they find is merged. ``how``: whatever ``attend`` takes."""
     inputs = how[2]
     if (passed := inputs.passed) is not None:
-        return _attend_passed(group, attend, q, how, passed)
+        return _attend_passed(group, attend, merge, q, how, passed)
     q = group.everybodys(q).flatten(0, 1) if inputs.spread else q
+    found = _found(attend, q, how)
+    with group.one_meeting():
+        if inputs.spread:
+            parts, sums = (group.exchanged(each.unflatten(0, (group.size, -1))) for each in found)
+        else:
+            parts, sums = map(group.everybodys, found)
+    return merge((parts, sums))
+
+
+def _found(attend: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Attention, and the log-sum-exp [tokens, heads]."""
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    out = attend(q, *how, lse)
-    found = torch.cat((out, lse.unsqueeze(-1).view(out.dtype)), dim=-1)  # one meeting
-    parts = group.exchanged(found.unflatten(0, (group.size, -1))) if inputs.spread else group.everybodys(found)
-    out, sums = parts.split((out.shape[-1], parts.shape[-1] - out.shape[-1]), dim=-1)
-    return merge_parts(out, sums.contiguous().view(torch.float32).squeeze(-1))
+    return attend(q, *how, lse), lse
 
 
 def _attend_passed(
-    group: Group, attend: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...], passed: PassedKeys
-) -> Tensor:  # [tokens, heads, head_dim]
+    group: Group, attend: Callable[..., Tensor], merge: Callable[..., Tensor], q: Tensor, how: tuple[Any, ...], passed: PassedKeys
+) -> Tensor:  # fmt: skip
     """The same where keys and values of all ranks come to the queries (pass-KV), which attend to their own rank's while the
     others' are on their way."""
-    k_cache, v_cache, inputs, *rest = how
-    size, count = group.size, len(passed.blocks)
+    k_cache, v_cache, _, *rest = how
+    count = len(passed.blocks)
     both = k_cache.new_empty((2, count, *k_cache.shape[1:]))
     for cache, given in zip((k_cache, v_cache), both, strict=True):
         torch.index_select(cache, 0, passed.blocks, out=given)
     coming = group.everybodys_later(both)
-    tables, contexts = passed.table.unflatten(0, (size, -1)), passed.context_len.unflatten(0, (size, -1))
-
-    def attended(k: Tensor, v: Tensor, table: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """``context`` [ranks, sequences of one]: keys of so many ranks."""
-        ranks = len(context)
-        asking, start = q.repeat(ranks, 1, 1), passed.query_start[: 1 + context.numel()]
-        lse = torch.empty(asking.shape[:2], dtype=torch.float32, device=q.device)
-        lengths = {"block_table": table, "query_start": start, "context_len": context.flatten()}
-        out = attend(asking, k, v, replace(inputs, **lengths), *rest, lse)
-        return out.unflatten(0, (ranks, -1)), lse.unflatten(0, (ranks, -1))
-
-    own, at = slice(group.rank, group.rank + 1), group.rank
-    mine = attended(both[0], both[1], tables[at] - at * count, contexts[own])
+    again = q.repeat(group.size - 1, 1, 1)  # here, for attention fills the device: what is sent meanwhile begins first
+    mine = _found(attend, q, (k_cache, v_cache, passed.own, *rest))
     every = coming().flatten(0, 2)  # the keys of a rank, its values, the keys of the next …
-    tables = tables + count * torch.arange(size, dtype=tables.dtype, device=tables.device).view(-1, 1, 1)
-    k, v = every, every[count:]
-    table, context = (torch.cat((each[:at], each[at + 1 :])) for each in (tables, contexts))
-    theirs = attended(k, v, table.flatten(0, 1), context)
-    parts = (torch.cat((there[:at], here, there[at:])) for there, here in zip(theirs, mine, strict=True))
-    return merge_parts(*parts)
+    theirs = _found(attend, again, (every, every[count:], passed.others, *rest))
+    parts, sums = (each.unflatten(0, (group.size - 1, -1)) for each in theirs)
+    return merge(tuple(each.unsqueeze(0) for each in mine), (parts, sums))
 
 
 def in_order(group: Group, x: Tensor, order: Tensor) -> Tensor:

@@ -234,8 +234,9 @@ class Decoder(nn.Module):
         begun = self.embedded(inputs) if hidden is None else hidden
         stream = Stream(begun, *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
         stream.post_norm = self.spec.post_norm
-        # few rows are computed to the end; a stage that is not the last passes all of its own on
-        wanted = None if stream.takes_norms or not self.answers else inputs.wanted
+        # few rows are computed to the end, and all that ranks share out; a stage that is not the last passes its own on
+        whole = stream.takes_norms or not self.answers or (inputs.order is not None and inputs.alone is None)
+        wanted = None if whole else inputs.wanted
         tapped = () if self.tap is None else self.tap.layers
         for index, (block, following, group, place) in enumerate(self._steps):
             if self.tap is not None and index in tapped:
@@ -246,11 +247,12 @@ class Decoder(nn.Module):
             block.forward(stream, step, following)
         if not self.answers:
             return stream.sum if stream.pending is None else stream.sum + stream.pending
+        found = stream.normed(self.norm)
         if wanted is not inputs.wanted:
-            stream.sum = stream.sum[inputs.wanted]
+            found = found[inputs.wanted]
             if inputs.order is not None and self._keys is not None:
-                stream.sum = in_order(self._keys, stream.sum, inputs.order)
-        return stream.normed(self.norm)
+                found = in_order(self._keys, found, inputs.order)
+        return found
 
     def embedded(self, inputs: ForwardInputs) -> Tensor:  # [tokens, hidden]
         """The input of the first block."""

@@ -29,12 +29,14 @@ Number = TypeVar("Number", bound=Any)  # int, or an array or tensor of them
 @dataclass(frozen=True, slots=True)
 class KeyShare:
     """One rank's. ``group``: query heads of a KV head. ``quicker``: whether keys that go to the queries are waited for less
-    than queries that go to the keys (CostModel.passes_keys); None: nobody knows the link."""
+    than queries that go to the keys (CostModel.passes_keys); None: nobody knows the link. ``windows``: of each KV group;
+    none: there are no windows."""
 
     rank: int
     size: int
     group: int = 1
     quicker: Callable[[StepPlan], bool] | None = None
+    windows: tuple[int | None, ...] = ()
 
     def keys(self, position: Number) -> Number:
         """How many of the keys up to ``position`` the rank has; none up to -1."""

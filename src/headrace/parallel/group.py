@@ -13,7 +13,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -65,6 +65,10 @@ class Group(Protocol):
 
     def exchanged(self, x: Tensor) -> Tensor:
         """``x`` [ranks, …] of every rank, of which part i is for rank i → what ranks have for this one, [ranks, …]."""
+        ...
+
+    def one_meeting(self) -> AbstractContextManager[None]:
+        """What is exchanged within is, together, once it is left; it lies dense, and is held until then."""
         ...
 
     def least(self, value: int) -> int:
@@ -205,6 +209,9 @@ class GlooGroup:
         found, x = torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous()
         self._group.alltoall_base(found, x, [], []).wait()
         return found
+
+    def one_meeting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def least(self, value: int) -> int:
         held = torch.tensor([-value])

@@ -16,8 +16,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -191,7 +191,7 @@ class NCCLGroup:
         """All memory is the current stream's, which waits for the other one before it goes on: what a layer leaves serves
         the next. (Memory that another stream is recorded for stays taken until the device has come so far, and a host
         that is many layers ahead runs out of it.)"""
-        self._side = side = self._side or torch.cuda.Stream(self._device)
+        self._side = side = self._side or torch.cuda.Stream(self._device, priority=-1)
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -207,13 +207,18 @@ class NCCLGroup:
         self.meetings += 1
         library, x = self._library, x.contiguous()
         found, stream = torch.empty_like(x), self._stream
-        _check(library, library.ncclGroupStart())  # sends and receives wait for each other
-        for peer, (to, source) in enumerate(zip(x.unbind(0), found.unbind(0), strict=True)):
-            how = x[0].numel(), _TYPES[x.dtype], peer, self._comm, stream
-            _check(library, library.ncclSend(to.data_ptr(), *how))
-            _check(library, library.ncclRecv(source.data_ptr(), *how))
-        _check(library, library.ncclGroupEnd())
+        with self.one_meeting():  # sends and receives wait for each other
+            for peer, (to, source) in enumerate(zip(x.unbind(0), found.unbind(0), strict=True)):
+                how = x[0].numel(), _TYPES[x.dtype], peer, self._comm, stream
+                _check(library, library.ncclSend(to.data_ptr(), *how))
+                _check(library, library.ncclRecv(source.data_ptr(), *how))
         return found
+
+    @contextmanager
+    def one_meeting(self) -> Iterator[None]:
+        _check(self._library, self._library.ncclGroupStart())
+        yield
+        _check(self._library, self._library.ncclGroupEnd())
 
     def least(self, value: int) -> int:
         return int(self._reduce(torch.tensor([value], device=self._device), _MIN))

@@ -123,6 +123,9 @@ def bounds(spec: DecoderSpec, config: EngineConfig, dtype_bytes: int, adapters: 
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens or 1
     logits_rows = min(scheduler.logits_rows, max(scheduler.rows, tokens))
+    tokens = max(
+        min(scheduler.rows, tokens), -(-tokens // config.device.context_parallel_size)
+    )  # on each of these ranks
     return {
         "weights": count_bytes(spec, dtype_bytes) + (0 if adapters is None else adapters.num_bytes),
         "activations": activation_bytes(spec, tokens, logits_rows, dtype_bytes),

@@ -511,7 +511,7 @@ class Gather:
         self._ids = rows.token_ids[:, ahead:]
         self._tables = rows.tables if tables is None else tables
         self._share = rows.share if tables is None else None
-        self._least_alone = LEAST_ALONE[rows.device.type] if self._share is None else sys.maxsize
+        self._least_alone = LEAST_ALONE[rows.device.type] if self._share is None else sys.maxsize  # but spread, always
         self._least_spread = LEAST_SPREAD[rows.device.type]
         self._gather = kernels.choose(GATHER_INPUTS, Facts(torch.int32))
 
@@ -572,28 +572,52 @@ class Gather:
             found.order,
             found.passed_start,
             found.passed_context,
+            packing.chunk[wanted],
+            share.keys(packing.position[wanted]),
+            np.arange(len(wanted) + 1, dtype=np.int32),
         )
         row, start, ends, chunk, position, context, picked, order, *passed = ship_all(self._rows.device, *parts)
+        *passed, alone = *passed[:2], Alone(*passed[2:])
         longest = int(packing.context.max())
         inputs = self.gathered(row, start, ends, chunk, position, found.longest, longest, whole=True)
         attention = tuple(of_ranks(share, each, context, found.longest) for each in inputs.attention)
         if share.passes_keys(plan):
-            attention = tuple(self._passed(share, each, packing.context, *passed) for each in attention)
+            windows = share.windows or (None,) * len(attention)
+            attention = tuple(
+                self._passed(share, each, packing, window, *passed)
+                for each, window in zip(attention, windows, strict=True)
+            )
         adapters = None
         if slots is not None:  # they may be others' rows, whose results come here in the last layer
             own = np.where(real, slots[packing.chunk[found.tokens]], NO_SLOT).astype(np.int32)
             adapters = slot_rows(own, self._rows.device)
             adapters = replace(adapters, wanted=adapter_rows(slots[packing.chunk[wanted]], self._rows.device))
-        return replace(inputs, attention=attention, wanted=picked, order=order.long(), adapters=adapters)
+        few = alone if len(wanted) <= len(packing.context) else None  # that are sampled from, and no prompt's scores
+        return replace(inputs, attention=attention, wanted=picked, alone=few, order=order.long(), adapters=adapters)
 
     def _passed(
-        self, share: KeyShare, inputs: AttentionInputs, context: Ints, start: Tensor, seen: Tensor
+        self,
+        share: KeyShare,
+        inputs: AttentionInputs,
+        packing: Packing,
+        window: int | None,
+        start: Tensor,
+        seen: Tensor,
     ) -> AttentionInputs:
         """The same where keys go to the queries."""
-        *places, table = given_blocks(share, context, inputs.block_size * share.size)
+        begun, chunks = packing.position[packing.query_start[:-1]], len(packing.context)
+        first = np.zeros_like(begun) if window is None else np.maximum(begun - window + 1, 0)
+        *places, table = given_blocks(share, first, packing.context, inputs.block_size * share.size)
         chunk, place, flat = ship_all(self._rows.device, *places, table)
         blocks = inputs.block_table[chunk.long(), place.long()].long()
-        return replace(inputs, passed=PassedKeys(blocks, flat.view(table.shape), start, seen))
+        own = replace(
+            inputs,
+            block_table=inputs.block_table[: chunks + 1],
+            query_start=start[: chunks + 2],
+            context_len=seen[: chunks + 1],
+        )
+        others = replace(inputs, block_table=flat.view(table.shape), query_start=start, context_len=seen[chunks + 1 :])
+        return replace(inputs, passed=PassedKeys(blocks, own, others))
 
     def _adapters(self, packing: Packing, slots: Ints) -> AdapterRows | None:
         found, device = adapter_rows(slots[packing.chunk], self._rows.device), self._rows.device

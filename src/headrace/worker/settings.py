@@ -66,6 +66,11 @@ class Setup:
         return _resolved(self.config.scheduler.max_num_batched_tokens)
 
     @property
+    def rows_a_step(self) -> int:
+        """The most that this device computes of a step's tokens."""
+        return max(self.most_verified, -(-self.tokens_a_step // (1 if self.share is None else self.share.size)))
+
+    @property
     def block_size(self) -> int:
         return _resolved(self.config.cache.block_size)
 

@@ -78,8 +78,8 @@ class SpreadRows:
     wanted: Ints  # [m]: its own of the wanted ones, counted from its first; filled up with any
     order: Ints  # [wanted]: where they lie among those that all ranks give
     longest: int  # queries of a sequence
-    passed_start: Ints  # [s + 1]: where keys go to the queries: this rank's rows, once for each rank's keys
-    passed_context: Ints  # [s]: keys of each rank that the last of them sees
+    passed_start: Ints  # [s - w]: where keys go to the queries: this rank's rows, once for each other rank's keys
+    passed_context: Ints  # [s]: keys of this rank, then of each other, that the last of them sees
 
 
 def spread_rows(share: KeyShare, context: Ints, chunk: Ints, position: Ints, wanted: Ints) -> SpreadRows:
@@ -115,28 +115,34 @@ def spread_rows(share: KeyShare, context: Ints, chunk: Ints, position: Ints, wan
         _filled(mine, many.max(), 0),
         (of_wanted * many.max() + nth).astype(np.int32),
         int(lengths.max()),
-        np.concatenate(([0], np.cumsum(np.tile(lengths[share.rank], ranks)))).astype(np.int32),
+        np.concatenate(([0], np.cumsum(np.tile(lengths[share.rank], ranks - 1)))).astype(np.int32),
         _seen(share, lengths[share.rank], np.append(context, 0)),
     )
 
 
 def _seen(share: KeyShare, lengths: Ints, ends: Ints) -> Ints:
-    """[ranks · chunks]: keys of each rank that the last of this rank's queries of each chunk sees. ``lengths``: how many
-    queries; ``ends``: of the chunks."""
+    """Keys of this rank, then of each other, that the last of this rank's queries of each chunk sees. ``lengths``: how
+    many queries; ``ends``: of the chunks."""
     last = ends - 1 - (ends - 1 - share.rank) % share.size
-    ranks = [replace(share, rank=rank) for rank in range(share.size)]
+    ranks = [share, *(replace(share, rank=rank) for rank in _others(share))]
     return np.concatenate([np.where((lengths > 0) & (ends > 0), each.keys(last), 0) for each in ranks]).astype(np.int32)
 
 
-def given_blocks(share: KeyShare, context: Ints, block_size: int) -> tuple[Ints, Ints, Ints]:
+def _others(share: KeyShare) -> list[int]:
+    return [rank for rank in range(share.size) if rank != share.rank]
+
+
+def given_blocks(share: KeyShare, first: Ints, context: Ints, block_size: int) -> tuple[Ints, Ints, Ints]:
     """What each rank gives of a KV group's blocks: of each the chunk and the place in its table; and the table of all that
-    are given, [s, places]. ``context``: keys of each chunk."""
-    counts = -(-context // block_size)
-    firsts, total, width = np.cumsum(counts) - counts, int(counts.sum()), int(counts.max())
+    others give, [s - w - 1, places], where of each rank values lie behind keys. ``first``, ``context``: keys of each
+    chunk from the first that a query sees on."""
+    begins, ends = first // block_size, -(-context // block_size)
+    counts = ends - begins
+    firsts, total, width = np.cumsum(counts) - counts, int(counts.sum()), int(ends.max())
     chunk = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(total) - firsts[chunk]
-    table = np.minimum(np.append(firsts, 0)[:, None] + np.arange(width), total - 1)
-    every = np.concatenate([table + rank * total for rank in range(share.size)])
+    place = np.arange(total) - (firsts - begins)[chunk]
+    table = np.clip(np.append(firsts - begins, 0)[:, None] + np.arange(width), 0, total - 1)
+    every = np.concatenate([table + 2 * total * rank for rank in _others(share)])
     return chunk.astype(np.int32), place.astype(np.int32), every.astype(np.int32)
 
 

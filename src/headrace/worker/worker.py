@@ -449,7 +449,7 @@ class Worker:
         self._ahead.start(self._kernels, sizes, partial(gpu.prepare_kernels, setup.device))
 
     def _await_kernels(self, meanwhile: Callable[[], object]) -> None:
-        sizes = product_sizes(self._setup.most_verified, self._setup.tokens_a_step)
+        sizes = product_sizes(self._setup.most_verified, self._setup.rows_a_step)
         # up to so many, kernels of our own: the threads build them
         ours = sizes[-1] if self._kernels.context.invariant else MOST_ROWS
         self._multiply([size for size in sizes if size > ours])
@@ -709,7 +709,8 @@ class Worker:
 def _sharing_keys(setup: Setup, keys: Group, *, near: bool) -> Setup:
     """``near``: all ranks are on one host. On all of them the cost model says alike what travels."""
     spec, said = setup.spec, Decision("keys or queries pass", "what is less", "the link between ranks is not known")
-    share = KeyShare(keys.rank, keys.size, spec.num_heads // spec.num_kv_heads)
+    windows = tuple(each.window for each in setup.target_kv_specs)
+    share = KeyShare(keys.rank, keys.size, spec.num_heads // spec.num_kv_heads, windows=windows)
     if setup.device.type == "cuda" and near and (card := card_named(torch.cuda.get_device_name())) is not None:
         dtype, size = str(setup.dtype).removeprefix("torch."), setup.dtype.itemsize
         model = CostModel(spec, setup.target_kv_specs, card.profile, weight_bytes=size, dtype=dtype, link=card.link)

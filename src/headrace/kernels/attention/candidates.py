@@ -21,8 +21,8 @@ from torch import Tensor
 from headrace.kernels.build import gpu
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.native import TYPES, function_of, native
-from headrace.kernels.build.rehearsals import heads, token_counts
-from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, HeadFacts, RopeFacts, Sizes
+from headrace.kernels.build.rehearsals import TOKENS, heads, token_counts
+from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, HeadFacts, MergeFacts, RopeFacts, Sizes
 from headrace.kernels.inputs import AttentionInputs, Quantized
 from headrace.kernels.linear.around import MOST_ROWS
 from headrace.spec import attention_groups
@@ -217,6 +217,19 @@ def _attentions(site: CallSite[HeadFacts], run: Any, sizes: Sizes) -> Calls:
     yield from ((f"variant {index}", call) for index, call in enumerate(calls))
 
 
+def _merges(site: CallSite[MergeFacts], run: Any, sizes: Sizes) -> Calls:
+    """All parts at once; a rank's own, and those of the others."""
+
+    def merge(*counts: int) -> object:
+        shapes = [(count, TOKENS, site.facts.num_heads) for count in counts]
+        return run(
+            *((site.zeros(*each, site.facts.head_dim), site.zeros(*each, dtype=torch.float32)) for each in shapes)
+        )
+
+    for counts in ((site.facts.ranks,), (1, site.facts.ranks - 1)):
+        yield f"{counts} parts", partial(merge, *counts)
+
+
 def _unserved_heads(facts: HeadFacts) -> str | None:
     """Why the kernel for single queries does not serve heads like these."""
     if facts.kv is not None and facts.kv.bits != 8:
@@ -284,6 +297,7 @@ PAGED_ATTENTION = (
     ),
     gpu.triton("attention.paged:create_paged_attention", _attentions, _refuses),
 )  # fmt: skip
+MERGE_PARTS = (gpu.triton("attention.triton_merge:merge_parts", _merges),)
 WHOLE_ATTENTION = (
     Candidate("sdpa", create_sequence_attention, varies=True),
     Candidate("varlen", create_packed_attention, gpu.DEVICES, (torch.bfloat16, torch.float16), varies=True),

@@ -115,8 +115,8 @@ class PagedAttention:
     (triton_cascade.py). ``unified``: the decode kernel looks for no highest score where it need not (triton_decode.py);
     not for float16. ``prompts``: attends to sequences of many queries where there is no window and no cap, and keys and
     values lie as it wants; ``singles``: to those of one query beside them. ``kv``: calls come with ``quantized`` caches
-    of that format, uint8 (kv_codes.py). ``lse``: calls want the log-sum-exp, too;
-    ``invariant`` then, but for ``prompts``. Tokens of trees are computed again, by what they see (triton_tree.py). Calls of one object must
+    of that format, uint8 (kv_codes.py). ``lse``: calls want the log-sum-exp, too,
+    and there are no ``singles``. Tokens of trees are computed again, by what they see (triton_tree.py). Calls of one object must
     follow each other on the device.
     """
 
@@ -166,7 +166,6 @@ class PagedAttention:
         out = self.empty(q.shape, q.dtype, q.device)
         if q.shape[0] == 0:
             return out
-        assert lse is None or self.invariant, "the decode kernel keeps no sums"
         call = prefill.Attended(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, lse)
         few = 0 if self.invariant else _rows(self.group) // self.group
         longest, sequences = inputs.max_query_len, inputs.context_len.shape[0]
@@ -205,9 +204,7 @@ class PagedAttention:
         prefill.attend(call, few, large, bulk, self.processors, tickets)
 
     def _for_prompts(self, call: prefill.Attended) -> Prompts | None:
-        """Where sums are asked for, single queries come as well, and would leave most of its rows empty."""
-        single = self.lse and call.inputs.max_query_len <= _rows(self.group) // self.group
-        return None if single or call.window is not None or call.soft_cap is not None else self.prompts
+        return None if call.window is not None or call.soft_cap is not None else self.prompts
 
     def _plan(self, inputs: AttentionInputs, window: int | None, few: int, kv_heads: int, tiles: Tiles) -> plan.Plan:
         """Made by the first layer of a step; the others bring the same inputs."""
@@ -253,7 +250,7 @@ class PagedAttention:
         """Many sequences are computed in tiles of their own, whether they share keys or not."""
         long = _Case(1, _rows(self.group) // self.group + 1)
         if self.invariant:
-            return [long, _Case(1, 1)] if self.lse and self.prompts is not None else [long]
+            return [long]
         few, many = (
             decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=each) for each in (False, True)
         )
@@ -329,13 +326,12 @@ def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
     capability, processors = site.card.capability, site.card.processors
     bulk, group = capability[0] == 9, site.facts.num_heads // site.facts.num_kv_heads
     kv = site.facts.kv
-    invariant = site.invariant or site.facts.lse
     wanted = (
         kv is None and site.uses("cuda_prefill") and not site.invariant and why_not(dtype, head_dim, capability) is None
     )
     prompts = Prompts(head_dim, group, site.device) if wanted else None
-    flags = invariant, bulk, dtype, site.device
-    singles = None if invariant else create_singles(site)
+    flags = site.invariant, bulk, dtype, site.device
+    singles = None if site.invariant or site.facts.lse else create_singles(site)
     more: dict[str, Any] = {
         "prompts": prompts,
         "singles": singles,

@@ -94,11 +94,12 @@ def paged_attention(
     return out
 
 
-def merge_parts(parts: Tensor, lse: Tensor) -> Tensor:
-    """Attention to all keys from attention to disjoint sets of them: ``parts`` [n, T, Hq, D] weighed by their share of
-    the sum of exponentials, ``lse`` [n, T, Hq] (as flash decoding merges its splits: Dao et al. 2023). Returns [T, Hq, D]
-    in the type of ``parts``; zeros where there are no keys."""
-    weights = torch.softmax(lse, dim=0).nan_to_num(0.0).unsqueeze(-1)
+def merge_parts(*pieces: tuple[Tensor, Tensor]) -> Tensor:
+    """Attention to all keys from attention to disjoint sets of them: parts [n, T, Hq, D] weighed by their share of the sum
+    of exponentials, whose log [n, T, Hq] stands beside them (as flash decoding merges its splits: Dao et al. 2023).
+    Returns [T, Hq, D] in the type of the parts; zeros where there are no keys."""
+    parts, sums = (torch.cat(each) for each in zip(*pieces, strict=True))
+    weights = torch.softmax(sums, dim=0).nan_to_num(0.0).unsqueeze(-1)
     return (parts.float() * weights).sum(0).to(parts.dtype)
 
 

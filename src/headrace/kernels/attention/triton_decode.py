@@ -62,7 +62,8 @@ LEAST_MASS = tl.constexpr(2.0**-64)  # of a row whose scores were taken as power
 
 
 class Span(NamedTuple):
-    """What a variant is made for beside keys (``Form``). COMMON_M: rows of a tile over shared keys."""
+    """What a variant is made for beside keys (``Form``). COMMON_M: rows of a tile over shared keys. LSE: it leaves the
+    log-sum-exp of each row, too; not with CASCADE."""
 
     CASCADE: Any
     GROUP: Any
@@ -71,6 +72,7 @@ class Span(NamedTuple):
     BLOCK_G: Any
     BLOCK_M: Any
     BLOCK_P: Any
+    LSE: Any
 
 
 @triton.jit
@@ -127,7 +129,7 @@ def _fold_parts(
 
 @triton.jit
 def _merge(
-    sequence, head, first, last, place, out, left, rest, query_start_ptr,
+    sequence, head, first, last, place, out, sums, left, rest, query_start_ptr,
     SPAN: tl.constexpr, FORM: tl.constexpr, UNIFIED: tl.constexpr,
 ):  # fmt: skip
     """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of
@@ -150,6 +152,9 @@ def _merge(
         if place < 0:
             at_out = (start + query).to(tl.int64) * out.token + (head * SPAN.GROUP + member) * out.head
             tl.store(out.ptr + at_out[:, None] + element[None, :], result.to(out.ptr.dtype.element_ty), mask=inside)
+            if SPAN.LSE:
+                its = (start + query).to(tl.int64) * sums.token + head * SPAN.GROUP + member
+                tl.store(sums.ptr + its, (peak + tl.log2(mass)) / LOG2_E, mask=live)
         else:
             at = place * SPAN.GROUP + member
             tl.store(rest.ptr + at.to(tl.int64)[:, None] * FORM.BLOCK_D + element[None, :], result, mask=inside)
@@ -158,7 +163,7 @@ def _merge(
 
 @triton.jit
 def _own_span(
-    q, out, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
+    q, out, sums, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
     begin, end, sequence, kv_head, step, few, rule,
     SPAN: tl.constexpr, FORM: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
@@ -228,6 +233,8 @@ def _own_span(
             elif ends & begun:
                 at_out = (token * out.token + head * out.head)[:, None] + element[None, :]
                 tl.store(out.ptr + at_out, result.to(out.ptr.dtype.element_ty), mask=inside)
+                if SPAN.LSE:
+                    tl.store(sums.ptr + token * sums.token + head, (peak + tl.log2(mass)) / LOG2_E, mask=live)
             else:
                 place = ((program * 2 + begun.to(tl.int32)) * BLOCK_M + lane).to(tl.int64)
                 tl.store(left.ptr + place[:, None] * BLOCK_D + element[None, :], result, mask=inside)
@@ -243,17 +250,18 @@ def _own_span(
     do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "few", "window", "table_row", "shared_row"]
 )
 def _decode_kernel(
-    q_ptr, out_ptr, part_ptr, part_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
+    q_ptr, out_ptr, sums_ptr, part_ptr, part_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
     common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, plan_ptr, shared_ptr,
     k_shared, v_shared, few, window,
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
     CASCADE: tl.constexpr, COMMON_M: tl.constexpr, COMMON_N: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, LSE: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     q, out, rule = Rows(q_ptr, q_token, q_head), Rows(out_ptr, out_token, out_head), Rule(scale, soft_cap, window)
+    sums = Rows(sums_ptr, GROUP * KV_HEADS, 1)
     left, common, rest = (
         Parts(part_ptr, part_peak_ptr),
         Parts(common_ptr, common_peak_ptr),
@@ -261,7 +269,7 @@ def _decode_kernel(
     )
     keys = Held(k_ptr, k_ptr, k_shared, table_ptr, k_block, k_head, k_row)
     values = Held(v_ptr, v_ptr, v_shared, table_ptr, v_block, v_head, v_row)
-    SPAN: tl.constexpr = Span(CASCADE, GROUP, KV_HEADS, COMMON_M, BLOCK_G, BLOCK_M, BLOCK_P)
+    SPAN: tl.constexpr = Span(CASCADE, GROUP, KV_HEADS, COMMON_M, BLOCK_G, BLOCK_M, BLOCK_P, LSE)
     FORM: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, WINDOW, SOFT_CAP)
     COMMON: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, COMMON_N, False, SOFT_CAP)
     if CASCADE:
@@ -274,7 +282,7 @@ def _decode_kernel(
     if begin < end:
         first_sequence, first_head, first_step = sequence, kv_head, step
         sequence, kv_head, doubt = _own_span(
-            q, out, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
+            q, out, sums, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
             begin, end, first_sequence, first_head, first_step, few, rule, SPAN, FORM, UNIFIED, 1,
         )  # fmt: skip
         if UNIFIED:  # noqa: SIM102  this one is compiled away
@@ -282,7 +290,7 @@ def _decode_kernel(
                 tl.debug_barrier()  # what is in doubt is written before it is written over
                 AGAIN: tl.constexpr = Form(KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N // TIMES, WINDOW, SOFT_CAP)
                 _own_span(
-                    q, out, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
+                    q, out, sums, left, rest, keys, values, table_row, query_start_ptr, context_ptr, shared_ptr, shared_row,
                     begin * TIMES, end * TIMES, first_sequence, first_head, first_step * TIMES, few, rule, SPAN, AGAIN, False, TIMES,
                 )  # fmt: skip
         which = tl.arange(0, 2)  # the pair continued, the pair begun
@@ -308,7 +316,7 @@ def _decode_kernel(
                         tl.sum(tl.where(which == pair, lasts, 0), 0),
                     )
                     _merge(
-                        its_sequence, its_head, its_first, its_last, place, out, left, rest, query_start_ptr, SPAN, FORM, UNIFIED
+                        its_sequence, its_head, its_first, its_last, place, out, sums, left, rest, query_start_ptr, SPAN, FORM, UNIFIED
                     )  # fmt: skip
         if CASCADE:  # noqa: SIM102  this one is compiled away
             if tl.load(record + SHARED_LINE) > 0:
@@ -361,7 +369,7 @@ def attend(
     ``plan`` is this step's, with this window. ``common``: scratch memory for what sequences share, needed if the plan
     says that some do. ``unified``: not for float16, whose weights reach from 2⁻²⁴ to 2¹⁶.
     """
-    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, _ = call
+    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized, lse = call
     form = call.form
     block_g = triton.next_power_of_2(form["GROUP"])
     shared = plan.shared
@@ -370,7 +378,7 @@ def attend(
         assert common is not None, "a plan in which sequences may share keys needs memory for that"
         parts = (common.parts, common.peaks, common.rest, common.rest_peaks, common.tickets)
     _decode_kernel[(plan.spans.shape[0],)](
-        q, out, scratch.parts, scratch.peaks, scratch.tickets, k_cache, v_cache,
+        q, out, scratch.peaks if lse is None else lse, scratch.parts, scratch.peaks, scratch.tickets, k_cache, v_cache,
         inputs.block_table, inputs.query_start, inputs.context_len, *parts, plan.spans, plan.spans if shared is None else shared,
         *scales_of(k_cache, v_cache, quantized), few, window or MAX_WINDOW,
         *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], inputs.block_table.stride(0),
@@ -378,5 +386,5 @@ def attend(
         CASCADE=shared is not None, COMMON_M=ROWS, COMMON_N=tiles.common,
         **form, KV_HEADS=k_cache.shape[1], BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
         BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * form["BLOCK_D"]))),
-        UNIFIED=unified, TIMES=max(1, tiles.keys // _AGAIN), num_warps=tiles.warps, num_stages=tiles.stages,
+        LSE=lse is not None, UNIFIED=unified, TIMES=max(1, tiles.keys // _AGAIN), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
