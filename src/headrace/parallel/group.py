@@ -102,6 +102,11 @@ class Peers:
         return [*self.groups, *([] if self.pipe is None else [self.pipe])]
 
     @property
+    def share(self) -> tuple[int, int]:
+        """Its place among those that compute the same layers, and how many they are."""
+        return next(((each.rank, each.size) for each in self.groups), (0, 1))
+
+    @property
     def meetings(self) -> int:
         return sum(each.meetings for each in self.all)
 

@@ -210,9 +210,8 @@ class Worker:
         )
         builders = None if head_start is None else head_start.builders
         self._draft_kernels = self._create_draft_kernels(disabled)
-        self._ahead = create_ahead(
-            setup.device, strict=config.device.strict_kernels, builders=builders, later=not peers.groups
-        )
+        how = {"strict": config.device.strict_kernels, "share": peers.share}
+        self._ahead = create_ahead(setup.device, builders=builders, later=not peers.groups, **how)
 
     def _create_draft_kernels(self, disabled: frozenset[str]) -> Kernels:
         """Of a draft that has a thread of its own; else the target's."""
@@ -647,6 +646,8 @@ class Worker:
             pooling=setup.spec.pooling,
         )
         parts: dict[str, Any] = {"adapters": self._adapters, "asleep": self._sleeping, "caches": self._movable()}
+        if self._peers.experts is not None:
+            parts["go_on"] = self._go_on
         if self._cuda:
             if self._sleeping is not None:
                 self._sleeping.restore = self._memory.restore
@@ -656,6 +657,18 @@ class Worker:
         if self._config.device.enable_sleep_mode:
             parts["asleep"] = HostPages([*self._kv_caches, *self._draft_kv])
         return DeviceExecutor(self._runner, info, threads=setup.worker_threads, **parts)
+
+    def _go_on(self) -> None:
+        """Where a rank is gone, with those who are left: nothing may hold on to the group that is broken."""
+        if not self._peers.experts.broken:
+            return
+        for kind in self._graphs.kinds:
+            kind.forget()
+        self._peers.experts.go_on()
+        for kind in self._graphs.kinds if self._kernels.graphable else ():
+            kind.capture_all()
+        if self._cuda:
+            self._memory.restore()
 
     @property
     def _runs_ahead(self) -> bool:
@@ -771,11 +784,11 @@ def _without_loss(setup: Setup) -> tuple[Setup, tuple[Decision, ...]]:
 
 
 def create_ahead(
-    device: torch.device, *, strict: bool, builders: Builders | None = None, later: bool = True
+    device: torch.device, *, builders: Builders | None = None, later: bool = True, **more: Any
 ) -> CompileAhead[tuple[str, str | None]] | None:
     """Threads that build kernels; None where no kernel is built at run time. ``builders``: processes that compile for
     them; without, nothing comes ``later``: steps and a compiler in one process take turns. Nor does it for ranks, which
-    must compute alike."""
+    must compute alike. ``more``: as CompileAhead has it."""
     if device.type != "cuda" or gpu.missing(device) is not None:
         return None
 
@@ -785,9 +798,7 @@ def create_ahead(
             gpu.prepare_kernels(device)
         return prepared
 
-    return CompileAhead(
-        prepare, strict=strict, within=partial(gpu.built_by, builders), later=later and builders is not None
-    )
+    return CompileAhead(prepare, within=partial(gpu.built_by, builders), later=later and builders is not None, **more)
 
 
 def _device_name(device: torch.device, threads: int) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,8 +38,9 @@ _LEAVE = 2.0  # seconds for a thread whose compiler was ended
 _GLANCE = 0.02  # seconds after which one who waits for a thread looks whether he still should
 PATIENCE = 120.0  # seconds in which one kernel at least must get done; the slowest take a few
 _FIRST = -1  # turns: what others wait for,
-_LAST = TURNS + 1  # what nobody waits for,
-_NEVER = TURNS + 2  # a thread's end
+_OTHERS = TURNS + 1  # later by so much: what another process of this host builds first,
+_LAST = 2 * _OTHERS  # what nobody waits for,
+_NEVER = _LAST + 1  # a thread's end
 
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
@@ -154,13 +156,16 @@ class CompileAhead(Generic[Prepared]):
         patience: float = PATIENCE,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
         later: bool = False,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         """Every rehearsal runs ``within`` its own of these. ``later``: what may come later does, unless it is found in
-        a cache."""
+        a cache. ``share``: this process's among so many that build the same: each begins with a part of its own, and
+        finds much of the others' in their cache when it comes to that."""
         self._strict = strict
         self._patience = patience
         self._within = within
         self._later = later
+        self._share = share
         self._coming: dict[str, Future[None]] = {}  # what comes later
         self._handed_over = False
         self._threads = _Threads(threads or min(MAX_THREADS, os.cpu_count() or 1))
@@ -172,10 +177,12 @@ class CompileAhead(Generic[Prepared]):
     def start(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], object]) -> None:
         """``prepare`` runs before the first of these rehearsals, alone."""
         prepared = self._threads.submit(self._prepare, prepare)
-        for each in kernels.rehearsals(sizes, since=self._sites):
+        own, others = self._share
+        for at, each in enumerate(sorted(kernels.rehearsals(sizes, since=self._sites), key=attrgetter("turn"))):
             if each.name not in self._running:
                 rehearse = self._find if self._later and isinstance(each.call, Later) else self._rehearse
-                self._running[each.name] = self._threads.submit(rehearse, each, prepared, turn=each.turn)
+                turn = each.turn + (0 if at % others == own else _OTHERS)
+                self._running[each.name] = self._threads.submit(rehearse, each, prepared, turn=turn)
         self._sites = len(kernels.choices)
 
     @property
