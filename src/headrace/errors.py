@@ -106,6 +106,10 @@ class StepFailed(HeadraceError):
     """A whole step failed in the executor; its requests end with this error, others go on."""
 
 
+class StepLost(StepFailed):
+    """A step that can be computed again: it is nobody's failure."""
+
+
 class ModerationFailed(HeadraceError):
     """What judges answers could not judge this one, so it is not sent."""
 

@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, EngineDead
-from headrace.parallel.failover import Survivors
-from headrace.spec import Held
 from tests.support import modes, tiny
 
 ASKED = [SamplingParams(temperature=0.8 * (at % 2), seed=at, max_tokens=16, ignore_eos=True) for at in range(8)]
@@ -100,92 +96,6 @@ def test_ranks_die_at_any_time(model: str, wanted: list[list[int]], seed: int) -
 def test_a_rank_that_hangs_is_done_without(model: str, wanted: list[list[int]]) -> None:
     with engine(model) as llm:
         assert answers(llm, {9: (2, signal.SIGSTOP)}) == wanted
-
-
-class Broken(RuntimeError):
-    pass
-
-
-class Table:
-    """Groups of ranks that are threads; one of them is gone in the middle of a sum, which some have and others not."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.sums: dict[tuple[int, int], list[Tensor]] = {}
-        self.came = threading.Condition()
-        self.broken: set[int] = set()  # epochs
-
-
-class Seat:
-    account = "table"
-
-    def __init__(self, table: Table, epoch: int, members: tuple[int, ...], misses: int) -> None:
-        """``misses``: the sum that this one does not get, of the first epoch."""
-        self.table, self.epoch, self.size, self._misses, self.count = table, epoch, len(members), misses, 0
-        self.meetings = 0
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        table, self.count = self.table, self.count + 1
-        key = self.epoch, self.count
-        with table.came:
-            table.sums.setdefault(key, []).append(x.clone())
-            table.came.notify_all()
-            full = table.came.wait_for(lambda: len(table.sums[key]) == self.size or self.epoch in table.broken, 5)
-        if not full or len(table.sums[key]) < self.size or self.count == self._misses:
-            raise Broken
-        return x.copy_(torch.stack(table.sums[key]).sum(0))
-
-    def least(self, value: int) -> int:
-        with self.table.came:
-            self.count += 1
-            key = self.epoch, self.count
-            self.table.sums.setdefault(key, []).append(torch.tensor(value))
-            self.table.came.notify_all()
-            assert self.table.came.wait_for(lambda: len(self.table.sums[key]) == self.size, 5)
-            return min(int(each) for each in self.table.sums[key])
-
-    def abort(self) -> None:
-        with self.table.came:
-            self.table.broken.add(self.epoch)
-            self.table.came.notify_all()
-
-
-def firsts(survivors: Survivors) -> list[Held]:
-    """Of the experts of layer 0 those whose first copy is here."""
-    return [each for each in survivors.held(0) if not each.copy]
-
-
-def test_whoever_has_a_sum_gives_it_to_those_who_have_not() -> None:
-    """Rank 2 dies in the third of four sums, of which rank 0 gets the result and rank 1 does not."""
-    table, layer = Table(3), ((0, 1), (1, 2, 0), (2, 0))
-    found: dict[int, list[float]] = {}
-
-    def work(rank: int) -> None:
-        def meet(epoch: int, members: tuple[int, ...]) -> Any:
-            return Seat(table, epoch, members, misses=3 if rank == 1 and not epoch else 0)
-
-        ranks[rank] = survivors = Survivors(meet, rank, 3, [layer])
-        ready.wait()
-        found[rank] = []
-        for _ in range(3 if rank == 2 else 4):
-            total = survivors.summed(lambda: torch.tensor([sum(10.0**each.expert for each in firsts(survivors))]))
-            found[rank].append(float(total))
-
-    ranks: dict[int, Survivors] = {}
-    ready = threading.Barrier(4)
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    ready.wait()
-    threads[2].join()
-    assert ranks[0].can_lose(2) and not ranks[0].can_lose(0)
-    told = ranks[0].without(2)
-    for rank in (0, 1):
-        ranks[rank].lose(*told)
-    for thread in threads:
-        thread.join()
-    assert found[0] == found[1] == pytest.approx([111.0] * 4)
-    assert [ranks[rank].meetings for rank in (0, 1)] == [4, 4] and not ranks[0].can_lose(1)
 
 
 def test_what_does_not_go_with_it_is_said_before_anything_starts(model: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor, ExecutorInfo, Ticket
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.keyed_hash import KeyedHashExecutor, Links, _HashRow, _HashTicket, _mix, keyed_hash_info
-from headrace.errors import StepFailed
+from headrace.errors import StepFailed, StepLost
 from headrace.request import Finished, Request, SamplingParams, SequenceOutput, StepPlan, StepResult
 
 VOCAB = 512
@@ -42,7 +42,8 @@ def request(request_id: int, prompt: Iterable[int], **fields: object) -> Request
 
 class CheckedExecutor(KeyedHashExecutor):
     """With ``check`` every slot of the context is compared with the chain of the row's own ids and the first difference
-    raises. ``fault(plan)`` true makes that step fail, and those behind it."""
+    raises. ``fault(plan)`` true makes that step fail, and those behind it, with an ``error``; where they are lost, so is
+    the cache."""
 
     def __init__(
         self,
@@ -50,10 +51,11 @@ class CheckedExecutor(KeyedHashExecutor):
         *,
         check: bool = False,
         fault: Callable[[StepPlan], bool] | None = None,
+        error: type[StepFailed] = StepFailed,
         **further: Any,
     ) -> None:
         super().__init__(info, **further)
-        self._check, self._fault = check, fault
+        self._check, self._fault, self._error = check, fault, error
         self._broken = False
         self._failed: set[int] = set()
 
@@ -82,12 +84,15 @@ class CheckedExecutor(KeyedHashExecutor):
         ticket.result = ticket.result or StepResult(ticket.step_id, [])
         result = super().collect(ticket)
         if failed:
-            raise StepFailed(f"step {ticket.step_id} failed on purpose or follows one that did")
+            raise self._error(f"step {ticket.step_id} failed on purpose or follows one that did")
         return result
 
     def recover(self) -> None:
         super().recover()
         self._broken = False
+        if self._error is StepLost:
+            for block in (block for blocks in self._kv for block in blocks):
+                block[:] = array("Q", [0]) * len(block)
 
     def _compute(self, row: _HashRow, start: int, count: int) -> int:
         head = super()._compute(row, start, count)

@@ -10,6 +10,7 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.executor import ExecutorInfo
 from headrace.engine.keyed_hash import keyed_hash_info
+from headrace.errors import StepLost
 from headrace.request import FinishReason
 from headrace.spec import KVGroup, KVKind, KVSpec
 from tests.support.hash_engine import Answers, CheckedExecutor, assert_at_rest, engine, expected, plans_of, request, run
@@ -367,6 +368,18 @@ def test_a_failed_step_ends_its_requests_and_no_others(depth: int) -> None:
         assert got == want[: len(got)] and (reasons[i] is FinishReason.ERROR or got == want)
     core.add(request(9, PROMPT[:8]))
     assert run(core).tokens[9, 0] == expected(request(9, PROMPT[:8])), "what the failed step was to write is not reused"
+    assert_at_rest(core)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_lost_step_ends_nobody_and_nothing_cached_is_used_again(depth: int) -> None:
+    info = keyed_hash_info(vocab_size=512, max_model_len=200, max_num_seqs=2, num_blocks=64, block_size=4)
+    executor = CheckedExecutor(info, check=True, fault=lambda plan: plan.step_id in {6, 17}, error=StepLost)
+    core = engine(depth=depth, executor=executor, info=info, max_num_seqs=2)
+    asked = [request(i, PROMPT[: 5 + i], max_tokens=12) for i in range(4)]
+    for each in asked:
+        core.add(each)
+    assert run(core).tokens == {(i, 0): expected(each) for i, each in enumerate(asked)}
     assert_at_rest(core)
 
 

@@ -23,7 +23,7 @@ from headrace.clock import Clock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.cost.cost_model import StepSpeed
 from headrace.engine.executor import Executor, Sleep, Ticket, Wake
-from headrace.errors import EngineDead, HeadraceError, InvalidRequest, StepFailed
+from headrace.errors import EngineDead, HeadraceError, InvalidRequest, StepFailed, StepLost
 from headrace.observe.metrics import StepAccounts, StepRecord, StepTimes
 from headrace.request import (
     FinishReason,
@@ -420,11 +420,11 @@ class EngineCore:
     def _collect_oldest(self) -> Sequence[SequenceOutput]:
         awaited = self.clock.now()
         step = self._fifo.popleft()
-        result, error = None, ""
+        result, error = None, None
         try:
             result = self.executor.collect(step.ticket)
         except StepFailed as failure:
-            error = failure.message
+            error = None if isinstance(failure, StepLost) else failure.message
         collected = self.clock.now()
         work = self.scheduler.in_flight[0].work if self.accounts else []
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)

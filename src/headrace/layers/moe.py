@@ -35,7 +35,8 @@ class SparseFeedForward(nn.Module):
         self.up, self.down = (_stacked(sites[role], context) for role in (Role.UP, Role.DOWN))
         self._spec = moe
         self._places = places_of(moe, context.device)
-        self._sum = None if context.group is None else context.group.all_reduce
+        summing = context.group or context.experts
+        self._sum = None if summing is None else summing.all_reduce
         self._survivors, self._layer, self._device = context.experts, sites[Role.ROUTER].layer, context.device
         self._among = None if context.experts is None else context.experts.members  # that places are for
         self._activation = activation
@@ -89,19 +90,13 @@ class SparseFeedForward(nn.Module):
             return
         x, stream.scaled = stream.normed(norm), None
         chosen = self.router.forward(x)
-        if self._survivors is not None:
-            stream.pending = self._survivors.summed(lambda: self._computed(x, chosen, self._placed()))
-            return
-        y = self._computed(x, chosen, self._places)
+        spec, places = self._spec, self._placed()
+        y = self._moe(x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation, places)
         stream.pending = y if self._sum is None else self._sum(y)
 
-    def _computed(self, x: Tensor, chosen: Tensor, places: Tensor | None) -> Tensor:
-        spec = self._spec
-        return self._moe(x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation, places)
-
     def _placed(self) -> Tensor | None:
-        """Among those who are left."""
-        if self._survivors.members != self._among:
+        """Where ranks may die, among those who are left."""
+        if self._survivors is not None and self._survivors.members != self._among:
             self._among = self._survivors.members
             self._places = places_of(replace(self._spec, held=self._survivors.held(self._layer)), self._device)
         return self._places

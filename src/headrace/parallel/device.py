@@ -46,8 +46,8 @@ def _groups(config: DeviceConfig) -> int:
 
 
 def _survivors(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Survivors:
-    def those(epoch: int, members: tuple[int, ...]) -> Group:
-        name = f"experts-{epoch}"
+    def those(told: frames.Gone) -> Group:
+        name, members = f"experts-{told.epoch}", told.members
         group = GlooGroup(store, place.addresses[rank], members.index(rank), len(members), name)
         check_members(group, name, place.key, "cpu")
         return group

@@ -2,16 +2,17 @@
 go on (Expert-as-a-Service: Liu et al. 2025).
 
 Attention, the cache and sampling are on every rank, and each computes all rows of them, so ranks need each other for one
-thing: the sum of what their experts say of a layer. A sum that somebody missed is made again, by those who are left:
+thing: the sum of what their experts say of a layer. Where one is gone, sums that are under way are cut short, and the
+steps that wait for them are nothing; what the first rank had before is whole, for it had every sum of it:
 
-    rank 0   sum 41 (done) | sum 42 broken |            | 42 again, by 0 and 2, of experts that share the rows anew
-    rank 1   sum 41 (done) | dies
-    rank 2   sum 41 broken |               | 41 from 0  | 42 again
+    rank 0   step 41 | 42 waits | hears of it: 42 is lost | all three meet again, as two | 42 anew, of experts that
+    rank 1   step 41 | dies                                                              |    share the rows anew
+    rank 2   step 41 | 42 waits | is told                 |                              |
 
-Nobody is further than one sum ahead of another, so whoever has the last one gives it to those who have not, to the bit.
+Rank 2 may have missed the last sum of step 41. So nothing is taken from the cache that was there before.
 
-What lives here: that, for one rank. What may not: who has died (ranks.py), processes, which rank holds what
-(placement.py).
+What lives here: who is left, for one rank. What may not: who has died (ranks.py), processes, which rank holds what
+(placement.py), steps that are lost (scheduler/).
 """
 
 from __future__ import annotations
@@ -19,94 +20,97 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from headrace.errors import EngineDead
+from headrace.parallel.frames import Gone
 from headrace.parallel.group import Group
 from headrace.parallel.placement import Layer, held_of, outlived
 from headrace.spec import Held
 
-WORD_SECONDS = 30.0  # until it is known who has died: a rank that is silent is lost after 20
-Meet = Callable[[int, tuple[int, ...]], Group]
+ABORT_SECONDS = 20.0
 
 
 class Survivors:
-    """``meet``: the group of these ranks, of the so manieth time that they meet. ``placement``: experts of each rank, by
-    layer."""
+    """As a Group as far as layers need one. ``meet``: begins the group of those who are left. ``placement``: experts of
+    each rank, by layer. ``create_id``: of the next group, where it has one."""
 
-    account = "gloo; ranks may die whose experts others hold"
-
-    def __init__(self, meet: Meet, rank: int, size: int, placement: Sequence[Layer]) -> None:
+    def __init__(
+        self,
+        meet: Callable[[Gone], Group],
+        rank: int,
+        size: int,
+        placement: Sequence[Layer],
+        create_id: Callable[[], bytes] = bytes,
+    ) -> None:
         self.rank, self.size = rank, size
         self.members = tuple(range(size))
-        self.meetings = 0  # sums so far
-        self._meet, self._placement = meet, placement
-        self._epoch = 0
-        self._told = 0, self.members
+        self._meet, self._placement, self._create_id = meet, placement, create_id
+        self._epoch, self._told = 0, Gone(0, self.members)
         self._news = threading.Condition()
-        self._over = False
-        self._last: Tensor | None = None  # sum
-        self._group = meet(0, self.members)
-        self.least = self._group.least  # asked before anybody computes
+        self._aborts: threading.Thread | None = None
+        self._group = meet(self._told)
+
+    @property
+    def account(self) -> str:
+        return f"{self._group.account}; ranks may die whose experts others hold"
+
+    @property
+    def meetings(self) -> int:
+        """Of those who are left."""
+        return self._group.meetings
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Nonsense, or a RuntimeError, where ``broken``."""
+        return self._group.all_reduce(x)
+
+    def least(self, value: int) -> int:
+        return self._group.least(value)
 
     def held(self, layer: int) -> tuple[Held, ...]:
         """What this rank has of a layer's experts, among those who are left."""
         placed = self._placement[layer]
         return held_of([each if rank in self.members else () for rank, each in enumerate(placed)], self.rank)
 
-    def can_lose(self, rank: int) -> bool:
-        """Whether those who would be left have all experts; the first has the engine."""
-        return rank > 0 and outlived(self._placement, [each for each in self._told[1] if each != rank])
+    @property
+    def broken(self) -> bool:
+        """Whether somebody is gone, and the others have not met since."""
+        return self._told.epoch > self._epoch
 
-    def lose(self, epoch: int, members: tuple[int, ...]) -> None:
-        """From any thread: from now on these are left."""
+    def breaks(self, seconds: float) -> bool:
+        """Whether it is, or will be told within that time."""
         with self._news:
-            self._told = epoch, members
-            self._news.notify_all()
-        self._group.abort()  # one that is being made is not this yet
+            return self._news.wait_for(lambda: self.broken, seconds)
 
-    def without(self, rank: int) -> tuple[int, tuple[int, ...]]:
+    def can_lose(self, rank: int) -> bool:
+        """Whether those who would be left have all experts; the first has the engine. One at a time."""
+        left = [each for each in self.members if each != rank]
+        return rank > 0 and not self.broken and outlived(self._placement, left)
+
+    def without(self, rank: int) -> Gone:
         """What all are told where one is lost."""
-        epoch, members = self._told
-        return epoch + 1, tuple(each for each in members if each != rank)
+        return Gone(self._epoch + 1, tuple(each for each in self.members if each != rank), self._create_id())
+
+    def lose(self, told: Gone) -> None:
+        """From any thread. Nobody is waited for any more, once it is known that what comes of that is nothing."""
+        with self._news:
+            self._told = told
+            self._news.notify_all()
+        self._aborts = threading.Thread(target=self._group.abort, daemon=True, name="headrace-abort")
+        self._aborts.start()  # it may have to wait for graphs that somebody has to drop
+
+    def go_on(self) -> None:
+        """Those who are left meet: once no step is under way, and nothing holds on to the group that is broken. Raises
+        EngineDead."""
+        if self._aborts is not None:
+            self._aborts.join(ABORT_SECONDS)
+        told = self._told
+        try:
+            self._group = self._meet(told)
+            self._group.least(0)
+        except RuntimeError as error:
+            raise EngineDead("ranks that hold experts have lost each other; see `headrace doctor`.") from error
+        self.members, self._epoch = told.members, told.epoch
 
     def abort(self) -> None:
-        with self._news:
-            self._over = True
-            self._news.notify_all()
         self._group.abort()
-
-    def summed(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The sum of what all ranks ``compute`` of one layer, each of the experts that it holds by then."""
-        while True:
-            part = compute()
-            try:
-                found = self._missed(part) if self._told[0] > self._epoch else self._group.all_reduce(part)
-            except RuntimeError:  # somebody is gone
-                self._await_news()
-                continue
-            if found is not None:
-                self.meetings += 1
-                self._last = found.clone()
-                return found
-
-    def _await_news(self) -> None:
-        with self._news:
-            self._news.wait_for(lambda: self._over or self._told[0] > self._epoch, WORD_SECONDS)
-            if self._over or self._told[0] <= self._epoch:
-                raise EngineDead("ranks that hold experts have lost each other; restart, and see `headrace doctor`.")
-
-    def _missed(self, part: Tensor) -> Tensor | None:
-        """Meets those who are left. The sum that this rank waits for, if another has it already. ``part``: like it."""
-        epoch, members = self._told
-        self._group = group = self._meet(epoch, members)
-        self.members, self._epoch = members, epoch
-        most, least = -group.least(-self.meetings), group.least(self.meetings)
-        if most == least:
-            return None
-        ahead = self.meetings == most
-        giver = group.least(self.rank if ahead else self.size)
-        given = self._last if ahead and self._last is not None else part
-        found = group.all_reduce(given.clone() if self.rank == giver else torch.zeros_like(given))
-        return None if ahead else found

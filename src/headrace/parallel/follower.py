@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+NEWS_SECONDS = 2.0  # until it is known that a rank is gone without which others go on
 _RECEIVED = 2**18  # bytes at once
 
 
@@ -97,7 +98,7 @@ class First:
             self._store[come.name] = come.value
         return self._store[name]
 
-    def follow_beside(self, obey: Callable[[Any], None], lose: Callable[[int, tuple[int, ...]], None]) -> None:
+    def follow_beside(self, obey: Callable[[Any], None], lose: Callable[[frames.Gone], None]) -> None:
         """As ``follow``; a thread hears meanwhile who is gone, whatever this one waits for."""
         orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -109,7 +110,7 @@ class First:
 
         def heard(order: Any) -> None:
             if isinstance(order, frames.Gone):
-                lose(order.epoch, order.members)
+                lose(order)
             elif isinstance(order, frames.Put):
                 with self._come:
                     self._store[order.name] = order.value
@@ -193,6 +194,8 @@ class Follower:
 
     def _tell_failure(self, step_id: int, failure: StepFailed) -> None:
         self._failed.append(step_id)
+        if self.survivors is not None and self.survivors.breaks(NEWS_SECONDS):
+            return  # it is nobody's failure
         self._first.tell(frames.StepBroke(step_id, failure.message))
 
     def _recover(self, order: frames.Recover) -> None:

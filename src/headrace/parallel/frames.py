@@ -121,10 +121,12 @@ class Close(Frame):
 
 
 class Gone(Frame):
-    """A rank that the others go on without: as Survivors.lose has it."""
+    """A rank that the others go on without. ``members``: who is left, for the so manieth time. ``id``: NCCL's, of their
+    group."""
 
     epoch: int
     members: tuple[int, ...]
+    id: bytes = b""
 
 
 Order = Put | Submit | Sample | Collect | Recover | Prepare | Control | Close | Gone

@@ -136,13 +136,15 @@ class RankedExecutor:
             except StepFailed as failure:
                 raise StepFailed(self._ranks.settle() or failure.message) from failure
             self._ranks.check()  # a wait that was cut short brings nonsense
+            self._ranks.check_step()
             # of a pipeline, the last stage samples, and tells what
             return result if self._peers.pipe is None else self._ranks.result(ticket.step_id)
 
     def recover(self) -> None:
+        lost = self._ranks.fewer
         self._ranks.tell(pack(frames.Recover()))
         self._inner.recover()
-        self._ranks.agree(self._peers.met)
+        self._ranks.agree(self._peers.met, lost=lost)
 
     def prepare(self) -> bool:
         self._ranks.tell(pack(frames.Prepare()))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import errors
 from headrace.config import EngineConfig
-from headrace.errors import ConfigError, EngineDead, HeadraceError
+from headrace.errors import ConfigError, EngineDead, HeadraceError, StepLost
 from headrace.parallel import frames
 from headrace.parallel.context import check_context
 from headrace.parallel.meeting import NODE, Others
@@ -46,6 +46,7 @@ STALL = 120  # seconds of a step in which no rank has met another: they wait for
 SILENCE = 20  # seconds without a beat, counted in looks: a process that was stopped itself has missed nothing
 ALONE_SECONDS = 1.5  # within which a step that failed on one rank has failed on the first, too
 AGREE_SECONDS = 4.0  # for all to be where the first is, after a step that failed
+AGAIN_SECONDS = 60.0  # where they have met again for that, and captured graphs
 LAST_WORDS_SECONDS = 1.5  # for whoever waits to say it himself
 END_SECONDS = 5.0
 LOOK_SECONDS = 1.0
@@ -267,20 +268,34 @@ class Ranks:
             raise self._lost
 
     def settle(self, seconds: float = 2.0) -> str | None:
-        """After something has gone wrong here: what was wrong with another, if that is heard in time."""
+        """After something has gone wrong here: what was wrong with another, if that is heard in time. Raises StepLost
+        where the others go on without that one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None, seconds)
+            self._changed.wait_for(lambda: self._lost is not None or self.fewer, seconds)
+        self.check_step()
         return None if self._lost is None else self._lost.message
+
+    @property
+    def fewer(self) -> bool:
+        """Whether one is gone, and the others have not met since."""
+        return self.survivors is not None and self.survivors.broken
+
+    def check_step(self) -> None:
+        """Of what waited for a rank that is gone. Raises StepLost."""
+        if self.fewer and self._lost is None:
+            raise StepLost("A rank is gone; the others compute the step again.")
 
     def fail_too(self, step_id: int) -> None:
         """A step failed on the first rank."""
         with self._changed:
             self._own_failures.add(step_id)
 
-    def agree(self, meetings: int) -> None:
-        """Once the first has recovered and told all to: whether they are where it is."""
-        for rank, there in zip(self._ranks, self.hear(frames.Recovered, AGREE_SECONDS), strict=True):
-            if there.meetings != meetings or set(there.failed) != self._own_failures:
+    def agree(self, meetings: int, *, lost: bool) -> None:
+        """Once the first has recovered and told all to: whether they are where it is. ``lost``: a rank was, and what
+        failed was not the same on all."""
+        found = self.hear(frames.Recovered, AGAIN_SECONDS if lost else AGREE_SECONDS)
+        for rank, there in zip(self._ranks, found, strict=True):
+            if there.meetings != meetings or (set(there.failed) != self._own_failures and not lost):
                 self._lose(f"{rank} is not where the first is after a failed step")
         self._own_failures.clear()
         self.check()
@@ -412,11 +427,11 @@ class Ranks:
         rank.end(b"")
         self._gone.append(rank)
         self._ranks = [each for each in self._ranks if each is not rank]
-        epoch, members = survivors.without(rank.number)
+        told = survivors.without(rank.number)
         for each in self._ranks:
             with suppress(OSError):  # its end is heard, too
-                each.tell(pack(frames.Gone(epoch, members)))
-        survivors.lose(epoch, members)
+                each.tell(pack(told))
+        survivors.lose(told)
         self._changed.notify_all()
         log.warning("%s; the others hold its experts and go on", message)
 

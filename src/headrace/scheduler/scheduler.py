@@ -5,7 +5,8 @@ A sequence has tokens, some of them computed; each step gives it some more to co
     schedule(now, events) → StepPlan      decides; advances ``num_computed_tokens``; a sampled token is a placeholder
     until
     update(result, now)   → outputs       the result is collected, up to D steps later
-    fail(message, now)    → outputs       the oldest step failed: its requests end, all others start over
+    fail(message, now)    → outputs       the oldest step failed: its requests end, all others start over; without a
+                                          message all do
     foretell(runs)                        tokens that a grammar forces: known before the step in flight samples the
     first of them
 
@@ -571,17 +572,21 @@ class Scheduler:
         for j, run in runs.items():
             self.roster.foretell(step.sampled[j], run)
 
-    def fail(self, message: str, now: float) -> list[SequenceOutput]:
+    def fail(self, message: str | None, now: float) -> list[SequenceOutput]:
         """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed
-        edits)."""
+        edits). None: it was lost, and nobody ends; what is in the cache is then as little to be trusted."""
         self._dissolve()
         self.roster.now = now
         step = self.in_flight.popleft()
         self.roster.log.add("failed", -1, len(step.work))
         self.cache.fail(step.plan.step_id)
+        if message is None:
+            self.cache.forget_all(sequence.kv for sequence in self.roster)
         if self.cache.adapters is not None:
             self.cache.adapters.clear()
-        outputs = self.take_rejected() + take_failure(self.roster, step, message, now)
+        outputs = self.take_rejected()
+        if message is not None:
+            outputs += take_failure(self.roster, step, message, now)
         self.roster.roll_back_all(through=self._next_step - 1)
         self.roster.retire(step.plan.step_id)
         return outputs

@@ -48,7 +48,8 @@ Outcome = Callable[[], Step | StepFailed]  # may wait for the worker thread
 class DeviceExecutor:
     """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every
     one submitted after that was known, untouched, until ``recover`` (one that was under way is read, and the core drops
-    it); that calls ``restore`` first, with nothing of the failed step left on the device.
+    it); that calls ``restore`` first, with nothing of the failed step left on the device, and ``go_on`` last, with no row
+    left.
 
     ``threads``: of the worker thread, where steps are computed by one. ``caches``: of each KV group all that lies under
     a block's number, as BlockMover has it. ``asleep``: what is given up while this sleeps;
@@ -68,6 +69,7 @@ class DeviceExecutor:
         adapters: DeviceAdapters | None = None,
         asleep: Asleep | None = None,
         caches: Sequence[Sequence[Tensor]] = (),
+        go_on: Callable[[], None] = lambda: None,
     ) -> None:
         self.info = info
         self._caches = caches
@@ -76,7 +78,7 @@ class DeviceExecutor:
         self._adapters = adapters
         self.later = later
         self._lacks = later is not None
-        self._restore = restore
+        self._restore, self._go_on = restore, go_on
         self._runner: ModelRunner | None = runner  # None: closed
         self._queued = runner.queued
         self._broken = False
@@ -151,6 +153,7 @@ class DeviceExecutor:
         assert self._runner is not None and not self._outcomes, "recover needs every step in flight collected first"
         self._restore()
         self._runner.forget()
+        self._go_on()
         self._broken = False
 
     def prepare(self) -> bool:
@@ -202,7 +205,7 @@ class DeviceExecutor:
             self._adapters.close()
         self._outcomes.clear()
         self._begun = None
-        self._runner = None
+        self._runner, self._go_on = None, lambda: None
         if self.later is not None:
             self.later.close()
         if self._queued:

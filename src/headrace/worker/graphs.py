@@ -154,6 +154,11 @@ class DecodeGraphs:
                 self._capture(bucket)
             self.restart()
 
+    def forget(self) -> None:
+        """All of them, with their memory."""
+        self._captured.clear()
+        self._recorder.renew()
+
     def _run_eagerly(self, bucket: int) -> None:
         """What a graph will hold, once: first-use costs are paid outside of captures."""
         hidden = self._hidden(bucket, self._max_model_len)

@@ -167,6 +167,11 @@ class PromptGraphs:
 
     # --- parts
 
+    def forget(self) -> None:
+        """All of them, with their memory."""
+        self._forget()
+        self._recorder.renew()
+
     def _forget(self) -> None:
         self._graphs.clear()
         self._adapted.clear()

@@ -72,6 +72,11 @@ class Recorder:
                 raise
             forget()
 
+    def renew(self) -> None:
+        """No graph is left: later ones have memory of their own, and what these had is the driver's again."""
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+
     def follow(self) -> None:
         """What is recorded next comes behind what has been queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self.rows.device))
