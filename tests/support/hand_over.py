@@ -37,11 +37,11 @@ class Replica:
         core.executor.control(OpenStaging(fd, givers, desk.widths, desk.slots))
         self._loop = EngineLoop(SimpleNamespace(core=self.core), self, SimpleNamespace())  # type: ignore[arg-type]
         self._heard, self._told = Unpacker(frames.Command), Unpacker(frames.Event)
-        self._link = SimpleNamespace(send=lambda data: self.outbox.extend(self._told.feed(data)))
+        self._link = SimpleNamespace(serial=0, send=lambda data: self.outbox.extend(self._told.feed(data)))
         self.inbox: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
         self.death: EngineDead | None = None
-        self.asleep = self.serial = 0
+        self.asleep = 0
         self.on_note: Any = None
 
     alive = property(lambda self: self.death is None)
