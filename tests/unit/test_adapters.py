@@ -373,6 +373,22 @@ def test_files_that_have_changed_are_another_adapter_when_they_are_read_again(tm
     assert asked(3, "x") == desk.key("x") != damaged
 
 
+def test_who_waits_for_an_adapter_that_is_loaded_anew_gets_that(tmp_path: Path) -> None:
+    """Or that is found in the folder again; where there is none any more, it is told."""
+    told: list[Any] = []
+    desk, names = AdapterDesk(lambda folder: None, told.append, 4, str(tmp_path)), ("x", "y", "z")
+    for number, name in enumerate(names):
+        desk.require(name, str(write(tmp_path / "x", GOOD)) if name == "x" else f"/{name}")
+        desk.begin(request(number, [1], adapter=name))
+        desk.unregister(name)
+    desk.register("y", "/other")
+    wanted = [desk.key("x"), desk.key("y")]
+    (refused,) = (event for _ in range(3) for event in desk.take_ready((), ()))
+    assert isinstance(refused, RefuseRequest) and "'z' was unloaded before its turn" in refused.message
+    ready = desk.take_ready([AdapterOutcome(key) for key in wanted], ())
+    assert [event.request.adapter for event in ready] == wanted and {*wanted} == {each.name for each in told}
+
+
 def test_who_loads_an_adapter_is_answered_though_nobody_says_anything_more() -> None:
     core, said, waits = core_with(1, names=0), list[Any](), list[int]()
 

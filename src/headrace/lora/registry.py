@@ -170,7 +170,7 @@ class AdapterDesk:
             self.forget(name, key)
 
     def _change(self, key: str, now: str) -> None:
-        """The files are others by now. So are their prefixes."""
+        """The name stands for other files by now, whose prefixes are others."""
         self._wanted = {now if each == key else each for each in self._wanted}
         for request in self.waiting:
             if request.adapter == key:
@@ -211,8 +211,8 @@ class AdapterDesk:
             if key in self._held or key in self._failed:
                 self._wanted.discard(key)
                 continue
-            known = self._known.get(name := adapter_name(key))
-            if known is None or known.key != key:
+            known = self._known.get(name := adapter_name(key)) or self._found(name)
+            if known is None:
                 self._fail(key, f"The adapter {name!r} was unloaded before its turn. Load it again.")
                 continue
             if self._key(name, known.folder) != key:
