@@ -1,7 +1,7 @@
 """cuBLASLt as torch brings it, called with an algorithm of the caller's choice.
 
 What lives here: the few calls of the library that a product needs. What may not: which algorithm is best
-(tuned_measured.py), layers.
+(measured.json), layers.
 
 The library thinks in columns: y [tokens, outs] = x · Wᵀ (+ y) in rows is to it yᵀ = W · xᵀ. An algorithm is named by
 its settings, which are compared with those that the library offers: none is made up, and where the one that was asked
