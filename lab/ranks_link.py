@@ -151,7 +151,8 @@ def rank(number: str, size: str, folder: str, id: str) -> int:
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     group: Group
     if id:
-        group = NCCLGroup(bytes.fromhex(id), int(number), int(size), one_shot=True)
+        group = made = NCCLGroup(bytes.fromhex(id), int(number), int(size), one_shot=True)
+        made.connect()
     else:
         distributed: Any = torch.distributed
         store = distributed.FileStore(f"{folder}/meeting", int(size))

@@ -332,7 +332,7 @@ class DeviceConfig:
     )
     expert_failover: bool = option(
         False,
-        "with --enable-expert-parallel, on CPUs: go on without a device that dies, where others hold its experts",
+        "with --enable-expert-parallel: go on without a device that dies, where others hold its experts",
     )
     pipeline_parallel_size: int = option(
         1, "number of stages that the layers are distributed over, one process each", flags=("-pp",), minimum=1

@@ -202,3 +202,26 @@ def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named(layout: str) -> N
                 llm.turn()
             llm.turn()
         assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_expert_rank_that_is_killed_is_nobodys_failure(tmp_path: Path, mode: str) -> None:
+    """In the middle of requests, of up to four ranks two that are no neighbours, one after the other."""
+    folder = str(tiny.save("qwen3-moe", tmp_path))
+    ranks = min(4, torch.cuda.device_count())
+    keywords = {"tensor_parallel_size": ranks, "enable_expert_parallel": True, "expert_failover": True}
+    judge = Judge(folder)
+    try:
+        with LLM(folder, **{**STRICT, **MODES[mode], **keywords}) as llm:
+            for number in range(1, ranks, 2):
+                collectors = [llm.submit(prompt, ASKED[0]) for prompt in SMALL]
+                for _ in range(6):
+                    llm.turn()
+                others = llm.engine.core.executor._ranks._ranks  # type: ignore[attr-defined]
+                os.kill(next(rank.process.pid for rank in others if rank.number == number), signal.SIGKILL)
+                while not all(each.finished for each in collectors):
+                    llm.turn()
+                for prompt, each in zip(SMALL, collectors, strict=True):
+                    judge.check(prompt, ASKED[0], each.output())
+    finally:
+        judge.close()

@@ -8,6 +8,9 @@ Each rank's process sees one GPU alone (CUDA_VISIBLE_DEVICES), so that nothing i
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +19,8 @@ from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
 from headrace.parallel import frames
 from headrace.parallel.failover import Survivors
-from headrace.parallel.group import GlooGroup, Group, Peers, check_members
-from headrace.parallel.nccl import NCCLGroup, NCCLPipe, use_interface
+from headrace.parallel.group import Agreement, GlooGroup, Group, Peers, check_members
+from headrace.parallel.nccl import NCCLGroup, NCCLPipe, create_id, use_interface
 from headrace.parallel.pipeline import GlooPipe, Pipe
 from headrace.parallel.placement import placement_of
 from headrace.parallel.ranks import device_of
@@ -46,20 +49,38 @@ def _groups(config: DeviceConfig) -> int:
 
 
 def _survivors(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Survivors:
+    """On GPUs, sums of theirs go through NCCL alone: memory of a rank that is gone is nobody's to write to."""
+
     def those(told: frames.Gone) -> Group:
-        name, members = f"experts-{told.epoch}", told.members
-        group = GlooGroup(store, place.addresses[rank], members.index(rank), len(members), name)
-        check_members(group, name, place.key, "cpu")
-        return group
+        name, among = f"experts-{told.epoch}", (told.members.index(rank), len(told.members))
+        if not place.ids:
+            group: Group = GlooGroup(store, place.addresses[rank], *among, name)
+            check_members(group, name, place.key, "cpu")
+            return group
+        made = NCCLGroup(told.id or place.ids[0], *among, one_shot=False)
+        _connect([(made, name)], place.key)
+        return made
 
     if place.ids:
-        raise ConfigError("expert_failover is on, but ranks on GPUs end together; leave it out, or use --device cpu.")
-    return Survivors(those, rank, config.tensor_parallel_size, placement_of(spec, config))
+        use_interface(place.addresses[rank])
+    create = create_id if place.ids else bytes
+    return Survivors(those, rank, config.tensor_parallel_size, placement_of(spec, config), create)
+
+
+def _connect(groups: Sequence[tuple[NCCLGroup, str]], key: bytes) -> None:
+    """One after the other, while this process goes on."""
+
+    def connect() -> None:
+        for group, name in groups:
+            group.connect(partial(check_members, name=name, key=key, device="cuda"))
+
+    threading.Thread(target=connect, daemon=True, name="headrace-connect").start()
 
 
 def meet(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Peers:
     """Whom rank ``rank`` meets: it is (stage · places of the keys + place) · ranks that share layers + place among
-    these, so that those who meet most are neighbours. ``store``: through which CPUs find each other."""
+    these, so that those who meet most are neighbours. ``store``: through which CPUs find each other, and GPUs settle
+    what they must before they are connected."""
     stages, ids, size = config.pipeline_parallel_size, place.ids, config.ranks_a_stage
     ranks, places = config.tensor_parallel_size, config.context_parallel_size
     stage, at = divmod(rank, size)
@@ -68,29 +89,38 @@ def meet(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec,
     near = len(set(place.addresses[rank - part : rank - part + ranks])) == 1
     if ids:
         use_interface(address)
+    connecting: list[tuple[NCCLGroup, str]] = []
 
     def meeting(number: int, at: int, size: int, name: str, *, sums: bool) -> Group | None:
         """The stage's group of that number; None where it is this rank's alone."""
         if size == 1:
             return None
         if not ids:
-            group: Group = GlooGroup(store, address, at, size, name)
-        else:
-            small = sums and near and config.one_shot_sums
-            group = NCCLGroup(ids[first + number], at, size, one_shot=small, onto=config.fused_sums)
-        check_members(group, name, place.key, kind)
-        return group
+            group = GlooGroup(store, address, at, size, name)
+            check_members(group, name, place.key, kind)
+            return group
+        how = {"one_shot": sums and near and config.one_shot_sums, "onto": config.fused_sums}
+        made = NCCLGroup(ids[first + number], at, size, **how, agree=Agreement(store, name, at, size).least)
+        connecting.append((made, name))
+        return made
 
     if config.expert_failover:
         return Peers(experts=_survivors(place, rank, config, spec, store))
     pipe: Pipe | None = None
     if stages > 1:
         all = size * stages, stages
-        pipe = NCCLPipe(ids[stages * _groups(config) :], rank, *all) if ids else GlooPipe(store, address, rank, *all)
+        if ids:
+            pipe = nccl_pipe = NCCLPipe(ids[stages * _groups(config) :], rank, *all)
+            nccl_pipe.all.connect()
+        else:
+            pipe = GlooPipe(store, address, rank, *all)
         check_members(pipe.all, "all stages", place.key, kind)
     group = meeting(holder if places > 1 else 0, part, ranks, f"stage-{stage}-{holder}", sums=True)
     keys = meeting(places + part if ranks > 1 else 0, holder, places, f"keys-{stage}-{part}", sums=False)
-    return Peers(group, keys, pipe, near=len(set(place.addresses)) == 1)
+    if connecting:
+        _connect(connecting, place.key)
+    near = len(set(place.addresses)) == 1
+    return Peers(group, keys, pipe, near, await_all=lambda: [each.connected() for each, _ in connecting])
 
 
 def check_devices(config: DeviceConfig, needed: int) -> None:

@@ -84,13 +84,14 @@ class Group(Protocol):
 class Peers:
     """Whom a rank meets: ``group``, those with which it shares layers; ``keys``, those with which it shares the keys;
     ``pipe`` (a Pipe), the other stages; ``experts`` (Survivors), those that hold others. None: nobody. ``near``: all are
-    on one host."""
+    on one host. ``await_all`` returns once they are connected."""
 
     group: Group | None = None
     keys: Group | None = None
     pipe: Any = None
     near: bool = True
     experts: Any = None
+    await_all: Callable[[], object] = lambda: None
 
     @property
     def groups(self) -> list[Any]:
@@ -131,9 +132,9 @@ def side_by_side(parts: Tensor, width: int) -> Tensor:  # [ranks, n, part] → [
     return torch.cat([part[:, : width - rank * size] for rank, part in enumerate(parts.unbind(0))], dim=1)
 
 
-def check_members(group: Group, name: str, key: bytes, device: str) -> None:
-    """Raises EngineDead unless all members have this key. Whoever else reaches a port of gloo's or NCCL's while ranks
-    connect may have taken the place of one."""
+def check_members(group: Any, name: str, key: bytes, device: str) -> None:
+    """Of a Group, or as much of one as gathers. Raises EngineDead unless all members have this key. Whoever else reaches
+    a port of gloo's or NCCL's while ranks connect may have taken the place of one."""
     proofs = [
         blake2b(f"{name} {rank}".encode(), key=key, digest_size=_PROOF_BYTES).digest() for rank in range(group.size)
     ]
@@ -146,10 +147,15 @@ def check_members(group: Group, name: str, key: bytes, device: str) -> None:
 class Store(_dist.Store):  # type: ignore[misc]
     """What gloo finds members by: each says its address under a name of its own, and waits for the others'."""
 
-    def __init__(self, put: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> None:
-        """``get`` waits."""
+    def __init__(
+        self,
+        put: Callable[[str, bytes], None],
+        get: Callable[[str], bytes],
+        expect: Callable[[str], bytes] | None = None,
+    ) -> None:
+        """``get`` waits; ``expect`` also for somebody who has much to do before. None: so does ``get``."""
         super().__init__()
-        self._put, self._get = put, get
+        self._put, self._get, self.expect = put, get, expect or get
 
     def set(self, key: str, value: bytes) -> None:
         self._put(key, value)
@@ -160,6 +166,20 @@ class Store(_dist.Store):  # type: ignore[misc]
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self._get(key)
+
+
+class Agreement:
+    """What members settle through the ``store``, by a name that no other has."""
+
+    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+        self._store, self._name, self._rank, self._size, self._count = store, name, rank, size, 0
+
+    def least(self, value: int) -> int:
+        """The smallest of what they give."""
+        self._count += 1
+        name = f"{self._name}, least {self._count} of"
+        self._store.set(f"{name} {self._rank}", b"%d" % value)
+        return min(int(self._store.expect(f"{name} {each}")) for each in range(self._size))
 
 
 class GlooGroup:

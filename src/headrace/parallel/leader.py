@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from secrets import token_bytes
 from typing import Any
 
@@ -95,7 +96,7 @@ def _meet(ranks: Ranks, kind: str, config: EngineConfig, spec: DecoderSpec) -> P
         ids = tuple(create_id() for _ in range(count_ids(config.device, drafts=drafts)))
     place = frames.Meet(ids, ranks.addresses, token_bytes(32))
     ranks.tell(pack(place))
-    return meet(place, 0, config.device, spec, Store(ranks.put, ranks.get))
+    return meet(place, 0, config.device, spec, Store(ranks.put, ranks.get, partial(ranks.get, seconds=None)))
 
 
 class RankedExecutor:

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineDead
 from headrace.kernels.build.driver import DriverError
 from headrace.kernels.build.nvrtc import CompileError
-from headrace.kernels.sums.reference import Onto
+from headrace.kernels.sums.reference import Onto, onto
 from headrace.parallel.group import side_by_side
-from headrace.parallel.one_shot import OneShot
+from headrace.parallel.one_shot import OneShot, most_rows
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 _SUM, _MIN = 0, 3
+_CALL_SECONDS = 0.5  # for a call to return, unless the device's queue is full
 _SIOCGIFADDR = 0x8915  # of netdevice(7): an interface's IPv4 address
 
 
@@ -105,97 +107,185 @@ def _check(library: Any, status: int) -> None:
         raise RuntimeError(f"NCCL: {library.ncclGetErrorString(status).decode()}")
 
 
-class NCCLGroup:
-    """Of this process's current device. Made by all ranks at once. ``one_shot``: small sums go through a kernel of our
-    own, where it can run; ``onto``: so does what stands between two products beside the sum."""
+class Communicator:
+    """NCCL's, of this process's current device: what is called is queued on the current stream."""
 
-    def __init__(self, id: bytes, rank: int, size: int, *, one_shot: bool, onto: bool = True) -> None:
-        self.rank, self.size, self.meetings = rank, size, 0
-        self._takes_onto = onto
-        self._one_shot: OneShot | None = None
-        self.account = "NCCL"
+    def __init__(self, id: bytes, rank: int, size: int) -> None:
+        """All ranks at once."""
+        self.rank, self.size = rank, size
         self._library = library = _library()
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._side: torch.cuda.Stream | None = None  # of what is sent while something else is computed
-        self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
-        begun = time.monotonic()
-        _check(library, library.ncclCommInitRank(ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), rank))
-        met = time.monotonic() - begun
+        self._comm: ctypes.c_void_p | None = None
+        self._calls = threading.RLock()
+        made = ctypes.c_void_p()
+        _check(library, library.ncclCommInitRank(ctypes.byref(made), size, _Id.from_buffer_copy(id), rank))
+        self._comm = made
         # connections are made, and their memory is taken, before anybody counts it
         self.all_reduce(torch.zeros(2**20, device=self._device))
-        self.all_gather(torch.zeros(1, 2**10, device=self._device), 2**10)
-        torch.cuda.synchronize()
-        connected = time.monotonic() - begun
-        if one_shot:
-            self._try_one_shot()
-        whole = time.monotonic() - begun
-        _log.debug(
-            "start of process %d: NCCL met in %.2f s, connected in %.2f, done in %.2f",
-            os.getpid(),
-            met,
-            connected,
-            whole,
-        )
+        self.everybodys(torch.zeros(1, 2**10, device=self._device))
+        torch.cuda.current_stream(self._device).synchronize()
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if self._one_shot is not None and self._one_shot.takes(x):
-            self.meetings += 1
-            return self._one_shot.add(x, self._stream)
-        return self._reduce(x, _SUM)
+    @property
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def most_onto(self, width: int, dtype: torch.dtype) -> int:
-        return self._one_shot.most_rows(width, dtype) if self._one_shot is not None and self._takes_onto else 0
+    def all_reduce(self, x: Tensor, how: int = _SUM) -> Tensor:
+        assert x.is_contiguous()
+        self._call(self._library.ncclAllReduce, x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], how)
+        return x
 
-    def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
-        assert self._one_shot is not None, "asked for where rows are taken"
-        self.meetings += 1
-        return self._one_shot.add_onto(x, residual, scale, self._stream)
-
-    def _try_one_shot(self) -> None:
-        """All ranks have it, or none: each says whether it got so far, before anybody goes on."""
-        made, problem = None, "it adds up something else than NCCL"
-        capability = torch.cuda.get_device_capability(self._device)
-        if self.least(int(capability[0] == 9)) == 0:
-            self.account = "NCCL; sums in one shot need compute capability 9"
-            return
-        try:
-            made = OneShot(self.rank, self.size, self.all_gather)
-        except (DriverError, CompileError) as error:
-            problem = str(error)
-        if (
-            self.least(int(made is not None))
-            and made is not None
-            and self.least(int(made.agrees(self.all_reduce, self._stream)))
-        ):
-            self._one_shot, self.account = made, f"NCCL, and sums of up to {8 * made.lines / 2**20:g} MiB in one shot"
-        else:
-            self.account = "NCCL; no sums in one shot: " + (
-                problem if made is None else "another rank cannot, or they differ from NCCL's"
-            )
-            _log.warning("ranks sum through %s", self.account)
+    def _call(self, function: Any, *what: int) -> None:
+        with self._calls:
+            _check(self._library, function(*what, self._comm, self.stream))
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         return side_by_side(self.everybodys(x), width)
 
     def everybodys(self, x: Tensor) -> Tensor:
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
-        self._gather(x, parts)
+        return self.gather(x, parts)
+
+    def gather(self, x: Tensor, parts: Tensor) -> Tensor:
+        self._call(self._library.ncclAllGather, x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype])
         return parts
 
-    def _gather(self, x: Tensor, parts: Tensor) -> None:
+    def exchanged(self, x: Tensor) -> Tensor:
+        library, x = self._library, x.contiguous()
+        found = torch.empty_like(x)
+        with self.together():  # sends and receives wait for each other
+            for peer, (to, source) in enumerate(zip(x.unbind(0), found.unbind(0), strict=True)):
+                how = x[0].numel(), _TYPES[x.dtype], peer
+                self._call(library.ncclSend, to.data_ptr(), *how)
+                self._call(library.ncclRecv, source.data_ptr(), *how)
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with self._calls:
+            _check(self._library, self._library.ncclGroupStart())
+            yield
+            _check(self._library, self._library.ncclGroupEnd())
+
+    def least(self, value: int) -> int:
+        return int(self.all_reduce(torch.tensor([value], device=self._device), _MIN))
+
+    def abort(self) -> None:
+        """What waits goes on with nonsense; what is called from now on is an error. Returns once no graph holds on to
+        it."""
+        free = self._calls.acquire(timeout=_CALL_SECONDS)
+        comm, self._comm = self._comm, None
+        if free:
+            self._calls.release()
+        if comm is not None:
+            self._library.ncclCommAbort(comm)
+
+
+class NCCLGroup:
+    """Of this process's current device. Its members connect in a thread, from ``connect`` on: reading weights and building
+    kernels need nobody else. ``one_shot``: small sums go through a kernel of our own, where it can run; ``onto``: so
+    does what stands between two products beside the sum."""
+
+    def __init__(
+        self,
+        id: bytes,
+        rank: int,
+        size: int,
+        *,
+        one_shot: bool,
+        onto: bool = True,
+        agree: Callable[[int], int] | None = None,
+    ) -> None:
+        """``agree``: on the least of what all give, without a device and before they are connected."""
+        self.rank, self.size, self.meetings = rank, size, 0
+        self._id, self._agree = id, agree
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._side: torch.cuda.Stream | None = None  # of what is sent while something else is computed
+        able = torch.cuda.get_device_capability(self._device)[0] == 9  # all of them, for they are equal
+        self._tries, self._takes_onto = one_shot and able, one_shot and able and onto
+        self.account = "NCCL" if able or not one_shot else "NCCL; sums in one shot need compute capability 9"
+        self._one_shot: OneShot | None = None
+        self._comm: Communicator | None = None  # once all are connected
+        self._settled, self._problem = threading.Event(), "they are to end"
+
+    def connect(self, check: Callable[[Communicator], None] = lambda comm: None) -> None:
+        """All ranks at once, from any thread. ``check``: of those who have come."""
+        begun = time.monotonic()
+        try:
+            torch.cuda.set_device(self._device)
+            comm = Communicator(self._id, self.rank, self.size)
+            met = time.monotonic() - begun
+            check(comm)
+            if self._tries:
+                self._try_one_shot(comm)
+            took = time.monotonic() - begun
+            _log.debug("start of process %d: NCCL connected in %.2f s, tried out in %.2f", os.getpid(), met, took)
+            if not self._settled.is_set():
+                self._comm = comm
+        except Exception as error:  # whoever needs the group says so
+            self._problem = str(error)
+            _log.debug("ranks did not connect", exc_info=True)
+        self._settled.set()
+
+    def connected(self) -> Communicator:
+        """Once it is. Raises EngineDead."""
+        self._settled.wait()
+        if self._comm is None:
+            raise EngineDead(f"ranks have not connected: {self._problem}. See `headrace doctor`.")
+        return self._comm
+
+    def _meet(self) -> Communicator:
         self.meetings += 1
-        how = x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype], self._comm, self._stream
-        _check(self._library, self._library.ncclAllGather(*how))
+        return self._comm or self.connected()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        comm = self._meet()
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot.add(x, comm.stream)
+        return comm.all_reduce(x)
+
+    def most_onto(self, width: int, dtype: torch.dtype) -> int:
+        """Before it is known whether they come in one shot: they would be these."""
+        return most_rows(self.size, width, dtype) if self._takes_onto else 0
+
+    def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
+        comm = self._meet()
+        if self._one_shot is None:
+            return onto(comm.all_reduce(x), residual, scale)
+        return self._one_shot.add_onto(x, residual, scale, comm.stream)
+
+    def _try_one_shot(self, comm: Communicator) -> None:
+        """All ranks have it, or none: each says whether it got so far, before anybody goes on."""
+        made, problem = None, "another rank cannot, or they differ from NCCL's"
+        try:
+            made = OneShot(self.rank, self.size, comm.all_gather)
+        except (DriverError, CompileError) as error:
+            problem = str(error)
+        if (
+            comm.least(int(made is not None))
+            and made is not None
+            and comm.least(int(made.agrees(comm.all_reduce, comm.stream)))
+        ):
+            self._one_shot, self.account = made, f"NCCL, and sums of up to {8 * made.lines / 2**20:g} MiB in one shot"
+        else:
+            self.account = f"NCCL; no sums in one shot: {problem}"
+            _log.warning("ranks sum through %s", self.account)
+
+    def all_gather(self, x: Tensor, width: int) -> Tensor:
+        return self._meet().all_gather(x, width)
+
+    def everybodys(self, x: Tensor) -> Tensor:
+        return self._meet().everybodys(x)
 
     def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
         """All memory is the current stream's, which waits for the other one before it goes on: what a layer leaves serves
         the next. (Memory that another stream is recorded for stays taken until the device has come so far, and a host
         that is many layers ahead runs out of it.)"""
+        comm = self._meet()
         self._side = side = self._side or torch.cuda.Stream(self._device, priority=-1)
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._gather(x, parts)
+            comm.gather(x, parts)
 
         def taken(_held: Tensor = x) -> Tensor:
             torch.cuda.current_stream(self._device).wait_stream(side)
@@ -204,46 +294,22 @@ class NCCLGroup:
         return taken
 
     def exchanged(self, x: Tensor) -> Tensor:
-        self.meetings += 1
-        library, x = self._library, x.contiguous()
-        found, stream = torch.empty_like(x), self._stream
-        with self.one_meeting():  # sends and receives wait for each other
-            for peer, (to, source) in enumerate(zip(x.unbind(0), found.unbind(0), strict=True)):
-                how = x[0].numel(), _TYPES[x.dtype], peer, self._comm, stream
-                _check(library, library.ncclSend(to.data_ptr(), *how))
-                _check(library, library.ncclRecv(source.data_ptr(), *how))
-        return found
+        return self._meet().exchanged(x)
 
     @contextmanager
     def one_meeting(self) -> Iterator[None]:
-        _check(self._library, self._library.ncclGroupStart())
-        yield
-        _check(self._library, self._library.ncclGroupEnd())
+        with (self._comm or self.connected()).together():
+            yield
 
     def least(self, value: int) -> int:
-        return int(self._reduce(torch.tensor([value], device=self._device), _MIN))
+        return self._meet().least(value) if self._agree is None else self._agree(value)
 
     def abort(self) -> None:
+        self._settled.set()
         if self._one_shot is not None:
             self._one_shot.stop()
-        comm, self._comm = self._comm, None
-        if comm is not None:
-            self._library.ncclCommAbort(comm)
-
-    def _reduce(self, x: Tensor, how: int) -> Tensor:
-        assert x.is_contiguous()
-        self.meetings += 1
-        _check(
-            self._library,
-            self._library.ncclAllReduce(
-                x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], how, self._comm, self._stream
-            ),
-        )
-        return x
-
-    @property
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        if self._comm is not None:
+            self._comm.abort()
 
 
 class NCCLLink:
@@ -281,7 +347,7 @@ class NCCLLink:
 class NCCLPipe:
     """Between the stages of a pipeline on GPUs. ``ids``: of the links, those of a place in the stages together, from
     each stage to the next and from the last to the first, where drafts are verified also to those between; then of all
-    ranks."""
+    ranks, who are to ``connect`` next."""
 
     account = "NCCL"
 

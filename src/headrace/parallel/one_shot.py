@@ -92,17 +92,13 @@ class OneShot:
         )  # fmt: skip
         return x
 
-    def most_rows(self, width: int, dtype: torch.dtype) -> int:
-        """How many rows ``add_onto`` takes; 0: none."""
-        return 4 * self.lines // width if dtype is torch.bfloat16 and width % 4 == 0 else 0
-
     def add_onto(self, x: Tensor, residual: Tensor, scale: Tensor, stream: int) -> Onto:
         """As the twin says, ``x`` [rows, width], bfloat16, in place, all contiguous; ``scale`` in bfloat16 or float32.
         Squares come in a piece of each program."""
         rows, width = x.shape
         lines = width // 4
         pieces = -(-lines // _THREADS)
-        assert x.is_contiguous() and residual.is_contiguous() and rows <= self.most_rows(width, residual.dtype)
+        assert x.is_contiguous() and residual.is_contiguous() and 4 * self.lines >= rows * width
         scaled = torch.empty_like(x)
         squares = torch.empty((pieces, rows), dtype=torch.float32, device=x.device)
         at = (x, residual, scale, scaled, squares, self._state, self._stop)
@@ -143,6 +139,11 @@ class OneShot:
     def stop(self) -> None:
         """From any thread: nobody is waited for any more."""
         self._stop.fill_(1)
+
+
+def most_rows(size: int, width: int, dtype: torch.dtype) -> int:
+    """How many rows ``add_onto`` takes among so many ranks; 0: none."""
+    return 4 * (_LINES // (size - 1)) // width if dtype is torch.bfloat16 and width % 4 == 0 else 0
 
 
 def _module(text: str, size: int, number: int, lines: int, device: int) -> Module:

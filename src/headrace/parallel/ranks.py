@@ -246,9 +246,10 @@ class Ranks:
             self._changed.notify_all()
         self.tell(pack(frames.Put(name, value)))
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, seconds: float | None = MEETING_SECONDS) -> bytes:
+        """None: however long a rank takes that is there."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None or name in self._store, MEETING_SECONDS)
+            self._changed.wait_for(lambda: self._lost is not None or name in self._store, seconds)
             self.check()
             if name not in self._store:
                 raise EngineDead(f"ranks have not met within {MEETING_SECONDS:g} s; see `headrace doctor`.")

@@ -250,6 +250,8 @@ class Worker:
         if not self._cuda:
             return self._memory.room
         self._await_kernels(meanwhile)
+        self._peers.await_all()
+        self._stages.done("ranks")
         room = self._memory.measure(self._decoder, longest, self._create_runner, self._kinds_of_graphs)
         self._stages.done("largest steps")
         return room
