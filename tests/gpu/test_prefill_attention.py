@@ -15,10 +15,12 @@ from headrace.kernels.build import nvrtc as compiler
 from headrace.kernels.inputs import AttentionInputs
 from tests.support.card import check, require_card
 from tests.support.kernel_cases import PagedCase, called, using
+from tests.support.quantized_kv import FORMATS, QuantizedCase
 
 require_card()
 
 from headrace.kernels.attention.cuda_prefill import Prompts  # noqa: E402  (a card's packages)
+from headrace.kernels.attention.triton_widen import WidePrompts  # noqa: E402
 
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("its matrix instruction is that of compute capability 9.0", allow_module_level=True)
@@ -104,6 +106,28 @@ def test_the_log_of_the_sum_is_the_twins(heads: int, kv_heads: int, dim: int) ->
     reference.paged_attention(*of, None, None, lse=want)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=3e-3)
     assert got.isneginf().any() and torch.equal(out, attend(prompts, case, inputs))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(32, 8, 128, 128), (12, 12, 64, 16)])
+def test_over_codes_prompts_are_the_twins(heads: int, kv_heads: int, dim: int, block_size: int, name: str) -> None:
+    """The single queries before them are left as they are; steps of few queries, and too long ones, to others."""
+    lengths = [(1, 900), (1, 17), (300, 900), (700, 3000), (129, 129), (65, 4031)]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
+    coded = QuantizedCase(name, lengths, **sizes, dtype=torch.bfloat16)
+    case, made = on_card(coded, beyond=3)
+    inputs, held = replace(made, leading=2), coded.quantized
+    scales = [None if each is None else each.cuda() for each in (held.k_scales, held.v_scales)]
+    held = replace(held, k_scales=scales[0], v_scales=scales[1])
+    prompts = WidePrompts(prompts_of(heads, kv_heads, dim), kv_heads, dim, "cuda")
+    arguments = case.k_cache, case.v_cache, inputs, dim**-0.5
+    out = torch.full(case.q.shape, 7.0, device="cuda", dtype=torch.bfloat16)
+    assert prompts.attend(case.q, out, *arguments, 1, None, held)
+    want = reference.paged_attention(case.q, *arguments, None, None, held)
+    check(out[2:], want[2:])
+    assert bool((out[:2] == 7.0).all())
+    for other in (replace(inputs, max_query_len=100), replace(inputs, max_context_len=2**20)):
+        assert not prompts.attend(case.q, out, *arguments[:2], other, dim**-0.5, 1, None, held)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -209,15 +209,7 @@ class TakesFirst:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-    ) -> bool:
+    def attend(self, q: Any, out: torch.Tensor, k: Any, v: Any, inputs: AttentionInputs, *how: Any) -> bool:
         self.asked.append(inputs.leading)
         out[: inputs.leading] = 0.0
         return True
@@ -240,7 +232,7 @@ def test_single_queries_before_prompts_may_be_somebody_elses(
 def test_where_parts_are_merged_prompts_go_to_whoever_keeps_sums_and_single_queries_do_not() -> None:
     class Takes:
         def attend(self, q: Any, out: torch.Tensor, *how: Any) -> bool:
-            given.append(how[-1])
+            given.append(how[-2])
             out.fill_(2.0)
             return True
 

@@ -4,6 +4,7 @@ write."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fix
 from headrace.kernels.attention import paged, reference
 from headrace.kernels.attention.paged import PagedAttention
 from headrace.kernels.attention.triton_rotary import rotary_write
+from headrace.kernels.attention.triton_widen import WidePrompts
+from headrace.kernels.inputs import AttentionInputs
 from headrace.spec import KV_FORMATS
 from tests.support.kernel_cases import assert_close
 from tests.support.quantized_kv import FORMATS, QuantizedCase, awkward, written
@@ -75,6 +78,37 @@ def test_invariant_bits_depend_on_nothing_else() -> None:
     whole = case.run(attend)
     assert torch.equal(case.part(0, 10, 25).run(attend), whole[10:25])
     assert torch.equal(case.part(1, 0, 1).run(attend), whole[40:41])
+
+
+class _Prompts:
+    """In place of the kernel that reads bfloat16 alone."""
+
+    def attend(self, *arguments: Any) -> bool:
+        self.q, self.out, self.k, self.v, self.inputs, self.scale, self.few, _ = arguments
+        inputs: AttentionInputs = self.inputs
+        found = reference.paged_attention(self.q, self.k, self.v, inputs, self.scale, None, None)
+        many = torch.repeat_interleave(inputs.query_start.diff() > self.few, inputs.query_start.diff())
+        first = int(inputs.query_start[0])
+        self.out[first:] = torch.where(many[:, None, None], found[first:], self.out[first:])
+        return True
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prompts_of_many_queries_are_computed_over_what_codes_mean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single queries before them, and few beside them, are left to others; so are prompts there is no room for."""
+    monkeypatch.setattr("headrace.kernels.attention.triton_widen._BYTES", 2**19)
+    lengths = [(1, 70), (1, 20), (300, 310), (2, 9), (0, 0)]
+    case = QuantizedCase(name, lengths, heads=2, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=32)
+    case.poison(None)
+    wide, out = WidePrompts(_Prompts(), 2, 64, "cpu"), torch.full_like(case.q, 7.0)  # type: ignore[arg-type]
+    inputs = replace(case.inputs, leading=2)
+    assert wide.attend(case.q, out, case.k_cache, case.v_cache, inputs, 0.125, 8, None, case.quantized)
+    assert_close(out[2:302], case.meant()[2:302], torch.bfloat16)
+    assert (out[:2] == 7.0).all() and (out[302:] == 7.0).all()
+    longer = replace(inputs, max_context_len=2000)
+    assert not wide.attend(case.q, out, case.k_cache, case.v_cache, longer, 0.125, 8, None, case.quantized)
+    few = replace(inputs, max_query_len=255)
+    assert not wide.attend(case.q, out, case.k_cache, case.v_cache, few, 0.125, 8, None, case.quantized)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

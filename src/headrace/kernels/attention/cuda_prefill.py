@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import Function, TensorMap, tensor_map
 from headrace.kernels.build.variants import Variants
-from headrace.kernels.inputs import AttentionInputs
+from headrace.kernels.inputs import AttentionInputs, Quantized
 
 _NAME, _KEYS = "prefill", 128  # as the source has them
 _SHORTEST_BLOCK = 16  # keys: the copy engine brings a block at once, or 128 keys of it
@@ -106,13 +106,14 @@ class Prompts:
 
     def attend(
         self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, few: int,
-        lse: Tensor | None = None,
+        lse: Tensor | None = None, quantized: Quantized | None = None,
     ) -> bool:  # fmt: skip
         """Fills ``out`` [T, Hq, D] for the sequences with more than ``few`` queries, and with zeros for tokens of no
         sequence; ``lse`` [T, Hq], float32, likewise with the log of the sum of exponentials, and with -inf.
 
-        False: nothing was done. ``q`` [T, Hq, D], caches [blocks, Hk, block_size, D]; see PagedAttention.
+        False: nothing was done. ``q`` [T, Hq, D], caches [blocks, Hk, block_size, D], in bfloat16; see PagedAttention.
         """
+        assert quantized is None, "triton_widen.WidePrompts reads codes"
         if not _readable(q, k_cache, v_cache, inputs.block_size) or (function := self._kernel()) is None:
             return False
         (tokens, _, dim), kv_heads, sequences, size = (

@@ -36,6 +36,7 @@ from headrace.kernels.attention.candidates import create_singles
 from headrace.kernels.attention.cuda_prefill import Prompts, why_not
 from headrace.kernels.attention.triton_cascade import Common, make_common
 from headrace.kernels.attention.triton_sharing import FEWEST, LEAST_SAVED
+from headrace.kernels.attention.triton_widen import LEAST_QUERIES, WidePrompts
 from headrace.kernels.build.later import Later
 from headrace.kernels.build.launch import Aim, aiming, can_come_later
 from headrace.kernels.candidate import CallSite, Declined, Empty, HeadFacts, plainly_empty
@@ -129,7 +130,7 @@ class PagedAttention:
     device: torch.device | str = "cpu"
     cascade: bool = False
     unified: bool = False
-    prompts: Prompts | None = None
+    prompts: Prompts | WidePrompts | None = None
     singles: Singles | None = None
     kv: KVFormat | None = None
     empty: Empty = plainly_empty
@@ -196,14 +197,14 @@ class PagedAttention:
 
     def _attend_many(self, call: prefill.Attended, few: int) -> None:
         prompts = self._for_prompts(call)
-        if prompts is not None and prompts.attend(*call[:6], few, call.lse):
+        if prompts is not None and prompts.attend(*call[:6], few, call.lse, call.quantized):
             return
         room = prefill.bulk_keys(call.k_cache, call.v_cache) if self.bulk and call.quantized is None else 0
         large = (invariant_tiles if self.invariant else prefill_tiles)(call.q.dtype, self.head_dim, self.group, room)
         bulk, tickets = room >= large.keys, self._scratch.tickets
         prefill.attend(call, few, large, bulk, self.processors, tickets)
 
-    def _for_prompts(self, call: prefill.Attended) -> Prompts | None:
+    def _for_prompts(self, call: prefill.Attended) -> Prompts | WidePrompts | None:
         return None if call.window is not None or call.soft_cap is not None else self.prompts
 
     def _plan(self, inputs: AttentionInputs, window: int | None, few: int, kv_heads: int, tiles: Tiles) -> plan.Plan:
@@ -251,13 +252,14 @@ class PagedAttention:
         long = _Case(1, _rows(self.group) // self.group + 1)
         if self.invariant:
             return [long]
+        wide = [_Case(1, LEAST_QUERIES)] if isinstance(self.prompts, WidePrompts) else []
         few, many = (
             decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=each) for each in (False, True)
         )
         shared = (
             [_Case(FEWEST, 1, sharing=True)] if self._ticket is not None and plan.may_group(FEWEST, self.group) else []
         )
-        attended = [*shared, *([] if few == many else [_Case(FEWEST, 1)]), _Case(1, 1), long]
+        attended = [*shared, *([] if few == many else [_Case(FEWEST, 1)]), _Case(1, 1), *wide, long]
         planned = [*shared, *([] if few.keys == many.keys else [_Case(FEWEST, 1)]), _Case(1, 1)]
         return [*attended, *(replace(each, planned=False) for each in planned)]
 
@@ -326,10 +328,11 @@ def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
     capability, processors = site.card.capability, site.card.processors
     bulk, group = capability[0] == 9, site.facts.num_heads // site.facts.num_kv_heads
     kv = site.facts.kv
-    wanted = (
-        kv is None and site.uses("cuda_prefill") and not site.invariant and why_not(dtype, head_dim, capability) is None
-    )
-    prompts = Prompts(head_dim, group, site.device) if wanted else None
+    wanted = site.uses("cuda_prefill") and not site.invariant and why_not(dtype, head_dim, capability) is None
+    prompts: Prompts | WidePrompts | None = None
+    if wanted:
+        plain = Prompts(head_dim, group, site.device)
+        prompts = plain if kv is None else WidePrompts(plain, site.facts.num_kv_heads, head_dim, site.device)
     flags = site.invariant, bulk, dtype, site.device
     singles = None if site.invariant or site.facts.lse else create_singles(site)
     more: dict[str, Any] = {
