@@ -26,7 +26,6 @@ from headrace.kernels.candidate import (
     ExpertFacts,
     Facts,
     HeadFacts,
-    MergeFacts,
     StepFacts,
     WeightFacts,
 )
@@ -243,7 +242,7 @@ class EveryCase(CaseMaker):
         """Of two ranks that share the keys, a rank's own and the other's."""
         shape = rows, self.spec.num_heads, self.spec.head_dim
         pieces = [(self._random(1, *shape), self._random(1, *shape[:2]).float()) for _ in range(2)]
-        size, facts = self._bytes(rows * shape[1] * shape[2]), MergeFacts(self.dtype, *shape[:0:-1], 2)
+        size, facts = self._bytes(rows * shape[1] * shape[2]), HeadFacts(*self._heads, ranks=2)
         return case_of("merge_parts", f"2x{rows} tokens", facts, 3 * size, 2 * size, [pieces])
 
     def _add_sparse(self, rows: int) -> KernelCase:

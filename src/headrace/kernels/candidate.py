@@ -128,28 +128,20 @@ class DeltaFacts(Facts):
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts(Facts):
-    """``kv``: how the cache holds keys and values; None: in ``dtype``. ``lse``: calls want the log-sum-exp, too."""
+    """``kv``: how the cache holds keys and values; None: in ``dtype``. ``ranks``: share the keys, and where there are
+    several, calls want the log-sum-exp, too."""
 
     head_dim: int
     num_heads: int
     num_kv_heads: int
     kv: KVFormat | None = field(default=None, kw_only=True)
-    lse: bool = field(default=False, kw_only=True)
+    ranks: int = field(default=1, kw_only=True)
 
     def ungrouped(self, most: int) -> str | None:
         """Why its query heads are no groups of up to so many."""
         if self.num_heads % self.num_kv_heads or self.num_heads // self.num_kv_heads > most:
             return f"{self.num_heads} heads over {self.num_kv_heads} KV heads are no group of 1 to {most}"
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class MergeFacts(Facts):
-    """``ranks``: as many parts are merged."""
-
-    head_dim: int
-    num_heads: int
-    ranks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from headrace.kernels.candidate import (
     F,
     Facts,
     HeadFacts,
-    MergeFacts,
     NormFacts,
     RopeFacts,
     StepFacts,
@@ -112,7 +111,7 @@ ROPE_ATTENTION = Operation(
     "rope_attention", rope_attention, RopeFacts, attention.ROPE_ATTENTION, varies=True, reads=True, turn=4
 )
 WHOLE_ATTENTION = Operation("whole_attention", whole_attention, HeadFacts, attention.WHOLE_ATTENTION, reads=True)
-MERGE_PARTS = Operation("merge_parts", merge_parts, MergeFacts, attention.MERGE_PARTS)
+MERGE_PARTS = Operation("merge_parts", merge_parts, HeadFacts, attention.MERGE_PARTS)
 ACTIVATION = Operation("activation", activation, Facts, norm.ACTIVATION, varies=True)
 GATED_ACTIVATION = Operation("gated_activation", gated_activation, Facts, norm.GATED_ACTIVATION, varies=True)
 MOE = Operation("moe", experts.moe, ExpertFacts, moe.MOE, varies=True, reads=True, turn=5)

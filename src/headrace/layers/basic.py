@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.kernels.attention.reference import HeadNorms
-from headrace.kernels.candidate import Facts, HeadFacts, MergeFacts, NormFacts, RopeFacts
+from headrace.kernels.candidate import Facts, HeadFacts, NormFacts, RopeFacts
 from headrace.kernels.inputs import AdapterRows, Alone, AttentionInputs, LayerStep, PassedKeys, Quantized, Wanted
 from headrace.kernels.operations import (
     EMBEDDING,
@@ -195,9 +195,10 @@ class Attention(nn.Module):
             self._whole = context.kernels.choose(WHOLE_ATTENTION, HeadFacts(*heads))
             return
         self._rotary_write = context.kernels.choose(ROTARY_WRITE, HeadFacts(*heads, kv=context.kv))
-        self._attend = context.kernels.choose(PAGED_ATTENTION, HeadFacts(*heads, kv=context.kv, lse=shares > 1))
+        attends = HeadFacts(*heads, kv=context.kv, ranks=shares)
+        self._attend = context.kernels.choose(PAGED_ATTENTION, attends)
         if context.keys is not None:
-            merge = context.kernels.choose(MERGE_PARTS, MergeFacts(*heads[:3], shares))
+            merge = context.kernels.choose(MERGE_PARTS, attends)
             self._attend = partial(attend_between, context.keys, self._attend, merge)
         if cos_sin is not None and shares == 1:
             normed = (torch.float32 if spec.norm_offset else context.dtype) if spec.qk_norm else None

@@ -22,7 +22,7 @@ from headrace.kernels.build import gpu
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.native import TYPES, function_of, native
 from headrace.kernels.build.rehearsals import TOKENS, heads, token_counts
-from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, HeadFacts, MergeFacts, RopeFacts, Sizes
+from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, HeadFacts, RopeFacts, Sizes
 from headrace.kernels.inputs import AttentionInputs, Quantized
 from headrace.kernels.linear.around import MOST_ROWS
 from headrace.spec import attention_groups
@@ -217,17 +217,16 @@ def _attentions(site: CallSite[HeadFacts], run: Any, sizes: Sizes) -> Calls:
     yield from ((f"variant {index}", call) for index, call in enumerate(calls))
 
 
-def _merges(site: CallSite[MergeFacts], run: Any, sizes: Sizes) -> Calls:
-    """All parts at once; a rank's own, and those of the others."""
+def _merges(site: CallSite[HeadFacts], run: Any, sizes: Sizes) -> Calls:
+    facts = site.facts
 
     def merge(*counts: int) -> object:
-        shapes = [(count, TOKENS, site.facts.num_heads) for count in counts]
-        return run(
-            *((site.zeros(*each, site.facts.head_dim), site.zeros(*each, dtype=torch.float32)) for each in shapes)
-        )
+        parts = site.zeros(facts.ranks, TOKENS, facts.num_heads, facts.head_dim)
+        sums = site.zeros(*parts.shape[:3], dtype=torch.float32)
+        return run(*zip(parts.split(counts), sums.split(counts), strict=True))
 
-    for counts in ((site.facts.ranks,), (1, site.facts.ranks - 1)):
-        yield f"{counts} parts", partial(merge, *counts)
+    yield "all", partial(merge, facts.ranks)
+    yield "a rank's own, and the others'", partial(merge, 1, facts.ranks - 1)
 
 
 def _unserved_heads(facts: HeadFacts) -> str | None:

@@ -334,18 +334,18 @@ def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
         plain = Prompts(head_dim, group, site.device)
         prompts = plain if kv is None else WidePrompts(plain, site.facts.num_kv_heads, head_dim, site.device)
     flags = site.invariant, bulk, dtype, site.device
-    singles = None if site.invariant or site.facts.lse else create_singles(site)
+    singles = None if site.invariant or site.facts.ranks > 1 else create_singles(site)
     more: dict[str, Any] = {
         "prompts": prompts,
         "singles": singles,
         "kv": kv,
         "empty": site.empty,
-        "lse": site.facts.lse,
+        "lse": site.facts.ranks > 1,
     }
     return PagedAttention(head_dim, group, processors, *flags, unified=unified, **more)
 
 
 def create_cascade_attention(site: CallSite[HeadFacts]) -> PagedAttention | Declined:
-    if site.facts.lse:
+    if site.facts.ranks > 1:
         return Declined("ranks share the keys, and its parts' sums are not kept")
     return replace(create_paged_attention(site), cascade=True)
