@@ -195,3 +195,25 @@ def test_decode_attention_in_a_graph_follows_lengths_on_the_device() -> None:
         inputs.context_len.copy_(torch.tensor(lengths))
         graph.replay()
         check(out, reference.paged_attention(case.q, case.k_cache, case.v_cache, inputs, 0.1, None, None))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_the_keys_are_merged_by_their_sums(lengths: str, dtype: torch.dtype) -> None:
+    """Of three ranks with other keys each, by whichever kernels attend to them."""
+    facts = {"dtype": dtype, "head_dim": 128, "num_heads": 32, "num_kv_heads": 8, "ranks": 3}
+    kernel, found, wanted = chosen("paged_attention", **facts), [], []
+    for seed in range(3):
+        case = on_card(
+            PagedCase(LENGTHS[lengths], heads=32, kv_heads=8, dim=128, dtype=dtype, block_size=128, seed=seed)
+        )
+        for attended, by in ((found, kernel), (wanted, reference.paged_attention)):
+            sums = torch.full(case.q.shape[:2], 7.0, device="cuda")
+            how = inputs_of(case), 0.1, None, None, None
+            attended.append((by(case.q, case.k_cache, case.v_cache, *how, sums)[None], sums[None]))
+    for (_, got), (_, want) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=3e-3)
+    parts, sums = (torch.cat(each) for each in zip(*found, strict=True))
+    merge, want = chosen("merge_parts", **facts), reference.merge_parts(*wanted)
+    check(merge((parts, sums)), want)
+    check(merge((parts[:1], sums[:1]), (parts[1:], sums[1:])), want)
