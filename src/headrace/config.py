@@ -27,7 +27,7 @@ Config = TypeVar("Config")
 def option(default: Any, help: str, **extra: Any) -> Any:
     """A config field that is also a flag.
 
-    ``extra``: ``choices``; ``aliases`` (other words for them); ``minimum``; ``size`` (32k, 2M, 20GiB are read);
+    ``extra``: ``choices``; ``aliases`` (other words for them); ``minimum``, ``maximum``; ``size`` (32k, 2M, 20GiB are read);
     ``flags`` (further spellings); ``metavar``; ``json`` (the whole list may be one word of JSON); ``technique`` (it is
     reached by ``--technique`` too; a text is the technique's name where the field has another), with ``on`` and ``off``
     where those words mean other values.
@@ -52,6 +52,12 @@ def technique_spellings(of: Field[Any]) -> set[str]:
     that says the same."""
     return {technique_name(of)} if isinstance(of.metadata["technique"], str) else {technique_name(of), of.name}
 
+
+MAX_REPLICAS = 64
+MAX_STAGES = 16
+MAX_FRONT_ENDS = 64
+MOST_LORA_RANK = 256
+LEAST, FINITE = 1e-6, 1_000_000_000  # of what is above 0, and of what is finite
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_ALIASES = {
@@ -182,8 +188,8 @@ class SchedulerConfig:
         minimum=1,
     )
     max_step_ms: float | None = option(
-        None, "milliseconds a step may take while answers are generated: prompts get the largest chunk that fits", minimum=0.01,
-        technique="step_budget", on=50.0, off=None,
+        None, "milliseconds a step may take while answers are generated: prompts get the largest chunk that fits",
+        minimum=0.01, maximum=FINITE, technique="step_budget", on=50.0, off=None,
     )  # fmt: skip
     scheduling_policy: str = option(
         "fcfs",
@@ -191,26 +197,36 @@ class SchedulerConfig:
         choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining"),
     )
     tenant_weight: tuple[str, ...] = option((), "fair: relative shares of tenants (default: 1)", metavar="NAME=WEIGHT")
-    fair_input_price: float = option(1.0, "fair: price of a computed prompt token", minimum=0.0)
-    fair_output_price: float = option(2.0, "fair: price of a generated token", minimum=0.0)
+    fair_input_price: float = option(1.0, "fair: price of a computed prompt token", minimum=0.0, maximum=FINITE)
+    fair_output_price: float = option(2.0, "fair: price of a generated token", minimum=0.0, maximum=FINITE)
     expected_ttft: float = option(
-        1.0, "qoe: seconds after which readers expect the first token, unless the request says otherwise"
+        1.0, "qoe: seconds after which readers expect the first token, unless the request says otherwise",
+        minimum=LEAST, maximum=86_400,
+    )  # fmt: skip
+    reading_speed: float = option(
+        4.8,
+        "qoe: reading speed in tokens per second, unless the request says otherwise",
+        minimum=LEAST,
+        maximum=1_000_000,
     )
-    reading_speed: float = option(4.8, "qoe: reading speed in tokens per second, unless the request says otherwise")
-    qoe_preemptions: float = option(0.1, "qoe: how often requests may be preempted, on average", minimum=0.0)
+    qoe_preemptions: float = option(
+        0.1, "qoe: how often requests may be preempted, on average", minimum=0.0, maximum=FINITE
+    )
     ageing: float = option(
-        4.0, "shortest-remaining: number of tokens that one second of waiting is worth", minimum=0.001
+        4.0, "shortest-remaining: number of tokens that one second of waiting is worth", minimum=0.001, maximum=FINITE
     )
     length_prediction: str = option(
         "history", "shortest-remaining: predict lengths from earlier answers or from max_tokens (in simulations, an oracle)",
         choices=("history", "max-tokens"),
     )  # fmt: skip
     ttft_target_ms: float = option(
-        2000.0, "deadline: target time to first token in milliseconds, unless the request says otherwise", minimum=0.01
-    )
+        2000.0, "deadline: target time to first token in milliseconds, unless the request says otherwise",
+        minimum=0.01, maximum=FINITE,
+    )  # fmt: skip
     tpot_target_ms: float = option(
-        100.0, "deadline: target time between tokens in milliseconds, unless the request says otherwise", minimum=0.01
-    )
+        100.0, "deadline: target time between tokens in milliseconds, unless the request says otherwise",
+        minimum=0.01, maximum=FINITE,
+    )  # fmt: skip
     chunked_prefill: bool = switch(True)
     continuous_batching: bool = switch(True)
     fast_forward: bool = switch(True)
@@ -226,45 +242,19 @@ class SchedulerConfig:
             object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
         check_fields(self)
         self._check_fair()
-        self._check_reader()
-        if not self.ageing < math.inf:
-            raise ConfigError(f"ageing is {self.ageing:g}; give a finite number of tokens a second.")
-        if self.max_step_ms is not None and not (self.max_step_ms < float("inf") and self.chunked_prefill):
-            why = (
-                "prompts are computed whole (chunked_prefill is off)"
-                if self.max_step_ms < float("inf")
-                else "that bounds nothing"
-            )
+        if self.max_step_ms is not None and not self.chunked_prefill:
             raise ConfigError(
-                f"max_step_ms is {self.max_step_ms:g}, but {why}; leave one of them out, or give a finite number of milliseconds."
-            )
-        if math.isinf(max(self.ttft_target_ms, self.tpot_target_ms)):
-            targets = f"ttft_target_ms is {self.ttft_target_ms:g} and tpot_target_ms {self.tpot_target_ms:g}"
-            raise ConfigError(
-                f"{targets}; give finite numbers of milliseconds, or a scheduling_policy without targets."
+                f"max_step_ms is {self.max_step_ms:g}, but prompts are computed whole (chunked_prefill is off); leave one of them out."
             )
 
     @property
     def max_step_seconds(self) -> float | None:
         return None if self.max_step_ms is None else self.max_step_ms / 1e3
 
-    def _check_reader(self) -> None:
-        if (
-            not 0.0 < self.expected_ttft <= 86_400.0
-            or not 0.0 < self.reading_speed <= 1e6
-            or not self.qoe_preemptions < math.inf
-        ):
-            raise ConfigError(
-                f"expected_ttft is {self.expected_ttft:g} s, reading_speed {self.reading_speed:g}, qoe_preemptions {self.qoe_preemptions:g}; "
-                f"give finite numbers, the first two above 0, up to 86400 s and 1000000 tokens/s."
-            )
-
     def _check_fair(self) -> None:
         prices = (self.fair_input_price, self.fair_output_price)
-        if not 0.0 < sum(prices) < math.inf:
-            raise ConfigError(
-                f"fair_input_price and fair_output_price are {prices[0]:g} and {prices[1]:g}; give finite numbers, one above 0."
-            )
+        if not any(prices):
+            raise ConfigError("fair_input_price and fair_output_price are 0; give a price above 0.")
         if len(self.tenant_weights) < len(self.tenant_weight):
             raise ConfigError(
                 f"tenant_weight names a tenant twice ({', '.join(self.tenant_weight)[:200]}); give each one weight."
@@ -335,8 +325,9 @@ class DeviceConfig:
         "with --enable-expert-parallel: go on without a device that dies, where others hold its experts",
     )
     pipeline_parallel_size: int = option(
-        1, "number of stages that the layers are distributed over, one process each", flags=("-pp",), minimum=1
-    )
+        1, "number of stages that the layers are distributed over, one process each", flags=("-pp",),
+        minimum=1, maximum=MAX_STAGES,
+    )  # fmt: skip
     pipeline_layers: tuple[int, ...] = option(
         (), "number of layers of each stage, in order; default: as even as their sizes allow", metavar="N"
     )
@@ -345,8 +336,9 @@ class DeviceConfig:
         minimum=1, technique="context_parallel", on=2, off=1,
     )  # fmt: skip
     data_parallel_size: int = option(
-        1, "number of replicas of the model, each on devices of its own, behind one port", flags=("-dp",), minimum=1
-    )
+        1, "number of replicas of the model, each on devices of its own, behind one port", flags=("-dp",),
+        minimum=1, maximum=MAX_REPLICAS,
+    )  # fmt: skip
     data_parallel_routing: str = option(
         "prefix",
         "replica of a request: prefix weighs what is cached against what waits there; load looks at what waits; turns takes each in turn",
@@ -368,7 +360,7 @@ class DeviceConfig:
         0, "which of the --nnodes hosts this is; 0 has the engine and the server, others end with it", minimum=0
     )
     master_addr: str = option("127.0.0.1", "address of node 0, on the network that joins the nodes", metavar="HOST")
-    master_port: int = option(29501, "port at which node 0 waits", minimum=1)
+    master_port: int = option(29501, "port at which node 0 waits", minimum=1, maximum=65535)
     node_secret_file: str | None = option(
         None, "file with the secret that all nodes share (or HEADRACE_NODE_SECRET)", metavar="FILE"
     )
@@ -418,14 +410,6 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.pipeline_parallel_size > MAX_STAGES:
-            raise ConfigError(
-                f"pipeline_parallel_size is {self.pipeline_parallel_size}; a model is split into at most {MAX_STAGES} stages; give fewer."
-            )
-        if self.data_parallel_size > MAX_REPLICAS:
-            raise ConfigError(
-                f"data_parallel_size is {self.data_parallel_size}; one server takes at most {MAX_REPLICAS} replicas."
-            )
         self._check_prefill()
         self._check_failover()
         if self.expert_placement is not None and not self.enable_expert_parallel:
@@ -465,8 +449,6 @@ class DeviceConfig:
         nodes = f"nnodes is {self.nnodes}"
         if self.node_rank >= self.nnodes:
             raise ConfigError(f"node_rank is {self.node_rank}, but {nodes}; nodes count from 0.")
-        if self.master_port > 65535:
-            raise ConfigError(f"master_port is {self.master_port}; give 1 to 65535.")
         ray = self.distributed_executor_backend == "ray"
         if self.data_parallel_size > 1 and (ray or self.nnodes > 1):
             raise ConfigError(
@@ -535,9 +517,6 @@ class DeviceConfig:
         return self.num_ranks * self.data_parallel_size
 
 
-MAX_REPLICAS = 64
-MAX_STAGES = 16
-MAX_FRONT_ENDS = 64
 _PARSERS = tomllib.loads((Path(__file__).parent / "data" / "parsers.toml").read_text(encoding="utf-8"))
 
 
@@ -546,11 +525,12 @@ class ServerConfig:
     """The server's address, keys, limits and other settings."""
 
     host: str = option("127.0.0.1", "address to listen on; any address other than loopback needs a key")
-    port: int = option(8000, "port to listen on; 0 picks a free one", minimum=0)
+    port: int = option(8000, "port to listen on; 0 picks a free one", minimum=0, maximum=65535)
     uds: str | None = option(None, "listen on this Unix socket instead of an address", metavar="PATH")
     api_server_count: int = option(
-        1, "number of front-end processes, which accept, tokenize and stream for the engine", minimum=1
-    )
+        1, "number of front-end processes, which accept, tokenize and stream for the engine",
+        minimum=1, maximum=MAX_FRONT_ENDS,
+    )  # fmt: skip
     api_key: tuple[str, ...] = option((), "key that clients must send (also HEADRACE_API_KEY)", metavar="KEY")
     operator_key: tuple[str, ...] = option(
         (), "keys that see all requests on the dashboard: key1, key2 … in the order of --api-key", metavar="NAME"
@@ -637,15 +617,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.port > 65535:
-            raise ConfigError(f"port is {self.port}; give 0 to 65535.")
         if self.uds == "":
             raise ConfigError("uds is empty; give the path of a Unix socket, or leave it out to listen on an address.")
-        if self.api_server_count > MAX_FRONT_ENDS:
-            raise ConfigError(f"api_server_count is {self.api_server_count}; give 1 to {MAX_FRONT_ENDS}.")
-
-
-MOST_LORA_RANK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -662,13 +635,13 @@ class AdapterConfig:
         None, "directory of adapters, each named after its subdirectory; turns --enable-lora on", metavar="FOLDER"
     )
     max_loras: int | None = option(None, "maximum number of adapters in one step; default: by memory", minimum=1)
-    max_lora_rank: int = option(16, f"maximum rank of an adapter, up to {MOST_LORA_RANK}", minimum=1)
+    max_lora_rank: int = option(
+        16, f"maximum rank of an adapter, up to {MOST_LORA_RANK}", minimum=1, maximum=MOST_LORA_RANK
+    )
     max_cpu_loras: int | None = option(None, "maximum number of adapters in host memory; default: by memory", minimum=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.max_lora_rank > MOST_LORA_RANK:
-            raise ConfigError(f"max_lora_rank is {self.max_lora_rank}; give 1 to {MOST_LORA_RANK}.")
         if self.max_loras and self.max_cpu_loras and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras is {self.max_cpu_loras}, below max_loras, {self.max_loras}; give at least as many."
@@ -793,7 +766,7 @@ def _field_type(hint: Any) -> FieldType:
 
 
 def check_fields(config: Any) -> None:
-    """Type, choices and minimum of every field. Raises ConfigError that names the field, its value and what is
+    """Type, choices and bounds of every field. Raises ConfigError that names the field, its value and what is
     allowed."""
     kinds = field_types(config.__class__)
     for each in fields(config):
@@ -805,20 +778,21 @@ def check_fields(config: Any) -> None:
 
 
 def check_value(of: Field[Any], kind: FieldType, value: Any) -> None:
-    """One field's value against its type, choices and minimum."""
+    """One field's value against its type, choices and bounds."""
     if value is None and kind.optional:
         return
     if not _has_type(kind, value):
         raise ConfigError(f"{of.name} is {value!r}; give {_wanted(kind)}.")
     if isinstance(value, int) and value.bit_length() > 63:  # frames between processes hold no more
         raise ConfigError(f"{of.name} is {value}; give a number of at most 63 bits.")
-    choices, minimum = of.metadata.get("choices"), of.metadata.get("minimum")
+    choices, minimum, maximum = (of.metadata.get(bound) for bound in ("choices", "minimum", "maximum"))
     if choices == ():
         raise ConfigError(f"{of.name} is {value!r}, but nothing is supported there yet; leave it out.")
     if choices and value not in choices:
         raise ConfigError(f"{of.name} is {value!r}; give one of {', '.join(map(str, choices))}.")
-    if minimum is not None and not value >= minimum:
-        raise ConfigError(f"{of.name} is {value}; give at least {minimum}.")
+    if (minimum is not None and not value >= minimum) or (maximum is not None and not value <= maximum):
+        wanted = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+        raise ConfigError(f"{of.name} is {value}; give {wanted}.")
 
 
 def _has_type(kind: FieldType, value: Any) -> bool:

@@ -98,7 +98,7 @@ def test_a_conversation_finds_its_prefix_and_a_stopped_server_lets_answers_end()
 
 
 def test_a_replica_that_cannot_start_ends_all() -> None:
-    with pytest.raises(ConfigError, match="at most 64"):
+    with pytest.raises(ConfigError, match="give 1 to 64"):
         asyncio.run(AsyncLLM.start(executor="keyed-hash", data_parallel_size=65))
     with pytest.raises(ConfigError, match="max_model_len"):
         asyncio.run(AsyncLLM.start(executor="keyed-hash", data_parallel_size=2, max_model_len=1 << 30))

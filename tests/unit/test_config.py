@@ -36,7 +36,7 @@ CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig
         (CacheConfig, "gpu_memory_utilization", float("nan"), "give a share above 0 and up to 1"),
         (CacheConfig, "enable_prefix_caching", 1, "give true or false"),
         (SchedulerConfig, "max_num_seqs", 0, "give at least 1"),
-        (DeviceConfig, "pipeline_parallel_size", 17, "at most 16 stages; give fewer"),
+        (DeviceConfig, "pipeline_parallel_size", 17, "give 1 to 16"),
         (DeviceConfig, "overlap", 3, "give one of 0, 1, 2"),
         (DeviceConfig, "device_time", -0.1, "give at least 0.0"),
         (ServerConfig, "port", 70000, "give 0 to 65535"),

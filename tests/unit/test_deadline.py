@@ -154,14 +154,14 @@ def test_single_tokens_that_exceed_the_budget_alone_are_told_and_prompts_still_e
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"max_step_ms": 0.0}, "max_step_ms is 0.0; give at least 0.01"),
+        ({"max_step_ms": 0.0}, "max_step_ms is 0.0; give 0.01 to"),
         ({"max_step_ms": float("nan")}, "max_step_ms is nan"),
-        ({"max_step_ms": float("inf")}, "bounds nothing"),
+        ({"max_step_ms": float("inf")}, "max_step_ms is inf; give 0.01 to"),
         ({"max_step_ms": 50.0, "chunked_prefill": False}, "computed whole"),
         ({"max_step_ms": "soon"}, "give a number"),
         ({"ttft_target_ms": 0.0}, "ttft_target_ms is 0.0"),
         ({"tpot_target_ms": float("nan")}, "tpot_target_ms is nan"),
-        ({"tpot_target_ms": float("inf")}, "finite numbers"),
+        ({"tpot_target_ms": float("inf")}, "tpot_target_ms is inf; give 0.01 to"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(config: dict[str, object], said: str) -> None:
