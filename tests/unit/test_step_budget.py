@@ -16,13 +16,24 @@ from hypothesis import strategies as st
 
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.cost.calibrated import SHARES, Steadiness
-from headrace.cost.cost_model import EXCEED, MISJUDGED, MOST, Line, Steering, StepSpeed, Tail, load_of
+from headrace.cost.cost_model import (
+    EXCEED,
+    MISJUDGED,
+    MOST,
+    Line,
+    Steering,
+    StepSpeed,
+    Tail,
+    keys_of,
+    load_of,
+    pairs_of,
+)
 from headrace.observe.metrics import StepRecorder, kind_of
 from headrace.planner.devices import known_devices
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.workload.load import LoadRequest, arriving
 from headrace.request import StepPlan
-from headrace.scheduler.step_budget import LEAST_SHARE, NEAR, SLICE, StepMeter, keys_of, pairs_of
+from headrace.scheduler.step_budget import LEAST_SHARE, NEAR, SLICE, StepMeter
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 from tests.support.hash_engine import request
 from tests.support.modelled import machine

@@ -22,9 +22,9 @@ measuring, decisions, records (observe/metrics.py), numpy: the fit is on every s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from headrace.cost.links import Link, key_traffic_of, traffic_of
 from headrace.cost.popularity import share_of_rows, touched_experts
@@ -32,9 +32,6 @@ from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
 from headrace.sites import Role, Split, Weight, head, matrices, weights
 from headrace.spec import DecoderSpec, Held, KVSpec, MoESpec, PoolHead
-
-if TYPE_CHECKING:  # loaded by the first step that is priced: front ends count steps and price none
-    import numpy as np
 
 EXCEED = 0.01  # the share of steps that may take longer than the tail says
 PACE = 0.1  # by which one exceeding step moves the tail, relatively
@@ -263,20 +260,15 @@ def load_of(plan: StepPlan, windows: Sequence[int | None], saved: tuple[float, .
     if plan.counts.count(1) == rows:
         seen = tuple(_keys_of_tokens(plan.starts, window) for window in windows)
         return StepLoad(rows, len(plan.sample_work), seen, seen, seen, saved)
-    import numpy as np
+    import numpy as np  # not before a step is priced: front ends count steps and price none
 
-    count = np.array(plan.counts, dtype=np.float64)
-    end = np.array(plan.starts, dtype=np.float64) + count
-    single = end[count == 1.0]
+    start, count = np.array(plan.starts, dtype=np.float64), np.array(plan.counts, dtype=np.float64)
+    single = (start + count)[count == 1.0]
     pairs, keys, lone = [], [], []
     for window in windows:
         lone.append(float(single.sum() if window is None else np.minimum(single, window).sum()))
-        if window is None:
-            pairs.append(float(count @ end) - float(count @ (count - 1.0)) / 2)
-            keys.append(float(end.sum()))
-        else:
-            pairs.append(float((_triangle(end, window) - _triangle(end - count, window)).sum()))
-            keys.append(float(np.minimum(end, count + (window - 1)).sum()))
+        pairs.append(float(pairs_of(start, count, window, np.minimum).sum()))
+        keys.append(float(keys_of(start, count, window, np.minimum).sum()))
     return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys), tuple(lone), saved)
 
 
@@ -289,13 +281,40 @@ def _keys_of_tokens(starts: array[int], window: int | None) -> float:
     return float(np.minimum(np.asarray(starts) + 1, window).sum())
 
 
-def _triangle(positions: np.ndarray, window: int) -> np.ndarray:
-    """Σ_{p=1}^{n} min(p, window) for each n."""
-    import numpy as np
+def pairs_of(start: Any, count: Any, window: int | None, least: Callable[..., Any] = min) -> Any:
+    """Σ min(p + 1, window) over positions p = start … start + count - 1; ``least``: np.minimum for arrays of chunks."""
+    if window is None:
+        return count * (start + (count + 1) / 2)
+    return _triangle(start + count, window, least) - _triangle(start, window, least)
 
-    inside = np.minimum(positions, float(window))
-    total: np.ndarray = inside * (inside + 1.0) / 2 + (positions - inside) * window
-    return total
+
+def keys_of(start: Any, count: Any, window: int | None, least: Callable[..., Any] = min) -> Any:
+    """Keys that a chunk reads, each once; ``least`` likewise."""
+    return start + count if window is None else least(start + count, window + count - 1)
+
+
+def _triangle(length: Any, window: int, least: Callable[..., Any]) -> Any:
+    inside = least(length, window)
+    return inside * (inside + 1) / 2 + (length - inside) * window
+
+
+class Forecast(Protocol):
+    """What the cost model is to the scheduler. ``windows``: how far attention sees, by KV group (None: all).
+
+    Frozen: what is learnt later is the roster's ``speed``."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+    def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
+        """The least a step takes on this device. ``pairs`` of query and key, and ``keys`` read, of one layer by KV
+        group."""
+        ...
+
+    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
+        """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves
+        included."""
+        ...
 
 
 class CostModel:

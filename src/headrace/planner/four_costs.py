@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.cost.cards import REACHED_BANDWIDTH, REACHED_RATE
-from headrace.cost.cost_model import CostModel, StepLoad
+from headrace.cost.cost_model import CostModel, StepLoad, keys_of, pairs_of
 from headrace.cost.profile import DeviceProfile
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.planner.devices import Device
 from headrace.planner.pricing import Priced, decode_load
-from headrace.scheduler.step_budget import keys_of, pairs_of
 from headrace.sites import count_bytes
 from headrace.spec import ELEMENT_BYTES
 
@@ -144,7 +143,5 @@ def _chunk_seconds(priced: Priced, start: int, count: int) -> float:
 
 
 def _chunk(priced: Priced, start: int, count: int) -> StepLoad:
-    pairs = tuple(pairs_of(start, count, group.window) for group in priced.groups)
-    return StepLoad(
-        count, 1, pairs, tuple(keys_of(start, count, group.window) for group in priced.groups), (0.0,) * len(pairs)
-    )
+    pairs, keys = (tuple(of(start, count, group.window) for group in priced.groups) for of in (pairs_of, keys_of))
+    return StepLoad(count, 1, pairs, keys, (0.0,) * len(pairs))

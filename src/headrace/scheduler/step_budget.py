@@ -18,33 +18,13 @@ go (an input), numpy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from headrace.cost.cost_model import StepSpeed
+from headrace.cost.cost_model import Forecast, StepSpeed, keys_of, pairs_of
 
 LEAST_SHARE = 0.25  # of the budget: what a prompt gets beside tokens that fill it by themselves
 NEAR = 0.03  # of the room may stay empty: the search ends
 SLICE = 16  # tokens: of a second prompt, no less is worth a row of its own
 ROUNDS = 12
-
-
-class Forecast(Protocol):
-    """What the cost model is to the scheduler. ``windows``: how far attention sees, by KV group (None: all).
-
-    Frozen: what is learnt later is the roster's ``speed``."""
-
-    @property
-    def windows(self) -> tuple[int | None, ...]: ...
-
-    def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
-        """The least a step takes on this device. ``pairs`` of query and key, and ``keys`` read, of one layer by KV
-        group."""
-        ...
-
-    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves
-        included."""
-        ...
 
 
 class StepMeter:
@@ -129,20 +109,3 @@ def _keys_of_singles(starts: Sequence[int], window: int | None) -> float:
     """Keys that single tokens at these positions see, themselves included."""
     seen = float(sum(starts) + len(starts))
     return seen if window is None else float(sum(min(start + 1, window) for start in starts))
-
-
-def pairs_of(start: int, count: int, window: int | None) -> float:
-    """Σ min(p + 1, window) over positions p = start … start + count - 1."""
-    if window is None:
-        return count * (start + (count + 1) / 2)
-    return _triangle(start + count, window) - _triangle(start, window)
-
-
-def keys_of(start: int, count: int, window: int | None) -> float:
-    """Keys that a chunk reads, each once."""
-    return float(start + count if window is None else min(start + count, window + count - 1))
-
-
-def _triangle(length: int, window: int) -> float:
-    inside = min(length, window)
-    return inside * (inside + 1) / 2 + (length - inside) * window

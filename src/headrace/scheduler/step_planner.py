@@ -26,12 +26,13 @@ from typing import Literal
 from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
+from headrace.cost.cost_model import Forecast
 from headrace.request import SequenceStatus
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import Policy
 from headrace.scheduler.roster import Roster, Sequence
-from headrace.scheduler.step_budget import Forecast, StepMeter
+from headrace.scheduler.step_budget import StepMeter
 from headrace.speculative.length import Speculation
 
 

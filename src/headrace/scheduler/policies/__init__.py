@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from headrace.config import SchedulerConfig
+from headrace.cost.cost_model import Forecast
 from headrace.errors import ConfigError
 from headrace.scheduler.policies.deadline import Deadline
 from headrace.scheduler.policies.fair import Fair
 from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Policy, Priority, Refusal
 from headrace.scheduler.policies.qoe import QualityOfExperience
 from headrace.scheduler.policies.shortest_remaining import History, MaxTokens, ShortestRemaining
-from headrace.scheduler.step_budget import Forecast
 
 Create = Callable[[SchedulerConfig, Forecast | None], Policy]
 

@@ -30,12 +30,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headrace.cost.cost_model import StepSpeed, Tail
+from headrace.cost.cost_model import Forecast, StepSpeed, Tail
 from headrace.errors import ConfigError
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal
 from headrace.scheduler.roster import Roster, Sequence
-from headrace.scheduler.step_budget import Forecast, StepMeter
+from headrace.scheduler.step_budget import StepMeter
 
 # --- what a request would meet
 
