@@ -21,7 +21,7 @@ import headrace.kernels as registry
 from headrace.kernels.candidate import Candidate
 from headrace.kernels.linear import reference
 from headrace.kernels.linear.around import MOST_ROWS
-from headrace.kernels.moe.reference import FEW, fused_moe
+from headrace.kernels.moe.reference import fused_moe
 from headrace.models.decoder import Decoder
 from headrace.spec import NormKind
 from tests.support import tiny
@@ -102,8 +102,7 @@ def test_chunks_and_decode_steps_mixed(case: Case) -> None:
 def test_few_rows_through_products_that_take_in_what_stands_around_them(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, by the twins: up to 64 tokens (4 where there are experts) one way and more the other, over one
-    cache."""
+    """As on a GPU, by the twins: up to 64 tokens one way and more the other, over one cache."""
     rows: list[int] = []
 
     def counted(weight: Tensor, bias: Tensor | None) -> Callable[..., Any]:
@@ -127,8 +126,7 @@ def test_few_rows_through_products_that_take_in_what_stands_around_them(
         and not spec.sandwich_norm
         and len({layer.moe is None for layer in spec.layers}) == 1
     )
-    most = MOST_ROWS if all(layer.moe is None for layer in spec.layers) else FEW
-    assert bool(rows) == fuses and max(rows, default=0) <= most
+    assert bool(rows) == fuses and max(rows, default=0) <= MOST_ROWS
     assert_last_rows(decoder, case)
 
 

@@ -89,12 +89,15 @@ def test_a_few_tokens_take_two_launches_that_round_as_the_format_says(
             assert torch.equal(back.view_as(inputs), rounded_again(inputs, form.eight))
 
 
+@pytest.mark.parametrize("tokens", [2, 6])
 @pytest.mark.parametrize("form", FEW[:2], ids=lambda each: each.label)
-def test_a_few_tokens_with_what_stands_around_them_equal_the_twin(form: Format) -> None:
+def test_few_tokens_with_what_stands_around_them_equal_the_twin(form: Format, tokens: int) -> None:
     torch.manual_seed(5)
     pieces = [random_piece(form, *shape, copies=4) for shape in ((256, 128), (128, 128))]
-    x, router = torch.randn(2, 128).bfloat16(), torch.randn(2, 4).bfloat16()
-    around = Around(torch.rand(7, 2) * 99, 1e-5, None, torch.randn(2, 128).bfloat16(), torch.rand(128).bfloat16())
+    x, router = torch.randn(tokens, 128).bfloat16(), torch.randn(tokens, 4).bfloat16()
+    around = Around(
+        torch.rand(7, tokens) * 99, 1e-5, None, torch.randn(tokens, 128).bfloat16(), torch.rand(128).bfloat16()
+    )
     arguments = (x, router, pieces[:1], pieces[1:], 2, True, Activation.SILU, around)
     want = fused_moe(*arguments, apply=packed_moe)
     codings, eights = (tuple(getattr(each.form, name) for each in pieces) for name in ("rounded_coding", "eight"))

@@ -33,6 +33,8 @@ from headrace.kernels.lora import triton_joint as joint
 from headrace.kernels.lora import triton_lora as lora
 from headrace.kernels.moe import triton_coded_few as moe
 from headrace.kernels.moe import triton_few as few
+from headrace.kernels.moe import triton_moe as grouped
+from headrace.kernels.moe import triton_routing as routing
 from headrace.kernels.moe.triton_coded import CodedMoe
 from headrace.kernels.moe.triton_moe import Moe
 from headrace.kernels.norm import triton_norm as norm
@@ -90,7 +92,23 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setattr(Builder, "create_masked_load", noted("load", load, 0, 1))
     monkeypatch.setattr(Builder, "create_masked_store", noted("store", store, 0, 2))
     monkeypatch.setattr(Builder, "create_atomic_rmw", noted("atomic", atomic, 1, 3))
-    for module in (codes, eight_bits, embedding, few, flat, joint, lora, moe, norm, rotary, rounding, rows, sampling):
+    for module in (
+        codes,
+        eight_bits,
+        embedding,
+        few,
+        flat,
+        grouped,
+        routing,
+        joint,
+        lora,
+        moe,
+        norm,
+        rotary,
+        rounding,
+        rows,
+        sampling,
+    ):
         monkeypatch.setattr(sys.modules[module.__name__], "gdc_wait", told.wait)
     return told
 
@@ -216,6 +234,9 @@ def test_experts_of_few_tokens_guess_ids_before_they_wait_and_read_them_again(
     plain = torch.randn(3, 256, 128).bfloat16(), torch.randn(3, 128, 128).bfloat16()
     Moe(False, pdl=True).fused(x, logits, *plain, 2, True, Activation.SILU, around)
     assert programs.early["load"]
+    more, squares = torch.randn(2, 9, 128).bfloat16(), torch.rand(3, 9)
+    around = Around(squares, 1e-5, None, more[0], torch.rand(128).bfloat16())
+    Moe(False, pdl=True).fused(more[1], torch.randn(9, 3).bfloat16(), *plain, 2, True, Activation.SILU, around)
     assert_in_order(programs, [each for each in made if each.dtype == torch.int32])
 
 
@@ -250,6 +271,7 @@ def test_no_other_kernel_begins_early() -> None:
         "triton_few",
         "triton_joint",
         "triton_lora",
+        "triton_moe",
         "triton_norm",
         "triton_pick",
         "triton_rotary",

@@ -122,7 +122,7 @@ def experts(name: str, coding: Coding, eight: EightBits | None) -> dict[str, dic
     around = Around(torch.zeros(512, 1), 1e-6, None, x, x[0])
     found = record(
         triton_coded_few, ("_expand_coded_few_kernel", "_contract_coded_few_kernel"),
-        lambda: moe.computed_few(x, x[:, :8], up, down, 8, True, Activation.SILU, None, around),
+        lambda: moe.computed_around(x, x[:, :8], up, down, 8, True, Activation.SILU, None, around),
     )  # fmt: skip
     return {f"{name}, few, {kernel.split('_')[1]}": figures for kernel, figures in found.items()}
 

@@ -177,8 +177,7 @@ class Linear(nn.Module):
         if self._composed and site.split is Split.ROW and not self._context.sparse:
             self._added = _made(kernels.offer(ADDED_LINEAR, facts), *operands)
         # ranks' sums leave norms half done for fewer rows than a fused product takes, and what is left comes here
-        few = self._context.group is None and not self._context.sparse  # nor do all of few rows of a sparse model
-        fused = self._fused is not None and (few or site.gated)
+        fused = self._fused is not None and (self._context.group is None or site.gated)
         self._apply_weight = kernels.choose(LINEAR, replace(facts, fused=fused))(*operands)
         self.weight_bytes = getattr(self._apply_weight, "num_bytes", held)
 
@@ -224,6 +223,11 @@ class Linear(nn.Module):
             at += part.nbytes
         scales = [piece.tensors[0]["scale"].float().reshape(-1).expand(piece.outs) for piece in pieces]
         return parts[0].as_strided((self.site.outs, self.site.ins), (self.site.ins, 1)), torch.cat(scales)
+
+    def stand_apart(self) -> None:
+        """It takes in nothing of what stands around it. Before ``finish_loading``."""
+        self._composed = self._gates = False
+        self._context = replace(self._context, composes=False)
 
     def watch(self, see: Callable[[Tensor], None]) -> None:
         """From now on ``see`` is shown all inputs, [..., in], and the product is computed by itself. After

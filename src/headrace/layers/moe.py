@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from headrace.kernels.candidate import ExpertFacts
 from headrace.kernels.linear.around import Around, Fused
-from headrace.kernels.moe.reference import FEW
 from headrace.kernels.operations import FUSED_MOE, MOE, PACKED_MOE
 from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.linear import Linear, Norm, Stream
@@ -48,7 +47,7 @@ class SparseFeedForward(nn.Module):
         facts = ExpertFacts(context.dtype, moe.num_experts, moe.top_k, formats, codings, eights, rounded, held)
         kernels = context.kernels
         self._moe: Callable[..., Tensor] = kernels.choose(PACKED_MOE, facts) if formats else kernels.choose(MOE, facts)
-        # of a few tokens, with all that stands around
+        # of few tokens, with all that stands around
         self._fused: Callable[..., Fused] | None = kernels.offer(FUSED_MOE, facts) if context.composes else None
 
     def finish_loading(self) -> None:
@@ -82,7 +81,7 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
         """Norm, this, and onto the stream. ``following``: the norm behind it."""
-        if self._fused is not None and stream.scaled is not None and len(stream.scaled) <= FEW:
+        if self._fused is not None and stream.scaled is not None:
             x, around = stream.scaled, Around(stream.squares, norm.eps, None, stream.sum, following.scale)
             chosen, spec = self.router.normed(stream, norm), self._spec
             given = x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation

@@ -18,7 +18,6 @@ from headrace.kernels import Kernels
 from headrace.kernels.candidate import EightBits, StepFacts
 from headrace.kernels.inputs import AdapterRows, ForwardInputs, LayerStep, Wanted
 from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
-from headrace.kernels.moe.reference import FEW
 from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
 from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
 from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, RMSNorm, attention_alone, in_order
@@ -159,15 +158,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             Block(spec, index, cos_sin, context) if index in held else nn.Identity() for index in range(spec.num_layers)
         )
+        if any(not each.takes_norms for each in self.modules() if isinstance(each, SparseFeedForward)):
+            for each in self.layers.modules():
+                if isinstance(each, Linear):
+                    each.stand_apart()
         self.norm = _norm(spec, context)
         self.head = _head(spec, context, self.embedding) if self.answers else None
         self.pooler = None if spec.pooling is None else Pooler(spec, context)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
-        sparse = any(layer.moe is not None for layer in spec.layers)
-        self._most_rows = (
-            FEW if sparse else MOST_ROWS if group is None else min(MOST_ROWS, group.most_onto(spec.hidden_size, dtype))
-        )
+        self._most_rows = MOST_ROWS if group is None else min(MOST_ROWS, group.most_onto(spec.hidden_size, dtype))
         self._eight = _rows_in_fp8(spec)
         self._make_step = (
             kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv, self._eight), reported=True)
@@ -198,8 +198,7 @@ class Decoder(nn.Module):
         if self._make_step is not None and self._eight is not None:
             self._step = self._step_in_rows(table, head)
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
-        experts = [module for module in self.layers.modules() if isinstance(module, SparseFeedForward)]
-        self._takes_norms = all(each.takes_norms for each in (*linears, *experts))
+        self._takes_norms = all(each.takes_norms for each in linears)
         self._takes_sums = all(each.takes_sums for each in linears)
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], hidden: Tensor | None = None) -> Tensor:

@@ -20,13 +20,13 @@ from headrace.kernels.build.native import ACTIVATIONS, TYPES, function_of, nativ
 from headrace.kernels.build.rehearsals import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes, rows_of
 from headrace.kernels.linear import panels
-from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.candidates import INTEGER, INTEGERS
 from headrace.kernels.linear.native import FEW_ROWS, linear_of_many_rows
 from headrace.kernels.linear.packing import empty
 from headrace.kernels.moe import reference
 from headrace.sites import matrices
-from headrace.spec import Activation
+from headrace.spec import Activation, MoESpec
 
 _SPARSE = Struct("@2i5q5P2q2iP2q")  # the argument struct of the C file, field for field: i int, q int64, P pointer
 
@@ -79,15 +79,22 @@ def _places(site: CallSite[ExpertFacts]) -> Tensor | None:
     return None if site.facts.held is None else site.zeros(1, site.facts.num_experts, dtype=torch.int32)
 
 
-def _around(site: CallSite[ExpertFacts], sizes: Sizes) -> Around:
+def _around(site: CallSite[ExpertFacts], sizes: Sizes, tokens: int) -> Around:
     hidden, scale = sizes.spec.hidden_size, torch.float32 if sizes.spec.norm_offset else None
-    squares = site.zeros(1, TOKENS, dtype=torch.float32)
-    return Around(squares, 1.0, None, site.zeros(TOKENS, hidden), site.zeros(hidden, dtype=scale))
+    squares = site.zeros(1, tokens, dtype=torch.float32)
+    return Around(squares, 1.0, None, site.zeros(tokens, hidden), site.zeros(hidden, dtype=scale))
+
+
+def _counts(moe: MoESpec, pairs: tuple[int, ...], *, fused: bool) -> tuple[int, ...]:
+    """A few tokens, and what makes so many ``pairs`` an expert; with what stands around them, no more than take it in."""
+    if fused:
+        return TOKENS, reference.FEW + 1, MOST_ROWS
+    return (TOKENS, *(each * moe.num_experts // moe.top_k for each in pairs))
 
 
 def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes, *, fused: bool = False) -> Calls:
-    """A few tokens, then (unless with what stands around them) 4, 16 and 64 pairs an expert: what tiles are chosen by.
-    Routing all to the same experts changes no launch."""
+    """A few tokens, then 4, 16 and 64 pairs an expert: what tiles are chosen by. Routing all to the same experts
+    changes no launch."""
     spec = sizes.spec
     up, down = [each for each in matrices(spec) if each.moe is not None][:2]
     moe = up.moe
@@ -99,10 +106,10 @@ def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes, *, fused: bool 
 
     def compute(tokens: int) -> object:
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
-        last = _around(site, sizes) if fused else places
+        last = _around(site, sizes, tokens) if fused else places
         return run(x, router, gate_up, narrow, moe.top_k, moe.renormalize, spec.activation, last)
 
-    for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (() if fused else (4, 16, 64)))):
+    for tokens in _counts(moe, (4, 16, 64), fused=fused):
         yield f"{tokens} tokens", partial(compute, min(tokens, sizes.max_num_batched_tokens))
 
 
@@ -140,9 +147,9 @@ def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes, *, fused:
         )
         x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
         given = x, router, wide, narrow, moe.top_k, moe.renormalize, spec.activation, _places(site)
-        return run.__self__.computed_few(*given, _around(site, sizes)) if fused else run.computed(*given)
+        return run.__self__.computed_around(*given, _around(site, sizes, tokens)) if fused else run.computed(*given)
 
-    for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (() if fused else (4, 8, 32)))):
+    for tokens in _counts(moe, (4, 8, 32), fused=fused):
         yield (
             f"{codings[0]}, {codings[-1]}, {tokens} tokens",
             partial(compute, min(tokens, sizes.max_num_batched_tokens)),
@@ -150,7 +157,7 @@ def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes, *, fused:
 
 
 def _few(site: CallSite[ExpertFacts], *, coded: bool) -> str | None:
-    """What is not served of a few tokens with all that stands around their experts."""
+    """What is not served of few tokens with all that stands around their experts."""
     if coded != bool(site.facts.formats):
         return f"multiplies by experts {'in a format' if coded else 'as they are computed with'}"
     return _uncoded(site) if coded else _refuses(site)

@@ -76,7 +76,7 @@ def fused_moe(
     *,
     apply: Callable[..., Tensor] = moe,
 ) -> Fused:
-    """``apply`` (``moe``, or ``packed_moe``) behind a norm that is half done, onto the stream, for up to FEW tokens:
+    """``apply`` (``moe``, or ``packed_moe``) behind a norm that is half done, onto the stream, for few tokens:
     ``x`` [T, H] is divided by the root of the mean of ``around.squares``, and what follows is as of ``fused_linear``."""
     assert around.squares is not None and around.residual is not None and around.scale is not None
     rstd = torch.rsqrt(around.squares.sum(0) / x.shape[1] + around.eps).unsqueeze(1)

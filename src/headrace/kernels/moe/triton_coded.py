@@ -34,9 +34,9 @@ from headrace.spec import Activation
 
 @launchable(do_not_specialize=["room", "steps", "tiles"])
 def _expand_coded_kernel(
-    x_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, inner_ptr, counts_ptr, listed_ptr, x_row, room, steps, tiles,
-    CODING: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    x_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, inner_ptr, counts_ptr, listed_ptr, rstd_ptr, x_row, room, steps, tiles,
+    NORMED: tl.constexpr, CODING: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Gate and up take turns, ``tiles`` blocks of 64 rows of them an expert."""
     across: tl.constexpr = (INNER + BLOCKS * 32 - 1) // (BLOCKS * 32)
@@ -52,6 +52,9 @@ def _expand_coded_kernel(
             factor, block * steps * CODING[BLOCK_BYTES], 0, steps, steps, HIDDEN, CODING, False, BLOCKS, BLOCK_M,
         )  # fmt: skip
         gate, up = _split(total, BLOCKS, BLOCK_M)
+        if NORMED:
+            rstd = tl.load(rstd_ptr + pair // TOP_K, mask=there, other=0.0)[None, :]
+            gate, up = gate * rstd, up * rstd
         kind = inner_ptr.dtype.element_ty
         y = (act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)).to(kind)
         column = strip * (BLOCKS * 32) + tl.arange(0, BLOCKS * 32)
@@ -134,11 +137,11 @@ def _packed_singly(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: boo
     )
 
 
-def rounded_again(x: Tensor, eight: EightBits | None) -> Tensor:
-    """Rows as the format computes with them: in 8 bits, and back."""
+def rounded_again(x: Tensor, eight: EightBits | None, around: Around = ALONE) -> Tensor:
+    """Rows as the format computes with them: in 8 bits, and back. Of a norm half done (``around``): behind it."""
     if eight is None:
         return x
-    codes, scale = Rounding(eight).rows(x)
+    codes, scale = Rounding(eight).rows(x, around.squares, around.eps)
     return (codes.to(torch.float32).view(*scale.shape, -1) * scale.unsqueeze(-1)).view(x.shape).to(x.dtype)
 
 
@@ -166,46 +169,42 @@ class CodedMoe:
         self, x: Tensor, router_logits: Tensor, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix], top_k: int, renormalize: bool,
         kind: Activation, around: Around,
     ) -> Fused:  # fmt: skip
-        """As its twin, for 1 to FEW tokens; rows one behind the other."""
-        return self.computed_few(x, router_logits, *self._laid(gate_up, down), top_k, renormalize, kind, None, around)
+        """As its twin; rows one behind the other."""
+        return self.computed_around(
+            x, router_logits, *self._laid(gate_up, down), top_k, renormalize, kind, None, around
+        )
 
     def _laid(self, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix]) -> tuple[Packed, Packed]:
         first, last = self.facts.rounded[0], self.facts.rounded[-1]
         assert first is not None and last is not None, "asked only where there are some"
         return lay(list(gate_up), first, gated=True), lay(list(down), last, gated=False)
 
-    def computed_few(
-        self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation,
-        places: Tensor | None = None, around: Around = ALONE,
-    ) -> Fused:  # fmt: skip
-        held, eights = self._held, (self.facts.eights[0], self.facts.eights[-1])
-        up, down = _all(up, held), _all(down, held)
-        return coded_few(
-            x, logits, up, down, top_k, renormalize, kind, places, eights, held, self.empty, around, pdl=self.pdl
-        )
-
-    @property
-    def _held(self) -> int:
-        return self.facts.num_experts if self.facts.held is None else self.facts.held
-
     def computed(
         self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation,
         places: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """``up``, ``down``: the first expert's, behind which the others lie."""
-        (tokens, hidden), inner, device = x.shape, down.ins, x.device
-        experts = self._held
-        if not tokens:
+        if not len(x):
             return torch.empty_like(x)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        if tokens <= FEW:
-            return self.computed_few(x, logits, up, down, top_k, renormalize, kind, places)[0]
+        return self.computed_around(x, logits, up, down, top_k, renormalize, kind, places)[0]
+
+    def computed_around(
+        self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation,
+        places: Tensor | None = None, around: Around = ALONE,
+    ) -> Fused:  # fmt: skip
+        (tokens, hidden), inner, device = x.shape, down.ins, x.device
+        experts = self.facts.num_experts if self.facts.held is None else self.facts.held
         up, down = _all(up, experts), _all(down, experts)
-        first, second = self.facts.eights[0], self.facts.eights[-1]
-        out = self.empty((tokens, hidden), x.dtype, device)
+        first, second = eights = self.facts.eights[0], self.facts.eights[-1]
+        if tokens <= FEW:
+            return coded_few(
+                x, logits, up, down, top_k, renormalize, kind, places, eights, experts, self.empty, around, pdl=self.pdl
+            )  # fmt: skip
+        pdl = self.pdl and around.squares is not None  # of few rows
         expanded = self.empty((tokens, top_k, inner), x.dtype, device)
         contracted = self.empty((tokens, top_k, hidden), x.dtype, device)
-        weights, counts, listed = _routed(logits, top_k, renormalize, places, experts)
+        weights, counts, listed, rstd = _routed(logits, top_k, renormalize, places, experts, around, hidden, pdl=pdl)
         pairs = tokens * top_k
         rows = next(rows for mean, rows in _TILES if pairs <= mean * self.facts.num_experts)
         named: dict[str, Any] = {
@@ -215,17 +214,18 @@ class CodedMoe:
             "INNER": inner,
         }
         named |= {"BLOCK_M": rows, "BLOCKS": _BLOCKS, "num_warps": 4, "num_stages": 3}
-        x = rounded_again(x.contiguous(), first)
+        normed = around.squares is not None and first is None  # else by who rounds
+        x = rounded_again(x.contiguous(), first, around)
         _expand_coded_kernel[_grid(pairs, experts, rows, triton.cdiv(inner, _BLOCKS * ROWS // 2))](
-            x, *views(up), table_of(up), expanded, counts, listed, x.stride(0), tokens, up.blocks.shape[1], len(up.blocks) // experts,
-            **constants(up.coding), TOP_K=top_k, KIND=KINDS[kind], **named,
+            x, *views(up), table_of(up), expanded, counts, listed, rstd, x.stride(0), tokens, up.blocks.shape[1], len(up.blocks) // experts,
+            NORMED=normed, **constants(up.coding), TOP_K=top_k, KIND=KINDS[kind], **named,
         )  # fmt: skip
         expanded = rounded_again(expanded.view(pairs, inner), second)
         _contract_coded_kernel[_grid(pairs, experts, rows, triton.cdiv(hidden, _BLOCKS * ROWS))](
             expanded, *views(down), table_of(down), contracted, counts, listed, tokens, down.blocks.shape[1], len(down.blocks) // experts,
             **constants(down.coding), **named,
         )  # fmt: skip
-        return _combined(contracted, weights, out)
+        return _combined(contracted, weights, self.empty, around, pdl=pdl)
 
 
 def _all(packed: Packed, experts: int) -> Packed:

@@ -32,9 +32,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.build.launch import launchable
+from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import CallSite, Empty, ExpertFacts, plainly_empty
-from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.around import ALONE, Around, Fused
+from headrace.kernels.linear.triton_ends import Ends, _finish, ends_of
 from headrace.kernels.moe.reference import FEW
 from headrace.kernels.moe.triton_few import moe_few
 from headrace.kernels.moe.triton_routing import _route_kernel
@@ -82,8 +83,9 @@ def _takes(left, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, HALVINGS: tl.cons
 
 @launchable(do_not_specialize=["room"])
 def _expand_kernel(
-    x_ptr, weight_ptr, weight_map, inner_ptr, counts_ptr, listed_ptr, x_row, room, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr,
+    x_ptr, weight_ptr, weight_map, inner_ptr, counts_ptr, listed_ptr, rstd_ptr, x_row, room,
+    NORMED: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr,
     HALVINGS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -106,6 +108,9 @@ def _expand_kernel(
                     gate = tl.dot(weight, tl.trans(x), gate, input_precision="ieee")
                     weight = _weights(weight_map, weight_ptr, row + INNER, k, column < INNER, HIDDEN, BULK, BLOCK_K)
                     up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
+                if NORMED:
+                    rstd = tl.load(rstd_ptr + pair // TOP_K, mask=place < count, other=0.0)[None, :]
+                    gate, up = gate * rstd, up * rstd
                 kind = inner_ptr.dtype.element_ty
                 y = (act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)).to(kind)
                 at = inner_ptr + (before + place)[:, None] * INNER + column[None, :]
@@ -146,11 +151,13 @@ def _contract_kernel(
         gdc_launch_dependents()
 
 
-@launchable()
+@launchable(do_not_specialize=["tokens"])
 def _combine_kernel(
-    pairs_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pairs_ptr, weights_ptr, squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, tokens,
+    AROUND: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    token, column = row.to(tl.int64), tile * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
     total = tl.zeros((BLOCK,), tl.float32)
@@ -159,7 +166,9 @@ def _combine_kernel(
         mine = column < tl.where(share == -1.0, 0, HIDDEN)  # -1: another rank's pair, which nothing was written of
         x = tl.load(pairs_ptr + (token * TOP_K + choice) * HIDDEN + column, mask=mine, other=0.0).to(tl.float32)
         total += x * share
-    tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
+    y = total[:, None]
+    ends = Ends(squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr)
+    _finish(y, y, y, tile, column, row + tl.arange(0, 1), ends, 0, tokens, HIDDEN, HIDDEN, 0.0, AROUND)
     if PDL:
         gdc_launch_dependents()
 
@@ -226,10 +235,12 @@ class Moe:
     def fused(
         self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation, around: Around,
     ) -> Fused:  # fmt: skip
-        """As its twin, for 1 to FEW tokens; rows one behind the other."""
-        return moe_few(
-            x, router_logits, gate_up, down, top_k, renormalize, kind, None, self.empty, around, pdl=self.pdl
-        )
+        """As its twin; rows one behind the other."""
+        given = x, router_logits, gate_up, down, top_k, renormalize, kind
+        if len(x) <= FEW:
+            return moe_few(*given, None, self.empty, around, pdl=self.pdl)
+        tiles = tiles_for(x.dtype, len(x) * top_k, router_logits.shape[1], invariant=False)
+        return moe_grouped(*given, tiles, self.bulk, None, self.empty, around, pdl=self.pdl)
 
     def __call__(
         self,
@@ -250,9 +261,8 @@ class Moe:
             few = x, router_logits, gate_up, down, top_k, renormalize, kind, places, self.empty
             return moe_few(*few, pdl=self.pdl)[0]
         tiles = tiles_for(x.dtype, x.shape[0] * top_k, router_logits.shape[1], invariant=self.invariant)
-        return moe_grouped(
-            x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk, places, self.empty
-        )
+        given = x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk, places, self.empty
+        return moe_grouped(*given)[0]
 
 
 def moe_grouped(
@@ -267,33 +277,41 @@ def moe_grouped(
     bulk: bool,
     places: Tensor | None = None,
     empty: Empty = plainly_empty,
-) -> Tensor:
-    """As ``Moe``, with these tiles."""
+    around: Around = ALONE,
+    *,
+    pdl: bool = False,
+) -> Fused:
+    """As ``Moe``, with these tiles; with ``around``, as reference.py has it."""
     (tokens, hidden), (num_experts, _, inner), device = x.shape, down.shape, x.device
-    out = empty((tokens, hidden), x.dtype, device)
     expanded = empty((tokens, top_k, inner), x.dtype, device)
     contracted = empty((tokens, top_k, hidden), x.dtype, device)
-    weights, counts, listed = _routed(router_logits, top_k, renormalize, places, num_experts)
+    weights, counts, listed, rstd = _routed(
+        router_logits, top_k, renormalize, places, num_experts, around, hidden, pdl=pdl
+    )
     map_, product = _product(gate_up, tiles.expand, bulk)
     _expand_kernel[_grid(tokens * top_k, num_experts, tiles.expand.rows, triton.cdiv(inner, tiles.expand.columns))](
-        x, gate_up, map_, expanded, counts, listed, x.stride(0), tokens, TOP_K=top_k, HIDDEN=hidden, INNER=inner, KIND=KINDS[kind], PDL=False,
-        **product,
+        x, gate_up, map_, expanded, counts, listed, rstd, x.stride(0), tokens, NORMED=around.squares is not None, TOP_K=top_k, HIDDEN=hidden,
+        INNER=inner, KIND=KINDS[kind], PDL=pdl, **product, **dependent(pdl),
     )  # fmt: skip
     map_, product = _product(down, tiles.contract, bulk)
     _contract_kernel[
         _grid(tokens * top_k, num_experts, tiles.contract.rows, triton.cdiv(hidden, tiles.contract.columns))
-    ](expanded, down, map_, contracted, counts, listed, tokens, HIDDEN=hidden, INNER=inner, PDL=False, **product)
-    return _combined(contracted, weights, out)
+    ](
+        expanded, down, map_, contracted, counts, listed, tokens, HIDDEN=hidden, INNER=inner, PDL=pdl, **product, **dependent(pdl)
+    )  # fmt: skip
+    return _combined(contracted, weights, empty, around, pdl=pdl)
 
 
-def _combined(contracted: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """``out`` [T, H]: the weighted sum of each token's experts, ``contracted`` [T, top_k, H]."""
+def _combined(contracted: Tensor, weights: Tensor, empty: Empty, around: Around = ALONE, *, pdl: bool = False) -> Fused:
+    """The weighted sum of each token's experts, ``contracted`` [T, top_k, H], and what follows it."""
     tokens, top_k, hidden = contracted.shape
     block = min(1024, triton.next_power_of_2(hidden))
-    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        contracted, weights, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=False, num_warps=4
-    )
-    return out
+    y, tiles = empty((tokens, hidden), contracted.dtype, contracted.device), triton.cdiv(hidden, block)
+    found, ends, _, made = ends_of(around, None, y, tiles, empty, 0)
+    _combine_kernel[(tokens, tiles)](
+        contracted, weights, *ends, tokens, AROUND=made, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=pdl, num_warps=4, **dependent(pdl)
+    )  # fmt: skip
+    return found
 
 
 def _grid(pairs: int, experts: int, rows: int, across: int) -> tuple[int]:
@@ -322,21 +340,27 @@ def _product(weight: Tensor, tile: Tile, bulk: bool) -> tuple[Any, dict[str, Any
 
 
 def _routed(
-    router_logits: Tensor, top_k: int, renormalize: bool, places: Tensor | None = None, held: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [T, top_k]; how many pairs each of the ``held`` experts has (None: of all); which ones [held, T], in any order."""
+    router_logits: Tensor, top_k: int, renormalize: bool, places: Tensor | None = None, held: int | None = None,
+    around: Around = ALONE, hidden: int = 1, *, pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Weights [T, top_k]; how many pairs each of the ``held`` experts has (None: of all); which ones [held, T], in any
+    order; of a norm half done, what rows of ``hidden`` values are multiplied by, [T]."""
     (tokens, num_experts), device = router_logits.shape, router_logits.device
     held = held or num_experts
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     counts = torch.zeros(held, dtype=torch.int32, device=device)
     listed = torch.empty((held, tokens), dtype=torch.int32, device=device)
     table, turns = (counts, 1) if places is None else (places, len(places))
+    normed = around.squares is not None
+    squares = weights if around.squares is None else around.squares
+    rstd = torch.empty(tokens, dtype=torch.float32, device=device) if normed else weights
     _route_kernel[(tokens,)](
-        router_logits, weights, counts, listed, table, router_logits.stride(0), tokens, turns, EXPERTS=num_experts,
+        router_logits, weights, counts, listed, table, squares, rstd, router_logits.stride(0), tokens, turns, tokens, len(squares), around.eps,
+        NORMED=normed, HIDDEN=hidden, EXPERTS=num_experts,
         BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
-        PLACED=places is not None, PDL=False, num_warps=1 if num_experts <= 256 else 4,
+        PLACED=places is not None, PDL=pdl, num_warps=1 if num_experts <= 256 else 4, **dependent(pdl),
     )  # fmt: skip
-    return weights, counts, listed
+    return weights, counts, listed, rstd
 
 
 create_moe = Moe.at

@@ -75,16 +75,18 @@ def bring_nearer(at, BYTES: tl.constexpr):
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@launchable(do_not_specialize=["room", "turns"])
+@launchable(do_not_specialize=["room", "turns", "tokens", "pieces"])
 def _route_kernel(
-    logits_ptr, weights_ptr, counts_ptr, listed_ptr, places_ptr, row_stride, room, turns,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
+    logits_ptr, weights_ptr, counts_ptr, listed_ptr, places_ptr, squares_ptr, rstd_ptr, row_stride, room, turns, tokens, pieces, eps,
+    NORMED: tl.constexpr, HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr, RENORMALIZE: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weight of a pair that is another rank's is -1."""
+    """The weight of a pair that is another rank's is -1. NORMED: what the token's row is multiplied by, too."""
     token, choice = tl.program_id(0), tl.arange(0, BLOCK_K)
     if PDL:
         gdc_wait()
+    if NORMED:
+        tl.store(rstd_ptr + token, rstd_of(squares_ptr, token, tokens, pieces, eps, HIDDEN))
     order = order_of(logits_ptr + token.to(tl.int64) * row_stride, EXPERTS, BLOCK_E)
     weights, chosen = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.int32)
     for place in tl.static_range(TOP_K):
