@@ -18,6 +18,7 @@ from headrace.engine.assembly import Engine
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
+from headrace.kernels.build import ahead as ahead_module
 from headrace.kernels.build.ahead import CompileAhead
 from headrace.kernels.build.later import Ended, Later, Missing
 from headrace.kernels.candidate import Candidate, Sizes
@@ -62,10 +63,10 @@ class Workshop:
         return name, Later(lambda: self.said.append(f"called {name}"), find, build)
 
     def start(
-        self, *rehearsals: tuple[str, Any], threads: int = 2, later: bool = True, strict: bool = False
+        self, *rehearsals: tuple[str, Any], threads: int = 2, strict: bool = False, **more: Any
     ) -> CompileAhead[None]:
         candidate = Candidate("kernel", lambda site: lambda *_: None, rehearse=lambda *_: rehearsals)
-        self.ahead = CompileAhead(lambda: None, strict=strict, threads=threads, later=later)
+        self.ahead = CompileAhead(lambda: None, strict=strict, threads=threads, **{"later": True, **more})
         registry.OPERATIONS = carried_out("rms_norm", candidate)  # type: ignore[misc]
         kernels = Kernels(CPU)
         kernels.choose(*called("rms_norm", dtype=torch.float32))
@@ -117,6 +118,22 @@ def test_without_processes_that_compile_they_are_rehearsals_as_any(shop: Worksho
     ahead = shop.start(shop.later("shared"), later=False)
     ahead.finish()
     assert shop.said == ["called shared"] and ahead.coming == ()
+    ahead.close()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_another_process_is_long_at_is_waited_for(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Of four the second and the last are this one's; what the other has is looked for behind them."""
+    monkeypatch.setattr(ahead_module, "_EXPECTED", 5.0 if comes else 0.1)
+    rehearsals = shop.later("shared"), shop.plain("one"), shop.plain("two"), shop.later("plan")
+    ahead = shop.start(*rehearsals, threads=1, later=False, share=(1, 2))
+    while len(shop.said) < 3:
+        time.sleep(0.001)
+    shop.kept = {"shared"} if comes else set()
+    ahead.finish()
+    assert shop.said == ["one", "called plan", "two", "found shared" if comes else "called shared"]
     ahead.close()
 
 

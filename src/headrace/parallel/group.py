@@ -104,8 +104,8 @@ class Peers:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Its place among those that compute the same layers, and how many they are."""
-        return next(((each.rank, each.size) for each in self.groups), (0, 1))
+        """Its place among those of one host that compute the same layers, and how many they are."""
+        return next(((each.rank, each.size) for each in self.groups if self.near), (0, 1))
 
     @property
     def meetings(self) -> int:

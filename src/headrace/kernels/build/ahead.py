@@ -35,11 +35,12 @@ from headrace.kernels.operations import TURNS
 _log = logging.getLogger(__name__)
 MAX_THREADS = 14
 _LEAVE = 2.0  # seconds for a thread whose compiler was ended
-_GLANCE = 0.02  # seconds after which one who waits for a thread looks whether he still should
+_GLANCE = 0.02  # seconds after which one who waits looks again
+_EXPECTED = 10.0  # seconds in which another process builds what takes longest
 PATIENCE = 120.0  # seconds in which one kernel at least must get done; the slowest take a few
 _FIRST = -1  # turns: what others wait for,
 _OTHERS = TURNS + 1  # later by so much: what another process of this host builds first,
-_LAST = 2 * _OTHERS  # what nobody waits for,
+_LAST = 2 * _OTHERS + 1  # what nobody waits for,
 _NEVER = _LAST + 1  # a thread's end
 
 Prepared = TypeVar("Prepared")
@@ -180,8 +181,9 @@ class CompileAhead(Generic[Prepared]):
         own, others = self._share
         for at, each in enumerate(sorted(kernels.rehearsals(sizes, since=self._sites), key=attrgetter("turn"))):
             if each.name not in self._running:
-                rehearse = self._find if self._later and isinstance(each.call, Later) else self._rehearse
-                turn = each.turn + (0 if at % others == own else _OTHERS)
+                mine, long = at % others == own, isinstance(each.call, Later)
+                rehearse = self._find if self._later and long else self._rehearse if mine or not long else self._expect
+                turn = each.turn if mine else _LAST - 1 if long else each.turn + _OTHERS
                 self._running[each.name] = self._threads.submit(rehearse, each, prepared, turn=turn)
         self._sites = len(kernels.choices)
 
@@ -253,6 +255,17 @@ class CompileAhead(Generic[Prepared]):
         except Missing:
             self._coming[rehearsal.name] = self._threads.submit(self._build, rehearsal.name, rehearsal.call, turn=_LAST)
             return 0.0
+
+    def _expect(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
+        """One that another process takes long to build; built here, too, where it does not come."""
+        assert isinstance(rehearsal.call, Later)
+        found, end = replace(rehearsal, call=rehearsal.call.find), time.monotonic() + _EXPECTED
+        while time.monotonic() < end:
+            try:
+                return self._rehearse(found, prepared)
+            except Missing:
+                time.sleep(_GLANCE)
+        return self._rehearse(rehearsal, prepared)
 
     def _build(self, name: str, later: Later) -> None:
         """Steps do without what raises here, so this is all that is heard of it."""
