@@ -197,6 +197,16 @@ def test_steps_in_which_keys_may_be_shared_are_left_to_cascade_attention(
     step.compare(made(32, 8, 128))
 
 
+def test_over_codes_many_more_tokens_must_be_shared() -> None:
+    step, kernel = (
+        Step([700 + 3 * row for row in range(42)], 32, 8, 128, 16, "int8"),
+        made(32, 8, 128, "int8", cascade=True),
+    )
+    for shared, served in ((42 * 4096 - 1, True), (42 * 4096, False)):
+        step.inputs = replace(step.inputs, shared_tokens=shared)
+        assert (step.run(kernel, step.caches) is not None) == served
+
+
 @pytest.mark.parametrize("kv", [None, *CODES])
 def test_scores_of_any_size(kv: str | None) -> None:
     for size in (300.0, 1e-6):

@@ -265,7 +265,7 @@ class RopeAttention(_Kernel):
         if (
             inputs.max_query_len != 1
             or inputs.context_len.shape[0] != rows
-            or (self.cascade and may_share(inputs, self.group))
+            or (self.cascade and may_share(inputs, self.group, codes=self.kv is not None))
         ):
             return None
         if inputs.chained:  # a program would read keys that another one is about to write

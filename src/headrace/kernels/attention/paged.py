@@ -190,7 +190,7 @@ class PagedAttention:
             not inputs.leading
             or window is not None
             or soft_cap is not None
-            or plan.cascades(inputs, window, self.group, self._ticket)
+            or plan.cascades(inputs, window, self.group, self._ticket, codes=self._codes)
         ):
             return None
         return self.singles
@@ -221,7 +221,13 @@ class PagedAttention:
     def least_shared(self, rows: int) -> int | None:
         """From how many shared tokens on so many decoding sequences are looked at for keys that they share; None: they
         never are."""
-        return LEAST_SAVED if self._ticket is not None and plan.may_group(rows, self.group) else None
+        shared = self._ticket is not None and plan.may_group(rows, self.group)
+        return plan.least_saved(rows, codes=self._codes) if shared else None
+
+    @property
+    def _codes(self) -> bool:
+        """Whether the kernel in CUDA C++ reads codes here, where sequences share nothing."""
+        return self.kv is not None and self.singles is not None
 
     def rehearse(
         self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None

@@ -52,6 +52,9 @@ AT_ONCE = 256  # sequences, or programs, looked at in one go
 # keys of a sequence, up to which warps take pairs whole: longer ones fill spans evenly as they are
 _MOST_ALIKE = tl.constexpr(1024)
 _LEAST_SHARED = 256  # keys a program is worth starting for, of those that sequences share
+_SAVED_OF_CODES = (
+    4096  # tokens of each sequence that need not be read again: the kernel in CUDA C++ is that much quicker
+)
 # Of each program, [programs, FIELDS] int32: its span of the line; sequence, KV head and tile it begins with; first and
 # last program of the pair it continues, and of the one it leaves unfinished (first > last: there is none). Then its
 # span of the line of shared keys, its first chunk, the length of a span and of that line. Then the context of the
@@ -326,12 +329,19 @@ def may_group(sequences: int, group: int) -> bool:
     return sequences >= FEWEST and members(group) > 1  # chunks < sequences
 
 
-def may_share(inputs: AttentionInputs, group: int) -> bool:
-    """Whether the step's sequences are looked at for keys that they share."""
-    enough = inputs.shared_tokens is None or inputs.shared_tokens >= LEAST_SAVED
-    return enough and may_group(inputs.context_len.shape[0], group)
+def least_saved(sequences: int, *, codes: bool) -> int:
+    """How many tokens that need not be read again are worth looking for. ``codes``: cuda_rope.py would read them all."""
+    return max(LEAST_SAVED, sequences * _SAVED_OF_CODES) if codes else LEAST_SAVED
 
 
-def cascades(inputs: AttentionInputs, window: int | None, group: int, ticket: Tensor | None) -> bool:
+def may_share(inputs: AttentionInputs, group: int, *, codes: bool = False) -> bool:
+    """Whether the step's sequences are looked at for keys that they share. ``codes``: as for ``least_saved``."""
+    sequences, shared = inputs.context_len.shape[0], inputs.shared_tokens
+    return may_group(sequences, group) and (shared is None or shared >= least_saved(sequences, codes=codes))
+
+
+def cascades(
+    inputs: AttentionInputs, window: int | None, group: int, ticket: Tensor | None, *, codes: bool = False
+) -> bool:
     """Whether keys that sequences share are read once for many."""
-    return ticket is not None and window is None and may_share(inputs, group)
+    return ticket is not None and window is None and may_share(inputs, group, codes=codes)
