@@ -21,7 +21,6 @@ measuring, decisions, records (observe/metrics.py), numpy: the fit is on every s
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -258,7 +257,7 @@ def load_of(plan: StepPlan, windows: Sequence[int | None], saved: tuple[float, .
     """
     rows = len(plan.counts)
     if plan.counts.count(1) == rows:
-        seen = tuple(_keys_of_tokens(plan.starts, window) for window in windows)
+        seen = tuple(keys_of_singles(plan.starts, window) for window in windows)
         return StepLoad(rows, len(plan.sample_work), seen, seen, seen, saved)
     import numpy as np  # not before a step is priced: front ends count steps and price none
 
@@ -272,8 +271,8 @@ def load_of(plan: StepPlan, windows: Sequence[int | None], saved: tuple[float, .
     return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys), tuple(lone), saved)
 
 
-def _keys_of_tokens(starts: array[int], window: int | None) -> float:
-    """Keys that decode tokens at these positions see."""
+def keys_of_singles(starts: Sequence[int], window: int | None) -> float:
+    """Keys that single tokens at these positions see, themselves included."""
     if window is None:
         return float(sum(starts) + len(starts))
     import numpy as np

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.cost.cost_model import Forecast, StepSpeed, keys_of, pairs_of
+from headrace.cost.cost_model import Forecast, StepSpeed, keys_of, keys_of_singles, pairs_of
 
 LEAST_SHARE = 0.25  # of the budget: what a prompt gets beside tokens that fill it by themselves
 NEAR = 0.03  # of the room may stay empty: the search ends
@@ -41,7 +41,7 @@ class StepMeter:
         self._forecast = forecast
         self._tokens = len(starts)
         self._chunks = 0
-        self._keys = [_keys_of_singles(starts, window) for window in forecast.windows]
+        self._keys = [keys_of_singles(starts, window) for window in forecast.windows]
         self._pairs = self._keys[:]
         self._asked, self._answer = (0, 0), 0
         self._target = speed.promised(seconds)
@@ -103,9 +103,3 @@ class StepMeter:
         pairs = [known + pairs_of(start, count, window) for known, window in zip(self._pairs, windows, strict=True)]
         keys = [known + keys_of(start, count, window) for known, window in zip(self._keys, windows, strict=True)]
         return self._forecast.floor_seconds(self._tokens + count, self._tokens + 1, pairs, keys)
-
-
-def _keys_of_singles(starts: Sequence[int], window: int | None) -> float:
-    """Keys that single tokens at these positions see, themselves included."""
-    seen = float(sum(starts) + len(starts))
-    return seen if window is None else float(sum(min(start + 1, window) for start in starts))
