@@ -119,7 +119,7 @@ def test_over_codes_prompts_are_the_twins(heads: int, kv_heads: int, dim: int, b
     inputs, held = replace(made, leading=2), coded.quantized
     scales = [None if each is None else each.cuda() for each in (held.k_scales, held.v_scales)]
     held = replace(held, k_scales=scales[0], v_scales=scales[1])
-    prompts = WidePrompts(prompts_of(heads, kv_heads, dim), kv_heads, dim, "cuda")
+    prompts = WidePrompts(prompts_of(heads, kv_heads, dim).attend, kv_heads, dim, "cuda")
     arguments = case.k_cache, case.v_cache, inputs, dim**-0.5
     out = torch.full(case.q.shape, 7.0, device="cuda", dtype=torch.bfloat16)
     assert prompts.attend(case.q, out, *arguments, 1, None, held)

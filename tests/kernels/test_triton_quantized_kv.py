@@ -100,7 +100,7 @@ def test_prompts_of_many_queries_are_computed_over_what_codes_mean(name: str, mo
     lengths = [(1, 70), (1, 20), (300, 310), (2, 9), (0, 0)]
     case = QuantizedCase(name, lengths, heads=2, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=32)
     case.poison(None)
-    wide, out = WidePrompts(_Prompts(), 2, 64, "cpu"), torch.full_like(case.q, 7.0)  # type: ignore[arg-type]
+    wide, out = WidePrompts(_Prompts().attend, 2, 64, "cpu"), torch.full_like(case.q, 7.0)
     inputs = replace(case.inputs, leading=2)
     assert wide.attend(case.q, out, case.k_cache, case.v_cache, inputs, 0.125, 8, None, case.quantized)
     assert_close(out[2:302], case.meant()[2:302], torch.bfloat16)

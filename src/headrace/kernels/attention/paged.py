@@ -338,7 +338,7 @@ def create_paged_attention(site: CallSite[HeadFacts]) -> PagedAttention:
     prompts: Prompts | WidePrompts | None = None
     if wanted:
         plain = Prompts(head_dim, group, site.device)
-        prompts = plain if kv is None else WidePrompts(plain, site.facts.num_kv_heads, head_dim, site.device)
+        prompts = plain if kv is None else WidePrompts(plain.attend, site.facts.num_kv_heads, head_dim, site.device)
     flags = site.invariant, bulk, dtype, site.device
     singles = None if site.invariant or site.facts.ranks > 1 else create_singles(site)
     more: dict[str, Any] = {

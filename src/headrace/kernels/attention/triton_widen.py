@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Keys and values of prompts, held in 8 or 4 bits, as bfloat16 for a kernel that reads nothing else.
 
-What lives here: that copy, its memory, which prompts are worth it. What may not: attention (cuda_prefill.py).
+What lives here: that copy, its memory, which prompts are worth it. What may not: attention.
 
 Many queries read each key, so that to widen it once, in memory, costs a few percent of what their products take; with
 few, Triton's kernel reads the codes as they are. What codes mean is rounded to bfloat16: exact where FP8 has scales of
@@ -10,13 +10,13 @@ powers of 2, and else by less than half a percent of what the codes themselves h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from headrace.kernels.attention.cuda_prefill import Prompts
 from headrace.kernels.attention.triton_codes import UINT4, Form, Held, kind_of, load_codes, of_head, scales_of
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.inputs import AttentionInputs, Quantized
@@ -56,9 +56,10 @@ def _widen_kernel(
 
 @dataclass(slots=True, eq=False)
 class WidePrompts:
-    """``prompts`` over codes. Calls of one object must follow each other on the device."""
+    """Over codes what ``plain`` is over bfloat16, as Prompts.attend. Calls of one object must follow each other on the
+    device."""
 
-    prompts: Prompts
+    plain: Callable[..., bool]
     kv_heads: int
     dim: int
     device: torch.device | str
@@ -78,7 +79,7 @@ class WidePrompts:
         self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, few: int,
         lse: Tensor | None = None, quantized: Quantized | None = None,
     ) -> bool:  # fmt: skip
-        """As Prompts has it; ``quantized`` caches."""
+        """As ``plain`` has it, but for ``leading`` sequences; ``quantized`` caches."""
         if inputs.max_query_len < LEAST_QUERIES or (found := self._narrowed(inputs)) is None:
             return False
         step, table = found
@@ -91,7 +92,7 @@ class WidePrompts:
             KV=kind_of(quantized), BLOCK_SIZE=size, DIM=self.dim, ROWS=rows, num_warps=4,
         )  # fmt: skip
         wide = self._wide[: 2 * half].view(2, -1, self.kv_heads, size, self.dim)
-        return self.prompts.attend(q, out, wide[0], wide[1], step, scale, few, lse)
+        return self.plain(q, out, wide[0], wide[1], step, scale, few, lse)
 
     def _narrowed(self, inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor] | None:
         """The step of all but the ``leading`` sequences, over the copy, and their table; None: there is no room. Made by
