@@ -81,8 +81,13 @@ def _best_depth(
 
 
 @triton.jit
-def _line(out_ptr, out_row, LINE: tl.constexpr):
-    return out_ptr + LINE * out_row
+def _get(out_ptr, out_row, LINE: tl.constexpr, at, mask, other):
+    return tl.load(out_ptr + LINE * out_row + at, mask=mask, other=other)
+
+
+@triton.jit
+def _put(out_ptr, out_row, LINE: tl.constexpr, at, value, mask):
+    tl.store(out_ptr + LINE * out_row + at, value, mask=mask)
 
 
 @triton.jit
@@ -91,21 +96,21 @@ def _rank(out_ptr, out_row, sequences, BLOCK_S: tl.constexpr, BLOCK_I: tl.conste
     them."""
     for begin in range(0, sequences, BLOCK_I):
         each = begin + tl.arange(0, BLOCK_I)
-        tokens = tl.load(_line(out_ptr, out_row, OWN) + each, mask=each < sequences, other=0)
-        key = tl.load(_line(out_ptr, out_row, _KEY) + each, mask=each < sequences, other=-1)
+        tokens = _get(out_ptr, out_row, OWN, each, each < sequences, 0)
+        key = _get(out_ptr, out_row, _KEY, each, each < sequences, -1)
         rank, size = tl.zeros((BLOCK_I,), tl.int32), tl.zeros((BLOCK_I,), tl.int32)
         leader = tl.full((BLOCK_I,), 2**30, tl.int32)
         for some in range(0, sequences, BLOCK_S):
             other = some + tl.arange(0, BLOCK_S)
-            their_tokens = tl.load(_line(out_ptr, out_row, OWN) + other, mask=other < sequences, other=-1)
-            their_key = tl.load(_line(out_ptr, out_row, _KEY) + other, mask=other < sequences, other=-2)
+            their_tokens = _get(out_ptr, out_row, OWN, other, other < sequences, -1)
+            their_key = _get(out_ptr, out_row, _KEY, other, other < sequences, -2)
             same = (key[:, None] == their_key[None, :]) & (tokens[:, None] == their_tokens[None, :])
             size += tl.sum(same.to(tl.int32), 1)
             rank += tl.sum((same & (other[None, :] < each[:, None])).to(tl.int32), 1)
             leader = tl.minimum(leader, tl.min(tl.where(same, other[None, :], 2**30), 1))
-        tl.store(_line(out_ptr, out_row, _RANK) + each, rank, mask=each < sequences)
-        tl.store(_line(out_ptr, out_row, _SIZE) + each, size, mask=each < sequences)
-        tl.store(_line(out_ptr, out_row, _LEADER) + each, leader, mask=each < sequences)
+        _put(out_ptr, out_row, _RANK, each, rank, each < sequences)
+        _put(out_ptr, out_row, _SIZE, each, size, each < sequences)
+        _put(out_ptr, out_row, _LEADER, each, leader, each < sequences)
 
 
 @triton.jit
@@ -118,23 +123,23 @@ def _deal(
     for some in range(0, sequences, BLOCK_S):
         each = some + tl.arange(0, BLOCK_S)
         inside = each < sequences
-        tokens = tl.load(_line(out_ptr, out_row, OWN) + each, mask=inside, other=0)
-        size = tl.load(_line(out_ptr, out_row, _SIZE) + each, mask=inside, other=0)
-        first = inside & (tl.load(_line(out_ptr, out_row, _RANK) + each, mask=inside, other=1) == 0)
+        tokens = _get(out_ptr, out_row, OWN, each, inside, 0)
+        size = _get(out_ptr, out_row, _SIZE, each, inside, 0)
+        first = inside & (_get(out_ptr, out_row, _RANK, each, inside, 1) == 0)
         first = first & (size > 1) & (tokens > 0) & (tokens * (size - 1) >= LEAST)
         needed = tl.where(first, tl.cdiv(size, MEMBERS), 0)
         upto = chunks + tl.cumsum(needed, 0)
         taken = first & (upto <= MOST_CHUNKS)
         size, spent = tl.where(taken, size, 0), tl.where(taken, needed * tokens, 0)
-        tl.store(_line(out_ptr, out_row, _CHUNKS) + each, tl.where(taken, upto - needed, -1), mask=inside)
-        tl.store(_line(out_ptr, out_row, _MEMBERS) + each, members + tl.cumsum(size, 0) - size, mask=inside)
-        tl.store(_line(out_ptr, out_row, _BEFORE) + each, before + tl.cumsum(spent, 0) - spent, mask=inside)
+        _put(out_ptr, out_row, _CHUNKS, each, tl.where(taken, upto - needed, -1), inside)
+        _put(out_ptr, out_row, _MEMBERS, each, members + tl.cumsum(size, 0) - size, inside)
+        _put(out_ptr, out_row, _BEFORE, each, before + tl.cumsum(spent, 0) - spent, inside)
         chunks, members, before = chunks + tl.sum(needed, 0), members + tl.sum(size, 0), before + tl.sum(spent, 0)
     for some in range(0, sequences, BLOCK_S):
         each = some + tl.arange(0, BLOCK_S)
-        tl.store(_line(out_ptr, out_row, TOKENS) + each, 0, mask=each < sequences)
-        tl.store(_line(out_ptr, out_row, COUNT) + each, 0, mask=each < sequences)
-        tl.store(_line(out_ptr, out_row, AHEAD) + each, before, mask=each < sequences)
+        _put(out_ptr, out_row, TOKENS, each, 0, each < sequences)
+        _put(out_ptr, out_row, COUNT, each, 0, each < sequences)
+        _put(out_ptr, out_row, AHEAD, each, before, each < sequences)
 
 
 @triton.jit
@@ -143,27 +148,26 @@ def _seat(query_start_ptr, out_ptr, out_row, sequences, MEMBERS: tl.constexpr, B
     for some in range(0, sequences, BLOCK_S):
         each = some + tl.arange(0, BLOCK_S)
         inside = each < sequences
-        tokens = tl.load(_line(out_ptr, out_row, OWN) + each, mask=inside, other=0)
-        rank = tl.load(_line(out_ptr, out_row, _RANK) + each, mask=inside, other=0)
-        size = tl.load(_line(out_ptr, out_row, _SIZE) + each, mask=inside, other=0)
-        leader = tl.load(_line(out_ptr, out_row, _LEADER) + each, mask=inside & (tokens > 0), other=0)
-        chunks = tl.load(_line(out_ptr, out_row, _CHUNKS) + leader, mask=inside & (tokens > 0), other=-1)
+        tokens = _get(out_ptr, out_row, OWN, each, inside, 0)
+        rank = _get(out_ptr, out_row, _RANK, each, inside, 0)
+        size = _get(out_ptr, out_row, _SIZE, each, inside, 0)
+        leader = _get(out_ptr, out_row, _LEADER, each, inside & (tokens > 0), 0)
+        chunks = _get(out_ptr, out_row, _CHUNKS, leader, inside & (tokens > 0), -1)
         seated = chunks >= 0
-        place = tl.load(_line(out_ptr, out_row, _MEMBERS) + leader, mask=seated, other=0) + rank
-        ahead = tl.load(_line(out_ptr, out_row, _BEFORE) + leader, mask=seated, other=0) + rank // MEMBERS * tokens
+        place = _get(out_ptr, out_row, _MEMBERS, leader, seated, 0) + rank
+        ahead = _get(out_ptr, out_row, _BEFORE, leader, seated, 0) + rank // MEMBERS * tokens
         chunk = chunks + rank // MEMBERS
-        tl.store(_line(out_ptr, out_row, OWN) + each, tl.where(seated, tokens, 0), mask=inside)
-        tl.store(_line(out_ptr, out_row, CHUNK) + each, chunk, mask=seated)
-        tl.store(_line(out_ptr, out_row, SLOT) + each, rank % MEMBERS, mask=seated)
-        tl.store(_line(out_ptr, out_row, ORDER) + place, each, mask=seated)
-        tl.store(
-            _line(out_ptr, out_row, QUERY) + place, tl.load(query_start_ptr + each, mask=seated, other=0), mask=seated
-        )
+        _put(out_ptr, out_row, OWN, each, tl.where(seated, tokens, 0), inside)
+        _put(out_ptr, out_row, CHUNK, each, chunk, seated)
+        _put(out_ptr, out_row, SLOT, each, rank % MEMBERS, seated)
+        _put(out_ptr, out_row, ORDER, place, each, seated)
+        query = tl.load(query_start_ptr + each, mask=seated, other=0)
+        _put(out_ptr, out_row, QUERY, place, query, seated)
         opens = seated & (rank % MEMBERS == 0)
-        tl.store(_line(out_ptr, out_row, FIRST) + chunk, place, mask=opens)
-        tl.store(_line(out_ptr, out_row, COUNT) + chunk, tl.minimum(size - rank, MEMBERS), mask=opens)
-        tl.store(_line(out_ptr, out_row, TOKENS) + chunk, tokens, mask=opens)
-        tl.store(_line(out_ptr, out_row, AHEAD) + chunk, ahead, mask=opens)
+        _put(out_ptr, out_row, FIRST, chunk, place, opens)
+        _put(out_ptr, out_row, COUNT, chunk, tl.minimum(size - rank, MEMBERS), opens)
+        _put(out_ptr, out_row, TOKENS, chunk, tokens, opens)
+        _put(out_ptr, out_row, AHEAD, chunk, ahead, opens)
 
 
 @triton.jit
@@ -177,8 +181,8 @@ def choose_depth(
     )
     shares = (depth > 0) & (saved >= LEAST)
     block = tl.load(table_ptr + sequence.to(tl.int64) * table_row + depth - 1, mask=shares, other=-1)
-    tl.store(_line(out_ptr, out_row, OWN) + sequence, tl.where(shares, depth * BLOCK_SIZE // UNIT * UNIT, 0))
-    tl.store(_line(out_ptr, out_row, _KEY) + sequence, block)
+    tl.store(out_ptr + OWN * out_row + sequence, tl.where(shares, depth * BLOCK_SIZE // UNIT * UNIT, 0))
+    tl.store(out_ptr + _KEY * out_row + sequence, block)
 
 
 @triton.jit
@@ -191,7 +195,7 @@ def form_groups(
     most = sequences * 0
     for some in range(0, sequences, BLOCK_S):
         each = some + tl.arange(0, BLOCK_S)
-        most = tl.maximum(most, tl.max(tl.load(_line(out_ptr, out_row, OWN) + each, mask=each < sequences, other=0), 0))
+        most = tl.maximum(most, tl.max(_get(out_ptr, out_row, OWN, each, each < sequences, 0), 0))
     if most > 0:
         _rank(out_ptr, out_row, sequences, BLOCK_S, BLOCK_I)
         tl.debug_barrier()
