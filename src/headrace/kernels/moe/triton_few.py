@@ -25,8 +25,9 @@ from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import Empty, plainly_empty
 from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.triton_ends import Ends, _finish, ends_of
-from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of, rstd_of
+from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of
 from headrace.kernels.norm.triton_activation import KINDS, act
+from headrace.kernels.norm.triton_rounded import rstd_of
 from headrace.spec import Activation
 
 AHEAD = 2  # of a token's experts: asked for while the launch before still runs
