@@ -216,8 +216,10 @@ class AdapterDesk:
                 self._fail(key, f"The adapter {name!r} was unloaded before its turn. Load it again.")
                 continue
             if self._key(name, known.folder) != key:
-                self._change(key, self._enter(name, known.folder).key)
-                continue
+                before, known = key, self._enter(name, known.folder)
+                self._change(before, key := known.key)
+                if key in self._held:
+                    continue
             if len(self._coming) == _READ_AHEAD:
                 return
             while self._is_full():
