@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from headrace.scheduler.policies import POLICIES
 from tests.support.simulation.houses import draw_house
@@ -55,7 +56,7 @@ def draw(seed: int, events: int = 500, policy: str | None = None) -> Schedule:
     if setting.adapters:
         rng = random.Random(f"adapters of {schedule.name}")
         adapted = (_with_adapter(rng, event) if isinstance(event, Add) else event for event in schedule.events)
-        schedule = replace(schedule, events=tuple(adapted if not setting.held else _with_operator(rng, adapted)))
+        schedule = replace(schedule, events=tuple(islice(_with_operator(rng, setting, adapted), events)))
     if seed % BY_LENGTH:
         return schedule
     rng = random.Random(schedule.name)
@@ -68,10 +69,12 @@ def _with_adapter(rng: random.Random, event: Add) -> Add:
     return Add(event.number, _with(event.asked, {"adapter": rng.choice((None, *ADAPTERS))}))
 
 
-def _with_operator(rng: random.Random, events: Iterable[Event]) -> Iterator[Event]:
-    """Who loads adapters and unloads them; and disks that fail."""
+def _with_operator(rng: random.Random, setting: Setting, events: Iterable[Event]) -> Iterator[Event]:
+    """Where not all of them are there from the start, somebody loads adapters and unloads them, and disks fail."""
     for event in events:
         yield event
+        if not setting.held:
+            continue
         drawn, name = rng.random(), rng.choice(ADAPTERS)
         if drawn < 0.03:
             yield Unload(name)

@@ -22,6 +22,7 @@ from headrace.lora.registry import AdapterDesk
 from headrace.portability import shared_file
 from headrace.processes.messages import pack
 from headrace.request import FinishReason, Request, SamplingParams
+from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.spec import AdapterSpace
 from tests.support import hash_engine
 from tests.support.hand_over import House
@@ -69,7 +70,7 @@ def draw_house(rng: random.Random, events: int) -> tuple[Setting, tuple[Event, .
             told.append(Abort(rng.randrange(count + 1)))
         else:
             told.append(rng.choice((TURN, Part(rng.randrange(setting.replicas), tells=rng.random() < 0.7))))
-    return setting, tuple(told)
+    return setting, tuple(told[:events])
 
 
 def _asked(rng: random.Random) -> Asked:
@@ -98,10 +99,12 @@ class _Desk(AdapterDesk):
         )
         self.keys: dict[int, str] = {}
 
-    def begin(self, request: Request) -> None:
-        super().begin(request)
-        if request.params.detokenize:  # the prompt alone is nobody's answer
-            self.keys[request.request_id] = self._waiting[request.request_id].adapter or ""
+    def take_ready(self, *told: Any) -> list[AddRequest | RefuseRequest]:
+        ready = super().take_ready(*told)
+        for request in (event.request for event in ready if isinstance(event, AddRequest)):
+            if request.params.detokenize:  # the prompt alone is nobody's answer
+                self.keys[request.request_id] = request.adapter or ""
+        return ready
 
 
 class HouseLife:
