@@ -101,8 +101,11 @@ class WatchedDesk(AdapterDesk):
     def _judge_patience(self, begun: set[str]) -> None:
         """While the first one that finds no room waits, some adapter gets nobody new, until it gives its place."""
         first = next((each.request_id for each in self.waiting if each.adapter not in self._held), None)
-        if first is None or first != self._first or not self._closed:
-            self._first, self._closed = first, self._held.keys() - self._coming
+        if first is None or first != self._first:  # that adapter is chosen with the next turn
+            self._first, self._closed = first, set()
+            return
+        if not self._closed:
+            self._closed = self._held.keys() - self._coming
             return
         self._closed -= begun
         hold(

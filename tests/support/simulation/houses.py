@@ -123,8 +123,8 @@ class HouseLife:
         self.house.front.listen(self._hear, lambda error, ids: None)
 
     def _hear(self, frame: frames.Step) -> None:
-        """As a client does: of what has ended nothing more is heard."""
-        told = frames.unpack_step(frame)
+        """As a client does: of what has ended, or is not wanted any more, nothing is heard."""
+        told = [out for out in frames.unpack_step(frame) if out.request_id not in self._gone]
         self.house.answers.take([out for out in told if (out.request_id, out.index) not in self._finished])
 
     @property
