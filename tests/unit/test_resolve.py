@@ -55,5 +55,6 @@ def test_a_step_has_a_token_for_every_sequence(device: str) -> None:
 def test_processes_that_share_weights_take_short_steps() -> None:
     shares = replace(EngineConfig(), model=ModelConfig(share_weights=True))
     for long_steps in (False, True):
-        assert resolve_config(shares, "cuda", long_steps=long_steps)[0].scheduler.max_num_batched_tokens == 2048
+        found = resolve_config(shares, "cuda", long_steps=long_steps)[0].scheduler
+        assert (found.max_num_seqs, found.max_num_batched_tokens, found.logits_rows) == (128, 1024, 128)
     assert resolve_config(shares, "cpu")[0].scheduler.max_num_batched_tokens == 512

@@ -55,7 +55,8 @@ def resolve_config(
             decisions.append(Decision(name, value, reason))
             config = replace(config, **{folder: replace(section, **{name: value})})
 
-    choose("scheduler", "max_num_seqs")
+    shares = device == "cuda" and config.model.share_weights
+    choose("scheduler", "max_num_seqs", "shared weights" if shares else "")
     asked = config.scheduler
     splits = asked.chunked_prefill and config.cache.kv_caching  # prompts: a step of whole ones takes what it takes
     if asked.scheduling_policy == "deadline" and asked.max_step_ms is None and device != "none" and splits:
@@ -65,12 +66,14 @@ def resolve_config(
         config = replace(config, scheduler=replace(asked, max_step_ms=bound))
     cases = {
         "timed": device == "cpu" and config.scheduler.max_step_ms is not None,
-        "shared weights": device == "cuda" and config.model.share_weights,
+        "shared weights": shares,
         "long steps": long_steps,
     }
     case = next((name for name, holds in cases.items() if holds), "")
     places = config.device.context_parallel_size if device == "cuda" else 1  # each computes some of a step's tokens
     choose("scheduler", "max_num_batched_tokens", case, max(config.scheduler.rows, least_tokens), places)
+    if shares and config.scheduler.max_logits_rows is None:
+        config = replace(config, scheduler=replace(config.scheduler, max_logits_rows=config.scheduler.rows))
     choose("cache", "block_size")
     choose("device", "overlap", "busy" if config.device.device_time else "")
     return config, tuple(decisions)
