@@ -389,6 +389,26 @@ def test_who_waits_for_an_adapter_that_is_loaded_anew_gets_that(tmp_path: Path) 
     assert [event.request.adapter for event in ready] == wanted and {*wanted} == {each.name for each in told}
 
 
+def test_an_adapter_is_open_again_once_nobody_waits_for_its_place() -> None:
+    """At once. An operator waits for it, too."""
+    desk = bare_desk([], 1)
+    for number, name in enumerate("xy"):
+        desk.register(name, f"/{name}")
+        desk.begin(request(number, [1], adapter=name))
+    desk.take_ready((), ())
+    assert len(desk.take_ready([AdapterOutcome("x#")], ())) == 1
+    desk.begin(request(2, [1], adapter="x"))
+    assert not desk.take_ready((), ("x#",)), "it shall give its place to the one that wants y"
+    desk.drop(1)
+    assert len(desk.take_ready((), ("x#",))) == 1
+    desk.preload("y")
+    desk.take_ready((), ("x#",))
+    desk.begin(request(3, [1], adapter="x"))
+    for in_use in (("x#",), ("x#",), ()):
+        assert not desk.take_ready((), in_use)
+    assert desk.verdict("y#") is None and desk.num_held == 1
+
+
 def test_who_loads_an_adapter_is_answered_though_nobody_says_anything_more() -> None:
     core, said, waits = core_with(1, names=0), list[Any](), list[int]()
 

@@ -189,6 +189,8 @@ class AdapterDesk:
             if outcome.error is not None:  # its clients learn no path
                 folder, name = self._held.pop(outcome.name, ""), adapter_name(outcome.name)
                 self._fail(outcome.name, outcome.error.replace(folder, name) if folder else outcome.error)
+        if self._closing is not None and not self._is_lacking(self._closing):
+            self._closing = None
         ready: list[AddRequest | RefuseRequest] = []
         for request in self.waiting:
             key = request.adapter or ""
@@ -204,8 +206,6 @@ class AdapterDesk:
 
     def _make_room(self, in_use: Collection[str]) -> None:
         """Loads begin in the order of their requests, as far as there is room."""
-        if self._closing is not None and not self._is_lacking(self._closing):
-            self._closing = None
         wanted = [request.adapter or "" for request in self.waiting]
         for key in dict.fromkeys((*wanted, *self._wanted)):
             if key in self._held or key in self._failed:
@@ -239,7 +239,8 @@ class AdapterDesk:
         )
 
     def _is_lacking(self, closing: str) -> bool:
-        return closing in self._held and any(request.adapter not in self._held for request in self._waiting.values())
+        wanted = {*self._wanted, *(request.adapter or "" for request in self._waiting.values())}
+        return closing in self._held and not wanted <= self._held.keys()
 
     def _evict(self, in_use: Collection[str]) -> bool:
         victim = next((key for key in self._held if key not in self._coming and key not in in_use), None)
