@@ -35,8 +35,9 @@ from headrace.kernels.operations import TURNS
 _log = logging.getLogger(__name__)
 MAX_THREADS = 14
 _LEAVE = 2.0  # seconds for a thread whose compiler was ended
-_GLANCE = 0.02  # seconds after which one who waits looks again
+_GLANCE = 0.02  # seconds after which one who waits for a thread looks whether he still should
 _EXPECTED = 10.0  # seconds in which another process builds what takes longest
+_LOOK = 0.1  # seconds between looks for that, each of which takes the interpreter some milliseconds
 PATIENCE = 120.0  # seconds in which one kernel at least must get done; the slowest take a few
 _FIRST = -1  # turns: what others wait for,
 _OTHERS = TURNS + 1  # later by so much: what another process of this host builds first,
@@ -264,7 +265,7 @@ class CompileAhead(Generic[Prepared]):
             try:
                 return self._rehearse(found, prepared)
             except Missing:
-                time.sleep(_GLANCE)
+                time.sleep(_LOOK)
         return self._rehearse(rehearsal, prepared)
 
     def _build(self, name: str, later: Later) -> None:
