@@ -222,8 +222,7 @@ def test_experts_of_few_tokens_guess_ids_before_they_wait_and_read_them_again(
     made: list[torch.Tensor] = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: (made.append(empty(*size, **how)), made[-1])[1])
-    for module in (few, moe):
-        monkeypatch.setattr(module, "bring_nearer", lambda at, BYTES: None)
+    monkeypatch.setattr(moe, "bring_nearer", lambda at, BYTES: None)
     form = PackedIntegers(4, 128, zero=False)
     up, down = ([random_piece(form, 128, 128, seed=seed, copies=3) for seed in seeds] for seeds in ((1, 2), (3,)))
     facts = ExpertFacts(torch.bfloat16, 3, 2, eights=(None, None), rounded=(form.coding, form.coding))

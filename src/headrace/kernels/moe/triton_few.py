@@ -9,8 +9,7 @@ What lives here: those kernels and their launches. What may not: tokens enough t
     contract  (columns, token)   Σ weight · (down · inner) over the token's experts, in float32
 
 Both may take in what stands around them: a norm that is half done before, the sum and the next norm's half behind
-(triton_flat.py). The second begins while the first still reads weights, and asks for some of its own to be brought
-nearer: from whom it is to read is known by then, but not promised.
+(triton_ends.py). Nothing of the second's weights is asked for while the first reads its own: that was slower.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import Empty, plainly_empty
 from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.triton_ends import Ends, _finish, ends_of
-from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of
+from headrace.kernels.moe.triton_routing import choice_of, place_of
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.kernels.norm.triton_rounded import rstd_of
 from headrace.spec import Activation
-
-AHEAD = 2  # of a token's experts: asked for while the launch before still runs
 
 
 @launchable(do_not_specialize=["turns", "tokens", "pieces"])
@@ -44,14 +41,13 @@ def _expand_few_kernel(
     token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
     if PDL:
         gdc_wait()
+    rstd = rstd_of(squares_ptr, token, tokens, pieces, eps, HIDDEN) if NORMED else 1.0
     expert, weight = choice_of(logits_ptr + token * logits_row, choice, EXPERTS, BLOCK_E, TOP_K, RENORMALIZE)
     if PLACED:
         expert = place_of(places_ptr, token, turns, expert, EXPERTS)
     if tl.program_id(0) == 0:
         tl.store(weights_ptr + pair, weight)
         tl.store(experts_ptr + pair, expert)
-    if PDL:
-        gdc_launch_dependents()
     column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     end = tl.where(expert < 0, 0, HIDDEN) if PLACED else HIDDEN  # nothing to compute of another rank's pair
     gate_at = weight_ptr + expert.to(tl.int64) * (2 * INNER * HIDDEN) + column[:, None] * HIDDEN + step[None, :]
@@ -61,30 +57,23 @@ def _expand_few_kernel(
         x = tl.load(x_ptr + token * x_row + k + step, mask=k + step < HIDDEN, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(gate_at + k, mask=there, other=0.0).to(tl.float32) * x
         up += tl.load(gate_at + INNER * HIDDEN + k, mask=there, other=0.0).to(tl.float32) * x
-    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
-    if NORMED:
-        rstd = rstd_of(squares_ptr, token, tokens, pieces, eps, HIDDEN)
-        gate, up = gate * rstd, up * rstd
+    if PDL:
+        gdc_launch_dependents()
+    gate, up = tl.sum(gate, 1) * rstd, tl.sum(up, 1) * rstd
     kind = inner_ptr.dtype.element_ty
     y = act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)
     tl.store(inner_ptr + pair * INNER + column, y.to(kind), mask=column < INNER)
 
 
-@launchable(do_not_specialize=["held", "tokens"])
+@launchable(do_not_specialize=["tokens"])
 def _contract_few_kernel(
-    inner_ptr, weight_ptr, weights_ptr, experts_ptr, squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, held, tokens,
+    inner_ptr, weight_ptr, weights_ptr, experts_ptr, squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, tokens,
     AROUND: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile, token = tl.program_id(0), tl.program_id(1)
     column, step = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     if PDL:
-        for choice in tl.static_range(min(AHEAD, TOP_K)):
-            guess = tl.load(experts_ptr + token * TOP_K + choice, volatile=True)
-            guess = tl.where((guess >= 0) & (guess < held), guess, 0).to(tl.int64)
-            at = weight_ptr + guess * (HIDDEN * INNER) + tile * (BLOCK_N * INNER)
-            bring_nearer(at.to(tl.pointer_type(tl.uint8)), BLOCK_N * INNER * SIZE)
         gdc_wait()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for choice in tl.static_range(TOP_K):
@@ -134,7 +123,7 @@ def moe_few(
         PLACED=places is not None, PDL=pdl, num_warps=1, **dependent(pdl),
     )  # fmt: skip
     _contract_few_kernel[(tiles, tokens)](
-        expanded, down, weights, experts, *ends, len(down), tokens, AROUND=made, TOP_K=top_k, HIDDEN=hidden, INNER=inner,
-        BLOCK_N=2, BLOCK_K=min(256, triton.next_power_of_2(inner)), AHEAD=AHEAD, PDL=pdl, num_warps=1, **dependent(pdl),
+        expanded, down, weights, experts, *ends, tokens, AROUND=made, TOP_K=top_k, HIDDEN=hidden, INNER=inner,
+        BLOCK_N=2, BLOCK_K=min(256, triton.next_power_of_2(inner)), PDL=pdl, num_warps=1, **dependent(pdl),
     )  # fmt: skip
     return found
