@@ -138,26 +138,6 @@ def test_products_equal_their_twin(form: ScaledWeight, ways: int, monkeypatch: p
     assert_close(got[2].sum(0), got[0].float().square().sum(1), torch.float32)
 
 
-def test_one_row_of_fp8_is_rounded_by_every_program_as_by_a_launch_before_it() -> None:
-    torch.manual_seed(6)
-    form = next(
-        each
-        for each in FORMATS
-        if each.label.startswith("FP8") and "static" not in each.label and "blocks" not in each.label
-    )
-    layer, _ = product(form, 128, 48, ins=200, bias=True)
-    x = torch.randn(1, 200).bfloat16()
-    for squares in (None, torch.rand(7, 1) * 99):
-        around = Around(squares, 1e-5, residual=torch.randn(1, 176).bfloat16(), scale=torch.rand(176))
-        assert layer.takes_row(x, around)
-        got, want = layer.row(x, around), layer.launch(layer.form(1), *layer.rounded(x, around), around, x.dtype)
-        for one, other in zip(got[:2], want[:2], strict=True):
-            assert one is not None and other is not None
-            assert_close(one, other, torch.bfloat16)
-        assert got[2] is not None
-        assert_close(got[2].sum(0), got[0].float().square().sum(1), torch.float32)
-
-
 @pytest.mark.parametrize("form", FORMATS[1:3] + FORMATS[4:], ids=lambda each: each.label)
 def test_gates_equal_their_twin(form: ScaledWeight) -> None:
     torch.manual_seed(4)

@@ -264,12 +264,6 @@ def _eight_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes, places: Pl
 
     for place, around, biased in places(site, sizes):
         yield f"{place}, rounded, {facts.in_features}", partial(rounded, around(outs))
-        whole, row = layer(facts.in_features, bias=biased), site.zeros(1, facts.in_features)
-        if place != "alone" and whole.takes_row(row, around(outs)):
-            yield (
-                f"{place}{', bias' * biased}, {maker.eight}, a row of {facts.in_features}",
-                partial(whole.row, row, around(outs)),
-            )
         for form in dict.fromkeys(form for _, form in maker.all_forms):
             call = partial(multiply, form, place, around, biased)
             yield f"{place}{', bias' * biased}, {maker.eight}, {outs % 16}, {form}", call

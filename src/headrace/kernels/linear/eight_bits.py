@@ -23,13 +23,11 @@ from headrace.kernels.candidate import CallSite, EightBits, Empty, WeightFacts, 
 from headrace.kernels.linear.around import ALONE, MOST_ROWS, Around, Fuse, Fused
 from headrace.kernels.linear.forms import FLAT, Form
 from headrace.kernels.linear.packed import Activated, Normed, PackedMatrix, packed_linear
-from headrace.kernels.linear.triton_eight import _eight_kernel, _eight_row_kernel
+from headrace.kernels.linear.triton_eight import _eight_kernel
 from headrace.kernels.linear.triton_ends import Scratch, ends_of, make_scratch
 from headrace.kernels.norm.triton_rounded import Rounding
 from headrace.spec import Activation
 
-MOST_WIDTH = 4096  # of a row that every program rounds
-ROW_COLUMNS = 4  # of such a program
 TALL = Form(FLAT, 64, 128, 128, 1, 8, 3)  # of blocks, any number of rows
 
 
@@ -81,28 +79,8 @@ class EightBitLinear:
 
     def fused(self, x: Tensor, around: Around) -> Fused:
         """As ``fused_linear``'s twin says, for ``x`` [T, in] whose rows are one behind the other."""
-        if self.takes_row(x, around):
-            return self.row(x, around)
         form = self.form(len(x))
         return self.launch(form, *self.rounded(x, around), around, x.dtype)
-
-    def takes_row(self, x: Tensor, around: Around) -> bool:
-        """Whether rounding it is a part of the product."""
-        eight = self.eight
-        whole = eight.kind == "fp8" and not eight.group and not eight.static
-        return whole and len(x) == 1 and x.shape[1] <= MOST_WIDTH and around.gate is None
-
-    def row(self, x: Tensor, around: Around) -> Fused:
-        outs, ins = self.weight.shape
-        y, tiles = self.empty((1, outs), x.dtype, x.device), triton.cdiv(outs, ROW_COLUMNS)
-        found, (_, *pointers), _, made = ends_of(around, self.bias, y, tiles, self.empty, 0)
-        squares = self.scale if around.squares is None else around.squares
-        _eight_row_kernel[(tiles,)](
-            x, squares, self.weight.view(torch.uint8), self.scale, *pointers, outs, len(squares), around.eps,
-            WIDTH=ins, POWERS=self.eight.powers, NORMED=around.squares is not None, AROUND=made, BLOCK_N=ROW_COLUMNS, PDL=self.pdl,
-            num_warps=4, **dependent(self.pdl),
-        )  # fmt: skip
-        return found
 
     def launch(self, form: Form, codes: Tensor, scale: Tensor, around: Around, dtype: torch.dtype) -> Fused:
         (tokens, ins), gated = codes.shape, around.gate is not None

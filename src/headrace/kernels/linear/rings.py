@@ -139,7 +139,7 @@ class EightBitRing:
 
     def __call__(self, x: Tensor, around: Around) -> Fused:
         form = form_of(self.ring.forms, len(x))
-        if form is None or self.product.takes_row(x, around):
+        if form is None:
             return self.product.fused(x, around)
         codes = self.product.rounded(x.reshape(-1, x.shape[-1]).contiguous(), around)
         return _multiplied(self.product, self.ring, *codes, around, form)

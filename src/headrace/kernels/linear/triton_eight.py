@@ -18,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.linear.triton_ends import GATED, Ends, _early, _finish, _summed
-from headrace.kernels.norm.triton_rounded import codes_of, rstd_of, scales_of
 
 
 @triton.jit
@@ -91,32 +90,3 @@ def _eight_kernel(
         squares = _early(y_ptr, 0, tokens, row, AROUND)  # none: a norm is done with where inputs are rounded
         ends = Ends(y_ptr, bias_ptr, residual_ptr, next_ptr, y_ptr, scaled_ptr, sums_ptr)
         _finish(total, second, squares, tile, column, row, ends, 0, tokens, outs, ins, 0.0, AROUND)
-
-
-@launchable(do_not_specialize=("outs", "pieces"))
-def _eight_row_kernel(
-    x_ptr, squares_ptr, weight_ptr, by_ptr, bias_ptr, residual_ptr, next_ptr, y_ptr, scaled_ptr, sums_ptr, outs, pieces, eps,
-    WIDTH: tl.constexpr, POWERS: tl.constexpr, NORMED: tl.constexpr, AROUND: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One row, bfloat16, of FP8 with a scale a row: every program rounds it again, which costs less than a launch before
-    it, while its weights are under way."""
-    tile = tl.program_id(0)
-    column, step, row = (
-        tile * BLOCK_N + tl.arange(0, BLOCK_N),
-        tl.arange(0, triton.next_power_of_2(WIDTH)),
-        tl.arange(0, 1),
-    )
-    weight = _codes_of(weight_ptr, column, column < outs, step, WIDTH, True)
-    by = tl.load(by_ptr + column, mask=column < outs, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    narrow = tl.load(x_ptr + step, mask=step < WIDTH, other=0.0)
-    x = narrow.to(tl.float32)
-    if NORMED:
-        x = (x * rstd_of(squares_ptr, 0, 1, pieces, eps, WIDTH)).to(narrow.dtype).to(tl.float32)
-    scale = scales_of(x[None, :], True, POWERS)
-    codes = codes_of(x[None, :], scale, True).to(tl.float32)
-    y = (tl.sum(weight.to(tl.float32) * codes, 1) * tl.sum(scale, 0) * by)[:, None]
-    ends = Ends(y_ptr, bias_ptr, residual_ptr, next_ptr, y_ptr, scaled_ptr, sums_ptr)
-    _finish(y, y, y, tile, column, row, ends, 0, 1, outs, WIDTH, 0.0, AROUND)

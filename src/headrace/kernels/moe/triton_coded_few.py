@@ -30,9 +30,9 @@ from headrace.kernels.linear.coded_forms import stages_for
 from headrace.kernels.linear.packing import DEPTH, ROWS, Packed
 from headrace.kernels.linear.triton_codes import BLOCK_BYTES, Blocks, _product, _split
 from headrace.kernels.linear.triton_ends import Ends, _finish, _summed, ends_of
-from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of
+from headrace.kernels.moe.triton_routing import bring_nearer, choice_of, place_of, rstd_of
 from headrace.kernels.norm.triton_activation import KINDS, act
-from headrace.kernels.norm.triton_rounded import codes_of, rstd_of, scales_of
+from headrace.kernels.norm.triton_rounded import codes_of, scales_of
 from headrace.spec import Activation
 
 _TALL: tl.constexpr = tl.constexpr(ROWS)

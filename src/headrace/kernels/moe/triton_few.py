@@ -24,9 +24,8 @@ from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import Empty, plainly_empty
 from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.triton_ends import Ends, _finish, ends_of
-from headrace.kernels.moe.triton_routing import choice_of, place_of
+from headrace.kernels.moe.triton_routing import choice_of, place_of, rstd_of
 from headrace.kernels.norm.triton_activation import KINDS, act
-from headrace.kernels.norm.triton_rounded import rstd_of
 from headrace.spec import Activation
 
 

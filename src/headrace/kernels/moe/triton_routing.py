@@ -15,7 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import launchable
-from headrace.kernels.norm.triton_rounded import rstd_of
+
+_PIECES: tl.constexpr = tl.constexpr(512)  # of a row's squares, loaded at once
 
 
 @triton.jit
@@ -53,6 +54,16 @@ def choice_of(
 def place_of(places_ptr, token, turns, expert, EXPERTS: tl.constexpr):
     """Where its expert lies on this rank, below 0: on another (reference.py, ``here``)."""
     return tl.load(places_ptr + (token % turns) * EXPERTS + expert)
+
+
+@triton.jit
+def rstd_of(squares_ptr, token, tokens, pieces, eps, WIDTH: tl.constexpr):
+    """What a row of so many values, half normed, is multiplied by; of partial sums of squares, [pieces, tokens]."""
+    total = tl.zeros((_PIECES,), tl.float32)
+    for first in range(0, pieces, _PIECES):
+        piece = first + tl.arange(0, _PIECES)
+        total += tl.load(squares_ptr + piece * tokens + token, mask=piece < pieces, other=0.0)
+    return tl.rsqrt(tl.sum(total, 0) / WIDTH + eps)
 
 
 @triton.jit

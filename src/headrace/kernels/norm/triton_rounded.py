@@ -26,18 +26,7 @@ from headrace.kernels.candidate import EightBits, Empty, plainly_empty
 from headrace.kernels.norm.triton_activation import KINDS, act
 from headrace.spec import Activation
 
-_PIECES: tl.constexpr = tl.constexpr(512)  # of a row's squares, loaded at once
 _LEAST: tl.constexpr = tl.constexpr(1e-10)  # of a row's largest input, as in quant/codes.py
-
-
-@triton.jit
-def rstd_of(squares_ptr, token, tokens, pieces, eps, WIDTH: tl.constexpr):
-    """What a row of so many values, half normed, is multiplied by; of partial sums of squares, [pieces, tokens]."""
-    total = tl.zeros((_PIECES,), tl.float32)
-    for first in range(0, pieces, _PIECES):
-        piece = first + tl.arange(0, _PIECES)
-        total += tl.load(squares_ptr + piece * tokens + token, mask=piece < pieces, other=0.0)
-    return tl.rsqrt(tl.sum(total, 0) / WIDTH + eps)
 
 
 @triton.jit
@@ -98,7 +87,11 @@ def _rounded_kernel(
     kind = x.dtype
     x = x.to(tl.float32)
     if NORMED:
-        x = (x * rstd_of(squares_ptr, row, tokens, pieces, eps, WIDTH)).to(kind).to(tl.float32)  # as a norm leaves it
+        total = 0.0
+        for first in range(0, pieces, 64):
+            piece = first + tl.arange(0, 64)
+            total += tl.sum(tl.load(squares_ptr + piece * tokens + row, mask=piece < pieces, other=0.0), 0)
+        x = (x * tl.rsqrt(total / WIDTH + eps)).to(kind).to(tl.float32)  # as a norm leaves it
     _store(x, row.to(tl.int64), static_ptr, codes_ptr, scale_ptr, WIDTH, BLOCK, GROUP, FP8, POWERS, STATIC, DEALT)
 
 
