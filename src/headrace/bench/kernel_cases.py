@@ -262,7 +262,7 @@ class CaseMaker:
         """One sequence per row, in each format of the cache."""
         spec, (inputs, last) = self.spec, self._decoding(rows)
         qkv = self._random(rows, sum(spec.qkv_heads), spec.head_dim)
-        cos_sin = torch.rand(self.context, spec.head_dim) * 0.7
+        cos_sin = torch.rand(self.context, spec.head_dim, generator=self._generator) * 0.7
         tokens = inputs.block_table.numel() * self.block_size
         flops = 4 * rows * self.context * spec.num_heads * spec.head_dim
         for form in (None, *KV_FORMATS.values()):
