@@ -23,11 +23,12 @@ from headrace.engine.executor import AdapterOutcome, DropAdapter, LoadAdapter
 from headrace.engine.grammar_masks import NO_DRAFTS
 from headrace.engine.keyed_hash import adapter_blocks, keyed_hash_info
 from headrace.engine.loop import EngineLoop
+from headrace.engine.output import refusal_of
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest, ModelError, NotFound
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterDesk, adapter_folder
 from headrace.models.families import spec_from_config
-from headrace.request import FinishReason, StructuredOutputs, TokenMasks, adapter_name
+from headrace.request import FinishReason, SequenceOutput, StructuredOutputs, TokenMasks, adapter_name
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.step_planner import Claims
 from headrace.spec import AdapterSpace
@@ -421,6 +422,19 @@ def test_who_loads_an_adapter_is_answered_though_nobody_says_anything_more() -> 
     loop = EngineLoop(cast(Any, SimpleNamespace(core=core)), links, cast(Any, MagicMock(turn=0)))
     loop.run()
     assert waits == [0, 1], "it goes to sleep once it has answered"
+
+
+def test_who_asks_for_an_adapter_that_has_just_gone_is_told_so_and_no_fault_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frames, "pack_step", lambda outputs: outputs)
+    core, said = core_with(1, names=0), list[SequenceOutput]()
+    loop = EngineLoop(cast(Any, SimpleNamespace(core=core)), cast(Any, None), cast(Any, None))
+    loop._add(cast(Any, SimpleNamespace(send=said.extend)), request(1, [1], adapter="gone"))
+    (answer,) = said
+    assert answer.finished is not None
+    refusal = refusal_of(answer.finished)
+    assert isinstance(refusal, InvalidRequest) and (refusal.status, refusal.param) == (400, "model")
 
 
 def test_what_could_not_be_read_is_tried_again_once_it_was_loaded_anew() -> None:

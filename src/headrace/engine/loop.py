@@ -441,9 +441,9 @@ class EngineLoop:
                 self._core.add(request)
             if request.explain:
                 self._core.accounts.open(request)
-        except InvalidRequest as error:  # the front's validator let it pass; its own request ends, nobody else's
-            log.error("request refused by the core: %s", error)
-            finished = Finished(FinishReason.ERROR, message=error.message)
+        except InvalidRequest as error:  # unknown to the front's validator, or gone since; its own request ends alone
+            log.warning("request refused by the core: %s", error)
+            finished = Finished(FinishReason.ERROR, message=error.message, param=error.param)
             refused = [
                 SequenceOutput(request.request_id, index, (), finished=finished) for index in range(request.params.n)
             ]
