@@ -272,11 +272,12 @@ class StepPlanner:
 
     def _drafts_each(self) -> int:
         """Drafts of each sequence in this step: as many as are worth it, and as the budget has beside one token of
-        each."""
+        each. Where requests wait, half of that is theirs."""
         running = -(-len(self.roster.running) // self.limits.stages)
         if self.speculation is None or not running or not self.limits.keeps_kv or self.limits.padded:
             return 0
-        return max(0, min(self.speculation.length(running), self.limits.max_num_batched_tokens // running - 1))
+        spare = self.limits.max_num_batched_tokens - running
+        return max(0, min(self.speculation.length(running), spare // (2 if self.roster.waiting else 1) // running))
 
     def _plan_drafts(self, plan: PlanBuilder, late: Collection[Sequence], most: int) -> list[Sequence]:
         """The same where sequences get their last sampled token and up to ``most`` that the worker proposes behind
