@@ -152,6 +152,7 @@ class StepPlanner:
         self.prefix_hits = 0
         self._starved: Sequence | None = None  # of those under way that found no room, the first in order
         self._starved_since = 0  # the step that it found none in first
+        self._owed: Sequence | None = None  # for whom blocks are on their way back
         self.batch_quota = 0  # static batching: how many the current batch may still admit
 
     def fill(self, plan: PlanBuilder, now: float, *, idle: bool, mask_seconds: Mapping[int, float] = NO_MASKS) -> None:
@@ -162,8 +163,10 @@ class StepPlanner:
         if self.config.chunked_prefill:
             self._plan_running(plan, late)
             self._plan_waiting(plan, now, idle)
-        else:  # whole prompts first; decoding waits for them
-            self._plan_waiting(plan, now, idle)
+        else:  # whole prompts first, and decoding waits for them, but not for blocks that were freed for it
+            owed, self._owed = self._owed, None
+            if owed is None or owed.status is not SequenceStatus.RUNNING:
+                self._plan_waiting(plan, now, idle)
             if plan.is_empty:
                 self._plan_running(plan, late)
         if plan.is_empty and self.limits.runs_ahead:
@@ -334,7 +337,8 @@ class StepPlanner:
         self._trim(sequence, sequence.num_computed_tokens)
         while not self._try_plan(sequence, plan, 1):
             if self.cache.num_leaving:
-                return  # blocks are on their way back: waiting is cheaper than pushing anyone out
+                self._owed = sequence  # blocks are on their way back: waiting is cheaper than pushing anyone out
+                return
             if self.roster.preempt_last() is sequence:
                 return
 
