@@ -110,7 +110,7 @@ def test_drafts_are_what_the_head_says(
     llm = _engine(target, _drafts(heads, method), 1, **more)
     shared = list(range(10, 37))
     prompts = [[*shared, 40 + each] for each in range(3)] + [[7, 8, 9], [*shared[:16], 3], [*shared, 99]]
-    params = [SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, n=1 + (each == 3)) for each in range(6)]
+    params = [SamplingParams(temperature=0, max_tokens=28, ignore_eos=True, n=1 + (each == 3)) for each in range(6)]
     for _ in range(2):
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     assert _scheduler(llm).counters.prefix_hits > 0

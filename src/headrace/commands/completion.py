@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from argcomplete.shell_integration import shellcode
 
-    print(shellcode(["headrace"], shell=args.dialect))
+    print(shellcode(["headrace"], True, args.dialect))
     return 0
 
 

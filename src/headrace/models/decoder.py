@@ -136,7 +136,7 @@ class Decoder(nn.Module):
             device,
             kernels,
             composes=_composes(spec, alone=group is None and keys is None and experts is None),
-            sparse=spec.layers[0].moe is not None,
+            sparse=any(layer.moe is not None for layer in spec.layers[:1]),
             kv=kv,
             group=group,
             keys=keys,
