@@ -532,7 +532,11 @@ class StepPlanner:
             if self.max_step_seconds is not None and plan.meter is not None and plan.meter.bound:
                 return Wait("time", int(self.max_step_seconds * 1e3))
             return Wait("token_budget", sequence.num_tokens - match.num_tokens, plan.room)
-        return self._blocks_short(sequence, match, before) or match
+        short = self._blocks_short(sequence, match, before)
+        if short is not None and match.num_tokens and not self.roster.running and not before.running:
+            match = NO_MATCH  # alone it fits; behind a window, what is cached and what is new together may not
+            short = self._blocks_short(sequence, match, before)
+        return short or match
 
     def _blocks_short(self, sequence: Sequence, match: PrefixMatch, before: Starting) -> Wait | None:
         """Of the group with the least to spare."""
