@@ -70,6 +70,9 @@ def _places(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[Place]:
         if spec.ranks > 1 and not facts.formats:  # whose sums leave norms half done for few rows, or for none
             yield "gated", lambda outs: Around(gate=spec.activation), spec.mlp_bias
         return
+    if facts.routes:
+        yield "normed", lambda outs: Around(norm(), 1.0), False
+        return
     same = [each for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)]
     for split, biased in dict.fromkeys((each.split, each.bias) for each in same):
         if split is Split.COLUMN:
