@@ -37,7 +37,8 @@ def find_source(config: EngineConfig) -> ModelSource:
 def resolve_config(
     config: EngineConfig, device: str, *, long_steps: bool = False, least_tokens: int = 0
 ) -> tuple[EngineConfig, tuple[Decision, ...]]:
-    """Fills max_num_seqs, max_num_batched_tokens, block_size, overlap and, for ``deadline``, max_step_ms.
+    """Fills max_num_seqs, max_num_batched_tokens, block_size, overlap and, for ``deadline``, max_step_ms; for shared
+    weights on a GPU max_logits_rows.
 
     ``device``: "cpu", "cuda" or "none" (keyed-hash).
 
@@ -73,7 +74,11 @@ def resolve_config(
     places = config.device.context_parallel_size if device == "cuda" else 1  # each computes some of a step's tokens
     choose("scheduler", "max_num_batched_tokens", case, max(config.scheduler.rows, least_tokens), places)
     if shares and config.scheduler.max_logits_rows is None:
-        config = replace(config, scheduler=replace(config.scheduler, max_logits_rows=config.scheduler.rows))
+        rows = config.scheduler.rows
+        decisions.append(
+            Decision("max_logits_rows", rows, "as many as sequences, beside others that share the weights")
+        )
+        config = replace(config, scheduler=replace(config.scheduler, max_logits_rows=rows))
     choose("cache", "block_size")
     choose("device", "overlap", "busy" if config.device.device_time else "")
     return config, tuple(decisions)
