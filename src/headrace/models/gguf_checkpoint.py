@@ -103,7 +103,7 @@ class GGUFCheckpoint:
             self._check_gapless(path, size)
 
     def _check_gapless(self, path: Path, size: int) -> None:
-        """No two tensors share a byte, and there is nothing but padding between and after them."""
+        """Tensors do not overlap, and there is nothing but padding between and after them."""
         placed = sorted(
             (tensor.start, tensor.start + _num_bytes(tensor), name)
             for name, tensor in self._tensors.items()

@@ -43,7 +43,7 @@ from headrace.worker.memory import (
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup
-from headrace.worker.warm_up import Limits, chunks, largest_step, run_masked, single_tokens
+from headrace.worker.warm_up import Limits, chunks, decode_step, largest_step, run_masked
 
 _REMEDIES = {  # by purpose: what to lower where it cannot be allocated
     "weights": "Use a smaller model, end what else holds memory, or use --device cpu.",
@@ -227,7 +227,7 @@ class Allocation:
             caches = [allocate_kv(KVGroup(each, 1), setup.dtype, setup.device).zero_() for each in setup.kv_specs]
             runner = create_runner(rows, caches)
             with measured_peak(setup.device) as peak:
-                runner.run(single_tokens(limits))
+                runner.run(decode_step(limits))
                 runner.forget()
             graphs = self._try_graphs(partial(create_graphs, longest, rows, caches))
             if setup.config.device.activation_arena:

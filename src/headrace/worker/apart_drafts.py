@@ -140,6 +140,7 @@ class Truth:
 
 
 def held(rows: Rows, which: Ints, starts: Ints, ends: Ints) -> Ints:  # [n, most], on the host
+    """Tokens that rows hold; what is beyond a row's end means nothing."""
     found: Ints = rows.held(which, starts, max(0, int((ends - starts).max(initial=0)))).cpu().numpy()
     return found
 

@@ -1,4 +1,4 @@
-"""The executor of one device in this process. A CPU computes a step inside ``submit``, or in one worker
+"""The executor of one device in this process. A CPU computes a step inside ``submit``, or with overlap in one worker
 thread. A GPU has a queue of its own: a submitted step is queued, a collected one waited for, and nothing between the
 two reads the device, so that the next step's kernels stand behind this one's before it has ended.
 

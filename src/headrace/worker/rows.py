@@ -254,7 +254,7 @@ def lazy_zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class Rows:
-    """The lasting state of all rows of one worker.
+    """The persistent state of all rows of one worker.
 
     ``token_ids[row, i]`` is token i of the row's sequence: known ids are written when the row is built, sampled ones
     where they were sampled, so that a later step finds them without the host. ``write`` carries out the operation of

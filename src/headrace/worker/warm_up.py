@@ -85,7 +85,7 @@ class Limits:
     longest: int
 
 
-def single_tokens(limits: Limits) -> StepPlan:
+def decode_step(limits: Limits) -> StepPlan:
     """One token of every row, drawn with every filter: the largest step that graphs cover."""
     return _first_step([1] * min(limits.max_num_seqs, limits.tokens_a_step), [DRAWN])
 
