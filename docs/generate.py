@@ -120,7 +120,9 @@ def _row(field: Field[Any], part: type) -> str:
     meaning = field.metadata.get("help")
     if meaning is None:
         spellings = [f"--technique {field.name}=…"]
-        meaning = f"[off](techniques.md#{field.name}): {techniques.find_technique(field.name).off_means}"
+        technique, on = techniques.find_technique(field.name), field.default
+        what = f"improves {technique.improves}" if not on else technique.off_means
+        meaning = f"[{'off' if on else 'on'}](techniques.md#{field.name}): {what}"
     return (
         f"| {', '.join(f'`{each}`' for each in spellings)} | {_values(field, part)} | {_default(field)} | {meaning} |"
     )
