@@ -18,7 +18,7 @@ from headrace.bench.arguments import count
 from headrace.config import EngineConfig
 from lab.jobs import config_for, flags_of
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
             print(
                 f"process {number}: ready after {seconds:.2f} s, {(used - before) / GIB:.2f} GiB more; {said['weights']}"
             )
-            print(f"  {stages}; {' '.join(map(str, said['answer']))}")
+            parts = ", ".join(f"{name} {each / MIB:.0f}" for name, each in said["memory"].items())
+            print(f"  {stages}; {' '.join(map(str, said['answer']))}\n  MiB: {parts}")
             before = used
         first = children.pop(0)
         first.communicate("end\n")  # as one that is told to
@@ -107,7 +108,8 @@ def _serve(flags: Sequence[str]) -> None:
 
         weights = next((each.reason for each in llm.info.decisions if each.value == "shared"), "not shared")
         stages = llm.engine.core.executor.info.start_seconds
-        print(json.dumps({"answer": answer(), "weights": weights, "stages": stages}), flush=True)
+        said = {"answer": answer(), "weights": weights, "stages": stages, "memory": dict(llm.info.memory)}
+        print(json.dumps(said), flush=True)
         while sys.stdin.readline().strip() == "again":
             print(json.dumps({"answer": answer()}), flush=True)
 

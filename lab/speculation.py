@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from headrace.bench.arguments import count, output, share
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -61,10 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Steps:
-    """An observer of the engine's steps: seconds of those that decode, by whether they verify drafts."""
+    """An observer of the engine's steps: seconds of those that decode, by whether they verify drafts, and of the host."""
 
     plain: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)  # of those that verify drafts
 
     def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> None:
         if (
@@ -74,6 +77,8 @@ class Steps:
         ):
             return
         (self.drafted if sum(result.drafted) else self.plain).append(result.device_seconds)
+        if sum(result.drafted):
+            self.host.append(times.host_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,8 @@ def measure(
     """Both sides in turn; the first turn of each pays for first uses."""
     core, steps, sides = llm.engine.core, Steps(), dict[bool, list[Side]]()
     counts = core.scheduler.speculation.counts
-    with _imposed(chance):
+    copied = [each[:COPIED] for each in prompts] if args.copying else []
+    with _imposed(chance, copied):
         for turn in range(args.turns + 1):
             if turn == 1:
                 core.observe(steps)
@@ -132,7 +138,7 @@ def measure(
     )
     off, on = (min(sides[drafts], key=lambda side: side.seconds) for drafts in (False, True))
     per_step = 1 + right / max(1, verified)
-    plain, both = (median(each) if each else 0.0 for each in (steps.plain, steps.drafted))
+    plain, both, host = (median(each) if each else 0.0 for each in (steps.plain, steps.drafted, steps.host))
     equal = sum(a == b for a, b in zip(off.answers, on.answers, strict=True))
     return {
         "at once": batch,
@@ -144,6 +150,7 @@ def measure(
         "allowed": round(per_step * plain / both, 2) if both else None,
         "plain ms": round(1e3 * plain, 3),
         "drafted ms": round(1e3 * both, 3),
+        "host ms": round(1e3 * host, 3),
         "drafts a step": round(drafted / max(1, verified), 2),
         "right": round(right / max(1, drafted), 3),
         "tokens a step": round(per_step, 2),
@@ -175,25 +182,44 @@ def _side(llm: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace, 
 
 
 @contextmanager
-def _imposed(chance: float | None) -> Iterator[None]:
-    """A coin in place of the comparison with the samples."""
+def _imposed(chance: float | None, copied: Sequence[Sequence[int]]) -> Iterator[None]:
+    """A coin in place of the comparison with the samples. ``copied``: texts that the answers repeat."""
     from headrace.worker import speculator as rule
 
     if chance is None:
         yield
         return
     place: Any = rule
-    real, coin = place.accepted, random.Random(0)
+    asked, take, real, coin = rule.Speculator._counts, rule.Speculator._take, place.accepted, random.Random(0)
+    texts, rest = {text[0]: text for text in copied}, iter(list[int]())
 
     def tossed(drafts: Sequence[int], samples: Sequence[int]) -> tuple[list[int], range]:
-        right = next((at for at in counted() if at >= len(drafts) or coin.random() >= chance), 0)
-        return list(samples[: right + 1]), range(1, right + 1)
+        tokens = list[int]()
+        for draft, sample in zip([*drafts, None], samples, strict=True):
+            right = coin.random() < chance
+            tokens.append(next(rest, sample) if right else sample)
+            if draft is None or not (right if not copied else tokens[-1] == draft):
+                break
+        return tokens, range(1, len(tokens))
 
-    place.accepted = tossed
+    def counts(speculator: Any, drafts: Any, j: int, row: int) -> bool:
+        nonlocal rest
+        if copied:
+            text, at = texts[int(speculator._rows.token_ids[row, 0])], int(speculator._lengths[row])
+            rest = (text[each % len(text)] for each in counted(at))
+        return asked(speculator, drafts, j, row)
+
+    def written(speculator: Any, row: int, drafts: int, tokens: Sequence[int]) -> None:
+        take(speculator, row, drafts, tokens)
+        if copied:
+            at = np.arange(len(tokens), dtype=np.int32) + speculator._lengths[row]
+            speculator._rows.put(np.full_like(at, row), at, np.array(tokens, dtype=np.int32))
+
+    place.accepted, place.Speculator._counts, place.Speculator._take = tossed, counts, written
     try:
         yield
     finally:
-        place.accepted = real
+        place.accepted, place.Speculator._counts, place.Speculator._take = real, asked, take
 
 
 def _prompts(llm: Any, args: argparse.Namespace) -> list[list[int]]:
