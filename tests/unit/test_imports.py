@@ -140,6 +140,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "kernel_launcher": {"triton"},
     "cost": {"numpy"},
     "cost.popularity": {"msgspec"},
+    "cost.stored": {"msgspec"},
     "parallel.placement": {"msgspec"},
     "speculative": set(),
     "speculative.lookup": {"numpy"},

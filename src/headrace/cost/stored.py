@@ -9,11 +9,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
-from functools import cache
+from dataclasses import asdict, fields
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.errors import ConfigError
 
@@ -50,23 +48,22 @@ def load(kind: type[T], path: Path, what: str, remedy: str, **version: int) -> T
 
 def made_of(kind: type[T], stored: Mapping[str, Any]) -> T:
     """Inverse of ``dataclasses.asdict`` after a round trip through JSON. No number is negative or infinite. Raises
-    TypeError, ValueError or AttributeError."""
-    hints = _field_types(kind)
-    return kind(**{name: _made_of(hints.get(name), value, name) for name, value in stored.items()})
+    ValueError."""
+    import msgspec  # not for --help
+
+    if unknown := stored.keys() - {each.name for each in fields(kind)}:
+        raise ValueError(f"{min(unknown)} is not known")
+    _check(stored)
+    try:
+        return msgspec.convert(stored, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
 
 
-@cache
-def _field_types(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
-
-
-def _made_of(kind: Any, value: Any, name: str) -> Any:
-    if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-        raise ValueError(f"{name} = {value}, which is not a number of at least 0")
-    if kind in (float, int, str):  # most values
-        return value
-    if get_origin(kind) is UnionType and value is not None:  # something, or None
-        kind = get_args(kind)[0]
-    if get_origin(kind) is tuple:
-        return tuple(_made_of(get_args(kind)[0], each, name) for each in value)
-    return made_of(kind, value) if isinstance(kind, type) and is_dataclass(kind) and value is not None else value
+def _check(stored: Mapping[str, Any]) -> None:
+    for name, value in stored.items():
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, Mapping):
+                _check(each)
+            elif isinstance(each, (int, float)) and not 0 <= each < math.inf:
+                raise ValueError(f"{name} = {each}, which is not a number of at least 0")
