@@ -17,7 +17,7 @@ from headrace.config import DeviceConfig
 from headrace.cost.profile import DeviceIdentity
 from headrace.cost.stored import made_of
 from headrace.spec import DecoderSpec
-from headrace.techniques import TECHNIQUES
+from headrace.techniques import OF_DEVICE
 
 if TYPE_CHECKING:  # a trace need not load numpy
     from headrace.cost.cost_model import CostModel
@@ -25,17 +25,8 @@ if TYPE_CHECKING:  # a trace need not load numpy
 VERSION = 1
 EVENT = "headrace_run"  # the trace's event
 
-# Switches of how steps are computed: only a run with the same ones says what steps take. Not among them: what
-# cascade_attention saves is counted, as is what ranks hold of experts and keys, and overlap changes when a step begins, not what
-# it takes, and drafts_ahead when its drafts are there; prompts_apart and swap_roles change which replica computes it.
-_NOT_MEASURED = (
-    "device.cascade_attention", "device.overlap", "device.enable_expert_parallel", "device.drafts_ahead",
-    "device.context_parallel_size", "device.prefill_replicas", "device.swap_roles",
-)  # fmt: skip
-_MEASURED = (
-    each.switch for each in TECHNIQUES if each.switch.startswith("device.") and each.switch not in _NOT_MEASURED
-)
-MEASURED_SWITCHES = (*(path.removeprefix("device.") for path in _MEASURED), "disabled_kernels")
+# Switches of how steps are computed: only a run with the same ones says what steps take.
+MEASURED_SWITCHES = (*(field for field, each in OF_DEVICE.items() if each.in_prices), "disabled_kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +70,6 @@ def switches_of(config: DeviceConfig) -> dict[str, Any]:
     plain = type(config)()
     found = {name: getattr(config, name) for name in MEASURED_SWITCHES if getattr(config, name) != getattr(plain, name)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-
-
-def cascades(config: DeviceConfig, kind: str, dtype: str) -> bool:
-    """Whether blocks that decoding sequences share are read once (kernels/attention/candidates.py accepts such a
-    site)."""
-    return kind == "cuda" and config.cascade_attention and not config.batch_invariant and dtype != "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from headrace.config import DeviceConfig
 from headrace.request import StepPlan
-from headrace.spec import KVSpec
+from headrace.spec import DecoderSpec, KVSpec
 
 QUERIES = 64  # × heads of a KV head, in one tile over shared keys
 UNIT = 128  # shared tokens are a multiple of it
@@ -114,6 +115,14 @@ class SharedBlocks:
                 break
             path.append(place)
         return path
+
+
+def shared_blocks(
+    config: DeviceConfig, kind: str, spec: DecoderSpec, dtype: str, groups: Sequence[KVSpec]
+) -> SharedBlocks | None:
+    """None where keys that sequences share are read by each (kernels/attention/candidates.py declines the site)."""
+    cascades = kind == "cuda" and config.cascade_attention and not config.batch_invariant and dtype != "float32"
+    return SharedBlocks(groups, spec.num_heads // spec.num_kv_heads) if cascades else None
 
 
 def _whole(index: int, size: int) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
-from headrace.cost.run_facts import cascades, facts_of, switches_of
+from headrace.cost.run_facts import facts_of, switches_of
 from headrace.disagg.desk import HandOver
 from headrace.engine.core import EngineCore
 from headrace.engine.draft_templates import check_draft_templates
@@ -193,12 +193,11 @@ def _create_trace(file: TraceFile, config: DeviceConfig, engine: Engine) -> Step
     if floors is None:
         return StepTrace(file, recorder, core.stats, name=name)
     from headrace import __version__
-    from headrace.cost.sharing import SharedBlocks
+    from headrace.cost.sharing import shared_blocks
 
     facts = facts_of(floors, config, model=engine.source.name, engine=__version__)
     groups = [group.spec for group in core.executor.info.kv_groups]
-    heads = floors.spec.num_heads // floors.spec.num_kv_heads
-    sharing = SharedBlocks(groups, heads) if cascades(config, facts.device.kind, facts.dtype) else None
+    sharing = shared_blocks(config, facts.device.kind, floors.spec, facts.dtype, groups)
     return StepTrace(file, recorder, core.stats, name=name, facts=facts, sharing=sharing)
 
 

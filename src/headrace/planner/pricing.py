@@ -21,9 +21,9 @@ from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.popularity import share_of_rows
 from headrace.cost.prices import FrontPrices, StepPrices
 from headrace.cost.prompt_shapes import PromptShapes, ShapeBounds
-from headrace.cost.run_facts import cascades, switches_of
+from headrace.cost.run_facts import switches_of
 from headrace.cost.shapes import multiplications
-from headrace.cost.sharing import SharedBlocks
+from headrace.cost.sharing import shared_blocks
 from headrace.engine.executor import ExecutorInfo
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
@@ -197,11 +197,7 @@ def choose_prices(device: Device, config: EngineConfig, cost_model: CostModel, g
     found, other = best_calibrated(device.calibrated, spec, cost_model.dtype, switches)
     if found is None and switches:
         raise ConfigError(_unknown(device, switches))
-    sharing = (
-        SharedBlocks(groups, spec.num_heads // spec.num_kv_heads)
-        if cascades(config.device, device.kind, cost_model.dtype)
-        else None
-    )
+    sharing = shared_blocks(config.device, device.kind, spec, cost_model.dtype, groups)
     if found is None:
         prices = device.efficiency.prices(
             len(spec.held_layers), step_seconds=profile.step_overhead, host_seconds=device.host_seconds

@@ -22,17 +22,20 @@ class Technique:
     """``switch`` is the path of a config field; ``off`` is the field's value when the technique is off.
 
     ``needs_gpu``: without one the switch does nothing, and there is nothing to measure; ``needs_cpu``: with one.
+    ``in_prices``: calibrated prices of steps are those of one value of the switch; not where what it saves is counted,
+    or where it changes when or on which replica a step is computed.
     """
 
     name: str
     source: str
     switch: str
-    off: Any
     improves: str
     off_means: str
     loads: tuple[Load, ...]  # under which it is measured
+    off: Any = None
     needs_gpu: bool = False
     needs_cpu: bool = False
+    in_prices: bool = True
     on_value: Any = None  # where neither True nor 1 is meant
 
     @property
@@ -71,18 +74,17 @@ def _read() -> tuple[Technique, ...]:
     loads = read_loads()
     for entry in entries.values():
         entry["loads"] = tuple(loads[name] for name in entry["loads"])
-    return tuple(Technique(name=name, **{"off": None, **entry}) for name, entry in entries.items())
+    return tuple(Technique(name=name, **entry) for name, entry in entries.items())
 
 
 TECHNIQUES = _read()
+# by the field of DeviceConfig that switches them
+OF_DEVICE = {each.switch.removeprefix("device."): each for each in TECHNIQUES if each.switch.startswith("device.")}
 
 
 def in_use(config: DeviceConfig) -> frozenset[str]:
     """Techniques of the device that are not off: kernels of the others are never chosen."""
-    of_device = [each for each in TECHNIQUES if each.switch.startswith("device.")]
-    return frozenset(
-        each.name for each in of_device if getattr(config, each.switch.removeprefix("device.")) != each.off
-    )
+    return frozenset(each.name for field, each in OF_DEVICE.items() if getattr(config, field) != each.off)
 
 
 def find_technique(name: str) -> Technique:
@@ -96,16 +98,5 @@ def find_technique(name: str) -> Technique:
 
 def describe() -> list[dict[str, Any]]:
     """The register as plain data (``headrace techniques --json``)."""
-    return [
-        {
-            "name": item.name,
-            "source": item.source,
-            "switch": item.switch,
-            "default": item.default_state,
-            "off": item.off,
-            "improves": item.improves,
-            "off_means": item.off_means,
-            "ablate": item.ablate,
-        }
-        for item in TECHNIQUES
-    ]
+    shown = ("name", "source", "switch", "off", "improves", "off_means", "ablate")
+    return [{name: getattr(each, name) for name in shown} | {"default": each.default_state} for each in TECHNIQUES]
