@@ -2,10 +2,11 @@
 twice and simulated.
 
 One server (or engine) takes servings of A and runs of B in turn, so that what drifts about the machine meets both.
-Prices are fitted to the steps of A alone.
+Prices are fitted to the steps of A alone. Prices that exist (``--prices``) are held against B in the same way; and what
+was measured once is judged again, here, by any prices (``--again``).
 
 What lives here: that order, and what is printed. What may not: loads (truth_loads.py), running them (truth_run.py), the
-verdict (truth_judge.py), fitting (planner/).
+verdict (truth_judge.py), what is kept (truth_kept.py), fitting (planner/).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from headrace.bench.arguments import output
 from headrace.commands.simulate_calibrate import report
 from headrace.config import EngineConfig
-from headrace.cost.calibrated import CalibratedSteps, save_calibrated
+from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated, save_calibrated
 from headrace.cost.cost_model import CostModel
 from headrace.cost.profile import DeviceProfile, Limits
 from headrace.engine.resolve import resolve_config
@@ -30,15 +31,18 @@ from headrace.models.source import find_model
 from headrace.observe.report import machine_facts, print_facts, say, write_json
 from headrace.planner.against import VOID, status_of
 from headrace.planner.calibrate import calibrate, fit_front
-from headrace.planner.devices import Device, device_of, find_device, known_devices
+from headrace.planner.devices import Device, device_of, find_device, known_devices, with_calibration
+from headrace.planner.pricing import priced
 from headrace.planner.runs import RecordedRun
 from headrace.spec import ELEMENT_BYTES, DecoderSpec, kv_groups
 from lab.jobs import config_for, flags_of, known_shapes
 from lab.truth_front import front_work
 from lab.truth_judge import Judged, judge, simulated
+from lab.truth_kept import Kept, Measured, keep, read_kept
 from lab.truth_loads import REPEATS, Loads, Part, loads_for, repeated, sized, suited
-from lab.truth_run import Figures, Runner, offline, served
+from lab.truth_run import Runner, offline, served
 
+SHIPPED_PRICES = "shipped"
 WARM = Part("warm", 4, 40, 4, clients=2, seed=99)
 
 
@@ -69,20 +73,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="leave all files there: the trace, what clients saw, the calibration",
     )
+    parser.add_argument(
+        "--prices",
+        metavar="FILE",
+        help=f"hold B against these prices ({SHIPPED_PRICES}: those that come with Headrace), and fit none to A",
+    )
+    parser.add_argument("--measure-only", action="store_true", help="keep what was measured, and judge it later")
+    parser.add_argument(
+        "--again",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="measure nothing: judge what --keep left there, by prices fitted to all of it or by --prices",
+    )
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write every figure, simulated and measured")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the engine, behind --")
 
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """What stays the same from run to run."""
+    """What stays the same from run to run. ``offline``: no front end. ``prices``: instead of fitted ones."""
 
-    args: argparse.Namespace
     config: EngineConfig
     flags: list[str]
     spec: DecoderSpec
     kind: str
     folder: Path
+    offline: bool
+    prices: str | None = None
 
     def device(self, run: RecordedRun) -> Device:
         """As simulate knows the device that a run was measured on; one that was never measured by the limits that the
@@ -107,49 +125,76 @@ class _Bench:
             return device_of(profile, memory, memory)
 
 
-@dataclass(slots=True)
-class _Measured:
-    """What was seen so far. ``parts``: of A, by the names of their runs. ``looks``: the machine's limits, each time
-    between two loads."""
-
-    held: list[Part] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
-    fronts: list[str] = field(default_factory=list)
-    runs: dict[str, list[Figures]] = field(default_factory=dict)
-    looks: list[Limits] = field(default_factory=list)
-
-
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
     """Exit status 1 when a figure that is asked for misses its bound."""
+    if args.measure_only and not args.keep:
+        raise ConfigError("--measure-only would leave nothing; give a folder with --keep.")
     with ExitStack() as stack:
         kept = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-truth-")))
-        bench = _prepared(args, config, kept)
-        loads = loads_for(bench.kind, args.scale)
-        with offline(bench.config, kept) if args.offline else served(bench.flags, kept) as runner:
-            seen = _measure(bench, loads, runner)
-        found, device = _calibrated(bench, runner, seen)
+        taken = [_taken_again(args, config, folder) for folder in args.again or ()] or [_taken(args, config, kept)]
+        if args.measure_only:
+            return 0
+        found, device = _calibrated(taken)
         save_calibrated(found, kept / "calibration.json")
-        judged = [judge(bench.spec, bench.config, device, part, seen.runs[part.name]) for part in seen.held]
-    return _show(args, found, judged, seen.looks)
+        judged = [
+            judge(each.bench.spec, each.bench.config, device, part, each.seen.runs[part.name])
+            for each in taken
+            for part in each.seen.held
+        ]
+    return _show(args, found, judged, taken[0].seen.looks)
 
 
-def _prepared(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Bench:
-    from headrace.worker.settings import device_kind, takes_long_steps
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """One measurement of A and B."""
+
+    bench: _Bench
+    runner: Runner
+    seen: Measured
+
+
+def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Taken:
+    from headrace.worker.settings import device_kind
+
+    kind = device_kind(config.device.device)
+    bench, long_steps = _prepared(args, config, folder, kind)
+    loads = loads_for(kind, args.scale)
+    if args.prices is not None:  # the first serving warms up
+        loads = replace(loads, servings=(loads.servings[0], *((),) * (len(loads.servings) - 1)))
+    with offline(bench.config, folder) if args.offline else served(bench.flags, folder) as runner:
+        seen = _measure(bench, loads, runner)
+    keep(folder, Kept(kind, bench.offline, long_steps, seen.held, seen.parts, seen.fronts, runner.spans))
+    return _Taken(bench, runner, seen)
+
+
+def _taken_again(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Taken:
+    kept, runner, seen = read_kept(folder)
+    args.offline = kept.offline
+    return _Taken(_prepared(args, config, folder, kept.kind, kept.long_steps)[0], runner, seen)
+
+
+def _prepared(
+    args: argparse.Namespace, config: EngineConfig, folder: Path, kind: str, long_steps: bool | None = None
+) -> tuple[_Bench, bool]:
+    """And whether its steps are long."""
+    from headrace.worker.settings import takes_long_steps
 
     own = args.model is not None
     config = config_for(args.model, config) if own else config
-    kind = device_kind(config.device.device)
     model = find_model(replace(config.model, load_format="dummy") if own else config.model).config
-    resolved, _ = resolve_config(config, kind, long_steps=args.offline and takes_long_steps(kind, model))
-    spec = families.spec_from_config(model)
-    return _Bench(args, resolved, flags_of(config, args.flags) if own else list(args.flags), spec, kind, folder)
+    if long_steps is None:
+        long_steps = args.offline and takes_long_steps(kind, model)
+    resolved, _ = resolve_config(config, kind, long_steps=long_steps)
+    flags = flags_of(config, args.flags) if own else list(args.flags)
+    bench = _Bench(resolved, flags, families.spec_from_config(model), kind, folder, args.offline, args.prices)
+    return bench, long_steps
 
 
 # --- measuring
 
 
-def _measure(bench: _Bench, loads: Loads, runner: Runner) -> _Measured:
-    seen = _Measured()
+def _measure(bench: _Bench, loads: Loads, runner: Runner) -> Measured:
+    seen = Measured()
     runner.run(WARM, "warm")
     for number, serving in enumerate(loads.servings):
         say(f"A, {number + 1} of {len(loads.servings)}")
@@ -161,12 +206,13 @@ def _measure(bench: _Bench, loads: Loads, runner: Runner) -> _Measured:
             say(f"B, {number + 1} of {REPEATS}")
             _look(bench, seen)
             for part in repeated(seen.held, number):
-                seen.runs.setdefault(part.name, []).append(runner.run(part, f"b{number}.{part.name}"))
+                runs = [runner.run(each, name) for each, name in zip(part.each_time(), part.names(number), strict=True)]
+                seen.runs.setdefault(part.name, []).append(runs)
     _look(bench, seen)
     return seen
 
 
-def _serve(loads: Loads, serving: Sequence[Part], name: str, runner: Runner, seen: _Measured) -> None:
+def _serve(loads: Loads, serving: Sequence[Part], name: str, runner: Runner, seen: Measured) -> None:
     alone: float | None = None
     for part in serving:
         run = f"{name}.{part.name}"
@@ -177,7 +223,7 @@ def _serve(loads: Loads, serving: Sequence[Part], name: str, runner: Runner, see
             seen.fronts.append(run)
 
 
-def _look(bench: _Bench, seen: _Measured) -> None:
+def _look(bench: _Bench, seen: Measured) -> None:
     """A card's limits do not change from minute to minute, and a look would need its memory."""
     if bench.kind == "cpu":
         from headrace.worker.profile import limits_now
@@ -185,29 +231,50 @@ def _look(bench: _Bench, seen: _Measured) -> None:
         seen.looks.append(limits_now())
 
 
-def _sized(bench: _Bench, loads: Loads, runner: Runner, seen: _Measured) -> list[Part]:
+def _sized(bench: _Bench, loads: Loads, runner: Runner, seen: Measured) -> list[Part]:
     """B by what this device can serve, as simulated with prices of the first serving."""
-    _, device = _calibrated(bench, runner, seen)
-    closed = next(part for part in loads.held if part.rate is None)
-    return sized(loads, simulated(bench.spec, bench.config, device, closed, lucks=1)["request_throughput"])
+    _, device = _calibrated([_Taken(bench, runner, seen)])
+    reached = {
+        part.name: simulated(bench.spec, bench.config, device, part, lucks=1)["request_throughput"]
+        for part in loads.held
+        if part.rate is None
+    }
+    return sized(loads, reached)
 
 
-def _calibrated(bench: _Bench, runner: Runner, seen: _Measured) -> tuple[CalibratedSteps, Device]:
-    """Fitted to all of A so far."""
-    recorded = runner.recorded(seen.parts)
-    device = bench.device(recorded)
+def _calibrated(taken: Sequence[_Taken]) -> tuple[CalibratedSteps, Device]:
+    """By given prices, or by those fitted to all of A so far; and the device with them."""
+    bench, recorded = taken[0].bench, [each.runner.recorded(each.seen.parts) for each in taken]
+    device = bench.device(recorded[0])
+    if bench.prices is not None:
+        return _given(bench, device, bench.prices)
+    facts = recorded[0].facts
     assert bench.config.cache.block_size is not None, "resolved"
-    size = ELEMENT_BYTES[recorded.facts.dtype]
+    size = ELEMENT_BYTES[facts.dtype]
     groups = kv_groups(bench.spec, bench.config.cache.block_size, size)
     found = calibrate(
-        [recorded], device, CostModel(bench.spec, groups, device.profile, weight_bytes=size, dtype=recorded.facts.dtype)
+        recorded, device, CostModel(bench.spec, groups, device.profile, weight_bytes=size, dtype=facts.dtype)
     )
-    if not bench.args.offline:
-        fronts, loads = ([runner.path(name) for name in names] for names in (seen.fronts, seen.parts))
-        found = fit_front(fronts, found, recorded)
-        assert found.front is not None, "just fitted"
-        found = replace(found, front=replace(found.front, work=front_work(loads)))
+    for each, run in zip(taken, recorded, strict=True):
+        if not each.bench.offline:
+            fronts, loads = (
+                [each.runner.path(name) for name in names] for names in (each.seen.fronts, each.seen.parts)
+            )
+            found = fit_front(fronts, found, run)
+            assert found.front is not None, "just fitted"
+            found = replace(found, front=replace(found.front, work=front_work(loads)))
     return found, replace(device, calibrated=(found,))
+
+
+def _given(bench: _Bench, device: Device, prices: str) -> tuple[CalibratedSteps, Device]:
+    if prices == SHIPPED_PRICES:
+        device = replace(device, calibrated=tuple(find_calibrated(device.profile.identity, (SHIPPED,))))
+    else:
+        device = with_calibration(device, Path(prices))
+    found = priced(bench.spec, bench.config, device).pricing.calibrated
+    if found is None:
+        raise ConfigError(f"--prices {prices}: no prices are shipped for {device.name}; give a file, or leave it out.")
+    return found, device
 
 
 # --- showing

@@ -61,7 +61,7 @@ def simulated(
 ) -> dict[str, float]:  # fmt: skip
     """The mean of each figure; one run a way of sending where nothing disturbs steps. ``runs``: measured ones, as
     whose clients sent the requests of a burst they are simulated."""
-    found = []
+    found, lucks = [], max(1, lucks // part.times)
     for asked in [as_sent(part, run) for run in runs] or [part.asked()]:
         load = Load(asked, seed=part.seed, max_concurrency=part.room)
         for luck in range(lucks):
@@ -69,8 +69,13 @@ def simulated(
             found.append(report.figures)
             if report.pricing.disturbances(luck) is None:
                 break
-    names = [name for name, value in found[0].items() if isinstance(value, (int, float))]
-    return {name: sum(run[name] for run in found) / len(found) for name in names}
+    return mean_of(found)
+
+
+def mean_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each figure."""
+    names = [name for name, value in runs[0].items() if isinstance(value, (int, float))]
+    return {name: sum(run[name] for run in runs) / len(runs) for name in names}
 
 
 def as_sent(part: Part, run: Mapping[str, Any]) -> list[LoadRequest]:
@@ -88,13 +93,14 @@ def judge(
     config: EngineConfig,
     device: Device,
     part: Part,
-    runs: Sequence[Mapping[str, Any]],
+    repeats: Sequence[Sequence[Mapping[str, Any]]],
     lucks: int = LUCKS,
 ) -> Judged:
-    """Raises ConfigError where requests failed."""
-    for each in runs:
-        if each["failed"]:
-            raise ConfigError(
-                f"{each['failed']} requests of the part {part.name} failed, so there is nothing to hold a simulation against."
-            )
-    return Judged(part, tuple(compare_figures(simulated(spec, config, device, part, runs, lucks), runs)))
+    """``repeats``: the runs of each. Raises ConfigError where requests failed."""
+    runs = [run for repeat in repeats for run in repeat]
+    if failed := sum(each["failed"] for each in runs):
+        raise ConfigError(
+            f"{failed} requests of the part {part.name} failed, so there is nothing to hold a simulation against."
+        )
+    measured = [mean_of(repeat) for repeat in repeats]
+    return Judged(part, tuple(compare_figures(simulated(spec, config, device, part, runs, lucks), measured)))

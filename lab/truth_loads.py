@@ -12,7 +12,7 @@ not: running them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.errors import ConfigError
@@ -20,9 +20,11 @@ from headrace.planner.workload.conversations import Conversation, conversations_
 from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn
 
 VOCAB = 1000  # ids of bench serve
+_APART = 23  # ids fewer make other prompts
 SERVINGS = 3  # of A
 REPEATS = 2  # of B
-LASTS = 60.0  # s: a part of B on a CPU
+LASTS, LASTS_CARD = 60.0, 3.0  # s: a part of B on a CPU, on a card
+MOST_BURSTS = 8  # of one part in a row
 FEWEST, MOST = 24, 800  # requests of such a part
 QUICK, MOST_TIMES = (
     0.75,
@@ -50,6 +52,15 @@ class Part:
     prefix: int = 0
     seed: int = 0
     vocabulary: int = VOCAB
+    times: int = 1  # in a row: a burst that is over at once says little
+
+    def names(self, repeat: int) -> list[str]:
+        """Of its runs."""
+        return [f"b{repeat}.{self.name}{f'.{time}' if time else ''}" for time in range(self.times)]
+
+    def each_time(self) -> list[Part]:
+        """Other ids each time."""
+        return [replace(self, vocabulary=self.vocabulary - _APART * time) for time in range(self.times)]
 
     @property
     def lengths(self) -> Lengths:
@@ -79,7 +90,8 @@ class Part:
         come = f"{self.rate:g} a second" if self.rate is not None else f"{self.room} at once"
         spread = f" ± {self.spread:.0%}" if self.spread else ""
         behind = f", behind {self.prefix}" if self.prefix else ""
-        return f"{self.count} requests, {come}, {self.prompt} tokens in and {self.output} out{spread}{behind}"
+        often = f", {self.times} times" if self.times > 1 else ""
+        return f"{self.count} requests, {come}, {self.prompt} tokens in and {self.output} out{spread}{behind}{often}"
 
 
 def _salted(ids: tuple[int, ...], salt: int, vocab_size: int) -> tuple[int, ...]:
@@ -89,7 +101,7 @@ def _salted(ids: tuple[int, ...], salt: int, vocab_size: int) -> tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Loads:
     """``servings`` of A, ``held``: B. ``fronts``: parts of each serving whose requests come to an idle engine.
-    ``timed``: B is as long as LASTS."""
+    ``timed``: B is as long as LASTS, not as LASTS_CARD."""
 
     servings: tuple[tuple[Part, ...], ...]
     held: tuple[Part, ...]
@@ -119,17 +131,27 @@ def repeated(held: Sequence[Part], repeat: int) -> list[Part]:
     return [replace(part, vocabulary=VOCAB // (repeat + 1)) for part in (reversed(held) if repeat % 2 else held)]
 
 
-def sized(loads: Loads, reached: float) -> list[Part]:
-    """B where a closed loop reaches so many requests a second: open loops at a share of it, and as many requests as
-    last."""
-    rates = {part.name: None if part.rate is None else float(f"{OPEN_SHARE * reached:.3g}") for part in loads.held}
+def sized(loads: Loads, reached: Mapping[str, float]) -> list[Part]:
+    """B where loads that are not of a rate reach so many requests a second: open loops at a share of what a closed one
+    does, and as many requests, or bursts, as last."""
+    closed = next(part.name for part in loads.held if part.rate is None)
+    rates = {
+        part.name: None if part.rate is None else float(f"{OPEN_SHARE * reached[closed]:.3g}") for part in loads.held
+    }
+    found = [replace(part, rate=rates[part.name]) for part in loads.held]
     if not loads.timed:
-        return [replace(part, rate=rates[part.name]) for part in loads.held]
-    lasting = {part.name: round(LASTS * loads.scale * (rates[part.name] or reached)) for part in loads.held}
+        return [_lasting(part, reached.get(part.name, 0.0), loads.scale) for part in found]
     fewest, most = max(2, round(FEWEST * min(1.0, loads.scale))), round(MOST * max(1.0, loads.scale))
-    return [
-        replace(part, rate=rates[part.name], count=min(max(lasting[part.name], fewest), most)) for part in loads.held
-    ]
+    lasting = {part.name: round(LASTS * loads.scale * (part.rate or reached[part.name])) for part in found}
+    return [replace(part, count=min(max(lasting[part.name], fewest), most)) for part in found]
+
+
+def _lasting(part: Part, reached: float, scale: float) -> Part:
+    """On a card: at least as many requests as there are."""
+    seconds = LASTS_CARD * min(1.0, scale)
+    if part.rate is None and part.room == part.count:
+        return replace(part, times=min(max(1, round(seconds * reached / part.count)), MOST_BURSTS))
+    return replace(part, count=max(part.count, round(seconds * (part.rate or reached))))
 
 
 def _cpu_loads(scale: float) -> Loads:

@@ -32,8 +32,9 @@ from headrace.planner.steadiness import Disturbances, fit_steadiness
 from headrace.planner.step_time import StepTime
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
 from lab import truth_run
-from lab.truth import _Bench, _calibrated, _measure, _Measured, _show
+from lab.truth import _Bench, _calibrated, _measure, _show, _Taken
 from lab.truth_judge import Judged, as_sent, judge
+from lab.truth_kept import Kept, Measured, keep, read_kept
 from lab.truth_loads import Loads, Part, loads_for, repeated, sized, suited
 from lab.truth_run import Runner
 from tests.support.hash_engine import create_core
@@ -84,7 +85,7 @@ def fitted(seed: int) -> tuple[Part, ...]:
 LOADS = Loads(
     tuple(fitted(10 * number) for number in range(1, 4)),
     (Part("closed", 90, 60, 16, 0.5, clients=4, seed=5), Part("open", 90, 60, 6, 0.5, rate=1.0, seed=6)),
-    fronts=(), timed=False, scale=1.0,
+    fronts=(), timed=False, scale=0.01,
 )  # fmt: skip
 
 
@@ -118,18 +119,18 @@ class Seen:
 
     bench: _Bench
     runner: Runner
-    measured: _Measured
+    measured: Measured
     found: CalibratedSteps
     device: Device
 
 
 def measured(folder: Path, ratio: Callable[[int, float, bool], float], loads: Loads = LOADS) -> Seen:
-    bench = _Bench(argparse.Namespace(offline=True), CONFIG, [], SPEC, "a simulated one", folder)
+    bench = _Bench(CONFIG, [], SPEC, "a simulated one", folder, True)
     runner = machine(folder, ratio)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(truth_run, "SETTLES", 0.0)
         seen = _measure(bench, loads, runner)
-    return Seen(bench, runner, seen, *_calibrated(bench, runner, seen))
+    return Seen(bench, runner, seen, *_calibrated([_Taken(bench, runner, seen)]))
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +170,8 @@ def test_a_machine_that_drifts_is_judged_right(drifted: Seen) -> None:
     right = verdict(drifted, drifted.found, "closed", "open", lucks=4)
     assert not missed(right) and error(right, "mean_step_ms") < 0.08
     assert drifted.found.prices.rested > 2.0 * drifted.found.prices.woken
-    first, _ = _calibrated(
-        drifted.bench, drifted.runner, replace(drifted.measured, parts=drifted.measured.parts[: len(LOADS.servings[0])])
-    )
+    early = replace(drifted.measured, parts=drifted.measured.parts[: len(LOADS.servings[0])])
+    first, _ = _calibrated([_Taken(drifted.bench, drifted.runner, early)])
     assert error(verdict(drifted, first, "closed"), "mean_step_ms") > 0.12, (
         "what was fitted before the machine slowed down"
     )
@@ -225,7 +225,7 @@ def test_steps_of_b_are_none_that_prices_are_fitted_to(drifted: Seen) -> None:
     runner, seen = drifted.runner, drifted.measured
     mine = {step.step_id for step in runner.recorded(seen.parts).steps}
     others = {step for name, span in runner.spans.items() if name not in seen.parts for step in span}
-    assert {name[0] for name in seen.parts} == {"a"} and len(runner.spans["b0.closed"]) == seen.runs["closed"][0][
+    assert {name[0] for name in seen.parts} == {"a"} and len(runner.spans["b0.closed"]) == seen.runs["closed"][0][0][
         "steps"
     ]
     assert (
@@ -234,8 +234,23 @@ def test_steps_of_b_are_none_that_prices_are_fitted_to(drifted: Seen) -> None:
         and sorted(mine | others) == list(range(runner.until))
     )
     assert not any(
-        request["cached_tokens"] for runs in seen.runs.values() for each in runs for request in each["requests"]
+        request["cached_tokens"] for runs in seen.runs.values() for (each,) in runs for request in each["requests"]
     )
+
+
+def test_what_was_measured_is_judged_again_from_its_folder(drifted: Seen) -> None:
+    folder, seen, spans = drifted.bench.folder, drifted.measured, drifted.runner.spans
+    keep(folder, Kept("cuda", True, False, seen.held, seen.parts, seen.fronts, spans))
+    kept, runner, again = read_kept(folder)
+    assert kept.spans == spans and again.held == seen.held and again.runs == seen.runs
+    found, _ = _calibrated([_Taken(drifted.bench, runner, again)])
+    assert found == drifted.found
+    save_calibrated(drifted.found, given := folder / "given.json")
+    assert _calibrated([_Taken(replace(drifted.bench, prices=str(given)), runner, again)])[0] == found
+    with pytest.raises(ConfigError, match="no prices are shipped"):
+        _calibrated([_Taken(replace(drifted.bench, prices="shipped"), runner, again)])
+    with pytest.raises(ConfigError, match="give what --keep left"):
+        read_kept(folder / "nowhere")
 
 
 # --- loads
@@ -268,9 +283,12 @@ def test_b_repeated_is_the_same_load_of_other_ids() -> None:
 
 
 def test_b_lasts_as_long_on_a_quick_machine_as_on_a_slow_one() -> None:
-    counts = {reached: [part.count for part in sized(loads_for("cpu", 1.0), reached)] for reached in (0.1, 1.0, 100.0)}
+    counts = {
+        reached: [part.count for part in sized(loads_for("cpu", 1.0), {"closed": reached})]
+        for reached in (0.1, 1.0, 100.0)
+    }
     assert counts == {0.1: [24, 24], 1.0: [60, 30], 100.0: [800, 800]}
-    assert [part.rate for part in sized(loads_for("cpu", 1.0), 3.0)] == [None, 1.5]
+    assert [part.rate for part in sized(loads_for("cpu", 1.0), {"closed": 3.0})] == [None, 1.5]
     serving = {part.name: part for part in loads_for("cpu", 1.0).servings[0]}
     assert all(suited(part, 2.0) == part for part in serving.values() if not part.even)
     quick = {name: suited(part, 0.05) for name, part in serving.items()}
@@ -279,6 +297,23 @@ def test_b_lasts_as_long_on_a_quick_machine_as_on_a_slow_one() -> None:
         20,
         128,
         80,
+    )
+
+
+def test_b_lasts_on_a_quick_card_by_more_requests_and_bursts() -> None:
+    loads = loads_for("cuda", 1.0)
+    counts = [
+        [(part.count, part.times) for part in sized(loads, dict.fromkeys(("closed", "burst", "shared"), reached))]
+        for reached in (10.0, 130.0, 10_000.0)
+    ]
+    assert counts[0] == [(128, 1), (84, 1), (200, 1), (160, 1)]
+    assert counts[1] == [(390, 1), (195, 1), (200, 2), (160, 2)] and counts[2][2:] == [(200, 8), (160, 8)]
+    part = replace(loads.held[3], times=3)
+    assert part.names(1) == ["b1.shared", "b1.shared.1", "b1.shared.2"] and str(part).endswith("3 times")
+    begun = {each.conversations(0, 32000)[0].turns[0].new_ids[:16] for each in part.each_time()}
+    assert (
+        len(begun) == 3
+        and len({len(each.conversations(0, 32000)[5].turns[0].new_ids) for each in part.each_time()}) == 1
     )
 
 
