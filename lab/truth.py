@@ -136,11 +136,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
             return 0
         found, device = _calibrated(taken)
         save_calibrated(found, kept / "calibration.json")
-        judged = [
-            judge(each.bench.spec, each.bench.config, device, part, each.seen.runs[part.name])
-            for each in taken
-            for part in each.seen.held
-        ]
+        judged = [_judged(each, device, part) for each in taken for part in each.seen.held]
     return _show(args, found, judged, taken[0].seen.looks)
 
 
@@ -151,6 +147,11 @@ class _Taken:
     bench: _Bench
     runner: Runner
     seen: Measured
+
+
+def _judged(taken: _Taken, device: Device, part: Part) -> Judged:
+    bench = taken.bench
+    return judge(bench.spec, bench.config, device, part, taken.seen.runs[part.name], front=not bench.offline)
 
 
 def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Taken:

@@ -57,13 +57,13 @@ class Judged:
 
 def simulated(
     spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, runs: Sequence[Mapping[str, Any]] = (),
-    lucks: int = LUCKS,
+    lucks: int = LUCKS, *, front: bool = True,
 ) -> dict[str, float]:  # fmt: skip
-    """The mean of each figure; one run a way of sending where nothing disturbs steps. ``runs``: measured ones, as
+    """The mean of each figure; one run a way of sending where nothing disturbs steps. ``front``: requests pass one. ``runs``: measured ones, as
     whose clients sent the requests of a burst they are simulated."""
     found, lucks = [], max(1, lucks // part.times)
     for asked in [as_sent(part, run) for run in runs] or [part.asked()]:
-        load = Load(asked, seed=part.seed, max_concurrency=part.room)
+        load = Load(asked, seed=part.seed, max_concurrency=part.room, front=front)
         for luck in range(lucks):
             report = simulate(spec, config, device, replace(load, luck=luck))
             found.append(report.figures)
@@ -95,6 +95,8 @@ def judge(
     part: Part,
     repeats: Sequence[Sequence[Mapping[str, Any]]],
     lucks: int = LUCKS,
+    *,
+    front: bool = True,
 ) -> Judged:
     """``repeats``: the runs of each. Raises ConfigError where requests failed."""
     runs = [run for repeat in repeats for run in repeat]
@@ -103,4 +105,6 @@ def judge(
             f"{failed} requests of the part {part.name} failed, so there is nothing to hold a simulation against."
         )
     measured = [mean_of(repeat) for repeat in repeats]
-    return Judged(part, tuple(compare_figures(simulated(spec, config, device, part, runs, lucks), measured)))
+    return Judged(
+        part, tuple(compare_figures(simulated(spec, config, device, part, runs, lucks, front=front), measured))
+    )
