@@ -35,8 +35,8 @@ def option(default: Any, help: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, **extra})
 
 
-def switch(default: bool) -> Any:
-    """A technique's on/off switch: reached by ``--technique NAME=on|off``, without a flag of its own. The register
+def switch(default: bool | None) -> Any:
+    """A technique's on/off switch (None: automatic): reached by ``--technique NAME=on|off``, without a flag of its own. The register
     (techniques/) says what each means."""
     return field(default=default, metadata={"technique": True, "flag": False})
 
@@ -391,6 +391,7 @@ class DeviceConfig:
     flat_gemm: bool = switch(True)
     tuned_products: bool = switch(True)
     quantized_gemm: bool = switch(True)
+    wide_copy: bool | None = switch(None)
     gated_products: bool = switch(True)
     cuda_prefill: bool = switch(True)
     deep_fusion: bool = switch(True)

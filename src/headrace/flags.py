@@ -449,6 +449,8 @@ def _technique_value(of: Field[Any], kind: FieldType, text: str) -> Any:
     if word in ("on", "off") and word in of.metadata:
         return of.metadata[word]
     if kind.base is bool:
+        if kind.optional and word == "auto":
+            return None
         if word not in WORDS:
             raise ConfigError(f"--technique {technique_name(of)}={text}: give on or off.")
         return of.metadata.get("on" if WORDS[word] else "off", WORDS[word])

@@ -35,6 +35,7 @@ from headrace.kernels.operations import (
 from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.delta import Delta
 from headrace.layers.packed import Piece, create_pieces
+from headrace.layers.wide_copy import TakingTurns, fill, has_copy, least_rows
 from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation
 
@@ -121,6 +122,10 @@ class Linear(nn.Module):
         self.dtype = context.dtype
         self.delta: Delta | None = None
         self.weight_bytes = 0  # held by this layer beyond its parameters, once loading has finished
+        self.copy_bytes = 0  # in a widened copy, beside these
+        self._wide: Tensor | None = None  # [out, in]
+        self._packed_facts: WeightFacts | None = None
+        self._packed_bias: Tensor | None = None
         self._context = context
         self._activation = activation
         group, row = context.group, site.split is Split.ROW
@@ -207,9 +212,39 @@ class Linear(nn.Module):
             self._activated = _made(kernels.offer(ACTIVATED_LINEAR, facts), pieces, bias)
         if beside is None:
             self._apply_weight = kernels.choose(PACKED_LINEAR, facts)(pieces, bias)
+            self._packed_facts, self._packed_bias = facts, bias
         self.weight_bytes = (0 if self._shared else sum(piece.num_bytes for piece in pieces)) + (
             0 if bias is None else bias.nbytes
         )
+
+    def reserve_copy(self) -> None:
+        """Memory for a widened copy (wide_copy.py), by which many rows are multiplied from ``use_copy`` on. After
+        ``finish_loading``; weights that have none are left as they are."""
+        if self._packed_facts is not None and has_copy(self.site) and not self._shared:
+            self._wide = torch.empty(self.site.outs, self.site.ins, dtype=self.dtype, device=self._context.device)
+            self.copy_bytes = self._wide.nbytes
+
+    def fill_copy(self) -> None:
+        if self._wide is not None:
+            fill(self._wide, [piece for piece in self.pieces if isinstance(piece, Piece)])
+
+    def use_copy(self) -> None:
+        """Once it is filled."""
+        packed, wide, kernels = self._packed_facts, self._wide, self._context.kernels
+        if packed is None or wide is None:
+            return
+        # few rows go through fused_linear, or are multiplied by the codes
+        facts = WeightFacts(self.dtype, self.site.ins, self.site.outs, fused=True)
+        operands = wide, self._packed_bias
+        many = kernels.choose(LINEAR, facts)(*operands)
+        self._apply_weight = turns = TakingTurns(self._apply_weight, many, least_rows(packed, kernels.context))
+        if self.site.gated and not self.site.bias:
+            gated = _made(kernels.offer(GATED_LINEAR, facts), *operands)
+            self._gated = None if gated is None else turns.gated(gated)
+        if self._composed and self.site.split is Split.ROW and not self._context.sparse:
+            self._added = _made(kernels.offer(ADDED_LINEAR, facts), *operands)
+        if (held := getattr(many, "num_bytes", None)) is not None:  # a kernel's own form of it
+            self._wide, self.copy_bytes = None, held
 
     def in_rows(self) -> tuple[Tensor, Tensor] | None:
         """A weight of 8 bits with a scale a row: it, and these, [out], float32. After ``finish_loading``; None: its

@@ -6,7 +6,7 @@ checkpoint tensors (families.py, weight_rules.py), loading, batching, sampling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,6 +197,19 @@ class Decoder(nn.Module):
         finish_modules(self)
         if self._make_step is not None and self._eight is not None:
             self._step = self._step_in_rows(table, head)
+        self._ask_linears()
+
+    def use_copies(self) -> None:
+        """Widened copies of matrices (layers/wide_copy.py), which have been filled."""
+        for each in self.linears:
+            each.use_copy()
+        self._ask_linears()
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        return (module for module in self.modules() if isinstance(module, Linear))
+
+    def _ask_linears(self) -> None:
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         self._takes_norms = all(each.takes_norms for each in linears)
         self._takes_sums = all(each.takes_sums for each in linears)

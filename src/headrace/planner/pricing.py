@@ -258,17 +258,17 @@ def place(
 ) -> ExecutorInfo:
     """What an executor on that device would say of itself. ``config`` is resolved. Raises ConfigError or OutOfMemory
     with the numbers."""
-    from headrace.worker.memory import Room, bounds, plan_kv
+    from headrace.worker.memory import Room, bounds, plan_kv, with_copy
 
     available = int(device.memory * (config.cache.gpu_memory_utilization if device.overlaps else 1.0))
     purposes = bounds(spec, config, ELEMENT_BYTES[dtype]) | (
         {"context, kernels and graphs": CARD_BYTES} if device.overlaps else {}
     )
-    _check_fits(spec, device, available, purposes)
-    plan = plan_kv(
-        groups, config, Room(available, purposes), max_positions=spec.max_positions, on_cpu=not device.overlaps
-    )
-    memory = {**purposes, "kv_cache": plan.num_bytes}
+    own, on_cpu = Room(available, purposes), not device.overlaps
+    room = with_copy(own, spec, config, groups, int(ELEMENT_BYTES[dtype]), on_cpu=on_cpu)[0]
+    _check_fits(spec, device, available, room.purposes)
+    plan = plan_kv(groups, config, room, max_positions=spec.max_positions, on_cpu=on_cpu)
+    memory = {**room.purposes, "kv_cache": plan.num_bytes}
     name = f"{device.kind} (modelled: {device.name})"
     return ExecutorInfo(spec.vocab_size, plan.max_model_len, config.scheduler.rows, plan.groups, name, memory)
 

@@ -112,6 +112,11 @@ class Format:
         return None
 
     @property
+    def multiplies_inputs(self) -> bool:
+        """Whether inputs meet the matrix that ``dense`` gives as they come."""
+        return self.activations is None
+
+    @property
     def rounds_inputs(self) -> bool:
         """Whether products are of 8-bit numbers, of which a chip multiplies up to twice as many as of 16-bit ones."""
         return self.activations is not None

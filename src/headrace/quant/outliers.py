@@ -34,6 +34,10 @@ class OutlierColumns(Format):
     def count(self, ins: int) -> int:
         return math.ceil(ins * self.share)
 
+    @property
+    def multiplies_inputs(self) -> bool:
+        return False
+
     def problem(self, outs: int, ins: int) -> str | None:
         return self.inner.problem(outs, ins)
 
@@ -87,6 +91,10 @@ class SparseOutliers(Format):
 
     @property
     def by_row(self) -> bool:
+        return False
+
+    @property
+    def multiplies_inputs(self) -> bool:
         return False
 
     def problem(self, outs: int, ins: int) -> str | None:

@@ -57,6 +57,10 @@ class Rotated(Format):
     def unit_scale(self) -> float:
         return self.inner.unit_scale
 
+    @property
+    def multiplies_inputs(self) -> bool:
+        return False
+
     def problem(self, outs: int, ins: int) -> str | None:
         if ins % self.size:
             return f"{ins} inputs are no whole blocks of {self.size}"

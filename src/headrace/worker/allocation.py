@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from headrace.config import Decision
 from headrace.errors import OutOfMemory
 from headrace.kernels.linear.around import LEAST_ADDED
 from headrace.parallel.group import Peers
@@ -29,6 +30,7 @@ from headrace.worker.failure import out_of_memory
 from headrace.worker.head_start import HeadStart
 from headrace.worker.host import available_memory
 from headrace.worker.memory import (
+    COPY,
     GIB,
     KVPlan,
     Room,
@@ -36,9 +38,11 @@ from headrace.worker.memory import (
     check_weights_fit,
     gpu_share,
     graph_bytes,
+    held_copy_bytes,
     plan_kv,
     row_bytes,
     weight_bytes,
+    with_copy,
 )
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows
@@ -47,6 +51,7 @@ from headrace.worker.warm_up import Limits, chunks, decode_step, largest_step, r
 
 _REMEDIES = {  # by purpose: what to lower where it cannot be allocated
     "weights": "Use a smaller model, end what else holds memory, or use --device cpu.",
+    COPY: "Give --technique wide_copy=off.",
     "KV blocks": "Lower --gpu-memory-utilization or --kv-cache-memory.",
     "activations": "Lower --gpu-memory-utilization, --max-num-batched-tokens, --max-num-seqs or --max-logits-rows.",
     "rows": "Lower --max-num-seqs or --max-model-len.",
@@ -86,6 +91,21 @@ class Allocation:
         # bytes of weights that other processes hold, and that this one has put beside torch's
         self._found = self._given = 0
 
+    def decide_copy(self) -> tuple[Decision, ...]:
+        """Whether matrices in few bits get a widened copy, on all ranks or on none. Before ``draft``."""
+        setup = self._setup
+        parts = setup.spec, setup.config, setup.kv_specs, setup.dtype.itemsize
+        room, said = with_copy(self.room, *parts, on_cpu=setup.on_cpu)
+        if self._least(int(said is None or said.value)):
+            self.room = room
+        elif said is not None and said.value:
+            said = replace(said, value=False, reason="another rank has no room for it")
+        return () if said is None else (said,)
+
+    @property
+    def copies(self) -> bool:
+        return COPY in self.room.purposes
+
     def share(self, size: int, *, ours: bool) -> None:
         """So many bytes of weights lie in memory of several processes, which this one has filled, or others have."""
         self._found, self._given = (0, size) if ours else (size, 0)
@@ -97,7 +117,8 @@ class Allocation:
         check_weights_fit(self.room, self._setup.device)
         if self._setup.on_cpu:
             return self.plan(self.room)
-        return self.plan(Room(self.room.available, {"weights": self.room.purposes["weights"]}))
+        known = {name: size for name, size in self.room.purposes.items() if name in ("weights", COPY)}
+        return self.plan(Room(self.room.available, known))
 
     def plan(self, room: Room) -> KVPlan:
         """How ``room`` is divided. Raises ConfigError or OutOfMemory."""
@@ -134,9 +155,11 @@ class Allocation:
         setup = self._setup
         graphs, self._arena = self._take_largest_steps(longest, create_runner, create_graphs)
         weights, drafts = weight_bytes(decoder), self.room.purposes.get("draft model", 0)
-        self._scratch = self._meter.kept(weights - self._found - self._given + drafts)
+        copies = {COPY: held_copy_bytes(decoder)} if self.copies else {}
+        self._scratch = self._meter.kept(weights - self._found - self._given + drafts + sum(copies.values()))
         purposes = {
             "weights": weights - self._found,
+            **copies,
             "draft model": drafts,
             "activations": self._arena + SMALL_BYTES,
             "graphs": graphs,
@@ -189,7 +212,9 @@ class Allocation:
     def account(self, decoder: nn.Module, plan: KVPlan, rows: Rows, *, process: int, kernels: int) -> dict[str, int]:
         """Bytes by purpose. ``process``, ``kernels``: of the host, before the model and by a first step; a GPU's are
         its own."""
-        tensors = {"weights": weight_bytes(decoder) - self._found, "kv_cache": plan.num_bytes, "rows": rows.num_bytes}
+        copies = {COPY: held_copy_bytes(decoder)} if self.copies else {}
+        tensors = {"weights": weight_bytes(decoder) - self._found, **copies}
+        tensors |= {"kv_cache": plan.num_bytes, "rows": rows.num_bytes}
         activations = self.room.purposes["activations"]
         if self._meter is None:
             return {"process": process, "kernels": kernels, **tensors, "activations": activations}

@@ -80,9 +80,10 @@ class _Region:
 
 class DeviceMemory:
     """Tensors that are made within ``keeping`` and ``giving_up`` lie in memory that sleeps; what the former hold is
-    copied. ``restore``: makes torch's allocator whole again."""
+    copied. ``refill``: makes what the latter hold of these anew; ``restore``: makes torch's allocator whole again."""
 
     def __init__(self, device: torch.device) -> None:
+        self.refill: Callable[[], None] = lambda: None
         self.restore: Callable[[], None] = lambda: None
         self._device = device
         self._memory = VirtualMemory()
@@ -188,6 +189,7 @@ class DeviceMemory:
                     copied = driver().cuMemcpyHtoDAsync_v2(region.address, place, region.size, self._stream)
                     check(copied, "a copy of weights")
                     place += region.size
+            self.refill()
         except OutOfMemory:
             torch.cuda.synchronize(self._device)
             for region in regions:

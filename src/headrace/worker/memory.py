@@ -10,7 +10,7 @@ and a few blocks around it. What can be counted exactly is counted, the rest is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from headrace.errors import ConfigError, OutOfMemory
 from headrace.layers.basic import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseFeedForward
+from headrace.layers.wide_copy import TOKENS, copy_bytes, worth
 from headrace.lora.layout import Layout
 from headrace.sites import Role, count_bytes, layer_matrices, matrices
 from headrace.spec import DecoderSpec, KVGroup, KVSpec
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS
 
 GIB = 2**30
+COPY = "wide_copy"
 _CPU_KV_BYTES = 4 * GIB  # unless asked otherwise, and no more than
 _CPU_KV_SHARE = 0.25  # of available memory
 _CPU_KV_SHARE_ON_REQUEST = 0.5  # where the user's max_model_len needs more than the default
@@ -132,6 +134,30 @@ def bounds(spec: DecoderSpec, config: EngineConfig, dtype_bytes: int, adapters: 
     }
 
 
+def with_copy(
+    room: Room, spec: DecoderSpec, config: EngineConfig, kv_specs: Sequence[KVSpec], dtype_bytes: int, *, on_cpu: bool
+) -> tuple[Room, Decision | None]:
+    """``room`` with a widened copy of matrices in few bits (layers/wide_copy.py), if there is to be one. ``config`` is
+    resolved. Without such matrices there is nothing to decide."""
+    size, device, cache = copy_bytes(spec, dtype_bytes), config.device, config.cache
+    if not size:
+        return room, None
+    if device.wide_copy is not None:
+        taken, why = device.wide_copy, "as asked for"
+    elif on_cpu or device.batch_invariant or not device.quantized_gemm:
+        taken, why = False, "automatic only on a GPU, with quantized_gemm and without batch_invariant"
+    else:
+        fixed = cache.kv_cache_memory
+        if cache.num_blocks is not None:
+            fixed = sum(each.bytes_per_block for each in kv_specs) * cache.num_blocks
+        longest = min(config.model.max_model_len or spec.max_positions, TOKENS)
+        problem = worth(size, room.left, fixed, config.scheduler.rows * _bytes_for(kv_specs, longest))
+        taken, why = problem is None, problem or "many rows are multiplied by it, few by the codes"
+    beside = f"{size / GIB:.2f} GiB of the {room.left / GIB:.2f} that are left beside {', '.join(room.purposes)}"
+    found = replace(room, purposes={**room.purposes, COPY: size}) if taken else room
+    return found, Decision("wide_copy", taken, f"{beside}: {why}")
+
+
 def activation_bytes(spec: DecoderSpec, num_tokens: int, logits_rows: int, dtype_bytes: int) -> int:
     """A bound on what one step holds at once besides weights and KV: one layer's intermediates, and the logits with one
     copy."""
@@ -153,6 +179,11 @@ def weight_bytes(decoder: nn.Module) -> int:
         if isinstance(module, Linear | Embedding | SparseFeedForward)
     )
     return packed + sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def held_copy_bytes(decoder: nn.Module) -> int:
+    """Bytes of widened copies, which are no part of ``weight_bytes``."""
+    return sum(module.copy_bytes for module in decoder.modules() if isinstance(module, Linear))
 
 
 # --- KV

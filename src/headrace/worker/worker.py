@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -77,7 +77,7 @@ from headrace.worker.graphs import DecodeGraphs, buckets_up_to
 from headrace.worker.head_drafter import AHEAD, HeadDrafter
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
-from headrace.worker.memory import KVPlan, Room, memory_decision, row_bytes
+from headrace.worker.memory import COPY, KVPlan, Room, memory_decision, row_bytes
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
@@ -234,6 +234,7 @@ class Worker:
     def prepare(self, meanwhile: Callable[[], object]) -> Room:
         """The model is loaded, kernels are built, what steps hold is known: the room there is for KV."""
         self._memory = Allocation(self._setup, self._head_start, self._peers)
+        self._formats = (*self._formats, *self._memory.decide_copy())
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
         if self._apart is not None and self._apart.elsewhere:
@@ -269,8 +270,7 @@ class Worker:
             fewer = None if self._draft_places >= most else self._draft_places
             self._plan = plan = replace(plan, draft_blocks=fewer)
         self._draft_places, self._draft_blocks = plan.draft_blocks, self._create_draft_blocks(plan)
-        fleeting = nullcontext if self._sleeping is None else self._sleeping.giving_up
-        with memory.explaining("KV blocks", plan.num_bytes), fleeting():
+        with memory.explaining("KV blocks", plan.num_bytes), self._fleeting():
             kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
             self._draft_kv = own = self._draft_caches(kv_caches)
         self._kv_caches = kv_caches
@@ -358,10 +358,31 @@ class Worker:
             if self._head is not None:
                 self._head.finish_loading()
             self._adapters = self._create_adapters()
+        if self._memory.copies:
+            self._copy_wide()
         self._build_kernels(longest)  # of what layers chose now that they have their weights
         if self._cuda:
             torch.cuda.synchronize(self._setup.device)
         self._stages.done("weights")
+
+    def _copy_wide(self) -> None:
+        """Memory for all copies first: what is in use while one is filled would else lie between them."""
+        with torch.inference_mode(), self._memory.explaining(COPY), self._fleeting():
+            for layer in self._decoder.linears:
+                layer.reserve_copy()
+        self._fill_copies()
+        with torch.inference_mode():
+            self._decoder.use_copies()
+
+    def _fill_copies(self) -> None:
+        if self._memory.copies:
+            with torch.inference_mode(), self._memory.explaining(COPY):
+                for layer in self._decoder.linears:
+                    layer.fill_copy()
+
+    def _fleeting(self) -> AbstractContextManager[None]:
+        """What is made within need not be kept while the worker sleeps."""
+        return nullcontext() if self._sleeping is None else self._sleeping.giving_up()
 
     def _create_adapters(self) -> DeviceAdapters | None:
         layout, setup = self._setup.adapter_layout, self._setup
@@ -652,7 +673,7 @@ class Worker:
             parts["go_on"] = self._go_on
         if self._cuda:
             if self._sleeping is not None:
-                self._sleeping.restore = self._memory.restore
+                self._sleeping.refill, self._sleeping.restore = self._fill_copies, self._memory.restore
             return DeviceExecutor(
                 self._runner, info, restore=self._memory.restore, later=self._later_kernels(), **parts
             )

@@ -47,7 +47,8 @@ def held_asleep(memory: Mapping[str, int], level: int, *, on_cpu: bool) -> int:
     """Of an engine's memory by purpose (ExecutorInfo.memory), what it holds while it sleeps."""
     if level > 1:
         return sum(memory.get(name, 0) for name in ("process", "kernels", "context"))
-    return held_awake(memory) - memory.get("kv_cache", 0) - (0 if on_cpu else memory.get("weights", 0))
+    given_up = ("kv_cache",) if on_cpu else ("kv_cache", "weights", "wide_copy")
+    return held_awake(memory) - sum(memory.get(name, 0) for name in given_up)
 
 
 def held_awake(memory: Mapping[str, int]) -> int:
