@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_one_that_does_not_fit_is_its_own_requests_error(server: Server) -> None
 
 
 def test_an_operator_loads_and_unloads(server: Server, adapters: Path) -> None:
-    def change(path: str, **body: str) -> tuple[int, str]:
+    def change(path: str, **body: Any) -> tuple[int, str]:
         answer = server.ask("POST", f"/v1/{path}_lora_adapter", body)
         return answer.status, answer.body.decode()
 
@@ -96,9 +97,14 @@ def test_an_operator_loads_and_unloads(server: Server, adapters: Path) -> None:
     assert change("load", lora_name="mine", lora_path="later") == (200, '{"status":"ok"}')
     mine = text(server, "mine")
     assert mine == text(server, "later") != before
+    for path in ("later", "second"):
+        status, body = change("load", lora_name="mine", lora_path=path)
+        assert status == 400 and "load_inplace" in body and text(server, "mine") == mine
     assert change("unload", lora_name="mine")[0] == 200
     assert server.ask("POST", "/v1/completions", {"model": "mine", "prompt": "a"}).status == 404
-    assert change("load", lora_name="mine", lora_path="second")[0] == 200
+    assert change("load", lora_name="mine", lora_path="later")[0] == 200
+    assert change("load", lora_name="mine", lora_path="wide", load_inplace=True)[0] == 400 and text(server, "mine")
+    assert change("load", lora_name="mine", lora_path="second", load_inplace=True)[0] == 200
     assert text(server, "mine") == text(server, "second") != mine, "what was computed with the one before is not reused"
     for path, said in (
         (str(adapters / "away"), "outside of --lora-dir"),

@@ -387,10 +387,10 @@ class AsyncLLM:
         found = [] if folder is None else await asyncio.to_thread(adapter_names, Path(folder))
         return sorted(self._adapters.union(found))
 
-    async def load_adapter(self, name: str, folder: str) -> None:
+    async def load_adapter(self, name: str, folder: str, *, in_place: bool) -> None:
         """Returns once it is in host memory. Raises InvalidRequest for what is no adapter of this model, and for a name
-        that is taken."""
-        await self._tell(frames.LoadAdapter, name, folder)
+        that is taken, unless ``in_place``."""
+        await self._tell(frames.LoadAdapter, name, folder, in_place)
 
     async def unload_adapter(self, name: str) -> None:
         """New requests are refused, those that have it go on. Raises InvalidRequest for an unknown name."""

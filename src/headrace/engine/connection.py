@@ -167,10 +167,12 @@ class AskAdapters(Question):
 
 
 class LoadAdapter(Question):
-    """The answer comes once it is in host memory; it has "error" where that cannot be."""
+    """The answer comes once it is in host memory; it has "error" where that cannot be. ``in_place``: whether a name that
+    is known stands for this folder from now on, or is an error; None: the same folder is none."""
 
     name: str
     folder: str
+    in_place: bool | None = None
 
 
 class UnloadAdapter(Question):

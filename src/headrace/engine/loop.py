@@ -34,7 +34,7 @@ from headrace.scheduler.explain import RECENT, pace_of, predicted_start
 if TYPE_CHECKING:
     from headrace.disagg.desk import HandOver
     from headrace.engine.assembly import Engine
-    from headrace.lora.registry import AdapterDesk
+    from headrace.lora.registry import AdapterDesk, Registered
 
 # --- the sockets
 
@@ -400,7 +400,7 @@ class EngineLoop:
             }
         self._running = True
         # who waits for an adapter, with the question's number, its name and key
-        self._loading: list[tuple[Link, int, str, str]] = []
+        self._loading: list[tuple[Link, int, str, Registered | None]] = []
         self._forgetting: list[tuple[Link, int]] = []  # who waits for that, with the question's number
         self._retiring: list[tuple[Link, int]] = []  # who waits for the device to sleep, likewise
 
@@ -507,19 +507,19 @@ class EngineLoop:
         try:
             if self._core.bedtime:
                 raise InvalidRequest("The model sleeps; wake it first (POST /wake_up).")
-            self._desk.require(command.name, command.folder)
-            self._loading.append((link, command.number, command.name, self._desk.preload(command.name)))
+            before = self._desk.load(command.name, command.folder, command.in_place)
+            self._loading.append((link, command.number, self._desk.preload(command.name), before))
         except HeadraceError as error:
             _reply(link, command.number, {"error": error.message})
 
     def _answer_loaded(self) -> None:
         for each in self._loading[:]:
-            link, number, name, key = each
+            link, number, key, before = each
             if (verdict := self._desk.verdict(key)) is None:
                 continue
             self._loading.remove(each)
             if verdict:
-                self._desk.forget(name, key)
+                self._desk.forget(key, before)
             _reply(link, number, {"error": verdict} if verdict else {})
 
     def _unload_adapter(self, link: Link, command: frames.UnloadAdapter) -> None:

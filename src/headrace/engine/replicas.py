@@ -140,7 +140,7 @@ class Replicas:
         self._news.forget(number)
         self._router.forget_prefixes(number)
         for load in self._loaded.values():
-            sock.ask_later(frames.LoadAdapter, *load)
+            sock.ask_later(frames.LoadAdapter, *load[:2], True)
 
     def _listen(self, number: int, sock: EngineSocket) -> None:
         sock.listen(partial(self._hear, number), partial(self._lost, number))

@@ -88,6 +88,22 @@ class AdapterDesk:
         self._check(folder)
         return self._enter(name, folder).key
 
+    def load(self, name: str, folder: str, in_place: bool | None) -> Registered | None:
+        """What the name stood for, which from now on stands for ``folder`` as it is. ``in_place``: as
+        frames.LoadAdapter has it. Raises as ``require`` does."""
+        known = self._known.get(check_adapter_name(name))
+        if known is None or in_place is None:
+            self.require(name, folder)
+        elif not in_place:
+            raise InvalidRequest(
+                f"The adapter {name!r} is loaded already; give load_inplace to load it again, or unload it first.",
+                param="lora_name",
+            )
+        else:
+            self._check(folder)
+            self._enter(name, folder)
+        return known
+
     def require(self, name: str, folder: str = "") -> None:
         """It is known from now on. Raises InvalidRequest, and what ``register`` raises."""
         if folder:
@@ -109,10 +125,13 @@ class AdapterDesk:
         known = self._known.get(name) or self._found(name)
         return name if known is None else known.key
 
-    def forget(self, name: str, key: str) -> None:
-        """One that could not be read, unless its name stands for another by now."""
+    def forget(self, key: str, before: Registered | None = None) -> None:
+        """One that could not be read, unless its name stands for another by now; then for what it stood for ``before``."""
+        name = adapter_name(key)
         if name in self._known and self._known[name].key == key:
             del self._known[name]
+            if before is not None:
+                self._known[name] = before
 
     def forget_held(self) -> None:
         """What is in host memory is gone: whoever wants one brings it again."""
@@ -167,7 +186,7 @@ class AdapterDesk:
         """What was found in the folder is looked for there anew when the next request comes."""
         self._failed[key], name = error, adapter_name(key)
         if name in self._known and self._known[name].folder == str(self._in_folder(name)):
-            self.forget(name, key)
+            self.forget(key)
 
     def _change(self, key: str, now: str) -> None:
         """The name stands for other files by now, whose prefixes are others."""

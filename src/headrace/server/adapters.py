@@ -18,6 +18,7 @@ from headrace.server.service import Service
 class LoadAdapterBody(Body, kw_only=True):
     lora_name: Label
     lora_path: Label
+    load_inplace: bool = False
 
 
 class UnloadAdapterBody(Body, kw_only=True):
@@ -35,7 +36,8 @@ async def load(service: Service, exchange: Exchange) -> None:
     name = _name(body.lora_name)
     if name in service.model.any_engine.info.served_names:
         raise InvalidRequest(f"{name!r} is the model's own name; give the adapter another.", param="lora_name")
-    await service.model.engine.load_adapter(name, str(_folder(service, body.lora_path)))
+    folder = str(_folder(service, body.lora_path))
+    await service.model.engine.load_adapter(name, folder, in_place=body.load_inplace)
     await exchange.reply_json({"status": "ok"})
 
 

@@ -16,7 +16,7 @@ from headrace.engine.executor import AdapterOutcome, Control, LoadAdapter
 from headrace.engine.loop import EngineLoop
 from headrace.errors import InvalidRequest
 from headrace.lora.registry import AdapterDesk, Registered
-from headrace.request import Request
+from headrace.request import Request, adapter_name
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from tests.support.simulation.answers import Answers
 from tests.support.simulation.broken import hold
@@ -52,10 +52,13 @@ class WatchedDesk(AdapterDesk):
         super().unregister(name)
         self._unloaded.add(self._served.pop(name))
 
-    def forget(self, name: str, key: str) -> None:
-        super().forget(name, key)
+    def forget(self, key: str, before: Registered | None = None) -> None:
+        super().forget(key, before)
+        name = adapter_name(key)
         if self._served.get(name) == key:
             self._unloaded.add(self._served.pop(name))
+            if name in self._known:
+                self._served[name] = self._known[name].key
 
     # --- requests
 
@@ -139,9 +142,10 @@ class Operator:
         self._link: Any = SimpleNamespace(send=lambda data: None)
 
     def load(self, name: str, *, fresh: bool) -> None:
-        """``fresh``: its files were replaced since."""
+        """``fresh``: its files were replaced since, and every other time this is said."""
         self.desk.files[name] += fresh
-        self.loop._load_adapter(self._link, frames.LoadAdapter(0, name, name))
+        in_place = fresh and self.desk.files[name] % 2 == 0
+        self.loop._load_adapter(self._link, frames.LoadAdapter(0, name, name, in_place or None))
         if not self._core.has_work:  # no turn follows
             self.turn()
 
