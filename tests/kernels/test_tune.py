@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,16 @@ import torch
 from headrace import cli
 from headrace.bench import tune
 from headrace.bench.kernel_cases import DEFAULT_SPEC
-from headrace.kernels.candidate import Shape
+from headrace.bench.tune_coded import CodedRings, Copies
+from headrace.kernels.candidate import KernelContext, Shape, WeightFacts
 from headrace.kernels.linear.flat_forms import MEASURED, candidate_forms, forms_for, vector
 from headrace.kernels.linear.forms import FLAT, Form
 from headrace.kernels.linear.measured import SHIPPED
+from headrace.kernels.linear.packing import Coding
+from headrace.kernels.linear.ring_forms import RingForm
 from headrace.kernels.linear.tuned import Choice
+from headrace.layers.wide_copy import LEAST, least_rows
+from headrace.quant.integers import PackedIntegers
 from headrace.spec import Activation
 
 SHARED_MEMORY = 232448 - 2048  # bytes of an H200's processor, less barriers
@@ -140,7 +146,7 @@ def test_a_long_product_goes_to_the_right_algorithm_that_is_quicker_under_load(
 
     on_the_cpu(monkeypatch)
     monkeypatch.setattr(tune, "_held", measured)
-    monkeypatch.setattr(tune, "_short", lambda make: seconds if "_multiplied" in str(make()[0]) else 1.0)
+    monkeypatch.setattr(tune, "_short", lambda make, lead: seconds if "_multiplied" in str(make()[0]) else 1.0)
     monkeypatch.setattr(tune, "_buckets", lambda: [72, 80])
     monkeypatch.setattr(tune, "LONG", ((4096, 4100), (4200, 4300)))
     kind = tune.VendorProducts(Activation.SILU)
@@ -183,6 +189,51 @@ def test_the_head_s_algorithms_are_looked_for_as_the_layers_but_for_long_steps(m
     assert kind.table(tuned) == {
         Shape(128256, 2048): (Choice(65, 72, (72,)), Choice(73, 512, (512,)), Choice(513, 513, ()))
     }
+
+
+def test_what_goes_before_each_is_timed_with_it_and_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the form hides two thirds of what goes before."""
+    seconds = {"alone": 5.0, "behind": 3.0, "lead": 3.0}
+
+    def cuda_time(calls: Any, lasting: float, rounds: int = 5) -> list[float]:
+        names = [call() for call in calls]
+        behind = ["behind" if name == "alone" and "lead" in names else name for name in names]
+        return [sum(seconds[name] for name in behind) / len(names)] * rounds
+
+    monkeypatch.setattr(tune, "cuda_time", cuda_time)
+    form = lambda: [lambda: "alone"] * 3  # noqa: E731
+    assert tune._short(form, None) == 5.0
+    assert tune._short(form, lambda: [lambda: "lead"]) == 3.0
+
+
+def test_codes_keep_one_row_and_a_copy_begins_where_they_end() -> None:
+    coding, shape = Coding(4), Shape(8, 128, True)
+    ring = RingForm(8, 128, coding=coding)
+    rings = CodedRings(Activation.SILU, coding)
+    assert rings.table([tune.Tuned(shape, 8, ring, 1.0, 2.0)]) == {shape: ((8, ring),)}
+    copies = Copies(Activation.SILU, coding)
+    found = [tune.Tuned(shape, rows, form, 1.0, 2.0) for rows, form in ((96, "copy"), (128, None), (192, "copy"))]
+    assert copies.table(found) == {Shape(16, 128): (129,)}
+    assert copies.table(found[:1]) == {Shape(16, 128): (65,)}
+    assert found[0].row(4e12)[2] == "copy"
+    read = copies.measured
+    assert read.row_of(list(read.values_of(129))) == 129 and least_rows(facts(coding, None), KernelContext()) == 1
+    assert least_rows(facts(coding, coding), KernelContext()) == LEAST
+
+
+def facts(*codings: Coding | None) -> WeightFacts:
+    return WeightFacts(torch.bfloat16, 128, 16, codings=codings)
+
+
+def test_each_gemm_is_tuned_for_what_may_compute_it() -> None:
+    form = PackedIntegers(4, 128)
+    packed = tuple((name, (form,)) for name in ("attention.qkv", "feed_forward.down"))
+    layers = tuple(replace(each, formats=packed) for each in DEFAULT_SPEC.layers)
+    found = {type(kind).__name__: set(shapes) for kind, shapes in tune.planned(replace(DEFAULT_SPEC, layers=layers))}
+    everything, coded = set(tune.shapes_of(DEFAULT_SPEC)), {Shape(3072, 2048), Shape(2048, 8192)}
+    assert found["FlatProducts"] == found["RingProducts"] == everything - coded
+    assert found["VendorProducts"] == found["GatedProducts"] == everything
+    assert found["CodedProducts"] == found["CodedRings"] == found["Copies"] == coded
 
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, groupby, pairwise
+from itertools import chain, cycle, groupby, islice, pairwise
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -41,8 +41,9 @@ from headrace.kernels.linear.measured import Measured
 from headrace.kernels.linear.packing import Coding
 from headrace.kernels.linear.tuned import create_linear
 from headrace.kernels.norm.reference import gated_activation
+from headrace.layers.wide_copy import has_copy
 from headrace.observe.report import table, write_json
-from headrace.sites import Role, head, matrices
+from headrace.sites import Role, Weight, head, matrices
 from headrace.spec import Activation, DecoderSpec
 from headrace.worker.card import cuda_time
 from headrace.worker.graphs import buckets_up_to
@@ -68,6 +69,7 @@ Calls = list[Callable[[], Any]]
 class Trial:
     """One GEMM of ``rows`` rows, from ``least`` on. ``forms``: what makes the calls of each; None: of what is used
     without a form. ``gain``: how many times faster a form must be. ``held``: the card is kept busy, as in a long step.
+    ``lead``: calls that go before each, as in a decode step, where what a form may ask for ahead of its turn counts.
     """
 
     shape: Shape
@@ -76,6 +78,7 @@ class Trial:
     gain: float = 1.0
     held: bool = False
     least: int = 0
+    lead: Callable[[], Calls] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def fastest(trial: Trial) -> Tuned:
     """Forms with a wrong result, and those that do not build here, are not timed."""
     want = trial.forms[None]()[0]().float()
     right = {form: make for form, make in trial.forms.items() if form is None or _right(make, want)}
-    seconds = _held(right) if trial.held else {form: _short(make) for form, make in right.items()}
+    seconds = _held(right) if trial.held else {form: _short(make, trial.lead) for form, make in right.items()}
     best = min((form for form in seconds if form is not None), key=lambda form: seconds[form], default=None)
     chosen = best if best is not None and seconds[best] * trial.gain < seconds[None] else None
     return Tuned(trial.shape, trial.rows, chosen, seconds[chosen], seconds[None], trial.least)
@@ -127,9 +130,15 @@ def _right(make: Callable[[], Calls], want: Tensor) -> bool:
         return False
 
 
-def _short(make: Callable[[], Calls]) -> float:
+def _short(make: Callable[[], Calls], lead: Callable[[], Calls] | None) -> float:
+    """Seconds a call; what goes before each is taken off."""
     calls = make()
-    return min(median(cuda_time(calls, SECONDS)) for _ in range(TURNS))
+    if lead is None:
+        return min(median(cuda_time(calls, SECONDS)) for _ in range(TURNS))
+    before = list(islice(cycle(lead()), len(calls)))
+    both = [each for pair in zip(before, calls, strict=True) for each in pair]
+    alone, together = (min(median(cuda_time(each, SECONDS)) for _ in range(TURNS)) for each in (before, both))
+    return 2 * together - alone
 
 
 def _held(forms: Mapping[Any, Callable[[], Calls]]) -> dict[Any, float]:
@@ -219,8 +228,8 @@ class RingProducts(Kind):
 
     def forms(self, shape: Shape, rows: int) -> tuple[ring_forms.RingForm, ...]:
         sizes = (rows, ring_forms.MOST_ROWS) if rows == ring_forms.MOST_CUT else (rows,)  # in one launch, or in two
-        kind, processors = "" if self.eight is None else self.eight.kind_of, _processors()
-        tried = (ring_forms.candidate_forms(shape, size, processors, self.coding, kind) for size in sizes)
+        kind, count = "" if self.eight is None else self.eight.kind_of, processors()
+        tried = (ring_forms.candidate_forms(shape, size, count, self.coding, kind) for size in sizes)
         return tuple(chain.from_iterable(tried))
 
     def build(self, shapes: Sequence[Shape]) -> None:
@@ -238,11 +247,17 @@ class RingProducts(Kind):
             yield self.trial(shape, rows, without, (x, around, weights), gain=1.02)
 
     def trial(
-        self, shape: Shape, rows: int, without: Callable[[], Calls], inputs: tuple[Any, ...], gain: float = 1.0
+        self,
+        shape: Shape,
+        rows: int,
+        without: Callable[[], Calls],
+        inputs: tuple[Any, ...],
+        gain: float = 1.0,
+        **more: Any,
     ) -> Trial:
         """``inputs``: as ``ring_calls`` has them."""
         forms = {form: partial(ring_calls, shape, form, *inputs) for form in self.forms(shape, rows)}
-        return Trial(shape, rows, {None: without, **forms}, gain)
+        return Trial(shape, rows, {None: without, **forms}, gain, **more)
 
     def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
         """A single row is left to the other forms, which multiply it without matrix instructions."""
@@ -327,11 +342,13 @@ class GatedProducts(Kind):
 KINDS = (FlatProducts, RingProducts, VendorProducts, GatedProducts)
 
 
-def shapes_of(spec: DecoderSpec) -> tuple[Shape, ...]:
+def shapes_of(spec: DecoderSpec, wanted: Callable[[Weight], bool] = lambda site: True) -> tuple[Shape, ...]:
     """The GEMM shapes of a decoder of this shape, without duplicates."""
     dense = [site for site in matrices(spec) if site.moe is None and site.role is not Role.ROUTER]
     found = dict.fromkeys(
-        Shape(site.parts[0] if site.gated else site.outs, site.ins, site.gated) for site in (*dense, head(spec))
+        Shape(site.parts[0] if site.gated else site.outs, site.ins, site.gated)
+        for site in (*dense, head(spec))
+        if wanted(site)
     )
     return tuple(shape for shape in found if shape.outs * shape.ins >= SMALL_WEIGHT and shape.ins % 64 == 0)
 
@@ -348,6 +365,19 @@ def tune(kind: Kind, shapes: Sequence[Shape], working_set: int) -> list[Tuned]:
     return [fastest(trial) for shape in wanted for trial in kind.trials(shape, _weights(shape, working_set))]
 
 
+def planned(spec: DecoderSpec) -> list[tuple[Kind, tuple[Shape, ...]]]:
+    """Kinds, and the GEMMs that each may compute: weights in few bits are multiplied by their own, and by those for many
+    rows where they have a widened copy."""
+    from headrace.bench.tune_coded import coded_kinds
+
+    plain = shapes_of(spec, lambda site: not site.formats)
+    wide = shapes_of(spec, lambda site: not site.formats or has_copy(site))
+    packed = shapes_of(spec, lambda site: bool(site.formats))
+    few = [(kind(spec.activation), plain) for kind in KINDS[:2]]
+    many = [(kind(spec.activation), wide) for kind in KINDS[2:]]
+    return [*few, *many, *((kind, packed) for kind in coded_kinds(spec))]
+
+
 def run_tune(args: argparse.Namespace, spec: DecoderSpec) -> int:
     """Raises ConfigError without a card that forms exist for."""
     if args.device != "cuda":
@@ -359,12 +389,13 @@ def run_tune(args: argparse.Namespace, spec: DecoderSpec) -> int:
     device = torch.cuda.get_device_name()
     limit = limits_now("cuda").read_bandwidth
     working_set = 4 * torch.cuda.get_device_properties("cuda").L2_cache_size
-    from headrace.bench.tune_coded import coded_kinds
-
-    for kind in (*(kind(spec.activation) for kind in KINDS), *coded_kinds(spec)):
-        tuned = found[kind.name] = tune(kind, shapes_of(spec), working_set)
-        print(f"{kind.name}:\n{table(COLUMNS, [each.row(limit) for each in tuned])}")
-        print(f"saved in {kind.measured.keep(device, kind.table(tuned))}\n", flush=True)
+    for kind, shapes in planned(spec):
+        since = time.monotonic()
+        tuned = found[kind.name] = tune(kind, shapes, working_set)
+        if tuned:
+            print(f"{kind.name}:\n{table(COLUMNS, [each.row(limit) for each in tuned])}")
+            saved = kind.measured.keep(device, kind.table(tuned))
+            print(f"saved in {saved}, {time.monotonic() - since:.0f} s\n", flush=True)
     print(f"{time.monotonic() - begun:.0f} s in total; the next start uses the saved results")
     if args.output_json:
         write_json(args.output_json, {name: [asdict(each) for each in part] for name, part in found.items()})
@@ -374,7 +405,7 @@ def run_tune(args: argparse.Namespace, spec: DecoderSpec) -> int:
 def _form(form: Any) -> str:
     if isinstance(form, tuple):  # cuBLASLt's settings
         return " ".join(map(str, form))
-    if form is None or isinstance(form, Tile):
+    if form is None or isinstance(form, Tile | str):
         return "none" if form is None else str(form)
     return ", ".join(f"{name} {value}" for name, value in asdict(form).items() if value not in (None, ""))
 
@@ -391,7 +422,7 @@ def _buckets() -> list[int]:
     return [count for count in buckets_up_to(MOST_FEW) if count > MOST_ROWS]
 
 
-def _processors() -> int:
+def processors() -> int:
     return int(torch.cuda.get_device_properties("cuda").multi_processor_count)
 
 
@@ -446,7 +477,7 @@ def _measured_flat_calls(shape: Shape, x: Tensor, around: Around, weights: Seque
     from headrace.kernels.linear.triton_ends import make_scratch
 
     measured = flat_forms.MEASURED.table(torch.cuda.get_device_name(x.device))
-    forms = flat_forms.without_vendor(flat_forms.forms_for(shape, _processors(), measured), shape, _processors())
+    forms = flat_forms.without_vendor(flat_forms.forms_for(shape, processors(), measured), shape, processors())
     scratch = make_scratch(shape, forms, x.device)
     products = [Product(weight, None, shape, forms, scratch, True) for weight in weights]
     form: Any = products[0].form(len(x))
@@ -489,6 +520,22 @@ def _vendor_forms(shape: Shape, x: Tensor, weights: Sequence[Tensor]) -> dict[An
 def _multiplied(products: Products, algorithm: Any, operands: Operands, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
     products.multiply(algorithm, operands, x, weight, y, add=False)
     return y
+
+
+def wide_calls(shape: Shape, x: Tensor, weights: Sequence[Tensor], activation: Activation | None) -> Calls:
+    """By the vendor, or a gate by the tile that was measured, as an engine would compute them now."""
+    from headrace.kernels.linear.cuda_gated import GatedLinear, kernels_of
+
+    multiply = _tuned_product(weights[0])
+    if activation is None:
+        return [partial(multiply, x, each) for each in weights]
+    tiles = gated_tiles.measured_tiles(torch.cuda.get_device_name()).get(Shape(shape.outs, shape.ins), ())
+    kernels = kernels_of(weights[0].device)
+    layers = [GatedLinear(each, kernels, tiles, {}) for each in weights]
+    tile = layers[0].tile(len(x))
+    if tile is None:
+        return _over(weights, _apart, multiply, x, activation)
+    return [partial(each.compute, x, activation, tile) for each in layers]
 
 
 def gate_trial(

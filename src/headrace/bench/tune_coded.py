@@ -14,13 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.bench.tune import Calls, Kind, RingProducts, Trial, first, random_inputs
+from headrace.bench.tune import (
+    Calls,
+    Kind,
+    RingProducts,
+    Trial,
+    Tuned,
+    first,
+    processors,
+    random_inputs,
+    ring_calls,
+    wide_calls,
+)
 from headrace.kernels.candidate import EightBits, Shape
 from headrace.kernels.linear import coded_forms, flat_forms, ring_forms
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.packing import DEPTH, Codes, Coding, Packed, Scales, pack
+from headrace.layers import wide_copy
 from headrace.sites import matrices
 from headrace.spec import Activation, DecoderSpec
+
+LEAD = Shape(4096, 4096)  # of what goes before each: attention's output in an 8B model
+COPY_ROWS = (96, 128, 192, 256)  # for which codes and a copy are compared
 
 
 class CodedProducts(Kind):
@@ -44,7 +59,8 @@ class CodedProducts(Kind):
 
 
 class _Rings(RingProducts):
-    """Of codes, or of 8 bits, beside the forms of Triton."""
+    """Of codes, or of 8 bits, beside the forms of Triton. In a decode step something else goes before each, while which
+    a ring is filled and Triton's kernels wait; alone, these would win."""
 
     def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
         """A gate as one matrix, too, which more rows are multiplied by."""
@@ -53,6 +69,10 @@ class _Rings(RingProducts):
 
     def rows(self, shape: Shape) -> tuple[int, ...]:
         return ring_forms.row_classes(shape, self.coding, "" if self.eight is None else self.eight.kind_of)
+
+    def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
+        """A single row, too."""
+        return Kind.table(self, tuned)
 
 
 class CodedRings(_Rings):
@@ -66,14 +86,12 @@ class CodedRings(_Rings):
         assert self.coding is not None, "of codes"
         outs = shape.outs * (1 + shape.gated)
         packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
+        before = [random_packed(self.coding, LEAD.outs, LEAD.ins, gated=False) for _ in packed]
         for rows in self.rows(shape):
             x, around = random_inputs(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
-            own: Any = coded_forms.forms_for(
-                shape, outs, self.coding, 132, coded_forms.measured(self.coding).table(torch.cuda.get_device_name())
-            )
-            plain = next((form for most, form in own if rows <= most), None)
-            others = partial(_calls, plain, x, around, packed) if plain else partial(_widened, x, around, packed)
-            yield self.trial(shape, rows, others, (x, around, packed))
+            others = partial(_triton_calls, self.coding, shape, x, around, packed)
+            lead = partial(_ring_or_others, self.coding, LEAD, random_inputs(rows, LEAD.ins), before)
+            yield self.trial(shape, rows, others, (x, around, packed), lead=lead)
 
 
 class EightBitRings(_Rings):
@@ -102,7 +120,39 @@ class EightBitRings(_Rings):
             beside = replace(around, squares=squares)
             pairs, laid = x.view(torch.bfloat16), [each.view(torch.bfloat16) for each in own]
             others = partial(_eight_calls, eight, shape, x, squares.view(rows, -1), around, own, scale)
-            yield self.trial(shape, rows, others, (pairs, beside, laid, scale))
+            lead = partial(_roundings, eight, random_inputs(rows, shape.ins))
+            yield self.trial(shape, rows, others, (pairs, beside, laid, scale), lead=lead)
+
+
+class Copies(Kind):
+    """GEMMs of more rows than are fused, by codes and by a widened copy."""
+
+    def __init__(self, activation: Activation, coding: Coding) -> None:
+        super().__init__(activation)
+        self.coding, self.measured = replace(coding, ordered=False), wide_copy.measured(coding)
+        self.name = self.measured.op
+
+    def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        return tuple(shape for shape in shapes if shape.outs < flat_forms.LARGE)
+
+    def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
+        outs, laid = shape.outs * (1 + shape.gated), Shape(shape.outs * (1 + shape.gated), shape.ins)
+        packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
+        wide = [_product(each).widen(0, outs, torch.bfloat16) for each in packed[: len(weights)]]
+        for rows in COPY_ROWS:
+            x, kind = random_inputs(rows, shape.ins), self.activation if shape.gated else None
+            codes = partial(_ring_or_others, self.coding, laid, x, packed, kind)
+            yield Trial(shape, rows, {None: codes, "copy": partial(wide_calls, shape, x, wide, kind)})
+
+    def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
+        """Beyond the last number of rows for which codes are quicker."""
+        found: dict[Any, Any] = {}
+        for each in tuned:
+            laid = Shape(each.shape.outs * (1 + each.shape.gated), each.shape.ins)
+            found.setdefault(laid, (MOST_ROWS + 1,))
+            if each.form is None:
+                found[laid] = (each.rows + 1,)
+        return found
 
 
 def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
@@ -115,6 +165,7 @@ def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
     kinds: list[Kind] = [CodedProducts(spec.activation, each) for each in codings]
     kinds += [CodedRings(spec.activation, each) for each in codings if each.ring]
     kinds += [EightBitRings(spec.activation, each) for each in eights]
+    kinds += [Copies(spec.activation, each) for each in codings if not each.rotation]
     return tuple({kind.name: kind for kind in kinds}.values())
 
 
@@ -150,6 +201,33 @@ def _calls(form: Any, x: Tensor, around: Around, packed: Sequence[Packed]) -> Ca
     return [partial(first, product.launch, form, x, around) for product in products]
 
 
+def _triton_calls(coding: Coding, shape: Shape, x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
+    """As an engine without rings would compute them."""
+    known = coded_forms.measured(coding).table(torch.cuda.get_device_name())
+    own = coded_forms.forms_for(shape, packed[0].outs, coding, processors(), known)
+    form = next((form for most, form in own if len(x) <= most), None)
+    return _widened(x, around, packed) if form is None else _calls(form, x, around, packed)
+
+
+def _ring_or_others(
+    coding: Coding, laid: Shape, x: Tensor, packed: Sequence[Packed], kind: Activation | None = None
+) -> Calls:
+    """As an engine would compute them, and a gate's activation behind them."""
+    from headrace.kernels.norm.triton_activation import gated_activation
+
+    known = ring_forms.forms_at(laid, processors(), torch.cuda.get_device_name(), coding) if coding.ring else ()
+    form = ring_forms.form_of(known, len(x))
+    calls = ring_calls(laid, form, x, Around(), packed) if form else _triton_calls(coding, laid, x, Around(), packed)
+    return calls if kind is None else [partial(lambda call: gated_activation(call(), kind), each) for each in calls]
+
+
+def _roundings(eight: EightBits, x: Tensor) -> Calls:
+    from headrace.kernels.norm.triton_rounded import Rounding
+
+    static = torch.ones((), device=x.device) if eight.static else None
+    return [partial(Rounding(eight, static).rows, x, None, 0.0, pdl=True)]
+
+
 def _eight_calls(
     eight: EightBits, shape: Shape, x: Tensor, own: Tensor, around: Around, weights: Sequence[Tensor], scale: Tensor
 ) -> Calls:
@@ -164,14 +242,20 @@ def _eight_calls(
 
 
 def _widened(x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
-    from headrace.kernels.linear.coded import CodedProduct
-    from headrace.kernels.linear.triton_ends import make_scratch
     from headrace.kernels.norm.triton_activation import gated_activation
 
-    products = [CodedProduct(each, None, (), make_scratch(Shape(1, 1), (), x.device), pdl=False) for each in packed]
+    products = [_product(each) for each in packed]
 
-    def computed(product: CodedProduct) -> Tensor:
+    def computed(product: Any) -> Tensor:
         y = product.widened(x)
         return y if around.gate is None else gated_activation(y, around.gate)
 
     return [partial(computed, product) for product in products]
+
+
+def _product(packed: Packed) -> Any:
+    """Without forms."""
+    from headrace.kernels.linear.coded import CodedProduct
+    from headrace.kernels.linear.triton_ends import make_scratch
+
+    return CodedProduct(packed, None, (), make_scratch(Shape(1, 1), (), packed.blocks.device), pdl=False)
