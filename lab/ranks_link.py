@@ -88,7 +88,7 @@ def _of_ranks(kind: str, size: int) -> Iterator[dict[str, Any]]:
 
 def _sums(group: Any, kind: str) -> Iterator[dict[str, Any]]:
     """As the engine would, and through NCCL alone."""
-    yield from _sums_of(group, kind, group.account.partition(",")[0] if kind == "cpu" else "as it comes")
+    yield from _sums_of(group, kind, group.backend.partition(",")[0] if kind == "cpu" else "as it comes")
     if kind == "cuda" and group._one_shot is not None:
         group._one_shot = None
         yield from _sums_of(group, kind, "NCCL alone")
@@ -105,7 +105,7 @@ def _sums_of(group: Any, kind: str, way: str) -> Iterator[dict[str, Any]]:
             for _ in range(calls):
                 group.all_reduce(x)
 
-        group.least(0)
+        group.all_reduce_min(0)
         us, graphed = _timed(some, kind, calls), list[float]()
         if kind == "cuda":
             cuda: Any = torch.cuda
@@ -113,7 +113,7 @@ def _sums_of(group: Any, kind: str, way: str) -> Iterator[dict[str, Any]]:
             stream.wait_stream(cuda.current_stream())
             with cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 some()
-            group.least(0)
+            group.all_reduce_min(0)
             graphed = _timed(graph.replay, kind, calls)
         yield {"way": way, "ranks": group.size, "bytes": num_bytes, "us": us, "graphed_us": graphed}
 
@@ -158,7 +158,7 @@ def rank(number: str, size: str, folder: str, id: str) -> int:
         store = distributed.FileStore(f"{folder}/meeting", int(size))
         group = GlooGroup(store, "127.0.0.1", int(number), int(size))
     if number == "0":
-        say(f"{size} ranks: {group.account}")
+        say(f"{size} ranks: {group.backend}")
     for each in _sums(group, "cuda" if id else "cpu"):
         print(json.dumps(each), flush=True)
     return 0

@@ -179,9 +179,9 @@ def test_a_rank_attends_to_its_own_keys_while_others_are_on_their_way() -> None:
     order: dict[int, list[str]] = {0: [], 1: []}
 
     def work(group: ThreadGroup) -> Tensor:
-        later, told = group.everybodys_later, order[group.rank]
+        later, told = group.all_gather_async, order[group.rank]
 
-        def everybodys_later(x: Tensor) -> Any:
+        def all_gather_async(x: Tensor) -> Any:
             taken = later(x)
             told.append("sent")
             return lambda: (told.append("taken"), taken())[1]
@@ -190,7 +190,7 @@ def test_a_rank_attends_to_its_own_keys_while_others_are_on_their_way() -> None:
             told.append(f"attends to {len(inputs.context_len) // 2} rank")
             return paged_attention(q, k, v, inputs, *how)
 
-        group.everybodys_later = everybodys_later  # type: ignore[method-assign]
+        group.all_gather_async = all_gather_async  # type: ignore[method-assign]
 
         def seen(blocks: list[int], counts: list[int]) -> AttentionInputs:
             table, start, context = (

@@ -23,8 +23,8 @@ from headrace.engine.keywords import create_config
 from headrace.engine.resolve import find_source
 from headrace.errors import ConfigError, EngineDead, HeadraceError
 from headrace.parallel.group import GlooGroup, check_members
-from headrace.parallel.meeting import SECRET_VARIABLE, Place
 from headrace.parallel.node import Node
+from headrace.parallel.rendezvous import SECRET_VARIABLE, Place
 from tests.support import modes, tiny
 from tests.support.serving import ROOT, SERVE, environment, serving, wait_for
 

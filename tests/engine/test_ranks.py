@@ -314,7 +314,7 @@ def test_ranks_that_wait_for_each_other_are_told_of_and_end(llama: str, monkeypa
         runner.submit = lambda plan: (submit(plan), group.all_reduce(torch.zeros(1)))[0]
         begun = time.monotonic()
         with pytest.raises(
-            EngineDead, match=r"step \d+ has not moved for 2 s; meetings so far: rank 0 \d+, rank 1 \d+"
+            EngineDead, match=r"step \d+ has not moved for 2 s; collectives so far: rank 0 \d+, rank 1 \d+"
         ):
             llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY, use_tqdm=False)
         assert time.monotonic() - begun < 30

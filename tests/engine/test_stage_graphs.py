@@ -51,7 +51,7 @@ class Stage(SlotDecoder):
 class Belt:
     """Between two stages; what is sent lies where it was until it is received."""
 
-    account, stages, meetings = "belt", 2, 0
+    backend, stages, comm_ops = "belt", 2, 0
 
     def __init__(self) -> None:
         self.hidden: deque[Tensor] = deque()

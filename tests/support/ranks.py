@@ -47,10 +47,10 @@ Result = TypeVar("Result")
 class ThreadGroup:
     """One rank's; ``shelf`` is everybody's."""
 
-    account = "threads"
+    backend = "threads"
 
     def __init__(self, rank: int, shelf: list[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.meetings = rank, len(shelf), 0
+        self.rank, self.size, self.comm_ops = rank, len(shelf), 0
         self._shelf, self._barrier = shelf, barrier
         self.rows_onto, self.folded = 24, 0  # as where a hidden state is long: fewer than a product takes
 
@@ -58,7 +58,7 @@ class ThreadGroup:
         assert x.is_contiguous()
         return x.copy_(sum(self._everybodys(x)[1:], start=self._last[0]))
 
-    def most_onto(self, width: int, dtype: torch.dtype) -> int:
+    def max_onto_rows(self, width: int, dtype: torch.dtype) -> int:
         return self.rows_onto
 
     def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
@@ -66,29 +66,29 @@ class ThreadGroup:
         return onto(self.all_reduce(x), residual, scale)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return side_by_side(self.everybodys(x), width)
+        return side_by_side(self.all_gather_stacked(x), width)
 
-    def everybodys(self, x: Tensor) -> Tensor:
+    def all_gather_stacked(self, x: Tensor) -> Tensor:
         return torch.stack(self._everybodys(x))
 
-    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
-        found = self.everybodys(x)
+    def all_gather_async(self, x: Tensor) -> Callable[[], Tensor]:
+        found = self.all_gather_stacked(x)
         return lambda: found
 
-    def exchanged(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([each[self.rank] for each in self._everybodys(x)])
 
-    def one_meeting(self) -> AbstractContextManager[None]:
+    def coalesced(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         return min(int(each) for each in self._everybodys(torch.tensor(value)))
 
     def abort(self) -> None:
         self._barrier.abort()
 
     def _everybodys(self, x: Tensor) -> list[Tensor]:
-        self.meetings += 1
+        self.comm_ops += 1
         self._shelf[self.rank] = x.clone()
         self._barrier.wait(20)
         self._last = list(self._shelf)
@@ -136,10 +136,11 @@ class Belts:
 class Belt:
     """The stages of one place."""
 
-    account, meetings = "belts", 0
+    backend, comm_ops = "belts", 0
 
     def __init__(self, belts: Belts, stage: int, stages: int) -> None:
         self._belts, self.stage, self.stages = belts, stage, stages
+        self.all = self
 
     def send(self, hidden: Tensor) -> None:
         self._belts.put("hidden", self.stage + 1, hidden)
@@ -154,7 +155,7 @@ class Belt:
     def receive_tokens(self, picked: Tensor) -> Tensor:
         return self._belts.take("tokens", self.stage, picked)
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """All have the same room."""
         return value
 

@@ -50,10 +50,10 @@ def test_a_sum_waits_until_all_are_connected(group: nccl.NCCLGroup) -> None:
     summing = threading.Thread(target=lambda: found.append(group.all_reduce(torch.ones(2))))
     summing.start()
     summing.join(0.05)
-    assert summing.is_alive() and group.most_onto(64, torch.bfloat16) == 0 and "capability" in group.account
+    assert summing.is_alive() and group.max_onto_rows(64, torch.bfloat16) == 0 and "capability" in group.backend
     Communicator.door.set()
     summing.join(10)
-    assert found[0].tolist() == [2, 2] and group.meetings == 1
+    assert found[0].tolist() == [2, 2] and group.comm_ops == 1
     group.abort()
     assert group.connected().ended  # type: ignore[attr-defined]
 
@@ -96,7 +96,7 @@ def test_members_agree_on_the_least_time_after_time() -> None:
 
     def settle(rank: int) -> None:
         agreement: Any = Agreement(shelf, "stage", rank, len(gives))
-        found[rank] = [agreement.least(value) for value in gives[rank]]
+        found[rank] = [agreement.all_reduce_min(value) for value in gives[rank]]
 
     threads = [threading.Thread(target=settle, args=(rank,)) for rank in range(len(gives))]
     for each in threads:

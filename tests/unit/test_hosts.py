@@ -16,10 +16,10 @@ import pytest
 
 from headrace.config import DeviceConfig, EngineConfig, ModelConfig
 from headrace.errors import ConfigError, EngineDead
-from headrace.parallel import frames, meeting, ranks
-from headrace.parallel.meeting import Place, knock, read_secret, versions
+from headrace.parallel import frames, ranks, rendezvous
 from headrace.parallel.node import Node
 from headrace.parallel.ranks import Ranks
+from headrace.parallel.rendezvous import Place, join_master, read_secret, versions
 from headrace.processes.messages import BadFrame, Unpacker, pack, receive
 from headrace.processes.seal import Seal
 
@@ -30,7 +30,7 @@ SECRET = "a secret of some length"
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(ranks, "NODE_WORDS_SECONDS", 0.05)
-    monkeypatch.setenv(meeting.SECRET_VARIABLE, SECRET)
+    monkeypatch.setenv(rendezvous.SECRET_VARIABLE, SECRET)
 
 
 def config_of(**device: Any) -> EngineConfig:
@@ -64,7 +64,7 @@ def whole(config: EngineConfig, node: int = 1, model: str = "a model") -> frames
 
 
 def come(config: EngineConfig, join: frames.Join) -> tuple[socket.socket, Seal]:
-    sock, key = knock(place_of(config), lambda _: join, time.monotonic() + 5)
+    sock, key = join_master(place_of(config), lambda _: join, time.monotonic() + 5)
     return sock, Seal(key, first=False, count=1)
 
 
@@ -109,7 +109,7 @@ def test_who_does_not_know_the_secret_is_turned_away_and_others_still_come(
 ) -> None:
     caplog.set_level(logging.WARNING)
     with pytest.raises(ConfigError, match=r"another secret.*HEADRACE_NODE_SECRET"):
-        knock(place_of(config, "another secret here"), lambda _: whole(config), 0.0)
+        join_master(place_of(config, "another secret here"), lambda _: whole(config), 0.0)
     assert "127.0.0.1 was turned away: it does not know the secret" in caplog.text
     with socket.create_connection(("127.0.0.1", config.device.master_port)) as stranger:
         stranger.sendall(b"\xff\xff\xff\xffGET / HTTP/1.1\r\n\r\n")
@@ -144,7 +144,7 @@ def test_what_differs_is_said_on_both_sides(config: EngineConfig, first: Ranks, 
 
 
 def test_a_node_that_never_comes_is_named(config: EngineConfig, first: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.0)
     with pytest.raises(ConfigError, match=rf"node 1 did not come to 127.0.0.1:{config.device.master_port} within 0 s"):
         first.launch(config)
 
@@ -161,14 +161,14 @@ def test_a_port_that_is_taken_and_an_address_elsewhere_are_said(config: EngineCo
 def test_a_node_says_that_node_0_is_not_there_or_is_no_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     with pytest.raises(ConfigError, match=r"Node 0 cannot be reached at 127.0.0.1:\d+ .*--node-rank 0"):
-        knock(place_of(config), lambda _: whole(config), 0.0)
+        join_master(place_of(config), lambda _: whole(config), 0.0)
     with socket.create_server(("127.0.0.1", config.device.master_port)) as other:
         sock = socket.create_connection(other.getsockname())
         taken, _ = other.accept()
         taken.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        monkeypatch.setattr(meeting, "_connect", lambda place, end: sock)
+        monkeypatch.setattr(rendezvous, "_connect", lambda place, end: sock)
         with pytest.raises(ConfigError, match="there is no node 0 that waits"):
-            knock(place_of(config), lambda _: whole(config), 0.0)
+            join_master(place_of(config), lambda _: whole(config), 0.0)
         taken.close()
 
 
@@ -201,7 +201,7 @@ def test_a_secret_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file.write_text("from a file, long enough\n", encoding="utf-8")
     assert read_secret(DeviceConfig(node_secret_file=str(file))) == b"from a file, long enough"
     for text, said in (("", "is missing"), ("short", "has 5 bytes")):
-        monkeypatch.setenv(meeting.SECRET_VARIABLE, text)
+        monkeypatch.setenv(rendezvous.SECRET_VARIABLE, text)
         with pytest.raises(ConfigError, match=f"the secret that all nodes share {said}.*at least 16"):
             Ranks(config_of(), "a model", "", None)
     with pytest.raises(ConfigError, match="--node-secret-file /nowhere cannot be read"):

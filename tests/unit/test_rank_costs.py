@@ -34,7 +34,7 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
 
 def test_what_goes_to_the_keys_and_back_is_what_is_counted_by_hand() -> None:
     """In each layer every rank sends 8 rows' worth of what it finds, or of 4 rows of its own queries and results, in two
-    meetings, or in one the keys, behind attention to its own."""
+    collectives, or in one the keys, behind attention to its own."""
     traffic = key_traffic_of(TINY, 2, 2.0)
     query, layers = 2.0 * TINY.num_heads * TINY.head_dim, TINY.num_layers
     assert (traffic.query, traffic.found) == (query, query + 4 * TINY.num_heads)

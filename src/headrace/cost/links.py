@@ -88,7 +88,7 @@ class KeyTraffic:
         """(all in all, at the link's bandwidth alone) where keys are passed, and where queries are."""
         ways = (keys * self.key, 1), (tokens * (self.query + self.found), 2)
         share = self.layers * (self.ranks - 1) / self.ranks / link.bandwidth
-        found = [(size * share + self.layers * meetings * link.latency, size * share) for size, meetings in ways]
+        found = [(size * share + self.layers * collectives * link.latency, size * share) for size, collectives in ways]
         return found[0], found[1]
 
     def seconds(

@@ -283,13 +283,13 @@ def attend_between(
     inputs = how[2]
     if (passed := inputs.passed) is not None:
         return _attend_passed(group, attend, merge, q, how, passed)
-    q = group.everybodys(q).flatten(0, 1) if inputs.spread else q
+    q = group.all_gather_stacked(q).flatten(0, 1) if inputs.spread else q
     found = _found(attend, q, how)
-    with group.one_meeting():
+    with group.coalesced():
         if inputs.spread:
-            parts, sums = (group.exchanged(each.unflatten(0, (group.size, -1))) for each in found)
+            parts, sums = (group.all_to_all(each.unflatten(0, (group.size, -1))) for each in found)
         else:
-            parts, sums = map(group.everybodys, found)
+            parts, sums = map(group.all_gather_stacked, found)
     return merge((parts, sums))
 
 
@@ -309,7 +309,7 @@ def _attend_passed(
     both = k_cache.new_empty((2, count, *k_cache.shape[1:]))
     for cache, given in zip((k_cache, v_cache), both, strict=True):
         torch.index_select(cache, 0, passed.blocks, out=given)
-    coming = group.everybodys_later(both)
+    coming = group.all_gather_async(both)
     again = q.repeat(group.size - 1, 1, 1)  # here, for attention fills the device: what is sent meanwhile begins first
     mine = _found(attend, q, (k_cache, v_cache, passed.own, *rest))
     every = coming().flatten(0, 2)  # the keys of a rank, its values, the keys of the next …
@@ -320,7 +320,7 @@ def _attend_passed(
 
 def in_order(group: Group, x: Tensor, order: Tensor) -> Tensor:
     """Wanted rows, on every rank, from those that each has."""
-    return group.everybodys(x).flatten(0, 1)[order]
+    return group.all_gather_stacked(x).flatten(0, 1)[order]
 
 
 def _picked(attended: Tensor, wanted: Wanted | None) -> Tensor:

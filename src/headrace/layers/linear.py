@@ -130,7 +130,7 @@ class Linear(nn.Module):
         self._activation = activation
         group, row = context.group, site.split is Split.ROW
         hidden = site.outs if row else site.ins
-        folds = context.composes and (group is None or group.most_onto(hidden, context.dtype) > 0)
+        folds = context.composes and (group is None or group.max_onto_rows(hidden, context.dtype) > 0)
         # of ranks, whose sums come too late for a product, these take in what stands behind it
         self._composed = folds and (group is None or not row) and site.layer is not None
         self._onto = group.all_reduce_onto if folds and group is not None and row else None

@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         self.pooler = None if spec.pooling is None else Pooler(spec, context)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
-        self._most_rows = MOST_ROWS if group is None else min(MOST_ROWS, group.most_onto(spec.hidden_size, dtype))
+        self._most_rows = MOST_ROWS if group is None else min(MOST_ROWS, group.max_onto_rows(spec.hidden_size, dtype))
         self._eight = _rows_in_fp8(spec)
         self._make_step = (
             kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv, self._eight), reported=True)

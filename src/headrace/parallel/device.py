@@ -48,7 +48,7 @@ def _groups(config: DeviceConfig) -> int:
     return ranks + places if ranks > 1 < places else 1
 
 
-def _survivors(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Survivors:
+def _survivors(place: frames.Rendezvous, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Survivors:
     """On GPUs, sums of theirs go through NCCL alone: memory of a rank that is gone is nobody's to write to."""
 
     def those(told: frames.Gone) -> Group:
@@ -77,7 +77,7 @@ def _connect(groups: Sequence[tuple[NCCLGroup, str]], key: bytes) -> None:
     threading.Thread(target=connect, daemon=True, name="headrace-connect").start()
 
 
-def meet(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Peers:
+def create_peers(place: frames.Rendezvous, rank: int, config: DeviceConfig, spec: DecoderSpec, store: Any) -> Peers:
     """Whom rank ``rank`` meets: it is (stage · places of the keys + place) · ranks that share layers + place among
     these, so that those who meet most are neighbours. ``store``: through which CPUs find each other, and GPUs settle
     what they must before they are connected."""
@@ -100,7 +100,7 @@ def meet(place: frames.Meet, rank: int, config: DeviceConfig, spec: DecoderSpec,
             check_members(group, name, place.key, kind)
             return group
         how = {"one_shot": sums and near and config.one_shot_sums, "onto": config.fused_sums}
-        made = NCCLGroup(ids[first + number], at, size, **how, agree=Agreement(store, name, at, size).least)
+        made = NCCLGroup(ids[first + number], at, size, **how, agree=Agreement(store, name, at, size).all_reduce_min)
         connecting.append((made, name))
         return made
 

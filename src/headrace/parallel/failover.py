@@ -52,20 +52,20 @@ class Survivors:
         self._group = meet(self._told)
 
     @property
-    def account(self) -> str:
-        return f"{self._group.account}; ranks may die whose experts others hold"
+    def backend(self) -> str:
+        return f"{self._group.backend}; ranks may die whose experts others hold"
 
     @property
-    def meetings(self) -> int:
+    def comm_ops(self) -> int:
         """Of those who are left."""
-        return self._group.meetings
+        return self._group.comm_ops
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Nonsense, or a RuntimeError, where ``broken``."""
         return self._group.all_reduce(x)
 
-    def least(self, value: int) -> int:
-        return self._group.least(value)
+    def all_reduce_min(self, value: int) -> int:
+        return self._group.all_reduce_min(value)
 
     def held(self, layer: int) -> tuple[Held, ...]:
         """What this rank has of a layer's experts, among those who are left."""
@@ -107,7 +107,7 @@ class Survivors:
         told = self._told
         try:
             self._group = self._meet(told)
-            self._group.least(0)
+            self._group.all_reduce_min(0)
         except RuntimeError as error:
             raise EngineDead("ranks that hold experts have lost each other; see `headrace doctor`.") from error
         self.members, self._epoch = told.members, told.epoch

@@ -25,7 +25,7 @@ from headrace.engine.executor import Ticket
 from headrace.errors import EngineDead, HeadraceError, ModelError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.parallel import frames
-from headrace.parallel.ranks import KEY_VARIABLE, MEETING_SECONDS
+from headrace.parallel.ranks import KEY_VARIABLE, RENDEZVOUS_SECONDS
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import freeze_start, no_collections
@@ -60,7 +60,7 @@ class First:
         self._store: dict[str, bytes] = {}
         self._come = threading.Condition()  # in the store, where a thread listens
         self._listens = False
-        self.meetings: Callable[[], int] = lambda: 0
+        self.comm_ops: Callable[[], int] = lambda: 0
 
     def tell(self, report: frames.Report) -> None:
         """From any thread."""
@@ -76,7 +76,7 @@ class First:
         while True:
             time.sleep(BEAT_SECONDS)
             try:
-                self.tell(frames.Beat(self.meetings()))
+                self.tell(frames.Beat(self.comm_ops()))
             except FirstGone:
                 os._exit(1)
 
@@ -91,8 +91,8 @@ class First:
     def get(self, name: str) -> bytes:
         """Once it has come."""
         with self._come:
-            if self._listens and not self._come.wait_for(lambda: name in self._store, MEETING_SECONDS):
-                raise EngineDead(f"ranks have not met within {MEETING_SECONDS:g} s.")
+            if self._listens and not self._come.wait_for(lambda: name in self._store, RENDEZVOUS_SECONDS):
+                raise EngineDead(f"ranks have not met within {RENDEZVOUS_SECONDS:g} s.")
         while name not in self._store:
             come = self.hear(frames.Put)
             self._store[come.name] = come.value
@@ -200,7 +200,7 @@ class Follower:
 
     def _recover(self, order: frames.Recover) -> None:
         self._executor.recover()
-        self._first.tell(frames.Recovered(self._peers.met, tuple(self._failed)))
+        self._first.tell(frames.Recovered(self._peers.stage_comm_ops, tuple(self._failed)))
         self._failed.clear()
 
     def _control(self, order: frames.Control) -> None:
@@ -244,7 +244,7 @@ def _start(first: First, mark: str) -> Follower:
         with no_collections():
             from headrace.engine.resolve import find_source
             from headrace.models.families import spec_from_config
-            from headrace.parallel.device import device_here, meet
+            from headrace.parallel.device import create_peers, device_here
             from headrace.parallel.group import Store
             from headrace.worker.executor import DeviceExecutor
             from headrace.worker.worker import create_executor
@@ -253,10 +253,10 @@ def _start(first: First, mark: str) -> Follower:
         launch = first.hear(frames.Launch)
         config, device = launch.config, launch.config.device
         first.tell(frames.Here(device_here(device.device)))
-        place = first.hear(frames.Meet)
+        place = first.hear(frames.Rendezvous)
         source = find_source(config)
-        peers = meet(place, launch.rank, device, spec_from_config(source.config), Store(first.put, first.get))
-        first.meetings = lambda: peers.meetings
+        peers = create_peers(place, launch.rank, device, spec_from_config(source.config), Store(first.put, first.get))
+        first.comm_ops = lambda: peers.comm_ops
         stages.done("ranks")
         executor, _ = create_executor(config, source, head_start, stages, peers=peers)
         assert isinstance(executor, DeviceExecutor)

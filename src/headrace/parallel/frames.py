@@ -7,7 +7,7 @@ Start: a rank's standard input is a socket to the first one's process, whose fir
 rank needs, as the first one does meanwhile. With its Launch it says Here when it has a device, is told where to Meet,
 loads together with the others, and says Ready. From then on every call of the first rank's executor comes as a message,
 in order. Beats come all the while. No socket of one host has a name: nobody else can come in. How other hosts do is
-told in meeting.py; a node's own process says Beat and Failed, and is told Close or Failed.
+told in rendezvous.py; a node's own process says Beat and Failed, and is told Close or Failed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Launch(Frame):
     rank: int
 
 
-class Meet(Frame):
+class Rendezvous(Frame):
     """``ids``: NCCL's of groups (device.py); none for CPUs. ``addresses``: of each rank, on the interface that they meet
     over. ``key``: by which members of a group know each other."""
 
@@ -143,9 +143,9 @@ class Ready(Frame):
 
 
 class Beat(Frame):
-    """``meetings``: of its groups so far."""
+    """``comm_ops``: of its groups so far."""
 
-    meetings: int = 0
+    comm_ops: int = 0
 
 
 class StepBroke(Frame):
@@ -160,9 +160,9 @@ class Result(Frame):
 
 
 class Recovered(Frame):
-    """``meetings``: of the group so far. ``failed``: steps since the last time."""
+    """``comm_ops``: of the group so far. ``failed``: steps since the last time."""
 
-    meetings: int
+    comm_ops: int
     failed: tuple[int, ...]
 
 

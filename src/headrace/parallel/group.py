@@ -36,43 +36,43 @@ _PROOF_BYTES = 16
 class Group(Protocol):
     rank: int
     size: int
-    meetings: int  # so far: ranks that have met as often are at the same place
-    account: str  # how they meet, for people
+    comm_ops: int  # collectives so far: ranks that have had as many are at the same place
+    backend: str  # for people
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place of ``x``, contiguous; to the bit the same on every rank."""
         ...
 
-    def most_onto(self, width: int, dtype: torch.dtype) -> int:
-        """How many rows of so many values ``all_reduce_onto`` takes; 0: none."""
+    def max_onto_rows(self, width: int, dtype: torch.dtype) -> int:
+        """The most rows of so many values that ``all_reduce_onto`` takes; 0: none."""
         ...
 
     def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
-        """``onto`` (kernels/sums/reference.py) behind the sum of ``x``, in whose place it may be; one meeting."""
+        """``onto`` (kernels/sums/reference.py) behind the sum of ``x``, in whose place it may be; one collective."""
         ...
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         """[n, part] of every rank → [n, width]: side by side in the order of ranks, less what goes beyond ``width``."""
         ...
 
-    def everybodys(self, x: Tensor) -> Tensor:
-        """What every rank gives, alike in shape: [ranks, *x.shape]."""
+    def all_gather_stacked(self, x: Tensor) -> Tensor:
+        """All-gather of tensors alike in shape: [ranks, *x.shape]."""
         ...
 
-    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """The same on its way, while something else is computed; what it is taken with before ranks meet again."""
+    def all_gather_async(self, x: Tensor) -> Callable[[], Tensor]:
+        """The same, overlapped with what is computed meanwhile; the result is taken before the next collective."""
         ...
 
-    def exchanged(self, x: Tensor) -> Tensor:
-        """``x`` [ranks, …] of every rank, of which part i is for rank i → what ranks have for this one, [ranks, …]."""
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """All-to-all: part i of ``x`` [ranks, …] goes to rank i → the parts for this rank, [ranks, …]."""
         ...
 
-    def one_meeting(self) -> AbstractContextManager[None]:
-        """What is exchanged within is, together, once it is left; it lies dense, and is held until then."""
+    def coalesced(self) -> AbstractContextManager[None]:
+        """Collectives within are one, finished when it is left; their tensors are dense, and held until then."""
         ...
 
-    def least(self, value: int) -> int:
-        """The smallest of what ranks give."""
+    def all_reduce_min(self, value: int) -> int:
+        """All-reduce (minimum) of one number."""
         ...
 
     def abort(self) -> None:
@@ -108,18 +108,18 @@ class Peers:
         return next(((each.rank, each.size) for each in self.groups if self.near), (0, 1))
 
     @property
-    def meetings(self) -> int:
-        return sum(each.meetings for each in self.all)
+    def comm_ops(self) -> int:
+        return sum(each.comm_ops for each in self.all)
 
     @property
-    def met(self) -> int:
-        """The same within its stage, where all have met as often after a step."""
-        return sum(each.meetings for each in self.groups)
+    def stage_comm_ops(self) -> int:
+        """The same within its stage, where all ranks have had as many after a step."""
+        return sum(each.comm_ops for each in self.groups)
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest of what all ranks give: whoever shares the layers has it from his own, then all from each."""
-        for each in self.groups if self.pipe is None else [self.pipe]:
-            value = each.least(value)
+        for each in self.groups if self.pipe is None else [self.pipe.all]:
+            value = each.all_reduce_min(value)
         return value
 
     def abort(self) -> None:
@@ -174,7 +174,7 @@ class Agreement:
     def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
         self._store, self._name, self._rank, self._size, self._count = store, name, rank, size, 0
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest of what they give."""
         self._count += 1
         name = f"{self._name}, least {self._count} of"
@@ -185,10 +185,10 @@ class Agreement:
 class GlooGroup:
     """``address``: of the interface that it uses. ``store``: as torch has them."""
 
-    account = "gloo"
+    backend = "gloo"
 
     def __init__(self, store: Any, address: str, rank: int, size: int, name: str = "meeting") -> None:
-        self.rank, self.size, self.meetings = rank, size, 0
+        self.rank, self.size, self.comm_ops = rank, size, 0
         options = _dist.ProcessGroupGloo._Options()
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = _PATIENCE
@@ -202,24 +202,24 @@ class GlooGroup:
         return self._group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.meetings += 1
+        self.comm_ops += 1
         self._group.allreduce([x]).wait()
         return x
 
-    def most_onto(self, width: int, dtype: torch.dtype) -> int:
+    def max_onto_rows(self, width: int, dtype: torch.dtype) -> int:
         return sys.maxsize
 
     def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
         return onto(self.all_reduce(x), residual, scale)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return side_by_side(self.everybodys(x), width)
+        return side_by_side(self.all_gather_stacked(x), width)
 
-    def everybodys(self, x: Tensor) -> Tensor:
-        return self.everybodys_later(x)()
+    def all_gather_stacked(self, x: Tensor) -> Tensor:
+        return self.all_gather_async(x)()
 
-    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
-        self.meetings += 1
+    def all_gather_async(self, x: Tensor) -> Callable[[], Tensor]:
+        self.comm_ops += 1
         parts, given = x.new_empty((self.size, *x.shape)), x.contiguous()
         work = self._group.allgather([list(parts.unbind(0))], [given])
 
@@ -229,16 +229,16 @@ class GlooGroup:
 
         return taken
 
-    def exchanged(self, x: Tensor) -> Tensor:
-        self.meetings += 1
+    def all_to_all(self, x: Tensor) -> Tensor:
+        self.comm_ops += 1
         found, x = torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous()
         self._group.alltoall_base(found, x, [], []).wait()
         return found
 
-    def one_meeting(self) -> AbstractContextManager[None]:
+    def coalesced(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         held = torch.tensor([-value])
         options = _dist.AllreduceOptions()
         options.reduceOp = _dist.ReduceOp.MAX

@@ -23,7 +23,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource
 from headrace.parallel import frames
-from headrace.parallel.device import check_devices, count_ids, device_here, meet
+from headrace.parallel.device import check_devices, count_ids, create_peers, device_here
 from headrace.parallel.group import Peers, Store
 from headrace.parallel.nccl import create_id, use_interface
 from headrace.parallel.ranks import Ranks
@@ -70,7 +70,7 @@ def create_executor(
         if ranks.settle(1.0) is not None:
             ranks.check()
         raise
-    said = [Decision("ranks", size, f"each a process with a device of its own; over {peers.all[0].account}")]
+    said = [Decision("ranks", size, f"each a process with a device of its own; over {peers.all[0].backend}")]
     if peers.pipe is not None:
         said.append(_split(config, source, peers.pipe.stages))
     return RankedExecutor(executor, ranks, peers, size), (*said, *decisions)
@@ -94,9 +94,9 @@ def _meet(ranks: Ranks, kind: str, config: EngineConfig, spec: DecoderSpec) -> P
         use_interface(ranks.addresses[0])
         drafts = config.scheduler.speculative_config is not None
         ids = tuple(create_id() for _ in range(count_ids(config.device, drafts=drafts)))
-    place = frames.Meet(ids, ranks.addresses, token_bytes(32))
+    place = frames.Rendezvous(ids, ranks.addresses, token_bytes(32))
     ranks.tell(pack(place))
-    return meet(place, 0, config.device, spec, Store(ranks.put, ranks.get, partial(ranks.get, seconds=None)))
+    return create_peers(place, 0, config.device, spec, Store(ranks.put, ranks.get, partial(ranks.get, seconds=None)))
 
 
 class RankedExecutor:
@@ -115,7 +115,7 @@ class RankedExecutor:
         return self._inner.decoder
 
     def _meetings(self) -> int:
-        return self._peers.meetings
+        return self._peers.comm_ops
 
     def submit(self, plan: StepPlan) -> Ticket:
         self._ranks.tell(self._plans.pack(plan))
@@ -145,7 +145,7 @@ class RankedExecutor:
         lost = self._ranks.fewer
         self._ranks.tell(pack(frames.Recover()))
         self._inner.recover()
-        self._ranks.agree(self._peers.met, lost=lost)
+        self._ranks.agree(self._peers.stage_comm_ops, lost=lost)
 
     def prepare(self) -> bool:
         self._ranks.tell(pack(frames.Prepare()))

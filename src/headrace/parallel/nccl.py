@@ -122,7 +122,7 @@ class Communicator:
         self._comm = made
         # connections are made, and their memory is taken, before anybody counts it
         self.all_reduce(torch.zeros(2**20, device=self._device))
-        self.everybodys(torch.zeros(1, 2**10, device=self._device))
+        self.all_gather_stacked(torch.zeros(1, 2**10, device=self._device))
         torch.cuda.current_stream(self._device).synchronize()
 
     @property
@@ -139,9 +139,9 @@ class Communicator:
             _check(self._library, function(*what, self._comm, self.stream))
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return side_by_side(self.everybodys(x), width)
+        return side_by_side(self.all_gather_stacked(x), width)
 
-    def everybodys(self, x: Tensor) -> Tensor:
+    def all_gather_stacked(self, x: Tensor) -> Tensor:
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
         return self.gather(x, parts)
 
@@ -149,7 +149,7 @@ class Communicator:
         self._call(self._library.ncclAllGather, x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype])
         return parts
 
-    def exchanged(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         library, x = self._library, x.contiguous()
         found = torch.empty_like(x)
         with self.together():  # sends and receives wait for each other
@@ -166,7 +166,7 @@ class Communicator:
             yield
             _check(self._library, self._library.ncclGroupEnd())
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         return int(self.all_reduce(torch.tensor([value], device=self._device), _MIN))
 
     def abort(self) -> None:
@@ -196,13 +196,13 @@ class NCCLGroup:
         agree: Callable[[int], int] | None = None,
     ) -> None:
         """``agree``: on the least of what all give, without a device and before they are connected."""
-        self.rank, self.size, self.meetings = rank, size, 0
+        self.rank, self.size, self.comm_ops = rank, size, 0
         self._id, self._agree = id, agree
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._side: torch.cuda.Stream | None = None  # of what is sent while something else is computed
         able = torch.cuda.get_device_capability(self._device)[0] == 9  # all of them, for they are equal
         self._tries, self._takes_onto = one_shot and able, one_shot and able and onto
-        self.account = "NCCL" if able or not one_shot else "NCCL; sums in one shot need compute capability 9"
+        self.backend = "NCCL" if able or not one_shot else "NCCL; sums in one shot need compute capability 9"
         self._one_shot: OneShot | None = None
         self._comm: Communicator | None = None  # once all are connected
         self._settled, self._problem = threading.Event(), "they are to end"
@@ -234,7 +234,7 @@ class NCCLGroup:
         return self._comm
 
     def _meet(self) -> Communicator:
-        self.meetings += 1
+        self.comm_ops += 1
         return self._comm or self.connected()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class NCCLGroup:
             return self._one_shot.add(x, comm.stream)
         return comm.all_reduce(x)
 
-    def most_onto(self, width: int, dtype: torch.dtype) -> int:
+    def max_onto_rows(self, width: int, dtype: torch.dtype) -> int:
         """Before it is known whether they come in one shot: they would be these."""
         return most_rows(self.size, width, dtype) if self._takes_onto else 0
 
@@ -261,22 +261,22 @@ class NCCLGroup:
         except (DriverError, CompileError) as error:
             problem = str(error)
         if (
-            comm.least(int(made is not None))
+            comm.all_reduce_min(int(made is not None))
             and made is not None
-            and comm.least(int(made.agrees(comm.all_reduce, comm.stream)))
+            and comm.all_reduce_min(int(made.agrees(comm.all_reduce, comm.stream)))
         ):
-            self._one_shot, self.account = made, f"NCCL, and sums of up to {8 * made.lines / 2**20:g} MiB in one shot"
+            self._one_shot, self.backend = made, f"NCCL, and sums of up to {8 * made.lines / 2**20:g} MiB in one shot"
         else:
-            self.account = f"NCCL; no sums in one shot: {problem}"
-            _log.warning("ranks sum through %s", self.account)
+            self.backend = f"NCCL; no sums in one shot: {problem}"
+            _log.warning("ranks sum through %s", self.backend)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         return self._meet().all_gather(x, width)
 
-    def everybodys(self, x: Tensor) -> Tensor:
-        return self._meet().everybodys(x)
+    def all_gather_stacked(self, x: Tensor) -> Tensor:
+        return self._meet().all_gather_stacked(x)
 
-    def everybodys_later(self, x: Tensor) -> Callable[[], Tensor]:
+    def all_gather_async(self, x: Tensor) -> Callable[[], Tensor]:
         """All memory is the current stream's, which waits for the other one before it goes on: what a layer leaves serves
         the next. (Memory that another stream is recorded for stays taken until the device has come so far, and a host
         that is many layers ahead runs out of it.)"""
@@ -293,16 +293,16 @@ class NCCLGroup:
 
         return taken
 
-    def exchanged(self, x: Tensor) -> Tensor:
-        return self._meet().exchanged(x)
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self._meet().all_to_all(x)
 
     @contextmanager
-    def one_meeting(self) -> Iterator[None]:
+    def coalesced(self) -> Iterator[None]:
         with (self._comm or self.connected()).together():
             yield
 
-    def least(self, value: int) -> int:
-        return self._meet().least(value) if self._agree is None else self._agree(value)
+    def all_reduce_min(self, value: int) -> int:
+        return self._meet().all_reduce_min(value) if self._agree is None else self._agree(value)
 
     def abort(self) -> None:
         self._settled.set()
@@ -349,7 +349,7 @@ class NCCLPipe:
     each stage to the next and from the last to the first, where drafts are verified also to those between; then of all
     ranks, who are to ``connect`` next."""
 
-    account = "NCCL"
+    backend = "NCCL"
 
     def __init__(self, ids: Sequence[bytes], rank: int, size: int, stages: int) -> None:
         self.stage, place = divmod(rank, size // stages)
@@ -364,14 +364,14 @@ class NCCLPipe:
             elif self.stage == (at + 1) % stages:
                 self._in[name] = NCCLLink(id, 1)
         self.all = NCCLGroup(ids[-1], rank, size, one_shot=False)
-        self.meetings = 0
+        self.comm_ops = 0
 
     def send(self, hidden: Tensor) -> None:
-        self.meetings += 1
+        self.comm_ops += 1
         self._out["hidden"][0].send(hidden.contiguous())
 
     def receive(self, hidden: Tensor) -> Tensor:
-        self.meetings += 1
+        self.comm_ops += 1
         return self._in["hidden"].receive(hidden)
 
     def send_tokens(self, picked: Tensor, *, to_all: bool = False) -> None:
@@ -380,9 +380,6 @@ class NCCLPipe:
 
     def receive_tokens(self, picked: Tensor) -> Tensor:
         return self._in["tokens"].receive(picked)
-
-    def least(self, value: int) -> int:
-        return self.all.least(value)
 
     def abort(self) -> None:
         for link in (*chain(*self._out.values()), *self._in.values()):

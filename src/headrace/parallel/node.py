@@ -1,7 +1,7 @@
 """A host that has only ranks, ``headrace serve … --node-rank 1``: they are started here, and speak to node 0
 themselves; this process tells it when one has ended, and ends with it.
 
-What lives here: that. What may not: how hosts meet (meeting.py), what a rank does (follower.py).
+What lives here: that. What may not: how hosts meet (rendezvous.py), what a rank does (follower.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.resolve import find_source
 from headrace.errors import EngineDead
 from headrace.parallel import frames
-from headrace.parallel.meeting import JOIN_SECONDS, Place, called, knock, read_secret, versions
 from headrace.parallel.ranks import END_SECONDS, KEY_VARIABLE, device_of, ended
+from headrace.parallel.rendezvous import JOIN_SECONDS, Place, called, join_master, read_secret, versions
 from headrace.processes.child import start
 from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.processes.seal import Seal
@@ -48,7 +48,7 @@ class Node:
         """Until node 0 says that all is over. Raises ConfigError where they do not fit together, EngineDead where one
         of them all is lost; no rank is left afterwards."""
         whole = frames.Join(self.number, versions=versions(), model=self.model, config=self.config)
-        sock, key = knock(self.place, lambda _: whole, time.monotonic() + JOIN_SECONDS)
+        sock, key = join_master(self.place, lambda _: whole, time.monotonic() + JOIN_SECONDS)
         self.came = True
         try:
             for at, rank in enumerate(self.ranks):
@@ -64,7 +64,7 @@ class Node:
 
     def _begin(self, at: int, rank: int) -> None:
         """Its connection is its standard input."""
-        sock, key = knock(self.place, lambda address: frames.Join(self.number, rank, address), time.monotonic())
+        sock, key = join_master(self.place, lambda address: frames.Join(self.number, rank, address), time.monotonic())
         with sock:
             self._children[rank] = start("headrace.parallel.follower", sock, {**device_of(at), KEY_VARIABLE: key.hex()})
 

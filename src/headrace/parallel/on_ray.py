@@ -4,7 +4,7 @@ wherever Ray finds a device for it.
 An actor is a node of one rank (node.py), which knocks at the first rank's port as those of other hosts do; Ray only
 starts and ends them. The first rank is no actor: one holds its bundle, on this host, and says which GPU that is.
 
-What lives here: that. What may not: how ranks meet (meeting.py), a cluster of our own.
+What lives here: that. What may not: how ranks meet (rendezvous.py), a cluster of our own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError
-from headrace.parallel.meeting import Place
 from headrace.parallel.node import Node
+from headrace.parallel.rendezvous import Place
 
 _PLACE_SECONDS = 30.0
 _MOST_SAID = 500  # characters

@@ -25,8 +25,8 @@ _HIDDEN, _TOKENS = 1, 2
 class Pipe(Protocol):
     stage: int
     stages: int
-    account: str  # how they meet, for people
-    meetings: int  # so far: what has been sent and received
+    backend: str  # how they meet, for people
+    comm_ops: int  # so far: what has been sent and received
     all: Any  # a Group of all ranks of all stages
 
     def send(self, hidden: Tensor) -> None:  # [tokens, hidden]
@@ -43,24 +43,20 @@ class Pipe(Protocol):
 
     def receive_tokens(self, picked: Tensor) -> Tensor: ...
 
-    def least(self, value: int) -> int:
-        """The smallest of what all ranks of all stages give."""
-        ...
-
     def abort(self) -> None: ...
 
 
 class GlooPipe:
     """Arguments as GlooGroup has them. ``all``: the group of all ranks."""
 
-    account = "gloo"
+    backend = "gloo"
 
     def __init__(self, store: Any, address: str, rank: int, size: int, stages: int) -> None:
         self.all, self._width = GlooGroup(store, address, rank, size), size // stages
         self.stage, self.stages = rank // self._width, stages
         self._rank, self._first = rank, rank % self._width
         self._group: Any = self.all.exchange
-        self.meetings = 0
+        self.comm_ops = 0
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, hidden: Tensor) -> None:
@@ -78,19 +74,16 @@ class GlooPipe:
 
     def _receive(self, x: Tensor, source: int, tag: int) -> Tensor:
         self._group.recv([x], source, tag).wait()
-        self.meetings += 1
+        self.comm_ops += 1
         return x
 
     def _send(self, x: Tensor, to: int, tag: int) -> None:
         """What is sent is held until it has arrived: of steps so long ago everything has."""
-        self.meetings += 1
+        self.comm_ops += 1
         held = x.detach().clone(memory_format=torch.contiguous_format)
         self._sent.append((self._group.send([held], to, tag), held))
         while len(self._sent) > self.stages * (self.stages + 4):
             self._sent.popleft()[0].wait()
-
-    def least(self, value: int) -> int:
-        return self.all.least(value)
 
     def abort(self) -> None:
         self.all.abort()

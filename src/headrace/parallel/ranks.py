@@ -1,7 +1,7 @@
 """The other ranks' processes, as the first one has them: started, spoken to, watched, ended.
 
 What lives here: that, and what becomes of all when one is lost. What may not: what the messages mean to an executor
-(leader.py), devices (device.py), how those of other hosts are started (node.py) and come in (meeting.py).
+(leader.py), devices (device.py), how those of other hosts are started (node.py) and come in (rendezvous.py).
 
 A thread listens to all of them. A rank whose process ends, that fails by itself or falls silent is lost, and with it
 all: the others are killed, so that whoever waits for them in a step need not any more, and whoever asks is told why.
@@ -27,8 +27,8 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError, StepLost
 from headrace.parallel import frames
 from headrace.parallel.context import check_context
-from headrace.parallel.meeting import NODE, Others
 from headrace.parallel.placement import held_experts
+from headrace.parallel.rendezvous import NODE, RemoteRanks
 from headrace.parallel.shares import share
 from headrace.parallel.stages import staged
 from headrace.processes.child import start
@@ -50,7 +50,7 @@ AGAIN_SECONDS = 60.0  # where they have met again for that, and captured graphs
 LAST_WORDS_SECONDS = 1.5  # for whoever waits to say it himself
 END_SECONDS = 5.0
 LOOK_SECONDS = 1.0
-MEETING_SECONDS = 15.0  # all are there already
+RENDEZVOUS_SECONDS = 15.0  # all are there already
 NODE_WORDS_SECONDS = 2.0  # for a node to say how its rank has ended
 KEY_VARIABLE = "HEADRACE_RANK_KEY"  # by which a rank of another host seals what it says
 _RECEIVED = 2**16
@@ -70,7 +70,7 @@ class _Rank:
     reports: Unpacker = field(init=False)
     said: list[frames.Report] = field(default_factory=list)  # and not asked for yet
     silent: int = 0  # looks
-    meetings: int = 0
+    comm_ops: int = 0
 
     def __post_init__(self) -> None:
         self.reports = Unpacker(frames.Report, opened=bytes if self.seal is None else self.seal.opened)
@@ -151,12 +151,12 @@ class Ranks:
         self._results: dict[int, StepResult] = {}  # of steps, from the last stage, and not asked for yet
         self.abort: Callable[[], None] = lambda: None
         self._nodes: list[_Rank] = []
-        self._others = Others(config, model, self._changed, self._enter, self._lose)
+        self._remote = RemoteRanks(config, model, self._changed, self._enter, self._lose)
         self._ranks: list[_Rank] = []  # another list where one is gone
         self._gone: list[_Rank] = []
         self.survivors: Survivors | None = None  # who may go on without one, once they have met
         self._selector = selectors.DefaultSelector()
-        self._others.open()
+        self._remote.open()
         for number in range(1, config.device.ranks_here):
             self._ranks.append(rank := self._begin(number))
             self._selector.register(rank.sock, selectors.EVENT_READ, rank)
@@ -189,7 +189,7 @@ class Ranks:
 
     def launch(self, config: EngineConfig) -> None:
         """``config`` is resolved. All nodes must come first."""
-        self._others.await_all()
+        self._remote.await_all()
         self.check()
         self._ranks.sort(key=lambda rank: rank.number)
         for rank in self._ranks:
@@ -236,7 +236,7 @@ class Ranks:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of all ranks, on the interface over which they meet."""
-        mine = self._others.address
+        mine = self._remote.address
         return (mine, *(rank.address or mine for rank in self._ranks))
 
     def put(self, name: str, value: bytes) -> None:
@@ -246,19 +246,19 @@ class Ranks:
             self._changed.notify_all()
         self.tell(pack(frames.Put(name, value)))
 
-    def get(self, name: str, seconds: float | None = MEETING_SECONDS) -> bytes:
+    def get(self, name: str, seconds: float | None = RENDEZVOUS_SECONDS) -> bytes:
         """None: however long a rank takes that is there."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None or name in self._store, seconds)
             self.check()
             if name not in self._store:
-                raise EngineDead(f"ranks have not met within {MEETING_SECONDS:g} s; see `headrace doctor`.")
+                raise EngineDead(f"ranks have not met within {RENDEZVOUS_SECONDS:g} s; see `headrace doctor`.")
             return self._store[name]
 
     @contextmanager
-    def watched(self, step: str, meetings: Callable[[], int]) -> Iterator[None]:
-        """While the first rank is in a step, ranks that wait for each other are lost. ``meetings``: its own."""
-        self._step = step, meetings
+    def watched(self, step: str, comm_ops: Callable[[], int]) -> Iterator[None]:
+        """While the first rank is in a step, ranks that wait for each other are lost. ``comm_ops``: its own."""
+        self._step = step, comm_ops
         try:
             yield
         finally:
@@ -291,12 +291,12 @@ class Ranks:
         with self._changed:
             self._own_failures.add(step_id)
 
-    def agree(self, meetings: int, *, lost: bool) -> None:
+    def agree(self, comm_ops: int, *, lost: bool) -> None:
         """Once the first has recovered and told all to: whether they are where it is. ``lost``: a rank was, and what
         failed was not the same on all."""
         found = self.hear(frames.Recovered, AGAIN_SECONDS if lost else AGREE_SECONDS)
         for rank, there in zip(self._ranks, found, strict=True):
-            if there.meetings != meetings or (set(there.failed) != self._own_failures and not lost):
+            if there.comm_ops != comm_ops or (set(there.failed) != self._own_failures and not lost):
                 self._lose(f"{rank} is not where the first is after a failed step")
         self._own_failures.clear()
         self.check()
@@ -305,7 +305,7 @@ class Ranks:
         """None of them is left afterwards."""
         with self._changed:
             self._closing = True
-        self._others.close()
+        self._remote.close()
         for rank in (*self._nodes, *self._ranks):
             with suppress(OSError):
                 rank.tell(pack(frames.Close()))
@@ -323,13 +323,13 @@ class Ranks:
         for rank in (*self._nodes, *self._ranks, *self._gone):
             rank.sock.close()
         self._selector.close()
-        self._others.end()
+        self._remote.end()
 
     # --- listening, in a thread of its own
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while self._selector.get_map() or self._others.awaited:
+        while self._selector.get_map() or self._remote.awaited:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 if not self._listen(key.data):
                     self._selector.unregister(key.fileobj)
@@ -367,7 +367,7 @@ class Ranks:
         elif isinstance(report, frames.StepBroke):
             _later(ALONE_SECONDS, self._judge, rank, report)
         elif isinstance(report, frames.Beat):
-            rank.meetings = report.meetings
+            rank.comm_ops = report.comm_ops
         else:
             with self._changed:
                 rank.said.append(report)
@@ -391,11 +391,11 @@ class Ranks:
         if (step := self._step) is None or self._closing:
             self._stalled = 0
             return
-        met = (step[1](), *(rank.meetings for rank in self._ranks))
+        met = (step[1](), *(rank.comm_ops for rank in self._ranks))
         self._stalled, self._met = (self._stalled + 1 if met == self._met else 0), met
         if self._stalled >= STALL:
             where = ", ".join(f"rank {number} {count}" for number, count in enumerate(met))
-            self._lose(f"{step[0]} has not moved for {STALL} s; meetings so far: {where}")
+            self._lose(f"{step[0]} has not moved for {STALL} s; collectives so far: {where}")
 
     @staticmethod
     def _end_of(process: subprocess.Popen[bytes]) -> str:
@@ -414,7 +414,7 @@ class Ranks:
             self._lost = (error or EngineDead)(
                 message if error else f"{message}; all ranks end with it. Restart, and see `headrace doctor`."
             )
-            self._others.give_up()
+            self._remote.give_up()
             for rank in (*self._nodes, *self._ranks):
                 rank.end(pack(frames.Failed("", self._lost.message)))
             self._changed.notify_all()

@@ -83,7 +83,7 @@ class Allocation:
     def __init__(self, setup: Setup, head_start: HeadStart | None = None, peers: Peers | None = None) -> None:
         """``peers``: all have as many blocks as the one that has the least room for them."""
         self._setup = setup
-        self._least = (peers or Peers()).least
+        self._least = (peers or Peers()).all_reduce_min
         self._meter = None if setup.on_cpu else DeviceMeter(setup.device, head_start)
         self.room = Room(self._available(), self._bounds())
         self._arena = 0  # bytes that steps share

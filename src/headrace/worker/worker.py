@@ -186,7 +186,7 @@ class Worker:
         elif experts is not None:
             setup = replace(setup, spec=share_experts(self._whole, experts))
         if experts is not None:
-            check_agreed(self._whole, config.device, (group or peers).least)
+            check_agreed(self._whole, config.device, (group or peers).all_reduce_min)
             self._formats = (*self._formats, Decision("expert placement", *explained(self._whole, config.device)))
         if keys is not None:
             setup = _sharing_keys(setup, keys, near=peers.near)

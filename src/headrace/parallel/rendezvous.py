@@ -123,7 +123,7 @@ def _without_delay(sock: socket.socket) -> socket.socket:
     return sock
 
 
-class Door:
+class Listener:
     """Node 0's port. ``come`` is told, from threads, who has come and knows the secret: with a socket and a seal that
     are its own from then on. ``last``: why somebody was turned away, for people."""
 
@@ -145,7 +145,7 @@ class Door:
             ) from error
         self.address, self.port = self._sock.getsockname()[:2]
         self._sock.settimeout(_AGAIN_SECONDS)  # so that it notices that it is closed
-        threading.Thread(target=self._wait, name="headrace-door", daemon=True).start()
+        threading.Thread(target=self._wait, name="headrace-listener", daemon=True).start()
 
     def close(self) -> None:
         self._closed = True
@@ -174,7 +174,7 @@ class Door:
 Enter = Callable[[frames.Join, str, socket.socket, Seal], Callable[[], None]]
 
 
-class Others:
+class RemoteRanks:
     """All that node 0's process does not start itself: nodes and their ranks, or with Ray actors. None, on one host.
 
     ``model``: what nodes must have in common beside their configs. ``changed``: held while ``enter`` takes one that has
@@ -196,7 +196,7 @@ class Others:
         nodes = range(1, size // here)
         self.awaited = {(node, NODE) for node in nodes} | {(rank // here, rank) for rank in range(here, size)}
         self._over = False  # they are waited for no more
-        self._door: Door | None = None
+        self._listener: Listener | None = None
         self._actors: Actors | None = None
 
     def open(self) -> None:
@@ -207,17 +207,17 @@ class Others:
 
             self._actors = Actors(self._config)
             place = Place(self._actors.address, 0, token_bytes(32))
-            self._door = Door(place, self._come)
+            self._listener = Listener(place, self._come)
             self._actors.begin(
-                replace(place, port=self._door.port), self._model, lambda message: self._lose(message, "")
+                replace(place, port=self._listener.port), self._model, lambda message: self._lose(message, "")
             )
         elif self.awaited:
-            self._door = Door(Place(device.master_addr, device.master_port, read_secret(device)), self._come)
+            self._listener = Listener(Place(device.master_addr, device.master_port, read_secret(device)), self._come)
 
     @property
     def address(self) -> str:
         """Of the interface over which all meet."""
-        return "127.0.0.1" if self._door is None else str(self._door.address)
+        return "127.0.0.1" if self._listener is None else str(self._listener.address)
 
     def _come(self, join: frames.Join, sock: socket.socket, seal: Seal) -> None:
         """From a thread of the door's."""
@@ -264,7 +264,7 @@ class Others:
 
     def await_all(self) -> None:
         """Until they are there, or all has ended, as it does where one does not come."""
-        if self._door is None:
+        if self._listener is None:
             return
         begun = said = time.monotonic()
         while True:
@@ -273,9 +273,9 @@ class Others:
                     break
                 nodes = sorted({node for node, _ in self.awaited})
                 missing = ", ".join(called(self._config.device, node) for node in nodes)
-                now, where = time.monotonic(), f"{self._door.address}:{self._door.port}"
+                now, where = time.monotonic(), f"{self._listener.address}:{self._listener.port}"
                 if now - begun > JOIN_SECONDS:
-                    last = f" ({self._door.last})" if self._door.last else ""
+                    last = f" ({self._listener.last})" if self._listener.last else ""
                     self._lose(
                         f"{missing} did not come to {where} within {JOIN_SECONDS:g} s{last}. Start each node with the same "
                         "command and its own --node-rank, and see that it can reach this port.",
@@ -286,7 +286,7 @@ class Others:
                     said = now
                     log.info("waiting for %s, at %s", missing, where)
                 self._changed.wait(1.0)
-        self._door.close()
+        self._listener.close()
 
     def give_up(self) -> None:
         """``changed`` is held."""
@@ -297,8 +297,8 @@ class Others:
         """Nobody comes any more."""
         with self._changed:
             self.give_up()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def end(self) -> None:
         """What Ray has started."""
@@ -306,7 +306,7 @@ class Others:
             self._actors.close()
 
 
-def knock(place: Place, join: Callable[[str], frames.Join], end: float) -> tuple[socket.socket, bytes]:
+def join_master(place: Place, join: Callable[[str], frames.Join], end: float) -> tuple[socket.socket, bytes]:
     """A connection to node 0, which has made whoever knocks welcome, and its key; each way one message was sealed.
     ``join`` is told this end's address; ``end``: until when nobody needs to be there, by time.monotonic().
 
