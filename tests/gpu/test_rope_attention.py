@@ -53,7 +53,7 @@ SHAPES = [
 ]
 
 
-CODES = ("fp8_e4m3", "fp8_e5m2", "int8")
+CODES = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
 
 def made(
@@ -139,7 +139,7 @@ def test_attention(heads: int, kv_heads: int, dim: int, block_size: int, lengths
     Step(LENGTHS[lengths], heads, kv_heads, dim, block_size).compare(made(heads, kv_heads, dim))
 
 
-@pytest.mark.parametrize("kv", [None, "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("kv", [None, "fp8_e4m3", "int8", "int4"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(32, 4, 128, 32), (32, 8, 64, 128)])
 def test_heads_are_normed_before_they_are_turned(
@@ -233,7 +233,7 @@ def test_other_steps_are_declined() -> None:
 @pytest.mark.parametrize("pdl", [True, False])
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "kv"),
-    [(64, 8, None), (128, 8, None), (128, 32, None), (128, 8, "fp8_e4m3"), (128, 8, "int8"), (128, 32, "int8")],
+    [(64, 8, None), (128, 8, None), (128, 32, None), (128, 8, "fp8_e4m3"), (128, 8, "int8"), (128, 32, "int8"), (128, 8, "int4")],
 )
 def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, kv: str | None, pdl: bool) -> None:
     """Products before and behind, which let it begin early: keys of one step are those that the step before wrote. 32
@@ -285,7 +285,7 @@ def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, kv: str
 
 
 @pytest.mark.parametrize("cascade", [True, False])
-@pytest.mark.parametrize(("dim", "kv"), [(64, "auto"), (128, "auto"), (64, "int8"), (128, "fp8")])
+@pytest.mark.parametrize(("dim", "kv"), [(64, "auto"), (128, "auto"), (64, "int8"), (128, "fp8"), (128, "int4")])
 def test_an_engine_answers_as_without_it(dim: int, kv: str, cascade: bool, tmp_path: Path) -> None:
     """Greedy tokens of requests that come and go, some behind one prefix; where two answers part, both tokens were
     nearly as likely."""

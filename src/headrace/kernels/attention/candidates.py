@@ -231,8 +231,6 @@ def _merges(site: CallSite[HeadFacts], run: Any, sizes: Sizes) -> Calls:
 
 def _unserved_heads(facts: HeadFacts) -> str | None:
     """Why the kernel for single queries does not serve heads like these."""
-    if facts.kv is not None and facts.kv.bits != 8:
-        return f"keys and values are held as {facts.kv.name}, not in 16 or 8 bits"
     if facts.dtype is not torch.bfloat16:
         return f"element type {facts.dtype} is not bfloat16"
     if facts.head_dim not in _ROPE_HEAD_DIMS:

@@ -36,6 +36,7 @@ _NAME = "rope_attention"
 _WARPS = 4
 _PROGRAMS = 2  # a processor
 _RING_BYTES = 16384  # of a warp
+_KEYS_BITS = 8 * 16384  # of a unit
 _BEGINNING = 1  # units without keys that the source has before each pair's
 _WHOLE = 4 + _BEGINNING  # units of a sequence's KV head that one program attends to: parts cost more than they gain
 _UNBUILT = {  # by Variant.fresh: what is said of it
@@ -96,7 +97,8 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        return _RING_BYTES // ((2 if self.kv else 4) * self.keys * self.head_dim)
+        bits = 16 if self.kv == 0 else 4 if self.kv == KINDS["uint4"] else 8
+        return _RING_BYTES // (bits * self.keys * self.head_dim // 4)
 
     def options(self, capability: tuple[int, int]) -> tuple[str, ...]:
         named = {
@@ -194,8 +196,9 @@ class _Kernel:
 
     @property
     def tiles(self) -> Tiles:
-        """Of the plan: 16 KiB of keys."""
-        return Tiles(16, (8192 if self.kv is None else 16384) // self.head_dim, _WARPS, 0, _PROGRAMS)
+        """Of the plan: 16 KiB of keys, but no more than 64 for a warp."""
+        bits = 16 if self.kv is None else self.kv.bits
+        return Tiles(16, min(_KEYS_BITS // (bits * self.head_dim), 64 * _WARPS), _WARPS, 0, _PROGRAMS)
 
     def _planned(self, inputs: AttentionInputs) -> Plan:
         """Made by the first layer of a step; the others bring the same inputs."""
@@ -319,7 +322,8 @@ def _lies_well(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionI
         and k_cache.stride() == v_cache.stride()
         and inputs.block_table.stride(1) == 1
     )
-    return dense and inputs.block_size % 8 == 0 and not any(each.data_ptr() % 16 for each in (qkv, k_cache, v_cache))
+    least = 16 if k_cache.shape[3] < 64 else 8  # tokens of a block that one copy of a warp brings: 4 bits, heads of 64
+    return dense and inputs.block_size % least == 0 and not any(each.data_ptr() % 16 for each in (qkv, k_cache, v_cache))
 
 
 def _make_scratch(programs: int, group: int, head_dim: int, device: torch.device | str) -> _Scratch:

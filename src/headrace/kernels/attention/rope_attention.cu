@@ -17,9 +17,12 @@
 // S' = K Q' and O' += V' P': keys, or elements of a value, are the 16 rows of mma.m16n8k16, the heads of a group its 8 columns. So what
 // belongs to a head (its peak, its mass, its sums) is in the same lanes throughout: lane (g, t) has heads 2 t and 2 t + 1.
 //
-// KV: keys and values are codes of 8 bits (kernels/attention/kv_codes.py, KINDS of triton_codes.py), which the copies leave as they are and
-// lanes widen: floats to float16, which holds each of them, and whole numbers to bfloat16. A matrix load moves pairs of codes where it moves
-// elements of 16 bits; so of 16 elements, lane t has 4 t to 4 t + 3 of a query, and lane g 2 g and 2 g + 1 of a result.
+// KV: keys and values are codes of 8 or 4 bits (kernels/attention/kv_codes.py, KINDS of triton_codes.py), which the copies leave as they are.
+// A matrix load moves pairs of bytes where it moves elements of 16 bits; so of 16 elements (of 32, in 4 bits), lane t has 4 t to 4 t + 3 of
+// a query (8 t to 8 t + 7), and lane g 2 g and 2 g + 1 of a result (4 g to 4 g + 3).
+//
+// Codes that are floats are widened to float16, which holds each of them. Codes that are whole numbers are multiplied as they are, by
+// mma.m16n8k32: queries and weights become whole numbers of 16 bits for it, a product for each of their bytes. So no code is converted.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -27,19 +30,24 @@ typedef unsigned short bf16;
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int HQ = G * HK, HALF = D / 2, STEPS = D / 16;  // STEPS of a product over a head's elements
-enum { PLAIN, INT8, E4M3, E5M2 };
+enum { PLAIN, INT8, E4M3, E5M2, UINT4 };
 constexpr bool HALVES = KV == E4M3 || KV == E5M2;         // products are of float16
-constexpr int ROW = KV ? D : 2 * D, CHUNKS = ROW / 16;    // bytes; 16 bytes each
-constexpr int SCALES = KV == INT8 ? 2 * KEYS : 0;         // bytes, one a key; the values' follow behind both slices
+constexpr bool WHOLE = KV == INT8 || KV == UINT4;         // products are of whole numbers
+constexpr int ROW = KV == UINT4 ? D / 2 : KV ? D : 2 * D, CHUNKS = ROW / 16;  // bytes; 16 bytes each
+constexpr int LINE = KV ? ROW : D;                        // of the cache, in what it holds
+constexpr int OWN = KV == INT8 ? 2 : KV == UINT4 ? 4 : 0; // bytes a key has for scales of its own: the scale, then what code 0 means
+constexpr int SCALES = OWN * KEYS;                        // bytes; the values' follow behind both slices
 constexpr int SLICE = KEYS * ROW, STAGE = 2 * (SLICE + SCALES), RING = STAGES * STAGE;
-constexpr int ENTRIES = BLOCK % KEYS ? KEYS / 8 : 1;      // of the block table, for a warp's keys of a unit
+constexpr int ENTRIES = BLOCK % KEYS ? KEYS / (CHUNKS == 2 ? 16 : 8) : 1;  // of the block table, for a warp's keys of a unit
 constexpr int PITCH = D + 4;                              // of sums in shared memory: no two lanes of a store in one bank
-static_assert(G <= 8 && (D == 64 || D == 128) && KEYS % 16 == 0 && BLOCK % 8 == 0, "shapes this kernel is for");
+constexpr int ROWS = 32 / CHUNKS, PIECE = ENTRIES == 1 ? KEYS : ROWS < 8 ? 8 : ROWS;  // rows a copy of all lanes has; rows of one block
+static_assert(G <= 8 && (D == 64 || D == 128) && KEYS % (WHOLE ? 32 : 16) == 0 && BLOCK % 8 == 0 && (ENTRIES == 1 || BLOCK % PIECE == 0), "shapes this kernel is for");
 
 template <bool> struct Element { typedef bf16 type; };
 template <> struct Element<true> { typedef unsigned char type; };
 typedef Element<KV != PLAIN>::type held;  // of the cache
 #define MINUS_INFINITY __int_as_float(0xff800000)
+#define NAN_ __int_as_float(0x7fc00000)
 
 // What a program is to do, as kernels/attention/triton_plan.py lays it out.
 struct __align__(16) Record { int begin, end, sequence, head, step, first_0, last_0, first_1, last_1, shared[5], context, alike; };
@@ -47,7 +55,7 @@ struct __align__(16) Record { int begin, end, sequence, head, step, first_0, las
 struct Params {
   bf16* qkv;                   // [rows, HQ + 2 HK, D], rows token_stride apart; not FRESH: only q is read
   bf16* out;                   // [rows, HQ, D]
-  held* keys;                  // [blocks, HK, BLOCK, D], blocks and heads with strides; INT8: scales behind a head's codes, [BLOCK], bfloat16
+  held* keys;                  // [blocks, HK, BLOCK, LINE], blocks and heads with strides; scales behind a head's codes, [BLOCK, OWN / 2], bfloat16
   held* values;                // the same
   const float* key_scales;     // [HK], that all tokens share: of floats in 8 bits alone
   const float* value_scales;   // the same
@@ -98,24 +106,32 @@ __device__ __forceinline__ u32 factors(float first, float second) {  // as produ
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if (HALVES) MMA("f16"); else MMA("bf16");
 }
-// Two whole numbers of 8 bits, each below a zero byte: 128 + the lower seven bits, less 128 or 256.
-__device__ __forceinline__ u32 whole_pair(u32 codes) {
-  u32 r;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"((codes & 0x007f007f) | 0x43004300), "r"((codes & 0x00800080) | 0x43004300));
-  return r;
-}
 // Four codes as two pairs: of neighbours, or CROSS, the first and the third.
 template <bool CROSS> __device__ __forceinline__ void widen(u32& first, u32& second, u32 codes) {
   if (KV == E4M3) {
     if (CROSS) codes = __byte_perm(codes, 0, 0x3120);
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(first), "=r"(second) : "r"(codes));
-  } else if (KV == E5M2) {  // the upper byte of a float16
+  } else {  // the upper byte of a float16
     first = __byte_perm(codes, 0, CROSS ? 0x2404 : 0x1404);
     second = __byte_perm(codes, 0, CROSS ? 0x3414 : 0x3424);
-  } else {
-    first = whole_pair(__byte_perm(codes, 0, CROSS ? 0x4240 : 0x4140));
-    second = whole_pair(__byte_perm(codes, 0, CROSS ? 0x4341 : 0x4342));
   }
+}
+// Of whole numbers: codes, and of what they are multiplied by the lower bytes, or SIGNED, the upper ones.
+#define MMA_WHOLE(codes, bytes) \
+  asm("mma.sync.aligned.m16n8k32.row.col.s32." codes "." bytes ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <bool SIGNED> __device__ __forceinline__ void mma_whole(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if (KV == INT8) {
+    if (SIGNED) MMA_WHOLE("s8", "s8"); else MMA_WHOLE("s8", "u8");
+  } else {
+    if (SIGNED) MMA_WHOLE("u8", "s8"); else MMA_WHOLE("u8", "u8");
+  }
+}
+struct Bytes { u32 upper, lower; };  // of four numbers of 16 bits
+__device__ __forceinline__ Bytes bytes_of(u32 first, u32 second) { return {__byte_perm(first, second, 0x7531), __byte_perm(first, second, 0x6420)}; }
+// Two floats near 0 as whole numbers of 16 bits, ``by`` times as large. Unsigned: 2^23 is added, signed: half as much again.
+__device__ __forceinline__ u32 rounded_pair(float first, float second, float by_first, float by_second, float place) {
+  return __byte_perm(__float_as_uint(fmaf(first, by_first, place)), __float_as_uint(fmaf(second, by_second, place)), 0x5410);
 }
 __device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
@@ -128,19 +144,18 @@ __device__ __forceinline__ u64 first_to_go() {  // from the second-level cache: 
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r));
   return r;
 }
-// 16 bytes, or 4; of them, ``bytes`` are read, the others zero.
+// 16 bytes; of them, ``bytes`` are read, the others zero.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" :: "r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void copy_word(u32 to, const void* from, int bytes, u64 policy) {
-  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2, %3;" :: "r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
-}
 __device__ __forceinline__ void store_shared(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_half(u32 to, u32 v) { asm volatile("st.shared.u16 [%0], %1;" :: "r"(to), "h"((bf16)v) : "memory"); }
-__device__ __forceinline__ float scale_in(u32 at) {  // bfloat16 in shared memory
-  bf16 v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
-  return __uint_as_float((u32)v << 16);
+__device__ __forceinline__ void store_byte(u32 to, u32 v) { asm volatile("st.shared.u8 [%0], %1;" :: "r"(to), "r"(v) : "memory"); }
+__device__ __forceinline__ u32 scales_in(u32 at) {  // a key's, in shared memory: the scale in the lower half
+  u32 v;
+  if (OWN == 4) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  else asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
 }
 __device__ __forceinline__ u32 word_at(const bf16* p) { return *reinterpret_cast<const u32*>(p); }
 __device__ __forceinline__ void put_word(void* p, u32 v) { *reinterpret_cast<u32*>(p) = v; }
@@ -192,36 +207,36 @@ struct Copies {  // what comes next into the ring
 template <int TEAM> __device__ __forceinline__ void look_up(Copies& c, const Params& p, int warp) {
 #pragma unroll
   for (int i = 0; i < ENTRIES; ++i) {
-    int first = first_key<TEAM>(c.at, warp) + i * 8;
+    int first = first_key<TEAM>(c.at, warp) + i * PIECE;
     c.entry[i] = c.left > 0 && first < c.at.context - FRESH ? given(p.table + (long long)c.at.sequence * p.table_stride + first / BLOCK) : 0;
   }
 }
 
 // Chunks of 16 bytes lie elsewhere in each row: no two that a matrix load reads in one bank.
-__device__ __forceinline__ int moved(int row) { return CHUNKS == 4 ? row / 2 & 3 : row & 7; }
+__device__ __forceinline__ int moved(int row) { return CHUNKS == 2 ? row / 4 & 1 : CHUNKS == 4 ? row / 2 & 3 : row & 7; }
 
 template <int TEAM> __device__ __forceinline__ void copy_unit(const Copies& c, const Params& p, u32 to, int warp, int lane) {
   if (c.left > 0) {
-    constexpr int ROWS = 32 / CHUNKS, PIECE = ENTRIES == 1 ? KEYS : 8;  // rows a copy of all lanes has; rows that lie in one block
     int first = first_key<TEAM>(c.at, warp), row = lane / CHUNKS, chunk = lane % CHUNKS, left = c.at.context - FRESH - first;
     u32 mine = to + row * ROW + ((chunk ^ moved(row)) << 4);
 #pragma unroll
     for (int piece = 0; piece < ENTRIES; ++piece) {
       int place = (first + piece * PIECE) % BLOCK;
-      long long part = c.entry[piece] * p.block_stride + c.at.head * p.head_stride, from = part + place * D + row * D + chunk * (D / CHUNKS);
+      long long part = c.entry[piece] * p.block_stride + c.at.head * p.head_stride, from = part + (place + row) * LINE + chunk * (LINE / CHUNKS);
       const held *key = p.keys + from, *value = p.values + from;
 #pragma unroll
       for (int i = 0; i < PIECE / ROWS; ++i) {
         int below = piece * PIECE + i * ROWS, bytes = below < left - row ? 16 : 0;
         u32 at = (mine ^ (moved(below) << 4)) + below * ROW;
-        copy_async(at, key + i * ROWS * D, bytes, c.policy);
-        copy_async(at + SLICE, value + i * ROWS * D, bytes, c.policy);
+        copy_async(at, key + i * ROWS * LINE, bytes, c.policy);
+        copy_async(at + SLICE, value + i * ROWS * LINE, bytes, c.policy);
       }
-#pragma unroll
-      for (int word = lane; word < (SCALES ? PIECE : 0); word += 32) {  // two scales each: first the keys'
-        int half = word % (PIECE / 2), below = piece * PIECE + 2 * half, bytes = min(max(2 * (left - below), 0), 4);
-        const held* scales = (word < PIECE / 2 ? p.keys : p.values) + part + BLOCK * D + 2 * (place + 2 * half);
-        copy_word(to + 2 * SLICE + (word < PIECE / 2 ? 0 : SCALES) + 2 * below, scales, bytes, c.policy);
+      constexpr int COPIES = WHOLE ? PIECE * OWN / 16 : 1;
+      if (WHOLE && lane < 2 * COPIES) {  // keys' scales, then values'
+        const bool values = lane >= COPIES;
+        const int begin = lane % COPIES * 16, bytes = min(max((left - piece * PIECE) * OWN - begin, 0), 16);
+        const held* scales = (values ? p.values : p.keys) + part + BLOCK * LINE + place * OWN + begin;
+        copy_async(to + 2 * SLICE + values * SCALES + piece * PIECE * OWN + begin, scales, bytes, c.policy);
       }
     }
   }
@@ -259,12 +274,12 @@ template <int TEAM> __device__ __forceinline__ void copy_first(const Copies (&fi
 
 struct Angle { float2 cos, sin; };  // of two elements
 
-// Of 16 elements of a query, the lane's two pairs begin here and ``APART`` behind.
-constexpr int APART = KV ? 2 : 8;
-__device__ __forceinline__ int mine_of(int lane) { return lane % 4 * (KV ? 4 : 2); }
+// Of a query, the lane's pair ``h`` of step ``s`` begins at ``mine_of(lane) + apart(s, h)``.
+__device__ __forceinline__ int mine_of(int lane) { return lane % 4 * (KV == UINT4 ? 8 : KV ? 4 : 2); }
+__device__ __forceinline__ constexpr int apart(int s, int h) { return KV == UINT4 ? s / 2 * 32 + s % 2 * 4 + 2 * h : 16 * s + (KV ? 2 : 8) * h; }
 
 struct Angles {
-  Angle query[STEPS / 2][2];  // of elements 16 s + mine_of + APART h and the next
+  Angle query[STEPS / 2][2];  // of elements mine_of + apart(s, h) and the next
   long long position;         // of the newest key
   long long upcoming;         // the next sequence's position
 };
@@ -279,7 +294,7 @@ __device__ __forceinline__ void load_angles(Angles& a, const Params& p, int sequ
 #pragma unroll
     for (int s = 0; s < STEPS / 2; ++s)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) a.query[s][h] = angle_at(angles, 16 * s + APART * h + mine_of(lane));
+      for (int h = 0; h < 2; ++h) a.query[s][h] = angle_at(angles, apart(s, h) + mine_of(lane));
   }
   a.position = position;
   a.upcoming = sequence + 1 < p.rows ? position_of(p, sequence + 1) : 0;
@@ -299,7 +314,7 @@ __device__ __forceinline__ void load_weights(Weights& w, const Params& p, int la
 #pragma unroll
   for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) w.query[s][h] = word_at(p.q_norm + 16 * s + APART * h + mine_of(lane));
+    for (int h = 0; h < 2; ++h) w.query[s][h] = word_at(p.q_norm + apart(s, h) + mine_of(lane));
 #pragma unroll
   for (int i = 0; i < 2; ++i) w.key[i] = word_at(p.k_norm + i * HALF + 2 * lane % HALF);
 }
@@ -314,8 +329,9 @@ template <int LANES> __device__ __forceinline__ float rstd_of(float sum, const P
 }
 
 struct Newest {
-  u32 query[STEPS][2];   // of head g, elements 16 s + mine_of + APART h and the next
+  u32 query[STEPS][2];   // of head g, elements mine_of + apart(s, h) and the next; WHOLE: bytes, as whole_query has them
   float scale[2];        // of scores, of heads 2 t and 2 t + 1
+  float total[2];        // UINT4: what a key of ones scores
   float shared[2];       // scales that all tokens share: of keys, and of values
   u32 key[2];            // elements 2 lane and the next of each half
   u32 value[D / 64];     // elements 2 (lane + 32 j) and the next
@@ -332,7 +348,7 @@ __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Pa
 #pragma unroll
   for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) n.query[s][h] = G == 8 || lane / 4 < G ? word_at(q + 16 * s + APART * h) : 0;
+    for (int h = 0; h < 2; ++h) n.query[s][h] = G == 8 || lane / 4 < G ? word_at(q + apart(s, h)) : 0;
   n.shared[0] = HALVES ? given(p.key_scales + at.head) : 1.0f;
   n.shared[1] = HALVES ? given(p.value_scales + at.head) : 1.0f;
   n.owned = FRESH && ends && at.context > 0 && (at.context - 1) % (TEAM * KEYS) / KEYS == warp;
@@ -362,6 +378,47 @@ __device__ __forceinline__ void halve_query(Newest& n, const Params& p, int lane
   for (int e = 0; e < 2; ++e) n.scale[e] = p.scale * n.shared[0] * __shfl_sync(~0u, back, lane % 4 * 8 + 4 * e);
 }
 
+// As whole numbers of 16 bits, by a power of 2 so that a head's largest element is 2^14 to 2^15. Words of four elements' bytes: query[s][0]
+// the upper ones, query[s][1] the lower ones; of 4 t to 4 t + 3, or UINT4, first of the even of eight, then of the odd.
+__device__ __forceinline__ void whole_query(Newest& n, const Params& p, int lane) {
+  u32 most = 0;
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2 * STEPS; ++i) {
+    u32 v = n.query[i / 2][i % 2];
+    most = max(most, max(v << 16 & 0x7fffffff, v & 0x7fff0000));
+    total += low(v) + high(v);
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 4; lanes *= 2) {
+    most = max(most, __shfl_xor_sync(~0u, most, lanes));
+    total += __shfl_xor_sync(~0u, total, lanes);
+  }
+  const int exponent = min(max((int)(most >> 23), 15), 253);
+  const float by = __int_as_float(268 - exponent << 23), back = most < 0x7f800000 ? __int_as_float(exponent - 14 << 23) : NAN_;
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    u32 pair[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) pair[h] = rounded_pair(low(n.query[s][h]), high(n.query[s][h]), by, by, 12582912.0f);
+    Bytes bytes = bytes_of(pair[0], pair[1]);
+    n.query[s][0] = bytes.upper;
+    n.query[s][1] = bytes.lower;
+  }
+  if (KV == UINT4)
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      Bytes odd_even = bytes_of(n.query[i / 2 * 2][i % 2], n.query[i / 2 * 2 + 1][i % 2]);
+      n.query[i / 2 * 2][i % 2] = odd_even.lower;
+      n.query[i / 2 * 2 + 1][i % 2] = odd_even.upper;
+    }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    n.scale[e] = p.scale * __shfl_sync(~0u, back, lane % 4 * 8 + 4 * e) * (KV == UINT4 ? 1.0f / 16.0f : 1.0f);
+    n.total[e] = p.scale * __shfl_sync(~0u, total, lane % 4 * 8 + 4 * e);
+  }
+}
+
 __device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Weights& w, const Params& p, int lane) {
   if (NORMED) {
     float sum = 0.0f;
@@ -381,31 +438,48 @@ __device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Wei
   }
   n.scale[0] = n.scale[1] = p.scale;
   if (HALVES) halve_query(n, p, lane);
+  if (WHOLE) whole_query(n, p, lane);
 }
 
 __device__ __forceinline__ u32 word_in(u32 slice, int row, int word) { return slice + row * ROW + (((word / 4) ^ (row & 7)) << 4) + word % 4 * 4; }
 
 // --- codes of the newest key and value
 
-// Of one head, as words of two elements: the scale of their codes, and that as bfloat16; a head that holds no finite numbers alone has NaN.
-template <int WORDS> __device__ __forceinline__ float own_scale(u32& narrow, const u32 (&x)[WORDS]) {
-  u32 most = 0;
+struct Scale { float by, least; u32 held; };  // of a head's codes: least is what code 0 means; as the cache holds both
+
+__device__ __forceinline__ float most_of(float v) {
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) most = max(most, max(x[i] << 16 & 0x7fffffff, x[i] & 0x7fff0000));
-  most = __reduce_max_sync(~0u, most);
-  bool odd = most >= 0x7f800000;
-  u32 rounded = pack(0.0f, __fdiv_rn(__uint_as_float(most), 127.0f)) & 0xffff0000;
-  narrow = odd ? 0x7fc0 : rounded >> 16;
-  return odd ? 0.0f : __uint_as_float(rounded);
+  for (int lanes = 16; lanes; lanes /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, lanes));
+  return v;
 }
 
-__device__ __forceinline__ u32 whole(float x, float scale) { return min(max(__float2int_rn(__fdiv_rn(x, scale)), -127), 127) & 255; }
+// Of one head, as words of two elements; a head that holds no finite numbers alone has NaN.
+template <int WORDS> __device__ __forceinline__ Scale own_scale(const u32 (&x)[WORDS]) {
+  u32 most = 0;
+  float top = MINUS_INFINITY, bottom = MINUS_INFINITY;  // the least, negative
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) {
+    most = max(most, max(x[i] << 16 & 0x7fffffff, x[i] & 0x7fff0000));
+    top = fmaxf(top, fmaxf(low(x[i]), high(x[i])));
+    bottom = fmaxf(bottom, fmaxf(-low(x[i]), -high(x[i])));
+  }
+  most = __reduce_max_sync(~0u, most);
+  if (most >= 0x7f800000) return {0.0f, 0.0f, 0x7fc0};
+  float least = KV == UINT4 ? -most_of(bottom) : 0.0f, span = KV == UINT4 ? fmaxf(most_of(top) - least, 0.0f) : __uint_as_float(most);
+  u32 both = pack(__fdiv_rn(span, KV == UINT4 ? 15.0f : 127.0f), least);
+  return {low(both), high(both), both};
+}
 
-// Two elements' codes; what is too large saturates.
-__device__ __forceinline__ u32 coded(u32 x, float scale) {
-  if (KV == INT8) return scale > 0.0f ? whole(low(x), scale) | whole(high(x), scale) << 8 : 0;
+__device__ __forceinline__ u32 whole(float x, const Scale& s) {
+  int code = __float2int_rn(__fdiv_rn(x - s.least, s.by));
+  return KV == UINT4 ? min(max(code, 0), 15) : min(max(code, -127), 127) & 255;
+}
+
+// Two elements' codes; floats that are too large saturate.
+__device__ __forceinline__ u32 coded(u32 x, const Scale& s) {
+  if (WHOLE) return s.by > 0.0f ? whole(low(x), s) | whole(high(x), s) << (KV == UINT4 ? 4 : 8) : 0;
   bf16 r;
-  float first = __fdiv_rn(low(x), scale), second = __fdiv_rn(high(x), scale);
+  float first = __fdiv_rn(low(x), s.by), second = __fdiv_rn(high(x), s.by);
   if (KV == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
   else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
   return r;
@@ -413,29 +487,43 @@ __device__ __forceinline__ u32 coded(u32 x, float scale) {
 
 // Elements ``element`` and the next, of ``row`` of a slice and of a token of the cache.
 __device__ __forceinline__ void place_codes(u32 codes, u32 slice, int row, held* token, int element, bool kept) {
-  store_half(slice + row * ROW + (((element / 16) ^ moved(row)) << 4) + element % 16, codes);
-  if (kept) *reinterpret_cast<bf16*>(token + element) = codes;
+  const int byte = KV == UINT4 ? element / 2 : element;
+  const u32 at = slice + row * ROW + (((byte / 16) ^ moved(row)) << 4) + byte % 16;
+  if (KV == UINT4) {
+    store_byte(at, codes);
+    if (kept) token[byte] = codes;
+  } else {
+    store_half(at, codes);
+    if (kept) *reinterpret_cast<bf16*>(token + byte) = codes;
+  }
+}
+
+__device__ __forceinline__ void place_scale(u32 scale, u32 to, held* token, bool kept) {
+  if (KV == UINT4) {
+    store_shared(to, scale);
+    if (kept) put_word(token, scale);
+  } else {
+    store_half(to, scale);
+    if (kept) *reinterpret_cast<bf16*>(token) = scale;
+  }
 }
 
 __device__ __forceinline__ void place_coded(Newest& n, const Params& p, const Place& at, u32 slice, int lane) {
   const bool kept = n.slot >= 0;
   const int row = (at.context - 1) % KEYS, place = n.slot % BLOCK;
   const long long part = n.slot / BLOCK * p.block_stride + at.head * p.head_stride;
-  float scale[2] = {n.shared[0], n.shared[1]};
-  if (KV == INT8) {
-    u32 narrow[2];
-    scale[0] = own_scale(narrow[0], n.key);
-    scale[1] = own_scale(narrow[1], n.value);
-    if (lane < 2) {
-      store_half(slice + 2 * SLICE + lane * SCALES + 2 * row, lane ? narrow[1] : narrow[0]);
-      if (kept) *reinterpret_cast<bf16*>((lane ? p.values : p.keys) + part + BLOCK * D + 2 * place) = lane ? narrow[1] : narrow[0];
-    }
+  Scale key = {n.shared[0]}, value = {n.shared[1]};
+  if (WHOLE) {
+    key = own_scale(n.key);
+    value = own_scale(n.value);
+    held* token = (lane ? p.values : p.keys) + part + BLOCK * LINE + place * OWN;
+    if (lane < 2) place_scale(lane ? value.held : key.held, slice + 2 * SLICE + lane * SCALES + row * OWN, token, kept);
   }
   if (HALF == 64 || lane < HALF / 2)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) place_codes(coded(n.key[i], scale[0]), slice, row, p.keys + part + place * D, i * HALF + 2 * lane, kept);
+    for (int i = 0; i < 2; ++i) place_codes(coded(n.key[i], key), slice, row, p.keys + part + place * LINE, i * HALF + 2 * lane, kept);
 #pragma unroll
-  for (int j = 0; j < D / 64; ++j) place_codes(coded(n.value[j], scale[1]), slice + SLICE, row, p.values + part + place * D, 2 * (lane + 32 * j), kept);
+  for (int j = 0; j < D / 64; ++j) place_codes(coded(n.value[j], value), slice + SLICE, row, p.values + part + place * LINE, 2 * (lane + 32 * j), kept);
 }
 
 // The newest key and value: among the others of this unit, and in the cache.
@@ -465,14 +553,17 @@ __device__ __forceinline__ void place_newest(Newest& n, const Params& p, const P
 
 // --- attention
 
-// Of heads 2 t and 2 t + 1. mass: this lane's share. o[j]: elements 16 j + element_of(g, 0) of both heads, then 16 j + element_of(g, 1).
-struct Softmax { float peak[2], mass[2]; float o[STEPS][4]; };
+// Of heads 2 t and 2 t + 1. mass, least: this lane's share; least: UINT4, of what code 0 of values means. o[j]: elements element_of(j, g, 0)
+// of both heads, then element_of(j, g, 1).
+struct Softmax { float peak[2], mass[2], least[2]; float o[STEPS][4]; };
 
-__device__ __forceinline__ int element_of(int g, int second) { return KV ? 2 * g + second : g + 8 * second; }
+__device__ __forceinline__ int element_of(int j, int g, int second) {
+  return KV == UINT4 ? j / 2 * 32 + j % 2 + 4 * g + 2 * second : 16 * j + (KV ? 2 * g + second : g + 8 * second);
+}
 
 __device__ __forceinline__ void clear(Softmax& a) {
   a.peak[0] = a.peak[1] = MINUS_INFINITY;
-  a.mass[0] = a.mass[1] = 0.0f;
+  a.mass[0] = a.mass[1] = a.least[0] = a.least[1] = 0.0f;
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) a.o[j][0] = a.o[j][1] = a.o[j][2] = a.o[j][3] = 0.0f;
 }
@@ -523,13 +614,12 @@ __device__ __forceinline__ void gather(float (&o)[STEPS][4], u32 early, u32 late
   }
 }
 
-__device__ __forceinline__ void attend(Softmax& a, const Newest& n, u32 slice, int first, int context, int lane) {
+__device__ __forceinline__ void attend_floats(Softmax& a, const Newest& n, u32 slice, int first, int context, int lane) {
   constexpr int TILES = KEYS / 16;
   constexpr float ROOM = HALVES ? 14.0f : 0.0f;  // weights are up to 2^14, so that float16 holds them down to 2^-38 of the largest
   const int row = KV ? lane % 16 : lane % 8 + lane / 16 * 8, chunk = KV ? lane / 16 : lane / 8 % 2;
   const u32 key_at = slice + lane % 16 * ROW + (((lane / 16) ^ moved(lane % 16)) << 4);
   const u32 value_at = slice + SLICE + row * ROW + ((chunk ^ moved(row)) << 4);
-  const u32 scale_at = slice + 2 * SLICE + 2 * (lane / 4);
   float c[TILES][4] = {}, other[TILES][4] = {};
 #pragma unroll
   for (int m = 0; m < TILES; ++m) score(c[m], other[m], n.query, key_at + m * 16 * ROW);
@@ -539,8 +629,7 @@ __device__ __forceinline__ void attend(Softmax& a, const Newest& n, u32 slice, i
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       int key = first + m * 16 + e / 2 * 8 + lane / 4;
-      float by = KV == INT8 ? n.scale[e % 2] * scale_in(scale_at + 32 * m + e / 2 * 16) : n.scale[e % 2];
-      c[m][e] = key < context ? (c[m][e] + other[m][e]) * by : MINUS_INFINITY;
+      c[m][e] = key < context ? (c[m][e] + other[m][e]) * n.scale[e % 2] : MINUS_INFINITY;
       most[e % 2] = fmaxf(most[e % 2], c[m][e]);
     }
   float keep[2];
@@ -558,11 +647,6 @@ __device__ __forceinline__ void attend(Softmax& a, const Newest& n, u32 slice, i
       c[m][e] = exp2_(c[m][e] - (a.peak[e % 2] - ROOM));
       a.mass[e % 2] += c[m][e];
     }
-  if (KV == INT8)
-#pragma unroll
-    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) c[m][e] *= scale_in(scale_at + SCALES + 32 * m + e / 2 * 16);  // finite, or 0 of what is not copied
 #pragma unroll
   for (int j = 0; j < STEPS; ++j)
 #pragma unroll
@@ -574,7 +658,156 @@ __device__ __forceinline__ void attend(Softmax& a, const Newest& n, u32 slice, i
   }
 }
 
+// --- attention to whole numbers
+
+// ``even`` may be ``codes``. The odd 16 times as large.
+__device__ __forceinline__ void even_and_odd(u32 (&even)[4], u32 (&odd)[4], const u32 (&codes)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) { odd[i] = codes[i] & 0xf0f0f0f0; even[i] = codes[i] & 0x0f0f0f0f; }
+}
+
+__device__ __forceinline__ int joined(const int (&sums)[2][4], int e) { return sums[0][e] * 256 + sums[1][e]; }
+
+// Scores of 16 keys, UINT4: 16 times as large; no sum reaches 2^31.
+__device__ __forceinline__ void score_whole(float (&c)[4], const u32 (&q)[STEPS][2], u32 key_at) {
+  int sums[2][4] = {}, odd_sums[2][4] = {};  // by upper bytes, and by lower ones
+#pragma unroll
+  for (int s = 0; s < ROW / 32; ++s) {
+    u32 k[4];
+    load_matrices(k, key_at ^ (s << 5));
+    if (KV == UINT4) {
+      u32 even[4], odd[4];
+      even_and_odd(even, odd, k);
+      mma_whole<true>(sums[0], even, q[4 * s][0], q[4 * s + 2][0]);
+      mma_whole<false>(sums[1], even, q[4 * s][1], q[4 * s + 2][1]);
+      mma_whole<true>(odd_sums[0], odd, q[4 * s + 1][0], q[4 * s + 3][0]);
+      mma_whole<false>(odd_sums[1], odd, q[4 * s + 1][1], q[4 * s + 3][1]);
+    } else {
+      mma_whole<true>(sums[0], k, q[2 * s][0], q[2 * s + 1][0]);
+      mma_whole<false>(sums[1], k, q[2 * s][1], q[2 * s + 1][1]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) c[e] = __int2float_rn(KV == UINT4 ? joined(sums, e) * 16 + joined(odd_sums, e) : joined(sums, e));
+}
+
+// o = o keep + V' P' by; weights are unsigned.
+template <int TILES>
+__device__ __forceinline__ void gather_whole(float (&o)[STEPS][4], const float (&keep)[2], const float (&by)[2], const Bytes (&weights)[TILES], u32 value_at) {
+  constexpr int EACH = KV == UINT4 ? 2 : 1, OF_LOAD = 2 * EACH;  // results of 16 elements: of 16 bytes, of a load
+#pragma unroll
+  for (int j = 0; j < ROW / 32; ++j) {
+    int sums[OF_LOAD][2][4] = {};
+#pragma unroll
+    for (int m = 0; m < TILES; m += 2) {
+      u32 v[4], w[4];
+      load_transposed(v, (value_at ^ (j << 5)) + m * 16 * ROW);
+      load_transposed(w, (value_at ^ (j << 5)) + (m + 1) * 16 * ROW);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Bytes early = bytes_of(v[2 * i], v[2 * i + 1]), late = bytes_of(w[2 * i], w[2 * i + 1]);
+        u32 codes[2][4] = {{early.lower, early.upper, late.lower, late.upper}};
+        if (KV == UINT4) even_and_odd(codes[0], codes[1], codes[0]);
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+          mma_whole<false>(sums[EACH * i + k][1], codes[k], weights[m].lower, weights[m + 1].lower);
+          mma_whole<false>(sums[EACH * i + k][0], codes[k], weights[m].upper, weights[m + 1].upper);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < OF_LOAD; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& sum = o[OF_LOAD * j + i][e];
+        sum = fmaf(__int2float_rn(joined(sums[i], e)), i % EACH ? by[e % 2] / 16.0f : by[e % 2], sum * keep[e % 2]);
+      }
+  }
+}
+
+__device__ __forceinline__ void attend_whole(Softmax& a, const Newest& n, u32 slice, int first, int context, int lane) {
+  constexpr int TILES = KEYS / 16;
+  const u32 at = slice + lane % 16 * ROW + (((lane / 16) ^ moved(lane % 16)) << 4), scale_at = slice + 2 * SLICE + OWN * (lane / 4);
+  float c[TILES][4], most[2] = {MINUS_INFINITY, MINUS_INFINITY};
+  u32 scales[TILES][2], widest = 0;  // of values; finite, or 0 of what is not copied
+#pragma unroll
+  for (int m = 0; m < TILES; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scales[m][h] = scales_in(scale_at + SCALES + OWN * (16 * m + 8 * h));
+      widest = max(widest, scales[m][h] << 16);
+    }
+  widest = __reduce_max_sync(~0u, widest);
+#pragma unroll
+  for (int m = 0; m < TILES; ++m) {
+    score_whole(c[m], n.query, at + m * 16 * ROW);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      u32 scale = scales_in(scale_at + OWN * (16 * m + e / 2 * 8));
+      float lowest = KV == UINT4 ? high(scale) * n.total[e % 2] : 0.0f;
+      c[m][e] = first + m * 16 + e / 2 * 8 + lane / 4 < context ? fmaf(c[m][e], n.scale[e % 2] * low(scale), lowest) : MINUS_INFINITY;
+      most[e % 2] = fmaxf(most[e % 2], c[m][e]);
+    }
+  }
+  // Weights: the largest of this unit, times the largest scale, is 2^15 to 2^16.
+  const int exponent = min(max((int)(widest >> 23), 16), 253);
+  const float up = __int_as_float(269 - exponent << 23), back = widest < 0x7f800000 ? __int_as_float(exponent - 15 << 23) : NAN_;
+  float keep[2], by[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    most[e] = over_keys(most[e]);
+    float peak = fmaxf(a.peak[e], most[e]), mass = 0.0f, least = 0.0f;
+    keep[e] = exp2_(a.peak[e] - peak);  // the first key of a slice is one of the sequence: no peak is -inf from here on
+    by[e] = exp2_(most[e] - peak);
+    a.peak[e] = peak;
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& weight = c[m][2 * h + e];
+        weight = exp2_(weight - most[e]);
+        mass += weight;
+        if (KV == UINT4) least = fmaf(weight, high(scales[m][h]), least);
+      }
+    a.mass[e] = fmaf(mass, by[e], a.mass[e] * keep[e]);
+    a.least[e] = fmaf(least, by[e], a.least[e] * keep[e]);
+    by[e] *= back;
+  }
+  Bytes weights[TILES];
+#pragma unroll
+  for (int m = 0; m < TILES; ++m) {
+    u32 pair[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float scale = low(scales[m][h]) * up;
+      pair[h] = transposed(rounded_pair(c[m][2 * h], c[m][2 * h + 1], scale, scale, 8388608.0f));
+    }
+    weights[m] = bytes_of(pair[0], pair[1]);
+  }
+  gather_whole(a.o, keep, by, weights, at + SLICE);
+}
+
+__device__ __forceinline__ void attend(Softmax& a, const Newest& n, u32 slice, int first, int context, int lane) {
+  if (WHOLE) attend_whole(a, n, slice, first, context, lane);
+  else attend_floats(a, n, slice, first, context, lane);
+}
+
 // --- results
+
+// What lanes have found of each head becomes one.
+__device__ __forceinline__ void add_lanes(Softmax& a) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e)
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      a.mass[e] += __shfl_xor_sync(~0u, a.mass[e], lanes);
+      if (KV == UINT4) a.least[e] += __shfl_xor_sync(~0u, a.least[e], lanes);
+    }
+#pragma unroll
+  for (int j = 0; j < (KV == UINT4 ? STEPS : 0); ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) a.o[j][e] += a.least[e % 2];
+}
 
 __device__ __forceinline__ float share(float peak, float most) { return peak == MINUS_INFINITY ? 0.0f : exp2_(peak - most); }
 
@@ -611,10 +844,7 @@ __device__ __forceinline__ void join_parts(const Params& p, int sequence, int he
 // of the same pair, if any; they follow this one's. ``scale``: of values.
 __device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& s, const Place& at, float scale, int part, int behind, int warp, int lane) {
   int g = lane / 4, t = lane % 4, program = blockIdx.x;
-#pragma unroll
-  for (int e = 0; e < 2; ++e)
-#pragma unroll
-    for (int by = 4; by < 32; by *= 2) a.mass[e] += __shfl_xor_sync(~0u, a.mass[e], by);
+  add_lanes(a);
   __syncthreads();  // everybody has read what the pair before left here
   if (g == 0)
 #pragma unroll
@@ -623,7 +853,7 @@ __device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& 
   for (int j = 0; j < STEPS; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (2 * t + e % 2 < G) s.sums[warp][2 * t + e % 2][16 * j + element_of(g, e / 2)] = a.o[j][e];
+      if (2 * t + e % 2 < G) s.sums[warp][2 * t + e % 2][element_of(j, g, e / 2)] = a.o[j][e];
   __syncthreads();
   for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
     int member = i / (D / 4), element = i % (D / 4) * 4;
@@ -656,23 +886,24 @@ __device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& 
 // The result of a warp that had all keys of a pair: what belongs to a head goes from the lanes that have it to the lanes of a row.
 __device__ __forceinline__ void put_alone(Softmax& a, const Params& p, const Place& at, float scale, int lane) {
   float by[2];
+  add_lanes(a);
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) a.mass[e] += __shfl_xor_sync(~0u, a.mass[e], lanes);
-    by[e] = a.mass[e] == 0.0f ? 1.0f : scale / a.mass[e];
-  }
+  for (int e = 0; e < 2; ++e) by[e] = a.mass[e] == 0.0f ? 1.0f : scale / a.mass[e];
   bf16* to = p.out + ((long long)at.sequence * HQ + at.head * G + lane / 4) * D + mine_of(lane);
+  u32 words[STEPS][2];
 #pragma unroll
-  for (int j = 0; j < STEPS; ++j) {
-    u32 early = transposed(pack(a.o[j][0] * by[0], a.o[j][1] * by[1])), late = transposed(pack(a.o[j][2] * by[0], a.o[j][3] * by[1]));
-    if (KV) {
-      u32 first = __byte_perm(early, late, 0x5410);
-      late = __byte_perm(early, late, 0x7632);
-      early = first;
-    }
-    if (lane / 4 < G) { put_word(to + 16 * j, early); put_word(to + 16 * j + APART, late); }
+  for (int i = 0; i < 2 * STEPS; ++i)
+    words[i / 2][i % 2] = transposed(pack(a.o[i / 2][i % 2 * 2] * by[0], a.o[i / 2][i % 2 * 2 + 1] * by[1]));
+#pragma unroll
+  for (int i = 0; i < (KV ? STEPS : 0); ++i) {  // even elements beside odd ones
+    u32 &even = words[KV == UINT4 ? i / 2 * 2 : i][KV == UINT4 ? i % 2 : 0], &odd = words[KV == UINT4 ? i / 2 * 2 + 1 : i][KV == UINT4 ? i % 2 : 1];
+    u32 first = __byte_perm(even, odd, 0x5410);
+    odd = __byte_perm(even, odd, 0x7632);
+    even = first;
   }
+  if (lane / 4 < G)
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) put_word(to + apart(i / 2, i % 2), words[i / 2][i % 2]);
 }
 
 __device__ __forceinline__ int arrive(int* ticket) {
