@@ -233,7 +233,15 @@ def test_other_steps_are_declined() -> None:
 @pytest.mark.parametrize("pdl", [True, False])
 @pytest.mark.parametrize(
     ("dim", "kv_heads", "kv"),
-    [(64, 8, None), (128, 8, None), (128, 32, None), (128, 8, "fp8_e4m3"), (128, 8, "int8"), (128, 32, "int8"), (128, 8, "int4")],
+    [
+        (64, 8, None),
+        (128, 8, None),
+        (128, 32, None),
+        (128, 8, "fp8_e4m3"),
+        (128, 8, "int8"),
+        (128, 32, "int8"),
+        (128, 8, "int4"),
+    ],
 )
 def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, kv: str | None, pdl: bool) -> None:
     """Products before and behind, which let it begin early: keys of one step are those that the step before wrote. 32

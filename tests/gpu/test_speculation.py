@@ -91,6 +91,27 @@ def test_no_bit_changes_where_steps_are_invariant(asked: SamplingParams) -> None
     assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.mark.parametrize("kv", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("drafts", [OWN, TREE], ids=["chain", "tree"])
+def test_over_codes_tokens_are_those_without_drafts(drafts: dict[str, Any], kv: str) -> None:
+    """Chains to the bit, where steps are invariant; of trees, where two answers part, both tokens were nearly as
+    likely."""
+    answers, invariant = [], drafts is OWN
+    way = {"dtype": "bfloat16" if invariant else "float32", "batch_invariant": invariant, "kv_cache_dtype": kv}
+    asked = params(max_tokens=30, logprobs=2)
+    for config in (None, drafts):
+        with LLM(**{**STRICT, **way, "speculative_config": config}) as llm:
+            answers.append([each.outputs[0] for each in _ask(llm, asked)])
+            assert config is None or _right(llm) > (0.6 if invariant else 0.15)
+    for plain, drafted in zip(*answers, strict=True):
+        at = next(
+            (i for i, pair in enumerate(zip(plain.token_ids, drafted.token_ids, strict=True)) if len({*pair}) > 1), None
+        )
+        if at is not None:
+            best, next_best = sorted((each.logprob for each in plain.logprobs[at].values()), reverse=True)[:2]
+            assert not invariant and best - next_best < 0.1, at
+
+
 def test_a_draft_of_the_same_weights_in_bfloat16_is_right(judge: Judge) -> None:
     """The megakernel drafts, layer by layer it is verified."""
     with LLM(**{**STRICT, "dtype": "bfloat16", "max_num_seqs": 2, "speculative_config": OWN}) as llm:

@@ -323,7 +323,9 @@ def _lies_well(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionI
         and inputs.block_table.stride(1) == 1
     )
     least = 16 if k_cache.shape[3] < 64 else 8  # tokens of a block that one copy of a warp brings: 4 bits, heads of 64
-    return dense and inputs.block_size % least == 0 and not any(each.data_ptr() % 16 for each in (qkv, k_cache, v_cache))
+    return (
+        dense and inputs.block_size % least == 0 and not any(each.data_ptr() % 16 for each in (qkv, k_cache, v_cache))
+    )
 
 
 def _make_scratch(programs: int, group: int, head_dim: int, device: torch.device | str) -> _Scratch:
