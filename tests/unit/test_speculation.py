@@ -51,7 +51,7 @@ from tests.support.hash_engine import (
         ('{"method": "ngram", "num_speculative_tokens": 0}', f"from 1 to {MOST_DRAFTS}"),
         ('{"method": "ngram", "num_speculative_tokens": true}', f"from 1 to {MOST_DRAFTS}"),
         ('{"method": "ngram", "prompt_lookup_min": 7}', "prompt_lookup_min is 7 and prompt_lookup_max 5"),
-        ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "'draft_tensor_parallel_size'"),
+        ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size is 2"),
         ('{"model": 7}', "give the draft model's folder"),
         ('{"method": "mtp", "model": "a"}', "asks no model"),
         ('{"model": "a", "draft_memory": 1}', "whole number of bytes, or a share"),
@@ -75,6 +75,8 @@ def test_settings_are_json_or_a_mapping() -> None:
     config = SchedulerConfig(speculative_config={"model": "some/draft", "num_speculative_tokens": "auto"})  # type: ignore[arg-type]
     settings = read_settings(config.speculative_config)
     assert settings is not None and settings.method == "draft_model" and settings.num_speculative_tokens is None
+    known = read_settings('{"method": "ngram", "prompt_lookup_max": 1, "draft_tensor_parallel_size": 1}')
+    assert known is not None and known.prompt_lookup_min == 1
     tree = read_settings('{"model": "some/draft", "tree": 3, "num_speculative_tokens": "auto"}')
     assert tree is not None and tree.fixed == tree.most == MOST_DRAFTS
 

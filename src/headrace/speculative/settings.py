@@ -20,6 +20,7 @@ DEVICES = ("cpu", "cuda")
 _ELSEWHERE = ("medusa", "mlp_speculator")
 _COMPUTING = ("draft_model", *HEADS)
 _WITH_MODEL = ("draft_model", "eagle", "eagle3")
+_WHOLE = "draft_tensor_parallel_size"
 _ALSO_MTP = "_mtp"  # deepseek_mtp, mimo_mtp, qwen3_next_mtp …: the target says which it is
 
 
@@ -67,6 +68,7 @@ _INTEGERS: Mapping[str, tuple[int, int]] = {
     "prompt_lookup_max": (1, 64),
     "suffix_tokens": (64, 2**26),
     "disable_by_batch_size": (2, 2**20),
+    _WHOLE: (1, 1),  # each rank has the draft whole: vLLM's users say 1 by habit
 }
 
 
@@ -89,7 +91,7 @@ def read_settings(text: str | None) -> SpeculativeSettings | None:
 
 def _checked(given: dict[str, Any]) -> SpeculativeSettings:
     known = [each.name for each in fields(SpeculativeSettings)]
-    if unknown := [name for name in given if name not in known]:
+    if unknown := [name for name in given if name not in (*known, _WHOLE)]:
         raise ConfigError(
             f"speculative_config has {unknown[0][:80]!r}, which means nothing here; its fields are {', '.join(known)}."
         )
@@ -112,6 +114,9 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
         value = given.get(name, 0)
         if type(value) not in (int, float) or not 0 <= value <= 1:
             raise ConfigError(f"speculative_config.{name} is {str(value)[:80]}; give a number from 0 to 1.")
+    given.pop(_WHOLE, None)
+    if given.get("prompt_lookup_min") is None and given.get("prompt_lookup_max") == 1:
+        given["prompt_lookup_min"] = 1
     _check_memory(given)
     _check_device(given)
     if given.get("tree") is not None and given["method"] != "draft_model":
