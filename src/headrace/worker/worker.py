@@ -362,15 +362,18 @@ class Worker:
             self._copy_wide()
         self._build_kernels(longest)  # of what layers chose now that they have their weights
         if self._cuda:
+            self._fill_copies()
             torch.cuda.synchronize(self._setup.device)
         self._stages.done("weights")
 
     def _copy_wide(self) -> None:
-        """Memory for all copies first: what is in use while one is filled would else lie between them."""
+        """Memory for all copies first: what is in use while one is filled would else lie between them. A CPU's kernels
+        take what is there; a GPU's are built meanwhile."""
         with torch.inference_mode(), self._memory.explaining(COPY), self._fleeting():
             for layer in self._decoder.linears:
                 layer.reserve_copy()
-        self._fill_copies()
+        if not self._cuda:
+            self._fill_copies()
         with torch.inference_mode():
             self._decoder.use_copies()
 
