@@ -48,12 +48,11 @@ class CodedProducts(Kind):
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
         """Over as many low-bit weights as exceed every cache."""
-        outs = shape.outs * (1 + shape.gated)
-        packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
+        packed = _random(self.coding, shape, 2 * len(weights))
         for rows in coded_forms.ROWS:
             x = random_inputs(rows, shape.ins)
             around = Around(gate=self.activation if shape.gated and rows <= MOST_ROWS else None)
-            tried = coded_forms.candidate_forms(shape, outs, self.coding, rows)
+            tried = coded_forms.candidate_forms(shape, packed[0].outs, self.coding, rows)
             forms: dict[Any, Any] = {form: partial(_calls, form, x, around, packed) for form in tried}
             yield Trial(shape, rows, {None: partial(_widened, x, around, packed), **forms})
 
@@ -84,9 +83,7 @@ class CodedRings(_Rings):
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
         assert self.coding is not None, "of codes"
-        outs = shape.outs * (1 + shape.gated)
-        packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
-        before = [random_packed(self.coding, LEAD.outs, LEAD.ins, gated=False) for _ in packed]
+        packed, before = (_random(self.coding, each, 2 * len(weights)) for each in (shape, LEAD))
         for rows in self.rows(shape):
             x, around = random_inputs(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
             others = partial(_triton_calls, self.coding, shape, x, around, packed)
@@ -136,9 +133,9 @@ class Copies(Kind):
         return tuple(shape for shape in shapes if shape.outs < flat_forms.LARGE)
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
-        outs, laid = shape.outs * (1 + shape.gated), Shape(shape.outs * (1 + shape.gated), shape.ins)
-        packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
-        wide = [_product(each).widen(0, outs, torch.bfloat16) for each in packed[: len(weights)]]
+        packed = _random(self.coding, shape, 2 * len(weights))
+        laid = Shape(packed[0].outs, shape.ins)
+        wide = [_product(each).widen(0, laid.outs, torch.bfloat16) for each in packed[: len(weights)]]
         for rows in COPY_ROWS:
             x, kind = random_inputs(rows, shape.ins), self.activation if shape.gated else None
             codes = partial(_ring_or_others, self.coding, laid, x, packed, kind)
@@ -167,6 +164,11 @@ def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
     kinds += [EightBitRings(spec.activation, each) for each in eights]
     kinds += [Copies(spec.activation, each) for each in codings if not each.rotation]
     return tuple({kind.name: kind for kind in kinds}.values())
+
+
+def _random(coding: Coding, shape: Shape, count: int) -> list[Packed]:
+    outs = shape.outs * (1 + shape.gated)
+    return [random_packed(coding, outs, shape.ins, gated=shape.gated) for _ in range(count)]
 
 
 def random_packed(coding: Coding, outs: int, ins: int, *, gated: bool) -> Packed:
