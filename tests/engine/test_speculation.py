@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
@@ -17,6 +18,8 @@ from headrace.models.source import _DEMO
 from headrace.request import StructuredOutputs
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sites import count_bytes
+from headrace.worker.rows import Ints
+from headrace.worker.speculator import LookupProposer, Proposal
 from tests.support import tiny
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7] * 4, [9] * 12, [20, 21, 22, 20, 21, 22, 20], [30, 31], [40, 41, 42]]
@@ -90,7 +93,17 @@ def test_drafts_change_no_bit(
     more: dict[str, Any],
     folders: dict[str, Path],
     plain: Callable[[str], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    real = LookupProposer.propose
+
+    def propose(proposer: LookupProposer, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
+        found = real(proposer, rows, lengths, most)
+        for row, length in zip(rows, lengths, strict=True):
+            assert np.array_equal(proposer._ids[row, :length], proposer._rows.token_ids[row, :length].numpy())
+        return found
+
+    monkeypatch.setattr(LookupProposer, "propose", propose)
     llm = _engine(folders[name], drafts, overlap, **more)
     assert _answers(llm) == plain(name)
     scheduler = _scheduler(llm)

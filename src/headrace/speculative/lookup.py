@@ -95,9 +95,13 @@ class Lookup:
             or store.find(ids, most, self._shortest)
         )
 
+    @property
+    def keeps(self) -> bool:
+        return self._capacity > 0
+
     def keep(self, answer: Ids, tenant: Hashable) -> None:
         """One answer has ended. Of too many tenants the one that has had nothing kept for longest is forgotten."""
-        if not self._capacity or len(answer) <= self._shortest:
+        if len(answer) <= self._shortest:
             return
         store = self._stores.pop(tenant, None) or AnswerStore(self._capacity, (self._shortest, self._longest))
         self._stores[tenant] = store

@@ -52,15 +52,19 @@ class Proposal:
 
 class Proposer:
     """Who drafts. ``begins``: a plan's rows are built, its chunks begin where it says, and nothing of it is computed.
-    ``propose``: at most ``most[i]`` tokens behind the ``lengths[i]`` that row ``rows[i]`` has. ``left``: a row's
-    sequence has ended, or begins anew. ``settles``: the step before, as it was computed, is over, and nothing of the
-    next, ``coming``, has been done; rows have ``lengths`` tokens. ``forget``: all rows are gone."""
+    ``propose``: at most ``most[i]`` tokens behind the ``lengths[i]`` that row ``rows[i]`` has. ``took``: a row of so many
+    tokens has got these in a step with drafts. ``left``: a row's sequence has ended, or begins anew. ``settles``: the
+    step before, as it was computed, is over, and nothing of the next, ``coming``, has been done; rows have ``lengths``
+    tokens. ``forget``: all rows are gone."""
 
     def begins(self, plan: StepPlan) -> None:
         """Nothing."""
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
         raise NotImplementedError
+
+    def took(self, row: int, length: int, tokens: Sequence[int]) -> None:
+        """Nothing."""
 
     def left(self, row: int, length: int) -> None:
         """Nothing is kept of rows but what lies in their blocks, unless a proposer says otherwise."""
@@ -73,29 +77,48 @@ class Proposer:
 
 
 class LookupProposer(Proposer):
-    """Looks up what rows hold."""
+    """Looks up what rows hold. The host has a copy of them: of the device it asks only for what steps without drafts
+    have sampled."""
 
     def __init__(self, rows: Rows, lookup: Lookup) -> None:
         self._rows = rows
         self._lookup = lookup
         self._tenants: dict[int, NewRow] = {}
+        self._ids: Ints = np.empty(rows.token_ids.shape, dtype=np.int32)
+        self._known = np.zeros(len(self._ids), dtype=np.int32)  # tokens of each row
 
     def begins(self, plan: StepPlan) -> None:
-        self._tenants.update((new.row, new) for new in plan.rows_added)
+        for new in plan.rows_added:
+            self._tenants[new.row] = new
+            self._known[new.row] = 0
+            self.took(new.row, 0, new.token_ids)
+
+    def took(self, row: int, length: int, tokens: Sequence[int]) -> None:
+        if length <= self._known[row]:  # what stood behind were guesses of a pipeline
+            self._known[row] = end = length + len(tokens)
+            self._ids[row, length:end] = tokens
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints) -> Proposal:
-        ids = self._rows.token_ids
+        self._fetch(rows, lengths)
         parts = zip(rows.tolist(), lengths.tolist(), most.tolist(), strict=True)
         tokens = [
-            self._lookup.propose(ids[row, :length].cpu().numpy(), count, self._tenants[row].pool)
+            self._lookup.propose(self._ids[row, :length], count, self._tenants[row].pool)
             for row, length, count in parts
         ]
         return Proposal(np.array([len(each) for each in tokens], dtype=np.int32), tokens)
 
+    def _fetch(self, rows: Ints, lengths: Ints) -> None:
+        missing = lengths - self._known[rows]
+        if (most := int(missing.max(initial=0))) > 0:
+            held = self._rows.held(rows, self._known[rows], most).cpu().numpy()
+            for row, count, ids in zip(rows.tolist(), missing.tolist(), held, strict=True):
+                self.took(row, int(self._known[row]), ids[: max(0, count)])
+
     def left(self, row: int, length: int) -> None:
         new = self._tenants.pop(row, None)
-        if new is not None and length > new.num_prompt_tokens:
-            self._lookup.keep(self._rows.token_ids[row, new.num_prompt_tokens : length].cpu().numpy(), new.pool)
+        if new is not None and length > new.num_prompt_tokens and self._lookup.keeps:
+            self._fetch(np.array([row], dtype=np.int32), np.array([length], dtype=np.int32))
+            self._lookup.keep(self._ids[row, new.num_prompt_tokens : length], new.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +282,7 @@ class Speculator:
             taken.append(tuple(mine))
             if first in logprobs:
                 scores[j] = tuple(entry for at in (0, *path) for entry in logprobs[first + at])[: len(mine)]
+            self._proposer.took(row, int(self._lengths[row]), mine)
             self._take(row, len(proposed), mine)
             self._lengths[row] += max(1, len(mine))
             first += len(samples)
