@@ -6,6 +6,7 @@ What lives here: that machine. What may not: loads, assertions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from headrace.clock import VirtualClock
@@ -18,10 +19,12 @@ from headrace.engine.core import EngineCore
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.observe.metrics import StepRecorder
 from headrace.planner.devices import classes_of
+from headrace.planner.drafts import Drafting
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import StepTime
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+from headrace.speculative.settings import read_settings
 from tests.support.hash_engine import create_core
 
 SPEC = DecoderSpec(
@@ -56,8 +59,12 @@ def machine(
     info = keyed_hash_info(
         vocab_size=600, num_blocks=num_blocks, block_size=16, max_num_seqs=max_num_seqs, max_model_len=4096
     )
-    executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=Disturbances(steadiness, 1).ratio)
     config = SchedulerConfig(max_num_seqs=max_num_seqs, **{"max_num_batched_tokens": 512, **fields})
+    settings = read_settings(config.speculative_config)
+    info = info if settings is None else replace(info, max_drafts=settings.most)
+    drafting = None if settings is None else Drafting(settings.acceptance)
+    ratio = Disturbances(steadiness, 1).ratio
+    executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=ratio, drafting=drafting)
     recorder = StepRecorder(costs, promise=config.max_step_seconds)
     core = create_core(
         executor,

@@ -11,7 +11,8 @@ from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
 from headrace.observe.metrics import MAX_KEPT, StepAccounts
 from headrace.request import Finished, FinishReason, SequenceOutput, StepAccount
-from headrace.scheduler.explain import Pace, RequestState, pace_of, predicted_start
+from headrace.scheduler.explain import Pace, RequestState, Standing, pace_of, predicted_start
+from headrace.scheduler.step_planner import Wait
 from tests.support.hash_engine import check_books, engine, request, run
 
 
@@ -54,6 +55,15 @@ def test_a_request_that_has_just_come_waits_for_what_those_wait_for_that_came_be
     full.add(request(7, [1, 2]))
     wait = state_of(full, 7).wait
     assert wait is not None and (wait.kind, wait.needed, wait.available) == ("rows", 1, 0)
+
+
+def test_no_later_bound_is_told_of_what_no_step_brings() -> None:
+    """An adapter's files, or a prompt that others compute."""
+    core, coming = filled(2, max_num_seqs=4), [request(7, [1, 2]), request(8, [1, 2])]
+    standing = Standing(core.scheduler, coming, {7: Wait("prefill")})
+    waits, goes = standing.explain(7), standing.explain(8)
+    assert waits is not None and goes is not None and goes.wait == Wait("next_step") and goes.steps_at_most == 0
+    assert waits.wait == Wait("prefill") and (waits.steps_at_least, waits.steps_at_most) == (0, None)
 
 
 def test_many_questions_between_two_turns_are_answered_from_one_look() -> None:

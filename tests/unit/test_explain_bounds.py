@@ -26,6 +26,7 @@ from tests.support.modelled import machine
 
 HELD = 0.9  # of the polls
 EVERY = 8
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "acceptance": 0.9}'
 
 Arrivals = list[tuple[float, Request]]
 
@@ -136,6 +137,7 @@ CASES = {
     "rows, arriving": Case("rows", {}, lambda: asked(60, (50, 300), (20, 90), rate=20.0)),
     "rows, answers that may end": Case("rows", {}, lambda: asked(40, (50, 150), (20, 200), ignore_eos=False)),
     "rows of several answers": Case("rows", {}, lambda: asked(24, (50, 150), (20, 80), n=lambda draw: draw.choice([1, 3]))),
+    "rows, drafts": Case("rows", {"speculative_config": DRAFTS}, lambda: asked(40, (50, 150), (20, 120))),
     "tokens": Case("token_budget", {"max_num_batched_tokens": 64}, lambda: asked(30, (60, 400), (4, 12), rate=15.0)),
     "tokens, many rows": Case("token_budget", {"max_num_batched_tokens": 64, "max_num_seqs": 48}, lambda: asked(40, (60, 400), (4, 30))),
     "tokens, whole prompts": Case("token_budget", {"chunked_prefill": False, "max_num_seqs": 64}, lambda: asked(40, (100, 400), (4, 30))),

@@ -106,10 +106,10 @@ class Standing:
             return self._state(siblings, None, 0, computed, None, (first.num_prompt_tokens - computed, 0, 0, 0))
         if self._ahead is None:
             self._ahead = _look_ahead(self._scheduler, self._queue, self._starting)
-        ahead = self._ahead[request_id]
-        wait = Wait("next_step") if ahead.place < self._starting else self._wait
-        wait = self._waits.get(request_id, wait)
-        return self._state(siblings, ahead.place + 1, ahead.later_first, 0, wait, ahead.bounds)
+        ahead, outside = self._ahead[request_id], self._waits.get(request_id)
+        wait = outside or (Wait("next_step") if ahead.place < self._starting else self._wait)
+        bounds = ahead.bounds if outside is None else (ahead.bounds[0], 0, 0, None)  # no step brings it
+        return self._state(siblings, ahead.place + 1, ahead.later_first, 0, wait, bounds)
 
     def _state(
         self,
@@ -202,8 +202,9 @@ class _Rows:
     """When rows are free, in results to come: at the earliest, and if all use up their max_tokens."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        roster, limits = scheduler.roster, scheduler.limits
-        lefts = [_left(each) for each in roster.running for _ in range(rows_wanted(each))]
+        roster, limits, drafts = scheduler.roster, scheduler.limits, scheduler.speculation
+        self._drafts = drafts.most if drafts is not None else 0
+        lefts = [_left(each, self._drafts) for each in roster.running for _ in range(rows_wanted(each))]
         leaving = limits.max_num_seqs - len(roster.free_rows) - len(lefts)
         free = [(0, 0)] * len(roster.free_rows) + [(0, len(scheduler.in_flight) + 1)] * max(0, leaving)
         self._batch = scheduler.planner.batch_size
@@ -213,7 +214,7 @@ class _Rows:
 
     def take(self, sequence: Sequence) -> tuple[int, int]:
         """When there are enough for it, which are then its own as long as it runs."""
-        least, most = _left(sequence)
+        least, most = _left(sequence, self._drafts)
         if self._batch is not None:
             self._next_batch(self._batch)
         return _take(self._least, rows_wanted(sequence), least), _take(self._most, rows_wanted(sequence), most)
@@ -277,11 +278,12 @@ def _alike(one: array[int], other: array[int]) -> int:
     return bisect_left(range(min(len(one), len(other))), True, key=lambda count: one[: count + 1] != other[: count + 1])
 
 
-def _left(sequence: Sequence) -> tuple[int, int]:
-    """Results until it has ended: at least, and at most."""
+def _left(sequence: Sequence, drafts: int = 0) -> tuple[int, int]:
+    """Results until it has ended: at least, where all of so many drafts a step are right, and at most."""
     params, most = sequence.request.params, max(1, sequence.max_num_tokens - len(sequence.token_ids))
     ends_early = bool(sequence.stop_ids or params.stop) or sequence.structured or sequence.repetition is not None
-    return (max(1, min(most, params.min_tokens - sequence.num_output_tokens)) if ends_early else most), most
+    least = max(1, min(most, params.min_tokens - sequence.num_output_tokens)) if ends_early else most
+    return -(-least // (1 + drafts * sequence.drafts)), most
 
 
 def _tokens_of(sequences: Seq[Sequence]) -> int:
