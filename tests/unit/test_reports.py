@@ -137,9 +137,24 @@ def test_a_comparison_that_preempts_is_none_and_is_said(capsys: pytest.CaptureFi
     assert simulated is None and preempted > 0
     points = _show_advice(found, 1024)["points"]
     assert (
-        points[-1] | {"simulated ms": None, "error": None, "preempted": preempted} == points[-1]
+        points[-1] | {"simulated ms": None, "error": None, "apart": preempted} == points[-1]
         and points[0]["simulated ms"]
     )
+    assert f"note: {most} sequences were simulated, too" in capsys.readouterr().out
+
+
+def test_a_comparison_whose_last_begins_when_the_first_have_ended_is_none_and_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It waits where nobody is preempted: fewer decode beside it than were asked about (a step +39 % off)."""
+    config, card = EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=2048)), known_devices()["h200"]
+    found = priced(SMALL, config, replace(card, memory=7 * 2**30))
+    most = advise(found, 1024).most
+    assert _simulated(found, most, 1024)[0] is None
+    assert _simulated(found, most * 3 // 4, 1024)[0] == pytest.approx(
+        found.decode_seconds(most * 3 // 4, 1024), rel=0.03
+    )
+    _show_advice(found, 1024)
     assert f"note: {most} sequences were simulated, too" in capsys.readouterr().out
 
 

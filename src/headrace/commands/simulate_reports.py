@@ -96,17 +96,17 @@ def _show_advice(found: Priced, context: int) -> dict[str, Any]:
     print(
         f"\nsteps that only decode, {context:,} tokens a sequence:\n{table(columns, [[point[column] for column in columns] for point in points])}"
     )
-    for line in (*_of_preemptions(points), *sentences(advice), *of_prices(found, context)):
+    for line in (*_of_apart(points), *sentences(advice), *of_prices(found, context)):
         print(line)
     return {**asdict(advice), **found.pricing.facts(context), "points": points}
 
 
-def _of_preemptions(points: list[dict[str, Any]]) -> list[str]:
+def _of_apart(points: list[dict[str, Any]]) -> list[str]:
     """Why some points have no simulation next to them."""
     return [
-        f"note: {point['sequences']:,} sequences were simulated, too, but do not all stay in memory until the last of them writes: "
-        f"{point['preempted']} preemptions, so there is nothing to compare with."
-        for point in points if point["preempted"]
+        f"note: {point['sequences']:,} sequences were simulated, too, but are not all in memory until the last of them writes: "
+        f"{point['apart']} are preempted or end before that, so there is nothing to compare with."
+        for point in points if point["apart"]
     ]  # fmt: skip
 
 
@@ -143,15 +143,15 @@ def _of_replica(advice: Advice) -> str:
 
 def _point(found: Priced, batch: int, context: int) -> dict[str, Any]:
     predicted = found.decode_seconds(batch, context)
-    simulated, preempted = _simulated(found, batch, context) if batch * context <= SWEPT_TOKENS else (None, 0)
+    simulated, apart = _simulated(found, batch, context) if batch * context <= SWEPT_TOKENS else (None, 0)
     error = f"{predicted / simulated - 1:+.1%}" if simulated else None
     point = {"sequences": batch, "step ms": predicted * 1e3, "tokens/s": batch / predicted}
-    return {**point, "simulated ms": simulated * 1e3 if simulated else None, "error": error, "preempted": preempted}
+    return {**point, "simulated ms": simulated * 1e3 if simulated else None, "error": error, "apart": apart}
 
 
 def _simulated(found: Priced, batch: int, context: int) -> tuple[float | None, int]:
-    """The time between tokens while all sequences decode, through the engine's own scheduler, and how many were
-    preempted meanwhile; None if the context is too short to tell, or if preemptions made it a different load."""
+    """The time between tokens while all sequences decode, through the engine's own scheduler, and how many did not
+    decode beside the last; None if there are such, or if the context is too short to tell."""
     most = found.config.scheduler.max_num_batched_tokens or 1
     steps = -(-batch * context // max(1, most - batch)) + 2  # until the last prompt is computed
     prompt = context - steps // 2 - 8
@@ -160,6 +160,6 @@ def _simulated(found: Priced, batch: int, context: int) -> tuple[float | None, i
     scheduler = replace(found.config.scheduler, max_num_seqs=batch, max_num_batched_tokens=max(most, 2 * batch))
     load = Load([LoadRequest(prompt, steps + 24, at=0.0)] * batch, max_queue=batch, front=False)
     report = simulate(found.spec, replace(found.config, scheduler=scheduler), found.device, load)
-    if preempted := int(report.figures["preemptions"]):
-        return None, preempted
-    return median(report.samples[-1].gaps[4:20]), 0
+    last = report.samples[-1]
+    apart = int(report.figures["preemptions"]) or sum(each.ended < last.arrivals[20] for each in report.samples)
+    return None if apart else median(last.gaps[4:20]), apart
