@@ -52,12 +52,11 @@ def tool(name: str) -> str:
     return path
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "FP8"])
+@pytest.fixture(scope="module", params=[(False, 0), (True, 1)], ids=["bfloat16", "FP8, keys in int8"])
 def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     target = tmp_path_factory.mktemp("cuda") / "kernel.cubin"
-    target.write_bytes(
-        machine_code(compiler.source(*SOURCES), target.parent, replace(SHAPE, fp8=request.param).options())
-    )
+    shape = replace(SHAPE, fp8=request.param[0], kv=request.param[1])
+    target.write_bytes(machine_code(compiler.source(*SOURCES), target.parent, shape.options()))
     yield target
 
 
@@ -98,7 +97,7 @@ def test_weights_come_by_bulk_copies_into_matrix_instructions(code: Path) -> Non
 def test_one_copy_of_every_operator_stays_in_the_instruction_cache(code: Path) -> None:
     """Code for each operator in turn was 141 KiB, and every layer read it again from the second-level cache."""
     last = max(int(each, 16) for each in re.findall(r"/\*([0-9a-f]{4,5})\*/", dump(code, "-sass")))
-    assert last < 100 * 1024
+    assert last < 120 * 1024  # 92 of bfloat16; widening keys takes a fifth more
 
 
 HANDED = (

@@ -316,9 +316,10 @@ class Decoder(nn.Module):
         """The weights for computing all layers in one launch."""
         assert isinstance(self.cos_sin, Tensor) and table is not None and head is not None
         norm, spec = self.norm.weight.data, self.spec
-        return StepWeights(
-            layers, table, norm, head, self.cos_sin, spec.qkv_heads, spec.norm_eps, spec.attention_scale, scales
-        )
+        held = [block.attention.quantized for block in self.blocks]
+        quantized = tuple(each for each in held if each is not None)
+        facts = spec.qkv_heads, spec.norm_eps, spec.attention_scale
+        return StepWeights(layers, table, norm, head, self.cos_sin, *facts, scales, quantized)
 
     def _step_in_rows(self, table: Tensor | None, head: Tensor | None) -> WholeStep | None:
         """Over the same weights in FP8 as the layers'; None: some layer's parts are apart."""

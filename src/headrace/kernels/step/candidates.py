@@ -97,16 +97,16 @@ _CAPABILITY = (9, 0)  # bulk copies into shared memory, 227 KiB of it
 
 
 def _decode_step(site: CallSite[StepFacts]) -> Any:
-    fp8 = site.facts.eight is not None
-    return load("step.persistent:DecodeSteps")(site.facts.spec, site.device, pdl=site.pdl, fp8=fp8)
+    fp8, kv = site.facts.eight is not None, site.facts.kv
+    return load("step.persistent:DecodeSteps")(site.facts.spec, site.device, pdl=site.pdl, fp8=fp8, kv=kv)
 
 
 def _no_step(site: CallSite[StepFacts], *, fp8: bool) -> str | None:
     """Whoever is declined loses nothing but speed: a decoder's own layers stand behind it."""
     if fp8 != (site.facts.eight is not None):
         return f"multiplies by weights in {'FP8, a scale a row' if fp8 else 'bfloat16'}"
-    if site.facts.kv is not None:
-        return f"keys and values are held as {site.facts.kv.name}"
+    if site.facts.kv is not None and site.facts.kv.bits != 8:
+        return f"keys and values are held as {site.facts.kv.name}, not in 16 or 8 bits"
     return why_not(site.facts.spec, site.card.processors)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.kernels.attention.triton_codes import KINDS
 from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import Function
 from headrace.kernels.build.variants import Variants
@@ -21,7 +22,7 @@ from headrace.kernels.inputs import ForwardInputs
 from headrace.kernels.step.reference import MOST_ROWS, StepWeights, longest_context
 from headrace.kernels.step.shape import SOURCES, WARPS, StepShape
 from headrace.sites import Role, layer_matrices
-from headrace.spec import DecoderSpec
+from headrace.spec import DecoderSpec, KVFormat
 
 _NAME = "decode_step"
 _UNBUILT = "the persistent decode step cannot be built here; steps are computed layer by layer"
@@ -62,10 +63,19 @@ class DecodeSteps:
 
     Where it cannot be built or loaded, every step is declined: the decoder's own layers stand behind it.
     ``pdl``: it begins while the kernel before still runs. ``fp8``: weights have a scale a row; inputs stay bfloat16.
+    ``kv``: keys and values are codes of 8 bits.
     """
 
-    def __init__(self, spec: DecoderSpec, device: torch.device, *, pdl: bool = False, fp8: bool = False) -> None:
-        self.spec, self.pdl, self.fp8 = spec, pdl, fp8
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        device: torch.device,
+        *,
+        pdl: bool = False,
+        fp8: bool = False,
+        kv: KVFormat | None = None,
+    ) -> None:
+        self.spec, self.pdl, self.fp8, self.kv = spec, pdl, fp8, kv
         self._variants = Variants(device, _NAME, _machine_code)
         self.programs = self._variants.processors
 
@@ -76,7 +86,8 @@ class DecodeSteps:
         """Built, or kept from before; None where that is not possible."""
         if block_size % _KEYS:
             return None
-        function = self._variants.find(StepShape(self.spec, block_size, self.programs, self.fp8), _UNBUILT)
+        kind = 0 if self.kv is None else KINDS[self.kv.codes]
+        function = self._variants.find(StepShape(self.spec, block_size, self.programs, self.fp8, kind), _UNBUILT)
         if function is not None:
             function.number("exchange_bytes")  # nothing is read from the device later, when a step may be captured
         return function
@@ -93,10 +104,13 @@ class DecodeStep:
     def __init__(self, steps: DecodeSteps, weights: StepWeights) -> None:
         self._steps = steps
         self._weights = weights
-        assert bool(weights.scales) == steps.fp8
-        scales = weights.scales or ((),) * len(weights.layers)
+        assert bool(weights.scales) == steps.fp8 and bool(weights.quantized) == (steps.kv is not None)
+        none: tuple[Tensor | None, ...] = ()
+        scales = weights.scales or (none,) * len(weights.layers)
+        shared = tuple((each.k_scales, each.v_scales) for each in weights.quantized) or (none,) * len(weights.layers)
         pointers = [
-            [each.data_ptr() for each in (*layer, *own)] for layer, own in zip(weights.layers, scales, strict=True)
+            [each.data_ptr() for part in parts for each in part if each is not None]
+            for parts in zip(weights.layers, scales, shared, strict=True)
         ]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(weights.embedding.device)
         # now: nothing is being captured
@@ -146,8 +160,9 @@ class DecodeStep:
             attention.block_table, weights.cos_sin, cache, out, scratch.exchange, scratch.parts, scratch.peaks, scratch.tickets,
         )  # fmt: skip
         table_stride = attention.block_table.stride(0)
+        stride = cache.stride(0) * cache.element_size()
         return _Parameters(
-            *(each.data_ptr() for each in tensors), cache.stride(0), table_stride, len(out), weights.eps, weights.scale
+            *(each.data_ptr() for each in tensors), stride, table_stride, len(out), weights.eps, weights.scale
         )
 
 

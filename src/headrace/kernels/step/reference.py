@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.attention import reference as attention_twins
-from headrace.kernels.inputs import AttentionInputs, ForwardInputs
+from headrace.kernels.inputs import AttentionInputs, ForwardInputs, Quantized
 from headrace.kernels.norm import reference as norm_twins
 from headrace.kernels.sampling import reference as sampling_twins
 from headrace.spec import Activation
@@ -52,6 +52,7 @@ class StepWeights:
     eps: float
     scale: float  # of scores
     scales: tuple[tuple[Tensor, ...], ...] = ()
+    quantized: tuple[Quantized, ...] = ()  # how layers' keys and values are held, where not in the embedding's type
 
     def wide(self, layer: int) -> tuple[Tensor, ...]:
         """A layer's as they are multiplied, in the embedding's type."""
@@ -106,7 +107,8 @@ class _TwinStep:
         weights, residual = self.weights, None
         x = F.embedding(inputs.token_ids, weights.embedding)
         for index in range(len(weights.layers)):
-            x, residual = _layer(x, residual, weights.wide(index), weights, inputs, kv_caches[0][:, index])
+            held = weights.quantized[index] if weights.quantized else None
+            x, residual = _layer(x, residual, weights.wide(index), weights, inputs, kv_caches[0][:, index], held)
         return norm_twins.rms_norm(x, weights.norm, weights.eps, residual)[0]
 
     def longest(self, rows: int, block_size: int) -> int:
@@ -126,13 +128,16 @@ def _layer(
     weights: StepWeights,
     inputs: ForwardInputs,
     cache: Tensor,  # [blocks, 2, kv_heads, block_size, head_dim]
+    held: Quantized | None,
 ) -> tuple[Tensor, Tensor]:
     qkv, output, up, down, first_norm, second_norm = layer
     x, residual = norm_twins.rms_norm(x, first_norm, weights.eps, residual)
     (k_cache, v_cache), attention = cache.unbind(1), inputs.attention[0]
     q, k, v = F.linear(x, qkv).view(len(x), sum(weights.heads), -1).split_with_sizes(weights.heads, dim=1)
-    q = attention_twins.rotary_write(q, k, v, inputs.positions, weights.cos_sin, k_cache, v_cache, attention.slots)
-    attended = attention_twins.paged_attention(q, k_cache, v_cache, attention, weights.scale, None, None)
+    q = attention_twins.rotary_write(
+        q, k, v, inputs.positions, weights.cos_sin, k_cache, v_cache, attention.slots, held
+    )
+    attended = attention_twins.paged_attention(q, k_cache, v_cache, attention, weights.scale, None, None, held)
     x, residual = norm_twins.rms_norm(
         F.linear(attended.reshape(len(x), -1), output), second_norm, weights.eps, residual
     )

@@ -30,6 +30,7 @@ class StepShape:
     block_size: int
     programs: int  # one a multiprocessor
     fp8: bool = False  # weights, with a scale a row
+    kv: int = 0  # codes of keys and values, as triton_codes.KINDS has them; 0: bfloat16
 
     def options(self) -> tuple[str, ...]:
         spec = self.spec
@@ -43,6 +44,7 @@ class StepShape:
             "BLOCK": self.block_size,
             "GRID": self.programs,
             "ROWS": _ROWS,
+            "KV": self.kv,
         }
         if self.fp8:  # as many bytes under way as in bfloat16
             values |= {"FP8": 1, "SLOTS": 4}

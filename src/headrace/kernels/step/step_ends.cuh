@@ -23,7 +23,7 @@ template <bool ADDS> __device__ __forceinline__ void look_ahead(Ahead& a, const 
 
 // Scales of the rows of a warp's tile: they come while it is multiplied, past the registers.
 __device__ __forceinline__ void fetch_units(Shared& s, int layer, int phase, int tile, int warp, int lane) {
-  const float* from = (const float*)s.weights[layer][FIELDS - 4 + phase];
+  const float* from = (const float*)s.weights[layer][UNITS + phase];
   if (lane < 8) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address(&s.units[warp][lane])), "l"(from + row_of(phase, tile, lane)) : "memory");
 }
 
@@ -43,16 +43,16 @@ template <int P> __device__ __forceinline__ void finish(const Params& p, Shared&
       bf16 a = narrow(first * cos - second * sin), b = narrow(second * cos + first * sin);
       bf16* at = handed(p, layer, QKV_AT) + row * WIDTH + head * D + d;
       at[0] = a; at[D / 2] = b;
-      if (head >= HQ && s.slot[row] >= 0) {
-        at = p.kv + (long long)(s.slot[row] / BLOCK) * p.block_stride + ((long long)(2 * layer) * HK + head - HQ) * BLOCK * D + (s.slot[row] % BLOCK) * D + d;
+      if (!KV && head >= HQ && s.slot[row] >= 0) {  // codes are written by those that attend to them: a scale is of a whole head
+        at = (bf16*)token_at(p, layer, s.slot[row] / BLOCK, head - HQ, s.slot[row]) + d;
         at[0] = a; at[D / 2] = b;
       }
     } else {
       bf16 a = narrow(first), b = narrow(second);
       bf16* at = handed(p, layer, QKV_AT) + row * WIDTH + head * D + j * 8 + t;
       at[0] = a; at[4] = b;
-      if (s.slot[row] >= 0) {
-        at = p.kv + (long long)(s.slot[row] / BLOCK) * p.block_stride + ((long long)(2 * layer + 1) * HK + head - HQ - HK) * BLOCK * D + (s.slot[row] % BLOCK) * D + j * 8 + t;
+      if (!KV && s.slot[row] >= 0) {
+        at = (bf16*)token_at(p, layer, s.slot[row] / BLOCK, head - HQ, s.slot[row]) + j * 8 + t;
         at[0] = a; at[4] = b;
       }
     }

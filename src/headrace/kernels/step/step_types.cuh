@@ -34,12 +34,18 @@ constexpr int ITEM = 1, PAD = 32;  // bytes of a weight, and behind rows that wo
 constexpr int ITEM = 2, PAD = 64;
 #endif
 constexpr int SLOT_BYTES = 8 * (CHUNK * ITEM + PAD);
-constexpr int FIELDS = ITEM == 1 ? 10 : 6;  // of a layer
+#ifndef KV
+#define KV 0
+#endif
+enum { PLAIN, INT8, E4M3, E5M2 };           // KV: what keys and values are held in, as KINDS of kernels/attention/triton_codes.py
+constexpr bool SHARED_SCALES = KV == E4M3 || KV == E5M2;
+constexpr int HELD = KV ? D : 2 * D, PART = BLOCK * (HELD + (KV == INT8 ? 2 : 0));  // bytes: of a key, and of a head in a block, scales last
+constexpr int UNITS = 6, KV_SCALES = ITEM == 1 ? 10 : 6, FIELDS = KV_SCALES + 2 * SHARED_SCALES;  // of a layer
 #define MINUS_INFINITY __int_as_float(0xff800000)
 constexpr u64 PATIENCE_NS = 2000000000ull;
 
-// qkv, output, up and down, bf16 or (FP8) e4m3 with scales of their rows in the last four; two norms, bf16.
-struct Layer { const void *products[4], *norms[2], *scales[FIELDS - 6 ? FIELDS - 6 : 1]; };
+// qkv, output, up and down, bf16 or (FP8) e4m3; two norms, bf16; UNITS: FP8's scales of rows; KV_SCALES: keys' and values', [HK], float32.
+struct Layer { const void* fields[FIELDS]; };
 
 struct Params {
   const Layer* layers;          // [LAYERS]
@@ -51,13 +57,13 @@ struct Params {
   const int* context;           // [batch]; 0: a row of no sequence
   const int* block_table;       // [batch, table_stride]
   const float* cos_sin;         // [positions, D]
-  bf16* kv;                     // [blocks, LAYERS, 2, HK, BLOCK, D]
+  unsigned char* kv;            // [blocks, LAYERS, 2, HK, PART]
   bf16* out;                    // [batch, HIDDEN]
   bf16* exchange;               // [2, Exchange]: what programs hand each other, by the layer's parity; then the last norm's sums of squares
   float* parts;                 // [items, G, D]
   float* peaks;                 // [items, 2, G]
   u32* tickets;                 // [row * HK + head]; zero between launches
-  long long block_stride;       // elements of kv from block to block
+  long long block_stride;       // bytes of kv from block to block
   int table_stride;
   int batch;
   float eps;
@@ -122,6 +128,8 @@ struct Shared {
   int items;
   u32 last;
   u64 full[WARPS][SLOTS];
+  alignas(8) unsigned char newest[2][KV ? D : 8];  // codes of a newest key and value, of one warp; and of INT8, their scales
+  u32 newest_scales[2];
 };
 constexpr int SHARED_BYTES = (sizeof(Shared) + 127) / 128 * 128;
 static_assert(SHARED_BYTES + WARPS * SLOTS * SLOT_BYTES <= 232448, "shared memory");
