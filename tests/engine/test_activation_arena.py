@@ -120,7 +120,7 @@ def test_a_wrong_lifetime_shows(folders: dict[str, Path], poisoned: None) -> Non
 def test_a_failed_step_leaves_the_arena_usable(folders: dict[str, Path], poisoned: None) -> None:
     plain, planned = (worker_for(folders["llama"], device={"activation_arena": on}) for on in (False, True))
     turn(planned, random.Random(2), (19,), 100)
-    block = planned._runner._decoder.layers[1].feed_forward  # type: ignore[attr-defined]
+    block = planned._runner.decoder.layers[1].feed_forward  # type: ignore[attr-defined]
     real = block.forward
 
     def fail(x: Any) -> Any:

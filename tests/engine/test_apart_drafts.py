@@ -25,7 +25,7 @@ from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.models.source import _DEMO
 from headrace.speculative.ahead import RUNS
-from headrace.worker import draft_place, worker
+from headrace.worker import drafting, worker
 from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.settings import Setup
 from tests.engine.test_speculation import GRAMMARS, MIXED, PROMPTS
@@ -81,7 +81,7 @@ def plain(folders: dict[str, Path]) -> Callable[[str], Told]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts lie in memory that is not the target's."""
-    place_draft = draft_place.place_draft
+    place_draft = drafting.place_draft
 
     def placed(setup: Setup) -> Setup:
         found = place_draft(setup)
@@ -243,7 +243,7 @@ def test_the_other_device_has_a_plan_of_its_own(
 def test_an_other_device_with_little_room_drafts_for_some(
     folders: dict[str, Path], plain: Callable[[str], Told], elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "places_elsewhere", lambda setup, longest: 12)
+    monkeypatch.setattr(drafting, "places_elsewhere", lambda setup, longest: 12)
     llm = _engine(folders["llama"], _apart(folders["llama"]), 1)
     assert _drafter(llm).side.model._kv_caches[0].shape[0] == 12
     assert _answers(llm) == plain("llama")
@@ -255,7 +255,7 @@ def test_an_other_device_with_little_room_drafts_for_some(
 def test_a_draft_that_does_not_fit_there_is_refused_with_the_numbers(
     folders: dict[str, Path], elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_place, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(drafting, "available_memory", lambda: 100_000)
     with pytest.raises(OutOfMemory, match=r"does not fit where speculative_config\.device puts it \(cpu\)"):
         _engine(folders["llama"], _apart(folders["llama"]))
 

@@ -91,7 +91,7 @@ def test_a_shut_down_llm_holds_no_model(overlap: int) -> None:
         technique={"overlap": overlap},
     )
     llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
-    decoder = weakref.ref(llm.engine.core.executor._runner._decoder)  # type: ignore[attr-defined]
+    decoder = weakref.ref(llm.engine.core.executor._runner.decoder)  # type: ignore[attr-defined]
     llm.shutdown()
     gc.collect()
     assert decoder() is None, "the weights outlive shutdown()"

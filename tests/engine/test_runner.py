@@ -98,9 +98,9 @@ def test_what_nobody_reads_is_not_attended_for(
     monkeypatch.setitem(LEAST_ALONE, "cpu", 9)
     plain, pruned = worker_for(model, device={**device, "last_layer_pruning": False}), worker_for(model, device=device)
     alone: list[bool] = []
-    compute = pruned._runner._decoder.forward  # type: ignore[attr-defined]
+    compute = pruned._runner.decoder.forward  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        pruned._runner._decoder,
+        pruned._runner.decoder,
         "forward",
         lambda inputs, caches: (alone.append(bool(inputs.alone)), compute(inputs, caches))[1],
     )  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ def test_memory_is_given_up(llm: LLM) -> None:
 
     answers(llm)
     inner: Any = llm.engine.core.executor._inner  # type: ignore[attr-defined]
-    caches, decoder = inner._runner._kv_caches, weakref.ref(inner._runner._decoder)
+    caches, decoder = inner._runner._kv_caches, weakref.ref(inner._runner.decoder)
     assert all(resident_bytes(each) for each in caches)
     llm.sleep(1)
     assert sum(map(resident_bytes, caches)) <= 2 * 4096 * len(caches)

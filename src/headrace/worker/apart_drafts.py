@@ -14,7 +14,7 @@ ends at its next token, and what it drew is dropped. So drafts are the same whet
 run lies in the row's own blocks, and ends where these do.
 
 What lives here: the two sides, the runs, what is counted of them. What may not: passes of the draft (draft_model.py),
-acceptance (speculator.py), whether a run pays (speculative/ahead.py), which device has room (draft_place.py).
+acceptance (speculator.py), whether a run pays (speculative/ahead.py), which device has room (drafting.py).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.rows import Gather, Ints, Rows, Trait, ints, pack, ship_all
+from headrace.worker.rows import Gather, Ints, Rows, Trait, ints, pack, ship_all, within
 from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
 from headrace.worker.speculator import Proposal, Proposer
 
@@ -72,6 +73,12 @@ class Drawing(Proposer):
         if self._graphs is None or not self._graphs.draws(len(rows)):
             return None
         return draw_of(self._rows.traits[rows] & ~_UNEDITED)
+
+    def _replayed(self, rows: Ints, contexts: Ints, **how: Any) -> Tensor | None:
+        """Hidden states as a graph computes them, [rows, hidden]; None: none serves so many. ``how``: as ``write`` has it."""
+        if self._graphs is None or not self._graphs.serves(len(rows)):
+            return None
+        return self._graphs.hidden(self._graphs.write(rows, contexts, **how), len(rows))
 
     def _may_draft(self, rows: Ints) -> NDArray[np.bool_]:
         return ~np.any([each.bare[rows] for each in self._blocks], axis=0) if self._blocks else np.ones(len(rows), bool)
@@ -232,14 +239,11 @@ class DraftModel(Drawing):
 
     def _hidden(self, rows: Ints, starts: Ints, counts: Ints) -> Tensor:  # [rows, hidden]
         """Of each chunk's last token."""
-        tokens = int(counts.sum())
-        if self._graphs is not None and self._graphs.serves(tokens):
+        contexts, chained = np.repeat(starts, counts) + within(counts) + 1, bool((counts > 1).any())
+        hidden = self._replayed(np.repeat(rows, counts), contexts, shared_tokens=0, chained=chained)
+        if hidden is not None:
             last = np.cumsum(counts, dtype=np.int32) - 1
-            at = np.arange(tokens, dtype=np.int32) - np.repeat(last, counts)  # before each chunk's last
-            contexts = np.repeat(starts + counts, counts) + at
-            bucket = self._graphs.write(np.repeat(rows, counts), contexts, shared_tokens=0, chained=tokens > len(rows))
-            hidden = self._graphs.hidden(bucket, tokens)
-            return hidden if tokens == len(rows) else hidden[ship_all(self._rows.device, last)[0].long()]
+            return hidden[ship_all(self._rows.device, last)[0].long()] if chained else hidden
         plan = chunk_plan(rows, starts, counts)
         return self._passed(self._gather.inputs(plan, pack(plan, padded=False, prune=True)))
 

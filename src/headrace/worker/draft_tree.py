@@ -116,9 +116,9 @@ class TreeDrafts(DraftModel):
             growing[at].add(found[begin:end])
 
     def _hidden_of_tree(self, rows: Ints, counts: Ints, packing: Packing) -> Tensor:  # [tokens, hidden]
-        graphs, chunk = self._graphs, packing.chunk
-        if graphs is not None and graphs.serves(len(chunk)):
-            return graphs.hidden(graphs.write(rows[chunk], packing.position + 1, tree=packing), len(chunk))
+        hidden = self._replayed(rows[packing.chunk], packing.position + 1, tree=packing)
+        if hidden is not None:
+            return hidden
         return self._passed(self._gather.inputs(chunk_plan(rows, packing.context - counts, counts), packing))
 
     def _best(self, hidden: Tensor, rows: Ints, positions: Ints) -> list[Found]:

@@ -169,7 +169,7 @@ class ModelRunner:
         pipe: Pipe | None = None,
     ) -> None:
         """``pipe``: between the stages of a pipeline, of which this decoder is one."""
-        self._decoder = decoder
+        self.decoder = decoder
         self._pipe = pipe
         self._awaited: deque[_Awaited] = deque()  # tokens that are sampled in the last stage
         self._number = self._collected = 0
@@ -196,10 +196,6 @@ class ModelRunner:
         # Where steps are queued. Asking torch for it each time takes longer than recording an event.
         queued = rows.device.type == "cuda" if queued is None else queued
         self._stream = torch.cuda.current_stream(rows.device) if queued else None
-
-    @property
-    def decoder(self) -> Decoder:
-        return self._decoder
 
     @property
     def queued(self) -> bool:
@@ -250,7 +246,7 @@ class ModelRunner:
         """The last step whose tokens this stage goes on from: one that has passed the last stage meanwhile. The first
         stage needs what has been collected; others, whose ranks are not told of that in step, what refutes guesses."""
         ago = self._number - pipe.stages
-        if self._decoder.embeds:
+        if self.decoder.embeds:
             return max(self._collected, ago)
         return ago + pipe.stage * any(map(eq, plan.drafts, plan.counts))
 
@@ -342,7 +338,7 @@ class ModelRunner:
         if packing is not None and plan.drafts and self._verify_drawn(step, packing):
             return
         compute, graph_tokens = (None, 0) if packing is None else self._prepared(step, packing)
-        if packing is None or self._decoder.embeds:  # else it begins once it has what it goes on from
+        if packing is None or self.decoder.embeds:  # else it begins once it has what it goes on from
             self._begin(step)
         if compute is not None:
             step.packing, step.hidden, step.graph_tokens = packing, compute(), graph_tokens
@@ -417,17 +413,17 @@ class ModelRunner:
 
     def _computed(self, step: Step, inputs: ForwardInputs) -> Tensor:
         """Hidden states. Nothing else of the forward pass is read when another has been queued."""
-        compute = partial(self._decoder.forward, inputs, self._kv_caches)
+        compute = partial(self.decoder.forward, inputs, self._kv_caches)
         if self._pipe is not None:
-            shape = len(inputs.token_ids), self._decoder.spec.hidden_size
+            shape = len(inputs.token_ids), self.decoder.spec.hidden_size
             entry = partial(torch.empty, shape, dtype=self._kv_caches[0].dtype, device=self._rows.device)
-            return self._through(self._pipe, step, entry, partial(self._decoder.forward, inputs, self._kv_caches))
+            return self._through(self._pipe, step, entry, partial(self.decoder.forward, inputs, self._kv_caches))
         if self._arena is None:
             return compute()
         wanted = None if inputs.wanted is None else len(inputs.wanted)
         tokens = len(inputs.token_ids)
         changed = 0 if inputs.adapters is None or self._adapters is None else self._adapters.slots.changed
-        kind = self._decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None, changed
+        kind = self.decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None, changed
         return self._arena.run(compute, tokens, wanted, kind=kind)
 
     def _replayed(self, step: Step, graphs: DecodeGraphs, bucket: int, count: int) -> Tensor:
@@ -437,7 +433,7 @@ class ModelRunner:
 
         def compute(_: Tensor | None) -> Tensor:
             hidden = graphs.hidden(bucket, count)
-            return hidden if self._decoder.answers else hidden.clone()  # the next replay may be before it is sent
+            return hidden if self.decoder.answers else hidden.clone()  # the next replay may be before it is sent
 
         return self._through(self._pipe, step, partial(graphs.entry, bucket, count), compute)
 
@@ -447,7 +443,7 @@ class ModelRunner:
         """What one stage computes, from what comes to lie in ``entry``. What it waits for the one before is idle
         time."""
         begun = None
-        if not self._decoder.embeds:
+        if not self.decoder.embeds:
             begun = entry()
             if step.drafts is None or not step.drafts.unsent:
                 pipe.receive(begun)
@@ -455,7 +451,7 @@ class ModelRunner:
         if step.cancelled and begun is not None:
             return begun
         hidden = compute(begun)
-        if not self._decoder.answers:
+        if not self.decoder.answers:
             pipe.send(hidden)
         return hidden
 
@@ -479,7 +475,7 @@ class ModelRunner:
             return step
         if not step.mailed:
             _to_host(step)
-        if step.drafts is not None and self._decoder.answers:
+        if step.drafts is not None and self.decoder.answers:
             self._verifying.append(step)
         step.events[1].record(self._stream)
         step.recorded = self.prompt_graphs is not None and self.prompt_graphs.record()
@@ -496,10 +492,10 @@ class ModelRunner:
 
     def _sample_eagerly(self, step: Step, packing: Packing, hidden: Tensor, masks: TokenMasks) -> None:
         plan = step.plan
-        if self._decoder.pooler is not None:
+        if self.decoder.pooler is not None:
             step.pooled = self._pool(plan, packing, hidden)
             return
-        if not self._decoder.answers:
+        if not self.decoder.answers:
             self._await_tokens(step, packing)
             return
         if step.cancelled and self._pipe is not None:
@@ -539,7 +535,7 @@ class ModelRunner:
     def _await_tokens(self, step: Step, packing: Packing) -> None:
         """The first stage goes on from them; those between learn of drafts that are refuted."""
         plan = step.plan
-        if (self._decoder.embeds or step.drafts is not None) and plan.sample_rows:
+        if (self.decoder.embeds or step.drafts is not None) and plan.sample_rows:
             rows = ints(plan.sample_rows)
             positions = packing.position[packing.sampled(plan)] + 1
             self._awaited.append(_Awaited(step.number, rows, positions, plan, step.drafts))
@@ -552,7 +548,7 @@ class ModelRunner:
         if packing.wanted is not None:  # nothing else was computed to the end
             first = last = packing.hidden_rows(first if self._first else last)
         places = ship_all(self._rows.device, first, last)
-        return self._decoder.pooled(hidden, Pooled(places[0].long(), places[1].long()))
+        return self.decoder.pooled(hidden, Pooled(places[0].long(), places[1].long()))
 
     def _read(self, step: Step) -> StepResult:
         taken = None if step.events is None else self._device_clock.wait(*step.events, step.pause)
@@ -564,7 +560,7 @@ class ModelRunner:
         wrong: Mapping[int, str] = errors
         drafted: Sequence[int] = ()
         ahead = None if step.drafts is None else step.drafts.proposal.ahead
-        if step.drafts is not None and self._decoder.answers:
+        if step.drafts is not None and self.decoder.answers:
             drafted = step.drafts.counts
             tokens, scores, wrong = self._accept(step.plan, step.drafts, tokens, logprobs, errors)
         found = step.plan.step_id, tokens, scores, _read_prompt(step) if step.plan.prompt_logprobs else {}, wrong
@@ -669,7 +665,7 @@ class ModelRunner:
         )
         picked = hidden[places_on(self._rows.device, packing.hidden_rows(places))[0]]
         adapters = self._adapted(ints(plan.rows)[packing.chunk[places]])
-        return self._sampler.sample(self._decoder.logits(picked, adapters).float(), batch)
+        return self._sampler.sample(self.decoder.logits(picked, adapters).float(), batch)
 
     def _score_prompt(
         self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int
@@ -681,7 +677,7 @@ class ModelRunner:
         first_packed = int(packing.last[index]) + 1 - plan.counts[index]
         for piece in self._pieces(num_scored):
             scored = hidden[first_packed + piece.start : first_packed + piece.stop]
-            logits = self._decoder.logits(scored, self._adapted(np.full(len(scored), row))).float()
+            logits = self.decoder.logits(scored, self._adapted(np.full(len(scored), row))).float()
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
             yield self._sampler.score(logits, targets, num_best)
 

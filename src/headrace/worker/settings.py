@@ -71,6 +71,11 @@ class Setup:
         return max(self.most_verified, -(-self.tokens_a_step // (1 if self.share is None else self.share.size)))
 
     @property
+    def padded(self) -> bool:
+        """Whether chunks of a step are padded to its longest."""
+        return not self.config.device.token_concatenation
+
+    @property
     def block_size(self) -> int:
         return _resolved(self.config.cache.block_size)
 
@@ -221,10 +226,10 @@ def _kv_decision(kv: KVFormat | None, dtype: torch.dtype, spec: DecoderSpec) -> 
     return Decision("kv_cache_dtype", kv.name, reason)
 
 
-def device_kind(requested: str) -> str:
+def device_kind(requested: str, flag: str = "--device") -> str:
     """cpu or cuda, for the config's auto, cpu or cuda. Raises ConfigError when a GPU is asked for and there is none
     that can be used."""
-    return _device(requested)[0]
+    return _device(requested, flag)[0]
 
 
 def resolve_device(requested: str) -> tuple[str, Decision | None]:
@@ -244,12 +249,12 @@ def resolve_device(requested: str) -> tuple[str, Decision | None]:
     return kind, Decision("device", kind, reason)
 
 
-def _device(requested: str) -> tuple[str, GPU | None]:
+def _device(requested: str, flag: str = "--device") -> tuple[str, GPU | None]:
     if requested == "cpu":
         return "cpu", None
     gpu = find_gpu()
     if requested == "cuda" and gpu.problem is not None:
-        raise ConfigError(f"--device is cuda: {gpu.problem}. --device cpu runs here.")
+        raise ConfigError(f"{flag} is cuda: {gpu.problem}. {flag} cpu runs here.")
     return "cuda" if gpu.problem is None else "cpu", gpu
 
 

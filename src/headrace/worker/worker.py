@@ -45,8 +45,7 @@ from headrace.lora.layout import Layout
 from headrace.lora.slots import AdapterSlots
 from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
-from headrace.models.decoder import Decoder, Tap
-from headrace.models.draft_head import DraftHead
+from headrace.models.decoder import Decoder
 from headrace.models.kv_scales import load_kv_scales
 from headrace.models.shared_weights import share_weights
 from headrace.models.source import ModelSource, WeightFormat
@@ -60,32 +59,24 @@ from headrace.parallel.stages import split_layers, staged
 from headrace.processes.builders import Builders
 from headrace.quant import lossless
 from headrace.sites import is_plain, weights
-from headrace.spec import DecoderSpec, KVGroup
-from headrace.speculative.lookup import Lookup
+from headrace.spec import DecoderSpec
 from headrace.techniques import in_use
 from headrace.worker.allocation import Allocation, allocate_kv
-from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.arena import create_arena
 from headrace.worker.asleep import DeviceMemory, HostPages
-from headrace.worker.draft_blocks import DraftBlocks
-from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
-from headrace.worker.draft_place import place_draft, places_elsewhere
-from headrace.worker.draft_setup import DraftPlace, DraftSetup, check_tree, draft_memory, load_head, resolve_draft
-from headrace.worker.draft_tree import TreeDrafts
+from headrace.worker.draft_setup import check_tree, resolve_draft
+from headrace.worker.drafting import Drafting, place_draft
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs, buckets_up_to
-from headrace.worker.head_drafter import AHEAD, HeadDrafter
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
-from headrace.worker.memory import COPY, KVPlan, Room, memory_decision, row_bytes
+from headrace.worker.memory import COPY, Room, memory_decision, row_bytes
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup, check_sharing, resolve_setup
 from headrace.worker.shared_device import DeviceSpans, share_on_device
-from headrace.worker.speculator import LookupProposer, Proposer, Speculator
-from headrace.worker.staged_drafts import StagedSpeculator
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
 # Call sites outside the decoder (rows.py, graphs.py, sampler.py), known before they exist so that their
@@ -170,9 +161,6 @@ class Worker:
         self._peers = peers
         self._group, self._keys, self._pipe = group, keys, pipe = peers.group, peers.keys, peers.pipe
         self._cuts: Mapping[str, Cut] = {}
-        # blocks of a draft's caches, once they are known to be fewer than the target's
-        self._draft_places: int | None = None
-        self._draft_blocks: tuple[DraftBlocks, ...] = ()
         check_context(setup.spec, config)
         if pipe is not None:
             bounds = split_layers(setup.spec, pipe.stages, config.device.pipeline_layers)
@@ -191,7 +179,8 @@ class Worker:
         if keys is not None:
             setup = _sharing_keys(setup, keys, near=peers.near)
         check_tree(config, setup.kv, setup.device)
-        draft = resolve_draft(config, source, self._whole) if self._proposes else None
+        proposes = pipe is None or pipe.stage == 0  # what later stages of a pipeline verify, the first has proposed
+        draft = resolve_draft(config, source, self._whole) if proposes else None
         self._setup = setup = place_draft(replace(setup, draft=draft))
         self._cuda = setup.device.type == "cuda"
         self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
@@ -209,20 +198,9 @@ class Worker:
             empty=plainly_empty if self._arena is None else self._arena.empty,
         )
         builders = None if head_start is None else head_start.builders
-        self._draft_kernels = self._create_draft_kernels(disabled)
+        self._drafting = Drafting(setup, self._kernels, disabled, pipe)
         how = {"strict": config.device.strict_kernels, "share": peers.share}
         self._ahead = create_ahead(setup.device, builders=builders, later=not peers.groups, **how)
-
-    def _create_draft_kernels(self, disabled: frozenset[str]) -> Kernels:
-        """Of a draft that has a thread of its own; else the target's."""
-        place = None if self._setup.draft is None else self._setup.draft.place
-        if place is None:
-            return self._kernels
-        if place.device.type == "cuda" and gpu.missing(place.device) is None:
-            gpu.prepare_compiler()
-            gpu.prepare_kernels(place.device)
-        techniques = in_use(self._config.device) - {"batch_invariant", "programmatic_launch"}  # drafts may vary
-        return Kernels(place.device, techniques=techniques, disabled=disabled)
 
     def close(self) -> None:
         """The start is over."""
@@ -237,14 +215,14 @@ class Worker:
         self._formats = (*self._formats, *self._memory.decide_copy())
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
-        if self._apart is not None and self._apart.elsewhere:
-            self._draft_places = places_elsewhere(self._setup, longest)
+        self._drafting.count_blocks(longest)
         with self._memory.explaining("weights"), self._lasting():
             groups: dict[str, Any] = {"group": self._group, "keys": self._keys, "experts": self._peers.experts}
             if self._shares_device:
                 groups["weights_on"] = torch.device("meta")
-            self._decoder = self._create_decoder(self._setup.spec, longest, kv=self._setup.kv, **groups)
-            self._draft, self._head = self._create_draft(longest), self._create_head(longest)
+            how: dict[str, Any] = {"kernels": self._kernels, "dtype": self._setup.dtype, "device": self._setup.device}
+            self._decoder = Decoder(self._setup.spec, max_model_len=longest, kv=self._setup.kv, **how, **groups)
+            self._drafting.create(self._decoder, longest)
         self._build_kernels(longest)
         self._stages.done("decoder")
         self._load(longest)
@@ -265,14 +243,10 @@ class Worker:
         with memory.explaining("rows", row_bytes(*sizes)):
             write = self._kernels.choose(WRITE_ROWS, Facts(torch.int32))
             self._rows = Rows(*sizes, setup.device, write, setup.share)
-        if self._draft_places is not None:
-            most = max(group.num_blocks for group in plan.groups)
-            fewer = None if self._draft_places >= most else self._draft_places
-            self._plan = plan = replace(plan, draft_blocks=fewer)
-        self._draft_places, self._draft_blocks = plan.draft_blocks, self._create_draft_blocks(plan)
+        self._plan = plan = self._drafting.allocate(plan, self._rows)
         with memory.explaining("KV blocks", plan.num_bytes), self._fleeting():
             kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
-            self._draft_kv = own = self._draft_caches(kv_caches)
+            self._drafting.caches = own = self._drafting.create_caches(kv_caches)
         self._kv_caches = kv_caches
         if self._adapters is not None and self._adapters.slots.layout.is_shared:
             self._adapters.slots.attach(kv_caches[0])
@@ -302,61 +276,18 @@ class Worker:
 
     # --- parts of prepare
 
-    @property
-    def _proposes(self) -> bool:
-        """What a later stage of a pipeline verifies, the first has proposed."""
-        return self._pipe is None or self._pipe.stage == 0
-
-    @property
-    def _apart(self) -> DraftPlace | None:
-        """Where a draft model computes that has a thread of its own."""
-        return None if self._setup.draft is None else self._setup.draft.place
-
-    @property
-    def _draft_device(self) -> torch.device:
-        return self._setup.device if self._apart is None else self._apart.device
-
-    def _create_decoder(self, spec: DecoderSpec, longest: int, **more: Any) -> Decoder:
-        """``more``: as Decoder has it."""
-        given = {"kernels": self._kernels, "dtype": self._setup.dtype, "device": self._setup.device, **more}
-        return Decoder(spec, max_model_len=longest, **given)
-
-    def _create_draft(self, longest: int) -> Decoder | None:
-        draft = self._setup.draft
-        if draft is None or draft.head is not None:
-            return None
-        draft.check_length(longest)
-        place = {"kernels": self._draft_kernels, "dtype": self._setup.draft_dtype, "device": self._draft_device}
-        return self._create_decoder(draft.spec, longest, drafts=True, **place)
-
-    def _create_head(self, longest: int) -> DraftHead | None:
-        """The target leaves its hidden states for it from now on, but where nothing is ever drafted."""
-        setup, device = self._setup, self._config.device
-        if setup.draft is None or setup.draft.head is None or not device.token_concatenation:
-            return None
-        head = setup.draft.head
-        out = torch.zeros(setup.most_tapped, head.tapped, dtype=setup.dtype, device=setup.device)
-        self._decoder.tap = Tap(out, head.taps)
-        return DraftHead(head, self._decoder, LayerContext(setup.dtype, setup.device, self._kernels), longest)
-
     def _load(self, longest: int) -> None:
         with self._memory.explaining("weights"):
             self._fill(self._decoder, self._source, self._setup.spec)
-            if self._draft is not None and self._setup.draft is not None:
-                self._fill(self._draft, self._setup.draft.source, self._setup.draft.spec)
-            if self._head is not None and self._setup.draft is not None:
-                self._fill_head(self._head, self._setup.draft.source)
+            self._drafting.load(self._fill)
         with (
             torch.inference_mode(),
             self._memory.explaining("weights"),
             self._lasting(),
             waiting("Packing weights for this device", "Packed weights"),
         ):
-            self._decoder.finish_loading()
-            if self._draft is not None:
-                self._draft.finish_loading()
-            if self._head is not None:
-                self._head.finish_loading()
+            for each in (self._decoder, *self._drafting.modules):
+                each.finish_loading()
             self._adapters = self._create_adapters()
         if self._memory.copies:
             self._copy_wide()
@@ -415,7 +346,7 @@ class Worker:
             self._formats = (*self._formats, Decision("kv_cache scales", "fp8", reason))
 
     def _dtype_of(self, decoder: Decoder) -> torch.dtype:
-        return self._setup.draft_dtype if decoder is self._draft else self._setup.dtype
+        return self._setup.draft_dtype if decoder is self._drafting.model else self._setup.dtype
 
     def _share(self, decoder: Decoder, source: ModelSource, fill: Callable[[], None]) -> None:
         if not self._config.model.share_weights or (self._cuda and decoder is not self._decoder):
@@ -457,12 +388,6 @@ class Worker:
         self._memory.share(sum(each.nbytes for each in decoder.parameters()), ours=not found)
         return found
 
-    def _fill_head(self, head: DraftHead, source: ModelSource) -> None:
-        if source.weights is WeightFormat.DUMMY:
-            loader.fill_dummy(head, self._config.model.seed)
-        else:
-            load_head(head, source, self._setup.dtype)
-
     def _build_kernels(self, longest: int) -> None:
         if self._ahead is None:
             return
@@ -491,8 +416,7 @@ class Worker:
 
     def _multiply(self, sizes: Sequence[int]) -> None:
         with self._memory.explaining("activations"):
-            here = self._draft if self._apart is None else None
-            for decoder in filter(None, (self._decoder, here, self._head)):
+            for decoder in (self._decoder, *self._drafting.beside):
                 warm_linears(decoder, self._setup.device, sizes, max_num_seqs=self._setup.most_verified)
         self._stages.done("matrix products")
 
@@ -501,7 +425,7 @@ class Worker:
     def _kinds_of_graphs(
         self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]
     ) -> Sequence[DecodeGraphs | PromptGraphs]:
-        return self._create_graphs(max_model_len, rows, kv_caches, self._draft_caches(kv_caches)).kinds
+        return self._create_graphs(max_model_len, rows, kv_caches, self._drafting.create_caches(kv_caches)).kinds
 
     def _create_graphs(
         self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor]
@@ -521,10 +445,9 @@ class Worker:
             "max_model_len": max_model_len,
             "max_logits_rows": config.scheduler.logits_rows,
         }
-        stages, draft = config.device.pipeline_parallel_size, None
+        stages = config.device.pipeline_parallel_size
         decode = DecodeGraphs(recorder, **most, stages=stages) if setup.spec.pooling is None else None
-        if setup.draft is not None and self._apart is None:
-            draft = self._create_draft_graphs(setup.draft, rows, own, most)
+        draft = self._drafting.create_graphs(rows, own, most)
         if not config.device.prompt_graphs or stages > 1 or setup.share is not None:
             return Graphs(decode, None, draft)
         token_bytes = sum(each[0].nbytes / size for each, size in zip(kv_caches, rows.block_sizes, strict=True))
@@ -538,39 +461,24 @@ class Worker:
         hidden = torch.empty((bounds.most_wanted, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
         return Graphs(decode, PromptGraphs(recorder, bounds, hidden), draft)
 
-    def _create_draft_graphs(
-        self, draft: DraftSetup, rows: Rows, own: Sequence[Tensor], most: dict[str, Any]
-    ) -> DecodeGraphs | None:
-        setup, drafter = self._setup, self._draft or self._head
-        if drafter is None:
-            return None
-        count, entry, ahead = min(setup.most_verified, MOST_DRAFTING), None, 0
-        if draft.head is not None:
-            shape, ahead = (buckets_up_to(count)[-1], draft.head.carried), AHEAD
-            entry = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
-        tables = draft_tables(rows, self._draft_blocks)
-        recorder = Recorder(drafter, self._kernels, rows, own, draft.groups, tables, entry, ahead)
-        return DecodeGraphs(recorder, **most | {"max_num_seqs": count, "built": False})
-
     def _create_runner(
         self, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor] | None = None, graphs: Graphs = _NO_GRAPHS
     ) -> ModelRunner:
+        own = self._drafting.create_caches(kv_caches) if own is None else own
         return ModelRunner(
             self._decoder,
             kv_caches,
             rows,
             self._kernels,
             max_logits_rows=self._config.scheduler.logits_rows,
-            padded=not self._config.device.token_concatenation,
+            padded=self._setup.padded,
             prune=self._prunes,
             pipe=self._pipe,
             clock=RealClock(),
             graphs=graphs.decode,
             prompt_graphs=graphs.prompts,
             arena=self._arena,
-            speculator=self._create_speculator(
-                rows, kv_caches, self._draft_caches(kv_caches) if own is None else own, graphs.draft
-            ),
+            speculator=self._drafting.create_speculator(rows, kv_caches, own, graphs.draft),
             adapters=self._adapters,
         )
 
@@ -581,79 +489,6 @@ class Worker:
         read = (pooling is not None and pooling.kind == "mean") or (tap is not None and not tap.layers)
         return self._config.device.last_layer_pruning and not read
 
-    def _draft_caches(self, kv_caches: Sequence[Tensor]) -> list[Tensor]:
-        """A draft model's own, with as many blocks as those of the target that they lie beside, if no bound is set."""
-        setup, draft = self._setup, self._setup.draft
-        if draft is None:
-            return []
-        bound = self._draft_places
-        counts = (kv_caches[at].shape[0] if bound is None else bound for at in draft.groups)
-        groups = (KVGroup(spec, count) for spec, count in zip(setup.draft_kv_specs, counts, strict=True))
-        found = [allocate_kv(group, setup.draft_dtype, self._draft_device) for group in groups]
-        if self._cuda and draft.head is not None:  # what was never written may be seen, and must not be NaN
-            for cache in found:
-                cache.zero_()
-        return found
-
-    def _create_draft_blocks(self, plan: KVPlan) -> tuple[DraftBlocks, ...]:
-        draft, places = self._setup.draft, plan.draft_blocks
-        if draft is None or places is None:
-            return ()
-        sizes = self._setup.block_sizes
-        return tuple(
-            DraftBlocks(
-                group,
-                plan.groups[group].num_blocks,
-                places,
-                self._rows.tables[group].to(self._draft_device),
-                sizes[group],
-            )
-            for group in draft.groups
-        )
-
-    def _create_speculator(
-        self, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor], graphs: DecodeGraphs | None
-    ) -> Speculator | None:
-        settings, draft = self._setup.speculative, self._setup.draft
-        if settings is None:
-            return None
-        if self._pipe is not None and self._pipe.stage:
-            return StagedSpeculator(rows, Proposer(), self._pipe)
-        mirror = rows if self._apart is None else self._mirror(rows, self._apart.device)
-        common = mirror, self._draft_kernels, self._config.scheduler.logits_rows, self._draft_blocks
-        if self._draft is not None and draft is not None:
-            parts = self._draft, own, draft.groups, *common, graphs
-            ahead = settings.tree is None and draft.place is not None
-            model = DraftModel(*parts, told=ahead) if settings.tree is None else TreeDrafts(*parts, topk=settings.tree)
-            if self._apart is None:
-                return self._speculating(rows, model, kv_caches)
-            size = min(self._setup.block_sizes[group] for group in draft.groups)
-            side = DraftSide(model, mirror, size, ahead=ahead and self._config.device.drafts_ahead)
-            most_tokens, threads = self._setup.tokens_a_step, self._apart.threads
-            return Speculator(rows, ApartDrafts(rows, side, threads=threads, most_tokens=most_tokens), kv_caches)
-        if draft is not None:
-            tap = self._decoder.tap
-            if self._head is None or tap is None:
-                return None
-            return Speculator(rows, HeadDrafter(self._head, tap, own[0], draft.groups[0], *common, graphs))
-        lookup = Lookup(
-            settings.prompt_lookup_min,
-            settings.prompt_lookup_max,
-            settings.suffix_tokens if settings.method == "suffix" else 0,
-        )
-        return self._speculating(rows, LookupProposer(rows, lookup), kv_caches)
-
-    def _speculating(self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor]) -> Speculator:
-        if self._pipe is None:
-            return Speculator(rows, proposer, kv_caches)
-        return StagedSpeculator(rows, proposer, self._pipe)
-
-    def _mirror(self, rows: Rows, device: torch.device) -> Rows:
-        """The draft's own of the target's ``rows``."""
-        write = self._draft_kernels.choose(WRITE_ROWS, Facts(torch.int32))
-        count, length = rows.token_ids.shape
-        return Rows(count, length, self._setup.spec.vocab_size, rows.block_sizes, device, write)
-
     def _create_executor(self, memory: dict[str, int]) -> Executor:
         setup = self._setup
         info = ExecutorInfo(
@@ -663,7 +498,7 @@ class Worker:
             kv_groups=self._plan.groups,
             device=_device_name(setup.device, setup.threads),
             memory=memory,
-            padded=not self._config.device.token_concatenation,
+            padded=self._setup.padded,
             start_seconds=self._stages.seconds,
             stages=1 if self._pipe is None else self._pipe.stages,
             max_drafts=setup.speculative.most if setup.speculative is not None else 0,
@@ -681,7 +516,7 @@ class Worker:
                 self._runner, info, restore=self._memory.restore, later=self._later_kernels(), **parts
             )
         if self._config.device.enable_sleep_mode:
-            parts["asleep"] = HostPages([*self._kv_caches, *self._draft_kv])
+            parts["asleep"] = HostPages([*self._kv_caches, *self._drafting.caches])
         return DeviceExecutor(self._runner, info, threads=setup.worker_threads, **parts)
 
     def _go_on(self) -> None:
@@ -705,10 +540,9 @@ class Worker:
 
     def _movable(self) -> list[list[Tensor]]:
         """Of each KV group what lies under a block's number: also a draft's, but where it has blocks of its own."""
-        found, draft = [[each] for each in self._kv_caches], self._setup.draft
-        if draft is not None and not self._draft_blocks and self._apart is None:
-            for group, cache in zip(draft.groups, self._draft_kv, strict=True):
-                found[group].append(cache)
+        found = [[each] for each in self._kv_caches]
+        for group, cache in self._drafting.shared_blocks:
+            found[group].append(cache)
         return found
 
     def _later_kernels(self) -> Behind | None:
@@ -727,18 +561,7 @@ class Worker:
         if self._ahead is not None:
             folder, problem = self._ahead.prepared
             yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
-        if self._setup.draft is not None:
-            yield draft_memory(
-                self._setup.draft.weight_bytes(self._setup.draft_dtype.itemsize),
-                self._setup.draft_state_bytes,
-                self._draft_kv,
-                self._plan.groups,
-                self._plan.draft_blocks,
-                self._draft_device.type if self._setup.beside is None else None,
-            )
-        if (settings := self._setup.speculative) is not None and settings.tree is not None:
-            said = f"{settings.most} tokens, {settings.tree} continuations of each"
-            yield Decision("draft tree", said, "the most probable; with penalties, biases or a grammar it is a chain")
+        yield from self._drafting.decisions(self._plan.groups)
         if self._adapters is not None:
             yield _adapter_decision(self._adapters.slots.layout, self._config.cache.unified_paging)
         yield from self._formats
