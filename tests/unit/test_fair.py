@@ -273,3 +273,12 @@ def test_of_many_who_came_once_only_those_above_the_floor_are_remembered() -> No
             ledger.step()
     assert policy.counter("b") < policy.counter("hog") == before > 100 * OUTPUT
     assert len(policy._counters) <= _KEPT + 2 * len(policy._live) + 1
+
+
+def test_who_is_here_and_who_was_last_are_remembered_below_the_floor_too() -> None:
+    """Forgotten, they would begin again at nothing and go before all others."""
+    policy = policy_of(fair_engine())
+    policy._live, policy._waiting, policy._last = {"waits": 1, "runs": 1}, {"waits": 1}, "last"
+    policy._counters = {"waits": 5.0, "runs": 4.0, "last": 3.0, "gone": 5.0, "above": 9.0}
+    policy._forget()
+    assert policy._counters == {"waits": 5.0, "runs": 4.0, "last": 3.0, "above": 9.0}
