@@ -787,8 +787,6 @@ def check_value(of: Field[Any], kind: FieldType, value: Any) -> None:
     if isinstance(value, int) and value.bit_length() > 63:  # frames between processes hold no more
         raise ConfigError(f"{of.name} is {value}; give a number of at most 63 bits.")
     choices, minimum, maximum = (of.metadata.get(bound) for bound in ("choices", "minimum", "maximum"))
-    if choices == ():
-        raise ConfigError(f"{of.name} is {value!r}, but nothing is supported there yet; leave it out.")
     if choices and value not in choices:
         raise ConfigError(f"{of.name} is {value!r}; give one of {', '.join(map(str, choices))}.")
     if (minimum is not None and not value >= minimum) or (maximum is not None and not value <= maximum):

@@ -195,7 +195,7 @@ def test_the_process_answers_as_the_engine_in_place_does() -> None:
         expected = llm.generate(prompts, params, use_tqdm=False)
 
     async def work(other: AsyncLLM) -> None:
-        assert other.info.max_model_len == 4000 and other.ready
+        assert other.info.max_model_len == 4000 and other.alive
         for prompt, whole in zip(prompts, expected, strict=True):
             seen = [output async for output in other.generate(prompt, params, request_id="mine")]
             assert seen[-1].outputs == whole.outputs and seen[-1].prompt_logprobs == whole.prompt_logprobs
@@ -351,7 +351,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_at_once() -> None:
                 async for _ in stream:
                     pass
         assert time.monotonic() - began < 5
-        assert not llm.alive and not llm.ready
+        assert not llm.alive
         with pytest.raises(EngineDead):
             llm.stream([1], SHORT)
         with pytest.raises(EngineDead):

@@ -50,9 +50,6 @@ class Forecast:
     def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
         return A_STEP + A_TOKEN * tokens
 
-    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        return A_STEP + A_TOKEN * tokens
-
 
 def price(plan: StepPlan) -> StepPrice:
     return StepPrice(A_STEP + A_TOKEN * plan.num_tokens, 0.005, 1.0, 1.0)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import socket
@@ -46,25 +45,18 @@ _IMPORTED = (
 
 def run(args: argparse.Namespace) -> int:
     facts = machine_facts(limits_of("localhost"), shape=f"{args.repeats} starts of each kind, median; page cache warm")
-    if not _has_server():
-        facts["server"] = "not measured: httptools is not installed"
     print_facts(facts)
     print()
     each = {
         "headrace --help": [help_seconds() for _ in range(max(5, args.repeats))],
         **_starts(args.flags, args.repeats),
+        **_by_name([served_start(args.flags) for _ in range(args.repeats)]),
     }
-    if _has_server():
-        each |= _by_name([served_start(args.flags) for _ in range(args.repeats)])
     figures = medians(each)
     print_figures({f"{name} (s)": value for name, value in figures.items()})
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "seconds": figures, "each": each})
     return 0
-
-
-def _has_server() -> bool:
-    return importlib.util.find_spec("httptools") is not None
 
 
 def _starts(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:

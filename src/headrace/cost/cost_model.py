@@ -310,11 +310,6 @@ class Forecast(Protocol):
         group."""
         ...
 
-    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves
-        included."""
-        ...
-
 
 class CostModel:
     """Computes the cost of steps of one model on one device.
@@ -416,12 +411,6 @@ class CostModel:
     def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
         """The floor of a step that is not planned yet, for the scheduler."""
         return self.estimate_load(StepLoad(tokens, sampled, tuple(pairs), tuple(keys))).floor_seconds
-
-    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        """Seconds of a step, for policies: ``rows`` sequences compute ``tokens`` tokens, which see ``attended`` keys in
-        all."""
-        seen = (float(attended),) * len(self.windows)
-        return self.estimate_load(StepLoad(tokens, rows, seen, seen)).seconds
 
     def load_of(self, plan: StepPlan, saved: tuple[float, ...] = ()) -> StepLoad:
         """``saved``: see StepLoad."""

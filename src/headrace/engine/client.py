@@ -72,10 +72,6 @@ class Stream:
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
     def __aiter__(self) -> Stream:
         return self
 
@@ -326,10 +322,6 @@ class AsyncLLM:
     @property
     def alive(self) -> bool:
         return self.ailment is None
-
-    @property
-    def ready(self) -> bool:
-        return self.alive and not self._closing
 
     async def stats(self) -> Json:
         """Gauges and counters of the engine: see EngineSocket."""

@@ -54,7 +54,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One that fits the model. ``num_bytes``: of its tensors on disk."""
+    """One that fits the model."""
 
     folder: Path
     factors: tuple[Factors, ...]
@@ -63,10 +63,6 @@ class Adapter:
     def rank(self) -> int:
         """The largest."""
         return max(each.rank for each in self.factors)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.a.num_bytes + each.b.num_bytes for each in self.factors)
 
 
 def read_adapter(folder: Path, spec: DecoderSpec, max_rank: int) -> Adapter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,13 +71,6 @@ class Histogram:
     @property
     def mean(self) -> float:
         return self.total / self.count if self.count else 0.0
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Histogram:
-        """Inverse of ``as_dict``."""
-        found = cls(plain["bounds"])
-        found.counts, found.total = list(plain["counts"]), plain["sum"]
-        return found
 
     def as_dict(self) -> dict[str, Any]:
         return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.total, "count": self.count}

@@ -76,9 +76,6 @@ class Forecast:
     def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
         return self._half * (1.0 + (tokens + sum(pairs) / len(pairs) / 10) / 16)
 
-    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        return self._half * (1.0 + (tokens + attended / 10) / 16)
-
 
 @dataclass(slots=True)
 class _Account:
