@@ -29,7 +29,7 @@ from headrace.errors import InvalidRequest
 from headrace.server.dialects.conversation import Mode, ToolChoice
 from headrace.server.forced import constrain
 from headrace.server.parsing import answer_format
-from headrace.server.parsing.formats import TOOL_FORMATS, Dialect
+from headrace.server.parsing.formats import TOOL_FORMATS, Formats
 from headrace.server.tools import functions_of
 from lab.__main__ import main
 from tests.support.outside import shared
@@ -169,7 +169,7 @@ def test_a_grammar_that_admits_what_the_model_says_changes_no_token(llm: LLM) ->
     own = greedy(llm, prompts, [None] * len(prompts))
     assert all(answer.text.startswith("<tool_call>") and answer.finish_reason == "stop" for answer in own)
     calls = constrain(
-        answer_format(Dialect(TOOL_FORMATS["hermes"]), "", functions_of(TOOLS)),
+        answer_format(Formats(TOOL_FORMATS["hermes"]), "", functions_of(TOOLS)),
         TOOLS,
         ToolChoice(Mode.REQUIRED),
         None,

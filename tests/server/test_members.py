@@ -18,7 +18,7 @@ import pytest
 from headrace.commands.serve_models import read_models
 from headrace.config import EngineConfig, ModelConfig, ServerConfig
 from headrace.errors import ConfigError, EngineDead, OutOfMemory, Unavailable
-from headrace.server.members.keeper import Keeper
+from headrace.server.members.manager import ModelManager
 from headrace.server.members.member import Member
 from tests.support.serving import PYTHON, Answer, Server, post_bytes, wait_for
 
@@ -299,7 +299,7 @@ class Engine:
         self._log.append(f"x{self._name}")
 
 
-def house(log: list[str], budget: int, **sizes: int) -> tuple[Keeper, dict[str, Member]]:
+def house(log: list[str], budget: int, **sizes: int) -> tuple[ModelManager, dict[str, Member]]:
     ended: list[Exception] = []
     members = {}
     for name in sizes:
@@ -309,21 +309,21 @@ def house(log: list[str], budget: int, **sizes: int) -> tuple[Keeper, dict[str, 
         service.attach = lambda engine, service=service: setattr(service.model, "found", engine)
         config: Any = SimpleNamespace(name=name, names=(name,), engine=EngineConfig())
         members[name] = Member(config, service)
-    return Keeper(list(members.values()), budget, lambda config: 0), members
+    return ModelManager(list(members.values()), budget, lambda config: 0), members
 
 
-async def loaded(log: list[str], keeper: Keeper, **sizes: int) -> None:
-    for member in keeper.members:
-        await keeper.load(member, lambda name=member.name: _made(Engine(log, name, sizes[name])))  # type: ignore[misc]
+async def loaded(log: list[str], manager: ModelManager, **sizes: int) -> None:
+    for member in manager.members:
+        await manager.load(member, lambda name=member.name: _made(Engine(log, name, sizes[name])))  # type: ignore[misc]
 
 
 def test_who_came_just_before_is_not_forgotten() -> None:
     async def play() -> None:
         log, sizes = list[str](), {"a": 4, "b": 4}
-        keeper, members = house(log, 4, **sizes)
-        await loaded(log, keeper, **sizes)
+        manager, members = house(log, 4, **sizes)
+        await loaded(log, manager, **sizes)
         members["b"].engine.num_streams = 1  # type: ignore[union-attr]  # it came before b was told to sleep
-        keeper.use(members["a"])
+        manager.use(members["a"])
         await asyncio.sleep(0.05)
         assert log == ["-a", "-b", "+a", "-a", "+b"]
 
@@ -337,15 +337,15 @@ async def _made(engine: Any) -> Any:
 def test_the_one_used_longest_ago_sleeps_and_turns_are_by_arrival() -> None:
     async def play() -> None:
         log, sizes = list[str](), {"a": 4, "b": 4, "c": 4}
-        keeper, members = house(log, 8, **sizes)
-        await loaded(log, keeper, **sizes)
+        manager, members = house(log, 8, **sizes)
+        await loaded(log, manager, **sizes)
         assert log == ["-a"]
         for each in ("b", "a", "c", "a", "b"):
-            keeper.use(members[each])
+            manager.use(members[each])
         await asyncio.sleep(0.1)
         assert log == ["-a", "-c", "+a"] and members["c"].condition == "asleep"
         members["b"].engine.num_streams = 1  # type: ignore[union-attr]
-        keeper.use(members["c"])
+        manager.use(members["c"])
         await asyncio.sleep(0.05)
         assert log[3:] == ["-a", "+c"]  # b was used before, but is busy
 
@@ -355,15 +355,15 @@ def test_the_one_used_longest_ago_sleeps_and_turns_are_by_arrival() -> None:
 def test_without_room_nothing_breaks() -> None:
     async def play() -> None:
         log, sizes = list[str](), {"a": 4, "b": 4}
-        keeper, members = house(log, 6, **sizes)
-        await loaded(log, keeper, **sizes)
+        manager, members = house(log, 6, **sizes)
+        await loaded(log, manager, **sizes)
         members["a"].engine.fails = [Unavailable("no memory"), EngineDead("gone")]  # type: ignore[union-attr]
         for _ in range(2):
-            keeper.use(members["a"])
+            manager.use(members["a"])
             await asyncio.sleep(0.05)
         assert [type(each) for each in members["a"].service.ended] == [Unavailable]  # type: ignore[attr-defined]
         assert members["a"].condition == "asleep" and "could not be woken" in str(members["a"].service.ended)  # type: ignore[attr-defined]
-        keeper.use(members["a"])
+        manager.use(members["a"])
         await asyncio.sleep(0.05)
         assert members["a"].condition == "awake" and log[-1] == "+a"
         more, others = house(log, 6, big=7)

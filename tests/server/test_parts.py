@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.server.dialects.messages import MessageAnswer
 from headrace.server.dialects.responses import ResponseAnswer
 from headrace.server.parsing import answer_format
-from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
+from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.wire import PromptState
 from tests.support.segments import SHAPE, answered
@@ -27,7 +27,7 @@ TEXT = (
 
 def parser() -> OutputParser | None:
     return answer_format(
-        Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), "", {"f": {}, "g": {}}
+        Formats(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), "", {"f": {}, "g": {}}
     ).create_parser()
 
 

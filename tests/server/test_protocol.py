@@ -156,10 +156,10 @@ def test_unknown_fields_are_refused_even_as_null(parse: Callable[..., Any]) -> N
 
 
 def test_stream_options_need_a_stream_and_known_names() -> None:
-    assert chat(stream=True, stream_options={"include_usage": True}).shape.include_usage
+    assert chat(stream=True, stream_options={"include_usage": True}).options.include_usage
     assert not chat(
         stream=True, stream_options={"include_usage": False, "include_obfuscation": False}
-    ).shape.include_usage
+    ).options.include_usage
     for fields in (
         {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"usage": True}},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import Unavailable
-from headrace.server.service import Rouser
+from headrace.server.service import WakeOnUse
 from tests.support.serving import SERVE, Answer, Server, post_bytes, serving, wait_for
 
 KEYS = ("--api-key", "one", "two", "--operator-key", "key1")
@@ -144,10 +144,10 @@ class Sleeper:
 def test_a_request_wakes_it_or_is_refused() -> None:
     async def use() -> None:
         engine: Any = Sleeper()
-        Rouser(engine, "wait")()
+        WakeOnUse(engine, "wait")()
         with pytest.raises(Unavailable, match="/wake_up"):
-            Rouser(engine, "refuse")()
-        rouse = Rouser(engine, "wake")
+            WakeOnUse(engine, "refuse")()
+        rouse = WakeOnUse(engine, "wake")
         for expected in (1, 2, 2):
             rouse()
             rouse()

@@ -23,7 +23,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server import connection, tls
 from headrace.server.connection import Acceptor
-from headrace.server.exposition import Page
+from headrace.server.exposition import CounterPage
 from headrace.server.tls import create_context
 from tests.support.certificates import MISSING, Pair, create_pair, trusting
 from tests.support.serving import SERVE, Answer, Server, events_of, serving
@@ -238,7 +238,7 @@ def test_who_never_finishes_the_handshake_keeps_nobody_out(pair: Pair, monkeypat
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
         page, context = (
-            Page(),
+            CounterPage(),
             create_context(ServerConfig(ssl_certfile=str(pair.certificate), ssl_keyfile=str(pair.key))),
         )
         acceptor = Acceptor(listener, Echo, page, [page], context)

@@ -11,9 +11,11 @@ from typing import Any
 from headrace.engine.output import RequestDelta
 from headrace.server.dialects.parts import PartsAnswer
 from headrace.server.parsing.segments import Segment
-from headrace.server.wire import Shape
+from headrace.server.wire import AnswerOptions
 
-SHAPE = Shape(model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
+SHAPE = AnswerOptions(
+    model="m", fingerprint="f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False
+)
 
 
 class Scripted:

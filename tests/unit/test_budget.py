@@ -21,11 +21,11 @@ from headrace.models.source import find_model
 from headrace.request import NO_EXPECTATIONS, Request, SamplingParams, TokenLogprobs
 from headrace.server.dialects.chat import ChatAnswer
 from headrace.server.dialects.completions import CompletionAnswer
-from headrace.server.generate import Asked
+from headrace.server.generate import ChatContext
 from headrace.server.limits import Budget, price, shortened
-from headrace.server.wire import PromptState, Shape, encode_list, encode_object, joined_lists
+from headrace.server.wire import AnswerOptions, PromptState, encode_list, encode_object, joined_lists
 
-PLAIN = Shape("m", "f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
+PLAIN = AnswerOptions("m", "f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
 SCORED = replace(PLAIN, logprobs=True, prompt_logprobs=True, token_ids=True)
 
 
@@ -48,7 +48,7 @@ def asked(tokens: int = 10, prompts: int = 1, **fields: Any) -> list[Request]:
     ],
 )
 def test_what_multiplies_is_priced_before_it_is_built_and_named(
-    requests: list[Request], shape: Shape, echo: list[int], field: str, words: str
+    requests: list[Request], shape: AnswerOptions, echo: list[int], field: str, words: str
 ) -> None:
     budget = Budget(64 << 20, 256 << 20, 1024)
     with pytest.raises(InvalidRequest, match="--max-answer-bytes") as caught:
@@ -137,7 +137,7 @@ def test_scores_of_a_prompt_are_written_once_for_all_choices() -> None:
 
 def test_no_piece_is_large() -> None:
     request: Any = None  # nothing of it is shown
-    answer = ChatAnswer(Asked(request, SCORED, PromptState(array("i", [1])), None, [None, None], ""))
+    answer = ChatAnswer(ChatContext(request, SCORED, PromptState(array("i", [1])), None, [None, None], ""))
     for choice in answer.choices:
         choice.logprobs, choice.token_ids = entries(5000), list(range(5000))
     pieces = list(answer.pieces())

@@ -42,7 +42,7 @@ def test_a_single_prompt_is_submitted_in_the_turn_that_parsed_it(
 
     monkeypatch.setattr(route, "Delivery", Delivery)
     monkeypatch.setattr(route, "CompletionAnswer", lambda *_, **__: None)
-    for name, value in (("shape_of", At()), ("encode_prompt", At()), ("prepare", At(prepared))):
+    for name, value in (("options_of", At()), ("encode_prompt", At()), ("prepare", At(prepared))):
         monkeypatch.setattr(route.generate, name, value)
     monkeypatch.setattr(route.generate, "priced", lambda service, found, *_: (found, None))
     handling: Any = completions(

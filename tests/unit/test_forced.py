@@ -25,7 +25,7 @@ from headrace.request import StructuredOutputs
 from headrace.server.dialects.conversation import Mode, ToolChoice
 from headrace.server.forced import constrain
 from headrace.server.parsing import AnswerFormat, answer_format
-from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
+from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.tools import functions_of
 
@@ -172,9 +172,9 @@ REQUIRED, NAMED = ToolChoice(Mode.REQUIRED), ToolChoice(Mode.NAMED, "get_weather
 def formed(
     tools: str | None, reasoning: str | None, choice: ToolChoice, *, prompt: str = "", offered: Any = TOOLS
 ) -> tuple[AnswerFormat, Any]:
-    dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
+    formats = Formats(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
     form, wanted = constrain(
-        answer_format(dialect, prompt, functions_of(offered), parallel=choice.parallel), offered, choice, None, SPECIAL
+        answer_format(formats, prompt, functions_of(offered), parallel=choice.parallel), offered, choice, None, SPECIAL
     )
     assert wanted is not None
     return form, wanted
@@ -274,7 +274,7 @@ ANSWERED = {
 def test_beside_a_format_there_is_a_call_or_an_answer_in_it(name: str) -> None:
     reasoning = REASONING_FORMATS.get(OWN_REASONING.get(name) or "qwen3")
     assert reasoning is not None
-    form = answer_format(Dialect(TOOL_FORMATS[name], reasoning), "", functions_of(TOOLS))
+    form = answer_format(Formats(TOOL_FORMATS[name], reasoning), "", functions_of(TOOLS))
     form, wanted = constrain(
         form, TOOLS, ToolChoice(), StructuredOutputs(json='{"type": "object", "maxProperties": 0}'), SPECIAL
     )
@@ -302,7 +302,7 @@ def test_beside_a_format_there_is_a_call_or_an_answer_in_it(name: str) -> None:
 
 def test_beside_a_format_values_that_cannot_be_held_are_any_text() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{"type": "object"}]}}}
-    form = answer_format(Dialect(TOOL_FORMATS["qwen3_coder"]), "", functions_of([tool]))
+    form = answer_format(Formats(TOOL_FORMATS["qwen3_coder"]), "", functions_of([tool]))
     form, wanted = constrain(form, [tool], ToolChoice(), StructuredOutputs(json_object=True), ())
     assert wanted is not None and form.tools is TOOL_FORMATS["qwen3_coder"]
     ids = ids_of("<tool_call>\n<function=f>\n<parameter=x>\nanything\n</parameter>\n</function>\n</tool_call>")
@@ -316,7 +316,7 @@ def test_what_cannot_be_called_beside_a_format_is_refused_by_name() -> None:
         ({"type": "array"}, "type object"),
     ):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        form = answer_format(Dialect(TOOL_FORMATS["pythonic"]), "", functions_of([tool]))
+        form = answer_format(Formats(TOOL_FORMATS["pythonic"]), "", functions_of([tool]))
         with pytest.raises(InvalidRequest, match=match) as caught:
             constrain(form, [tool], ToolChoice(), StructuredOutputs(json_object=True), ())
         assert (caught.value.param or "").startswith("tools")
@@ -335,7 +335,7 @@ def test_what_cannot_be_called_beside_a_format_is_refused_by_name() -> None:
 )
 def test_any_structure_may_follow_reasoning(fields: dict[str, Any]) -> None:
     form, wanted = constrain(
-        answer_format(Dialect(None, REASONING_FORMATS["qwen3"]), "", {}),
+        answer_format(Formats(None, REASONING_FORMATS["qwen3"]), "", {}),
         None,
         ToolChoice(),
         StructuredOutputs(**fields),
@@ -407,8 +407,11 @@ def test_arguments_are_an_object(name: str | None, choice: ToolChoice) -> None:
 
 def test_a_structure_without_reasoning_is_left_alone() -> None:
     wanted = StructuredOutputs(regex="a")
-    for dialect, prompt in ((Dialect(), ""), (Dialect(None, REASONING_FORMATS["qwen3"]), "<think>\n\n</think>\n\n")):
-        form, held = constrain(answer_format(dialect, prompt, {}), None, ToolChoice(), wanted, ())
+    for formats, prompt in (
+        (Formats(), ""),
+        (Formats(None, REASONING_FORMATS["qwen3"]), "<think>\n\n</think>\n\n"),
+    ):
+        form, held = constrain(answer_format(formats, prompt, {}), None, ToolChoice(), wanted, ())
         assert held is wanted and form.create_parser() is None
 
 

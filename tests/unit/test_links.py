@@ -20,7 +20,7 @@ from headrace.processes.child import Lives
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import SequenceOutput
 from headrace.server.connection import Acceptor
-from headrace.server.exposition import Counters, Page, ServerMetrics, Watch
+from headrace.server.exposition import CounterPage, Counters, ServerMetrics, Watch
 
 GUEST = 3
 
@@ -186,7 +186,7 @@ def test_places_are_those_of_all() -> None:
 
 
 def test_a_loop_that_turns_is_told_from_one_that_does_not() -> None:
-    page = Page()
+    page = CounterPage()
     watch = Watch(page, 3)
     assert [watch.hung() for _ in range(3)] == [False, False, True]
     page.ints[2] += 1
@@ -203,7 +203,7 @@ def test_connections_are_dealt_out_evenly(late: float) -> None:
             listener.listen(64)
             clients = [socket.create_connection(listener.getsockname()) for _ in range(24)]
             listener.setblocking(False)
-            pages, taken = [Page(), Page()], [0, 0]
+            pages, taken = [CounterPage(), CounterPage()], [0, 0]
 
             class Taken(asyncio.Protocol):
                 def __init__(self, place: int) -> None:

@@ -19,14 +19,14 @@ from headrace.config import ServerConfig
 from headrace.engine.template import ChatTemplate
 from headrace.errors import InvalidRequest
 from headrace.server.parsing import AnswerFormat, answer_format
-from headrace.server.parsing.choice import choose_dialect
+from headrace.server.parsing.choice import choose_formats
 from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
 from headrace.server.parsing.formats import (
     FORCED_ARGUMENTS,
     FORCED_CALLS,
     REASONING_FORMATS,
     TOOL_FORMATS,
-    Dialect,
+    Formats,
     Style,
 )
 from headrace.server.parsing.parser import OutputParser, create_call_id
@@ -140,8 +140,8 @@ def written(name: str) -> str:
 
 
 def make(tools: str | None, reasoning: str | None = None, *, prompt: str = "", single: bool = False) -> OutputParser:
-    dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
-    parser = answer_format(dialect, prompt, FUNCTIONS, parallel=not single).create_parser()
+    formats = Formats(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
+    parser = answer_format(formats, prompt, FUNCTIONS, parallel=not single).create_parser()
     assert parser is not None
     return parser
 
@@ -285,7 +285,7 @@ LONG = "x" * (MAX_HEAD + 50)
 def test_values_between_tags_are_of_the_types_that_the_tool_names(key: str, value: str, read: str) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter={key}>{value}</parameter>\n</function>\n</tool_call>"
     for pieces in ([text], text):
-        parser = answer_format(Dialect(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
+        parser = answer_format(Formats(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
         assert parser is not None
         found, reason = parse(parser, pieces)
         assert (arguments(found), reason, content(found)) == ({0: f'{{"{key}": {read}}}'}, "tool_calls", "")
@@ -293,7 +293,7 @@ def test_values_between_tags_are_of_the_types_that_the_tool_names(key: str, valu
 
 def test_a_list_that_is_none_leaves_its_call_incomplete() -> None:
     text = "<tool_call><function=f><parameter=list>[1, oops</parameter></function></tool_call>"
-    parser = answer_format(Dialect(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
+    parser = answer_format(Formats(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
     assert parser is not None
     found, reason = parse(parser, [text])
     assert not any(map(is_json, arguments(found).values())) and reason == "stop"
@@ -360,7 +360,7 @@ def test_reasoning_then_content_then_calls() -> None:
 def test_the_prompt_may_have_begun_or_ended_it() -> None:
     assert whole("hm\n</think>\n\nYes", None, "qwen3", prompt="…<think>\n")[0] == [Reasoning("hm"), Content("Yes")]
     assert (
-        answer_format(Dialect(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n", {}).create_parser()
+        answer_format(Formats(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n", {}).create_parser()
         is None
     )
     assert whole("a </think> b", None, "qwen3")[0] == [Content("a </think> b")]
@@ -370,8 +370,8 @@ def test_the_prompt_may_have_begun_or_ended_it() -> None:
 
 
 def test_nothing_to_take_apart_is_no_parser() -> None:
-    assert answer_format(Dialect(), "", FUNCTIONS).create_parser() is None
-    assert answer_format(Dialect(TOOL_FORMATS["hermes"], None), "", {}).create_parser() is None
+    assert answer_format(Formats(), "", FUNCTIONS).create_parser() is None
+    assert answer_format(Formats(TOOL_FORMATS["hermes"], None), "", {}).create_parser() is None
 
 
 # --- what is no call
@@ -705,15 +705,15 @@ def test_nothing_is_evaluated() -> None:
 
 
 def test_a_description_is_chosen_from_the_template() -> None:
-    dialect, decisions = choose_dialect('<tool_call> "arguments" {{ tools }} <think> </think>')
-    assert dialect == Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
+    formats, decisions = choose_formats('<tool_call> "arguments" {{ tools }} <think> </think>')
+    assert formats == Formats(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
     assert [(each.name, each.value) for each in decisions] == [
         ("tool_call_parser", "hermes"),
         ("reasoning_parser", "qwen3"),
     ]
-    assert choose_dialect("{{ messages }}") == (Dialect(), ())
-    assert choose_dialect("<tool_call> arguments <think></think>", "none", "none") == (Dialect(), ())
-    assert choose_dialect("", "mistral", "deepseek_r1")[0] == Dialect(
+    assert choose_formats("{{ messages }}") == (Formats(), ())
+    assert choose_formats("<tool_call> arguments <think></think>", "none", "none") == (Formats(), ())
+    assert choose_formats("", "mistral", "deepseek_r1")[0] == Formats(
         TOOL_FORMATS["mistral"], REASONING_FORMATS["deepseek_r1"]
     )
 
@@ -784,11 +784,11 @@ def test_what_real_templates_render_is_read_back(name: str) -> None:
     out is passed over."""
     render: Any = templated(name)
     try:
-        dialect, decisions = choose_dialect(render.source, render=render)
-        assert (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name) == OF_TEMPLATES[
+        formats, decisions = choose_formats(render.source, render=render)
+        assert (formats.tools and formats.tools.name, formats.reasoning and formats.reasoning.name) == OF_TEMPLATES[
             name
         ]
-        if dialect.tools is None:
+        if formats.tools is None:
             return
         assert (
             "Kimi" in name or "reads back" in decisions[0].reason
@@ -805,26 +805,26 @@ def test_what_real_templates_render_is_read_back(name: str) -> None:
                 text = render([user, said], OFFERED, False).rpartition("Hi, you")[2]
             except InvalidRequest:
                 continue
-            check_read_back(dialect, begun, text, list(calls))
+            check_read_back(formats, begun, text, list(calls))
     finally:
         render.close()
 
 
-def check_read_back(dialect: Dialect, begun: str, text: str, calls: list[tuple[str, Any]]) -> None:
+def check_read_back(formats: Formats, begun: str, text: str, calls: list[tuple[str, Any]]) -> None:
     answer = text[
         next((at for at, (one, other) in enumerate(zip(begun, text, strict=False)) if one != other), len(begun)) :
     ]
-    reasoned = "I muse." in answer and dialect.reasoning is not None
+    reasoned = "I muse." in answer and formats.reasoning is not None
     if reasoned:
-        assert dialect.reasoning is not None
-        answer = answer if dialect.reasoning.channels is not None else answer[answer.index("I muse.") :]
-        begun = begun if dialect.reasoning.channels is not None else dialect.reasoning.begin
-    elif dialect.tools is not None and not (dialect.tools.bare or dialect.tools.channels):
+        assert formats.reasoning is not None
+        answer = answer if formats.reasoning.channels is not None else answer[answer.index("I muse.") :]
+        begun = begun if formats.reasoning.channels is not None else formats.reasoning.begin
+    elif formats.tools is not None and not (formats.tools.bare or formats.tools.channels):
         answer, begun = text, ""
     functions = {"f": {name: (kind,) for name, kind in TYPES.items()}, "get_weather": {}}
 
     def parsed(step: int) -> tuple[list[Segment], str]:
-        parser = answer_format(dialect if reasoned else Dialect(dialect.tools, None), begun, functions).create_parser()
+        parser = answer_format(formats if reasoned else Formats(formats.tools, None), begun, functions).create_parser()
         assert parser is not None
         return parse(parser, [answer[at : at + step] for at in range(0, len(answer), step)])
 
@@ -859,15 +859,15 @@ def test_the_format_is_the_one_that_reads_a_rendered_call_back(name: str) -> Non
     source = TEMPLATE.replace("%%", "%").replace("%s", RENDERED[name]) + misleading
     template = ChatTemplate({"default": source}, {})
     try:
-        dialect, decisions = choose_dialect(
+        formats, decisions = choose_formats(
             source, render=lambda messages, tools, begins: template.render(messages, tools, begins, {})
         )
-        named, told = choose_dialect(
+        named, told = choose_formats(
             source, "hermes", render=lambda messages, tools, begins: template.render(messages, tools, begins, {})
         )
     finally:
         template.close()
-    assert (dialect.tools.name if dialect.tools is not None else "none") == name == decisions[0].value
+    assert (formats.tools.name if formats.tools is not None else "none") == name == decisions[0].value
     assert ("no known format reads" in decisions[0].reason) == (name == "none")
     assert named.tools is TOOL_FORMATS["hermes"] and "does not read back" in told[0].reason, (
         "who names one gets it, and is told"
@@ -876,9 +876,9 @@ def test_the_format_is_the_one_that_reads_a_rendered_call_back(name: str) -> Non
 
 def test_a_guess_that_does_not_read_back_is_kept_and_told() -> None:
     source = TEMPLATE.replace("%%", "%").replace("%s", RENDERED["none"]) + "{# <tool_call> arguments #}"
-    dialect, decisions = choose_dialect(source, render=lambda *_: "What is 6 times 7? CALL multiply WITH {}")
+    formats, decisions = choose_formats(source, render=lambda *_: "What is 6 times 7? CALL multiply WITH {}")
     assert (
-        dialect.tools is TOOL_FORMATS["hermes"]
+        formats.tools is TOOL_FORMATS["hermes"]
         and "though a call that it renders does not read back" in decisions[0].reason
     )
 
@@ -886,7 +886,7 @@ def test_a_guess_that_does_not_read_back_is_kept_and_told() -> None:
 def test_only_what_was_offered_is_called_where_nothing_else_is_allowed() -> None:
     text = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     for only, calls in ((False, 1), (True, 0)):
-        parser = answer_format(Dialect(TOOL_FORMATS["hermes"]), "", FUNCTIONS, only=only).create_parser()
+        parser = answer_format(Formats(TOOL_FORMATS["hermes"]), "", FUNCTIONS, only=only).create_parser()
         assert parser is not None
         found, _ = parse(parser, text)
         assert (len(arguments(found)), content(found)) == (calls, "" if calls else text)
@@ -920,6 +920,6 @@ def test_an_answer_that_is_cut_shows_no_half_markup(name: str) -> None:
 
 
 def test_a_name_that_two_formats_go_by_is_the_one_of_the_template() -> None:
-    assert choose_dialect("[TOOL_CALLS] [ARGS]", "mistral")[0].tools is TOOL_FORMATS["mistral_args"]
-    assert choose_dialect("[TOOL_CALLS]", "mistral")[0].tools is TOOL_FORMATS["mistral"]
-    assert choose_dialect("", "glm47", "step3p5")[0] == Dialect(TOOL_FORMATS["glm45"], REASONING_FORMATS["qwen3"])
+    assert choose_formats("[TOOL_CALLS] [ARGS]", "mistral")[0].tools is TOOL_FORMATS["mistral_args"]
+    assert choose_formats("[TOOL_CALLS]", "mistral")[0].tools is TOOL_FORMATS["mistral"]
+    assert choose_formats("", "glm47", "step3p5")[0] == Formats(TOOL_FORMATS["glm45"], REASONING_FORMATS["qwen3"])

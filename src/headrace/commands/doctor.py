@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
                 raise
             report["problem"] = error.message
         else:
-            report["decisions"] += examine_dialect(config)
+            report["decisions"] += examine_formats(config)
             report["shape"] = examine_shape(config, device, thorough=args.profile)
     print(json.dumps(report, indent=1, default=str) if args.json else render(report))
     return 1 if "problem" in report else 0
@@ -376,17 +376,17 @@ def _advice(
     return {"said": said, **asdict(advice), **found.pricing.facts(context)}
 
 
-def examine_dialect(config: EngineConfig) -> list[dict[str, Any]]:
+def examine_formats(config: EngineConfig) -> list[dict[str, Any]]:
     """How the model writes tool calls and reasoning, determined as a server would."""
     from headrace.engine.resolve import find_source
     from headrace.engine.tokenizer import load_tokenizer
-    from headrace.server.parsing.choice import dialect_of
+    from headrace.server.parsing.choice import formats_of
 
     tokenizer = load_tokenizer(find_source(config))
     if tokenizer is None:
         return []
     try:
-        return [asdict(decision) for decision in dialect_of(tokenizer)[1]]
+        return [asdict(decision) for decision in formats_of(tokenizer)[1]]
     finally:
         tokenizer.close()
 

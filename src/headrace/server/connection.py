@@ -31,7 +31,7 @@ import httptools
 
 from headrace.errors import HeadraceError, Unavailable
 from headrace.server.exchange import CLOSE, CONTINUE, PING, Exchange, head_of
-from headrace.server.exposition import Page
+from headrace.server.exposition import CounterPage
 from headrace.server.http_errors import HeadersTooLarge, HttpError, RequestTimeout
 from headrace.server.wire import encode, error_object
 
@@ -361,7 +361,7 @@ class Connection(asyncio.Protocol):
 class Connections:
     """Those of one front end."""
 
-    def __init__(self, limit: int, page: Page) -> None:
+    def __init__(self, limit: int, page: CounterPage) -> None:
         """``page``: where the number is to be read by others."""
         self.limit = limit
         self._page = page
@@ -458,8 +458,8 @@ class Acceptor:
         self,
         sock: socket.socket,
         create: Callable[[], asyncio.Protocol],
-        page: Page,
-        pages: Sequence[Page],
+        page: CounterPage,
+        pages: Sequence[CounterPage],
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._sock = sock

@@ -18,7 +18,7 @@ from headrace.errors import HeadraceError, Overloaded, PayloadTooLarge, Unauthor
 from headrace.request import RequestTimes
 from headrace.server.dialects.body import Body
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, MethodNotAllowed, RequestTimeout
-from headrace.server.wire import ErrorShape, encode
+from headrace.server.wire import ErrorFormat, encode
 
 if TYPE_CHECKING:
     from headrace.server.connection import Connection
@@ -59,7 +59,7 @@ class Exchange:
         self.request_id = self._client_request_id() or uuid.uuid4().hex
         self.route = "-"  # the matched route's template: what logs and metrics show
         self.body: type[Body] | None = None  # of the matched route
-        self.errors = ErrorShape()  # the matched route's, or of the answer that has begun
+        self.errors = ErrorFormat()  # the matched route's, or of the answer that has begun
         self.cors: Headers = ()  # of every answer, for a page of another site
         self.status: int | None = None
         self.finished = False  # nothing more is to be written
@@ -295,7 +295,7 @@ async def fail_stream(exchange: Exchange, error: HeadraceError) -> None:
     exchange.finished = True
 
 
-class Pulse:
+class StreamPings:
     """Beats for every open stream."""
 
     def __init__(self) -> None:

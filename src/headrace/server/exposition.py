@@ -42,7 +42,7 @@ def _cell(place: int) -> Any:
     return property(lambda page: page.ints[place], lambda page, value: page.ints.__setitem__(place, value))
 
 
-class Page:
+class CounterPage:
     """One front end's numbers: 64-bit integers and floats, zero at first."""
 
     live: int = _cell(0)  # places of the queue that its requests hold
@@ -89,8 +89,8 @@ class Counters:
 
     def __init__(self, memory: memoryview, count: int, fd: int = -1) -> None:
         self.fd = fd
-        self.pages: Sequence[Page] = [
-            Page(memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]) for number in range(count)
+        self.pages: Sequence[CounterPage] = [
+            CounterPage(memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]) for number in range(count)
         ]
 
     @classmethod
@@ -113,7 +113,7 @@ class Counters:
     def held_by(self, cell: int) -> int:
         return sum(page.held[cell] for page in self.pages)
 
-    def try_hold(self, page: Page, count: int, limit: int, cell: int | None = None) -> bool:
+    def try_hold(self, page: CounterPage, count: int, limit: int, cell: int | None = None) -> bool:
         """Takes ``count`` places for ``page``. They are taken first and counted then: two at once may both be refused,
         never let in.
 
@@ -129,7 +129,7 @@ class Counters:
         self.give_back(page, count, cell)
         return False
 
-    def give_back(self, page: Page, count: int, cell: int | None = None) -> None:
+    def give_back(self, page: CounterPage, count: int, cell: int | None = None) -> None:
         page.live -= count
         if cell is not None:
             page.held[cell] -= count
@@ -144,7 +144,7 @@ class Watch:
     """Tells that an event loop does not turn: ``looks`` at its page in a row saw no change. (Looks, not seconds:
     whoever was stopped together with it has seen nothing.)"""
 
-    def __init__(self, page: Page, looks: int) -> None:
+    def __init__(self, page: CounterPage, looks: int) -> None:
         self._page = page
         self._limit = looks
         self._looks, self._seen = 0, page.turns
@@ -196,7 +196,7 @@ class SharedHistogram(Histogram):
 
     __slots__ = ("_sum",)
 
-    def __init__(self, bounds: Sequence[float], page: Page) -> None:
+    def __init__(self, bounds: Sequence[float], page: CounterPage) -> None:
         # what is on the page stays: another may have counted before
         self.bounds = tuple(bounds)
         self.counts = page.take_ints(len(self.bounds) + 1)  # type: ignore[assignment]
@@ -214,7 +214,7 @@ class SharedHistogram(Histogram):
 class Counts(Mapping[Key, int]):
     """Counters by a fixed set of keys, on a page. A key that is given twice has one."""
 
-    def __init__(self, keys: Iterable[Key], page: Page) -> None:
+    def __init__(self, keys: Iterable[Key], page: CounterPage) -> None:
         self._places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         self._cells = page.take_ints(len(self._places))
 
@@ -234,8 +234,8 @@ class Counts(Mapping[Key, int]):
 class ServerMetrics:
     """What one front end counts, on its page. ``routes`` are the templates of the route table."""
 
-    def __init__(self, routes: Iterable[str], page: Page | None = None) -> None:
-        page = page or Page()
+    def __init__(self, routes: Iterable[str], page: CounterPage | None = None) -> None:
+        page = page or CounterPage()
         self._routes = tuple(dict.fromkeys(routes))
         bounds = {name: TABLE.buckets[metric.buckets] for name, metric in TABLE.served.items() if metric.buckets}
         self.histograms = {name: SharedHistogram(each, page) for name, each in {**bounds, FINE: FINE_BUCKETS}.items()}
@@ -244,9 +244,9 @@ class ServerMetrics:
         self._route_seconds = {route: page.take_float() for route in self._routes}
         self.answers = Counts([(route, status) for route in (*self._routes, "-") for status in _STATUS_CLASSES], page)
 
-    def summed(self, pages: Sequence[Page]) -> ServerMetrics:
+    def summed(self, pages: Sequence[CounterPage]) -> ServerMetrics:
         """What all front ends have counted so far."""
-        total = Page()
+        total = CounterPage()
         total.ints[:] = array("q", map(sum, zip(*(page.ints for page in pages), strict=True)))
         total.floats[:] = array("d", map(sum, zip(*(page.floats for page in pages), strict=True)))
         return ServerMetrics(self._routes, total)

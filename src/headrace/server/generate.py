@@ -30,7 +30,7 @@ from headrace.server.dialects.body import (
 from headrace.server.dialects.conversation import text_of
 from headrace.server.exchange import EventStream, Exchange
 from headrace.server.exposition import FINE
-from headrace.server.inflight import Job, explained
+from headrace.server.inflight import TrackedRequest, explained
 from headrace.server.limits import (
     INLINE_BYTES,
     SCORE_BYTES,
@@ -45,7 +45,7 @@ from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import DeltaStream, EngineStream, Service
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.tools import offered_schemas
-from headrace.server.wire import Answer, PromptState, Shape, encode, with_usage
+from headrace.server.wire import Answer, AnswerOptions, PromptState, encode, with_usage
 
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer
@@ -59,12 +59,12 @@ Schemas = Sequence[tuple[str, str]]  # where each stands in the request, and the
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[Chatting]):
+class ChatContext(Generic[Chatting]):
     """What the answer to a conversation is made from. ``parsers``: one a choice; None where all of its text is
     content."""
 
     request: Chatting
-    shape: Shape
+    options: AnswerOptions
     prompt: PromptState
     tokenizer: Tokenizer | None
     parsers: Sequence[OutputParser | None]
@@ -75,7 +75,7 @@ async def converse(
     service: Service,
     exchange: Exchange,
     parse: Callable[[Given, Given], Chatting],
-    create_answer: Callable[[Asked[Chatting]], Answer],
+    create_answer: Callable[[ChatContext[Chatting]], Answer],
     param: str = "messages",
     complete: Callable[[Chatting], Awaitable[Chatting]] | None = None,
 ) -> None:
@@ -85,7 +85,7 @@ async def converse(
     """
     engine = service.model.engine
     request = await service.limits.bodies.read(exchange, lambda raw: parse(raw, service.model.defaults))
-    shape = await shape_of(service, request)
+    options = await options_of(service, request)
     exchange.watch_disconnect()
     with service.limits.admit(exchange, 1, request.body.user_name):
         request = request if complete is None else await complete(request)
@@ -98,9 +98,9 @@ async def converse(
         params = params if parsers[0] is None else service.model.parsed_params(params)
         prepared = await prepare(service, exchange, request, param, parsed, params, tools)
         echoed = text_of(conversation.messages[-1]["content"]) if request.echo else ""
-        [prepared], cost = priced(service, [prepared], shape, request.body, [echoed])
+        [prepared], cost = priced(service, [prepared], options, request.body, [echoed])
         prompt = PromptState(prepared.prompt_token_ids)
-        answer = create_answer(Asked(request, shape, prompt, engine.tokenizer, parsers, echoed))
+        answer = create_answer(ChatContext(request, options, prompt, engine.tokenizer, parsers, echoed))
         bound = await _bound(service, format, request, prepared.params)
         stream, grammar_name = request.body.stream, _grammar_name(request)
         del request, conversation, parsed  # their texts may be large, and the answer may take long
@@ -239,23 +239,23 @@ async def _blame_tool(service: Service, tools: Schemas, error: InvalidRequest, t
 
 
 def priced(
-    service: Service, prepared: list[Request], shape: Shape, body: GeneratingBody, echoed: Sequence[str]
+    service: Service, prepared: list[Request], options: AnswerOptions, body: GeneratingBody, echoed: Sequence[str]
 ) -> tuple[list[Request], Price]:
     """What the answer costs at most; shorter, where nobody has said how long it may be. Raises InvalidRequest where it
     is too much."""
     echo = [len(text) if text.isascii() else 6 * len(text) for text in echoed]  # in JSON, at most about
-    cost = price(prepared, shape, stream=body.stream, echo=echo)
+    cost = price(prepared, options, stream=body.stream, echo=echo)
     if body.limit_name is None:
         prepared = shortened(prepared, cost, service.limits.budget.each)
-        cost = replace(price(prepared, shape, stream=body.stream, echo=echo), scores=0)  # they count as they come
+        cost = replace(price(prepared, options, stream=body.stream, echo=echo), scores=0)  # they count as they come
     service.limits.budget.check(cost)
     return prepared, cost
 
 
-async def shape_of(service: Service, request: GenerationRequest[Any]) -> Shape:
+async def options_of(service: Service, request: GenerationRequest[Any]) -> AnswerOptions:
     """Raises NotFound for a model that is not served, or does not generate."""
     service.model.check_task("generate")
-    return await service.model.named(request.shape, request.body.model)
+    return await service.model.named(request.options, request.body.model)
 
 
 # --- answers
@@ -280,7 +280,7 @@ class Delivery:
         self._n = requests[0].params.n
         self._last = [0.0] * len(answer.choices)  # when each choice grew
         self._started = False
-        self._job: Job
+        self._job: TrackedRequest
 
     async def run(self, cost: Price) -> None:
         reserved = self._service.limits.budget.reserve(cost.reserved)
@@ -337,11 +337,11 @@ class Delivery:
     async def _stream(self, merged: Merged) -> None:
         """What comes before the first token leaves with it, unless it is much."""
         answer, events = self._answer, EventStream(self._exchange)
-        forget = self._service.observed.pulse.add(events)
+        forget = self._service.observed.pings.add(events)
         event, seen, begun = answer.event, self._seen, False
 
         async def write(text: str) -> str:
-            await events.write(with_usage(text, answer.usage()) if answer.shape.continuous_usage else text)
+            await events.write(with_usage(text, answer.usage()) if answer.options.continuous_usage else text)
             if len(text) > _EVENT_BYTES:
                 await asyncio.sleep(0)
             return ""

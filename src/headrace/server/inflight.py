@@ -37,7 +37,7 @@ SENTENCES: dict[str, dict[str, str]] = tomllib.loads(
 
 
 @dataclass(slots=True)
-class Job:
+class TrackedRequest:
     """One request. ``streams`` are the engine's, one a prompt, each with n choices; ``ids`` are ours, never the
     client's."""
 
@@ -115,18 +115,20 @@ class Inflight:
     """Requests by our own ids. Those that run are bounded by the queue, those that have ended by MAX_ENDED."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
-        self._ended: list[Job] = []  # oldest first
+        self._jobs: dict[str, TrackedRequest] = {}
+        self._ended: list[TrackedRequest] = []  # oldest first
 
     @contextlib.contextmanager
     def follow(
         self, exchange: Exchange, answer: Answer, streams: Sequence[Any], requests: Sequence[Request]
-    ) -> Iterator[Job]:
+    ) -> Iterator[TrackedRequest]:
         """Known from now on; ended when the block is left."""
         ids = (answer.id,) if exchange.client_named else (answer.id, exchange.request_id)
         count, first = sum(len(request.prompt_token_ids) for request in requests), requests[0]
         held, explain = first.params.structured_outputs is not None, first.explain
-        job = Job(ids, exchange.tenant, exchange.route, answer.prompts, answer.choices, streams, count, held, explain)
+        job = TrackedRequest(
+            ids, exchange.tenant, exchange.route, answer.prompts, answer.choices, streams, count, held, explain
+        )
         job.client_request_id = exchange.request_id if exchange.client_named else None
         self._jobs.update(dict.fromkeys(ids, job))
         try:
@@ -139,12 +141,12 @@ class Inflight:
                     self._jobs.pop(name, None)
             del self._ended[:-MAX_ENDED]
 
-    def find(self, name: str, tenant: str) -> Job | None:
+    def find(self, name: str, tenant: str) -> TrackedRequest | None:
         """None for an unknown one, and alike for somebody else's."""
         job = self._jobs.get(name)
         return job if job is not None and job.tenant == tenant else None
 
-    def running(self, tenant: str) -> list[Job]:
+    def running(self, tenant: str) -> list[TrackedRequest]:
         """Those of one tenant that have not ended, oldest first."""
         return [
             job for name, job in self._jobs.items() if name == job.ids[0] and job.tenant == tenant and job.ended is None
@@ -201,7 +203,7 @@ async def standing(service: Service, name: str, tenant: str) -> Json | None:
     return {**_head(job), **_standing(job, [state for state in states if state is not None])}
 
 
-async def explained(service: Service, job: Job) -> Json | None:
+async def explained(service: Service, job: TrackedRequest) -> Json | None:
     """Where a request's time went, if it asked. An answer that ended at a stop string does not bring its steps: the
     engine knows them."""
     if not job.explain:
@@ -222,7 +224,7 @@ async def _ask(service: Service, streams: Sequence[Any], what: str) -> list[Give
     return []
 
 
-def _head(job: Job) -> Json:
+def _head(job: TrackedRequest) -> Json:
     reasons = [choice.finish_reason for choice in job.choices]
     return {
         "id": job.ids[0],
@@ -238,7 +240,7 @@ def _head(job: Job) -> Json:
     }
 
 
-def _standing(job: Job, states: list[Given]) -> Json:
+def _standing(job: TrackedRequest, states: list[Given]) -> Json:
     """Of several prompts the first that waits stands for all."""
     waiting = [state for state in states if not state["running"]]
     if not states:

@@ -196,7 +196,7 @@ class Lifecycle:
             tls = create_context(service.config)
             acceptor = Acceptor(self.sock, partial(Connection, app.answer, connections), page, pages, tls)
             acceptor.start()
-            watched = [each for own in self.services for each in (own.observed.pulse.run(), own.observed.shared.run())]
+            watched = [each for own in self.services for each in (own.observed.pings.run(), own.observed.shared.run())]
             forever = (*watched, page.stamp(), follow_files(tls, service.config))
             beside = [asyncio.create_task(each) for each in forever]
             try:
@@ -215,7 +215,7 @@ class Lifecycle:
             return 0
         try:
             if engine.tokenizer is not None:
-                await asyncio.to_thread(self.service.model.learn_dialect, engine.tokenizer)
+                await asyncio.to_thread(self.service.model.learn_formats, engine.tokenizer)
             self.service.attach(engine)
             self.ready(engine)
             stopped = await asyncio.create_task(watch_engine(engine, self.signals.came))

@@ -47,7 +47,7 @@ from headrace.server.dialects.body import Body
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CELLS
 from headrace.server.http_errors import Forbidden, HttpError, RequestTimeout, UnsupportedMediaType
-from headrace.server.wire import Shape, decode_object
+from headrace.server.wire import AnswerOptions, decode_object
 
 Headers = Sequence[tuple[bytes, bytes]]
 Answered = tuple[tuple[bytes, bytes], ...]
@@ -344,22 +344,22 @@ def fields_bytes(params: SamplingParams) -> int:
     return _HOLDERS * (ids + _ENTRY_BYTES * (len(params.logit_bias or ()) + len(params.stop_token_ids)))
 
 
-def price(requests: Sequence[Request], shape: Shape, *, stream: bool, echo: Sequence[int]) -> Price:
+def price(requests: Sequence[Request], options: AnswerOptions, *, stream: bool, echo: Sequence[int]) -> Price:
     """``echo``: bytes of each prompt's text where it is shown, else 0. Streams leave token by token, and cost what
     comes before that."""
     params = requests[0].params
     lengths = [len(each.prompt_token_ids) for each in requests]
-    scored = scores_at(params.prompt_logprobs) if shape.prompt_logprobs and not stream else 0
+    scored = scores_at(params.prompt_logprobs) if options.prompt_logprobs and not stream else 0
     echoed_scores = scores_at(params.logprobs) if any(echo) and not stream else 0
     parts = {
         "prompt_logprobs": (scored + echoed_scores) * sum(lengths),
         "echo": sum(echo),
-        "return_token_ids": TOKEN_BYTES * sum(lengths) if shape.token_ids else 0,
+        "return_token_ids": TOKEN_BYTES * sum(lengths) if options.token_ids else 0,
     }
     fixed = params.n * sum(parts.values())
     most = 0 if stream else len(requests) * params.n * (params.max_tokens or 0)
     scores = most * scores_at(params.logprobs)
-    tokens = most * TOKEN_BYTES * (2 if shape.token_ids else 1) + scores
+    tokens = most * TOKEN_BYTES * (2 if options.token_ids else 1) + scores
     return Price(
         fixed, tokens, scores, len(requests) * fields_bytes(params), _why(parts, fixed, tokens, scores, requests)
     )

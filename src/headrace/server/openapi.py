@@ -24,7 +24,7 @@ from headrace.server.dialects.body import NUMBERS, TOLD, Body
 from headrace.server.dialects.messages import AnthropicErrors
 from headrace.server.exchange import Exchange
 from headrace.server.service import Service
-from headrace.server.wire import ErrorShape
+from headrace.server.wire import ErrorFormat
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 
@@ -45,7 +45,7 @@ class Route:
     body: type[Body] | None = None
     answer: type | None = dict
     content_types: tuple[str, ...] = ("application/json",)
-    errors: ErrorShape = field(default_factory=ErrorShape)
+    errors: ErrorFormat = field(default_factory=ErrorFormat)
     query: type[Struct] | None = None
 
 

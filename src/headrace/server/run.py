@@ -87,7 +87,7 @@ def run_members(
 
 
 @contextlib.contextmanager
-def _begun(engine_config: EngineConfig, config: ServerConfig, version: str, began: float | None) -> Iterator[_Life]:
+def _begun(engine_config: EngineConfig, config: ServerConfig, version: str, began: float | None) -> Iterator[_Startup]:
     guard = Guard(config)
     create_context(config)  # files that cannot be used are found out before anything starts
     check_operators(config)
@@ -96,7 +96,7 @@ def _begun(engine_config: EngineConfig, config: ServerConfig, version: str, bega
     logs.configure(config.log_format)
     sock = bind(config)
     try:
-        yield _Life(engine_config, config, version, guard, sock, time.time() if began is None else began)
+        yield _Startup(engine_config, config, version, guard, sock, time.time() if began is None else began)
     finally:
         sock.close()
         if config.uds is not None:
@@ -118,7 +118,7 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Life:
+class _Startup:
     """A server from its socket to its end. ``began``: on time.time()."""
 
     engine_config: EngineConfig
@@ -137,7 +137,7 @@ class _Life:
         began = itertools.chain([self.began], iter(time.time, None))  # of each life
 
         def begin() -> FrontEnds:
-            greeting = _Greeting(self, next(began))
+            greeting = _StartupLines(self, next(began))
             launch = Launch(
                 self.engine_config, self.config, self.version, self.guard.secret, created=int(time.time()), listener=self.sock.fileno(),
                 counters=counters.fd, parent=os.getpid(), log_level=logging.getLevelName(logging.getLogger("headrace").level),
@@ -158,15 +158,15 @@ class _Life:
             faults.append(asyncio.ensure_future(warn_of_template(engine, greeting.say)))
 
         async with moderating(self.config, self.engine_config.model.model) as service.moderator:
-            greeting = _Greeting(self, self.began)  # once all that is known to be wrong has been said
+            greeting = _StartupLines(self, self.began)  # once all that is known to be wrong has been said
             return await Lifecycle(service, self.guard, self.sock, create_engine, greeting.say, ready).run()
 
     async def serve_members(self, config: MembersConfig, start: StartEngine) -> int:
-        house = Service(self.config, self.version, [route.path for route in ROUTES])
-        members = create_members(config, house)
+        shared = Service(self.config, self.version, [route.path for route in ROUTES])
+        members = create_members(config, shared)
         for one in config.members:
             await _check_template(one.engine.model.chat_template)
-        greeting = _Greeting(self, self.began, ", ".join(each.name for each in members))
+        greeting = _StartupLines(self, self.began, ", ".join(each.name for each in members))
 
         def ready() -> None:
             greeting.ready([f"  {each.name}: {each.summary}" for each in members])
@@ -175,14 +175,14 @@ class _Life:
             for each in members:
                 each.service.moderator = moderator
             return await MembersLife(
-                house, members, config.budget, self.guard, self.sock, greeting.say, ready, start
+                shared, members, config.budget, self.guard, self.sock, greeting.say, ready, start
             ).run()
 
 
-class _Greeting:
+class _StartupLines:
     """What a start says to the person who started it."""
 
-    def __init__(self, life: _Life, began: float, loads: str | None = None) -> None:
+    def __init__(self, life: _Startup, began: float, loads: str | None = None) -> None:
         self.say = tell if life.config.log_format == "json" else say
         self._began = began
         self._address = address_of(life.sock, "https" if life.config.ssl_certfile else "http")

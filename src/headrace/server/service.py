@@ -30,8 +30,8 @@ from headrace.processes.garbage import freeze_start
 from headrace.request import Given, Request, SamplingParams, StructuredOutputs
 from headrace.server.dialects.body import Conversation, GeneratingBody, read_query
 from headrace.server.dialects.conversation import text_of
-from headrace.server.exchange import Exchange, Pulse
-from headrace.server.exposition import Counters, Page, ServerMetrics, most_places
+from headrace.server.exchange import Exchange, StreamPings
+from headrace.server.exposition import CounterPage, Counters, ServerMetrics, most_places
 from headrace.server.forced import constrain
 from headrace.server.frontends.link import Peers
 from headrace.server.http_errors import Forbidden
@@ -39,11 +39,11 @@ from headrace.server.inflight import Inflight
 from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads, cell_of, sees_all, tenant_of
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import PLAIN, AnswerFormat, answer_format
-from headrace.server.parsing.choice import dialect_of
-from headrace.server.parsing.formats import Dialect, ReasoningFormat
+from headrace.server.parsing.choice import formats_of
+from headrace.server.parsing.formats import Formats, ReasoningFormat
 from headrace.server.stored import StoredResponses
 from headrace.server.tools import functions_of
-from headrace.server.wire import Shape
+from headrace.server.wire import AnswerOptions
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
@@ -93,7 +93,7 @@ def check_operator(config: ServerConfig, exchange: Exchange) -> None:
         raise Forbidden("This is for operators; ask with a key that --operator-key names.", code="operators_only")
 
 
-class Rouser:
+class WakeOnUse:
     """Called with each request that is submitted. One that comes to a model that sleeps waits in its engine, unless
     ``when_asleep`` says otherwise."""
 
@@ -152,7 +152,7 @@ class Model:
         self.state = State.LOADING
         self.fingerprint = f"headrace-{version}"
         self.decisions: tuple[Decision, ...] = ()  # choices of the server's own
-        self._dialect = Dialect()
+        self._formats = Formats()
         self._special_markers: frozenset[str] = frozenset()
         self._closing: str | None = None  # of reasoning, once somebody has asked
         self.found: AsyncLLM | None = None  # the engine, whatever its state; None while it loads
@@ -166,33 +166,33 @@ class Model:
             engine.tokenizer.warm_up()
         self.state = State.READY
 
-    def learn_dialect(self, tokenizer: Tokenizer) -> None:
+    def learn_formats(self, tokenizer: Tokenizer) -> None:
         """How the model writes calls and reasoning. Renders its template: not for an event loop."""
-        self._dialect, self.decisions = dialect_of(
+        self._formats, self.decisions = formats_of(
             tokenizer, self._config.tool_call_parser, self._config.reasoning_parser
         )
-        self._special_markers = frozenset(filter(tokenizer.is_special, self._dialect.names))
+        self._special_markers = frozenset(filter(tokenizer.is_special, self._formats.names))
 
     def answer_format(
         self, prompt: str, conversation: Conversation, wanted: StructuredOutputs | None
     ) -> tuple[AnswerFormat, StructuredOutputs | None]:
         """What answers are made of, and what they are held to. ``prompt``: its end. Raises InvalidRequest."""
         tools, choice = conversation.tools, conversation.choice
-        asked, reasoning = wanted is not None or choice.forced or choice.customs, self._dialect.reasoning
+        asked, reasoning = wanted is not None or choice.forced or choice.customs, self._formats.reasoning
         if not (asked or tools or reasoning):
             return PLAIN, None
         if conversation.continue_final_message and reasoning is not None:  # a text outside of reasoning is past it
             said = text_of(conversation.messages[-1]["content"])
             prompt = max((reasoning.end, reasoning.begin), key=said.rfind)
         format = answer_format(
-            self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only
+            self._formats, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only
         )
         return constrain(format, tools, choice, wanted, self._special_markers) if asked else (format, None)
 
     @property
     def reasons(self) -> bool:
         """How its model reasons is known, if it does."""
-        return self._dialect.reasoning is not None
+        return self._formats.reasoning is not None
 
     async def closing(self, reasoning: ReasoningFormat) -> str:
         """What the family writes from the end of its reasoning to the answer: as its template shows it, or lines."""
@@ -283,16 +283,18 @@ class Model:
         if self._may_be_adapter(name) and not self.any_engine.has_adapter(name):
             await self.any_engine.adapters()
 
-    async def named(self, shape: Shape, name: str | None) -> Shape:
+    async def named(self, options: AnswerOptions, name: str | None) -> AnswerOptions:
         """With the model that is asked for. Raises NotFound."""
         await self.learn(name)
-        return replace(shape, model=self.check_model(name), fingerprint=self.fingerprint)
+        return replace(options, model=self.check_model(name), fingerprint=self.fingerprint)
 
 
 class Limits:
     """What all requests together may take of this front end, and of the queue, which is everybody's."""
 
-    def __init__(self, config: ServerConfig, counters: Counters, page: Page, ignored: IgnoredFields | None) -> None:
+    def __init__(
+        self, config: ServerConfig, counters: Counters, page: CounterPage, ignored: IgnoredFields | None
+    ) -> None:
         self._config = config
         self.counters = counters
         self.page = page
@@ -345,13 +347,13 @@ class Observed:
     """What is counted and told of requests. ``routes``: of the route table."""
 
     def __init__(
-        self, routes: Sequence[str], counters: Counters, page: Page, find_engine: Callable[[], AsyncLLM | None]
+        self, routes: Sequence[str], counters: Counters, page: CounterPage, find_engine: Callable[[], AsyncLLM | None]
     ) -> None:
         self._pages = counters.pages
         self.metrics = ServerMetrics(routes, page)
         self.shared = Peers(find_engine, self.total)
         self.inflight = Inflight()
-        self.pulse = Pulse()
+        self.pings = StreamPings()
 
     def total(self) -> ServerMetrics:
         """What all front ends have counted."""
@@ -388,7 +390,7 @@ class Service:
     def attach(self, engine: AsyncLLM) -> None:
         """The engine has loaded."""
         self.model.attach(engine)
-        engine.used = Rouser(engine, self.config.when_asleep)
+        engine.used = WakeOnUse(engine, self.config.when_asleep)
         self.limits.page.served = True
         freeze_start()
 

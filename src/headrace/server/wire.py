@@ -218,7 +218,7 @@ def joined_lists(*lists: bytes) -> Iterator[bytes]:
     yield b"]"
 
 
-class ErrorShape:
+class ErrorFormat:
     """How an error reads on a route. A route may say more around the object that all of them have."""
 
     def body(self, error: HeadraceError) -> bytes:
@@ -230,7 +230,7 @@ class ErrorShape:
 
 
 def error_object(error: HeadraceError) -> Error:
-    """The one shape of an error, at every status and in streams."""
+    """The one form of an error, at every status and in streams."""
     return Error(ErrorDetail(error.message, error.type, error.param, error.code))
 
 
@@ -240,7 +240,7 @@ DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AnswerOptions:
     """What an answer carries besides text."""
 
     model: str = ""
@@ -256,7 +256,7 @@ class Shape:
         return not (self.logprobs or self.token_ids)
 
 
-TEXT_ALONE = Shape()
+TEXT_ONLY = AnswerOptions()
 
 
 @dataclass(slots=True)
@@ -307,8 +307,8 @@ class Answer(ABC):
     prefix: str  # of its id
     explained: Given | None = None
 
-    def __init__(self, shape: Shape, prompts: Sequence[PromptState], choices: Sequence[ChoiceState]) -> None:
-        self.shape, self.prompts, self.choices = shape, prompts, choices
+    def __init__(self, options: AnswerOptions, prompts: Sequence[PromptState], choices: Sequence[ChoiceState]) -> None:
+        self.options, self.prompts, self.choices = options, prompts, choices
         self.created = int(time.time())
         self.id = f"{self.prefix}{uuid.uuid4().hex}"
 
@@ -359,22 +359,22 @@ class ChoicesAnswer(Answer):
     kind: str
     chunk_kind: str
 
-    def __init__(self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any) -> None:
-        super().__init__(shape, prompts, [ChoiceState(prompt) for prompt in prompts for _ in range(n)])
+    def __init__(self, options: AnswerOptions, prompts: Sequence[PromptState], n: int, tokenizer: Any) -> None:
+        super().__init__(options, prompts, [ChoiceState(prompt) for prompt in prompts for _ in range(n)])
         self.format = LogprobFormat(tokenizer)
         self._head, self._tail = self._around(HOLE)
 
     def _around(self, choice: Any) -> list[str]:
         """What every event of this kind begins and ends with."""
-        further = {"usage": None} if self.shape.include_usage else {}
+        further = {"usage": None} if self.options.include_usage else {}
         parts = around({**self._of_answer(self.chunk_kind), "choices": [choice], **further})
         parts[0] = f"data: {parts[0]}"
         parts[-1] += "\n\n"
         return parts
 
     def _of_answer(self, kind: str) -> Json:
-        shown = {"id": self.id, "object": kind, "created": self.created, "model": self.shape.model}
-        return {**shown, "system_fingerprint": self.shape.fingerprint}
+        shown = {"id": self.id, "object": kind, "created": self.created, "model": self.options.model}
+        return {**shown, "system_fingerprint": self.options.fingerprint}
 
     def usage(self) -> Usage:
         prompt = sum(len(state.token_ids) for state in self.prompts)
@@ -383,7 +383,7 @@ class ChoicesAnswer(Answer):
         return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
 
     def closing(self) -> str:
-        told = {"usage": self.usage()} if self.shape.include_usage else {}
+        told = {"usage": self.usage()} if self.options.include_usage else {}
         members = encode({**told, **self.extras()}).decode()
         return f"{self._head}],{members[1:]}\n\n{DONE}" if members != "{}" else DONE
 

@@ -42,7 +42,7 @@ from headrace.request import (
     shown,
 )
 from headrace.server.dialects.conversation import MAX_TOOLS, Chat, Customs, FreeText, Mode, Name, ToolChoice, offer
-from headrace.server.wire import PART_ITEMS, TEXT_ALONE, Shape
+from headrace.server.wire import PART_ITEMS, TEXT_ONLY, AnswerOptions
 
 _WORDS = dict(str="a string", int="an integer", float="a number", bool="a boolean", array="a list", object="an object")
 _EXPECTED = re.compile(
@@ -496,7 +496,7 @@ class GenerationRequest(Generic[Read]):
     body: Read
     params: SamplingParams
     expects: Expectations
-    shape: Shape = TEXT_ALONE
+    options: AnswerOptions = TEXT_ONLY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -602,7 +602,7 @@ def _structured_outputs(body: GeneratingBody) -> StructuredOutputs | None:
         ) from None
 
 
-def older_shape(body: OlderBody, *, logprobs: bool) -> Shape:
+def older_options(body: OlderBody, *, logprobs: bool) -> AnswerOptions:
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs is not given in streams; set stream to false.", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -613,7 +613,7 @@ def older_shape(body: OlderBody, *, logprobs: bool) -> Shape:
         raise InvalidRequest(
             "stream_options.continuous_usage_stats needs include_usage; set it to true.", param="stream_options"
         )
-    return Shape(
+    return AnswerOptions(
         logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, token_ids=body.return_token_ids,
         include_usage=continuous or bool(streamed.include_usage), continuous_usage=continuous,
     )  # fmt: skip

@@ -25,12 +25,12 @@ from headrace.server.dialects.body import (
     Variables,
     asked,
     choose,
-    older_shape,
+    older_options,
     template_variables,
 )
 from headrace.server.dialects.conversation import Messages, Tools, read_messages, read_tools
 from headrace.server.exchange import Exchange
-from headrace.server.generate import Asked
+from headrace.server.generate import ChatContext
 from headrace.server.parsing.segments import (
     Content,
     Reasoning,
@@ -78,7 +78,7 @@ def parse_chat(raw: Given, defaults: Given) -> ChatRequest[ChatBody]:
         )
     conversation, scores = read_conversation(raw, body), body.top_logprobs if body.logprobs else None
     common = asked(body, defaults, max_tokens=old if new is None else new, logprobs=scores)
-    common |= {"shape": older_shape(body, logprobs=body.logprobs), "thinking_budget": body.thinking_token_budget}
+    common |= {"options": older_options(body, logprobs=body.logprobs), "thinking_budget": body.thinking_token_budget}
     return ChatRequest(conversation=conversation, echo=body.echo, **common)
 
 
@@ -106,10 +106,10 @@ class ChatAnswer(ChoicesAnswer):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, asked: Asked[ChatRequest[ChatBody]]) -> None:
-        super().__init__(asked.shape, [asked.prompt], len(asked.parsers), asked.tokenizer)
-        self._echo, self._parsers, self._plain = asked.echo, asked.parsers, asked.shape.plain
-        choices = range(len(asked.parsers))
+    def __init__(self, context: ChatContext[ChatRequest[ChatBody]]) -> None:
+        super().__init__(context.options, [context.prompt], len(context.parsers), context.tokenizer)
+        self._echo, self._parsers, self._plain = context.echo, context.parsers, context.options.plain
+        choices = range(len(context.parsers))
         self._contents, self._thoughts = (
             [self._plain_around(index, segment) for index in choices] for segment in (Content(HOLE), Reasoning(HOLE))
         )
@@ -118,7 +118,7 @@ class ChatAnswer(ChoicesAnswer):
         return self._around(_choice(index, _delta(segment)))
 
     def opening(self) -> Iterator[str]:
-        extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.shape.token_ids else {}
+        extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.options.token_ids else {}
         for index in range(len(self.choices)):
             yield self.event_of(_choice(index, {"role": "assistant", "content": self._echo}), **extra)
             extra = {}
@@ -156,17 +156,17 @@ class ChatAnswer(ChoicesAnswer):
 
     def _rich(self, choice: int, shown: Json, told: RequestDelta | None) -> str:
         """``told``: whose tokens this chunk tells of, if it is asked to."""
-        logprobs = self.format.chat(told.logprobs) if told is not None and self.shape.logprobs else None
+        logprobs = self.format.chat(told.logprobs) if told is not None and self.options.logprobs else None
         event = _choice(choice, shown, logprobs)
-        if self.shape.token_ids:
+        if self.options.token_ids:
             event["token_ids"] = list(told.token_ids) if told is not None else []
         return self.event_of(event)
 
     def _prompt_members(self) -> Json:
         prompt, members = self.prompts[0], Json()
-        if self.shape.token_ids:
+        if self.options.token_ids:
             members["prompt_token_ids"] = self._prompt_ids(prompt)
-        if self.shape.prompt_logprobs:
+        if self.options.prompt_logprobs:
             members["prompt_logprobs"] = self._prompt_scores(prompt)
         return members
 
@@ -177,11 +177,11 @@ class ChatAnswer(ChoicesAnswer):
         shown: Json = {
             "index": index,
             "message": message_of(segments, self._echo),
-            "logprobs": self.format.chat_pieces(choice.logprobs) if self.shape.logprobs else None,
+            "logprobs": self.format.chat_pieces(choice.logprobs) if self.options.logprobs else None,
             "finish_reason": reason if parser is None else parser.end_reason(reason),
             "stop_reason": choice.stop_reason,
         }
-        if self.shape.token_ids:
+        if self.options.token_ids:
             shown["token_ids"] = encode_list(choice.token_ids)
         return shown
 

@@ -25,7 +25,7 @@ from headrace.server.dialects.body import (
     GenerationRequest,
     OlderBody,
     asked,
-    older_shape,
+    older_options,
     prompts_schema,
     read_prompts,
 )
@@ -35,10 +35,10 @@ from headrace.server.limits import TOKEN_BYTES
 from headrace.server.service import Service
 from headrace.server.wire import (
     HOLE,
+    AnswerOptions,
     ChoicesAnswer,
     ChoiceState,
     PromptState,
-    Shape,
     encode,
     encode_list,
     encode_object,
@@ -79,7 +79,7 @@ def parse_completion(raw: Given, defaults: Given) -> CompletionRequest:
     if body.echo and body.prompt_logprobs is None:
         values["prompt_logprobs"] = body.logprobs
     read = asked(body, defaults, **values)
-    shape = older_shape(body, logprobs=body.logprobs is not None)
+    options = older_options(body, logprobs=body.logprobs is not None)
     prompts = read_prompts("prompt", body.prompt, MAX_PROMPTS)
     params = read["params"]
     if len(prompts) * params.n > MAX_CHOICES:
@@ -92,7 +92,7 @@ def parse_completion(raw: Given, defaults: Given) -> CompletionRequest:
         raise InvalidRequest(told, param="allowed_token_ids")
     if body.stream and body.echo and body.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not given in streams; set stream to false.", param="echo")
-    return CompletionRequest(**read, shape=shape, prompts=prompts, discard=discard)
+    return CompletionRequest(**read, options=options, prompts=prompts, discard=discard)
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
@@ -100,7 +100,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     request = await service.limits.bodies.read(exchange, partial(parse_completion, defaults=service.model.defaults))
     body, params, discard = request.body, request.params, request.discard
     stream, echo, truncate = body.stream, body.echo, body.truncate_prompt_tokens
-    shape = await generate.shape_of(service, request)
+    options = await generate.options_of(service, request)
     exchange.watch_disconnect()
     with service.limits.admit(exchange, len(request.prompts), body.user_name):
         prepared = list[Request]()
@@ -113,8 +113,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
         states = [
             await _prompt_state(service, each, prompt, echo) for each, prompt in zip(prepared, shown, strict=True)
         ]
-        prepared, cost = generate.priced(service, prepared, shape, body, [state.text for state in states])
-        answer = CompletionAnswer(shape, states, params.n, engine.tokenizer, echo=echo, discard=discard)
+        prepared, cost = generate.priced(service, prepared, options, body, [state.text for state in states])
+        answer = CompletionAnswer(options, states, params.n, engine.tokenizer, echo=echo, discard=discard)
         grammar_name = body.grammar_name
         del request, body, shown, parsed, prompt  # their texts may be large, and the answer may take long
         await Delivery(service, exchange, answer, prepared, grammar_name, stream=stream).run(cost)
@@ -140,17 +140,24 @@ class CompletionAnswer(ChoicesAnswer):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(
-        self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any, *, echo: bool, discard: bool
+        self,
+        options: AnswerOptions,
+        prompts: Sequence[PromptState],
+        n: int,
+        tokenizer: Any,
+        *,
+        echo: bool,
+        discard: bool,
     ) -> None:
-        super().__init__(shape, prompts, n, tokenizer)
+        super().__init__(options, prompts, n, tokenizer)
         self._echo, self._discard = echo, discard
         self._offsets = [len(choice.prompt.text) if echo else 0 for choice in self.choices]
         self._plain = [self._around(_choice(index, HOLE)) for index in range(len(self.choices))]
 
     def opening(self) -> Iterator[str]:
-        for index, choice in enumerate(self.choices) if self._echo or self.shape.token_ids else ():
+        for index, choice in enumerate(self.choices) if self._echo or self.options.token_ids else ():
             shown = _choice(index, choice.prompt.text if self._echo else "")
-            if self.shape.token_ids:
+            if self.options.token_ids:
                 shown["prompt_token_ids"] = list(choice.prompt.token_ids)
             yield self.event_of(shown)
 
@@ -161,18 +168,18 @@ class CompletionAnswer(ChoicesAnswer):
             delta = RequestDelta(delta.index, "", (), finish_reason="length")
             if reason is None:
                 return ""
-        if reason is None and self.shape.plain:
+        if reason is None and self.options.plain:
             return quote(delta.text).join(self._plain[choice])
         ended = {} if reason is None else {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         return self.event_of({**self._rich(choice, delta), **ended})
 
     def _rich(self, choice: int, delta: RequestDelta) -> Json:
         logprobs = None
-        if self.shape.logprobs and delta.logprobs:
+        if self.options.logprobs and delta.logprobs:
             logprobs = self.format.completion(delta.logprobs, self._offsets[choice])
             self._offsets[choice] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
         shown = _choice(choice, delta.text, logprobs)
-        if self.shape.token_ids:
+        if self.options.token_ids:
             shown["token_ids"] = list(delta.token_ids)
         return shown
 
@@ -188,13 +195,13 @@ class CompletionAnswer(ChoicesAnswer):
         shown: Json = {
             "index": index,
             "text": self._text(choice),
-            "logprobs": encode_object(self._logprobs(choice)) if self.shape.logprobs else None,
+            "logprobs": encode_object(self._logprobs(choice)) if self.options.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if self.shape.prompt_logprobs:
+        if self.options.prompt_logprobs:
             shown["prompt_logprobs"] = self._prompt_scores(prompt)
-        if self.shape.token_ids:
+        if self.options.token_ids:
             shown["prompt_token_ids"], shown["token_ids"] = self._prompt_ids(prompt), encode_list(choice.token_ids)
         return shown
 

@@ -43,14 +43,14 @@ from headrace.server.dialects.conversation import (
 )
 from headrace.server.dialects.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.exchange import Exchange
-from headrace.server.generate import Asked
+from headrace.server.generate import ChatContext
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import Service
 from headrace.server.wire import (
     HOLE,
-    ErrorShape,
+    AnswerOptions,
+    ErrorFormat,
     PromptState,
-    Shape,
     around,
     decode_object,
     encode,
@@ -265,8 +265,8 @@ async def messages(service: Service, exchange: Exchange) -> None:
     await generate.converse(service, exchange, parse_messages, _create_answer)
 
 
-def _create_answer(asked: Asked[ChatRequest[MessagesBody]]) -> MessageAnswer:
-    return MessageAnswer(asked.shape, asked.prompt, asked.parsers[0], asked.request.params.stop)
+def _create_answer(context: ChatContext[ChatRequest[MessagesBody]]) -> MessageAnswer:
+    return MessageAnswer(context.options, context.prompt, context.parsers[0], context.request.params.stop)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:
@@ -277,7 +277,7 @@ async def count_tokens(service: Service, exchange: Exchange) -> None:
     await exchange.reply_json({"input_tokens": len(parsed.token_ids or ())})
 
 
-class AnthropicErrors(ErrorShape):
+class AnthropicErrors(ErrorFormat):
     """Anthropic's clients look at ``type``; everybody else's at ``error``, which has the fields it has everywhere."""
 
     def body(self, error: HeadraceError) -> bytes:
@@ -298,8 +298,10 @@ class MessageAnswer(PartsAnswer):
 
     prefix = "msg_"
 
-    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None, stops: tuple[str, ...]) -> None:
-        super().__init__(shape, prompt, parser)
+    def __init__(
+        self, options: AnswerOptions, prompt: PromptState, parser: OutputParser | None, stops: tuple[str, ...]
+    ) -> None:
+        super().__init__(options, prompt, parser)
         self._stops = stops
         self._around: list[list[str]] = []  # each part's deltas, but for the text
 
@@ -333,7 +335,7 @@ class MessageAnswer(PartsAnswer):
 
     def _message(self, content: list[Block], stop_reason: Any, stop_sequence: str | None) -> Message:
         return Message(
-            id=self.id, model=self.shape.model, content=content, stop_reason=stop_reason, stop_sequence=stop_sequence,
+            id=self.id, model=self.options.model, content=content, stop_reason=stop_reason, stop_sequence=stop_sequence,
             usage=self.usage(), **self.extras(),
         )  # fmt: skip
 

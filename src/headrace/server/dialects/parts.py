@@ -17,7 +17,7 @@ from msgspec import Struct
 from headrace.engine.output import RequestDelta
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from headrace.server.wire import Answer, ChoiceState, PromptState, Shape, encode
+from headrace.server.wire import Answer, AnswerOptions, ChoiceState, PromptState, encode
 
 
 class Kind(Enum):
@@ -53,8 +53,8 @@ class PartsAnswer(Answer):
     text comes with the next ones.
     """
 
-    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None) -> None:
-        super().__init__(shape, [prompt], [ChoiceState(prompt)])
+    def __init__(self, options: AnswerOptions, prompt: PromptState, parser: OutputParser | None) -> None:
+        super().__init__(options, [prompt], [ChoiceState(prompt)])
         self.parts: list[Part] = []
         self.end_reason = ""
         self.reasoning_tokens = 0

@@ -42,7 +42,7 @@ from headrace.server.exchange import Exchange
 from headrace.server.generate import Delivery
 from headrace.server.limits import Price
 from headrace.server.service import Service
-from headrace.server.wire import TEXT_ALONE, Answer, ChoiceState, PromptState, Shape, encode_list, encode_object
+from headrace.server.wire import TEXT_ONLY, Answer, AnswerOptions, ChoiceState, PromptState, encode_list, encode_object
 from headrace.spec import PoolingSpec
 
 MAX_INPUTS = 2048  # OpenAI's
@@ -200,7 +200,7 @@ async def _deliver(
     service: Service, exchange: Exchange, body: PoolingBody, job: Job, create: Callable[..., Answer], bytes_each: int
 ) -> None:
     """Checks every prompt, has all of them computed, and answers. ``bytes_each``: of the answer, for each prompt."""
-    shape = await service.model.named(TEXT_ALONE, body.model)
+    options = await service.model.named(TEXT_ONLY, body.model)
     service.model.check_priority(body.priority)
     count = len(job.prompts)
     cost = Price(bytes_each * count, 0, 0, 0, (job.param, f"{count} prompts of {bytes_each} bytes each"))
@@ -213,7 +213,7 @@ async def _deliver(
                 await asyncio.sleep(0)  # there may be thousands
             prepare = partial(_request, service, exchange, body, job, make)
             requests.append(await service.limits.threads.run(size, prepare, exchange.tenant))
-        answer = create(shape, [PromptState(each.prompt_token_ids) for each in requests])
+        answer = create(options, [PromptState(each.prompt_token_ids) for each in requests])
         del body, job  # their texts may be large
         await Delivery(service, exchange, answer, requests, "", stream=False).run(cost)
 
@@ -229,8 +229,8 @@ def _request(service: Service, exchange: Exchange, body: PoolingBody, job: Job, 
 class PooledAnswer(Answer):
     """What the three have in common: a result for each prompt, once, and usage."""
 
-    def __init__(self, shape: Shape, prompts: Sequence[PromptState], *, pooling: PoolingSpec) -> None:
-        super().__init__(shape, prompts, [ChoiceState(prompt) for prompt in prompts])
+    def __init__(self, options: AnswerOptions, prompts: Sequence[PromptState], *, pooling: PoolingSpec) -> None:
+        super().__init__(options, prompts, [ChoiceState(prompt) for prompt in prompts])
         self.pooling = pooling
         self.results: list[bytes] = [b""] * len(prompts)
 
@@ -242,7 +242,7 @@ class PooledAnswer(Answer):
         return PooledUsage(tokens, tokens)
 
     def listed(self, data: Iterable[Json]) -> Iterator[bytes]:
-        head = {"id": self.id, "object": "list", "created": self.created, "model": self.shape.model}
+        head = {"id": self.id, "object": "list", "created": self.created, "model": self.options.model}
         return encode_object({**head, "data": encode_list(data), "usage": self.usage()})
 
 
@@ -299,7 +299,7 @@ class RerankAnswer(ScoreAnswer):
     def pieces(self) -> Iterator[bytes]:
         ordered = sorted(enumerate(self.scores()), key=lambda each: -each[1])[: self._top_n or None]
         results = (self._result(*each) for each in ordered)
-        head = {"id": self.id, "model": self.shape.model, "usage": self.usage()}
+        head = {"id": self.id, "model": self.options.model, "usage": self.usage()}
         return encode_object({**head, "results": encode_list(results)})
 
     def _result(self, index: int, relevance: float) -> Json:

@@ -33,11 +33,11 @@ from headrace.server.dialects.conversation import text_of
 from headrace.server.dialects.parts import Kind, Part, PartsAnswer, event_of
 from headrace.server.dialects.responses_body import ResponsesRequest, parse_responses
 from headrace.server.exchange import Exchange
-from headrace.server.generate import Asked
+from headrace.server.generate import ChatContext
 from headrace.server.parsing.parser import OutputParser
 from headrace.server.service import Service
 from headrace.server.stored import Stored
-from headrace.server.wire import HOLE, ErrorShape, PromptState, Shape, around, encode, error_object, quote
+from headrace.server.wire import HOLE, AnswerOptions, ErrorFormat, PromptState, around, encode, error_object, quote
 
 _INPUT_ITEMS = "/input_items"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -86,8 +86,8 @@ class _ResponseRoute:
             self._items = await self._service.limits.threads.run(size, lambda: encode(items), self._exchange.tenant)
         return request
 
-    def create_answer(self, asked: Asked[ResponsesRequest]) -> ResponseAnswer:
-        answer = ResponseAnswer(asked.shape, asked.prompt, asked.parsers[0], asked.request.shown, self._keep)
+    def create_answer(self, context: ChatContext[ResponsesRequest]) -> ResponseAnswer:
+        answer = ResponseAnswer(context.options, context.prompt, context.parsers[0], context.request.shown, self._keep)
         self._exchange.errors = ResponseErrors(answer)
         return answer
 
@@ -171,13 +171,13 @@ class ResponseAnswer(PartsAnswer):
 
     def __init__(
         self,
-        shape: Shape,
+        options: AnswerOptions,
         prompt: PromptState,
         parser: OutputParser | None,
         shown: Given,
         keep: Callable[[Response], None] = lambda _: None,
     ) -> None:
-        super().__init__(shape, prompt, parser)
+        super().__init__(options, prompt, parser)
         self._keep = keep
         self._shown = shown
         self._number = 0
@@ -203,10 +203,10 @@ class ResponseAnswer(PartsAnswer):
             status=status,
             error=error,
             incomplete_details=None if incomplete is None else Incomplete(incomplete),
-            model=self.shape.model,
+            model=self.options.model,
             output=[self._item(index) for index in range(len(self.parts))] if ended else [],
             stop_reason=self.choice.stop_reason,
-            system_fingerprint=self.shape.fingerprint,
+            system_fingerprint=self.options.fingerprint,
             usage=self.usage() if ended else None,
             **self._shown,
             **self.extras(),
@@ -295,7 +295,7 @@ class ResponseAnswer(PartsAnswer):
         return {**self._places[index], **fields, **logprobs}
 
 
-class ResponseErrors(ErrorShape):
+class ResponseErrors(ErrorFormat):
     """Errors of a response that has begun."""
 
     def __init__(self, answer: ResponseAnswer) -> None:

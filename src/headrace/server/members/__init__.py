@@ -3,7 +3,7 @@ nobody uses sleep.
 
     budget.py    who has to sleep so that another fits, as arithmetic
     member.py    one model: its service, its engine's life, what it holds
-    keeper.py    whose turn it is to load, wake and sleep
+    manager.py   whose turn it is to load, wake and sleep
     routes.py    the route table for several: by the ``model`` of a body or a query
     life.py      start, draining, end of all
 """

@@ -1,7 +1,7 @@
 """The life of a server with several models: each has a start, a watch and starts again by itself; signals, draining and
 the end are all models' own.
 
-What lives here: that life. What may not: whose memory (keeper.py), routes, sockets (lifecycle.py).
+What lives here: that life. What may not: whose memory (manager.py), routes, sockets (lifecycle.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from headrace.server.frontends.parent import FAILED_STARTS
 from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, Announce, Lifecycle, end_dead, until
 from headrace.server.limits import Guard
 from headrace.server.members.budget import size
-from headrace.server.members.keeper import Keeper
+from headrace.server.members.manager import ModelManager
 from headrace.server.members.member import Member, MemberConfig
-from headrace.server.members.routes import Board, routes_of
+from headrace.server.members.routes import ModelRouter, routes_of
 from headrace.server.service import Service
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ class MembersConfig:
     level: int | None = None
 
 
-def create_members(config: MembersConfig, house: Service) -> list[Member]:
+def create_members(config: MembersConfig, shared: Service) -> list[Member]:
     """Bodies are held by all together, and so are stored responses."""
     members = []
     for each in config.members:
-        service = Service(each.server, house.version, house.routes, engine_config=each.engine)
+        service = Service(each.server, shared.version, shared.routes, engine_config=each.engine)
         service.limits.threads.close()
-        service.limits.threads, service.limits.bodies = house.limits.threads, house.limits.bodies
-        service.stored = house.stored
+        service.limits.threads, service.limits.bodies = shared.limits.threads, shared.limits.bodies
+        service.stored = shared.stored
         members.append(Member(each, service, config.level))
     return members
 
@@ -62,7 +62,7 @@ class MembersLife(Lifecycle):
 
     def __init__(
         self,
-        house: Service,
+        shared: Service,
         members: Sequence[Member],
         budget: int,
         guard: Guard,
@@ -71,16 +71,16 @@ class MembersLife(Lifecycle):
         ready: Callable[[], None],
         start: StartEngine,
     ) -> None:
-        self._keeper = Keeper(members, budget)
+        self._manager = ModelManager(members, budget)
         self._start = start
         self._all_ready = ready
-        routes = routes_of(Board(self._keeper, house))
+        routes = routes_of(ModelRouter(self._manager, shared))
         super().__init__(
-            house, guard, sock, _nothing, announce, lambda _: None, routes, [each.service for each in members]
+            shared, guard, sock, _nothing, announce, lambda _: None, routes, [each.service for each in members]
         )
 
     async def _live(self, loading: asyncio.Future[Any]) -> int:
-        members = self._keeper.members
+        members = self._manager.members
         lives = [asyncio.create_task(self._keep(member)) for member in members]
         try:
             stop = asyncio.create_task(self.signals.came.wait())
@@ -111,7 +111,7 @@ class MembersLife(Lifecycle):
         failed, ever = 0, False
         while not self.signals.count:
             try:
-                engine = await self._keeper.load(member, partial(self._start, member.config.engine))
+                engine = await self._manager.load(member, partial(self._start, member.config.engine))
             except HeadraceError as error:
                 failed += 1
                 hopeless = failed == FAILED_STARTS or (

@@ -1,6 +1,6 @@
 """One of several models: what it is called, its service, what it holds.
 
-What lives here: one model's state. What may not: whose turn it is (keeper.py), HTTP.
+What lives here: one model's state. What may not: whose turn it is (manager.py), HTTP.
 """
 
 from __future__ import annotations

@@ -20,28 +20,28 @@ from headrace.server.app import ROUTES, model_card
 from headrace.server.dialects.body import read_query
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE, Lines, add_process, model_label
-from headrace.server.members.keeper import Keeper
+from headrace.server.members.manager import ModelManager
 from headrace.server.members.member import Condition, Member
 from headrace.server.openapi import Handler, Route
 from headrace.server.service import Service, SleepQuery, State, check_operator, end_running
 
-Answer = Callable[["Board", Exchange], Awaitable[None]]
+Answer = Callable[["ModelRouter", Exchange], Awaitable[None]]
 
 
-class Board:
-    """Which model a request means. ``house``: what is all models' own."""
+class ModelRouter:
+    """Which model a request means. ``shared``: what is all models' own."""
 
-    def __init__(self, keeper: Keeper, house: Service) -> None:
-        self.keeper = keeper
-        self.house = house
-        self.by_name = {name: member for member in keeper.members for name in member.config.names}
+    def __init__(self, manager: ModelManager, shared: Service) -> None:
+        self.manager = manager
+        self.shared = shared
+        self.by_name = {name: member for member in manager.members for name in member.config.names}
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return tuple(self.keeper.members)
+        return tuple(self.manager.members)
 
     async def by_body(self, exchange: Exchange) -> Member:
-        name = await self.house.limits.bodies.peek_model(exchange)
+        name = await self.shared.limits.bodies.peek_model(exchange)
         if name is None and len(self.members) > 1:
             raise InvalidRequest(f"model is missing, and several are served: {self._known}.", param="model")
         return self.members[0] if name is None else await self.find(name)
@@ -81,20 +81,20 @@ class Board:
         return ", ".join(list(self.by_name)[:20])
 
 
-def routes_of(board: Board) -> tuple[Route, ...]:
-    return tuple(replace(route, handler=_handler(board, route)) for route in ROUTES)
+def routes_of(router: ModelRouter) -> tuple[Route, ...]:
+    return tuple(replace(route, handler=_handler(router, route)) for route in ROUTES)
 
 
-def _handler(board: Board, route: Route) -> Handler:
+def _handler(router: ModelRouter, route: Route) -> Handler:
     common = COMMON.get((route.method, route.path))
     if common is not None:
-        return lambda _, exchange: common(board, exchange)
-    if route.path in HOUSE:
+        return lambda _, exchange: common(router, exchange)
+    if route.path in SHARED:
         return route.handler
     by_body = route.body is not None and "model" in route.body.names()
 
     async def handle(_: Service, exchange: Exchange) -> None:
-        member = await board.by_body(exchange) if by_body else board.by_query(exchange)
+        member = await router.by_body(exchange) if by_body else router.by_query(exchange)
         member.check()
         await route.handler(member.service, exchange)
 
@@ -104,51 +104,51 @@ def _handler(board: Board, route: Route) -> Handler:
 # --- of all
 
 
-async def health(board: Board, exchange: Exchange) -> None:
+async def health(router: ModelRouter, exchange: Exchange) -> None:
     """The front end lives; a model that died is started again, and says so by itself."""
     await exchange.reply_json({"status": "ok"})
 
 
-async def ping(board: Board, exchange: Exchange) -> None:
+async def ping(router: ModelRouter, exchange: Exchange) -> None:
     await exchange.reply(200, b"", b"text/plain")
 
 
-async def ready(board: Board, exchange: Exchange) -> None:
-    if board.house.model.state is State.DRAINING:
+async def ready(router: ModelRouter, exchange: Exchange) -> None:
+    if router.shared.model.state is State.DRAINING:
         raise Unavailable("The server is shutting down and takes no new requests; try another or wait.", retry_after=5)
-    if coming := [each.name for each in board.members if not each.settled]:
+    if coming := [each.name for each in router.members if not each.settled]:
         raise Unavailable(f"{', '.join(coming[:20])} still to load; wait for /ready.", retry_after=2)
     await exchange.reply_json({"status": "ready"})
 
 
-async def load(board: Board, exchange: Exchange) -> None:
-    await exchange.reply_json({"server_load": sum(each.service.limits.counters.live for each in board.members)})
+async def load(router: ModelRouter, exchange: Exchange) -> None:
+    await exchange.reply_json({"server_load": sum(each.service.limits.counters.live for each in router.members)})
 
 
-async def list_models(board: Board, exchange: Exchange) -> None:
-    cards = [model_card(each.service, name, each.condition) for each in board.members for name in each.config.names]
-    for each in board.members:
+async def list_models(router: ModelRouter, exchange: Exchange) -> None:
+    cards = [model_card(each.service, name, each.condition) for each in router.members for name in each.config.names]
+    for each in router.members:
         if each.engine is not None and each.engine.alive:
             cards += [model_card(each.service, name, each.condition) for name in await adapters.names(each.service)]
     await exchange.reply_json({"data": cards, "object": "list"})
 
 
-async def show_model(board: Board, exchange: Exchange) -> None:
+async def show_model(router: ModelRouter, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
-    member = await board.find(name)
+    member = await router.find(name)
     await exchange.reply_json(model_card(member.service, name, member.condition))
 
 
-async def metrics(board: Board, exchange: Exchange) -> None:
+async def metrics(router: ModelRouter, exchange: Exchange) -> None:
     page = Lines()
-    for each in board.members:
+    for each in router.members:
         observed = each.service.observed
         engine = await observed.shared.engine_stats()
         observed.total().show(page, each.name, engine)
         page.add_steps(engine.get("steps"), model_label(each.name))
-    board.house.observed.total().show_answers(page)
-    page.add("headrace_memory_budget_bytes", "gauge", "bytes that all models may hold together", board.keeper.budget)
-    for each in board.members:
+    router.shared.observed.total().show_answers(page)
+    page.add("headrace_memory_budget_bytes", "gauge", "bytes that all models may hold together", router.manager.budget)
+    for each in router.members:
         labels, now = model_label(each.name), each.condition
         states = [("", f'state="{state}"', int(state == now)) for state in get_args(Condition)]
         page.add("headrace_model_state", "gauge", "1 for the state that a model is in", states, labels)
@@ -159,51 +159,51 @@ async def metrics(board: Board, exchange: Exchange) -> None:
     await exchange.reply(200, str(page).encode(), CONTENT_TYPE)
 
 
-async def list_requests(board: Board, exchange: Exchange) -> None:
+async def list_requests(router: ModelRouter, exchange: Exchange) -> None:
     shown = [
         {**each, "model": member.name}
-        for member in board.members
+        for member in router.members
         for each in inflight.running(member.service, exchange.tenant)
     ]
     await inflight.reply_list(exchange, shown)
 
 
-async def show_request(board: Board, exchange: Exchange) -> None:
+async def show_request(router: ModelRouter, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/requests/")
-    for member in board.members:
+    for member in router.members:
         shown = await inflight.standing(member.service, name, exchange.tenant)
         if shown is not None:
-            await exchange.reply_json({**shown, **_told(board, member, shown), "model": member.name})
+            await exchange.reply_json({**shown, **_told(router, member, shown), "model": member.name})
             return
     raise inflight.unknown(name)
 
 
-def _told(board: Board, member: Member, shown: Mapping[str, Any]) -> dict[str, Any]:
+def _told(router: ModelRouter, member: Member, shown: Mapping[str, Any]) -> dict[str, Any]:
     """Of one that waits for its model: what that waits for."""
     waits = shown.get("waits_for")
     if waits is None or waits["kind"] not in ("asleep", "waking"):
         return {}
-    return {"waits_for": {**waits, "text": board.keeper.account(member)}}
+    return {"waits_for": {**waits, "text": router.manager.account(member)}}
 
 
-async def sleep(board: Board, exchange: Exchange) -> None:
-    member = board.by_query(exchange)
+async def sleep(router: ModelRouter, exchange: Exchange) -> None:
+    member = router.by_query(exchange)
     query = read_query(exchange.query, SleepQuery)
-    check_operator(board.house.config, exchange)
+    check_operator(router.shared.config, exchange)
     member.check()
     check_sleep(member.service.model.engine.info, query.level)
     if query.mode == "abort":
         end_running(member.service)
-    await board.keeper.sleep(member, query.level)
+    await router.manager.sleep(member, query.level)
     await exchange.reply_json({"status": "ok"})
 
 
-async def wake_up(board: Board, exchange: Exchange) -> None:
-    member = board.by_query(exchange)
-    check_operator(board.house.config, exchange)
+async def wake_up(router: ModelRouter, exchange: Exchange) -> None:
+    member = router.by_query(exchange)
+    check_operator(router.shared.config, exchange)
     member.check()
     _ = member.service.model.engine  # raises while there is none
-    await board.keeper.wake(member)
+    await router.manager.wake(member)
     await exchange.reply_json({"status": "ok"})
 
 
@@ -221,7 +221,7 @@ COMMON: Mapping[tuple[str, str], Answer] = {
     ("POST", "/sleep"): sleep,
     ("POST", "/wake_up"): wake_up,
 }
-HOUSE = frozenset(  # routes that no model has a part in, or all models share what they show
+SHARED = frozenset(  # routes that no model has a part in, or all models share what they show
     (
         "/", "/dashboard", "/web/{name}", "/version", "/openapi.json", "/v1/responses/{id}",
         "/v1/responses/{id}/input_items",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.server.parsing.arguments import Types
-from headrace.server.parsing.formats import Dialect, ReasoningFormat, ToolFormat
+from headrace.server.parsing.formats import Formats, ReasoningFormat, ToolFormat
 from headrace.server.parsing.parser import OutputParser
 
 
@@ -44,10 +44,10 @@ PLAIN = AnswerFormat()  # text, of which nothing is taken out
 
 
 def answer_format(
-    dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True, only: bool = False
+    formats: Formats, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True, only: bool = False
 ) -> AnswerFormat:
     """``prompt``: as rendered, or its end; ``functions``: what may be called."""
-    tools, reasoning = dialect.tools if functions else None, dialect.reasoning
+    tools, reasoning = formats.tools if functions else None, formats.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
         reasoning = None
     return AnswerFormat(

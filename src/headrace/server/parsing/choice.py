@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headrace.config import Decision
 from headrace.errors import HeadraceError
 from headrace.server.parsing import answer_format
-from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, TRIAL, Dialect, ReasoningFormat, ToolFormat
+from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, TRIAL, Formats, ReasoningFormat, ToolFormat
 from headrace.server.parsing.segments import Segment, ToolCallStart, argument_texts
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ _NAME = TRIAL.function["name"]
 _TYPES = {name: (each["type"],) for name, each in TRIAL.function["parameters"]["properties"].items()}
 
 
-def dialect_of(
+def formats_of(
     tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
-) -> tuple[Dialect, tuple[Decision, ...]]:
+) -> tuple[Formats, tuple[Decision, ...]]:
     """A model's, with the choices that were made. Renders some times: not for an event loop."""
-    return choose_dialect(
+    return choose_formats(
         "\n".join(tokenizer.chat_templates.values()), tool_parser, reasoning_parser, tokenizer.apply_chat_template
     )
 
 
-def choose_dialect(
+def choose_formats(
     template: str, tool_parser: str = "auto", reasoning_parser: str = "auto", render: Render | None = None
-) -> tuple[Dialect, tuple[Decision, ...]]:
+) -> tuple[Formats, tuple[Decision, ...]]:
     """``none`` takes nothing out of the text. ``render``: by the model's own template; None: it is not tried. Raises
     nothing."""
     guessed = _choose(tool_parser, template, TOOL_FORMATS)
@@ -56,7 +56,7 @@ def choose_dialect(
         decisions = told or decisions
     if reasoning is not None and reasoning_parser == "auto":
         decisions.append(Decision("reasoning_parser", reasoning.name, f"the chat template writes {reasoning.signs[0]}"))
-    return Dialect(tools, reasoning), tuple(decisions)
+    return Formats(tools, reasoning), tuple(decisions)
 
 
 def _choose(named: str, template: str, formats: Mapping[str, Format]) -> Format | None:
@@ -134,7 +134,7 @@ def reads_back(format: ToolFormat, text: str, begun: str) -> bool:
 
 
 def _calls_in(format: ToolFormat, text: str) -> list[tuple[str, Any]]:
-    parser = answer_format(Dialect(format, None), "", {_NAME: _TYPES}).create_parser()
+    parser = answer_format(Formats(format, None), "", {_NAME: _TYPES}).create_parser()
     assert parser is not None
     segments: list[Segment] = [*parser.push(text), *parser.finish()]
     texts = argument_texts(segments)

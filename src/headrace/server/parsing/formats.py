@@ -182,7 +182,7 @@ FORCED_ARGUMENTS = ToolFormat(name="forced", bare=True, only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class Formats:
     """What one model's answers are made of. None: nothing of the kind is taken out of the text."""
 
     tools: ToolFormat | None = None

@@ -30,7 +30,7 @@ log = logging.getLogger("headrace.server")
 
 
 @dataclass
-class Keeper:
+class ModelManager:
     """``budget``: bytes for all members. ``estimate``: what an engine will hold, before it is there."""
 
     members: Sequence[Member]
@@ -54,7 +54,7 @@ class Keeper:
                 raise
             try:
                 if engine.tokenizer is not None:
-                    await asyncio.to_thread(member.service.model.learn_dialect, engine.tokenizer)
+                    await asyncio.to_thread(member.service.model.learn_formats, engine.tokenizer)
                 member.attach(engine)
                 engine.used = partial(self.use, member)
                 await self._make_room(member, 0)  # it may have turned out larger
