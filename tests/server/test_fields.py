@@ -61,7 +61,9 @@ def test_known_fields_reach_the_request(route: str, name: str) -> None:
     plain, given = (parse({**base, **extra}, {}) for extra in ({}, {name: KNOWN[name]}))
     changed = {each for each in kind.__struct_fields__ if getattr(plain.body, each) != getattr(given.body, each)}
     assert changed == {name}
-    read_there = any(f"body.{name}" in inspect.getsource(each) for each in (generate.prepare, Service.placing))
+    read_there = any(
+        f"body.{name}" in inspect.getsource(each) for each in (generate.prepare, Service.request_attributes)
+    )
     assert read_there or (plain.params, plain.expects, plain.options) != (given.params, given.expects, given.options), (
         "taken and ignored"
     )

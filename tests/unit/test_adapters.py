@@ -30,7 +30,7 @@ from headrace.lora.registry import AdapterDesk, adapter_folder
 from headrace.models.families import spec_from_config
 from headrace.request import FinishReason, SequenceOutput, StructuredOutputs, TokenMasks, adapter_name
 from headrace.scheduler.events import AddRequest, RefuseRequest
-from headrace.scheduler.step_planner import Claims
+from headrace.scheduler.step_planner import AdapterClaims
 from headrace.spec import AdapterSpace
 from tests.support.hash_engine import (
     VOCAB,
@@ -199,20 +199,20 @@ def test_the_first_that_waits_claims_the_adapter_with_the_fewest_sequences() -> 
     books, _ = books_of(2, 8, x=1, y=1, z=1, w=1)
     for name in "xy":
         books.take(name)
-    assert Claims(books, 2, ("x",)).to_take("z") == 1 and Claims(books, 2, ("x", None)).admits("x")
-    full = Claims(books, 2, ("x", "x", "y"))
+    assert AdapterClaims(books, 2, ("x",)).to_take("z") == 1 and AdapterClaims(books, 2, ("x", None)).admits("x")
+    full = AdapterClaims(books, 2, ("x", "x", "y"))
     assert not full.admits("z") and not full.admits("y") and full.admits("x"), "z has claimed y's: that has fewer"
     assert not full.admits("w") and not full.admits("x") and full.admits(None)
 
 
 def test_adapters_that_run_have_half_of_the_blocks_and_who_waits_for_room_is_not_passed() -> None:
     books, _ = books_of(9, 8, x=2, y=1, large=2, small=1, huge=7)
-    claims = Claims(books, 9, ("x", "y"))
+    claims = AdapterClaims(books, 9, ("x", "y"))
     assert claims.admits("small") and not claims.admits("large")
     assert not claims.admits("small"), "it would take the room that the large one waits for"
     assert not claims.admits("y") and not claims.admits("x"), "each of them claims one"
-    assert Claims(books, 9, ()).admits("huge"), "one may be of any size"
-    claims = Claims(books, 9, ("x", "y"))
+    assert AdapterClaims(books, 9, ()).admits("huge"), "one may be of any size"
+    claims = AdapterClaims(books, 9, ("x", "y"))
     claims.take("small")
     assert not claims.admits("huge")
 

@@ -13,7 +13,7 @@ import pytest
 from headrace.config import ModelConfig
 from headrace.engine.client import Stream
 from headrace.engine.info import EngineInfo
-from headrace.engine.inputs import InputProcessor, placing_of
+from headrace.engine.inputs import InputProcessor, attributes_of
 from headrace.engine.output import RequestDelta
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest, Unavailable
@@ -170,7 +170,7 @@ def test_what_goes_on_from_a_request_is_placed_as_that_was() -> None:
         "tenant": "ann",
         "expects": NO_EXPECTATIONS,
     }
-    assert placing_of(replace(asked()[0], **where)) == where
+    assert attributes_of(replace(asked()[0], **where)) == where
 
 
 @pytest.mark.parametrize(

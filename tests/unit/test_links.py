@@ -16,7 +16,7 @@ import pytest
 from headrace.engine import connection as frames
 from headrace.engine import loop
 from headrace.engine.loop import Left, Link, Links, ParentGone
-from headrace.processes.child import Lives
+from headrace.processes.child import RestartBackoff
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import SequenceOutput
 from headrace.server.connection import Acceptor
@@ -162,7 +162,7 @@ def test_counters_are_sums_that_outlive_whoever_counted() -> None:
 
 
 def test_the_wait_between_lives_doubles_and_has_an_end() -> None:
-    lives, waits = Lives(), []
+    lives, waits = RestartBackoff(), []
     for _ in range(1200):
         lives.begin()
         assert re.fullmatch(r"signal 9 \(SIGKILL\) after 0\.\d s", lives.end(-9))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.observe import progress
-from headrace.observe.progress import LoadingLine, ProgressLine, said_bytes, say, waiting
+from headrace.observe.progress import LoadingLine, ProgressLine, format_bytes, say, waiting
 from headrace.server.run import describe
 from headrace.server.run import say as server_say
 
@@ -150,7 +150,7 @@ def test_requests_done(clock: Seconds) -> None:
     [(0, "0 bytes"), (1500, "1.5 kB"), (250 * 10**6, "250 MB"), (1_234_567_890, "1.2 GB"), (2 * 10**12, "2.0 TB")],
 )
 def test_sizes(size: int, text: str) -> None:
-    assert said_bytes(size) == text
+    assert format_bytes(size) == text
 
 
 def test_a_server_without_a_tokenizer_says_what_it_takes() -> None:

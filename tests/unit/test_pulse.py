@@ -13,7 +13,7 @@ from headrace.engine import loop
 from headrace.engine.assembly import Engine
 from headrace.engine.connection import Beat, EngineSocket, Shutdown
 from headrace.engine.keyed_hash import keyed_hash_info
-from headrace.engine.loop import EngineLoop, Pulse, StampedExecutor
+from headrace.engine.loop import EngineLoop, LoopState, StampedExecutor
 from headrace.engine.process import take_first_step
 from headrace.errors import StepFailed
 from headrace.observe.metrics import StepRecorder
@@ -26,7 +26,7 @@ class Device:
 
     info: Any = None
 
-    def __init__(self, pulse: Pulse, seconds: float = 0.0) -> None:
+    def __init__(self, pulse: LoopState, seconds: float = 0.0) -> None:
         self._pulse, self.seconds = pulse, seconds
         self.limits: list[float] = []
 
@@ -43,7 +43,7 @@ def limits(
     monkeypatch: pytest.MonkeyPatch, tokens: list[int], *, predicted: float, least: float = 0.0, seconds: float = 0.0
 ) -> list[float]:
     monkeypatch.setattr(loop, "_SLOW_SECONDS", 0.01)
-    pulse = Pulse()
+    pulse = LoopState()
     device = Device(pulse, seconds)
     executor = StampedExecutor(device, SimpleNamespace(predict=lambda plan: predicted), pulse, least)  # type: ignore[arg-type]
     for step, count in enumerate(tokens):
@@ -104,7 +104,7 @@ def test_an_engine_that_says_it_can_serve_has_taken_a_step(fails: bool) -> None:
 
 def test_an_idle_loop_prepares_a_little_at_a_time_and_listens_in_between() -> None:
     """It blocks on its sockets once nothing is left to prepare; what it prepares counts as the device's time."""
-    pulse, heard, phases = Pulse(), list[str](), list[str]()
+    pulse, heard, phases = LoopState(), list[str](), list[str]()
     left = iter((True, True, False))
 
     def prepare() -> bool:

@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.flags import near_match
 from headrace.models.hub import HubId, download_model
 from headrace.models.hub_cache import cached_models, hub_cache, remove_cached
-from headrace.observe.progress import said_bytes
+from headrace.observe.progress import format_bytes
 from headrace.observe.report import table
 
 ACTIONS = {
@@ -54,10 +54,10 @@ def _list(*, as_json: bool) -> int:
             f"No model is in {hub_cache()}. Fetch one: headrace models pull org/name. The bundled demo model is part of the package."
         )
         return 0
-    rows = [[each.name, each.format, ", ".join(each.revisions), said_bytes(each.bytes)] for each in found]
+    rows = [[each.name, each.format, ", ".join(each.revisions), format_bytes(each.bytes)] for each in found]
     print(table(("model", "format", "revision", "size"), rows))
     print(
-        f"\n{said_bytes(sum(each.bytes for each in found))} in {hub_cache()}; headrace models remove NAME frees the space of one."
+        f"\n{format_bytes(sum(each.bytes for each in found))} in {hub_cache()}; headrace models remove NAME frees the space of one."
     )
     return 0
 
@@ -69,7 +69,7 @@ def _pull(text: str) -> int:
     path = download_model(model, with_weights=True)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     print(
-        f"{model}: {said_bytes(sum(file.stat().st_size for file in files))} in {path}. Try: headrace chat --model {model}"
+        f"{model}: {format_bytes(sum(file.stat().st_size for file in files))} in {path}. Try: headrace chat --model {model}"
     )
     return 0
 
@@ -81,7 +81,7 @@ def _remove(names: list[str], *, ask: bool) -> int:
         if name not in found:
             raise ModelError(f"{name!r} is not in {hub_cache()}{_hint(name, found)}")
     chosen = [found[name] for name in dict.fromkeys(names)]
-    what = f"{', '.join(each.name for each in chosen)} ({said_bytes(sum(each.bytes for each in chosen))})"
+    what = f"{', '.join(each.name for each in chosen)} ({format_bytes(sum(each.bytes for each in chosen))})"
     if ask and not _agreed(f"Remove {what}?"):
         print("Nothing was removed.")
         return 1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.bench.arguments import declare
 from headrace.config import ModelConfig
 from headrace.errors import ConfigError
-from headrace.observe.progress import said_bytes
+from headrace.observe.progress import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     calibrated = {"calibrated with": f"{len(rows)} rows of {args.calibration_length} tokens"} if rows else {}
     facts = {"method": choice.method, **calibrated, **report(judged)}
     finish_folder(args.output, source, args.format, plan.config, plan.form, facts)
-    for name, value in {**facts, "weights": said_bytes(size)}.items():
+    for name, value in {**facts, "weights": format_bytes(size)}.items():
         print(f"{name:<26}{value}")
     print(f"Written to {args.output}. Try it: headrace chat --model {args.output}")
     return 0

@@ -143,8 +143,8 @@ class EngineCore:
         self._failed = False
         self._dead: EngineDead | None = None
         self.asleep = 0  # the level at which the device sleeps; 0: it is awake
-        self.bedtime = 0  # the level at which it shall: requests wait
-        self._sleepless = ""  # why it could not
+        self.sleep_target = 0  # the level at which it shall: requests wait
+        self._sleep_error = ""  # why it could not
         self._held: dict[int, Request] = {}  # that came since, by id
         self._standing: tuple[int, Standing] | None = None  # of this turn, with so many events
         self._fifo: deque[_Submitted] = deque()
@@ -155,7 +155,7 @@ class EngineCore:
     def has_work(self) -> bool:
         if self._dead is not None:
             return False
-        if self.bedtime:
+        if self.sleep_target:
             return self.falls_asleep or bool(self._events)
         return bool(self._events or self._fifo) or self.scheduler.has_work or self._prepares
 
@@ -211,7 +211,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Takes effect at the next step, like every event; with a grammar, once that is compiled; with an adapter, once
         that is read. Raises InvalidRequest where none can be."""
-        if self.bedtime:
+        if self.sleep_target:
             self._held[request.request_id] = request
         elif request.params.structured_outputs is None:
             self._enter(request)
@@ -263,18 +263,18 @@ class EngineCore:
         """Requests that come from now on wait until it is awake again. Those that came before go on, and once they have
         ended, a step puts the device to sleep: whoever has waited is served, however often it is woken and put to
         sleep. One that sleeps can sleep deeper, and not lighter."""
-        self.bedtime, self._sleepless = max(level, self.bedtime), ""
+        self.sleep_target, self._sleep_error = max(level, self.sleep_target), ""
 
     @property
     def falls_asleep(self) -> bool:
         """It shall sleep, and does not yet."""
-        return self.bedtime > self.asleep
+        return self.sleep_target > self.asleep
 
     def wake(self) -> None:
         """Raises what the device does, OutOfMemory above all; then it sleeps on."""
         if self.asleep:
             self.executor.control(Wake())
-        self.asleep = self.bedtime = 0
+        self.asleep = self.sleep_target = 0
         self._release()
 
     def _release(self) -> None:
@@ -285,17 +285,17 @@ class EngineCore:
 
     def check_asleep(self) -> None:
         """Raises HeadraceError where it is awake after all."""
-        if not self.bedtime:
-            raise HeadraceError(self._sleepless or "It was woken before it slept.")
+        if not self.sleep_target:
+            raise HeadraceError(self._sleep_error or "It was woken before it slept.")
 
     def _fall_asleep(self) -> None:
         """With nothing in flight. What was computed is gone."""
-        level = self.bedtime
+        level = self.sleep_target
         try:
             self.executor.control(Sleep(level))
         except HeadraceError as error:
-            self.bedtime, self._sleepless = self.asleep, error.message
-            if not self.bedtime:
+            self.sleep_target, self._sleep_error = self.asleep, error.message
+            if not self.sleep_target:
                 self._release()
             return
         self.asleep = level

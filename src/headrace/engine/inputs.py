@@ -137,7 +137,7 @@ def _id_array(ids: Any, param: str) -> array[int]:
     return packed
 
 
-class Placing(TypedDict, total=False):
+class RequestAttributes(TypedDict, total=False):
     """What a Request says beside its prompt and SamplingParams. ``priority``: lower goes first. ``explain``: the steps
     that compute it are counted. ``tenant`` (who asks) and ``expects`` are for policies that heed them.
     """
@@ -150,20 +150,20 @@ class Placing(TypedDict, total=False):
     expects: Expectations
 
 
-class RequestOptions(Placing, total=False):
+class RequestOptions(RequestAttributes, total=False):
     """As a caller says it."""
 
     truncate_prompt_tokens: int | None
 
 
-def placing_of(request: Request) -> Placing:
+def attributes_of(request: Request) -> RequestAttributes:
     """For one that goes on from it."""
-    found: Any = {name: getattr(request, name) for name in Placing.__annotations__}
-    placing: Placing = found
-    return placing
+    found: Any = {name: getattr(request, name) for name in RequestAttributes.__annotations__}
+    attributes: RequestAttributes = found
+    return attributes
 
 
-def _placed(prompt: ParsedPrompt, options: Placing) -> Placing:
+def _resolved_attributes(prompt: ParsedPrompt, options: RequestAttributes) -> RequestAttributes:
     """With what the prompt says itself. Raises InvalidRequest."""
     priority = prompt.priority if prompt.priority is not None else options.get("priority", 0)
     check_integer("priority", priority, -(2**31), 2**31 - 1)
@@ -196,7 +196,7 @@ class InputProcessor:
         param: str = "prompt",
         clamp: bool = False,
         truncate_prompt_tokens: int | None = None,
-        **options: Unpack[Placing],
+        **options: Unpack[RequestAttributes],
     ) -> Request:
         """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that nobody asked for, so it may
         shrink to what fits."""
@@ -211,7 +211,7 @@ class InputProcessor:
         if truncate_prompt_tokens is not None:
             ids = ids[-self._num_kept(truncate_prompt_tokens) :]
         params = self._checked_params(ids, params, param, clamp)
-        placing = _placed(prompt, options)
+        attributes = _resolved_attributes(prompt, options)
         bad_words = self._bad_word_ids(params.bad_words)
         self._check_allowed(params, bad_words)
         seconds = 0.0 if params.structured_outputs is None else self.check_grammar(params.structured_outputs)
@@ -219,7 +219,7 @@ class InputProcessor:
         seed = derived_seed(self.seed, number) if params.seed is None else params.seed & _MASK64
         return Request(
             request_id=number, prompt_token_ids=ids, params=params, seed=seed, arrival_time=time.perf_counter(),
-            bad_word_ids=bad_words, grammar_seconds=seconds, **placing,
+            bad_word_ids=bad_words, grammar_seconds=seconds, **attributes,
         )  # fmt: skip
 
     def pooling_request(
@@ -228,7 +228,7 @@ class InputProcessor:
         *,
         param: str = "input",
         truncate_prompt_tokens: int | None = None,
-        **options: Unpack[Placing],
+        **options: Unpack[RequestAttributes],
     ) -> Request:
         """What a model that pools is asked: one vector, or one score. ``truncate_prompt_tokens`` keeps the beginning of
         the prompt, and the special tokens around it (-1: as many as fit)."""
@@ -245,9 +245,9 @@ class InputProcessor:
         self._check_prompt_length(len(ids), param)
         if prompt.given is not None:
             check_token_ids(param, ids, self.info.vocab_size)
-        placing, number = _placed(prompt, options), next(self.ids)
+        attributes, number = _resolved_attributes(prompt, options), next(self.ids)
         now = time.perf_counter()
-        return Request(request_id=number, prompt_token_ids=ids, params=_POOLED, arrival_time=now, **placing)
+        return Request(request_id=number, prompt_token_ids=ids, params=_POOLED, arrival_time=now, **attributes)
 
     def pair(
         self, query: str, document: str, *, instruction: str | None = None, truncate_prompt_tokens: int | None = None

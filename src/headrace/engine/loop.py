@@ -286,7 +286,7 @@ _SLOW_SECONDS = 1.0
 RECENT_STEPS = 64  # the newest, that one answer tells of: a second may hold thousands
 
 
-class Pulse:
+class LoopState:
     """What the loop is doing, and since when; written by the loop, read by the beating thread."""
 
     __slots__ = ("limit", "phase", "since", "turn")
@@ -306,11 +306,11 @@ class Pulse:
 class StampedExecutor:
     """An executor whose calls are told apart from the host's own work: a long step is no hang, a long turn is one."""
 
-    def __init__(self, inner: Executor, recorder: StepRecorder, pulse: Pulse, least: float) -> None:
+    def __init__(self, inner: Executor, recorder: StepRecorder, state: LoopState, least: float) -> None:
         """``least``: seconds that every step takes, whatever the recorder predicts."""
         self._inner = inner
         self._recorder = recorder
-        self._pulse = pulse
+        self._state = state
         self._least = least
         self._slow = False  # the last step took long: so may the next, however small
         self._limits: dict[int, float] = {}  # by step in flight, as the next
@@ -325,11 +325,11 @@ class StampedExecutor:
         return self._on_device(sum(self._limits.values()), self._inner.submit, plan)
 
     def _on_device(self, limit: float, call: Callable[..., Result], *given: Any) -> Result:
-        self._pulse.enter("device", limit)
+        self._state.enter("device", limit)
         try:
             return call(*given)
         finally:
-            self._pulse.enter("host", HOST_LIMIT)
+            self._state.enter("host", HOST_LIMIT)
 
     def drafts(self, ticket: Ticket) -> Sequence[Sequence[int]]:
         return self._on_device(self._limits.get(ticket.step_id, DEVICE_LIMIT), self._inner.drafts, ticket)
@@ -348,16 +348,16 @@ class StampedExecutor:
         self._inner.recover()
 
     def prepare(self) -> bool:
-        self._pulse.enter("device", DEVICE_LIMIT)
+        self._state.enter("device", DEVICE_LIMIT)
         return self._inner.prepare()
 
     def control(self, order: Control) -> None:
         if isinstance(order, Sleep | Wake):
-            self._pulse.enter("load")
+            self._state.enter("load")
         try:
             self._inner.control(order)
         finally:
-            self._pulse.enter("host", HOST_LIMIT)
+            self._state.enter("host", HOST_LIMIT)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
         return self._inner.outcomes(wait)
@@ -369,11 +369,11 @@ class StampedExecutor:
 class EngineLoop:
     """Commands in, one frame a step and front end out, until the parent says so or is gone."""
 
-    def __init__(self, engine: Engine, links: Links, pulse: Pulse) -> None:
+    def __init__(self, engine: Engine, links: Links, state: LoopState) -> None:
         self._engine = engine
         self._core = engine.core
         self._links = links
-        self._pulse = pulse
+        self._state = state
         self._handlers: dict[type, Callable[[Link, Any], None]] = {
             Request: self._add,
             frames.Abort: lambda _, command: self._abort(command.request_id),
@@ -405,15 +405,15 @@ class EngineLoop:
         self._retiring: list[tuple[Link, int]] = []  # who waits for the device to sleep, likewise
 
     def run(self) -> None:
-        core, links, pulse = self._core, self._links, self._pulse
+        core, links, state = self._core, self._links, self._state
         while self._running:
-            pulse.turn += 1
+            state.turn += 1
             if core.has_work or core.executor.prepare():
                 said = links.poll()
             else:
-                pulse.enter("idle")
+                state.enter("idle")
                 said = links.wait()
-            pulse.enter("host", HOST_LIMIT)
+            state.enter("host", HOST_LIMIT)
             for link, command in said:
                 self._handlers[type(command)](link, command)
             if core.has_work and self._running:
@@ -423,7 +423,7 @@ class EngineLoop:
                         _reply(link, number, {})
                     self._forgetting.clear()
                 if outputs:
-                    pulse.enter("send")  # a front end may be slow to read
+                    state.enter("send")  # a front end may be slow to read
                     for unwanted in links.send_step(core.accounts.settle(outputs)):
                         self._abort(unwanted)
             if self._loading:
@@ -467,7 +467,7 @@ class EngineLoop:
             self._abort(request_id)
 
     def _attach(self, link: Link, command: frames.Attach) -> None:
-        greeting = pack(frames.Started(self._engine.info)) + pack(frames.Asleep(self._core.bedtime))
+        greeting = pack(frames.Started(self._engine.info)) + pack(frames.Asleep(self._core.sleep_target))
         self._links.attach(command.serial, greeting)
 
     def _finish(self, link: Link, command: frames.Finish) -> None:
@@ -505,7 +505,7 @@ class EngineLoop:
 
     def _load_adapter(self, link: Link, command: frames.LoadAdapter) -> None:
         try:
-            if self._core.bedtime:
+            if self._core.sleep_target:
                 raise InvalidRequest("The model sleeps; wake it first (POST /wake_up).")
             before = self._desk.load(command.name, command.folder, command.in_place)
             self._loading.append((link, command.number, self._desk.preload(command.name), before))
@@ -528,21 +528,21 @@ class EngineLoop:
     def _sleep(self, link: Link, command: frames.Sleep) -> None:
         self._core.sleep(command.level)
         self._retiring.append((link, command.number))
-        self._tell_bedtime()
+        self._tell_sleep_target()
 
-    def _tell_bedtime(self) -> None:
-        self._links.send(pack(frames.Asleep(self._core.bedtime)))
+    def _tell_sleep_target(self) -> None:
+        self._links.send(pack(frames.Asleep(self._core.sleep_target)))
 
     def _answer_retired(self) -> None:
         answer = _told(self._core.check_asleep)
-        self._tell_bedtime()
+        self._tell_sleep_target()
         for link, number in self._retiring:
             _reply(link, number, answer)
         self._retiring.clear()
 
     def _wake(self, link: Link, command: frames.Wake) -> None:
         answer = _told(self._core.wake)
-        self._tell_bedtime()
+        self._tell_sleep_target()
         _reply(link, command.number, answer)
 
     def _shut_down(self, link: Link, command: frames.Shutdown) -> None:

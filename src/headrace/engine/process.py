@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.engine import connection as frames
-from headrace.engine.loop import EngineLoop, Link, Links, ParentGone, Pulse, StampedExecutor
+from headrace.engine.loop import EngineLoop, Link, Links, LoopState, ParentGone, StampedExecutor
 from headrace.errors import HeadraceError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.portability import ignore_terminal
@@ -44,14 +44,14 @@ LAST_WORDS_SECONDS = 1.0  # for what was said last to be read
 FIRST_STEP = -1  # the request that no client sent
 
 
-def beat_forever(links: Links, pulse: Pulse) -> None:
+def beat_forever(links: Links, state: LoopState) -> None:
     """The pulse of the process, and its end when the parent is gone, whatever the loop is doing."""
     for beat in itertools.count(1):
         time.sleep(BEAT_SECONDS)
         if beat % TIDY_BEATS == 0:
             empty_free_lists()
         try:
-            links.send(pack(pulse.beat()))
+            links.send(pack(state.beat()))
         except ParentGone:
             os._exit(1)
 
@@ -64,7 +64,7 @@ def end_now(links: Links, why: str) -> None:
     os._exit(1)
 
 
-def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
+def _start(launch: frames.Launch, links: Links, state: LoopState) -> Engine | None:
     """The engine, or None after the parent has been told why not."""
     try:
         # torch and all: after the socket, so that the pulse is heard meanwhile
@@ -74,7 +74,7 @@ def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
         least = launch.config.device.device_time
         engine = create_engine(
             launch.config,
-            wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least),
+            wrap=lambda executor, recorder: StampedExecutor(executor, recorder, state, least),
             with_tokenizer=False,
             lost=partial(end_now, links),
             replica=launch.replica,
@@ -114,11 +114,11 @@ def take_first_step(engine: Engine) -> None:
         )
 
 
-def _serve(engine: Engine, links: Links, pulse: Pulse) -> int:
+def _serve(engine: Engine, links: Links, state: LoopState) -> int:
     freeze_start()  # the model and the modules live as long as the process
     links.send(pack(frames.Started(engine.info)))
     try:
-        EngineLoop(engine, links, pulse).run()
+        EngineLoop(engine, links, state).run()
     except (ParentGone, BadFrame) as error:
         return 0 if isinstance(error, ParentGone) else 1
     except Exception as error:
@@ -138,13 +138,13 @@ def main() -> None:
     configure_child()
     logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())
     try:
-        sock, pulse = parent_socket(), Pulse()
+        sock, state = parent_socket(), LoopState()
         launch = receive(sock, frames.Launch)
         links = Links(Link(sock, frames.Command), socket.socket(fileno=launch.door))
         end_with_parent()  # from here on nothing of ours is left behind
-        threading.Thread(target=beat_forever, args=(links, pulse), daemon=True, name="pulse").start()
-        engine = _start(launch, links, pulse)
-        status = 1 if engine is None else _serve(engine, links, pulse)
+        threading.Thread(target=beat_forever, args=(links, state), daemon=True, name="pulse").start()
+        engine = _start(launch, links, state)
+        status = 1 if engine is None else _serve(engine, links, state)
         links.finish(LAST_WORDS_SECONDS)
         sys.exit(status)
     except (ParentGone, BadFrame):

@@ -36,14 +36,14 @@ _PACKAGE = Path(__file__).parent.parent
 def configure(form: str, **facts: Any) -> None:
     """All loggers of this process write to stderr in this form; their levels do not change. ``facts`` are added to
     every line."""
-    if not isinstance(getattr(sys.stderr, "buffer", None), Unhurried):
-        sys.stderr = io.TextIOWrapper(Unhurried(2), "utf-8", "backslashreplace", write_through=True)
+    if not isinstance(getattr(sys.stderr, "buffer", None), NonBlockingStderr):
+        sys.stderr = io.TextIOWrapper(NonBlockingStderr(2), "utf-8", "backslashreplace", write_through=True)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(facts) if form == "json" else TextLines(facts))
     logging.getLogger().handlers[:] = [handler]
 
 
-class Unhurried(io.RawIOBase):
+class NonBlockingStderr(io.RawIOBase):
     """A stderr that never blocks: what its reader does not accept is dropped, and the number is reported with the next
     line it accepts.
 

@@ -139,7 +139,7 @@ class LoadingLine:
         self._line.erase()
         seconds = time.perf_counter() - self._start
         if seconds > LINE_SECONDS:
-            self._tell(f"Loaded {said_bytes(self._done)} of weights in {seconds:.0f} s.")
+            self._tell(f"Loaded {format_bytes(self._done)} of weights in {seconds:.0f} s.")
 
     def _said(self, now: float) -> str:
         layers = (
@@ -147,7 +147,7 @@ class LoadingLine:
             if self._layer_ends
             else ""
         )
-        return f"{said_bytes(self._done)} of {said_bytes(self._total)}{layers}, {said_bytes(int(self._done / max(1e-9, now - self._start)))}/s"
+        return f"{format_bytes(self._done)} of {format_bytes(self._total)}{layers}, {format_bytes(int(self._done / max(1e-9, now - self._start)))}/s"
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def waiting(
         tell(f"{done} in {seconds:.0f} s.")
 
 
-def said_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     """In the units of file managers: 1.2 GB, 340 MB, 12 kB."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:

@@ -57,8 +57,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
-class Lives:
-    """The successive lives of one process: how many short ones in a row, and how long to wait before the next start."""
+class RestartBackoff:
+    """How long to wait before one process is started again: longer, the more short lives it has had in a row."""
 
     def __init__(self) -> None:
         self.short = 0

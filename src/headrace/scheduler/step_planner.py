@@ -36,7 +36,7 @@ from headrace.scheduler.step_budget import StepMeter
 from headrace.speculative.length import Speculation
 
 
-class Claims:
+class AdapterClaims:
     """As those who start in one pass change what runs, whether or not that is carried out. ``most``: adapters of one
     step; ``running``: of the sequences that run."""
 
@@ -113,7 +113,7 @@ class Starting:
     blocks: list[int]
     rows: int = 0
     running: int = 0
-    adapters: Claims | None = None
+    adapters: AdapterClaims | None = None
 
     def admits(self, sequence: Sequence) -> bool:
         """As far as its adapter goes."""
@@ -512,7 +512,7 @@ class StepPlanner:
     def no_claims(self) -> Starting:
         """Before the first of those who wait."""
         books, running = self.cache.adapters, (each.request.adapter for each in self.roster.running)
-        claims = None if books is None else Claims(books, self.limits.max_adapters, running)
+        claims = None if books is None else AdapterClaims(books, self.limits.max_adapters, running)
         return Starting([0] * len(self.cache.pools), adapters=claims)
 
     def find_start(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> PrefixMatch | Wait:

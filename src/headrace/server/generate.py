@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from headrace.engine.inputs import Message, ParsedPrompt, placing_of
+from headrace.engine.inputs import Message, ParsedPrompt, attributes_of
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
 from headrace.request import NO_EXPECTATIONS, Given, Request, SamplingParams, StructuredOutputs
@@ -212,12 +212,14 @@ async def prepare(
     grammar is made of."""
     _check_policy(service, request)
     inputs, body = service.model.any_engine.inputs, request.body
-    placing = service.placing(exchange, body, body.user_name, explain=body.explain, expects=request.expects)
+    attributes = service.request_attributes(
+        exchange, body, body.user_name, explain=body.explain, expects=request.expects
+    )
     try:
         await inputs.check_grammar_soon(params, exchange.tenant)
         return inputs.request(
             parsed, params, param=param, clamp=body.limit_name is None, truncate_prompt_tokens=body.truncate_prompt_tokens,
-            **placing,
+            **attributes,
         )  # fmt: skip
     except InvalidRequest as error:
         if error.param == "structured_outputs" and tools:
@@ -328,7 +330,7 @@ class Delivery:
         async def submit(ids: array[int], params: SamplingParams) -> EngineStream:
             engine = self._service.model.engine
             await engine.inputs.check_grammar_soon(params, self._exchange.tenant)
-            following = engine.inputs.request(ParsedPrompt(None, ids), params, **placing_of(request))
+            following = engine.inputs.request(ParsedPrompt(None, ids), params, **attributes_of(request))
             return engine.submit(following, whole=not self._is_stream)
 
         decode = partial(tokenizer.decode, skip_special_tokens=request.params.skip_special_tokens)

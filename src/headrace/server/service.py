@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 
 from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.engine.info import check_sleep
-from headrace.engine.inputs import Placing
+from headrace.engine.inputs import RequestAttributes
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.processes.garbage import freeze_start
@@ -412,9 +412,9 @@ class Service:
 
         return stream if self.moderator is None else self.moderator.watch(stream, request, prompt_text)
 
-    def placing(
-        self, exchange: Exchange, body: GeneratingBody | PoolingBody, user: str, **more: Unpack[Placing]
-    ) -> Placing:
+    def request_attributes(
+        self, exchange: Exchange, body: GeneratingBody | PoolingBody, user: str, **more: Unpack[RequestAttributes]
+    ) -> RequestAttributes:
         adapter = self.model.adapter_of(body.model)
         return {
             **more,

@@ -219,8 +219,11 @@ async def _deliver(
 
 
 def _request(service: Service, exchange: Exchange, body: PoolingBody, job: Job, make: Any) -> Request:
-    inputs, placing = service.model.any_engine.inputs, service.placing(exchange, body, body.user[:MAX_USER])
-    return inputs.pooling_request(make(inputs), param=job.param, truncate_prompt_tokens=job.truncate, **placing)
+    inputs, attributes = (
+        service.model.any_engine.inputs,
+        service.request_attributes(exchange, body, body.user[:MAX_USER]),
+    )
+    return inputs.pooling_request(make(inputs), param=job.param, truncate_prompt_tokens=job.truncate, **attributes)
 
 
 # --- answers

@@ -31,7 +31,7 @@ from headrace.engine.resolve import find_source
 from headrace.engine.routing import memory_size
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.portability import shared_file
-from headrace.processes.child import Lives, spawn
+from headrace.processes.child import RestartBackoff, spawn
 from headrace.processes.messages import Channel
 from headrace.server.app import ROUTES
 from headrace.server.exposition import Counters, ServerMetrics, Watch
@@ -87,9 +87,9 @@ class FrontEnd:
 async def supervise(begin: Callable[[], FrontEnds], signals: Signals) -> int:
     """One life of all of them after the other, until one ends as it was told to, or the next would end as it did.
     Returns its exit status, or raises what it raised."""
-    lives, failed, ever_ready = Lives(), 0, False
+    backoff, failed, ever_ready = RestartBackoff(), 0, False
     while True:
-        lives.begin()
+        backoff.begin()
         life, error, status = begin(), None, 1
         try:
             status = await life.run()
@@ -105,8 +105,10 @@ async def supervise(begin: Callable[[], FrontEnds], signals: Signals) -> int:
             return status
         ready = "having been ready" if life.was_ready else "before it was ready"
         why = f": {error.message}" if error is not None else ""
-        log.error("The server ended with %s, %s%s; it starts again in %g s.", lives.end(status), ready, why, lives.wait)
-        if await signals.within(lives.wait):
+        log.error(
+            "The server ended with %s, %s%s; it starts again in %g s.", backoff.end(status), ready, why, backoff.wait
+        )
+        if await signals.within(backoff.wait):
             return 0
 
 
@@ -129,7 +131,7 @@ class FrontEnds:
         self._fronts: dict[int, FrontEnd] = {}  # by number
         self._engine: EngineConnection | Replicas | None = None
         self._restarts: dict[int, asyncio.Task[None]] = {}  # of replicas, by number
-        self._replica_lives: dict[int, Lives] = {}
+        self._replica_backoffs: dict[int, RestartBackoff] = {}
         replicas = launch.engine.device.data_parallel_size
         if replicas > 1:
             size = memory_size(replicas, self._config.api_server_count)
@@ -192,17 +194,17 @@ class FrontEnds:
 
     async def _restart(self, number: int, engine: Replicas) -> None:
         """Another process for a replica that has died, and again until one serves. The last that dies ends all."""
-        lives = self._replica_lives.setdefault(number, Lives())
+        backoff = self._replica_backoffs.setdefault(number, RestartBackoff())
         while not self._ending:
-            log.error("Replica %d starts again in %g s.", number, lives.wait)
-            await asyncio.sleep(lives.wait)
-            lives.begin()
+            log.error("Replica %d starts again in %g s.", number, backoff.wait)
+            await asyncio.sleep(backoff.wait)
+            backoff.begin()
             found = await engine.launch_again(self._launch.engine, number)
             try:
                 await found.started()
             except HeadraceError as error:
                 await found.close(0.0)
-                log.error("Replica %d could not start, %s: %s", number, lives.end(1), error.message)
+                log.error("Replica %d could not start, %s: %s", number, backoff.end(1), error.message)
                 continue
             except asyncio.CancelledError:
                 await found.close(0.0)
@@ -232,24 +234,24 @@ class FrontEnds:
 
     async def _keep(self, number: int) -> None:
         """One after the other at one place."""
-        lives = Lives()
+        backoff = RestartBackoff()
         while not self._ending:
-            lives.begin()
+            backoff.begin()
             front = await self._start(number)
             if self._ending:
                 front.signal(signal.SIGTERM)  # it may not have been there yet when the others were told
             status = await front.process.wait()
-            ended = lives.end(status)
+            ended = backoff.end(status)
             self._leave(front)
             if self._ending or (status == link.ENGINE_GONE and await self._engine_ends()):
                 return
-            if (front.failure is not None and not self.was_ready) or lives.short > MAX_SHORT_LIVES:
+            if (front.failure is not None and not self.was_ready) or backoff.short > MAX_SHORT_LIVES:
                 self._give_up(front, ended)
                 return
             memory = " (often: the machine ran out of memory)" if status == -signal.SIGKILL and not front.hung else ""
             told = "Front end %d ended: %s. Its requests are ended, the others' go on; it starts again in %g s."
-            log.error(told, number, front.failure or ended + memory, lives.wait)
-            await asyncio.sleep(lives.wait)
+            log.error(told, number, front.failure or ended + memory, backoff.wait)
+            await asyncio.sleep(backoff.wait)
 
     def _kept(self, keeper: asyncio.Task[None]) -> None:
         """A keeper that fails (no process can be started) cannot be done without."""
