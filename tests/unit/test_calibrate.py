@@ -174,7 +174,7 @@ def test_steps_that_wait_for_launches_do_not_make_work_seem_slow(found: Calibrat
     """Prompts that the device does in a tenth of the launches' time."""
     costs, step = cost_model(device()), StepLoad(60, 1, (1830.0,), (60.0,), (0.0,), filled=64)
     fitted, true = (
-        each.seconds(costs.work(step), BANDWIDTH, RATE, step, alone=False) for each in (found.prices, true_prices())
+        each.seconds(costs.work(step), BANDWIDTH, RATE, step, decode=False) for each in (found.prices, true_prices())
     )
     assert fitted == pytest.approx(true, rel=0.1) and true < 3e-3  # launching takes 4
     on = replace(device(), calibrated=(found,))
@@ -223,7 +223,7 @@ def test_an_engine_without_graphs_launches_steps_with_prompts(found: CalibratedS
     for switches in ({}, {"enforce_eager": True}, {"prompt_graphs": False}):
         config = resolve_config(replace(EngineConfig(), device=DeviceConfig(**switches)), "cuda")[0]
         step_time = choose_prices(on, config, costs, tuple(kv_groups(SPEC, 16, 2))).step_time
-        launched.append(step_time.of_load(StepLoad(60, 1, (1830.0,), (60.0,), (0.0,)), alone=False).launch_seconds > 0)
+        launched.append(step_time.of_load(StepLoad(60, 1, (1830.0,), (60.0,), (0.0,)), decode=False).launch_seconds > 0)
     assert launched == [False, True, True]
 
 

@@ -64,7 +64,7 @@ LOADS += [load(rows, 900, saved=rows * 500.0) for rows in (2, 8, 20, 40, 80)]
 
 def price(prices: StepPrices, model: CostModel, each: StepLoad) -> float:
     alone = each.lone == each.keys
-    return float(prices.seconds(model.work(each), BANDWIDTH, RATE, each, alone=alone))
+    return float(prices.seconds(model.work(each), BANDWIDTH, RATE, each, decode=alone))
 
 
 def observed(

@@ -65,9 +65,9 @@ class Steadiness:
                     f"a steadiness of {len(ratios)} ratios from {min(ratios, default=0.0):g} on, lasting {self.lasting:g}"
                 )
 
-    def ratio(self, score: float, *, alone: bool) -> float:
+    def ratio(self, score: float, *, decode: bool) -> float:
         """The ratio at a standard normal score; beyond the outermost quantiles, theirs."""
-        ratios, place = self.alone if alone else self.prompts, bisect_right(_SCORES, score)
+        ratios, place = self.alone if decode else self.prompts, bisect_right(_SCORES, score)
         if place == 0 or place == len(_SCORES):
             return ratios[place - (place > 0)]
         low, high = _SCORES[place - 1], _SCORES[place]
@@ -189,10 +189,10 @@ def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoa
     kernel by kernel. Its second argument: whether the load has only decode tokens."""
     prices, bandwidth, rate = found.prices, found.bandwidth, found.rate
 
-    def price(load: StepLoad, alone: bool) -> float:
+    def price(load: StepLoad, decode: bool) -> float:
         work = cost_model.work(load)
-        seconds = prices.seconds(work, bandwidth, rate, load, alone=alone)
-        return float(max(seconds, 0.0 if (alone or load.filled) and prices.classes.apart else prices.host.launch))
+        seconds = prices.seconds(work, bandwidth, rate, load, decode=decode)
+        return float(max(seconds, 0.0 if (decode or load.filled) and prices.classes.apart else prices.host.launch))
 
     return price
 

@@ -115,10 +115,10 @@ class Classes:
     bounds: tuple[int, ...] = ()
     apart: bool = False
 
-    def place(self, tokens: int, *, alone: bool, graphed: bool = False) -> int:
-        """``alone``: every sequence computes a single token. ``graphed``: one graph computes the prompts."""
+    def place(self, tokens: int, *, decode: bool, graphed: bool = False) -> int:
+        """``decode``: every sequence computes a single token. ``graphed``: one graph computes the prompts."""
         return (
-            len(self.bounds) + (1 if graphed else 2) if self.apart and not alone else bisect_left(self.bounds, tokens)
+            len(self.bounds) + (1 if graphed else 2) if self.apart and not decode else bisect_left(self.bounds, tokens)
         )
 
     @property
@@ -167,15 +167,15 @@ class StepPrices:
             return self.rested if pause > RESTED else self.woken
         return self.settling if since <= SETTLING else 0.0
 
-    def seconds(self, work: Work, bandwidth: float, rate: float, load: StepLoad, *, alone: bool) -> float:
+    def seconds(self, work: Work, bandwidth: float, rate: float, load: StepLoad, *, decode: bool) -> float:
         """Seconds of a step with this work, which its ``load`` amounts to."""
         tokens, sampled = load.tokens, load.sampled
-        place = self.classes.place(tokens, alone=alone, graphed=load.filled > 0)
+        place = self.classes.place(tokens, decode=decode, graphed=load.filled > 0)
         if not tokens:
             return self.fixed[place]
         parts = (
             (self.products[place], work.products),
-            (self.products[self.classes.place(sampled, alone=True)], work.head),
+            (self.products[self.classes.place(sampled, decode=True)], work.head),
             (self.experts, work.experts),
             (self.decode[place], work.decode),
             (self.prompts, work.prompts),

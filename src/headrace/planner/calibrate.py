@@ -109,12 +109,12 @@ def _steadiness(runs: Sequence[RecordedRun], own: Sequence[RecordedStep], ratios
     fitted = [[step for step in run.steps if id(step) in of] for run in runs]
     times = [np.array([step.scheduled for step in steps]) for steps in fitted]
     found = [np.array([of[id(step)] for step in steps]) for steps in fitted]
-    return fit_steadiness(times, found, [np.array([step.alone for step in steps]) for steps in fitted])
+    return fit_steadiness(times, found, [np.array([step.decode for step in steps]) for steps in fitted])
 
 
 def _observed(step: RecordedStep, cost_model: CostModel) -> Observed:
     load = step.load
-    return Observed(load, cost_model.work(load), step.alone, step.seconds, pause=step.pause, since=step.since)
+    return Observed(load, cost_model.work(load), step.decode, step.seconds, pause=step.pause, since=step.since)
 
 
 def _check_same(run: RecordedRun, first: RunFacts, device: Device, cost_model: CostModel) -> None:
@@ -157,7 +157,7 @@ def _covered(steps: Sequence[RecordedStep]) -> Covered:
 def _launched(step: RecordedStep, facts: RunFacts) -> bool:
     """Kernel by kernel, beside the device: neither replayed as a graph nor computed by the submitting thread."""
     return facts.device.kind != "cpu" and (
-        bool(facts.switches.get("enforce_eager")) or not (step.alone or step.load.filled)
+        bool(facts.switches.get("enforce_eager")) or not (step.decode or step.load.filled)
     )
 
 
@@ -184,10 +184,10 @@ def fit_host(runs: Sequence[RecordedRun], steps: Sequence[RecordedStep]) -> tupl
     ]
     none = "" if launched else "no step was launched kernel by kernel beside the device; taken to be nothing"
     parameters.append(Parameter("launching a step, seconds", launch, spread, launched, none))
-    alone = [step for step in steps if step.alone]
-    plain = [step for step in steps if not (step.recorded or step.alone or step.load.filled)]
+    decode = [step for step in steps if step.decode]
+    plain = [step for step in steps if not (step.recorded or step.decode or step.load.filled)]
     record, times = _longer([step for step in steps if step.recorded], plain)  # behind a step that was launched
-    graphed, replayed = _longer([step for step in steps if step.load.filled], alone)
+    graphed, replayed = _longer([step for step in steps if step.load.filled], decode)
     none = "" if replayed else "no graph computed a step with prompts; taken to be nothing"
     parameters.append(Parameter("handing over a graph with prompts, seconds", graphed, 0.0, replayed, none))
     none = "" if times else "no step was recorded; taken to be nothing"

@@ -122,7 +122,7 @@ def _seconds(target: Priced, draft: Priced, count: int, context: int) -> tuple[f
     """Of a verification, and of a pass."""
     keys = tuple(float(min(context, group.window or context)) for group in target.groups)
     load = StepLoad(1 + count, 1 + count, tuple((1 + count) * each for each in keys), keys)
-    return target.step_time.of_load(load, alone=False).seconds, draft.decode_seconds(1, context)
+    return target.step_time.of_load(load, decode=False).seconds, draft.decode_seconds(1, context)
 
 
 def _speed(acceptance: float, count: int, verify: float, each: float, *, ahead: bool) -> float:

@@ -161,7 +161,7 @@ class ModelledExecutor:
     def _felt(self, price: StepPrice, now: float, pause: float) -> float:
         """Seconds that the step takes at this moment."""
         seconds = price.seconds if price.after is None else price.seconds + price.after(pause, now - self._rested_at)
-        return seconds if self._ratio is None else seconds * self._ratio(self.counts.steps, now, price.alone)
+        return seconds if self._ratio is None else seconds * self._ratio(self.counts.steps, now, price.decode)
 
     def _drafted(self, plan: StepPlan) -> list[tuple[int, ...]]:
         """As many as are accepted, and the one behind them; rows are as long as they have got tokens."""

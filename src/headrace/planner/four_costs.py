@@ -139,7 +139,7 @@ def _by_engine(priced: Priced, capacity: list[int] | None, context: int, switch:
 
 
 def _chunk_seconds(priced: Priced, start: int, count: int) -> float:
-    return priced.step_time.of_load(_chunk(priced, start, count), alone=False).seconds
+    return priced.step_time.of_load(_chunk(priced, start, count), decode=False).seconds
 
 
 def _chunk(priced: Priced, start: int, count: int) -> StepLoad:

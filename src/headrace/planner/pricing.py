@@ -33,7 +33,7 @@ from headrace.parallel.shares import share
 from headrace.parallel.stages import staged
 from headrace.planner.devices import GIB, Device, known_devices
 from headrace.planner.steadiness import Disturbances
-from headrace.planner.step_time import Most, StagedTime, StepTime
+from headrace.planner.step_time import LargestStep, StagedTime, StepTime
 from headrace.spec import ELEMENT_BYTES, DecoderSpec, Held, KVSpec, LayerSpec, kv_groups
 
 
@@ -238,7 +238,7 @@ def _for_layers(prices: StepPrices, ratio: float) -> StepPrices:
     return replace(prices, fixed=tuple(each * ratio for each in prices.fixed), shared=prices.shared * ratio, host=host)
 
 
-def _beyond(covered: Covered, most: Most, context: int) -> list[str]:
+def _beyond(covered: Covered, most: LargestStep, context: int) -> list[str]:
     found = []
     for what, had, fitted in (
         ("steps of {} tokens", most.tokens, covered.tokens),

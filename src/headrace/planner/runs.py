@@ -28,7 +28,7 @@ _UNREADABLE = (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeE
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step that did not fail. Seconds; points in time count from the trace's beginning. ``alone``: every sequence
+    """One step that did not fail. Seconds; points in time count from the trace's beginning. ``decode``: every sequence
     computed one token. ``continuous``: there was work all the time since the step before; ``pause``: how long there was
     none; ``since``: how long ago a rest ended. ``waited``: of collecting, what the host did not work. ``recorded``: it
     was captured behind it."""
@@ -38,7 +38,7 @@ class RecordedStep:
     rows: int
     added: int
     added_tokens: int
-    alone: bool
+    decode: bool
     longest: int
     continuous: bool
     seconds: float
@@ -216,7 +216,7 @@ class _Trace:
             rows=found.rows,
             added=load.added,
             added_tokens=load.added_tokens,
-            alone=found.single == found.rows,
+            decode=found.single == found.rows,
             longest=load.longest,
             continuous=load.continuous,
             seconds=found.measured * 1e-3,

@@ -45,11 +45,11 @@ class Disturbances:
         self._place = -1
         self._knots = (0.0, 0.0)
 
-    def ratio(self, step: int, now: float, alone: bool = True) -> float:
+    def ratio(self, step: int, now: float, decode: bool = True) -> float:
         score = self._own * _normal(self._seed, 2 * step)
         if self._slow:
             score += self._slow * self._lasting(now)
-        return self._steadiness.ratio(score, alone=alone)
+        return self._steadiness.ratio(score, decode=decode)
 
     def _lasting(self, now: float) -> float:
         """Between two independent values, one at each end of the span that the time is in."""
@@ -74,11 +74,11 @@ def _normal(seed: int, index: int) -> float:
 
 
 def fit_steadiness(
-    times: Sequence[np.ndarray], ratios: Sequence[np.ndarray], alone: Sequence[np.ndarray]
+    times: Sequence[np.ndarray], ratios: Sequence[np.ndarray], decode: Sequence[np.ndarray]
 ) -> Steadiness | None:
     """By run: when steps began, in seconds, measured over price of each, and whether it computed single tokens alone.
     None where steps are steady, or too few."""
-    every, single = np.concatenate(ratios), np.concatenate(alone).astype(bool)
+    every, single = np.concatenate(ratios), np.concatenate(decode).astype(bool)
     if len(every) < LEAST_STEPS or np.quantile(every, 0.95) / np.quantile(every, 0.05) - 1.0 < STEADY:
         return None
     kinds = [every[mask] if mask.sum() >= LEAST_STEPS else every for mask in (single, ~single)]

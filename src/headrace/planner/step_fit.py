@@ -38,12 +38,12 @@ _ROUNDS, _FLOPS_BEGINNINGS = 40, (1.0, 0.4, 2.5)
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One step: its load, the bytes and FLOPs that this comes to, and the seconds it took. ``alone``: single tokens
+    """One step: its load, the bytes and FLOPs that this comes to, and the seconds it took. ``decode``: single tokens
     alone. ``pause``: so many seconds there was no work before it; ``since``: so many seconds ago a rest ended."""
 
     load: StepLoad
     work: Work
-    alone: bool
+    decode: bool
     seconds: float
     pause: float = 0.0
     since: float = math.inf
@@ -107,9 +107,9 @@ class _Columns:
         self._bandwidth, self._rate = bandwidth, rate
         classes = assumed.classes
         self._place = np.array(
-            [classes.place(each.load.tokens, alone=each.alone, graphed=each.load.filled > 0) for each in observed]
+            [classes.place(each.load.tokens, decode=each.decode, graphed=each.load.filled > 0) for each in observed]
         )
-        self._head_place = np.array([classes.place(each.load.sampled, alone=True) for each in observed])
+        self._head_place = np.array([classes.place(each.load.sampled, decode=True) for each in observed])
         self._columns: list[_Column] = []
 
     @property

@@ -34,14 +34,14 @@ class StepPrice:
     launch_seconds: float = 0.0
     record_seconds: float = 0.0
     after: Callable[[float, float], float] | None = None
-    alone: bool = True  # every sequence computes a single token
+    decode: bool = True  # every sequence computes a single token
     graph_tokens: int = 0  # see StepResult
     stages: tuple[float, ...] = ()  # of a pipeline: seconds of each; all else is their mean or, seconds, their sum
     hop_seconds: float = 0.0  # from each stage to the next
 
 
 @dataclass(slots=True)
-class Most:
+class LargestStep:
     """The largest step that was priced."""
 
     tokens: int = 0
@@ -64,7 +64,7 @@ class StepTime:
         shapes: PromptShapes | None = None,
     ) -> None:
         profile = cost_model.profile
-        self.most = Most()
+        self.most = LargestStep()
         self._cost_model = cost_model
         self._prices = prices
         self._sharing = sharing
@@ -76,20 +76,20 @@ class StepTime:
         saved = self._sharing.observe(plan) if self._sharing is not None else ()
         load = self._cost_model.load_of(plan, saved)
         rows = len(plan.rows)
-        alone, recorded = plan.counts.count(1) == rows, False
-        if not alone and not plan.prompt_logprobs:
+        decode, recorded = plan.counts.count(1) == rows, False
+        if not decode and not plan.prompt_logprobs:
             load, recorded = self._graphed(load, rows)
         tokens = sum(len(new.token_ids) for new in plan.rows_added)
         host = self._prices.host.seconds(rows, len(plan.rows_added), tokens, graphed=load.filled > 0)
-        return self._price(load, rows, alone, host, self._prices.host.record if recorded else 0.0)
+        return self._price(load, rows, decode, host, self._prices.host.record if recorded else 0.0)
 
-    def of_load(self, load: StepLoad, *, rows: int = 1, alone: bool = True) -> StepPrice:
-        """``rows`` sequences; ``alone``: each computes a single token. Of an engine that has captured what it
+    def of_load(self, load: StepLoad, *, rows: int = 1, decode: bool = True) -> StepPrice:
+        """``rows`` sequences; ``decode``: each computes a single token. Of an engine that has captured what it
         needs."""
-        if not alone and self._shapes is not None:
+        if not decode and self._shapes is not None:
             shape = self._shapes.rounded(load.tokens, rows)
             load = load if shape is None else replace(load, filled=shape.tokens)
-        return self._price(load, rows, alone)
+        return self._price(load, rows, decode)
 
     def _graphed(self, load: StepLoad, rows: int) -> tuple[StepLoad, bool]:
         """As a captured step computes it, and whether one is captured behind it; none reads shared keys once."""
@@ -104,11 +104,11 @@ class StepTime:
         self._shapes.add((shape,))
         return load, True
 
-    def _price(self, load: StepLoad, rows: int, alone: bool, host: float = 0.0, record: float = 0.0) -> StepPrice:
+    def _price(self, load: StepLoad, rows: int, decode: bool, host: float = 0.0, record: float = 0.0) -> StepPrice:
         self._note(load.tokens, rows)
-        seconds, floor, moved, flops = self._sums(load, alone)
-        launch = 0.0 if (alone or load.filled) and self._prices.classes.apart else self._prices.host.launch
-        return StepPrice(seconds, floor, moved, flops, host, launch, record, self._prices.after, alone, load.filled)
+        seconds, floor, moved, flops = self._sums(load, decode)
+        launch = 0.0 if (decode or load.filled) and self._prices.classes.apart else self._prices.host.launch
+        return StepPrice(seconds, floor, moved, flops, host, launch, record, self._prices.after, decode, load.filled)
 
     def _note(self, tokens: int, rows: int) -> None:
         if tokens > self.most.tokens:
@@ -116,10 +116,10 @@ class StepTime:
         if rows > self.most.sequences:
             self.most.sequences = rows
 
-    def _sums(self, load: StepLoad, alone: bool) -> tuple[float, float, float, float]:
+    def _sums(self, load: StepLoad, decode: bool) -> tuple[float, float, float, float]:
         work = self._cost_model.work(load)
         bandwidth, rate = self._units
-        seconds = self._prices.seconds(work, bandwidth, rate, load, alone=alone)
+        seconds = self._prices.seconds(work, bandwidth, rate, load, decode=decode)
         floor = work if not load.filled else self._cost_model.work(replace(load, filled=0))
         linked, sent = self._cost_model.link_seconds(load)
         least, moved, flops = _floor(floor, *self._limits)
@@ -142,8 +142,8 @@ class StagedTime:
     def of_plan(self, plan: StepPlan) -> StepPrice:
         return self._joined([each.of_plan(plan) for each in self._stages], plan.num_tokens)
 
-    def of_load(self, load: StepLoad, *, rows: int = 1, alone: bool = True) -> StepPrice:
-        return self._joined([each.of_load(load, rows=rows, alone=alone) for each in self._stages], load.tokens)
+    def of_load(self, load: StepLoad, *, rows: int = 1, decode: bool = True) -> StepPrice:
+        return self._joined([each.of_load(load, rows=rows, decode=decode) for each in self._stages], load.tokens)
 
     def shortest(self, groups: int) -> float:
         return sum(each.shortest(groups) for each in self._stages)
