@@ -17,7 +17,7 @@ from headrace.engine.executor import Control, Sleep, Wake
 from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.errors import HeadraceError, InvalidRequest, OutOfMemory
-from headrace.lora.registry import AdapterDesk
+from headrace.lora.registry import AdapterRegistry
 from headrace.request import FinishReason
 from headrace.spec import AdapterSpace
 from tests.support.hash_engine import Answers, CheckedExecutor, assert_at_rest, engine, expected, request, run
@@ -117,7 +117,7 @@ def test_who_has_waited_is_served_however_soon_it_sleeps_again() -> None:
 def test_who_still_waits_for_an_adapter_came_before() -> None:
     executor = CheckedExecutor(keyed_hash_info(num_blocks=64, adapters=AdapterSpace(2, 2)), check=False)
     core = engine(executor=executor)
-    core.adapters = AdapterDesk(lambda folder: None, executor.control, 2)
+    core.adapters = AdapterRegistry(lambda folder: None, executor.control, 2)
     for name in ("a", "b"):
         core.adapters.register(name, "folder")
     core.add(request(1, range(9), adapter="a"))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace.config import DeviceConfig, EngineConfig
-from headrace.disagg.desk import HandOver
+from headrace.disagg.hand_over import HandOver
 from headrace.engine import connection as frames
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import OpenStaging

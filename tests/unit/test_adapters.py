@@ -26,7 +26,7 @@ from headrace.engine.loop import EngineLoop
 from headrace.engine.output import refusal_of
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest, ModelError, NotFound
 from headrace.lora.peft import read_adapter
-from headrace.lora.registry import AdapterDesk, adapter_folder
+from headrace.lora.registry import AdapterRegistry, adapter_folder
 from headrace.models.families import spec_from_config
 from headrace.request import FinishReason, SequenceOutput, StructuredOutputs, TokenMasks, adapter_name
 from headrace.scheduler.events import AddRequest, RefuseRequest
@@ -62,15 +62,15 @@ def core_with(
     )
     executor = CheckedExecutor(info, fault=fault)
     core = engine(info=info, executor=executor, **more)
-    core.adapters = AdapterDesk(lambda folder: None, executor.control, held, identify=lambda folder: "")
+    core.adapters = AdapterRegistry(lambda folder: None, executor.control, held, identify=lambda folder: "")
     for number in range(names):
         core.adapters.register(f"a{number}", f"/{number}")
     return core
 
 
-def bare_desk(told: list[Any], most_held: int, **more: Any) -> AdapterDesk:
+def bare_desk(told: list[Any], most_held: int, **more: Any) -> AdapterRegistry:
     """Keys are names, and a #."""
-    return AdapterDesk(lambda folder: None, told.append, most_held, identify=lambda folder: "", **more)
+    return AdapterRegistry(lambda folder: None, told.append, most_held, identify=lambda folder: "", **more)
 
 
 def alone(adapter: str | None, prompt: list[int], tokens: int = 6) -> tuple[int, ...]:
@@ -320,7 +320,7 @@ def test_the_desk_reads_ahead_and_makes_room_in_order() -> None:
 
 
 def test_a_name_that_comes_back_is_another_adapter() -> None:
-    desk = AdapterDesk(lambda folder: None, lambda order: None, 4)
+    desk = AdapterRegistry(lambda folder: None, lambda order: None, 4)
     first = desk.register("x", "/one")
     assert desk.register("x", "/one") == first
     with pytest.raises(InvalidRequest, match="unload it first"):
@@ -344,7 +344,7 @@ def test_replicas_that_see_the_same_files_call_an_adapter_alike(tmp_path: Path) 
     """Whenever each of them finds it, and whatever it had before; files in the place of others are another
     adapter, whatever their size and date."""
     file, told = write(tmp_path / "x", GOOD) / "adapter_model.safetensors", list[Any]()
-    one, other, late = (AdapterDesk(lambda folder: None, told.append, 4, str(tmp_path)) for _ in range(3))
+    one, other, late = (AdapterRegistry(lambda folder: None, told.append, 4, str(tmp_path)) for _ in range(3))
     key = one.key("x")
     one.unregister("x")
     late.unregister("x")  # it never asked for it, and could have
@@ -361,7 +361,7 @@ def test_files_that_have_changed_are_another_adapter_when_they_are_read_again(tm
     """Though its name was never taken away. One that was damaged is looked for anew."""
     write(tmp_path / "x", GOOD)
     told: list[Any] = []
-    desk = AdapterDesk(lambda folder: None, told.append, 1, str(tmp_path))
+    desk = AdapterRegistry(lambda folder: None, told.append, 1, str(tmp_path))
     desk.register("y", "/y")
     first = desk.key("x")
 
@@ -384,7 +384,7 @@ def test_files_that_have_changed_are_another_adapter_when_they_are_read_again(tm
 def test_who_waits_for_an_adapter_that_is_loaded_anew_gets_that(tmp_path: Path) -> None:
     """Or that is found in the folder again; where there is none any more, it is told."""
     told: list[Any] = []
-    desk, names = AdapterDesk(lambda folder: None, told.append, 4, str(tmp_path)), ("x", "y", "z")
+    desk, names = AdapterRegistry(lambda folder: None, told.append, 4, str(tmp_path)), ("x", "y", "z")
     for number, name in enumerate(names):
         desk.require(name, str(write(tmp_path / "x", GOOD)) if name == "x" else f"/{name}")
         desk.begin(request(number, [1], adapter=name))

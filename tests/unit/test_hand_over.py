@@ -27,7 +27,7 @@ from headrace.engine.loop import Left
 from headrace.engine.replicas import Entry, Replicas
 from headrace.engine.routing import Router, memory_size
 from headrace.errors import ConfigError
-from headrace.lora.registry import AdapterDesk
+from headrace.lora.registry import AdapterRegistry
 from headrace.portability import shared_file
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import Request
@@ -99,7 +99,7 @@ def test_an_adapter_is_handed_over_whatever_its_name_stood_for_before(fd: int) -
     info = keyed_hash_info(**sizes, adapters=AdapterSpace(4, 2, 0))
     house = House(fd, [engine(info=info, executor=KeyedHashExecutor(info)) for _ in range(2)])
     for each in house.replicas:
-        desk = each.core.adapters = AdapterDesk(lambda folder: None, each.core.executor.control, 4)
+        desk = each.core.adapters = AdapterRegistry(lambda folder: None, each.core.executor.control, 4)
         for folder in ("/old", "/older", "/new")[each is house.replicas[1] :]:
             desk.register("a", folder)
             desk.unregister("a")

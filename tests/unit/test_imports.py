@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "lora",
         "scheduler",
         "cache",
-        "disagg.desk",
+        "disagg.hand_over",
     },
     "planner": {
         "disagg",

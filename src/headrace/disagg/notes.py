@@ -1,6 +1,6 @@
 """What two replicas tell each other about one request's keys and values; a front end passes it on.
 
-What lives here: the notes. What may not: frames (engine/connection.py), acting on them (desk.py).
+What lives here: the notes. What may not: frames (engine/connection.py), acting on them (hand_over.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.cost.run_facts import facts_of, switches_of
-from headrace.disagg.desk import HandOver
+from headrace.disagg.hand_over import HandOver
 from headrace.engine.core import EngineCore
 from headrace.engine.draft_templates import check_draft_templates
 from headrace.engine.executor import Executor, ExecutorInfo, OpenStaging
@@ -30,7 +30,7 @@ from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.engine.tokenizer import Tokenizer, check_texts, load_tokenizer
 from headrace.errors import ConfigError
 from headrace.lora.peft import read_adapter
-from headrace.lora.registry import AdapterDesk
+from headrace.lora.registry import AdapterRegistry
 from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.observe.metrics import StepRecorder
@@ -139,7 +139,7 @@ def create_engine(
         depth=(config.device.overlap or 0) + config.device.pipeline_parallel_size - 1,
         observer=recorder,
         masks=masks,
-        adapters=_create_desk(config, source, executor),
+        adapters=_create_registry(config, source, executor),
         forecast=recorder.floors,
         speed=recorder.speed,
     )
@@ -158,7 +158,7 @@ def _hand_over(core: EngineCore, givers: int, replica: int, staging: int) -> Non
     core.executor.control(OpenStaging(staging, givers, core.hand_over.widths, core.hand_over.slots))
 
 
-def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) -> AdapterDesk | None:
+def _create_registry(config: EngineConfig, source: ModelSource, executor: Executor) -> AdapterRegistry | None:
     """Raises ModelError for a folder of ``lora_modules`` that is no adapter of this model, ConfigError for a
     ``lora_dir`` that is none."""
     adapters, space = config.adapters, executor.info.adapters
@@ -167,7 +167,7 @@ def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) 
     if adapters.lora_dir is not None and not Path(adapters.lora_dir).is_dir():
         raise ConfigError(f"--lora-dir is {adapters.lora_dir!r}, which is no folder; check the path.")
     spec = spec_from_config(source.config)
-    desk = AdapterDesk(
+    registry = AdapterRegistry(
         lambda folder: read_adapter(Path(folder), spec, adapters.max_lora_rank),
         executor.control,
         space.slots,
@@ -175,8 +175,8 @@ def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) 
         _blocks_in_host_memory(config, space),
     )
     for name, folder in adapters.modules.items():
-        desk.register(name, folder)
-    return desk
+        registry.register(name, folder)
+    return registry
 
 
 def _blocks_in_host_memory(config: EngineConfig, space: AdapterSpace) -> int | None:

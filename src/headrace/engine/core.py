@@ -45,9 +45,9 @@ from headrace.speculative.length import DraftCounts, Speculation
 from headrace.speculative.settings import HEADS, read_settings
 
 if TYPE_CHECKING:
-    from headrace.disagg.desk import HandOver, HandOverCounts
+    from headrace.disagg.hand_over import HandOver, HandOverCounts
     from headrace.engine.grammar_masks import GrammarMasks, GrammarStats
-    from headrace.lora.registry import AdapterDesk
+    from headrace.lora.registry import AdapterRegistry
 
 DEFAULT_TOKEN_BUDGET = 2048
 _COMPILE_WAIT = 0.005  # seconds that an idle turn waits for a grammar; commands wait as long
@@ -120,7 +120,7 @@ class EngineCore:
         depth: int = 0,
         observer: StepObserver | None = None,
         masks: GrammarMasks | None = None,
-        adapters: AdapterDesk | None = None,
+        adapters: AdapterRegistry | None = None,
         forecast: Forecast | None = None,
         speed: Callable[[], StepSpeed] | None = None,
     ) -> None:
@@ -362,11 +362,11 @@ class EngineCore:
     def _idle(self) -> bool:
         return not (self._events or self._fifo or self.scheduler.has_work)
 
-    def _take_adapted(self, desk: AdapterDesk) -> None:
+    def _take_adapted(self, registry: AdapterRegistry) -> None:
         """Requests whose adapters have come begin; likewise."""
         live = (siblings[0].request for siblings in self.scheduler.requests.values())
         in_use = {each.adapter for each in chain(self._arriving, live) if each.adapter is not None}
-        self._events += desk.take_ready(self.executor.outcomes(_COMPILE_WAIT if self._idle else 0.0), in_use)
+        self._events += registry.take_ready(self.executor.outcomes(_COMPILE_WAIT if self._idle else 0.0), in_use)
 
     def _complete_oldest(self) -> None:
         """Gives the oldest step its masks, if it waits for them: every token before it is known."""
@@ -491,13 +491,13 @@ class EngineCore:
             adapters=None if self.adapters is None else self._adapter_stats(self.adapters),
         )
 
-    def _adapter_stats(self, desk: AdapterDesk) -> AdapterStats:
+    def _adapter_stats(self, registry: AdapterRegistry) -> AdapterStats:
         books, roster = self.scheduler.cache.adapters, self.scheduler.roster
         running = _by_adapter(each.request for each in roster.running)
-        waiting = _by_adapter(chain((each.request for each in roster.waiting), desk.waiting))
+        waiting = _by_adapter(chain((each.request for each in roster.waiting), registry.waiting))
         resident, brought = (0, 0) if books is None else (books.num_resident, books.num_brought)
-        most, known = self.scheduler.limits.max_adapters, len(desk.names)
-        return AdapterStats(most, known, desk.num_held, resident, desk.num_loads, brought, running, waiting)
+        most, known = self.scheduler.limits.max_adapters, len(registry.names)
+        return AdapterStats(most, known, registry.num_held, resident, registry.num_loads, brought, running, waiting)
 
 
 def _by_adapter(requests: Iterable[Request]) -> dict[str, int]:

@@ -401,13 +401,13 @@ class LLM:
 
     def _adapter(self, lora: LoRARequest) -> str:
         """Its name, by which the engine knows it from now on."""
-        desk = self.engine.core.adapters
-        if desk is None:
+        registry = self.engine.core.adapters
+        if registry is None:
             raise InvalidRequest(
                 f"lora_request names {lora.lora_name!r}, but this engine serves no adapters; set enable_lora (--enable-lora)."
             )
         try:
-            desk.require(lora.lora_name, lora.lora_path)
+            registry.require(lora.lora_name, lora.lora_path)
         except (ModelError, ConfigError) as error:
             raise InvalidRequest(error.message, param="lora_request") from error
         return lora.lora_name

@@ -32,9 +32,9 @@ from headrace.request import Finished, FinishReason, Json, Request, SequenceOutp
 from headrace.scheduler.explain import RECENT, pace_of, predicted_start
 
 if TYPE_CHECKING:
-    from headrace.disagg.desk import HandOver
+    from headrace.disagg.hand_over import HandOver
     from headrace.engine.assembly import Engine
-    from headrace.lora.registry import AdapterDesk, Registered
+    from headrace.lora.registry import AdapterRegistry, Registered
 
 # --- the sockets
 
@@ -382,7 +382,7 @@ class EngineLoop:
             frames.AskRecent: self._answer_recent,
             frames.AskRequests: self._answer_requests,
             frames.ForgetPrefixes: self._forget_prefixes,
-            frames.AskAdapters: lambda link, command: _reply(link, command.number, {"names": self._desk.names}),
+            frames.AskAdapters: lambda link, command: _reply(link, command.number, {"names": self._registry.names}),
             frames.LoadAdapter: self._load_adapter,
             frames.UnloadAdapter: self._unload_adapter,
             frames.Sleep: self._sleep,
@@ -391,12 +391,12 @@ class EngineLoop:
             frames.Shutdown: self._shut_down,
             Left: self._abort_all,
         }
-        if (desk := self._core.hand_over) is not None:
+        if (hand_over := self._core.hand_over) is not None:
             self._handlers |= {
-                frames.ComputePrompt: lambda _, command: desk.give(command.request),
-                frames.AwaitPrompt: lambda _, command: self._expect(desk, command.request),
-                frames.GoOn: lambda _, command: desk.go_on(command.request_id),
-                frames.HandOver: lambda _, command: desk.hear(command.note),
+                frames.ComputePrompt: lambda _, command: hand_over.give(command.request),
+                frames.AwaitPrompt: lambda _, command: self._expect(hand_over, command.request),
+                frames.GoOn: lambda _, command: hand_over.go_on(command.request_id),
+                frames.HandOver: lambda _, command: hand_over.hear(command.note),
             }
         self._running = True
         # who waits for an adapter, with the question's number, its name and key
@@ -435,9 +435,9 @@ class EngineLoop:
                 self._answer_retired()
 
     def _add(self, link: Link, request: Request) -> None:
-        desk = self._core.hand_over
+        hand_over = self._core.hand_over
         try:
-            if desk is None or not desk.joins(request):
+            if hand_over is None or not hand_over.joins(request):
                 self._core.add(request)
             if request.explain:
                 self._core.accounts.open(request)
@@ -449,8 +449,8 @@ class EngineLoop:
             ]
             link.send(frames.pack_step(refused))
 
-    def _expect(self, desk: HandOver, request: Request) -> None:
-        desk.expect(request)
+    def _expect(self, hand_over: HandOver, request: Request) -> None:
+        hand_over.expect(request)
         if request.explain:
             self._core.accounts.open(request)
 
@@ -497,7 +497,7 @@ class EngineLoop:
         self._forgetting.append((link, command.number))
 
     @property
-    def _desk(self) -> AdapterDesk:
+    def _registry(self) -> AdapterRegistry:
         """Raises InvalidRequest where there is none."""
         if self._core.adapters is None:
             raise InvalidRequest("This server serves no adapters; start it with --enable-lora.")
@@ -507,23 +507,23 @@ class EngineLoop:
         try:
             if self._core.sleep_target:
                 raise InvalidRequest("The model sleeps; wake it first (POST /wake_up).")
-            before = self._desk.load(command.name, command.folder, command.in_place)
-            self._loading.append((link, command.number, self._desk.preload(command.name), before))
+            before = self._registry.load(command.name, command.folder, command.in_place)
+            self._loading.append((link, command.number, self._registry.preload(command.name), before))
         except HeadraceError as error:
             _reply(link, command.number, {"error": error.message})
 
     def _answer_loaded(self) -> None:
         for each in self._loading[:]:
             link, number, key, before = each
-            if (verdict := self._desk.verdict(key)) is None:
+            if (verdict := self._registry.verdict(key)) is None:
                 continue
             self._loading.remove(each)
             if verdict:
-                self._desk.forget(key, before)
+                self._registry.forget(key, before)
             _reply(link, number, {"error": verdict} if verdict else {})
 
     def _unload_adapter(self, link: Link, command: frames.UnloadAdapter) -> None:
-        _reply(link, command.number, _told(lambda: self._desk.unregister(command.name)))
+        _reply(link, command.number, _told(lambda: self._registry.unregister(command.name)))
 
     def _sleep(self, link: Link, command: frames.Sleep) -> None:
         self._core.sleep(command.level)

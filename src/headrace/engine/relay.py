@@ -10,7 +10,7 @@ Of one that dies while it computes a prompt, another takes over from the first n
 none, who answers computes the rest. Who answers has told its own cached tokens as everything that came to it; the
 number that clients see is what either of them had found cached.
 
-What lives here: that. What may not: who is chosen (routing.py, disagg/roles.py), notes' meaning (disagg/desk.py).
+What lives here: that. What may not: who is chosen (routing.py, disagg/roles.py), notes' meaning (disagg/hand_over.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.disagg.desk import prompt_alone
+from headrace.disagg.hand_over import prompt_alone
 from headrace.disagg.notes import Note, Sent, Want
 from headrace.disagg.roles import Roles
 from headrace.engine import connection as frames

@@ -22,7 +22,7 @@ from itertools import zip_longest
 from typing import Any
 
 from headrace.config import Decision, EngineConfig
-from headrace.disagg.desk import is_apart
+from headrace.disagg.hand_over import is_apart
 from headrace.disagg.roles import Change, Roles, Targets
 from headrace.disagg.staging import staging_size
 from headrace.engine import connection as frames

@@ -30,7 +30,7 @@ class Registered:
     folder: str
 
 
-class AdapterDesk:
+class AdapterRegistry:
     """``check`` raises HeadraceError for a folder that is no adapter of this model. ``control``: the executor's.
     ``most_held``: adapters in host memory at once; ``most_blocks``: that they take together, but for those
     that are read just now. ``folder``: a name that is not registered is looked for there. ``identify``: what tells a

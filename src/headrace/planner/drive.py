@@ -27,7 +27,7 @@ from typing import Any
 
 from headrace.config import DeviceConfig
 from headrace.cost.prices import FrontPrices
-from headrace.disagg.desk import HandOver, HandOverCounts, prompt_alone
+from headrace.disagg.hand_over import HandOver, HandOverCounts, prompt_alone
 from headrace.disagg.notes import Note, Sent, Want
 from headrace.disagg.roles import Roles, Targets
 from headrace.engine.core import EngineCore
@@ -114,9 +114,9 @@ class Between:
             len(cores), device.prefill_replicas, lambda: self._at, memory=router.roles, load=router.load, targets=targets,
             changes=device.swap_roles,
         )  # fmt: skip
-        self._desks = [HandOver(core, number) for number, core in enumerate(cores)]
-        for core, desk in zip(cores, self._desks, strict=True):
-            core.hand_over = desk
+        self._hand_overs = [HandOver(core, number) for number, core in enumerate(cores)]
+        for core, hand_over in zip(cores, self._hand_overs, strict=True):
+            core.hand_over = hand_over
         self._notes: list[tuple[float, int, int, Note]] = []  # a heap: when, and to whom
         self._number = count()
         self._free = [0.0] * len(cores)  # until when each link is in use
@@ -125,7 +125,7 @@ class Between:
 
     @property
     def counts(self) -> list[HandOverCounts]:
-        return [each.counts for each in self._desks]
+        return [each.counts for each in self._hand_overs]
 
     def add(self, request: Request, now: float) -> None:
         self._at = max(self._at, now)
@@ -136,12 +136,12 @@ class Between:
         for number in {answer, computes}:
             wake(self._cores[number], now)
         if answer == computes:
-            if not self._desks[answer].joins(request):
+            if not self._hand_overs[answer].joins(request):
                 self._cores[answer].add(request)
             return
         self._apart[request.request_id] = answer, computes
-        self._desks[answer].expect(request)
-        self._desks[computes].give(prompt_alone(request))
+        self._hand_overs[answer].expect(request)
+        self._hand_overs[computes].give(prompt_alone(request))
         self._collect(answer)
 
     @property
@@ -151,15 +151,15 @@ class Between:
     def pass_on(self) -> None:
         now, _, number, note = heapq.heappop(self._notes)
         wake(self._cores[number], now)
-        self._desks[number].hear(note)
+        self._hand_overs[number].hear(note)
         self._collect(number)
 
     def _collect(self, number: int) -> None:
-        for note in self._desks[number].take_notes():
+        for note in self._hand_overs[number].take_notes():
             answer, computes = self._apart[note.request_id]
             at = self._cores[number].clock.now()
             if isinstance(note, Sent):
-                seconds = len(note.slots) * sum(self._desks[number].widths) / self._bandwidth
+                seconds = len(note.slots) * sum(self._hand_overs[number].widths) / self._bandwidth
                 for link in (computes, answer):
                     at = self._free[link] = max(at, self._free[link]) + seconds
             elif isinstance(note, Want):

@@ -3,7 +3,7 @@
 On a GPU that memory is pinned, and copies have a stream of their own, beside whatever step is under way: the blocks are
 those that no step in flight touches. ``move`` returns when all is copied.
 
-What lives here: the copies. What may not: which blocks, when (disagg/desk.py).
+What lives here: the copies. What may not: which blocks, when (disagg/hand_over.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from headrace.cache.adapters import AdapterBlocks
 from headrace.cache.block_pool import PrefixNode, PrefixTree
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
 from headrace.engine.core import EngineCore
-from headrace.lora.registry import AdapterDesk, Registered
+from headrace.lora.registry import AdapterRegistry, Registered
 from headrace.scheduler import scheduler
 from headrace.scheduler import scheduler as results
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
@@ -275,24 +275,24 @@ def a_grammar_is_forgotten_while_its_adapter_is_read(patch: Patch) -> None:
 
 def a_name_keeps_its_key(patch: Patch) -> None:
     """Whatever it stands for: prefixes of replaced files are found, and their weights."""
-    patch.setattr(AdapterDesk, "_key", lambda self, name, folder: f"{name}#0")
+    patch.setattr(AdapterRegistry, "_key", lambda self, name, folder: f"{name}#0")
 
 
 def a_busy_adapter_is_evicted(patch: Patch) -> None:
-    evict = AdapterDesk._evict
-    patch.setattr(AdapterDesk, "_evict", lambda self, in_use: evict(self, ()))
+    evict = AdapterRegistry._evict
+    patch.setattr(AdapterRegistry, "_evict", lambda self, in_use: evict(self, ()))
 
 
 def a_closing_adapter_takes_new_requests(patch: Patch) -> None:
     """Who waits for its place waits for ever, while they come."""
-    evict = AdapterDesk._evict
+    evict = AdapterRegistry._evict
 
-    def open_evict(self: AdapterDesk, in_use: Any) -> bool:
+    def open_evict(self: AdapterRegistry, in_use: Any) -> bool:
         found = evict(self, in_use)
         self._closing = None
         return found
 
-    patch.setattr(AdapterDesk, "_evict", open_evict)
+    patch.setattr(AdapterRegistry, "_evict", open_evict)
 
 
 def prefixes_are_found_across_adapters(patch: Patch) -> None:
@@ -310,13 +310,13 @@ def prompts_are_looked_up_by_the_names_of_adapters(patch: Patch) -> None:
 def keys_are_numbered_by_each_replica(patch: Patch) -> None:
     """It was so: what is handed over is thrown away, once they differ."""
 
-    enter, numbers = AdapterDesk._enter, Counter[AdapterDesk]()
+    enter, numbers = AdapterRegistry._enter, Counter[AdapterRegistry]()
 
-    def count(self: AdapterDesk, name: str, folder: str) -> Registered:
+    def count(self: AdapterRegistry, name: str, folder: str) -> Registered:
         numbers[self] += not isinstance(self, WatchedDesk)
         return enter(self, name, f"{folder}/{numbers[self]}" if numbers[self] else folder)
 
-    patch.setattr(AdapterDesk, "_enter", count)
+    patch.setattr(AdapterRegistry, "_enter", count)
 
 
 DEFECTS: tuple[Plant, ...] = (

@@ -15,7 +15,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import AdapterOutcome, Control, LoadAdapter
 from headrace.engine.loop import EngineLoop
 from headrace.errors import InvalidRequest
-from headrace.lora.registry import AdapterDesk, Registered
+from headrace.lora.registry import AdapterRegistry, Registered
 from headrace.request import Request, adapter_name
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from tests.support.simulation.answers import Answers
@@ -27,7 +27,7 @@ from tests.support.simulation.schedule import Setting
 UNLOADED = "was unloaded before its turn"
 
 
-class WatchedDesk(AdapterDesk):
+class WatchedDesk(AdapterRegistry):
     """``files``: how often operators have replaced those of each name, which is its folder's, too."""
 
     def __init__(self, setting: Setting, device: Device, answers: Answers) -> None:

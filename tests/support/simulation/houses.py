@@ -18,7 +18,7 @@ from headrace.engine import connection as frames
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import AdapterOutcome
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
-from headrace.lora.registry import AdapterDesk
+from headrace.lora.registry import AdapterRegistry
 from headrace.portability import shared_file
 from headrace.processes.messages import pack
 from headrace.request import FinishReason, Request, SamplingParams
@@ -90,7 +90,7 @@ class _Executor(KeyedHashExecutor):
         return [] if self.left else super().outcomes(wait)
 
 
-class _Desk(AdapterDesk):
+class _Desk(AdapterRegistry):
     """``keys``: of requests that are answered here, as they began."""
 
     def __init__(self, executor: _Executor, most_held: int) -> None:
