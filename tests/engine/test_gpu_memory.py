@@ -29,7 +29,7 @@ from headrace.worker.failure import failure_of
 from headrace.worker.memory import GIB, buckets_to_try, gpu_share, graph_bytes, row_bytes
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup
-from headrace.worker.warm_up import Limits, chunks, decode_step, largest_step
+from headrace.worker.warm_up import Limits, chunks, decode_plan, largest_plan
 from tests.support.hand_plans import worker_for
 
 MIB = 2**20
@@ -311,7 +311,7 @@ def test_the_largest_step_fills_every_budget() -> None:
     assert max(counts) - min(counts[1:]) <= 41
     assert chunks(replace(LIMITS, longest=10)) == [9] * 16
     assert chunks(replace(LIMITS, max_num_seqs=1)) == [99]
-    plan = decode_step(LIMITS)
+    plan = decode_plan(LIMITS)
     assert plan.num_tokens == 16 and all(new.params.top_k for new in plan.rows_added)
 
 
@@ -321,7 +321,7 @@ def test_the_largest_step_runs_over_one_block(tmp_path: Any) -> None:
 
     executor = worker_for(tiny.save("llama", tmp_path, tokenizer=False), cache={"num_blocks": 1}, max_model_len=64)
     limits = Limits(max_num_seqs=8, tokens_a_step=100, max_logits_rows=20, longest=64)
-    for plan in (decode_step(limits), largest_step(limits)):
+    for plan in (decode_plan(limits), largest_plan(limits)):
         result = executor.collect(executor.submit(plan))
         executor.recover()
         assert len(result.tokens) == 8
@@ -332,7 +332,7 @@ def test_the_largest_step_runs_over_one_block(tmp_path: Any) -> None:
 
 
 def _plan() -> StepPlan:
-    return decode_step(replace(LIMITS, max_num_seqs=2))
+    return decode_plan(replace(LIMITS, max_num_seqs=2))
 
 
 def test_a_step_that_ran_out_names_numbers_and_flags() -> None:

@@ -199,7 +199,7 @@ def test_a_compiler_that_hangs_over_what_others_wait_for_is_still_found(
 
 
 class Coming:
-    """A Behind whose kernels are there when it is told so."""
+    """PendingKernels which are there when they are told so."""
 
     def __init__(self) -> None:
         self.there = False

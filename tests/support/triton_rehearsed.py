@@ -33,7 +33,7 @@ from headrace.spec import KVGroup, kv_groups
 from headrace.worker.allocation import allocate_kv
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows
-from headrace.worker.warm_up import Limits, decode_step, largest_step, warm_up
+from headrace.worker.warm_up import Limits, decode_plan, largest_plan, warm_up
 from headrace.worker.worker import STEP_SITES
 from tests.support.kernel_cases import H200, called, using
 from tests.support.triton_offline import CompileOnly
@@ -90,7 +90,7 @@ def take_steps(runner: ModelRunner, groups: list[KVGroup]) -> None:
     for rows in (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 40):
         for tokens in (rows, rows + 1, rows + 15, rows + 16, rows * 7, TOKENS):
             limits = Limits(rows, tokens, 64, LONGEST)
-            for plan in (decode_step(limits), largest_step(limits)):
+            for plan in (decode_plan(limits), largest_plan(limits)):
                 for each in (plan, replace(plan, shared_tokens=None)):
                     runner.run(each)
                     runner.forget()

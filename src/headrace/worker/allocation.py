@@ -47,7 +47,7 @@ from headrace.worker.memory import (
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup
-from headrace.worker.warm_up import Limits, chunks, decode_step, largest_step, run_masked
+from headrace.worker.warm_up import Limits, chunks, decode_plan, largest_plan, run_masked
 
 _REMEDIES = {  # by purpose: what to lower where it cannot be allocated
     "weights": "Use a smaller model, end what else holds memory, or use --device cpu.",
@@ -252,13 +252,13 @@ class Allocation:
             caches = [allocate_kv(KVGroup(each, 1), setup.dtype, setup.device).zero_() for each in setup.kv_specs]
             runner = create_runner(rows, caches)
             with measured_peak(setup.device) as peak:
-                runner.run(decode_step(limits))
+                runner.run(decode_plan(limits))
                 runner.forget()
             graphs = self._try_graphs(partial(create_graphs, longest, rows, caches))
             if setup.config.device.activation_arena:
                 self._record(runner, limits)
             with measured_peak(setup.device) as peak_of_all:
-                run_masked(runner, largest_step(limits), setup.spec.vocab_size)
+                run_masked(runner, largest_plan(limits), setup.spec.vocab_size)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(self._too_large(limits)) from error
         del runner, rows, caches
@@ -268,7 +268,7 @@ class Allocation:
     def _record(self, runner: ModelRunner, limits: Limits) -> None:
         """A step of the largest one's kind, so that the arena plans that one: what steps hold is measured as they will
         hold it."""
-        step = largest_step(replace(limits, tokens_a_step=min(limits.tokens_a_step, LEAST_ADDED)))
+        step = largest_plan(replace(limits, tokens_a_step=min(limits.tokens_a_step, LEAST_ADDED)))
         runner.submit(replace(step, masked=(0,)))  # as far as its hidden states
         runner.forget()
 

@@ -31,7 +31,7 @@ from headrace.engine.executor import (
     Wake,
 )
 from headrace.errors import StepFailed
-from headrace.kernels.build.ahead import Behind
+from headrace.kernels.build.ahead import PendingKernels
 from headrace.lora.device import DeviceAdapters
 from headrace.models.decoder import Decoder
 from headrace.request import StepPlan, StepResult, TokenMasks
@@ -65,7 +65,7 @@ class DeviceExecutor:
         *,
         threads: int | None = None,
         restore: Callable[[], None] = lambda: None,
-        later: Behind | None = None,
+        later: PendingKernels | None = None,
         adapters: DeviceAdapters | None = None,
         asleep: Asleep | None = None,
         caches: Sequence[Sequence[Tensor]] = (),

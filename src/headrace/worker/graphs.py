@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _ROW, _POSITION, _CONTEXT = range(3)  # what the host writes for each row of a step
 _EDITS, _COUNT = slice(3, 6), 6  # and what it edits of the block table: row, index and block; how many
 _TREE, _LINES = slice(7, 12), 12  # and of tokens that form trees: place, keys, first place, ancestors in two lines
-_NOBODY = np.array([[0], [-1], [0]], dtype=np.int32)
+_PADDING = np.array([[0], [-1], [0]], dtype=np.int32)
 _ALIGNED = 4  # int32 values in 16 bytes
 _SLOTS = 4  # one more than steps can be in flight, so that nobody waits
 
@@ -286,7 +286,7 @@ class DecodeGraphs:
         np.subtract(contexts, 1, out=host[_POSITION, :count])
         host[_CONTEXT, :count] = contexts
         if count < bucket:
-            host[:3, count:bucket] = _NOBODY
+            host[:3, count:bucket] = _PADDING
         return host
 
     def compute(self, bucket: int, how: Draw | None = None) -> None:

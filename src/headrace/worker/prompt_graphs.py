@@ -219,9 +219,9 @@ class PromptGraphs:
         self._hidden[: len(found)].copy_(found)
 
     def _warm_up_and_capture(self, shape: Shape) -> None:
-        """Behind an eager step of nobody's, which pays for every first use."""
+        """After an eager step of padding, which pays for every first use."""
         with torch.inference_mode():
-            self._ship(shape, _nobody(shape))
+            self._ship(shape, _padding(shape))
             self._run(shape)
             self._capture(shape)
 
@@ -253,7 +253,7 @@ def _fill(numbers: Ints, places: Sequence[slice], parts: Sequence[Ints]) -> None
         numbers[place][len(part) :] = other
 
 
-def _nobody(shape: Shape) -> tuple[Ints, ...]:
+def _padding(shape: Shape) -> tuple[Ints, ...]:
     """A step of no sequence."""
     nothing, zero = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32)
     return nothing, zero, nothing, nothing, nothing, zero

@@ -85,12 +85,12 @@ class Limits:
     longest: int
 
 
-def decode_step(limits: Limits) -> StepPlan:
+def decode_plan(limits: Limits) -> StepPlan:
     """One token of every row, drawn with every filter: the largest step that graphs cover."""
     return _first_step([1] * min(limits.max_num_seqs, limits.tokens_a_step), [DRAWN])
 
 
-def largest_step(limits: Limits) -> StepPlan:
+def largest_plan(limits: Limits) -> StepPlan:
     """As many tokens as a step may have, in as many rows; every row asks the sampler for all it has, the first one for
     its prompt's scores."""
     return replace(_first_step(chunks(limits), [SCORED, DEMANDING]), prompt_logprobs=(0,))

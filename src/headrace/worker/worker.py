@@ -26,7 +26,7 @@ from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ModelError
 from headrace.kernels import Kernels
 from headrace.kernels.build import gpu
-from headrace.kernels.build.ahead import Behind, CompileAhead
+from headrace.kernels.build.ahead import CompileAhead, PendingKernels
 from headrace.kernels.candidate import Facts, Sizes, plainly_empty
 from headrace.kernels.linear.around import MOST_ROWS
 from headrace.kernels.operations import (
@@ -545,7 +545,7 @@ class Worker:
             found[group].append(cache)
         return found
 
-    def _later_kernels(self) -> Behind | None:
+    def _later_kernels(self) -> PendingKernels | None:
         """What the start did not wait for."""
         if self._ahead is None or self._head_start is None or not self._ahead.coming:
             return None

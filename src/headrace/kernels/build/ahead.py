@@ -99,7 +99,7 @@ class _Threads:
                 future.set_exception(error)
 
 
-class Behind:
+class PendingKernels:
     """Kernels that are still to come when a start is over, and the threads that see to them. ``end`` is called once,
     when all of them have come, or nobody waits for them any more: with whether they are all there.
     """
@@ -207,10 +207,10 @@ class CompileAhead(Generic[Prepared]):
         """What is not built when ``finish`` has returned."""
         return tuple(self._coming)
 
-    def hand_over(self, end: Callable[[bool], object]) -> Behind:
+    def hand_over(self, end: Callable[[bool], object]) -> PendingKernels:
         """What is ``coming``, to somebody who closes it. ``end``: see there."""
         self._handed_over = True
-        return Behind(self._coming, self._threads, end)
+        return PendingKernels(self._coming, self._threads, end)
 
     def close(self) -> None:
         """Drops what has not begun, and waits for what has, but for a compiler that hangs and for what comes later.
