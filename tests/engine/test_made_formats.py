@@ -14,9 +14,9 @@ from torch import Tensor
 from headrace.config import ModelConfig
 from headrace.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from headrace.models.decoder import Decoder
+from headrace.models.dequantized import DequantizedCheckpoint
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model, read_json
-from headrace.models.widened import WidenedCheckpoint
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.outliers import OutlierColumns
@@ -115,7 +115,7 @@ def test_packed_is_what_it_means(model: str, form: str, method: str, tmp_path: P
     folder = made(model, tmp_path / "made", form, method, 32 if form in ("spqr", "w3a16", "w1a16") else None)
     packed = logits(folder)
     source = find_model(ModelConfig(model=str(folder), quantization="none"))
-    wide = WidenedCheckpoint(SafetensorsCheckpoint(folder), source)
+    wide = DequantizedCheckpoint(SafetensorsCheckpoint(folder), source)
     names = list(wide.keys())
     save_file({key: wide.read(key).contiguous().clone() for key in names}, tmp_path / "plain" / "model.safetensors")
     torch.testing.assert_close(packed, logits(tmp_path / "plain"), rtol=1e-4, atol=1e-4)

@@ -115,11 +115,11 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.weights is WeightFormat.GGUF:
         from headrace.models.gguf_checkpoint import GGUFCheckpoint
 
-        return GGUFCheckpoint(source.path, packed=source.widened is None)
-    if source.weights is WeightFormat.SAFETENSORS and source.widened is not None:
-        from headrace.models.widened import WidenedCheckpoint
+        return GGUFCheckpoint(source.path, packed=source.dequantize_from is None)
+    if source.weights is WeightFormat.SAFETENSORS and source.dequantize_from is not None:
+        from headrace.models.dequantized import DequantizedCheckpoint
 
-        return WidenedCheckpoint(SafetensorsCheckpoint(source.path), source)
+        return DequantizedCheckpoint(SafetensorsCheckpoint(source.path), source)
     if source.weights is WeightFormat.SAFETENSORS:
         return SafetensorsCheckpoint(source.path)
     raise ModelError(f"{source.name} is loaded with --load-format dummy and has no checkpoint to open; use fill_dummy.")

@@ -61,7 +61,7 @@ class ModelSource:
     """A model that was found. ``config`` is in Hugging Face style (synthesized for GGUF); ``path`` is a folder or a
     .gguf file.
 
-    ``widened``: the quantization of weights that are to be dequantized while they are read; ``config`` then does not
+    ``dequantize_from``: the quantization of weights that are dequantized while they are read; ``config`` then does not
     mention it.
     """
 
@@ -71,7 +71,7 @@ class ModelSource:
     config: dict[str, Any]
     generation_defaults: dict[str, Any]  # sampling defaults; empty when the user asked for none
     eos_token_ids: tuple[int, ...]  # from config and generation config together
-    widened: Mapping[str, Any] | None = None
+    dequantize_from: Mapping[str, Any] | None = None
 
     @property
     def revision(self) -> str:
@@ -142,7 +142,7 @@ def _quantised_as_asked(source: ModelSource, asked: str | None) -> ModelSource:
     if asked != "none" or stored is None:
         return source
     plain = {name: value for name, value in source.config.items() if name != "quantization_config"}
-    return replace(source, config=plain, widened=stored)
+    return replace(source, config=plain, dequantize_from=stored)
 
 
 def as_path(text: str) -> Path:

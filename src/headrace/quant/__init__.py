@@ -91,7 +91,7 @@ class Format:
         """These rows of the matrix, [rows, ins]; ``rows``: a slice (of multiples of 32), or ids where ``by_row``."""
         return tensors["weight"][rows].to(dtype)
 
-    def meant(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """The matrix that inputs as they come would be multiplied by, [outs, ins]; whatever ``activated`` rounds,
         not."""
         return self.dense(tensors, slice(None), dtype)

@@ -78,8 +78,8 @@ class Rotated(Format):
     def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
         return self.inner.dense(tensors, rows, dtype)
 
-    def meant(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
-        return rotated(self.inner.meant(tensors, dtype), self.size).to(dtype)
+    def dequantized(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+        return rotated(self.inner.dequantized(tensors, dtype), self.size).to(dtype)
 
     @property
     def coding(self) -> Coding | None:

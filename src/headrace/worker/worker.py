@@ -594,12 +594,12 @@ def _adapter_decision(layout: Layout, unified_paging: bool) -> Decision:
 
 def _weight_formats(spec: DecoderSpec, source: ModelSource) -> tuple[Decision, ...]:
     """How many matrices are held in which format."""
-    if source.widened is not None:
+    if source.dequantize_from is not None:
         return (
             Decision(
                 "weight formats",
                 "none",
-                f"widened from {source.widened.get('quant_method')}, as --quantization none asks",
+                f"dequantized from {source.dequantize_from.get('quant_method')}, as --quantization none asks",
             ),
         )
     counts = Counter(

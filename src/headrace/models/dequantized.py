@@ -19,13 +19,13 @@ from headrace.models.weight_rules import StoredMatrix, stored_matrices
 from headrace.quant import FormatError
 
 
-class WidenedCheckpoint:
+class DequantizedCheckpoint:
     """Presents ``<layer>.weight`` in float32 instead of the tensors of its format."""
 
     def __init__(self, inner: Checkpoint, source: ModelSource) -> None:
         self._inner = inner
         self._names = names = KeyNames(inner.keys())
-        spec = spec_from_config({**source.config, "quantization_config": source.widened})
+        spec = spec_from_config({**source.config, "quantization_config": source.dequantize_from})
         self._matrices: dict[str, tuple[StoredMatrix, dict[str, str]]] = {}
         for matrix in stored_matrices(spec):
             found = {
@@ -61,7 +61,7 @@ class WidenedCheckpoint:
                     f"{matrix.module} ({matrix.form.label}) has no {each.on_disk[0]}; download the checkpoint again."
                 )
         try:
-            return matrix.form.meant(matrix.form.prepare(tensors), torch.float32)
+            return matrix.form.dequantized(matrix.form.prepare(tensors), torch.float32)
         except FormatError as error:
             raise ModelError(
                 f"{matrix.module} ({matrix.form.label}): {error}. The checkpoint is damaged, download it again."
