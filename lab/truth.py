@@ -40,6 +40,7 @@ from lab.truth_front import front_work
 from lab.truth_judge import Judged, judge, simulated
 from lab.truth_kept import Kept, Measured, keep, read_kept
 from lab.truth_loads import REPEATS, Loads, Part, loads_for, repeated, sized, suited
+from lab.truth_routing import popularity_of
 from lab.truth_run import Runner, offline, served
 
 SHIPPED_PRICES = "shipped"
@@ -102,6 +103,10 @@ class _Bench:
     offline: bool
     prices: str | None = None
 
+    @property
+    def sparse(self) -> bool:
+        return any(layer.moe for layer in self.spec.layers)
+
     def device(self, run: RecordedRun) -> Device:
         """As simulate knows the device that a run was measured on; one that was never measured by the limits that the
         run knew."""
@@ -150,8 +155,11 @@ class _Taken:
 
 
 def _judged(taken: _Taken, device: Device, part: Part) -> Judged:
-    bench = taken.bench
-    return judge(bench.spec, bench.config, device, part, taken.seen.runs[part.name], front=not bench.offline)
+    bench, seen = taken.bench, taken.seen
+    popularity = seen.popularity.get(part.name, ())
+    return judge(
+        bench.spec, bench.config, device, part, seen.runs[part.name], front=not bench.offline, popularity=popularity
+    )
 
 
 def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Taken:
@@ -159,12 +167,16 @@ def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Tak
 
     kind = device_kind(config.device.device)
     bench, long_steps = _prepared(args, config, folder, kind)
-    loads = loads_for(kind, args.scale)
+    loads = loads_for(kind, args.scale, sparse=bench.sparse)
     if args.prices is not None:  # the first serving warms up
         loads = replace(loads, servings=(loads.servings[0], *((),) * (len(loads.servings) - 1)))
     with offline(bench.config, folder) if args.offline else served(bench.flags, folder) as runner:
         seen = _measure(bench, loads, runner)
-    keep(folder, Kept(kind, bench.offline, long_steps, seen.held, seen.parts, seen.fronts, runner.spans))
+    if bench.sparse:
+        seen.popularity = popularity_of(bench.config, [part for part in seen.held if part.prefix])
+    keep(
+        folder, Kept(kind, bench.offline, long_steps, seen.held, seen.parts, seen.fronts, runner.spans, seen.popularity)
+    )
     return _Taken(bench, runner, seen)
 
 

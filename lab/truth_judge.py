@@ -57,13 +57,13 @@ class Judged:
 
 def simulated(
     spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, runs: Sequence[Mapping[str, Any]] = (),
-    lucks: int = LUCKS, *, front: bool = True,
+    lucks: int = LUCKS, *, front: bool = True, popularity: Sequence[float] = (),
 ) -> dict[str, float]:  # fmt: skip
-    """The mean of each figure; one run a way of sending where nothing disturbs steps. ``front``: requests pass one. ``runs``: measured ones, as
-    whose clients sent the requests of a burst they are simulated."""
+    """The mean of each figure; one run a way of sending where nothing disturbs steps. ``runs``: measured ones, as
+    whose clients sent the requests of a burst they are simulated. ``front``: requests pass one."""
     found, lucks = [], max(1, lucks // part.times)
     for asked in [as_sent(part, run) for run in runs] or [part.asked()]:
-        load = Load(asked, seed=part.seed, max_concurrency=part.room, front=front)
+        load = Load(asked, seed=part.seed, max_concurrency=part.room, front=front, popularity=popularity)
         for luck in range(lucks):
             report = simulate(spec, config, device, replace(load, luck=luck))
             found.append(report.figures)
@@ -97,6 +97,7 @@ def judge(
     lucks: int = LUCKS,
     *,
     front: bool = True,
+    popularity: Sequence[float] = (),
 ) -> Judged:
     """``repeats``: the runs of each. Raises ConfigError where requests failed."""
     runs = [run for repeat in repeats for run in repeat]
@@ -106,5 +107,10 @@ def judge(
         )
     measured = [mean_of(repeat) for repeat in repeats]
     return Judged(
-        part, tuple(compare_figures(simulated(spec, config, device, part, runs, lucks, front=front), measured))
+        part,
+        tuple(
+            compare_figures(
+                simulated(spec, config, device, part, runs, lucks, front=front, popularity=popularity), measured
+            )
+        ),
     )

@@ -24,13 +24,14 @@ FILE = "measured.json"
 @dataclass(slots=True)
 class Measured:
     """What was seen so far. ``parts``: of A, by the names of their runs. ``runs``: of each part of B, by repeat.
-    ``looks``: the machine's limits, each time between two loads."""
+    ``looks``: the machine's limits, each time between two loads. ``popularity``: of experts, by part of B."""
 
     held: list[Part] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     fronts: list[str] = field(default_factory=list)
     runs: dict[str, list[list[Figures]]] = field(default_factory=dict)
     looks: list[Limits] = field(default_factory=list)
+    popularity: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Kept:
     parts: list[str]
     fronts: list[str]
     spans: Mapping[str, range]
+    popularity: dict[str, list[float]] = field(default_factory=dict)
 
 
 def keep(folder: Path, kept: Kept) -> None:
@@ -67,5 +69,5 @@ def read_kept(folder: Path) -> tuple[Kept, Runner, Measured]:
         runs = {part.name: [[read(name) for name in part.names(repeat)] for repeat in range(REPEATS)] for part in held}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"--again {folder} is no kept measurement ({error}); give what --keep left.") from error
-    seen = Measured(held, kept.parts, kept.fronts, runs)
+    seen = Measured(held, kept.parts, kept.fronts, runs, popularity=kept.popularity)
     return kept, Runner(folder, folder / "trace.json", lambda part, path: None, spans=spans), seen

@@ -110,12 +110,15 @@ class Loads:
     scale: float
 
 
-def loads_for(kind: str, scale: float) -> Loads:
-    """For a device of that kind. ``scale`` multiplies requests. Raises ConfigError."""
+def loads_for(kind: str, scale: float, *, sparse: bool = False) -> Loads:
+    """For a device of that kind. ``scale`` multiplies requests. ``sparse``: nothing of A has a prefix, behind which
+    random weights choose few experts, so that it would say what is wrong of others. Raises ConfigError."""
     if not 0.0 < scale <= 100.0:
         raise ConfigError(f"--scale is {scale:g}; give a number above 0 and up to 100.")
     loads = _cpu_loads(scale) if kind == "cpu" else _card_loads(scale)
-    servings = tuple(tuple(_scaled(each, scale) for each in serving) for serving in loads.servings)
+    servings = tuple(
+        tuple(_scaled(each, scale) for each in serving if not (sparse and each.prefix)) for serving in loads.servings
+    )
     return replace(loads, servings=servings, held=tuple(_scaled(each, scale) for each in loads.held))
 
 

@@ -18,6 +18,7 @@ from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.cost.calibrated import SHARES, VERSION, CalibratedSteps, Steadiness, load_calibrated, save_calibrated
 from headrace.cost.cost_model import CostModel
+from headrace.cost.popularity import touched_experts
 from headrace.cost.prices import Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.cost.run_facts import facts_of
@@ -30,12 +31,13 @@ from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.steadiness import Disturbances, fit_steadiness
 from headrace.planner.step_time import StepTime
-from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+from headrace.spec import DecoderSpec, LayerSpec, MoESpec, RopeSpec, kv_groups
 from lab import truth_run
 from lab.truth import _Bench, _calibrated, _measure, _show, _Taken
 from lab.truth_judge import Judged, as_sent, judge
 from lab.truth_kept import Kept, Measured, keep, read_kept
 from lab.truth_loads import Loads, Part, loads_for, repeated, sized, suited
+from lab.truth_routing import as_touched
 from lab.truth_run import Runner
 from tests.support.hash_engine import create_core
 
@@ -315,6 +317,19 @@ def test_b_lasts_on_a_quick_card_by_more_requests_and_bursts() -> None:
         len(begun) == 3
         and len({len(each.conversations(0, 32000)[5].turns[0].new_ids) for each in part.each_time()}) == 1
     )
+
+
+def test_a_sparse_model_is_fitted_to_no_prefix_and_told_how_unevenly_its_tokens_choose() -> None:
+    parts = [part for serving in loads_for("cuda", 1.0, sparse=True).servings for part in serving]
+    assert len(parts) == 44 and not any(part.prefix for part in parts)
+    moe, rng = MoESpec(64, 4, 32, True), np.random.default_rng(0)
+    even = [[np.stack([rng.permutation(64)[:4] for _ in range(rows)]) for rows in (40, 40, 30)] for _ in range(20)]
+    alike = [[np.tile(rng.permutation(64)[:4], (rows, 1)) for rows in (40, 40, 30)] for _ in range(3)]
+    for layers in (even, alike, [*even, *alike * 3]):
+        touched = np.mean([len(np.unique(step)) for layer in layers for step in layer])
+        popularity = as_touched(moe, layers)
+        each = [touched_experts(64, 4, rows, popularity) for rows in (40, 40, 30)]
+        assert np.mean(each) == pytest.approx(touched, abs=0.8)
 
 
 # --- disturbances

@@ -31,8 +31,13 @@ class Routing:
 
     def take(self) -> Iterator[tuple[int, Tensor]]:
         """(layer, choices [rows, top_k] int16) of what was computed since the last time."""
+        for index, steps in self.take_steps():
+            yield index, torch.cat(steps) if steps else torch.empty(0, 1, dtype=torch.int16)
+
+    def take_steps(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """The same, step by step."""
         for index, seen in self._seen.items():
-            yield index, torch.cat(seen) if seen else torch.empty(0, 1, dtype=torch.int16)
+            yield index, list(seen)
             seen.clear()
 
     @staticmethod
