@@ -407,7 +407,8 @@ def _form(form: Any) -> str:
         return " ".join(map(str, form))
     if form is None or isinstance(form, Tile | str):
         return "none" if form is None else str(form)
-    return ", ".join(f"{name} {value}" for name, value in asdict(form).items() if value not in (None, ""))
+    said = {name: value for name, value in asdict(form).items() if name != "coding" and value not in (None, "")}
+    return ", ".join(f"{name} {value}" for name, value in said.items())
 
 
 def _halves(shape: Shape) -> int:
