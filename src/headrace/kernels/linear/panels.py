@@ -264,7 +264,7 @@ def relaid(native: Native, piece: PackedMatrix) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class InputForm:
     """How a piece's inputs are given. ``whole``: rounded to 8 bits, by blocks of 32 or (``by_row``) by row;
     ``rotation``: so many are rotated together first; ``rounding``: what its format does to them before, or which piece
     this is where no other shares them; ``widened``: it has no panels."""
@@ -281,7 +281,7 @@ class Run:
     """Pieces one below another that take the same inputs in one way; their outputs begin with column ``first`` of y.
     What a product is told of them is made once: a step of one row has little time."""
 
-    way: Way
+    form: InputForm
     pieces: list[PackedMatrix]
     first: int
     outs: int
@@ -290,11 +290,11 @@ class Run:
     outputs: Array[_Output] | None  # None: widened
 
     @classmethod
-    def create(cls, way: Way, pieces: list[PackedMatrix], first: int, bias: Tensor | None, copy: int) -> Run:
+    def create(cls, form: InputForm, pieces: list[PackedMatrix], first: int, bias: Tensor | None, copy: int) -> Run:
         outs = sum(piece.outs for piece in pieces)
         own = None if bias is None else bias[first : first + outs]
-        weights = [] if way.widened else [piece.relaid[copy] for piece in pieces]
-        return cls(way, pieces, first, outs, own, weights, _outputs(weights, first, own) if weights else None)
+        weights = [] if form.widened else [piece.relaid[copy] for piece in pieces]
+        return cls(form, pieces, first, outs, own, weights, _outputs(weights, first, own) if weights else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,13 +315,13 @@ class PanelProduct:
     def runs(self, pieces: Sequence[PackedMatrix], bias: Tensor | None, copy: int = 0) -> list[Run]:
         for piece in pieces:
             relaid(self.native, piece)
-        ways, made, first = ((self.way(piece, index), piece) for index, piece in enumerate(pieces)), list[Run](), 0
-        for way, group in groupby(ways, itemgetter(0)):
-            made.append(Run.create(way, [piece for _, piece in group], first, bias, copy))
+        forms, made, first = ((self.form_of(piece, index), piece) for index, piece in enumerate(pieces)), list[Run](), 0
+        for form, group in groupby(forms, itemgetter(0)):
+            made.append(Run.create(form, [piece for _, piece in group], first, bias, copy))
             first += made[-1].outs
         return made
 
-    def way(self, piece: PackedMatrix, index: int) -> Way:
+    def form_of(self, piece: PackedMatrix, index: int) -> InputForm:
         """Raises ConfigError where its sums would depend on the batch."""
         if not piece.relaid:
             if self.invariant:
@@ -329,22 +329,22 @@ class PanelProduct:
                     f"{piece.form.label} with groups as they are here is multiplied by parts, whose sums depend on the batch; "
                     "leave --batch-invariant out, or use --quantization none."
                 )
-            return Way(widened=True)
+            return InputForm(widened=True)
         weight, eight = piece.relaid[0], piece.form.eight
         own = str(index) if "order" in weight.tensors else ""
         if eight is None:
             turned = 0 if piece.coding is None else piece.coding.rotation
             if turned > BLOCK or own:
                 turned, own = 0, own or f"rotated by {turned}"
-            return Way(self.rounds and weight.whole, rotation=turned, rounding=own)
+            return InputForm(self.rounds and weight.whole, rotation=turned, rounding=own)
         if eight.kind == "int8" and not eight.static:
-            return Way(whole=True, by_row=True, rounding=own)
-        return Way(rounding=str(index) if eight.static else piece.form.label)
+            return InputForm(whole=True, by_row=True, rounding=own)
+        return InputForm(rounding=str(index) if eight.static else piece.form.label)
 
     def multiply(self, x: Tensor, runs: Sequence[Run], copy: int = 0) -> Tensor:
         y = self.empty((len(x), runs[-1].first + runs[-1].outs), x.dtype, x.device)
         for run in runs:
-            if run.outputs is None or (self.vendor and not run.way.whole and len(x) > MANY_ROWS):
+            if run.outputs is None or (self.vendor and not run.form.whole and len(x) > MANY_ROWS):
                 wide = torch.cat([widened(x, piece, copy) for piece in run.pieces], 1)
                 y[:, run.first : run.first + run.outs].copy_(wide if run.bias is None else wide + run.bias)
             elif len(x):
@@ -352,7 +352,7 @@ class PanelProduct:
         return y
 
     def _call(self, x: Tensor, run: Run, outputs: Array[_Output], y: Tensor, copy: int) -> None:
-        piece, weight, by_row, turned = run.pieces[0], run.weights[0], run.way.by_row, run.way.rotation
+        piece, weight, by_row, turned = run.pieces[0], run.weights[0], run.form.by_row, run.form.rotation
         inputs = rows_of(x if by_row or turned else piece.activated(x, copy))
         if (order := weight.tensors.get("order")) is not None:
             inputs = inputs[:, order]
@@ -360,7 +360,7 @@ class PanelProduct:
         places = inputs.stride(0), weight.pointers.ins, there, inputs.data_ptr()
         given = _Inputs(TYPES[x.dtype], by_row, turned, rows, *places)
         if self.function(
-            len(outputs), outputs, byref(given), y.data_ptr(), y.stride(0), run.way.whole, torch.get_num_threads()
+            len(outputs), outputs, byref(given), y.data_ptr(), y.stride(0), run.form.whole, torch.get_num_threads()
         ):
             raise MemoryError(f"no memory for {rows} rows of {there} inputs")
 
