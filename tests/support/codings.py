@@ -9,8 +9,7 @@ from headrace.layers.packed import Piece
 from headrace.quant import Format
 from headrace.quant.floats import MXFP4, NVFP4, NormalFloat
 from headrace.quant.gguf import BLOCKS, GGUFBlocks
-from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
-from headrace.quant.levels import TwoLevels
+from headrace.quant.integers import AWQ, GPTQ, PackedIntegers, TwoLevels
 from headrace.quant.scaled import WHOLE, ScaledWeight
 
 CODINGS = (

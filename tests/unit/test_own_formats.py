@@ -12,8 +12,7 @@ from headrace.errors import ConfigError, ModelError  # noqa: E402
 from headrace.quant import Format, FormatError, Tensors  # noqa: E402
 from headrace.quant.config import read_quantization  # noqa: E402
 from headrace.quant.dfloat11 import LONGEST, DFloat11, canonical, code_lengths  # noqa: E402
-from headrace.quant.integers import PackedIntegers  # noqa: E402
-from headrace.quant.levels import TwoLevels  # noqa: E402
+from headrace.quant.integers import PackedIntegers, TwoLevels  # noqa: E402
 from headrace.quant.outliers import OutlierColumns, SparseOutliers  # noqa: E402
 from headrace.quant.rotated import Rotated, rotated  # noqa: E402
 from headrace.quant.scaled import ScaledWeight  # noqa: E402

@@ -6,6 +6,7 @@ may not: knowledge of families (families.py writes the rules), file formats (che
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import zlib
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from headrace.errors import ModelError
 from headrace.layers.packed import Piece
 from headrace.models.checkpoint import Checkpoint, SafetensorsCheckpoint
+from headrace.models.decoder import Decoder
 from headrace.models.streaming import Source, stream
-from headrace.models.weight_rules import WRAPPERS, WeightRule
+from headrace.models.weight_rules import WRAPPERS, WeightRule, kv_scale_names
 from headrace.observe.progress import LoadingLine
 from headrace.parallel.shares import Cut
 
+_log = logging.getLogger(__name__)
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -278,6 +281,56 @@ def _check_type(key: str, rule: WeightRule, target: Tensor, checkpoint: Checkpoi
             f"tensor {key} is stored as {stored}, and config.json names no quantization (quantization_config) that it would belong to. "
             "Fetch config.json again, or use an unquantized checkpoint."
         )
+
+
+# --- scales of keys and values in FP8, one per layer or per KV head
+
+
+def load_kv_scales(decoder: Decoder, checkpoint: Checkpoint) -> int:
+    """Fills in the scales of every layer that has some, and returns how many tensors held them; layers without keep 1.
+
+    If the cache is not in FP8, they are not used, and a message says so. Raises ModelError for an invalid scale, and if
+    only some layers have them.
+    """
+    names = KeyNames(checkpoint.keys())
+    found = {}
+    for layer, block in enumerate(decoder.blocks):
+        held = block.attention.quantized
+        targets = (None, None) if held is None else (held.k_scales, held.v_scales)
+        for spellings, target in zip(kv_scale_names(decoder.spec, layer), targets, strict=True):
+            if (key := next(filter(None, map(names.find, spellings)), None)) is not None:
+                found[key] = target
+    unused = sum(target is None for target in found.values())
+    if unused:
+        _log.warning(
+            "%d scales for keys and values in FP8 are not used: give --kv-cache-dtype fp8 to store the cache in FP8",
+            unused,
+        )
+        return 0
+    if found and len(found) < 2 * decoder.spec.num_layers:
+        missing = 2 * decoder.spec.num_layers - len(found)
+        raise ModelError(
+            f"the checkpoint has {len(found)} scales for keys and values and lacks {missing}. Download it again, or use another cache."
+        )
+    for key, target in found.items():
+        assert target is not None
+        _fill_scale(target, checkpoint.read(key), key)
+    return len(found)
+
+
+def _fill_scale(target: Tensor, scale: Tensor, key: str) -> None:
+    """``target`` [kv_heads], float32; ``scale``: one element, or as many as ``target``."""
+    wide = scale.float().flatten()
+    if wide.numel() not in (1, target.numel()):
+        raise ModelError(
+            f"{key} has {wide.numel()} elements; a scale has one, or one for each of {target.numel()} KV heads. Check config.json."
+        )
+    if not bool((wide.isfinite() & (wide > 0)).all()):
+        bad = next(value for value in wide.tolist() if not 0 < value < float("inf"))
+        raise ModelError(
+            f"{key} is {bad}, which is not a valid scale. Download the checkpoint again, or give --kv-cache-dtype auto or int8."
+        )
+    target.copy_(wide.expand(target.shape))
 
 
 # --- random weights ---------------------------------------------------------------------------------------------------

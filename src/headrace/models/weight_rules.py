@@ -85,7 +85,7 @@ def _names(spec: DecoderSpec) -> Names:
     return replace(names_of(spec.family), num_layers=spec.num_layers)
 
 
-# What a cache in FP8 takes its scales from (kv_scales.py), and scales of inputs in 4 bits, which stay in the type the
+# What a cache in FP8 takes its scales from (loader.py), and scales of inputs in 4 bits, which stay in the type the
 # model computes in.
 _KV_SCALES = r".*\.[kv]_(proj\.([kv]_|output_)?)?(scale|zero_point)"
 _OF_WHOLE = r".*\.(g_idx|weight_shape)"  # what says nothing of a part: groups in order, a shape

@@ -19,8 +19,7 @@ from headrace.quant.codes import Activations
 from headrace.quant.dfloat11 import DFloat11
 from headrace.quant.floats import MXFP4, NVFP4, NormalFloat
 from headrace.quant.gguf import BLOCKS, GGUFBlocks
-from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
-from headrace.quant.levels import TwoLevels
+from headrace.quant.integers import AWQ, GPTQ, PackedIntegers, TwoLevels
 from headrace.quant.outliers import OutlierColumns, SparseOutliers
 from headrace.quant.rotated import Rotated
 from headrace.quant.scaled import WHOLE, ScaledWeight

@@ -1,7 +1,8 @@
-"""Weights of 2 to 8 bits in groups of inputs, packed into 32-bit words: GPTQ, AWQ, and compressed-tensors' packed ones.
+"""Weights of 1 to 8 bits in groups of inputs, packed into 32-bit words: GPTQ, AWQ, compressed-tensors' packed ones, and
+two levels a group.
 
-What lives here: the three layouts on disk, which are held as they are. What may not: configs (config.py), how such
-weights are found.
+What lives here: the four layouts on disk, which are held as they are. What may not: configs (config.py), how such
+weights are found (quantize/).
 
 GPTQ (Frantar et al. 2022): words along the inputs, zeros along the outputs; ``act_order``: inputs belong to groups in
 any order. AWQ (Lin et al. 2023): words along the outputs, of which every eight are in an order of their own.
@@ -277,3 +278,51 @@ class PackedIntegers(_Grouped):
             return codes, scales, None
         words = slice(first * self.bits // 32, _words(last, self.bits))
         return codes, scales, unpack(tensors["weight_zero_point"][words].t(), self.bits).t()[: last - first]
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLevels(Format):
+    """One bit a weight: w = low + code · scale. ``group``: inputs that share both levels. Words of 32 codes, the first
+    lowest."""
+
+    group: int
+
+    @property
+    def label(self) -> str:
+        return f"two levels of {self.group}"
+
+    def problem(self, outs: int, ins: int) -> str | None:
+        return f"{ins} inputs are no whole groups of {self.group}" if ins % self.group else None
+
+    def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
+        groups = (outs, ins // self.group)
+        return (
+            StoredTensor("weight_packed", (outs, ins // 32), "int32"),
+            StoredTensor("weight_scale", groups, "float16"),
+            StoredTensor("weight_low", groups, "float16"),
+        )
+
+    def prepare(self, tensors: Tensors) -> Tensors:
+        check_scale(tensors, "weight_scale", "weight_low", zeros=True)
+        return tensors
+
+    def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
+        codes, scale, low = self._parts(tensors, rows)
+        ones = by_group(codes.float(), scale.float(), size=self.group)
+        return (ones + low.float().repeat_interleave(self.group, -1)).to(dtype)
+
+    @property
+    def coding(self) -> Coding | None:
+        return coding_of(1, self.group, shifts=True)
+
+    def codes(self, tensors: Tensors, rows: slice) -> Codes:
+        codes, scale, low = self._parts(tensors, rows)
+        return codes_of(codes.byte(), scale, self.group, low)
+
+    def _parts(self, tensors: Tensors, rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+        packed, scale, low = (tensors[f"weight_{name}"][rows] for name in ("packed", "scale", "low"))
+        return unpack(packed, 1), scale, low
+
+    @property
+    def unit_scale(self) -> float:
+        return 0.04

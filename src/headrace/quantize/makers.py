@@ -2,7 +2,7 @@
 
 What lives here: that choice; what is kept whole beside integers (quant/outliers.py), bfloat16 without loss
 (quant/dfloat11.py), experts of three levels (quant/ternary.py), one bit a weight: both levels of each group, and which
-of them each weight is on (quant/levels.py). What may not: the formats themselves, grids.
+of them each weight is on (quant/integers.py). What may not: the formats themselves, grids.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ from headrace.lora.slots import AdapterSlots
 from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
-from headrace.models.kv_scales import load_kv_scales
 from headrace.models.shared_weights import share_weights
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
@@ -338,7 +337,7 @@ class Worker:
             rules, ignored = weight_rules(spec, shared), ignored_keys(spec)
             load = partial(loader.load_weights, decoder, checkpoint, rules, ignored, self._dtype_of(decoder))
             self._share(decoder, source, load)
-            scales = load_kv_scales(decoder, checkpoint)
+            scales = loader.load_kv_scales(decoder, checkpoint)
         finally:
             checkpoint.close()
         if decoder is self._decoder and self._setup.kv is not None and not self._setup.kv.scales:
