@@ -69,6 +69,7 @@ DTYPE_ALIASES = {
     "fp32": "float32",
     "f32": "float32",
 }
+KV_ALIASES = {"fp8": "fp8_e4m3", "int8_per_token_head": "int8", "int4_per_token_head": "int4"}  # as vLLM has them
 
 
 QUANTIZATIONS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "gguf")
@@ -145,7 +146,7 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto", "precision of the KV cache: auto (the model's), 8 or 4 bits", choices=("auto", *DTYPES, *KV_FORMATS),
-        aliases=DTYPE_ALIASES | {"fp8": "fp8_e4m3"}, technique="quantized_kv", on="int8", off="auto",
+        aliases=DTYPE_ALIASES | KV_ALIASES, technique="quantized_kv", on="int8", off="auto",
     )  # fmt: skip
     enable_prefix_caching: bool = option(True, "reuse the keys and values of shared prefixes", technique=True)
     paged_allocation: bool = switch(True)

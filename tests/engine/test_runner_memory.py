@@ -133,6 +133,7 @@ def test_a_cache_of_fewer_bits_needs_heads_that_fit() -> None:
         resolve_kv_format("int4", "bfloat16", 33)
     with pytest.raises(ConfigError, match="int3"):
         CacheConfig(kv_cache_dtype="int3")
+    assert CacheConfig(kv_cache_dtype="int8_per_token_head").kv_cache_dtype == "int8"
 
 
 def test_threads_are_bounded_by_cores() -> None:
