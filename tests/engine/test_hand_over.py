@@ -27,12 +27,12 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "overlap"), [("llama", 0), ("qwen2-windows", 1)])
-def test_tokens_and_logprobs_are_those_of_one_engine(kind: str, overlap: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "overlap", "kv"), [("llama", 0, "auto"), ("qwen2-windows", 1, "int8")])
+def test_tokens_and_logprobs_are_those_of_one_engine(kind: str, overlap: int, kv: str, tmp_path: Path) -> None:
     config = create_config(
         str(tiny.save(kind, tmp_path)),
         **{"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_memory": 1 << 22, "block_size": 16},
-        **{"max_num_batched_tokens": 64, "overlap": overlap},
+        **{"max_num_batched_tokens": 64, "overlap": overlap, "kv_cache_dtype": kv},
     )
     asked = [
         Request(request_id=at, prompt_token_ids=array("i", range(at + 3, at + 90)), params=params, seed=at)
