@@ -88,10 +88,10 @@ class Step:
         case.poison(None)
         parts, self.quantized = [case.k_cache, case.v_cache], None
         if isinstance(case, QuantizedCase):
-            held, row = case.quantized, dim * case.quantized.format.bits // 8
+            held = case.quantized
             scales = [None if each is None else each.cuda() for each in (held.k_scales, held.v_scales)]
             self.quantized = replace(held, k_scales=scales[0], v_scales=scales[1])
-            parts = [part for cache in parts for part in kv_codes._parts(cache, row)]
+            parts = [part for cache in parts for part in kv_codes.parts(cache, held.format)]
         for block, offset in newest:
             for part in parts if block >= 0 else ():
                 part[block, :, offset] = 255 if part.dtype is torch.uint8 else float("nan")

@@ -61,7 +61,6 @@ class QuantizedCase(PagedCase):
 
     def poison(self, window: int | None) -> None:
         """Every byte of a slot that no query sees is 255: NaN, or a scale of it."""
-        row = self.q.shape[2] * self.quantized.format.bits // 8
         for sequence, (count, context) in enumerate(self.lengths):
             first = 0 if window is None else max(0, context - count + 1 - window)
             unseen = torch.tensor(
@@ -69,7 +68,7 @@ class QuantizedCase(PagedCase):
             )
             blocks = self.table[sequence, unseen // self.block_size].long()
             for cache in (self.k_cache, self.v_cache):
-                for part in kv_codes._parts(cache, row):
+                for part in kv_codes.parts(cache, self.quantized.format):
                     part[blocks, :, unseen % self.block_size] = 255
 
     def run(self, attention: Callable[..., Tensor], window: int | None = None, soft_cap: float | None = None) -> Tensor:

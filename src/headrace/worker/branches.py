@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.kernels.attention import kv_codes
+from headrace.spec import KVFormat
 from headrace.speculative.tree import Tree
 from headrace.worker.rows import Ints, PackedTree, Packing, Rows, places_on
 
@@ -43,8 +45,10 @@ def branched(packing: Packing, trees: Mapping[int, Tree]) -> Packing:
     return replace(packing, position=position, tree=PackedTree(packing.position, first, ancestors))
 
 
-def keep_branches(rows: Rows, kv_caches: Sequence[Tensor], branches: Sequence[Branch]) -> None:
-    """``kv_caches``: by group, [blocks, layers, 2, kv_heads, block_size, head_dim]."""
+def keep_branches(
+    rows: Rows, kv_caches: Sequence[Tensor], branches: Sequence[Branch], kv: KVFormat | None = None
+) -> None:
+    """``kv_caches``: by group, [blocks, layers, 2, kv_heads, block_size, head_dim], or held as ``kv``."""
     row = _joined([[each.row] * len(each.path) for each in branches])
     source = _joined([[each.length - 1 + at for at in each.path] for each in branches])
     target = _joined([range(each.length, each.length + len(each.path)) for each in branches])
@@ -52,7 +56,8 @@ def keep_branches(rows: Rows, kv_caches: Sequence[Tensor], branches: Sequence[Br
     if moved.any():
         places = places_on(rows.device, row[moved], source[moved], target[moved])
         for table, block_size, cache in zip(rows.tables, rows.block_sizes, kv_caches, strict=True):
-            _move(table, block_size, cache, *places)
+            for part in (cache,) if kv is None else kv_codes.parts(cache, kv):
+                _move(table, block_size, part, *places)
     row = _joined([[each.row] * len(each.tokens) for each in branches])
     place = _joined([range(each.length, each.length + len(each.tokens)) for each in branches])
     rows.put(row, place, _joined([each.tokens for each in branches]))

@@ -24,7 +24,7 @@ from headrace.models.safetensors_file import read_sharded
 from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.models.weight_rules import names_of
 from headrace.sites import count_bytes
-from headrace.spec import DecoderSpec, KVFormat, KVGroup, KVSpec, attention_groups, kv_groups
+from headrace.spec import DecoderSpec, KVGroup, KVSpec, attention_groups, kv_groups
 from headrace.speculative.settings import HEADS, read_settings
 
 _FIELD, _METHOD = "speculative_config.model", "speculative_config.method"
@@ -125,16 +125,11 @@ def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) 
     return DraftSetup(source, draft, _groups(draft, spec, source.name))
 
 
-def check_tree(config: EngineConfig, kv: KVFormat | None, device: torch.device) -> None:
-    """Raises ConfigError where accepted branches could not be moved, or not be what they are in a row."""
+def check_tree(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError where accepted branches could not be what they are in a row."""
     settings = read_settings(config.scheduler.speculative_config)
     if settings is None or settings.tree is None:
         return
-    if kv is not None and kv.scales:
-        raise ConfigError(
-            f"speculative_config.tree moves keys one by one, which {kv.name} with scales of its own does not allow; "
-            f"give --kv-cache-dtype auto or fp8, or leave tree out."
-        )
     if config.device.batch_invariant and device.type != "cpu":
         raise ConfigError(
             "speculative_config.tree is batch-invariant on a CPU alone; leave out tree or --batch-invariant."

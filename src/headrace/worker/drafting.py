@@ -249,7 +249,7 @@ class Drafting:
         settings = self._setup.speculative
         proposer = None if settings is None else self._create_proposer(settings, rows, caches, graphs)
         if proposer is None or self._pipe is None:
-            return None if proposer is None else Speculator(rows, proposer, kv_caches)
+            return None if proposer is None else Speculator(rows, proposer, kv_caches, self._setup.kv)
         return StagedSpeculator(rows, proposer, self._pipe)
 
     def _create_proposer(

@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from headrace.request import DraftsAhead, NewRow, StepPlan, TokenLogprobs
+from headrace.spec import KVFormat
 from headrace.speculative.lookup import Lookup
 from headrace.speculative.tree import Tree
 from headrace.speculative.verify import accepted
@@ -151,12 +152,14 @@ class Drafts:
 
 
 class Speculator:
-    """Follows every plan of a worker, whether anything is drafted in it or not. ``kv_caches``: the target's, in which
-    accepted branches of trees are moved."""
+    """Follows every plan of a worker, whether anything is drafted in it or not. ``kv_caches``: the target's, held as
+    ``kv``, in which accepted branches of trees are moved."""
 
-    def __init__(self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = (), kv: KVFormat | None = None
+    ) -> None:
         self._rows = rows
-        self._kv_caches = kv_caches
+        self._kv_caches, self._kv = kv_caches, kv
         self._proposer = proposer
         self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
         self._taken: set[int] = set()  # rows that somebody has
@@ -287,7 +290,7 @@ class Speculator:
             self._lengths[row] += max(1, len(mine))
             first += len(samples)
         if branches:
-            keep_branches(self._rows, self._kv_caches, branches)
+            keep_branches(self._rows, self._kv_caches, branches, self._kv)
         return taken, scores, failed
 
     def _counts(self, drafts: Drafts, j: int, row: int) -> bool:

@@ -177,7 +177,7 @@ class Worker:
             self._formats = (*self._formats, Decision("expert placement", *explained(self._whole, config.device)))
         if keys is not None:
             setup = _sharing_keys(setup, keys, near=peers.near)
-        check_tree(config, setup.kv, setup.device)
+        check_tree(config, setup.device)
         proposes = pipe is None or pipe.stage == 0  # what later stages of a pipeline verify, the first has proposed
         draft = resolve_draft(config, source, self._whole) if proposes else None
         self._setup = setup = place_draft(replace(setup, draft=draft))

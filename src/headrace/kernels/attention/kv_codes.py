@@ -64,30 +64,31 @@ def write(cache: Tensor, x: Tensor, slots: Tensor, form: KVFormat, static: Tenso
     codes, scales = encode(x, form, static)
     size = cache.shape[2]
     blocks, offsets = torch.div(slots, size, rounding_mode="floor"), slots % size
-    parts = _parts(cache, codes.shape[-1])
-    parts[0][blocks, :, offsets] = codes
+    held = parts(cache, form)
+    held[0][blocks, :, offsets] = codes
     if scales is not None:
-        parts[1][blocks, :, offsets] = scales.view(torch.uint8)
+        held[1][blocks, :, offsets] = scales.view(torch.uint8)
 
 
 def read(
     cache: Tensor, blocks: Tensor, offsets: Tensor, head_dim: int, form: KVFormat, static: Tensor | None
 ) -> Tensor:
     """Tokens at ``offsets`` [n] of ``blocks`` [n], as float32 [n, Hk, D]. ``cache``: as for ``write``."""
-    parts = _parts(cache, head_dim * form.bits // 8)
-    codes = parts[0][blocks, :, offsets]
+    held = parts(cache, form)
+    codes = held[0][blocks, :, offsets]
     if form.scales == 0:
         wide = codes.view(getattr(torch, form.codes)).float()
         return wide if static is None else wide * static[:, None]
-    scales = parts[1][blocks, :, offsets].view(torch.bfloat16).float()
+    scales = held[1][blocks, :, offsets].view(torch.bfloat16).float()
     if form.scales == 1:
         return codes.view(torch.int8).float() * scales
     wide = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float()
     return torch.addcmul(scales[..., 1:], wide, scales[..., :1])
 
 
-def _parts(cache: Tensor, row: int) -> tuple[Tensor, Tensor]:
-    """Codes [blocks, Hk, block_size, row] and scales [blocks, Hk, block_size, rest] of a cache, as bytes."""
-    size, lines = cache.shape[2], cache.flatten(2)
+def parts(cache: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+    """Codes [..., block_size, row] and scales [..., block_size, rest] of a cache [..., block_size, token bytes], as bytes."""
+    size, own = cache.shape[-2], 2 * form.scales
+    lines, row = cache.flatten(-2), cache.shape[-1] - own
     codes, scales = lines[..., : size * row], lines[..., size * row :]
-    return codes.unflatten(2, (size, row)), scales.unflatten(2, (size, -1))
+    return codes.unflatten(-1, (size, row)), scales.unflatten(-1, (size, own))
