@@ -31,13 +31,17 @@ def shared_file(num_bytes: int) -> int:
         return os.dup(file.fileno())
 
 
+def system_text(path: str | Path) -> str:
+    """What a file of the kernel's (/proc, /sys) holds; empty where there is none."""
+    try:
+        return Path(path).read_text("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
 def process_status() -> dict[str, str]:
     """What the kernel says of this process, by name; empty where it does not tell."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return {}
-    return dict(line.split(":", 1) for line in lines if ":" in line)
+    return dict(line.split(":", 1) for line in system_text("/proc/self/status").splitlines() if ":" in line)
 
 
 def address_space() -> int | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from headrace.cache_home import cache_home
 from headrace.cost.stored import load, save
 from headrace.errors import ConfigError
+from headrace.portability import system_text
 
 PROFILE_VERSION = 1
 ACCEPTED_SHARE = 0.9  # of a plain read-bandwidth test of the same run: below, the machine was not quiet
@@ -145,11 +146,7 @@ def cpu_identity(threads: int) -> DeviceIdentity:
 
 def _cpuinfo() -> dict[str, str]:
     """The first processor's entry of /proc/cpuinfo; empty where there is no such file."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    lines = (line.partition(":") for line in system_text("/proc/cpuinfo").split("\n\n")[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in lines}
 
 
@@ -160,11 +157,7 @@ def last_level_cache_bytes() -> int:
 
 
 def _cache_size(path: Path) -> int:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return 0
-    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    text, units = system_text(path), {"K": 2**10, "M": 2**20, "G": 2**30}
     return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text or 0)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.cost.profile import cpu_identity
-from headrace.portability import open_cpus, process_status
+from headrace.portability import open_cpus, process_status, system_text
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86 with tiles, ARM
@@ -20,9 +20,8 @@ _FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86 with til
 def physical_cores() -> tuple[int, str]:
     """Cores this process may compute on, hyper-threads of one core counted once, and where the number comes from."""
     cpus = open_cpus()
-    siblings = {
-        _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu) for cpu in cpus
-    }
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    siblings = {system_text(topology.format(cpu)) or str(cpu) for cpu in cpus}
     quota = _cpu_quota()
     if quota is not None and quota < len(siblings):
         return max(1, int(quota)), f"the control group allows {quota:g} CPUs"
@@ -32,7 +31,7 @@ def physical_cores() -> tuple[int, str]:
 def available_memory() -> int:
     """Bytes that can still be taken: what the kernel calls available, or what the control group leaves if that is
     less."""
-    meminfo = dict(line.split(":", 1) for line in (_read(Path("/proc/meminfo")) or "").splitlines())
+    meminfo = dict(line.split(":", 1) for line in system_text("/proc/meminfo").splitlines())
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = int(meminfo["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in meminfo else installed
     return min([free, *_cgroup_room()])
@@ -49,16 +48,9 @@ def has_fast_bf16() -> bool:
     return not _FAST_BF16.isdisjoint(cpu_identity(threads=0).features)
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-
-
 def _cgroup_folders() -> Iterator[Path]:
     """This process's control group (version 2) and the groups around it."""
-    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+    for line in system_text("/proc/self/cgroup").splitlines():
         hierarchy, _, path = line.split(":", 2)
         if hierarchy == "0":
             folder = _CGROUPS / path.lstrip("/")
@@ -70,12 +62,12 @@ def _cgroup_folders() -> Iterator[Path]:
 def _cpu_quota() -> float | None:
     quotas = []
     for folder in _cgroup_folders():
-        words = (_read(folder / "cpu.max") or "max").split()
+        words = (system_text(folder / "cpu.max") or "max").split()
         if words[0] != "max":
             quotas.append(int(words[0]) / int(words[1]))
-    old = _read(_CGROUPS / "cpu" / "cpu.cfs_quota_us")
-    period = _read(_CGROUPS / "cpu" / "cpu.cfs_period_us")
-    if old is not None and period is not None and int(old) > 0:
+    old = system_text(_CGROUPS / "cpu" / "cpu.cfs_quota_us")
+    period = system_text(_CGROUPS / "cpu" / "cpu.cfs_period_us")
+    if old and period and int(old) > 0:
         quotas.append(int(old) / int(period))
     return min(quotas, default=None)
 
@@ -85,6 +77,6 @@ def _cgroup_room() -> Iterator[int]:
     pairs = [(folder / "memory.max", folder / "memory.current") for folder in _cgroup_folders()]
     pairs.append((_CGROUPS / "memory" / "memory.limit_in_bytes", _CGROUPS / "memory" / "memory.usage_in_bytes"))
     for limit_file, used_file in pairs:
-        limit, used = _read(limit_file), _read(used_file)
-        if limit is not None and limit != "max" and used is not None:
+        limit, used = system_text(limit_file), system_text(used_file)
+        if limit and limit != "max" and used:
             yield max(0, int(limit) - int(used))

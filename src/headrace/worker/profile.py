@@ -43,6 +43,7 @@ from headrace.models import families
 from headrace.observe.metrics import StepRecorder
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share, share_experts
+from headrace.portability import system_text
 from headrace.sites import count_bytes
 from headrace.spec import ELEMENT_BYTES, DecoderSpec
 from headrace.worker.card import GLANCE_BYTES, Measurement, card_identity, card_limits, glance_at_card, measure_card
@@ -75,9 +76,8 @@ class OtherProcesses:
 
     def _now(self) -> tuple[float, float, float]:
         """CPU seconds since the machine started (all, not idle), and of this process."""
-        try:
-            ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        except OSError:
+        ticks = [int(word) for word in system_text("/proc/stat").split("\n", 1)[0].split()[1:9]]
+        if not ticks:
             return 0.0, 0.0, 0.0
         second, times = os.sysconf("SC_CLK_TCK"), os.times()
         return sum(ticks) / second, (sum(ticks) - ticks[3] - ticks[4]) / second, times.user + times.system

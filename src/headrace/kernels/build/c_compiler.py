@@ -29,6 +29,7 @@ from typing import TypeVar
 from headrace.cache_home import cache_home
 from headrace.kernels.candidate import Declined
 from headrace.observe import progress
+from headrace.portability import system_text
 from headrace.processes.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -180,9 +181,8 @@ def compiler_version(compiler: str) -> str:
 
 def cpu_identity() -> str:
     """What -march=native depends on: a cache in a shared home folder must not serve another CPU's build."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    except OSError:
+    lines = system_text("/proc/cpuinfo").split("\n\n", 1)[0].splitlines()
+    if not lines:
         return f"{platform.machine()} {platform.processor()}"
     kept = ("model name", "flags", "Features", "CPU part", "CPU variant")
     return "\n".join(line for line in lines if line.startswith(kept)) + platform.machine()
@@ -190,14 +190,9 @@ def cpu_identity() -> str:
 
 def openmp_runtime() -> Path | None:
     """The OpenMP runtime already in this process (torch's). Linking that very one keeps a single pool of threads."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        paths = _beside_torch()
-    else:
-        paths = (
-            Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6
-        )
+    columns = (line.split(maxsplit=5) for line in system_text("/proc/self/maps").splitlines())
+    loaded = [Path(each[5]) for each in columns if len(each) == 6 and "/" in each[5]]
+    paths = loaded or _beside_torch()
     return next((path for path in paths if path.name.startswith(("libgomp", "libiomp5", "libomp."))), None)
 
 
