@@ -98,7 +98,8 @@ def test_a_copy_is_made_where_keys_and_values_keep_their_room() -> None:
     assert not decided(spec, many, 125)  # 1,024 tokens of each would not fit
     assert decided(spec, replace(many, model=ModelConfig(max_model_len=512)), 125)
     assert not decided(spec, replace(config, cache=CacheConfig(kv_cache_memory=110 * GIB)), 125)
-    assert decided(spec, replace(config, cache=CacheConfig(kv_cache_memory=10 * GIB)), 30)
+    few = replace(config, cache=CacheConfig(kv_cache_memory=10 * GIB))
+    assert decided(spec, few, 80) and not decided(spec, few, 40)  # it may still be a card that others share
     for off in (DeviceConfig(batch_invariant=True), DeviceConfig(quantized_gemm=False), DeviceConfig(wide_copy=False)):
         assert not decided(spec, replace(config, device=off), 125)
     assert decided(spec, replace(config, device=DeviceConfig(wide_copy=True)), 40)

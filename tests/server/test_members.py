@@ -266,7 +266,10 @@ def test_what_the_file_means(tmp_path: Path) -> None:
     a, b = (each.engine for each in found.members)
     assert (found.budget, found.level, a.model.max_model_len, a.model.seed, b.model.seed) == (8 * 2**30, 2, 8000, 3, 9)
     assert (
-        a.cache.kv_cache_memory == 2 * 2**30 and a.device.enable_sleep_mode and found.members[0].server.max_queue == 7
+        a.cache.kv_cache_memory == 2 * 2**30
+        and a.device.enable_sleep_mode
+        and a.device.wide_copy is False
+        and found.members[0].server.max_queue == 7
     )
     assert (a.scheduler.chunked_prefill, b.scheduler.chunked_prefill, b.scheduler.fast_forward) == (True, False, False)
 

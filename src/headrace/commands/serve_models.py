@@ -80,7 +80,8 @@ def _read_member(path: Path, name: Any, entry: Any, shared: Mapping[str, Any], s
         raise ConfigError(f"{where} has no model; give model: and a folder, a .gguf file or a hub id.")
     engine = replace(
         engine,
-        device=replace(engine.device, enable_sleep_mode=True),
+        # a widened copy would be others' memory
+        device=replace(engine.device, enable_sleep_mode=True, wide_copy=bool(engine.device.wide_copy)),
         model=replace(engine.model, served_model_name=tuple(dict.fromkeys((name, *engine.model.served_model_name)))),
     )
     return MemberConfig(name, engine, replace(server, **{key: own[key] for key in OWN if key in own}))

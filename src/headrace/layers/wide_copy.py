@@ -25,7 +25,7 @@ from headrace.kernels.linear.packing import Coding
 from headrace.sites import Role, Weight, weights
 from headrace.spec import DecoderSpec
 
-SHARE = 0.25  # of what keys and values would get: a copy takes no more
+SHARE = 0.25  # of what is left beside the weights, and goes to keys and values without a copy: it takes no more
 TOKENS = 1024  # of each sequence there may be, for which room is left
 LEAST = coded_forms.MOST_TILED + 1  # rows: with fewer, codes that are widened in registers are as quick
 _BLOCK = 2**24  # elements that are widened at once
@@ -45,10 +45,10 @@ def copy_bytes(spec: DecoderSpec, element_bytes: int) -> int:
 def worth(size: int, left: int, fixed: int | None, needed: int) -> str | None:
     """Why a copy of ``size`` bytes is not worth its memory; None: it is. ``left``: for keys and values without it;
     ``fixed``: so many were asked for; ``needed``: so many they should have."""
+    if size > SHARE * left:
+        return f"it may take no more than {SHARE:.0%} of what is left"
     if fixed is not None:
         return None if size + fixed <= left else "what was asked for keys and values leaves no room for it"
-    if size > SHARE * left:
-        return f"it may take no more than {SHARE:.0%} of what keys and values would get"
     if left - size < needed:
         return f"keys and values would not hold {TOKENS} tokens of every sequence"
     return None
