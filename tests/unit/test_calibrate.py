@@ -172,7 +172,7 @@ def test_a_device_of_known_prices_is_found_again_and_another_load_is_simulated_a
 
 def test_steps_that_wait_for_launches_do_not_make_work_seem_slow(found: CalibratedSteps) -> None:
     """Prompts that the device does in a tenth of the launches' time."""
-    costs, step = cost_model(device()), StepLoad(60, 1, (1830.0,), (60.0,), (0.0,), filled=64)
+    costs, step = cost_model(device()), StepLoad(60, 1, (1830.0,), (60.0,), (0.0,), graph_tokens=64)
     fitted, true = (
         each.seconds(costs.work(step), BANDWIDTH, RATE, step, decode=False) for each in (found.prices, true_prices())
     )
@@ -805,7 +805,7 @@ def test_a_recorder_prices_a_step_with_prompts_as_it_was_computed() -> None:
     told: list[int] = []
 
     def price(load: StepLoad, alone: bool) -> float:
-        told.append(load.filled)
+        told.append(load.graph_tokens)
         return 1.0
 
     recorder, times = (

@@ -63,7 +63,7 @@ LOADS += [load(rows, 900, saved=rows * 500.0) for rows in (2, 8, 20, 40, 80)]
 
 
 def price(prices: StepPrices, model: CostModel, each: StepLoad) -> float:
-    alone = each.lone == each.keys
+    alone = each.decode_keys == each.keys
     return float(prices.seconds(model.work(each), BANDWIDTH, RATE, each, decode=alone))
 
 
@@ -73,7 +73,7 @@ def observed(
     rng, found = np.random.default_rng(seed), []
     for each in loads:
         seconds = price(prices, model, each) * float(np.exp(noise * rng.standard_normal()))
-        found.append(Observed(each, model.work(each), each.lone == each.keys, seconds))
+        found.append(Observed(each, model.work(each), each.decode_keys == each.keys, seconds))
     return found
 
 

@@ -192,7 +192,7 @@ def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoa
     def price(load: StepLoad, decode: bool) -> float:
         work = cost_model.work(load)
         seconds = prices.seconds(work, bandwidth, rate, load, decode=decode)
-        return float(max(seconds, 0.0 if (decode or load.filled) and prices.classes.apart else prices.host.launch))
+        return float(max(seconds, 0.0 if (decode or load.graphed) and prices.classes.apart else prices.host.launch))
 
     return price
 

@@ -205,23 +205,23 @@ class StepCost:
 class StepLoad:
     """What a step computes, without saying for which requests: enough for its cost.
 
-    ``lone``, ``saved`` and ``filled`` distinguish work that kernels do at different speeds; empty if not determined.
-    They are not part of the floor.
+    ``decode_keys``, ``saved`` and ``graph_tokens`` distinguish work that kernels do at different speeds; empty if not
+    determined. They are not part of the floor.
     """
 
     tokens: int
     sampled: int  # logits rows
     pairs: tuple[float, ...]  # per KV group: (query, key) pairs of one layer
     keys: tuple[float, ...]  # per KV group: keys (with values) read by one layer
-    lone: tuple[float, ...] = ()  # per KV group: of the keys, those of sequences that compute a single token
+    decode_keys: tuple[float, ...] = ()  # per KV group: of the keys, those of sequences that compute a single token
     # per KV group: of those, what need not be read because another sequence's reading serves
     saved: tuple[float, ...] = ()
     # tokens that a captured step with prompts was filled up to, of its products; 0: it is launched as it is
-    filled: int = 0
+    graph_tokens: int = 0
 
     @property
-    def shares(self) -> bool:
-        return any(self.saved)
+    def graphed(self) -> bool:
+        return self.graph_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +263,12 @@ def load_of(plan: StepPlan, windows: Sequence[int | None], saved: tuple[float, .
 
     start, count = np.array(plan.starts, dtype=np.float64), np.array(plan.counts, dtype=np.float64)
     single = (start + count)[count == 1.0]
-    pairs, keys, lone = [], [], []
+    pairs, keys, decode_keys = [], [], []
     for window in windows:
-        lone.append(float(single.sum() if window is None else np.minimum(single, window).sum()))
+        decode_keys.append(float(single.sum() if window is None else np.minimum(single, window).sum()))
         pairs.append(float(pairs_of(start, count, window, np.minimum).sum()))
         keys.append(float(keys_of(start, count, window, np.minimum).sum()))
-    return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys), tuple(lone), saved)
+    return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys), tuple(decode_keys), saved)
 
 
 def keys_of_singles(starts: Sequence[int], window: int | None) -> float:
@@ -380,7 +380,7 @@ class CostModel:
         """What ranks take to meet: (seconds, at the limit of their link)."""
         if self._link is None:
             return 0.0, 0.0
-        tokens = load.filled or load.tokens
+        tokens = load.graph_tokens or load.tokens
         shared, sent = self._traffic.seconds(self._link, self._rows(load, tokens), load.sampled)
         if self._ranks == 1:
             return shared, sent
@@ -418,7 +418,7 @@ class CostModel:
 
     def work(self, load: StepLoad) -> Work:
         """The same bytes and FLOPs, by kind of work."""
-        written = load.filled or load.tokens
+        written = load.graph_tokens or load.tokens
         tokens = self._rows(load, written)
         dense = self._dense_bytes, tokens * self._dense_flops
         sparse = [(self._expert_bytes(op, tokens), op.flops_per_token * tokens) for op in self._experts]
@@ -431,10 +431,10 @@ class CostModel:
     def _attention(self, load: StepLoad) -> tuple[tuple[float, float], tuple[float, float]]:
         """Attention of decode tokens and of the others. A load that does not distinguish them counts as whole prompts,
         or as decode tokens only."""
-        lone = load.lone or (load.keys if load.pairs == load.keys else (0.0,) * len(load.keys))
-        saved = load.saved or (0.0,) * len(lone)
+        decode_keys = load.decode_keys or (load.keys if load.pairs == load.keys else (0.0,) * len(load.keys))
+        saved = load.saved or (0.0,) * len(decode_keys)
         decode, decode_flops, prompts, prompt_flops = 0.0, 0.0, 0.0, 0.0
-        groups = zip(self._kv_token_bytes, self._pair_flops, load.keys, load.pairs, lone, saved, strict=True)
+        groups = zip(self._kv_token_bytes, self._pair_flops, load.keys, load.pairs, decode_keys, saved, strict=True)
         for size, flops, keys, pairs, own, shared in groups:
             decode, decode_flops = decode + (own - shared) * size, decode_flops + own * flops
             prompts, prompt_flops = prompts + (keys - own) * size, prompt_flops + (pairs - own) * flops

@@ -170,7 +170,7 @@ class StepPrices:
     def seconds(self, work: Work, bandwidth: float, rate: float, load: StepLoad, *, decode: bool) -> float:
         """Seconds of a step with this work, which its ``load`` amounts to."""
         tokens, sampled = load.tokens, load.sampled
-        place = self.classes.place(tokens, decode=decode, graphed=load.filled > 0)
+        place = self.classes.place(tokens, decode=decode, graphed=load.graphed)
         if not tokens:
             return self.fixed[place]
         parts = (
@@ -184,4 +184,4 @@ class StepPrices:
         for each, (moved, flops) in parts:
             total += each.seconds(moved / bandwidth, flops / rate)
         rest = (self.others * work.others + self.activations * work.activations) / bandwidth
-        return total + rest + self.fixed[place] + self.sampled * sampled + (self.shared if load.shares else 0.0)
+        return total + rest + self.fixed[place] + self.sampled * sampled + (self.shared if any(load.saved) else 0.0)

@@ -282,7 +282,7 @@ class StepRecorder:
                 self._learn(kind, cost.floor_seconds, predicted, measured, placed[0])
                 self._errors["learned"].observe(predicted, measured)
                 if self._calibrated is not None and plan.step_id % CALIBRATED_EVERY == 0:
-                    computed = replace(load, filled=result.graph_tokens)
+                    computed = replace(load, graph_tokens=result.graph_tokens)
                     self._errors["calibrated"].observe(self._calibrated(computed, decodes == rows), measured)
         counts = plan.step_id, rows, decodes, plan.num_tokens, sampled
         seconds = cost.bytes, cost.flops, cost.floor_seconds, predicted, measured, host_seconds

@@ -141,7 +141,7 @@ class StepTrace:
             return {}
         load = floors.load_of(plan, self._sharing.observe(plan) if self._sharing is not None else ())
         longest = max(map(add, plan.starts, plan.counts), default=0)
-        numbers = {"pairs": load.pairs, "keys": load.keys, "lone": load.lone, "saved": load.saved}
+        numbers = {"pairs": load.pairs, "keys": load.keys, "lone": load.decode_keys, "saved": load.saved}
         new = {"added": len(plan.rows_added), "added tokens": sum(len(each.token_ids) for each in plan.rows_added)}
         graph = {"graph tokens": result.graph_tokens, "recorded": result.recorded} if result is not None else {}
         return {"load": {**numbers, **new, **graph, "longest": longest, "continuous": times.continuous}}

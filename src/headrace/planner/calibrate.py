@@ -157,7 +157,7 @@ def _covered(steps: Sequence[RecordedStep]) -> Covered:
 def _launched(step: RecordedStep, facts: RunFacts) -> bool:
     """Kernel by kernel, beside the device: neither replayed as a graph nor computed by the submitting thread."""
     return facts.device.kind != "cpu" and (
-        bool(facts.switches.get("enforce_eager")) or not (step.decode or step.load.filled)
+        bool(facts.switches.get("enforce_eager")) or not (step.decode or step.load.graphed)
     )
 
 
@@ -185,9 +185,9 @@ def fit_host(runs: Sequence[RecordedRun], steps: Sequence[RecordedStep]) -> tupl
     none = "" if launched else "no step was launched kernel by kernel beside the device; taken to be nothing"
     parameters.append(Parameter("launching a step, seconds", launch, spread, launched, none))
     decode = [step for step in steps if step.decode]
-    plain = [step for step in steps if not (step.recorded or step.decode or step.load.filled)]
+    plain = [step for step in steps if not (step.recorded or step.decode or step.load.graphed)]
     record, times = _longer([step for step in steps if step.recorded], plain)  # behind a step that was launched
-    graphed, replayed = _longer([step for step in steps if step.load.filled], decode)
+    graphed, replayed = _longer([step for step in steps if step.load.graphed], decode)
     none = "" if replayed else "no graph computed a step with prompts; taken to be nothing"
     parameters.append(Parameter("handing over a graph with prompts, seconds", graphed, 0.0, replayed, none))
     none = "" if times else "no step was recorded; taken to be nothing"
@@ -208,7 +208,7 @@ def _between(run: RecordedRun) -> list[tuple[RecordedStep, float]]:
             continue
         taken = collected.get(step.step_id - depth, 0.0)
         taken += step.seconds if run.facts.inline else 0.0
-        taken += step.queued - step.submitted if _launched(step, run.facts) or step.load.filled else 0.0
+        taken += step.queued - step.submitted if _launched(step, run.facts) or step.load.graphed else 0.0
         found.append((step, max(0.0, following.scheduled - step.scheduled - taken)))
     return found
 

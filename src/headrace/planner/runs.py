@@ -121,7 +121,7 @@ _Number = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Load(msgspec.Struct, rename={"added_tokens": "added tokens", "filled": "graph tokens"}):
+class _Load(msgspec.Struct, rename={"added_tokens": "added tokens", "graph_tokens": "graph tokens"}):
     """What a step had to do; tuples are by KV group."""
 
     added: _Count
@@ -130,7 +130,7 @@ class _Load(msgspec.Struct, rename={"added_tokens": "added tokens", "filled": "g
     keys: tuple[_Number, ...] = ()
     lone: tuple[_Number, ...] = ()
     saved: tuple[_Number, ...] = ()
-    filled: _Count = 0
+    graph_tokens: _Count = 0
     longest: _Count = 0
     continuous: bool = False
     recorded: bool = False
@@ -210,9 +210,7 @@ class _Trace:
         (scheduled, _), (submitted, queued), (awaited, collected) = host["schedule"], host["submit"], host["collect"]
         return RecordedStep(
             step_id=found.step,
-            load=StepLoad(
-                found.tokens, found.sampled, load.pairs, load.keys, load.lone, load.saved, filled=load.filled
-            ),
+            load=StepLoad(found.tokens, found.sampled, load.pairs, load.keys, load.lone, load.saved, load.graph_tokens),
             rows=found.rows,
             added=load.added,
             added_tokens=load.added_tokens,

@@ -107,7 +107,7 @@ class _Columns:
         self._bandwidth, self._rate = bandwidth, rate
         classes = assumed.classes
         self._place = np.array(
-            [classes.place(each.load.tokens, decode=each.decode, graphed=each.load.filled > 0) for each in observed]
+            [classes.place(each.load.tokens, decode=each.decode, graphed=each.load.graphed) for each in observed]
         )
         self._head_place = np.array([classes.place(each.load.sampled, decode=True) for each in observed])
         self._columns: list[_Column] = []
@@ -158,7 +158,7 @@ class _Columns:
             (pauses == 0.0) & (since <= SETTLING),
             assumed.settling,
         )
-        shared = np.array([each.load.shares for each in self._observed])
+        shared = np.array([any(each.load.saved) for each in self._observed])
         self._add("a step whose sequences share keys, seconds", shared, assumed.shared)
         return self._columns
 

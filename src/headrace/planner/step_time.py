@@ -80,7 +80,7 @@ class StepTime:
         if not decode and not plan.prompt_logprobs:
             load, recorded = self._graphed(load, rows)
         tokens = sum(len(new.token_ids) for new in plan.rows_added)
-        host = self._prices.host.seconds(rows, len(plan.rows_added), tokens, graphed=load.filled > 0)
+        host = self._prices.host.seconds(rows, len(plan.rows_added), tokens, graphed=load.graphed)
         return self._price(load, rows, decode, host, self._prices.host.record if recorded else 0.0)
 
     def of_load(self, load: StepLoad, *, rows: int = 1, decode: bool = True) -> StepPrice:
@@ -88,7 +88,7 @@ class StepTime:
         needs."""
         if not decode and self._shapes is not None:
             shape = self._shapes.rounded(load.tokens, rows)
-            load = load if shape is None else replace(load, filled=shape.tokens)
+            load = load if shape is None else replace(load, graph_tokens=shape.tokens)
         return self._price(load, rows, decode)
 
     def _graphed(self, load: StepLoad, rows: int) -> tuple[StepLoad, bool]:
@@ -100,15 +100,17 @@ class StepTime:
             return load, False
         load = replace(load, saved=())
         if shape in self._shapes.captured:
-            return replace(load, filled=shape.tokens), False
+            return replace(load, graph_tokens=shape.tokens), False
         self._shapes.add((shape,))
         return load, True
 
     def _price(self, load: StepLoad, rows: int, decode: bool, host: float = 0.0, record: float = 0.0) -> StepPrice:
         self._note(load.tokens, rows)
         seconds, floor, moved, flops = self._sums(load, decode)
-        launch = 0.0 if (decode or load.filled) and self._prices.classes.apart else self._prices.host.launch
-        return StepPrice(seconds, floor, moved, flops, host, launch, record, self._prices.after, decode, load.filled)
+        launch = 0.0 if (decode or load.graphed) and self._prices.classes.apart else self._prices.host.launch
+        return StepPrice(
+            seconds, floor, moved, flops, host, launch, record, self._prices.after, decode, load.graph_tokens
+        )
 
     def _note(self, tokens: int, rows: int) -> None:
         if tokens > self.most.tokens:
@@ -120,7 +122,7 @@ class StepTime:
         work = self._cost_model.work(load)
         bandwidth, rate = self._units
         seconds = self._prices.seconds(work, bandwidth, rate, load, decode=decode)
-        floor = work if not load.filled else self._cost_model.work(replace(load, filled=0))
+        floor = work if not load.graphed else self._cost_model.work(replace(load, graph_tokens=0))
         linked, sent = self._cost_model.link_seconds(load)
         least, moved, flops = _floor(floor, *self._limits)
         return seconds + linked, least + sent, moved, flops
