@@ -140,10 +140,10 @@ def test_where_none_can_be_captured_drafts_are_launched_one_by_one(
 ) -> None:
     real = DecodeGraphs._capture_again
 
-    def broken(self: DecodeGraphs, bucket: int, hidden: Any, kind: Kind | None = None) -> Any:
-        if kind is Kind.CHAINED:
+    def broken(self: DecodeGraphs, bucket: int, hidden: Any, kind: Kind | None = None, longest: int = 0) -> Any:
+        if kind in (Kind.CHAINED, Kind.LONG):
             raise RuntimeError("CUDA error: out of memory")
-        return real(self, bucket, hidden, kind)
+        return real(self, bucket, hidden, kind, longest)
 
     plain = _plain()
     with monkeypatch.context() as patched:

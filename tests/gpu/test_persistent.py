@@ -57,6 +57,19 @@ CONTEXTS = {
 }
 
 
+CHAINS = {  # of each sequence: keys that its last token sees, tokens
+    "drafts of one": [(197, 5)],
+    "of its first tokens": [(4, 4)],
+    "of two": [(100, 3), (41, 2)],
+    "one after another": [(100, 1), (101, 1), (103, 2)],
+    "over a block's end": [(130, 6), (64, 2)],
+    "over an item's end": [(514, 4), (769, 2)],
+    "in parts": [(2561, 3)],
+    "padded": [(19, 4), (0, 1), (33, 1)],
+    "eight": [(300, 8)],
+}
+
+
 def turns(dim: int) -> Tensor:
     angles = torch.arange(LONGEST, device=CUDA).unsqueeze(1) * 500000.0 ** (
         -torch.arange(dim // 2, device=CUDA) / (dim // 2)
@@ -150,6 +163,23 @@ def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tupl
     ), cache
 
 
+def chained_step(spec: DecoderSpec, chains: list[tuple[int, int]], block_size: int) -> tuple[ForwardInputs, Tensor]:
+    """Each token a row: those of a sequence see each other's keys, which are NaN until they are written."""
+    inputs, cache = random_step(spec, [context for context, _ in chains], block_size)
+    seen, device = inputs.attention[0], CUDA
+    row = torch.tensor([at for at, (_, count) in enumerate(chains) for _ in range(count)], device=device)
+    back = torch.tensor([behind for _, count in chains for behind in reversed(range(count))], device=device)
+    context, place = seen.context_len[row] - back.int(), (inputs.positions[row] - back).clamp(min=0)
+    table = seen.block_table[row]
+    slots = table.gather(1, (place // block_size)[:, None])[:, 0] * block_size + place % block_size
+    slots = torch.where(context > 0, slots, -1)
+    for slot in slots[slots >= 0].tolist():
+        cache[slot // block_size, :, :, :, slot % block_size] = float("nan")
+    every = torch.arange(len(row) + 1, dtype=torch.int32, device=device)
+    attention = replace(seen, block_table=table, query_start=every, context_len=context, slots=slots, chained=True)
+    return ForwardInputs(torch.randint(VOCAB, (len(row),), device=device), place, (attention,)), cache
+
+
 def persistent(spec: DecoderSpec, weights: StepWeights, *, pdl: bool = False) -> WholeStep:
     eight = EightBits("fp8") if weights.scales else None
     kv = weights.quantized[0].format if weights.quantized else None
@@ -189,6 +219,26 @@ def test_hidden_states_and_the_cache_are_the_twin_s(name: str, fp8: bool, kv: st
             found, meant = (as_floats(each, held, spec.head_dim) for each in (cache, expected))
             assert far(found.nan_to_num(), meant.nan_to_num()) < near * 1e-2
             assert torch.equal(found.isnan(), meant.isnan())  # it wrote where it should, and nowhere else
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_of_one_sequence_see_each_other(name: str) -> None:
+    torch.manual_seed(len(name))
+    spec = SPECS[name]
+    weights = random_weights(spec)
+    step, twin = persistent(spec, weights), decode_step(wide(weights))
+    for block_size in (16, 128):
+        for chains in CHAINS.values():
+            inputs, cache = chained_step(spec, chains, block_size)
+            expected, first = cache.float(), cache.clone()
+            want = twin(inputs, (expected,))
+            got, again = step(inputs, (cache,)), step(inputs, (first,))
+            assert got is not None and want is not None and again is not None
+            live = inputs.attention[0].context_len > 0
+            assert far(got[live], want[live]) < 2e-2, chains
+            assert not got[~live].any() and torch.equal(got, again)
+            assert far(cache.nan_to_num(), expected.nan_to_num()) < 1e-2
+            assert torch.equal(cache.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "FP8"])

@@ -27,8 +27,8 @@ from headrace.clock import VirtualClock
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs, TreeInputs
-from headrace.kernels.operations import PICK_TOKENS, STORE_TOKENS, Operation
-from headrace.kernels.rows.reference import store_tokens
+from headrace.kernels.operations import GATHER_INPUTS, PICK_TOKENS, STORE_TOKENS, Operation
+from headrace.kernels.rows.reference import gather_inputs, store_tokens
 from headrace.kernels.sampling import reference as sampling
 from headrace.layers.pooling import Pooled
 from headrace.models.decoder import Tap
@@ -323,10 +323,16 @@ class RecordableKernels(Kernels):
         super().__init__(CPU, disabled=frozenset(modes.NATIVE))
 
     def choose(self, op: Operation[Any, Any], facts: Any) -> Any:
-        own = {PICK_TOKENS: _pick_tokens, STORE_TOKENS: self.stored}
+        own = {PICK_TOKENS: _pick_tokens, STORE_TOKENS: self.stored, GATHER_INPUTS: _gather_inputs}
         return own[op] if op in own else super().choose(op, facts)
 
     stored = staticmethod(store_tokens)
+
+
+def _gather_inputs(token_ids: Tensor, table: Tensor, row: Tensor, chunk: Tensor, position: Tensor, *more: Any) -> Any:
+    """A recording computes, of whatever step the host wrote there last: what is beyond its contexts is of no sequence."""
+    _, block_size, width = more
+    return gather_inputs(token_ids, table, row, chunk, torch.where(position < block_size * width, position, -1), *more)
 
 
 def _pick_tokens(

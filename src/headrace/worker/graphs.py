@@ -11,7 +11,8 @@ up to its bucket are of no sequence: they see no keys, write none (slot -1) and 
 
 Three kinds of step have graphs of their own: those whose rows share keys that are worth reading once for all, those
 with adapters, and those that verify drafts (each token of a sequence is a row of the batch, whichever sequence it is
-of, so rows with more and fewer drafts share one; trees have one more). A capture takes as long as ten steps, and a batch that empties passes
+of, so rows with more and fewer drafts share one; trees have one more, and so have long contexts where one kernel
+computes all layers of short ones). A capture takes as long as ten steps, and a batch that empties passes
 through every bucket: where a bucket of up to twice as many rows has the graph, that serves, until the bucket has been
 asked for often or the engine has nothing to do.
 
@@ -65,10 +66,12 @@ class Kind(Enum):
     SHARED = "shared keys"
     ADAPTED = "adapters"
     CHAINED = "drafts"  # rows that see each other's keys
+    LONG = "drafts in long contexts"  # where one kernel computes those in short ones
     TREE = "trees of drafts"
 
 
-_DRAFTS = Kind.CHAINED, Kind.TREE  # whose first step in a bucket is computed eagerly
+_CHAINS = Kind.CHAINED, Kind.LONG
+_DRAFTS = *_CHAINS, Kind.TREE  # whose first step in a bucket is computed eagerly
 
 
 @dataclass(slots=True)
@@ -246,7 +249,10 @@ class DecodeGraphs:
         assert bucket is not None, f"no graph serves {len(rows)} rows"
         drafts = Kind.TREE if tree is not None else Kind.CHAINED if chained else None
         bucket, self._kind = self._kind_of(bucket, shared_tokens, adapted=adapted, drafts=drafts)
-        self._longest = int(contexts.max()) if self._captured[bucket].long is not None else 0
+        found = self._captured[bucket]
+        self._longest = int(contexts.max()) if found.long is not None else 0
+        if self._kind is Kind.CHAINED and self._longest > self._covered(found):
+            self._kind = Kind.LONG
         host = self._write(bucket, rows, contexts)
         if tree is not None:
             _write_tree(host, tree, bucket)
@@ -381,7 +387,7 @@ class DecodeGraphs:
             tree = TreeInputs(first, lines[3:].view(-1).view(torch.int64)[:bucket])
         chunks = row, every[: bucket + 1], seen, every[:bucket], place
         shared_tokens = None if kind is Kind.SHARED else 0
-        inputs = self._recorder.gather.gathered(*chunks, 1, longest, shared_tokens, 0, kind is Kind.CHAINED)
+        inputs = self._recorder.gather.gathered(*chunks, 1, longest, shared_tokens, 0, kind in _CHAINS)
         if tree is not None:
             inputs = as_tree(inputs, position.clamp(min=0), tree)
         if kind is Kind.ADAPTED:
@@ -414,18 +420,25 @@ class DecodeGraphs:
             with self._recorder.recording() as found.greedy:
                 self._drawn(bucket, self._hidden(bucket, covered), Draw.GREEDY)
 
-    def _capture_again(self, bucket: int, hidden: Tensor, kind: Kind | None = None) -> torch.cuda.CUDAGraph:
-        """For contexts of any length: what draws look at is in the same place."""
+    def _capture_again(
+        self, bucket: int, hidden: Tensor, kind: Kind | None = None, longest: int = 0
+    ) -> torch.cuda.CUDAGraph:
+        """For contexts of any length, or up to ``longest``: what draws look at is in the same place."""
         with self._recorder.recording() as graph:
-            hidden.copy_(self._hidden(bucket, self._max_model_len, kind))
+            hidden.copy_(self._hidden(bucket, longest or self._max_model_len, kind))
         return graph
+
+    def _covered(self, found: _Bucket) -> int:
+        """Up to which context the first graph of a bucket computes."""
+        return found.megakernel if found.long is not None else self._max_model_len
 
     def _capture_kind(self, bucket: int, kind: Kind) -> None:
         """Some milliseconds, once a bucket; where it fails, such steps go the longer way."""
         found = self._captured[bucket]
         try:
             with self._recorder.captures():
-                found.kinds[kind] = self._capture_again(bucket, found.hidden, kind)
+                longest = self._covered(found) if kind is Kind.CHAINED else 0
+                found.kinds[kind] = self._capture_again(bucket, found.hidden, kind, longest)
         except RuntimeError as error:
             found.kinds[kind] = None
             _log.warning("no graph for %d rows with %s (%s)", bucket, kind.value, error)

@@ -37,6 +37,18 @@ __device__ __forceinline__ void read_rows(const Params& p, Shared& s) {
   s.position[row] = row < p.batch ? (int)p.positions[row] : 0;
 }
 
+// Rows go on from the row before where that writes a key into a block of theirs: such a block is one sequence's alone.
+__device__ __forceinline__ void count_drafts(const Params& p, Shared& s) {
+  int row = threadIdx.x;
+  if (row >= ROWS) return;
+  int drafts = 0;
+  for (int at = row; at > 0 && s.context[at - 1] > 0 && s.context[at] == s.context[at - 1] + 1; --at, ++drafts) {
+    long long block = (s.context[at - 1] - 1) / BLOCK;
+    if (p.block_table[at * p.table_stride + block] != p.block_table[(at - 1) * p.table_stride + block]) break;
+  }
+  s.drafts[row] = drafts;
+}
+
 // Items of attention: the shortest span for which every program has one at most, but not less than SPAN keys.
 __device__ __forceinline__ void cut_keys(Shared& s) {  // one thread
   int all = 0, items;
@@ -105,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
   __syncthreads();
   u32 live = 0;
   for (int row = 0; row < ROWS; ++row) live |= (s.context[row] > 0 ? 1u : 0u) << row;
+  count_drafts(p, s);
   embed(p, s, stream, live, warp, lane);
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; ++layer)

@@ -124,7 +124,7 @@ class DecodeStep:
             or attention.max_context_len > longest_context(tokens)
         ):
             return None
-        if attention.chained:  # a program would read keys that another one is about to write
+        if attention.chained and self._steps.kv is not None:  # codes that another program is about to write
             return None
         if (function := self._steps.prepare(attention.block_size)) is None:
             return None

@@ -180,17 +180,19 @@ __device__ __forceinline__ void code_newest(const Params& p, Shared& s, int laye
   __syncwarp();
 }
 
-// To lanes (newest % 8, t).
-__device__ __forceinline__ void take_newest(Vec (&k)[2][D / 32], Vec (&v)[2][D / 32], const bf16* from, int key, int newest, const Shared&, int lane) {
+// To lanes (key % 8, t); also keys before it from ``oldest`` on, of the rows before, up to ``end``.
+__device__ __forceinline__ void take_newest(Vec (&k)[2][D / 32], Vec (&v)[2][D / 32], const bf16* from, int key, int newest, int oldest, int end, const Shared&, int lane) {
+  key += lane / 4;
+  from += (key - newest) * WIDTH;
   until_there([&] {
     bool lacking = false;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      if (key + n * 8 + lane / 4 == newest) {
+      if (key + n * 8 >= oldest && key + n * 8 <= newest && key + n * 8 < end) {
 #pragma unroll
         for (int j = 0; j < D / 32; ++j) {
-          k[n][j] = look(from + j * 32);
-          v[n][j] = look(from + HK * D + j * 32);
+          k[n][j] = look(from + n * 8 * WIDTH + j * 32);
+          v[n][j] = look(from + n * 8 * WIDTH + HK * D + j * 32);
         }
 #pragma unroll
         for (int j = 0; j < D / 32; ++j) lacking |= lacks(k[n][j]) | lacks(v[n][j]);
@@ -198,7 +200,7 @@ __device__ __forceinline__ void take_newest(Vec (&k)[2][D / 32], Vec (&v)[2][D /
     return lacking;
   });
 }
-__device__ __forceinline__ void take_newest(Codes (&k)[2][D / 32], Codes (&v)[2][D / 32], const bf16*, int key, int newest, const Shared& s, int lane) {
+__device__ __forceinline__ void take_newest(Codes (&k)[2][D / 32], Codes (&v)[2][D / 32], const bf16*, int key, int newest, int, int, const Shared& s, int lane) {
 #pragma unroll
   for (int n = 0; n < 2; ++n)
     if (key + n * 8 + lane / 4 == newest)
@@ -210,9 +212,9 @@ __device__ __forceinline__ void take_newest(Codes (&k)[2][D / 32], Codes (&v)[2]
 }
 
 __device__ __forceinline__ void load_newest(Keys& keys, const Params& p, const Shared& s, int layer, const Item& item, int newest, int round, int warp, int lane) {
-  int key = item.begin + round * 16 * WARPS + warp * 16, t = lane % 4;
-  if (newest < key || newest >= key + 16 || newest >= item.end) return;
-  take_newest(keys.k, keys.v, newest_at(p, layer, item) + t * 8, key, newest, s, lane);
+  int key = item.begin + round * 16 * WARPS + warp * 16, t = lane % 4, oldest = newest - (KV ? 0 : s.drafts[item.row]);
+  if (newest < key || oldest >= min(key + 16, item.end)) return;
+  take_newest(keys.k, keys.v, newest_at(p, layer, item) + t * 8, key, newest, oldest, item.end, s, lane);
 #pragma unroll
   for (int n = 0; n < (KV == INT8 ? 2 : 0); ++n)
 #pragma unroll

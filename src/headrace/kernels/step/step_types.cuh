@@ -1,4 +1,4 @@
-// A whole decode step of a dense decoder in one launch: every layer, for up to ROWS sequences of one token each.
+// A whole decode step of a dense decoder in one launch: every layer, for up to ROWS sequences of one token each, or of several, one a row.
 //
 // One program a multiprocessor. Each of its warps owns a ring of shared memory that it fills with weights by bulk copies, in an order that
 // is fixed for the whole step: so weights keep coming while programs wait for each other between operators, or attend.
@@ -123,6 +123,7 @@ struct Shared {
   int first[4], tiles[4];  // of this program
   int position[ROWS];
   int context[ROWS];
+  int drafts[ROWS];  // so many rows before this one are tokens before its own, of the same sequence
   int slot[ROWS];   // -1: nowhere
   int span;         // keys an item has at most
   int items;
