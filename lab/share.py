@@ -11,10 +11,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from headrace.bench.arguments import count
+from headrace.bench.startup import bytecode
 from headrace.config import EngineConfig
 from lab.jobs import config_for, flags_of
 
@@ -31,11 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
     flags = ["--share-weights", *flags_of(config_for(args.model, config), args.flags)]
+    with bytecode() as installed:
+        _measure(args, partial(_start, flags, installed))
+    return 0
+
+
+def _measure(args: argparse.Namespace, start: Callable[[], subprocess.Popen[str]]) -> None:
     before, children = _used(), list[subprocess.Popen[str]]()
     try:
         for number in range(1, args.processes + 1):
             begin = time.perf_counter()
-            children.append(_start(flags))
+            children.append(start())
             said = _heard(children[-1])
             seconds, used = time.perf_counter() - begin, _used()
             stages = ", ".join(f"{name} {each:.2f}" for name, each in said["stages"].items())
@@ -58,13 +66,11 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
             each.kill()
             each.wait()
     print(f"without any: {(_used() - before) / GIB:+.2f} GiB")
-    return 0
 
 
-def _start(flags: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "lab.share", *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def _start(flags: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-m", "lab.share", *flags], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
 
 def _heard(child: subprocess.Popen[str]) -> dict[str, Any]:
