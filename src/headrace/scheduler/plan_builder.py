@@ -88,15 +88,17 @@ class PlanBuilder:
             self.meter.add(start, count)
         return len(self.work) - 1
 
-    def complete_plain_work(self) -> None:
-        """Work appended directly (one token and one sample each, the planner's hot loop) gets its counts and
-        samples."""
+    def complete_plain_work(self, drafts: int = 0) -> None:
+        """Work appended directly (one token, so many drafts and one sample each, the planner's hot loops) gets its counts
+        and samples."""
         known, total = len(self.counts), len(self.work)
         if total > known:
-            self.counts.extend([1] * (total - known))
+            self.counts.extend([1 + drafts] * (total - known))
             self.sample_work.extend(range(known, total))
-            self._num_tokens += total - known
-            self._longest = max(self._longest, 1)
+            self._num_tokens += (1 + drafts) * (total - known)
+            self._longest = max(self._longest, 1 + drafts)
+            if drafts:
+                self.drafts = {**(self.drafts or {}), **dict.fromkeys(range(known, total), drafts)}
 
     def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
         """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nobody knows better, all
@@ -105,17 +107,6 @@ class PlanBuilder:
         self.drafts[work_index] = drafts
         sequence.slack += drafts
         sequence.num_tokens += drafts
-
-    def add_drafting(self, sequence: Sequence, start: int, drafts: int) -> None:
-        """The last token of a sequence that has the blocks it needs, drafts behind it, and what is sampled from
-        them."""
-        work_index = self.add_work(sequence, start, 1 + drafts)
-        self.add_drafts(work_index, sequence, drafts)
-        sequence.num_computed_tokens = start + 1 + drafts
-        sequence.num_tokens += 1
-        sequence.last_step = self.step_id
-        self.sample_work.append(work_index)
-        self.sampled.append(sequence)
 
     def add_scores(self, work_index: int) -> None:
         """Every position of this piece of work is scored: it spends the logits budget."""

@@ -93,11 +93,13 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
 
 def _settle_drafts(roster: Roster, step: InFlight, result: StepResult) -> None:
     """Counts of those whose drafts were refuted are what they really are."""
-    for j, (sequence, work, tokens) in enumerate(zip(step.sampled, step.plan.sample_work, result.tokens, strict=True)):
-        drafted = step.plan.drafts[work]
-        if drafted and j not in step.settled and sequence.ignore_through < step.plan.step_id:
-            known = int(drafted < step.plan.counts[work])  # a token before them, which has one sampled behind it
-            roster.settle_drafts(sequence, drafted, drafted + known - max(known, len(tokens)))
+    plan, settled = step.plan, step.settled
+    drafts, counts, step_id = plan.drafts, plan.counts, plan.step_id
+    for j, (sequence, work, tokens) in enumerate(zip(step.sampled, plan.sample_work, result.tokens, strict=True)):
+        drafted = drafts[work]
+        if drafted and j not in settled and sequence.ignore_through < step_id:
+            known = drafted < counts[work]  # a token before them, which has one sampled behind it
+            roster.settle_drafts(sequence, drafted, drafted + known - (len(tokens) or known))
 
 
 def settle_forced(roster: Roster, step: InFlight, samples: Iterable[int]) -> None:

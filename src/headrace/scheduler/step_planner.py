@@ -287,6 +287,7 @@ class StepPlanner:
         it."""
         longer: list[Sequence] = []
         forced: list[Sequence] = []
+        work, starts, sampled = plan.work, plan.starts, plan.sampled
         for sequence in self.roster.running if self.limits.stages == 1 else self._in_turn(plan):
             total = sequence.num_tokens
             if sequence.structured and sequence in late:
@@ -294,9 +295,18 @@ class StepPlanner:
             if total - sequence.num_computed_tokens != 1 or sequence.sibling_rows:
                 (forced if _is_answering(sequence) else longer).append(sequence)
             elif sequence.drafts and total + most <= sequence.plain_until:
-                plan.add_drafting(sequence, total - 1, most)
-            elif not self._try_drafts(sequence, plan, most):
-                self._plan_decode(sequence, plan)
+                starts.append(total - 1)
+                sequence.num_computed_tokens = total + most
+                sequence.num_tokens = total + most + 1
+                sequence.slack += most
+                sequence.last_step = plan.step_id
+                work.append(sequence)
+                sampled.append(sequence)
+            else:
+                plan.complete_plain_work(most)
+                if not self._try_drafts(sequence, plan, most):
+                    self._plan_decode(sequence, plan)
+        plan.complete_plain_work(most)
         return [*forced, *late, *longer]
 
     def _try_drafts(self, sequence: Sequence, plan: PlanBuilder, most: int) -> bool:

@@ -13,6 +13,7 @@ are collected), torch, numpy, proposing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from typing import Protocol
@@ -68,12 +69,12 @@ class DraftCounts:
         for name in ("used", "refuted", "spared"):
             self.ahead[name] = self.ahead.get(name, 0) + getattr(ahead, name)
 
-    def add(self, drafted: int, accepted: int) -> None:
-        self.steps += 1
+    def add(self, drafted: int, accepted: int, rows: int) -> None:
+        self.steps += rows
         for counts, value in ((self.drafted, drafted), (self.accepted, accepted)):
             counts.extend([0] * (value - len(counts)))
             for at in range(value):
-                counts[at] += 1
+                counts[at] += rows
 
 
 class Speculation:
@@ -158,17 +159,18 @@ class Speculation:
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         planned = min(max(plan.drafts), self.most)
         offered, right = [0] * planned, [0] * planned
+        wanted = map(plan.drafts.__getitem__, plan.sample_work)
+        seen = Counter(zip(wanted, result.drafted, map(len, result.tokens), strict=True))
         rows = 0
-        for work, drafted, tokens in zip(plan.sample_work, result.drafted, result.tokens, strict=True):
-            if not (plan.drafts[work] and tokens):
+        for (most, drafted, tokens), alike in seen.items():
+            if not (most and tokens):
                 continue
-            rows += 1
-            accepted = max(0, len(tokens) - 1)
+            rows += alike
             if drafted:
-                self.counts.add(drafted, accepted)
+                self.counts.add(drafted, tokens - 1, alike)
             for at in range(drafted):
-                offered[at] += 1
-                right[at] += at < accepted
+                offered[at] += alike
+                right[at] += alike * (at < tokens - 1)
         if not rows:
             return
         pace = min(2 * PACE, PACE * rows**0.5)
