@@ -190,7 +190,7 @@ def _imposed(chance: float | None, copied: Sequence[Sequence[int]]) -> Iterator[
         yield
         return
     place: Any = rule
-    asked, take, real, coin = rule.Speculator._counts, rule.Speculator._take, place.accepted, random.Random(0)
+    asked, take, coin = rule.Speculator._counts, rule.Speculator._take, random.Random(0)
     texts, rest = {text[0]: text for text in copied}, iter(list[int]())
 
     def tossed(drafts: Sequence[int], samples: Sequence[int]) -> tuple[list[int], range]:
@@ -215,11 +215,25 @@ def _imposed(chance: float | None, copied: Sequence[Sequence[int]]) -> Iterator[
             at = np.arange(len(tokens), dtype=np.int32) + speculator._lengths[row]
             speculator._rows.put(np.full_like(at, row), at, np.array(tokens, dtype=np.int32))
 
-    place.accepted, place.Speculator._counts, place.Speculator._take = tossed, counts, written
+    def tossed_all(drafts: Any, samples: Any) -> Any:
+        coins = np.array([[coin.random() < chance for _ in each] for each in drafts], dtype=bool)
+        return np.minimum.accumulate(coins, axis=1).sum(axis=1, dtype=np.int32)
+
+    patched = {
+        (place, "accepted"): tossed,
+        (place, "count_accepted"): tossed_all,
+        (place.Speculator, "_counts"): counts,
+        (place.Speculator, "_take"): written,
+        (place.Speculator, "_alike"): not copied,
+    }
+    kept = {(owner, name): getattr(owner, name) for owner, name in patched}
+    for (owner, name), value in patched.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        place.accepted, place.Speculator._counts, place.Speculator._take = real, asked, take
+        for (owner, name), value in kept.items():
+            setattr(owner, name, value)
 
 
 def _prompts(llm: Any, args: argparse.Namespace) -> list[list[int]]:

@@ -32,7 +32,8 @@ from headrace.worker.rows import Gather, Ints, Rows, Trait, ints, pack, ship_all
 from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
 from headrace.worker.speculator import Proposal, Proposer
 
-MOST_DRAFTING = 64  # rows that graphs of its steps are captured for: of more, seldom anything is drafted
+# tokens of a pass that graphs are captured for, of 64 rows that catch up with two each: of more, seldom anything is drafted
+MOST_DRAFTING = 128
 _MOST_AT_ONCE = 64  # tokens of a pass that one call computes: of more, products of many rows are quicker
 _UNKNOWN = -1
 _UNEDITED = Trait.SCORED | Trait.MASKED  # what changes no logits here: a draft that its grammar forbids is cut later
@@ -231,6 +232,8 @@ class DraftModel(Drawing):
         counts = lengths - starts
         if (counts == 1).all():
             self._draw_next(rows, lengths, 0)
+        elif self._graphs is not None and (how := self._graphed(rows)) is not None:
+            self._graphs.draw_from(self._hidden(rows, starts, counts), rows, lengths, how)
         else:
             self._draw(self._hidden(rows, starts, counts), rows, lengths, 0)
         for depth in range(1, int(most.max())):

@@ -318,10 +318,10 @@ class Sampler:
 
     def count(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Tokens that rows have got, where these count them."""
-        for row, each in zip(rows, tokens, strict=True):
-            if each and self._rows.traits[row] & Trait.COUNTED:
-                ids = torch.tensor(each, dtype=torch.int64, device=self._rows.device)
-                self._rows.counts[row].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        for at in np.flatnonzero(self._rows.traits[list(rows)] & Trait.COUNTED).tolist():
+            if tokens[at]:
+                ids = torch.tensor(tokens[at], dtype=torch.int64, device=self._rows.device)
+                self._rows.counts[rows[at]].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def _count(self, tokens: Tensor, batch: SampleBatch, traits: Ints) -> None:
         counted = np.flatnonzero(traits & Trait.COUNTED).astype(np.int32)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _ROOMY = 64 * 2**30  # bytes
 # Weights of a dense layer, from which on whole rounds of tiles are worth more than fewer steps: so it is with 218
 # million (8B), and not with 61 (1B); what lies between was not measured.
-_MOST_VERIFIED = 128  # tokens: of more, the device is what a step waits for
+_MOST_VERIFIED = 320  # tokens, of 64 sequences with 4 drafts: launched one by one, kernels of so many wait for the host
 _LARGE_LAYER = 150_000_000
 _BUCKET = 256  # no captured step has more tokens beyond those that it is for
 

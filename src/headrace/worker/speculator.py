@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from headrace.request import DraftsAhead, NewRow, StepPlan, TokenLogprobs
+from headrace.request import DraftsAhead, NewRow, Singles, StepPlan, TokenLogprobs
 from headrace.spec import KVFormat
 from headrace.speculative.lookup import Lookup
 from headrace.speculative.tree import Tree
@@ -155,6 +155,8 @@ class Speculator:
     """Follows every plan of a worker, whether anything is drafted in it or not. ``kv_caches``: the target's, held as
     ``kv``, in which accepted branches of trees are moved."""
 
+    _alike = True  # rows with as many drafts are taken together
+
     def __init__(
         self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = (), kv: KVFormat | None = None
     ) -> None:
@@ -215,10 +217,11 @@ class Speculator:
             self._write(rows[which], lengths, proposal)
         drafts = np.zeros_like(most)
         drafts[which] = proposal.counts
-        exact = with_samples(replace(known, counts=as_array(counts + drafts), drafts=as_array(drafts)), work, drafts)
-        places = {each: at for at, each in enumerate(which.tolist())}
+        exact = with_samples(known, work, drafts, counts=as_array(counts + drafts), drafts=as_array(drafts))
+        places = np.full(len(most), -1, dtype=np.int32)
+        places[which] = np.arange(len(which), dtype=np.int32)
         trees = {work: tree for work, tree in zip(which.tolist(), proposal.trees, strict=False) if tree is not None}
-        which_of = [places.get(each, -1) for each in plan.sample_work]
+        which_of = places[work].tolist()
         return exact, Drafts(proposal, which_of, list(plan.sample_rows), trees)
 
     def _write(self, rows: Ints, lengths: Ints, proposal: Proposal) -> None:
@@ -262,6 +265,8 @@ class Speculator:
     ) -> tuple[Tokens, Logprobs, Mapping[int, str]]:
         """From samples at every place to the tokens that each row gets, with what goes with them. A sample behind a
         right draft that is not usable is none: the next step finds that out again, as its first."""
+        if self._alike and isinstance(tokens, Singles) and len(set(drafts.counts)) == 1 and not drafts.trees:
+            return self._end_alike(drafts, tokens.column), {}, {}
         taken: list[tuple[int, ...]] = []
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         failed: dict[int, str] = {}
@@ -293,6 +298,22 @@ class Speculator:
             keep_branches(self._rows, self._kv_caches, branches, self._kv)
         return taken, scores, failed
 
+    def _end_alike(self, drafts: Drafts, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Of rows with as many drafts each, where nothing but tokens was asked for."""
+        rows, count = np.array(drafts.rows), drafts.counts[0]
+        samples = np.array(tokens, dtype=np.int32).reshape(len(rows), count + 1)
+        held = drafts.proposal.tokens
+        if isinstance(held, Tensor):
+            proposed = held.numpy()[drafts.which, :count]
+        else:
+            proposed = np.array(drafts.lists(), dtype=np.int32).reshape(len(rows), count)
+        ends = (count_accepted(proposed, samples) + 1).tolist()
+        taken = [tuple(each[:end]) for each, end in zip(samples.tolist(), ends, strict=True)]
+        for row, length, mine in zip(drafts.rows, self._lengths[rows].tolist(), taken, strict=True):
+            self._proposer.took(row, length, mine)
+        self._lengths[rows] += ends
+        return taken
+
     def _counts(self, drafts: Drafts, j: int, row: int) -> bool:
         """Whether a chunk's samples are the next tokens of its row."""
         return True
@@ -301,14 +322,18 @@ class Speculator:
         """A row gets these, of so many drafts and one more. Whoever sampled them has written them."""
 
 
-def with_samples(plan: StepPlan, work: Ints, drafts: Ints) -> StepPlan:
-    """A sample behind each draft as well as before the first."""
-    each = drafts[work] + 1
+def count_accepted(drafts: Ints, samples: Ints) -> Ints:  # [rows]
+    """How many of the first of each row's ``drafts`` [rows, n] are right, by usable ``samples`` [rows, n + 1]."""
+    return np.asarray(np.minimum.accumulate(drafts == samples[:, :-1], axis=1).sum(axis=1, dtype=np.int32))
+
+
+def with_samples(plan: StepPlan, work: Ints, each_drafts: Ints, **changes: Any) -> StepPlan:
+    """A sample behind each of so many drafts as well as before the first."""
+    each = each_drafts[work] + 1
     back = np.repeat(np.cumsum(each, dtype=np.int32), each) - 1 - np.arange(each.sum(), dtype=np.int32)
     rows = np.repeat(ints(plan.sample_rows), each)
-    return replace(
-        plan, sample_work=as_array(np.repeat(work, each)), sample_rows=as_array(rows), sample_back=as_array(back)
-    )
+    changes |= {"sample_work": as_array(np.repeat(work, each)), "sample_rows": as_array(rows)}
+    return replace(plan, sample_back=as_array(back), **changes)
 
 
 def as_array(values: Ints) -> array[int]:

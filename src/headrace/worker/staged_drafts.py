@@ -45,6 +45,8 @@ _VOID = 2
 class StagedSpeculator(Speculator):
     """``proposer``: the first stage's; others have one that does nothing."""
 
+    _alike = False
+
     def __init__(self, rows: Rows, proposer: Proposer, pipe: Pipe) -> None:
         super().__init__(rows, proposer)
         self._pipe = pipe
