@@ -22,7 +22,7 @@ from headrace.models.source import find_model
 from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker import device_memory
 from headrace.worker.allocation import Allocation
-from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter
+from headrace.worker.device_memory import DeviceMeter
 from headrace.worker.driver import CardFacts, DriverFacts
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.failure import failure_of
@@ -180,7 +180,7 @@ def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) ->
     setup = _setup(rows=2000)
     allocation, kv, runner = _settled(card, setup, act)
     taken = allocation.room.purposes
-    assert taken["activations"] == 1000 * MIB + SMALL_BYTES
+    assert taken["activations"] == 1000 * MIB + 32 * MIB
     assert taken["context"] == 512 * MIB and taken["kernels"] == 20 * MIB
     assert taken["graphs"] == 0 and 100 * MIB <= taken["weights"] < 101 * MIB
     share = card.total // 2 - GIB  # others count

@@ -25,7 +25,7 @@ from headrace.errors import OutOfMemory
 from headrace.kernels.linear.around import LEAST_ADDED
 from headrace.parallel.group import Peers
 from headrace.spec import KVGroup
-from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, measured_peak, set_aside
+from headrace.worker.device_memory import DeviceMeter, device_use, measured_peak, set_aside, small_bytes
 from headrace.worker.failure import out_of_memory
 from headrace.worker.head_start import HeadStart
 from headrace.worker.host import available_memory
@@ -84,7 +84,8 @@ class Allocation:
         """``peers``: all have as many blocks as the one that has the least room for them."""
         self._setup = setup
         self._least = (peers or Peers()).all_reduce_min
-        self._meter = None if setup.on_cpu else DeviceMeter(setup.device, head_start)
+        shares = setup.config.model.share_weights
+        self._meter = None if setup.on_cpu else DeviceMeter(setup.device, head_start, small_stacks=shares)
         self.room = Room(self._available(), self._bounds())
         self._arena = 0  # bytes that steps share
         self._scratch = 0  # bytes that libraries keep
@@ -161,7 +162,7 @@ class Allocation:
             "weights": weights - self._found,
             **copies,
             "draft model": drafts,
-            "activations": self._arena + SMALL_BYTES,
+            "activations": self._arena + small_bytes(setup.rows),
             "graphs": graphs,
             "rows": row_bytes(setup.rows, longest, setup.spec.vocab_size, setup.block_sizes),
             "context": self._meter.context,
@@ -177,7 +178,7 @@ class Allocation:
         the driver."""
         if self._meter is not None:
             with self.explaining("activations"):
-                set_aside(self._arena, self._setup.device)
+                set_aside(self._arena, small_bytes(self._setup.rows), self._setup.device)
 
     def restore(self) -> None:
         """After a step that ran out of memory took the allocator's cache apart: the cache is emptied and made whole
@@ -273,7 +274,10 @@ class Allocation:
         runner.forget()
 
     def _try_graphs(self, create_graphs: Callable[[], Sequence[Captures]]) -> int:
-        """Bytes that all graphs will take beside what is in use when these are gone again."""
+        """Bytes that all graphs will take beside what is in use when these are gone again; 0 where the size of KV was
+        given, and does not depend on it."""
+        if self._setup.config.cache.kv_cache_memory is not None:
+            return 0
         kinds, begin, taken = create_graphs(), self._used(), 0
         if not kinds:
             return 0

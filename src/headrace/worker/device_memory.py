@@ -17,12 +17,17 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.worker import virtual_memory
 from headrace.worker.driver import ask_driver
 from headrace.worker.head_start import HeadStart
 
 _SMALL = 2**20  # the allocator keeps tensors up to this size apart from larger ones
-# a step's small tensors (indexes, parameters, scores) took less than 10 MiB, 8B model, 256 rows
-SMALL_BYTES = 32 * _SMALL
+_STACK = 256  # bytes of a thread
+
+
+def small_bytes(rows: int) -> int:
+    """For a step's small tensors (indexes, parameters, scores): they took less than 10 MiB, 8B model, 256 rows."""
+    return min(32, max(4, rows // 8)) * _SMALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,11 @@ class DeviceMeter:
     them from the context, ``context`` is both.
     """
 
-    def __init__(self, device: torch.device, head_start: HeadStart | None = None) -> None:
+    def __init__(
+        self, device: torch.device, head_start: HeadStart | None = None, *, small_stacks: bool = False
+    ) -> None:
+        """``small_stacks``: memory that the context keeps for stacks, of all threads that may run at once and 1 KiB each
+        (264 MiB of an H200), is given back but for a quarter; kernels that need more take it when they are launched."""
         self._device = device
         # what was measured or closed before may wait to be collected
         if torch.cuda.is_initialized() and torch.cuda.memory_reserved(device):
@@ -81,6 +90,8 @@ class DeviceMeter:
         self.others = used_before_context(device, head_start) or 0
         held = torch.cuda.memory_reserved(device)
         torch.zeros(1, device=device)
+        if small_stacks:
+            virtual_memory.driver().cuCtxSetLimit(0, _STACK)
         self._first = device_use(device)
         self.total = self._first.total
         self.context = max(0, self._first.used - self.others - (self._first.held - held))
@@ -153,8 +164,8 @@ def measured_peak(device: torch.device, *, emptied: bool = True) -> Iterator[Pea
     peak.held, peak.live = torch.cuda.max_memory_reserved(device) - held, torch.cuda.max_memory_allocated(device) - live
 
 
-def set_aside(size: int, device: torch.device) -> None:
-    """Makes ``size`` bytes the allocator's own, in one piece, and some small pieces: steps share them out and never ask
-    the driver for more."""
+def set_aside(size: int, small: int, device: torch.device) -> None:
+    """Makes ``size`` bytes the allocator's own, in one piece, and ``small`` ones in small pieces: steps share them out
+    and never ask the driver for more."""
     torch.empty(size, dtype=torch.uint8, device=device)
-    _ = [torch.empty(_SMALL, dtype=torch.uint8, device=device) for _ in range(SMALL_BYTES // _SMALL)]
+    _ = [torch.empty(_SMALL, dtype=torch.uint8, device=device) for _ in range(small // _SMALL)]

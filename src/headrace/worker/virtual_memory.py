@@ -46,6 +46,7 @@ class Access(Structure):
 @cache
 def driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
+    library.cuCtxSetLimit.argtypes = (c_int, c_size_t)
     library.cuMemAddressReserve.argtypes = (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64)
     library.cuMemCreate.argtypes = (POINTER(c_uint64), c_size_t, POINTER(Kind), c_uint64)
     library.cuMemMap.argtypes = (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64)
