@@ -158,7 +158,11 @@ def _lasting(part: Part, reached: float, scale: float) -> Part:
 
 
 def _cpu_loads(scale: float) -> Loads:
-    held = (Part("closed", 24, 120, 20, 0.5, clients=4, seed=11), Part("open", 24, 100, 16, 0.5, rate=1.0, seed=12))
+    held = (
+        Part("closed", 24, 120, 20, 0.5, clients=4, seed=11),
+        Part("open", 24, 100, 16, 0.5, rate=1.0, seed=12),
+        Part("shared", 24, 30, 16, 0.5, clients=6, prefix=400, seed=13),
+    )
     servings = tuple(tuple(_cpu_serving(100 * (number + 1))) for number in range(SERVINGS))
     return Loads(servings, held, ("single", "resting"), timed=True, scale=scale)
 

@@ -285,12 +285,12 @@ def test_b_repeated_is_the_same_load_of_other_ids() -> None:
 
 
 def test_b_lasts_as_long_on_a_quick_machine_as_on_a_slow_one() -> None:
-    counts = {
-        reached: [part.count for part in sized(loads_for("cpu", 1.0), {"closed": reached})]
-        for reached in (0.1, 1.0, 100.0)
-    }
-    assert counts == {0.1: [24, 24], 1.0: [60, 30], 100.0: [800, 800]}
-    assert [part.rate for part in sized(loads_for("cpu", 1.0), {"closed": 3.0})] == [None, 1.5]
+    def b_at(reached: float) -> list[Part]:
+        return sized(loads_for("cpu", 1.0), {"closed": reached, "shared": 2.0 * reached})
+
+    counts = {reached: [part.count for part in b_at(reached)] for reached in (0.1, 1.0, 100.0)}
+    assert counts == {0.1: [24, 24, 24], 1.0: [60, 30, 120], 100.0: [800, 800, 800]}
+    assert [part.rate for part in b_at(3.0)] == [None, 1.5, None]
     serving = {part.name: part for part in loads_for("cpu", 1.0).servings[0]}
     assert all(suited(part, 2.0) == part for part in serving.values() if not part.even)
     quick = {name: suited(part, 0.05) for name, part in serving.items()}
