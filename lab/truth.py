@@ -39,7 +39,7 @@ from lab.jobs import config_for, flags_of, known_shapes
 from lab.truth_front import front_work
 from lab.truth_judge import Judged, judge, simulated
 from lab.truth_kept import Kept, Measured, keep, read_kept
-from lab.truth_loads import REPEATS, Loads, Part, loads_for, repeated, sized, suited
+from lab.truth_loads import REPEATS, SERVINGS, Loads, Part, loads_for, repeated, sized, suited
 from lab.truth_routing import popularity_of
 from lab.truth_run import Runner, offline, served
 
@@ -78,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prices",
         metavar="FILE",
         help=f"hold B against these prices ({SHIPPED_PRICES}: those that come with Headrace), and fit none to A",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=REPEATS,
+        choices=range(SERVINGS + 1),
+        help=f"runs of B (default: {REPEATS}; 0: prices are fitted alone)",
     )
     parser.add_argument("--measure-only", action="store_true", help="keep what was measured, and judge it later")
     parser.add_argument(
@@ -171,12 +178,11 @@ def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Tak
     if args.prices is not None:  # the first serving warms up
         loads = replace(loads, servings=(loads.servings[0], *((),) * (len(loads.servings) - 1)))
     with offline(bench.config, folder) if args.offline else served(bench.flags, folder) as runner:
-        seen = _measure(bench, loads, runner)
-    if bench.sparse:
+        seen = _measure(bench, loads, runner, args.repeats)
+    if bench.sparse and args.repeats:
         seen.popularity = popularity_of(bench.config, [part for part in seen.held if part.prefix])
-    keep(
-        folder, Kept(kind, bench.offline, long_steps, seen.held, seen.parts, seen.fronts, runner.spans, seen.popularity)
-    )
+    kept = Kept(kind, bench.offline, long_steps, seen.held, seen.parts, seen.fronts, runner.spans)
+    keep(folder, replace(kept, popularity=seen.popularity, repeats=args.repeats))
     return _Taken(bench, runner, seen)
 
 
@@ -206,17 +212,17 @@ def _prepared(
 # --- measuring
 
 
-def _measure(bench: _Bench, loads: Loads, runner: Runner) -> Measured:
+def _measure(bench: _Bench, loads: Loads, runner: Runner, repeats: int = REPEATS) -> Measured:
     seen = Measured()
     runner.run(WARM, "warm")
     for number, serving in enumerate(loads.servings):
         say(f"A, {number + 1} of {len(loads.servings)}")
         _look(bench, seen)
         _serve(loads, serving, f"a{number}", runner, seen)
-        if not number:
+        if not number and repeats:
             seen.held = _sized(bench, loads, runner, seen)
-        if number < REPEATS:
-            say(f"B, {number + 1} of {REPEATS}")
+        if number < repeats:
+            say(f"B, {number + 1} of {repeats}")
             _look(bench, seen)
             for part in repeated(seen.held, number):
                 runs = [runner.run(each, name) for each, name in zip(part.each_time(), part.names(number), strict=True)]

@@ -46,6 +46,7 @@ class Kept:
     fronts: list[str]
     spans: Mapping[str, range]
     popularity: dict[str, list[float]] = field(default_factory=dict)
+    repeats: int = REPEATS
 
 
 def keep(folder: Path, kept: Kept) -> None:
@@ -66,7 +67,9 @@ def read_kept(folder: Path) -> tuple[Kept, Runner, Measured]:
         held = [msgspec.convert(part, Part) for part in stored.pop("held")]
         spans = {name: range(*span) for name, span in stored.pop("spans").items()}
         kept = Kept(**stored, held=held, spans=spans)
-        runs = {part.name: [[read(name) for name in part.names(repeat)] for repeat in range(REPEATS)] for part in held}
+        runs = {
+            part.name: [[read(name) for name in part.names(repeat)] for repeat in range(kept.repeats)] for part in held
+        }
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"--again {folder} is no kept measurement ({error}); give what --keep left.") from error
     seen = Measured(held, kept.parts, kept.fronts, runs, popularity=kept.popularity)
