@@ -34,19 +34,19 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class Forced:
     runs: Mapping[int, Seq[int]]
 
 
 @dataclass(slots=True)
 class Journal:
-    entries: list[Scheduled | Collected | Foretold] = field(default_factory=list)
+    entries: list[Scheduled | Collected | Forced] = field(default_factory=list)
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Journal:
         """Of every call from now on."""
         self = cls()
-        schedule, update, fail, foretell = scheduler.schedule, scheduler.update, scheduler.fail, scheduler.foretell
+        schedule, update, fail, force_tokens = scheduler.schedule, scheduler.update, scheduler.fail, scheduler.force_tokens
 
         def scheduled(
             now: float,
@@ -66,12 +66,12 @@ class Journal:
             self.entries.append(Collected(now, None, message))
             return fail(message, now)
 
-        def foretold(runs: Mapping[int, Seq[int]]) -> None:
-            self.entries.append(Foretold(runs))
-            foretell(runs)
+        def forced(runs: Mapping[int, Seq[int]]) -> None:
+            self.entries.append(Forced(runs))
+            force_tokens(runs)
 
         scheduler.schedule, scheduler.update, scheduler.fail = scheduled, updated, failed  # type: ignore[method-assign]
-        scheduler.foretell = foretold  # type: ignore[method-assign]
+        scheduler.force_tokens = forced  # type: ignore[method-assign]
         return self
 
 
@@ -81,8 +81,8 @@ def replay(journal: Journal, scheduler: Scheduler) -> list[StepPlan | None]:
     for entry in journal.entries:
         if isinstance(entry, Scheduled):
             plans.append(scheduler.schedule(entry.now, entry.events, entry.speed, entry.mask_seconds))
-        elif isinstance(entry, Foretold):
-            scheduler.foretell(entry.runs)
+        elif isinstance(entry, Forced):
+            scheduler.force_tokens(entry.runs)
         elif entry.result is None:
             scheduler.fail(entry.error, entry.now)
         else:

@@ -11,7 +11,7 @@ from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
 from headrace.observe.metrics import MAX_KEPT, StepAccounts
 from headrace.request import Finished, FinishReason, SequenceOutput, StepAccount
-from headrace.scheduler.explain import Pace, RequestState, Standing, pace_of, predicted_start
+from headrace.scheduler.explain import Pace, RequestsSnapshot, RequestState, pace_of, predicted_start
 from headrace.scheduler.step_planner import Wait
 from tests.support.hash_engine import check_books, engine, request, run
 
@@ -60,21 +60,21 @@ def test_a_request_that_has_just_come_waits_for_what_those_wait_for_that_came_be
 def test_no_later_bound_is_told_of_what_no_step_brings() -> None:
     """An adapter's files, or a prompt that others compute."""
     core, coming = filled(2, max_num_seqs=4), [request(7, [1, 2]), request(8, [1, 2])]
-    standing = Standing(core.scheduler, coming, {7: Wait("prefill")})
-    waits, goes = standing.explain(7), standing.explain(8)
+    snapshot = RequestsSnapshot(core.scheduler, coming, {7: Wait("prefill")})
+    waits, goes = snapshot.explain(7), snapshot.explain(8)
     assert waits is not None and goes is not None and goes.wait == Wait("next_step") and goes.steps_at_most == 0
     assert waits.wait == Wait("prefill") and (waits.steps_at_least, waits.steps_at_most) == (0, None)
 
 
 def test_many_questions_between_two_turns_are_answered_from_one_look() -> None:
     core = filled(5, max_num_seqs=2)
-    one = core.standing()
-    assert core.standing() is one
+    one = core.snapshot()
+    assert core.snapshot() is one
     core.add(request(7, [1, 2]))
-    assert core.standing() is not one and core.standing() is core.standing()
-    before = core.standing()
+    assert core.snapshot() is not one and core.snapshot() is core.snapshot()
+    before = core.snapshot()
     core.step()
-    assert core.standing() is not before
+    assert core.snapshot() is not before
 
 
 def test_who_starts_behind_others_is_told_so_and_who_does_not_is_told_why() -> None:

@@ -82,9 +82,9 @@ def poll(core: EngineCore, recorder: StepRecorder, arrivals: Arrivals) -> Polls:
 
 
 def _ask(core: EngineCore, recorder: StepRecorder, polls: Polls) -> None:
-    pace, standing = pace_of(recorder.after(-1, at_most=RECENT), core.step_tokens), core.standing()
+    pace, snapshot = pace_of(recorder.after(-1, at_most=RECENT), core.step_tokens), core.snapshot()
     for number in core.request_ids:
-        state = standing.explain(number)
+        state = snapshot.explain(number)
         if state is not None and not state.running and number not in polls.started:
             found = predicted_start(state, pace)
             assert state.wait is not None

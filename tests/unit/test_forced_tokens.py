@@ -318,32 +318,32 @@ def test_special_tokens_are_forced_as_well() -> None:
 
 
 def _one_too_many(self: Roster, sequence: object, run: object) -> None:
-    _foretell(self, sequence, (*run, 9))  # type: ignore[misc, arg-type]
+    _force_tokens(self, sequence, (*run, 9))  # type: ignore[misc, arg-type]
 
 
 def _without_limit(self: Roster, sequence: object, run: object) -> None:
     sequence.max_num_tokens = 290  # type: ignore[attr-defined]
-    _foretell(self, sequence, run)  # type: ignore[arg-type]
+    _force_tokens(self, sequence, run)  # type: ignore[arg-type]
 
 
 def _row_is_forgotten(self: Roster, sequence: object, run: object) -> None:
-    _foretell(self, sequence, run)  # type: ignore[arg-type]
+    _force_tokens(self, sequence, run)  # type: ignore[arg-type]
     sequence.row_lags = False  # type: ignore[attr-defined]
 
 
 def _place_is_forgotten(self: Roster, sequence: object, run: object) -> None:
     before = sequence.num_tokens  # type: ignore[attr-defined]
-    _foretell(self, sequence, run)  # type: ignore[arg-type]
+    _force_tokens(self, sequence, run)  # type: ignore[arg-type]
     sequence.num_tokens = before  # type: ignore[attr-defined]
 
 
-_foretell = Roster.foretell
+_force_tokens = Roster.force_tokens
 
 
 @pytest.mark.parametrize("defect", [_one_too_many, _without_limit, _row_is_forgotten, _place_is_forgotten])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_planted_defect_shows(defect: object, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Roster, "foretell", defect)
+    monkeypatch.setattr(Roster, "force_tokens", defect)
     with pytest.raises(Exception):  # noqa: B017
         for most in (12, 250):
             asked = [request(n, [1, 2, n], max_tokens=most, structured_outputs=WANTED[2 * n]) for n in range(2)]

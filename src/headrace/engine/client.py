@@ -352,14 +352,14 @@ class AsyncLLM:
     async def sleep(self, level: int = 1) -> None:
         """As ``LLM.sleep``; requests that come from now on wait."""
         check_sleep(self.info, level)
-        await self._told(frames.Sleep, level)
+        await self._ask_or_raise(frames.Sleep, level)
 
     async def wake_up(self) -> None:
         """As ``LLM.wake_up``. Requests that have waited begin."""
         check_sleep(self.info)
-        await self._told(frames.Wake)
+        await self._ask_or_raise(frames.Wake)
 
-    async def _told(self, order: type[Question], *about: Any) -> None:
+    async def _ask_or_raise(self, order: type[Question], *about: Any) -> None:
         if (error := (await self._connection.ask(order, *about)).get("error")) is not None:
             raise Unavailable(error)
 

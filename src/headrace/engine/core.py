@@ -36,7 +36,7 @@ from headrace.request import (
     adapter_name,
 )
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes, RefuseRequest
-from headrace.scheduler.explain import RequestState, Standing
+from headrace.scheduler.explain import RequestsSnapshot, RequestState
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.policies import Forecast
 from headrace.scheduler.scheduler import Scheduler
@@ -146,7 +146,7 @@ class EngineCore:
         self.sleep_target = 0  # the level at which it shall: requests wait
         self._sleep_error = ""  # why it could not
         self._held: dict[int, Request] = {}  # that came since, by id
-        self._standing: tuple[int, Standing] | None = None  # of this turn, with so many events
+        self._snapshot: tuple[int, RequestsSnapshot] | None = None  # of this turn, with so many events
         self._fifo: deque[_Submitted] = deque()
         self._had_work = False  # when the last step was collected
         self._host_mark = 0.0  # CPU seconds of this thread, less what it lent to the device, at the last submission
@@ -320,7 +320,7 @@ class EngineCore:
             raise
 
     def _step(self) -> Sequence[SequenceOutput]:
-        self._standing = None
+        self._snapshot = None
         if self.falls_asleep and self._idle and not self._prepares:
             self._fall_asleep()
             return self.scheduler.take_rejected()
@@ -383,7 +383,7 @@ class EngineCore:
         self.executor.sample(step.ticket, masks.masks(wanted, paths) if wanted else TokenMasks())
         step.waits = False
         if runs:
-            self.scheduler.foretell(runs)
+            self.scheduler.force_tokens(runs)
 
     def _submit_next(self) -> bool:
         begin = self.clock.now()
@@ -454,20 +454,20 @@ class EngineCore:
 
     def explain(self, request_id: int) -> RequestState | None:
         """Where a request stands and what it waits for; None when it is not here (any more)."""
-        return self.standing().explain(request_id)
+        return self.snapshot().explain(request_id)
 
-    def standing(self) -> Standing:
+    def snapshot(self) -> RequestsSnapshot:
         """Where all of them stand. Until the next turn, and while nobody comes or goes, it is the same: many may ask
         about a long queue."""
         unread, apart = self._unread, () if self.hand_over is None else self.hand_over.waiting
         coming = len(self._events) + len(unread) + len(self._held) + len(apart)
-        if self._standing is None or self._standing[0] != coming:
+        if self._snapshot is None or self._snapshot[0] != coming:
             waits = {each.request_id: Wait("adapter", 1, self.scheduler.limits.max_adapters) for each in unread}
             waits |= dict.fromkeys(self._held, Wait("asleep"))
             waits |= {each.request_id: Wait("prefill") for each in apart}
             queue = [*self._arriving, *unread, *self._held.values(), *apart]
-            self._standing = coming, Standing(self.scheduler, queue, waits)
-        return self._standing[1]
+            self._snapshot = coming, RequestsSnapshot(self.scheduler, queue, waits)
+        return self._snapshot[1]
 
     def stats(self) -> EngineStats:
         cache, roster = self.scheduler.cache, self.scheduler.roster

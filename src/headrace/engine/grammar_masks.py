@@ -8,7 +8,7 @@ preemption, failed steps and steps in flight are nothing to it. What a grammar m
 Where a grammar leaves exactly one token at several places in a row (the keys of a JSON schema, the markup of a tool
 call), all of them are known before the first is sampled. Such a run is found when its first token gets its mask: the
 step that samples it is under way, it can sample nothing else, and no other is in flight (core.py). From then on the
-scheduler plans with the whole run (``Scheduler.foretell``), and one step computes it as a chunk, like a prompt's; what
+scheduler plans with the whole run (``Scheduler.force_tokens``), and one step computes it as a chunk, like a prompt's; what
 is told, where the answer ends and what is sampled next are what they are one token at a time.
 
 What lives here: compiled grammars, matchers of live answers, masks. What may not: what a grammar is (grammar.py),

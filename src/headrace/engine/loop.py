@@ -485,8 +485,8 @@ class EngineLoop:
 
     def _answer_requests(self, link: Link, command: frames.AskRequests) -> None:
         core, pace = self._core, pace_of(self._engine.recorder.after(-1, at_most=RECENT), self._core.step_tokens)
-        standing = core.standing()
-        states = [standing.explain(request_id) for request_id in command.request_ids]
+        snapshot = core.snapshot()
+        states = [snapshot.explain(request_id) for request_id in command.request_ids]
         accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
         shown = [None if account is None else frames.plain(account) for account in accounts]
         starts = [None if state is None else predicted_start(state, pace) for state in states]
@@ -523,7 +523,7 @@ class EngineLoop:
             _reply(link, number, {"error": verdict} if verdict else {})
 
     def _unload_adapter(self, link: Link, command: frames.UnloadAdapter) -> None:
-        _reply(link, command.number, _told(lambda: self._registry.unregister(command.name)))
+        _reply(link, command.number, _error_of(lambda: self._registry.unregister(command.name)))
 
     def _sleep(self, link: Link, command: frames.Sleep) -> None:
         self._core.sleep(command.level)
@@ -534,14 +534,14 @@ class EngineLoop:
         self._links.send(pack(frames.Asleep(self._core.sleep_target)))
 
     def _answer_retired(self) -> None:
-        answer = _told(self._core.check_asleep)
+        answer = _error_of(self._core.check_asleep)
         self._tell_sleep_target()
         for link, number in self._retiring:
             _reply(link, number, answer)
         self._retiring.clear()
 
     def _wake(self, link: Link, command: frames.Wake) -> None:
-        answer = _told(self._core.wake)
+        answer = _error_of(self._core.wake)
         self._tell_sleep_target()
         _reply(link, command.number, answer)
 
@@ -553,7 +553,7 @@ def _reply(link: Link, number: int, stats: Json) -> None:
     link.send(pack(Reply(number, stats)))
 
 
-def _told(work: Callable[[], object]) -> Json:
+def _error_of(work: Callable[[], object]) -> Json:
     """The answer to who asked for it."""
     try:
         work()

@@ -137,7 +137,7 @@ class Tokenizer:
             () if special_tokens_in_messages else (content.content for content in added.values() if content.special)
         )
         self._boundaries = Boundaries(self._backend, specials)
-        self._told = False  # of a text that could not be kept apart
+        self._warned = False  # of a text that could not be kept apart
         self.chat_templates: Mapping[str, str] = templates
 
     @property
@@ -264,8 +264,8 @@ class Tokenizer:
         if marked is given:
             return self.encode(text, False)
         ids = self._encode_marked(text, marked, add_generation_prompt)
-        if ids is None and not self._told:
-            self._told = True
+        if ids is None and not self._warned:
+            self._warned = True
             log.warning("A message holds the text of a special token; %s, so it is read as that token.", CHANGES)
         return self.encode(text, False) if ids is None else ids
 

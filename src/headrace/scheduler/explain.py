@@ -78,7 +78,7 @@ class _Ahead:
     bounds: tuple[int, int, int, int | None]  # tokens ahead and before, steps at least and at most
 
 
-class Standing:
+class RequestsSnapshot:
     """All requests at one moment. ``arriving``: those that the scheduler hears of with its next step, or once what
     they wait for has come (``waits``, by request)."""
 

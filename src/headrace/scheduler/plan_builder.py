@@ -128,7 +128,7 @@ class PlanBuilder:
             NewRow(
                 row=sequence.row,
                 sequence_id=request.request_id,
-                token_ids=sequence.token_ids + array("i", sequence.certain),
+                token_ids=sequence.token_ids + array("i", sequence.forced_ids),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 params=request.params,
                 seed=sequence.seed,
@@ -254,8 +254,8 @@ class Cohort:
     def _expect(self, place: int) -> None:
         """Finds out from a member's record, which is right, when it needs a thought next."""
         member = self.members[place]
-        plan_at = self._planned + max(0, member.plain_until + 1 - member.num_tokens)
-        take_at = self._taken_at[place] + max(0, member.checkpoint - 1 - len(member.token_ids))
+        plan_at = self._planned + max(0, member.fast_until + 1 - member.num_tokens)
+        take_at = self._taken_at[place] + max(0, member.check_at - 1 - len(member.token_ids))
         if self._plan_due_at[place] != plan_at:
             self._plan_due_at[place] = plan_at
             self._plan_due.setdefault(plan_at, []).append(place)

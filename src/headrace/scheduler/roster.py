@@ -57,7 +57,7 @@ ALWAYS = 2**62
 @dataclass(slots=True, eq=False)
 class Sequence:
     """``num_tokens`` counts known ids and the placeholders of steps in flight; ``num_computed_tokens`` advances when
-    planned. ``certain``: what the placeholders are bound to be, where that is known; of several, one is sampled and the
+    planned. ``forced_ids``: what the placeholders are bound to be, where that is known; of several, one is sampled and the
     others follow it.
 
         0 ........ num_prompt_tokens ........ len(token_ids) ........ num_tokens <= max_num_tokens
@@ -82,13 +82,13 @@ class Sequence:
     num_computed_tokens: int = 0
     last_step: int = NEVER  # the last step that names it
     ignore_through: int = NEVER  # results of steps up to this one are dropped
-    plain_until: int = 0  # while num_tokens is at most this, planning one more token needs no thought
-    checkpoint: int = 0  # while fewer ids are known, a new one needs no thought
-    certain: tuple[int, ...] = ()
+    fast_until: int = 0  # while num_tokens is at most this, planning one more token needs no thought
+    check_at: int = 0  # while fewer ids are known, a new one needs no thought
+    forced_ids: tuple[int, ...] = ()
     drafts: bool = False  # several of its tokens may be verified in a step
     slack: int = 0  # drafts in flight: both counts above are upper bounds, and too high by this at most
     row_lags: bool = False  # its row lacks ids that no step has sampled
-    attentive: bool = True  # its outputs carry more than tokens (first token, logprobs)
+    extra_outputs: bool = True  # its outputs carry more than tokens (first token, logprobs)
     num_cached_tokens: int = 0
     num_scored_tokens: int = 0  # prompt logprobs delivered
     num_preemptions: int = 0
@@ -467,12 +467,12 @@ class Roster:
         plain = self.limits.keeps_kv and not (
             sequence.kv.tail_shared or sequence.sibling_rows or sequence.wants_scores or sequence.structured
         )
-        sequence.plain_until = min(sequence.kv.capacity, sequence.max_num_tokens - 2) if plain else NEVER
+        sequence.fast_until = min(sequence.kv.capacity, sequence.max_num_tokens - 2) if plain else NEVER
         next_link = (
             (sequence.kv.num_linked_blocks + 1) * self.cache.block_tokens if self.cache.prefix_caching else ALWAYS
         )
         next_look = sequence.repetition.next_look if sequence.repetition is not None else ALWAYS
-        sequence.checkpoint = min(sequence.max_num_tokens, next_link, next_look)
+        sequence.check_at = min(sequence.max_num_tokens, next_link, next_look)
 
     def link(self, sequence: Sequence) -> None:
         """Lets others find the full blocks of its known tokens; what a step in flight is still writing is lost if that
@@ -485,15 +485,15 @@ class Roster:
             written_by,
         )
 
-    def foretell(self, sequence: Sequence, run: Seq[int]) -> None:
+    def force_tokens(self, sequence: Sequence, run: Seq[int]) -> None:
         """Its sample in flight is bound to be the first token of ``run``, which the others follow. One that may end the
         answer is sampled."""
         end = next((at for at, token in enumerate(run) if token in sequence.stop_ids), len(run))
         run = run[: min(end, sequence.max_num_tokens - len(sequence.token_ids))]
         if len(run) > 1:
-            sequence.certain = tuple(run)
+            sequence.forced_ids = tuple(run)
             sequence.num_tokens += len(run) - 1
-            sequence.row_lags = sequence.attentive = True
+            sequence.row_lags = sequence.extra_outputs = True
             self.some_ended = self.some_ended or sequence.num_tokens == sequence.max_num_tokens
 
     def settle_drafts(self, sequence: Sequence, drafted: int, refuted: int) -> None:
@@ -564,7 +564,7 @@ class Roster:
         """Forgets what steps up to ``through`` would have told; whoever was running is computed anew."""
         for sequence in list(self):
             sequence.ignore_through = through
-            sequence.num_tokens, sequence.certain, sequence.slack = len(sequence.token_ids), (), 0
+            sequence.num_tokens, sequence.forced_ids, sequence.slack = len(sequence.token_ids), (), 0
             if sequence.status is SequenceStatus.RUNNING:
                 self.requeue(sequence)
         self.running = []

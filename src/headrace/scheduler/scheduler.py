@@ -7,8 +7,8 @@ A sequence has tokens, some of them computed; each step gives it some more to co
     update(result, now)   → outputs       the result is collected, up to D steps later
     fail(message, now)    → outputs       the oldest step failed: its requests end, all others start over; without a
                                           message all do
-    foretell(runs)                        tokens that a grammar forces: known before the step in flight samples the
-    first of them
+    force_tokens(runs)                    tokens that a grammar forces: known before the step in flight samples the
+                                          first of them
 
 It reads no clock: ``now`` is an input, and so is how fast steps and masks have been going, so a journal of the calls
 replays exactly.
@@ -65,11 +65,11 @@ class InFlight:
 
 
 def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) -> list[SequenceOutput]:
-    """Reads one step's result; returns what is new. The hot loop takes rows below their ``checkpoint`` without
+    """Reads one step's result; returns what is new. The hot loop takes rows below their ``check_at`` without
     thought."""
     scores = _fresh_scores(step, result) if result.prompt_logprobs else {}
     for j in result.errors:
-        step.sampled[j].attentive = True
+        step.sampled[j].extra_outputs = True
     if step.plan.drafts:
         _settle_drafts(roster, step, result)
     outputs = []
@@ -79,8 +79,8 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
             continue  # or a run that was refuted before it was verified
         ids = sequence.token_ids
         if (
-            sequence.attentive
-            or len(ids) + len(tokens) >= sequence.checkpoint
+            sequence.extra_outputs
+            or len(ids) + len(tokens) >= sequence.check_at
             or not sequence.stop_ids.isdisjoint(tokens)
         ):
             outputs.append(_accept(roster, sequence, j, result, scores.pop(sequence, ()), now))
@@ -187,9 +187,9 @@ def _accept(
     if first:
         sequence.first_token = now
     tokens = result.tokens[j]
-    if sequence.certain:
-        assert tokens == sequence.certain[:1], "its mask allowed this token alone"
-        tokens, sequence.certain = sequence.certain, ()
+    if sequence.forced_ids:
+        assert tokens == sequence.forced_ids[:1], "its mask allowed this token alone"
+        tokens, sequence.forced_ids = sequence.forced_ids, ()
     accepted, finished = _append(sequence, tokens, roster.eos_token_ids, now)
     if j in result.pooled:
         accepted, finished = (), sequence.finish_record(FinishReason.STOP, now)
@@ -198,7 +198,7 @@ def _accept(
     elif sequence.status is SequenceStatus.RUNNING:
         roster.link(sequence)
         roster.refresh(sequence)
-    sequence.attentive = sequence.request.params.logprobs is not None
+    sequence.extra_outputs = sequence.request.params.logprobs is not None
     return SequenceOutput(
         sequence.request_id,
         sequence.index,
@@ -448,7 +448,7 @@ class Scheduler:
             return
         oldest = self.in_flight[0].plan.step_id
         if any(
-            each.attentive or each.structured or each.ignore_through >= oldest or each.plain_until == NEVER
+            each.extra_outputs or each.structured or each.ignore_through >= oldest or each.fast_until == NEVER
             for each in running
         ):
             return
@@ -566,13 +566,13 @@ class Scheduler:
                 self._dissolve()
         return [*self.take_rejected(), *outputs] if self._rejected else outputs
 
-    def foretell(self, runs: Mapping[int, Seq[int]]) -> None:
+    def force_tokens(self, runs: Mapping[int, Seq[int]]) -> None:
         """What samples of the one step in flight are bound to be, each with the tokens that must follow: all of them
         are known now."""
         (step,) = self.in_flight
         settle_forced(self.roster, step, runs)
         for j, run in runs.items():
-            self.roster.foretell(step.sampled[j], run)
+            self.roster.force_tokens(step.sampled[j], run)
 
     def fail(self, message: str | None, now: float) -> list[SequenceOutput]:
         """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed

@@ -225,7 +225,7 @@ class StepPlanner:
     def _plan_singles(self, plan: PlanBuilder, late: Collection[Sequence]) -> list[Sequence]:
         """One token for each sequence that needs one. Returns the others: forced ones, late ones, prompts.
 
-        The hot loop: a sequence below ``plain_until`` needs no block, no copy and is not at its last token.
+        The hot loop: a sequence below ``fast_until`` needs no block, no copy and is not at its last token.
         """
         longer: list[Sequence] = []
         forced: list[Sequence] = []
@@ -236,7 +236,7 @@ class StepPlanner:
             total = sequence.num_tokens
             if len(work) >= room:
                 break
-            if total <= sequence.plain_until and total - sequence.num_computed_tokens == 1:
+            if total <= sequence.fast_until and total - sequence.num_computed_tokens == 1:
                 starts.append(total - 1)
                 sequence.num_computed_tokens = total
                 sequence.num_tokens = total + 1
@@ -264,7 +264,7 @@ class StepPlanner:
         single = [each.num_tokens - each.num_computed_tokens == 1 for each in self.roster.running]
         room = -(-sum(single) // self.limits.stages)
         for sequence, is_single in zip(self.roster.running, single, strict=False):
-            known = len(sequence.token_ids) + len(sequence.certain)
+            known = len(sequence.token_ids) + len(sequence.forced_ids)
             if sequence.num_tokens > known and sequence.last_step > there:
                 continue
             if not is_single:
@@ -294,7 +294,7 @@ class StepPlanner:
                 continue
             if total - sequence.num_computed_tokens != 1 or sequence.sibling_rows:
                 (forced if _is_answering(sequence) else longer).append(sequence)
-            elif sequence.drafts and total + most <= sequence.plain_until:
+            elif sequence.drafts and total + most <= sequence.fast_until:
                 starts.append(total - 1)
                 sequence.num_computed_tokens = total + most
                 sequence.num_tokens = total + most + 1

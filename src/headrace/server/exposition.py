@@ -297,9 +297,11 @@ class ServerMetrics:
     def show(self, page: Lines, model: str, engine: Given) -> None:
         """``engine`` is AsyncLLM.stats(); empty while it loads. Of replicas, under vLLM's names each has its own number as
         ``engine``, and under ours stands their sum."""
-        labels, told = model_label(model), self._told(engine)
-        ours, first = {labels: told}, {f'{labels},engine="0"': told}
-        apart = {f'{labels},engine="{number}"': self._told(each) for number, each in engine.get("replicas", {}).items()}
+        labels, values = model_label(model), self._values(engine)
+        ours, first = {labels: values}, {f'{labels},engine="0"': values}
+        apart = {
+            f'{labels},engine="{number}"': self._values(each) for number, each in engine.get("replicas", {}).items()
+        }
         for name, metric in TABLE.served.items():
             of_engine = metric.at and metric.at.partition(".")[0] not in _OF_FRONT_ENDS
             page.add_metric("vllm:", name, metric, (apart or first) if of_engine else first)
@@ -307,8 +309,8 @@ class ServerMetrics:
 
     def show_answers(self, page: Lines) -> None:
         """Of HTTP; and under the names that vLLM's web framework gives them, where probes are left out."""
-        told = [("", f'route="{route}",status="{status}"', count) for (route, status), count in self.answers.items()]
-        page.add("headrace_http_responses_total", "counter", "answers by route and status", told)
+        values = [("", f'route="{route}",status="{status}"', count) for (route, status), count in self.answers.items()]
+        page.add("headrace_http_responses_total", "counter", "answers by route and status", values)
         by_status, seconds = list[Sample](), list[Sample]()
         for route in self._routes:
             if route not in PROBES:
@@ -319,7 +321,7 @@ class ServerMetrics:
         page.add("http_requests_total", "counter", "answers by route and status, without probes", by_status)
         page.add("http_request_duration_seconds", "summary", "arrival to the end of the answer, streams too", seconds)
 
-    def _told(self, engine: Given) -> Json:
+    def _values(self, engine: Given) -> Json:
         """What the lines of [served] look in."""
         total = engine.get("num_blocks", 0)
         grammars = engine.get("grammars") or {}
@@ -377,11 +379,11 @@ class Lines:
             every = f"{{{labels}{',' if labels and own else ''}{own}}}" if labels or own else ""
             lines.append(f"{name}{suffix}{every} {number}\n")
 
-    def add_metric(self, prefix: str, name: str, metric: Metric, told: Mapping[str, Given]) -> None:
-        """What is found of it in what was ``told``, by labels."""
+    def add_metric(self, prefix: str, name: str, metric: Metric, values: Mapping[str, Given]) -> None:
+        """Its samples, as found in the ``values`` of each set of labels."""
         if metric.only in (None, prefix):
-            for labels, values in told.items():
-                if (found := _find(metric.at or name, values)) is not None:
+            for labels, given in values.items():
+                if (found := _find(metric.at or name, given)) is not None:
                     self.add(prefix + name, metric.kind, metric.help, _samples(metric, found[0]), labels)
 
     def add_steps(self, summary: Given | None, labels: str = "") -> None:
@@ -390,9 +392,9 @@ class Lines:
             errors = summary["prediction_errors"]
             by_kind = {kind: {which: each[kind] for which, each in errors.items()} for kind in ("signed", "absolute")}
             promise = summary if summary["promise_seconds"] is not None else None
-            told = {labels: {**summary, "promise": promise, "errors": by_kind if errors else None}}
+            values = {labels: {**summary, "promise": promise, "errors": by_kind if errors else None}}
             for name, metric in TABLE.steps.items():
-                self.add_metric("headrace_", name, metric, told)
+                self.add_metric("headrace_", name, metric, values)
 
 
 _OF_FRONT_ENDS = ("sources", "finished")

@@ -173,7 +173,7 @@ def running(service: Service, tenant: str) -> list[Json]:
 
 async def show_request(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/requests/")
-    shown = await standing(service, name, exchange.tenant)
+    shown = await progress_of(service, name, exchange.tenant)
     shown = shown or next(iter(await service.observed.shared.others("find_request", name, exchange.tenant)), None)
     if shown is None:
         raise unknown(name)
@@ -185,7 +185,7 @@ def unknown(name: str) -> NotFound:
     return NotFound(told, param="id", code="request_not_found")
 
 
-async def standing(service: Service, name: str, tenant: str) -> Json | None:
+async def progress_of(service: Service, name: str, tenant: str) -> Json | None:
     """A request of this front end; None for an unknown one, and alike for somebody else's."""
     job = service.observed.inflight.find(name, tenant)
     if job is None:
@@ -200,7 +200,7 @@ async def standing(service: Service, name: str, tenant: str) -> Json | None:
     states = await _ask(service, left[:MAX_ASKED], "requests")
     if not states and left and service.model.found is not None and service.model.found.asleep:
         return {**_head(job), "waits_for": _wait("waking", {})}
-    return {**_head(job), **_standing(job, [state for state in states if state is not None])}
+    return {**_head(job), **_progress(job, [state for state in states if state is not None])}
 
 
 async def explained(service: Service, job: TrackedRequest) -> Json | None:
@@ -240,7 +240,7 @@ def _head(job: TrackedRequest) -> Json:
     }
 
 
-def _standing(job: TrackedRequest, states: list[Given]) -> Json:
+def _progress(job: TrackedRequest, states: list[Given]) -> Json:
     """Of several prompts the first that waits stands for all."""
     waiting = [state for state in states if not state["running"]]
     if not states:

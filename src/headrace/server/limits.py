@@ -510,7 +510,7 @@ class IgnoredFields:
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def note(self, route: str, names: Iterable[str]) -> None:
         """A client chooses the names: few are shown, and none that is not one word."""
@@ -518,8 +518,8 @@ class IgnoredFields:
         self._count(len(left_out))
         for name in left_out:
             shown = name if _SHOWN.fullmatch(name) else "(no plain name)"
-            if (route, shown) not in self._told and len(self._told) < MAX_NAMES:
-                self._told.add((route, shown))
+            if (route, shown) not in self._warned and len(self._warned) < MAX_NAMES:
+                self._warned.add((route, shown))
                 log.warning("The field %s is unknown to %s and left out of requests; this is told once.", shown, route)
 
 

@@ -280,7 +280,7 @@ class Books:
                     drafted = drafts[work] if drafts and j not in step.settled else 0
                     samples[sequence] = samples.get(sequence, 0) + 1 + drafted
         for sequence in samples:
-            samples[sequence] += max(0, len(sequence.certain) - 1)  # these are on their way with a sample
+            samples[sequence] += max(0, len(sequence.forced_ids) - 1)  # these are on their way with a sample
         return samples
 
     def _raise_tokens(

@@ -121,7 +121,7 @@ class FrontEnd:
             case "list_requests", tenant:
                 return inflight.running(service, tenant)
             case "find_request", name, tenant:
-                return await inflight.standing(service, name, tenant)
+                return await inflight.progress_of(service, name, tenant)
             case "find_response", name, tenant:
                 found = service.stored.find(tenant, name)
                 return None if found is None else (found.items, found.response)

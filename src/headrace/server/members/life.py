@@ -128,10 +128,10 @@ class MembersLife(Lifecycle):
             if member.engine is not None:
                 if await watch_engine(engine, self.signals.came):
                     return
-                await self._bury(member, engine)
+                await self._end_dead_engine(member, engine)
             await self.signals.within(min(MOST_SECONDS, 2.0**failed - 0.5))
 
-    async def _bury(self, member: Member, engine: AsyncLLM) -> None:
+    async def _end_dead_engine(self, member: Member, engine: AsyncLLM) -> None:
         """Its requests end; others' go on."""
         log.error("The engine of %s has died or hangs, and starts again: %s", member.name, engine.ailment)
         await end_dead(member.service)

@@ -171,14 +171,14 @@ async def list_requests(router: ModelRouter, exchange: Exchange) -> None:
 async def show_request(router: ModelRouter, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/requests/")
     for member in router.members:
-        shown = await inflight.standing(member.service, name, exchange.tenant)
+        shown = await inflight.progress_of(member.service, name, exchange.tenant)
         if shown is not None:
-            await exchange.reply_json({**shown, **_told(router, member, shown), "model": member.name})
+            await exchange.reply_json({**shown, **_waits_for(router, member, shown), "model": member.name})
             return
     raise inflight.unknown(name)
 
 
-def _told(router: ModelRouter, member: Member, shown: Mapping[str, Any]) -> dict[str, Any]:
+def _waits_for(router: ModelRouter, member: Member, shown: Mapping[str, Any]) -> dict[str, Any]:
     """Of one that waits for its model: what that waits for."""
     waits = shown.get("waits_for")
     if waits is None or waits["kind"] not in ("asleep", "waking"):
