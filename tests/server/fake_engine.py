@@ -87,6 +87,8 @@ class FakeEngine:
     def ailment(self) -> str | None:
         return None if self.alive else "it was told to"
 
+    async def wake_up(self) -> None: ...
+
     def submit(self, request: Request, *, whole: bool = False) -> FakeStream:
         return FakeStream(self._stream(ParsedPrompt(None, request.prompt_token_ids), request.params))
 

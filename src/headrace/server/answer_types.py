@@ -77,6 +77,7 @@ class Progress(Struct, kw_only=True):
     object: Literal["request"] = "request"
     client_request_id: str | None
     route: str
+    model: str
     created: Count
     state: Literal["waiting", "running", "finished"]
     seconds: float

@@ -39,7 +39,7 @@ from headrace.server.service import Service, SleepQuery, is_sleeping, sleep, wak
 
 
 async def health(service: Service, exchange: Exchange) -> None:
-    _ = service.model.any_engine  # raises where there is none
+    service.check_alive()
     await exchange.reply_json({"status": "ok"})
 
 
@@ -99,7 +99,7 @@ async def openapi(service: Service, exchange: Exchange) -> None:
 
 async def ping(service: Service, exchange: Exchange) -> None:
     """As /health; the answer has no body, as the platforms that ask this want it."""
-    _ = service.model.any_engine  # raises where there is none
+    service.check_alive()
     await exchange.reply(200, b"", b"text/plain")
 
 

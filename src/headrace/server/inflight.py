@@ -44,6 +44,7 @@ class TrackedRequest:
     ids: tuple[str, ...]
     tenant: str
     route: str
+    model: str
     prompts: Sequence[PromptState]
     choices: Sequence[ChoiceState]
     streams: Sequence[Any]
@@ -127,8 +128,9 @@ class Inflight:
         count, first = sum(len(request.prompt_token_ids) for request in requests), requests[0]
         held, explain = first.params.structured_outputs is not None, first.explain
         job = TrackedRequest(
-            ids, exchange.tenant, exchange.route, answer.prompts, answer.choices, streams, count, held, explain
-        )
+            ids, exchange.tenant, exchange.route, answer.options.model, answer.prompts, answer.choices, streams, count,
+            held, explain,
+        )  # fmt: skip
         job.client_request_id = exchange.request_id if exchange.client_named else None
         self._jobs.update(dict.fromkeys(ids, job))
         try:
@@ -157,36 +159,28 @@ class Inflight:
 
 
 async def list_requests(service: Service, exchange: Exchange) -> None:
-    others = await service.observed.shared.others("list_requests", exchange.tenant)
-    await reply_list(exchange, [*running(service, exchange.tenant), *itertools.chain(*others)])
-
-
-async def reply_list(exchange: Exchange, shown: list[Json]) -> None:
-    """Oldest first."""
+    others = await service.others("list_requests", exchange.tenant)
+    shown = [*running(service, exchange.tenant), *itertools.chain(*others)]
     await exchange.reply_json({"object": "list", "data": sorted(shown, key=lambda each: -float(each["seconds"]))})
 
 
 def running(service: Service, tenant: str) -> list[Json]:
-    """One tenant's, of this front end."""
+    """One tenant's, of this service, the oldest first."""
     return [_head(job) for job in service.observed.inflight.running(tenant)]
 
 
 async def show_request(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/requests/")
     shown = await progress_of(service, name, exchange.tenant)
-    shown = shown or next(iter(await service.observed.shared.others("find_request", name, exchange.tenant)), None)
+    shown = shown or next(iter(await service.others("find_request", name, exchange.tenant)), None)
     if shown is None:
-        raise unknown(name)
+        told = f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests."
+        raise NotFound(told, param="id", code="request_not_found")
     await exchange.reply_json(shown)
 
 
-def unknown(name: str) -> NotFound:
-    told = f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests."
-    return NotFound(told, param="id", code="request_not_found")
-
-
 async def progress_of(service: Service, name: str, tenant: str) -> Json | None:
-    """A request of this front end; None for an unknown one, and alike for somebody else's."""
+    """A request of this service; None for an unknown one, and alike for somebody else's."""
     job = service.observed.inflight.find(name, tenant)
     if job is None:
         return None
@@ -199,8 +193,12 @@ async def progress_of(service: Service, name: str, tenant: str) -> Json | None:
     ]
     states = await _ask(service, left[:MAX_ASKED], "requests")
     if not states and left and service.model.found is not None and service.model.found.asleep:
-        return {**_head(job), "waits_for": _wait("waking", {})}
-    return {**_head(job), **_progress(job, [state for state in states if state is not None])}
+        shown = {**_head(job), "waits_for": _wait("waking", {})}
+    else:
+        shown = {**_head(job), **_progress(job, [state for state in states if state is not None])}
+    if service.wake_status is not None and shown.get("waits_for", {}).get("kind") in ("asleep", "waking"):
+        shown["waits_for"]["text"] = service.wake_status()
+    return shown
 
 
 async def explained(service: Service, job: TrackedRequest) -> Json | None:
@@ -231,6 +229,7 @@ def _head(job: TrackedRequest) -> Json:
         "object": "request",
         "client_request_id": job.client_request_id,
         "route": job.route,
+        "model": job.model,
         "created": job.created,
         "state": "finished" if job.ended is not None else "running" if job.completion_tokens else "waiting",
         "seconds": (time.perf_counter() if job.ended is None else job.ended) - job.arrival,

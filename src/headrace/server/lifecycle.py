@@ -169,26 +169,22 @@ async def until(done: Callable[[], bool], seconds: float) -> None:
 
 @dataclass
 class Lifecycle:
-    """One server. ``announce`` gets lines for people, ``ready`` is called once with the engine. ``behind``: services
-    of which ``service`` is the front, where there are several models."""
+    """One server. ``announce`` gets lines for people."""
 
     service: Service
     guard: Guard
     sock: socket.socket
-    create_engine: CreateEngine
     announce: Announce
-    ready: Callable[[AsyncLLM], None]
-    routes: Sequence[Route] = ROUTES
-    behind: Sequence[Service] = ()
-    signals: Signals = field(default_factory=Signals)
+    routes: Sequence[Route] = field(default=ROUTES, kw_only=True)
+    signals: Signals = field(default_factory=Signals, kw_only=True)
 
     @property
     def services(self) -> Sequence[Service]:
-        return (self.service, *self.behind)
+        """Whose requests it drains."""
+        return (self.service,)
 
     async def run(self) -> int:
         with self.signals.handled():
-            loading = asyncio.ensure_future(self.create_engine())
             service = self.service
             app = App(service, self.guard, self.routes)
             page, pages = service.limits.page, service.limits.counters.pages
@@ -200,7 +196,7 @@ class Lifecycle:
             forever = (*watched, page.stamp(), follow_files(tls, service.config))
             beside = [asyncio.create_task(each) for each in forever]
             try:
-                return await self._live(loading)
+                return await self._live()
             finally:
                 for each in beside:
                     each.cancel()
@@ -208,20 +204,9 @@ class Lifecycle:
                 await connections.close(LAST_WORDS_SECONDS)
                 self.service.limits.threads.close()
 
-    async def _live(self, loading: asyncio.Future[AsyncLLM]) -> int:
-        engine = await loaded(loading, self.signals)
-        if engine is None:
-            self.announce("Stopped while the engine was loading.")
-            return 0
-        try:
-            if engine.tokenizer is not None:
-                await asyncio.to_thread(self.service.model.learn_formats, engine.tokenizer)
-            self.service.attach(engine)
-            self.ready(engine)
-            stopped = await asyncio.create_task(watch_engine(engine, self.signals.came))
-            return await (self._drain(engine) if stopped else self._end_without_engine(engine))
-        finally:
-            await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
+    async def _live(self) -> int:
+        """From the load to the end, while connections are accepted; the exit status."""
+        raise NotImplementedError
 
     async def _drain(self, engine: AsyncLLM | None = None) -> int:
         """New requests get 503 from now on; those that run may finish. ``engine``: that all of them need."""
@@ -247,6 +232,29 @@ class Lifecycle:
             log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
         await end_dead(self.service)
         return 1
+
+
+@dataclass
+class EngineLife(Lifecycle):
+    """Of one engine. ``ready`` is called once with it."""
+
+    create_engine: CreateEngine
+    ready: Callable[[AsyncLLM], None]
+
+    async def _live(self) -> int:
+        engine = await loaded(asyncio.ensure_future(self.create_engine()), self.signals)
+        if engine is None:
+            self.announce("Stopped while the engine was loading.")
+            return 0
+        try:
+            if engine.tokenizer is not None:
+                await asyncio.to_thread(self.service.model.learn_formats, engine.tokenizer)
+            self.service.attach(engine)
+            self.ready(engine)
+            stopped = await asyncio.create_task(watch_engine(engine, self.signals.came))
+            return await (self._drain(engine) if stopped else self._end_without_engine(engine))
+        finally:
+            await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
 
 
 def running(services: Sequence[Service]) -> int:

@@ -27,9 +27,12 @@ from headrace.server.app import ROUTES
 from headrace.server.exposition import Counters
 from headrace.server.frontends.link import Launch
 from headrace.server.frontends.parent import FrontEnds, supervise
-from headrace.server.lifecycle import CreateEngine, Lifecycle, Signals, address_of, bind
+from headrace.server.lifecycle import CreateEngine, EngineLife, Signals, address_of, bind
 from headrace.server.limits import Guard, check_operators, check_weights
 from headrace.server.members.life import MembersConfig, MembersLife, StartEngine, create_members
+from headrace.server.members.manager import ModelManager
+from headrace.server.members.member import SharedService
+from headrace.server.members.routes import ModelRouter, routes_of
 from headrace.server.moderation.watch import moderating
 from headrace.server.service import Service
 from headrace.server.tls import create_context
@@ -159,10 +162,10 @@ class _Startup:
 
         async with moderating(self.config, self.engine_config.model.model) as service.moderator:
             greeting = _StartupLines(self, self.began)  # once all that is known to be wrong has been said
-            return await Lifecycle(service, self.guard, self.sock, create_engine, greeting.say, ready).run()
+            return await EngineLife(service, self.guard, self.sock, greeting.say, create_engine, ready).run()
 
     async def serve_members(self, config: MembersConfig, start: StartEngine) -> int:
-        shared = Service(self.config, self.version, [route.path for route in ROUTES])
+        shared = SharedService(self.config, self.version, [route.path for route in ROUTES])
         members = create_members(config, shared)
         for one in config.members:
             await _check_template(one.engine.model.chat_template)
@@ -174,9 +177,10 @@ class _Startup:
         async with moderating(self.config, config.members[0].engine.model.model) as moderator:
             for each in members:
                 each.service.moderator = moderator
-            return await MembersLife(
-                shared, members, config.budget, self.guard, self.sock, greeting.say, ready, start
-            ).run()
+            manager = ModelManager(members, config.budget)
+            routes = routes_of(ModelRouter(manager, shared))
+            life = MembersLife(shared, self.guard, self.sock, greeting.say, manager, start, ready, routes=routes)
+            return await life.run()
 
 
 class _StartupLines:

@@ -13,11 +13,11 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeGuard, Unpack
 
 from msgspec import Meta, Struct
 
@@ -28,6 +28,7 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.processes.garbage import freeze_start
 from headrace.request import Given, Request, SamplingParams, StructuredOutputs
+from headrace.server import inflight
 from headrace.server.dialects.body import Conversation, GeneratingBody, read_query
 from headrace.server.dialects.conversation import text_of
 from headrace.server.exchange import Exchange, StreamPings
@@ -35,7 +36,6 @@ from headrace.server.exposition import CounterPage, Counters, ServerMetrics, mos
 from headrace.server.forced import constrain
 from headrace.server.frontends.link import Peers
 from headrace.server.http_errors import Forbidden
-from headrace.server.inflight import Inflight
 from headrace.server.limits import INLINE_BYTES, Bodies, Budget, IgnoredFields, Threads, cell_of, sees_all, tenant_of
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import PLAIN, AnswerFormat, answer_format
@@ -66,9 +66,7 @@ async def sleep(service: Service, exchange: Exchange) -> None:
     check_sleep(engine.info, query.level)
     if query.mode == "abort":
         end_running(service)
-    await engine.sleep(query.level)
-    if engine.num_streams:  # some came before it was known that it would sleep
-        engine.used()
+    await service.sleep(query.level)
     await exchange.reply_json({"status": "ok"})
 
 
@@ -80,7 +78,7 @@ def end_running(service: Service) -> None:
 async def wake_up(service: Service, exchange: Exchange) -> None:
     check_operator(service.config, exchange)
     check_sleep(service.model.engine.info)
-    await service.model.engine.wake_up()
+    await service.wake()
     await exchange.reply_json({"status": "ok"})
 
 
@@ -91,6 +89,12 @@ async def is_sleeping(service: Service, exchange: Exchange) -> None:
 def check_operator(config: ServerConfig, exchange: Exchange) -> None:
     if not sees_all(config, exchange.key_name):
         raise Forbidden("This is for operators; ask with a key that --operator-key names.", code="operators_only")
+
+
+async def _sleep(engine: AsyncLLM, level: int) -> None:
+    await engine.sleep(level)
+    if engine.num_streams:  # some came before it was known that it would sleep
+        engine.used()
 
 
 class WakeOnUse:
@@ -218,11 +222,14 @@ class Model:
     @property
     def engine(self) -> AsyncLLM:
         """Raises Unavailable while loading or draining, EngineDead after the engine's death."""
-        if self.state is State.DRAINING:
-            raise Unavailable(
-                "The server is shutting down and takes no new requests; try another or wait.", retry_after=5
-            )
+        self.check_open()
         return self.any_engine
+
+    def check_open(self) -> None:
+        """Raises Unavailable while draining."""
+        if self.state is State.DRAINING:
+            told = "The server is shutting down and takes no new requests; try another or wait."
+            raise Unavailable(told, retry_after=5)
 
     @property
     def any_engine(self) -> AsyncLLM:
@@ -352,7 +359,7 @@ class Observed:
         self._pages = counters.pages
         self.metrics = ServerMetrics(routes, page)
         self.shared = Peers(find_engine, self.total)
-        self.inflight = Inflight()
+        self.inflight = inflight.Inflight()
         self.pings = StreamPings()
 
     def total(self) -> ServerMetrics:
@@ -386,13 +393,21 @@ class Service:
         self.model = Model(config, engine_config or EngineConfig(), version, self.limits.threads)
         self.moderator: Moderator | None = None  # where answers are judged
         self.stored = StoredResponses()
+        self.sleep: Callable[[int], Awaitable[None]]  # at a level, and the end of it; once there is an engine
+        self.wake: Callable[[], Awaitable[None]]
+        self.wake_status: Callable[[], str] | None = None  # in words, where models take turns
 
     def attach(self, engine: AsyncLLM) -> None:
         """The engine has loaded."""
         self.model.attach(engine)
         engine.used = WakeOnUse(engine, self.config.when_asleep)
+        self.sleep, self.wake = partial(_sleep, engine), engine.wake_up
         self.limits.page.served = True
         freeze_start()
+
+    def check_alive(self) -> None:
+        """Raises HeadraceError while it is not."""
+        _ = self.model.any_engine
 
     def check_ready(self) -> None:
         """Raises what ``engine`` does, and Unavailable until every front end has served: one that is replaced later
@@ -400,6 +415,23 @@ class Service:
         _ = self.model.engine
         if not all(page.served for page in self.limits.counters.pages):
             raise Unavailable("Another front end is still loading; wait for /ready.", retry_after=2)
+
+    async def others(self, what: str, *about: Any) -> list[Any]:
+        """What the other front ends know."""
+        return await self.observed.shared.others(what, *about)
+
+    async def known(self, what: str, *about: Any) -> Any:
+        """For another service, whose client asks; None: nothing is known of it here."""
+        match what, *about:
+            case "list_requests", tenant:
+                return inflight.running(self, tenant)
+            case "find_request", name, tenant:
+                return await inflight.progress_of(self, name, tenant)
+            case "find_response", name, tenant:
+                found = self.stored.find(tenant, name)
+                return None if found is None else (found.items, found.response)
+            case "delete_response", name, tenant:
+                return self.stored.delete(tenant, name) or None
 
     def judged(self, stream: EngineStream, request: Request) -> DeltaStream:
         """The stream as moderation lets it through."""

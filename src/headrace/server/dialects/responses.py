@@ -105,7 +105,7 @@ async def _find(service: Service, name: str, tenant: str) -> Stored | None:
     """This front end's or another's."""
     if (found := service.stored.find(tenant, name)) is not None:
         return found
-    told = next(iter(await service.observed.shared.others("find_response", name, tenant)), None)
+    told = next(iter(await service.others("find_response", name, tenant)), None)
     return None if told is None else Stored(*told)
 
 
@@ -137,8 +137,7 @@ async def show(service: Service, exchange: Exchange) -> None:
 async def delete(service: Service, exchange: Exchange) -> None:
     name = _name(exchange)
     if not (
-        service.stored.delete(exchange.tenant, name)
-        or await service.observed.shared.others("delete_response", name, exchange.tenant)
+        service.stored.delete(exchange.tenant, name) or await service.others("delete_response", name, exchange.tenant)
     ):
         raise _unknown(name)
     await exchange.reply_json(Deleted(name))

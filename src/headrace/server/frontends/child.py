@@ -24,11 +24,10 @@ from headrace.observe import logs
 from headrace.processes.frames import parent_socket
 from headrace.processes.messages import Channel, receive
 from headrace.processes.tree import end_with_parent
-from headrace.server import inflight
 from headrace.server.app import ROUTES
 from headrace.server.exposition import Counters
 from headrace.server.frontends import link
-from headrace.server.lifecycle import Lifecycle
+from headrace.server.lifecycle import EngineLife
 from headrace.server.limits import Guard
 from headrace.server.moderation.watch import moderating
 from headrace.server.run import describe, run_loop, warn_of_template
@@ -70,7 +69,7 @@ class FrontEnd:
         launch, service = self._launch, self._service
         guard, listener = Guard(launch.server, launch.secret), socket.socket(fileno=launch.listener)
         async with moderating(launch.server, launch.engine.model.model) as service.moderator:
-            return await Lifecycle(service, guard, listener, self._join, log.debug, self._ready).run()
+            return await EngineLife(service, guard, listener, log.debug, self._join, self._ready).run()
 
     def _hear(self, frame: link.Go | link.Engine) -> None:
         self._go.set()
@@ -115,18 +114,8 @@ class FrontEnd:
             )
 
     async def _respond(self, question: link.Ask) -> Any:
-        """For another front end, whose client asks; None: nothing is known of it here."""
-        service = self._service
-        match question.what, *question.about:
-            case "list_requests", tenant:
-                return inflight.running(service, tenant)
-            case "find_request", name, tenant:
-                return await inflight.progress_of(service, name, tenant)
-            case "find_response", name, tenant:
-                found = service.stored.find(tenant, name)
-                return None if found is None else (found.items, found.response)
-            case "delete_response", name, tenant:
-                return service.stored.delete(tenant, name) or None
+        """For another front end, whose client asks."""
+        return await self._service.known(question.what, *question.about)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +18,10 @@ from headrace.config import EngineConfig
 from headrace.engine.connection import watch_engine
 from headrace.errors import ConfigError, HeadraceError, ModelError, OutOfMemory
 from headrace.server.frontends.parent import FAILED_STARTS
-from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, Announce, Lifecycle, end_dead, until
-from headrace.server.limits import Guard
+from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, Lifecycle, end_dead, until
 from headrace.server.members.budget import size
 from headrace.server.members.manager import ModelManager
-from headrace.server.members.member import Member, MemberConfig
-from headrace.server.members.routes import ModelRouter, routes_of
+from headrace.server.members.member import Member, MemberConfig, SharedService
 from headrace.server.service import Service
 
 if TYPE_CHECKING:
@@ -45,7 +42,7 @@ class MembersConfig:
     level: int | None = None
 
 
-def create_members(config: MembersConfig, shared: Service) -> list[Member]:
+def create_members(config: MembersConfig, shared: SharedService) -> list[Member]:
     """Bodies are held by all together, and so are stored responses."""
     members = []
     for each in config.members:
@@ -54,33 +51,24 @@ def create_members(config: MembersConfig, shared: Service) -> list[Member]:
         service.limits.threads, service.limits.bodies = shared.limits.threads, shared.limits.bodies
         service.stored = shared.stored
         members.append(Member(each, service, config.level))
+    shared.members = members
     return members
 
 
+@dataclass
 class MembersLife(Lifecycle):
     """``ready`` is called once, when every model has loaded, or could not."""
 
-    def __init__(
-        self,
-        shared: Service,
-        members: Sequence[Member],
-        budget: int,
-        guard: Guard,
-        sock: socket.socket,
-        announce: Announce,
-        ready: Callable[[], None],
-        start: StartEngine,
-    ) -> None:
-        self._manager = ModelManager(members, budget)
-        self._start = start
-        self._all_ready = ready
-        routes = routes_of(ModelRouter(self._manager, shared))
-        super().__init__(
-            shared, guard, sock, _nothing, announce, lambda _: None, routes, [each.service for each in members]
-        )
+    manager: ModelManager
+    start: StartEngine
+    ready: Callable[[], None]
 
-    async def _live(self, loading: asyncio.Future[Any]) -> int:
-        members = self._manager.members
+    @property
+    def services(self) -> Sequence[Service]:
+        return (self.service, *(each.service for each in self.manager.members))
+
+    async def _live(self) -> int:
+        members = self.manager.members
         lives = [asyncio.create_task(self._keep(member)) for member in members]
         try:
             stop = asyncio.create_task(self.signals.came.wait())
@@ -89,7 +77,7 @@ class MembersLife(Lifecycle):
             settled.cancel()
             if not self.signals.count:
                 if any(member.engine is not None for member in members):
-                    self._all_ready()
+                    self.ready()
                 ended: asyncio.Future[Any] = asyncio.gather(*lives)
                 await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
@@ -111,7 +99,7 @@ class MembersLife(Lifecycle):
         failed, ever = 0, False
         while not self.signals.count:
             try:
-                engine = await self._manager.load(member, partial(self._start, member.config.engine))
+                engine = await self.manager.load(member, partial(self.start, member.config.engine))
             except HeadraceError as error:
                 failed += 1
                 hopeless = failed == FAILED_STARTS or (
@@ -137,7 +125,3 @@ class MembersLife(Lifecycle):
         await end_dead(member.service)
         await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
         member.lose()
-
-
-async def _nothing() -> Any:
-    return None

@@ -57,6 +57,8 @@ class ModelManager:
                     await asyncio.to_thread(member.service.model.learn_formats, engine.tokenizer)
                 member.attach(engine)
                 engine.used = partial(self.use, member)
+                member.service.sleep, member.service.wake = partial(self.sleep, member), partial(self.wake, member)
+                member.service.wake_status = partial(self.account, member)
                 await self._make_room(member, 0)  # it may have turned out larger
             except BaseException:
                 member.lose()

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 from urllib.parse import parse_qsl, urlencode
 
-from headrace.engine.info import check_sleep
-from headrace.errors import InvalidRequest, NotFound, Unavailable
-from headrace.server import adapters, inflight
+from headrace.errors import InvalidRequest, NotFound
+from headrace.server import adapters
 from headrace.server.app import ROUTES, model_card
-from headrace.server.dialects.body import read_query
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE, Lines, add_process, model_label
 from headrace.server.members.manager import ModelManager
 from headrace.server.members.member import Condition, Member
 from headrace.server.openapi import Handler, Route
-from headrace.server.service import Service, SleepQuery, State, check_operator, end_running
+from headrace.server.service import Service
 
 Answer = Callable[["ModelRouter", Exchange], Awaitable[None]]
 
@@ -104,23 +102,6 @@ def _handler(router: ModelRouter, route: Route) -> Handler:
 # --- of all
 
 
-async def health(router: ModelRouter, exchange: Exchange) -> None:
-    """The front end lives; a model that died is started again, and says so by itself."""
-    await exchange.reply_json({"status": "ok"})
-
-
-async def ping(router: ModelRouter, exchange: Exchange) -> None:
-    await exchange.reply(200, b"", b"text/plain")
-
-
-async def ready(router: ModelRouter, exchange: Exchange) -> None:
-    if router.shared.model.state is State.DRAINING:
-        raise Unavailable("The server is shutting down and takes no new requests; try another or wait.", retry_after=5)
-    if coming := [each.name for each in router.members if not each.settled]:
-        raise Unavailable(f"{', '.join(coming[:20])} still to load; wait for /ready.", retry_after=2)
-    await exchange.reply_json({"status": "ready"})
-
-
 async def load(router: ModelRouter, exchange: Exchange) -> None:
     await exchange.reply_json({"server_load": sum(each.service.limits.counters.live for each in router.members)})
 
@@ -159,71 +140,15 @@ async def metrics(router: ModelRouter, exchange: Exchange) -> None:
     await exchange.reply(200, str(page).encode(), CONTENT_TYPE)
 
 
-async def list_requests(router: ModelRouter, exchange: Exchange) -> None:
-    shown = [
-        {**each, "model": member.name}
-        for member in router.members
-        for each in inflight.running(member.service, exchange.tenant)
-    ]
-    await inflight.reply_list(exchange, shown)
-
-
-async def show_request(router: ModelRouter, exchange: Exchange) -> None:
-    name = exchange.path.removeprefix("/v1/requests/")
-    for member in router.members:
-        shown = await inflight.progress_of(member.service, name, exchange.tenant)
-        if shown is not None:
-            await exchange.reply_json({**shown, **_waits_for(router, member, shown), "model": member.name})
-            return
-    raise inflight.unknown(name)
-
-
-def _waits_for(router: ModelRouter, member: Member, shown: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one that waits for its model: what that waits for."""
-    waits = shown.get("waits_for")
-    if waits is None or waits["kind"] not in ("asleep", "waking"):
-        return {}
-    return {"waits_for": {**waits, "text": router.manager.account(member)}}
-
-
-async def sleep(router: ModelRouter, exchange: Exchange) -> None:
-    member = router.by_query(exchange)
-    query = read_query(exchange.query, SleepQuery)
-    check_operator(router.shared.config, exchange)
-    member.check()
-    check_sleep(member.service.model.engine.info, query.level)
-    if query.mode == "abort":
-        end_running(member.service)
-    await router.manager.sleep(member, query.level)
-    await exchange.reply_json({"status": "ok"})
-
-
-async def wake_up(router: ModelRouter, exchange: Exchange) -> None:
-    member = router.by_query(exchange)
-    check_operator(router.shared.config, exchange)
-    member.check()
-    _ = member.service.model.engine  # raises while there is none
-    await router.manager.wake(member)
-    await exchange.reply_json({"status": "ok"})
-
-
 COMMON: Mapping[tuple[str, str], Answer] = {
-    ("GET", "/health"): health,
-    ("GET", "/ready"): ready,
-    ("GET", "/ping"): ping,
-    ("POST", "/ping"): ping,
     ("GET", "/load"): load,
     ("GET", "/metrics"): metrics,
     ("GET", "/v1/models"): list_models,
     ("GET", "/v1/models/{name}"): show_model,
-    ("GET", "/v1/requests"): list_requests,
-    ("GET", "/v1/requests/{id}"): show_request,
-    ("POST", "/sleep"): sleep,
-    ("POST", "/wake_up"): wake_up,
 }
 SHARED = frozenset(  # routes that no model has a part in, or all models share what they show
     (
-        "/", "/dashboard", "/web/{name}", "/version", "/openapi.json", "/v1/responses/{id}",
-        "/v1/responses/{id}/input_items",
+        "/", "/dashboard", "/web/{name}", "/version", "/openapi.json", "/health", "/ready", "/ping", "/v1/requests",
+        "/v1/requests/{id}", "/v1/responses/{id}", "/v1/responses/{id}/input_items",
     )
 )  # fmt: skip
