@@ -46,7 +46,7 @@ class Journal:
     def of(cls, scheduler: Scheduler) -> Journal:
         """Of every call from now on."""
         self = cls()
-        schedule, update, fail, force_tokens = scheduler.schedule, scheduler.update, scheduler.fail, scheduler.force_tokens
+        schedule, update, fail, force = scheduler.schedule, scheduler.update, scheduler.fail, scheduler.force_tokens
 
         def scheduled(
             now: float,
@@ -68,7 +68,7 @@ class Journal:
 
         def forced(runs: Mapping[int, Seq[int]]) -> None:
             self.entries.append(Forced(runs))
-            force_tokens(runs)
+            force(runs)
 
         scheduler.schedule, scheduler.update, scheduler.fail = scheduled, updated, failed  # type: ignore[method-assign]
         scheduler.force_tokens = forced  # type: ignore[method-assign]
