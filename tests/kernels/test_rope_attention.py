@@ -166,7 +166,7 @@ def test_the_source_compiles_without_spilling_and_two_programs_fit(
     from headrace.kernels.attention.cuda_rope import Variant
 
     source = tmp_path / "rope.cu"
-    text = compiler.source("build/early.cuh", "attention/rope_attention.cu")
+    text = compiler.source("build/early.cuh", "attention/kv_codes.cuh", "attention/rope_attention.cu")
     source.write_text(text + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
     options = Variant(dim, group, 8, block_size, keys, fresh, normed, kv).options((9, 0))
     made = subprocess.run(

@@ -117,7 +117,7 @@ class Variant:
 
 def builds_of(site: CallSite[Any]) -> Variants[Variant]:
     """The kernel of one device."""
-    text = nvrtc.source("build/early.cuh", f"attention/{_NAME}.cu")
+    text = nvrtc.source("build/early.cuh", "attention/kv_codes.cuh", f"attention/{_NAME}.cu")
     capability = site.card.capability
     return Variants(site.device, _NAME, lambda variant: nvrtc.build(text, variant.options(capability)))
 

@@ -24,15 +24,9 @@
 // Codes that are floats are widened to float16, which holds each of them. Codes that are whole numbers are multiplied as they are, by
 // mma.m16n8k32: queries and weights become whole numbers of 16 bits for it, a product for each of their bytes. So no code is converted.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;
-
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int HQ = G * HK, HALF = D / 2, STEPS = D / 16;  // STEPS of a product over a head's elements
-enum { PLAIN, INT8, E4M3, E5M2, UINT4 };
 constexpr bool HALVES = KV == E4M3 || KV == E5M2;         // products are of float16
-constexpr bool WHOLE = KV == INT8 || KV == UINT4;         // products are of whole numbers
 constexpr int ROW = KV == UINT4 ? D / 2 : KV ? D : 2 * D, CHUNKS = ROW / 16;  // bytes; 16 bytes each
 constexpr int LINE = KV ? ROW : D;                        // of the cache, in what it holds
 constexpr int OWN = KV == INT8 ? 2 : KV == UINT4 ? 4 : 0; // bytes a key has for scales of its own: the scale, then what code 0 means
@@ -41,12 +35,11 @@ constexpr int SLICE = KEYS * ROW, STAGE = 2 * (SLICE + SCALES), RING = STAGES * 
 constexpr int ENTRIES = BLOCK % KEYS ? KEYS / (CHUNKS == 2 ? 16 : 8) : 1;  // of the block table, for a warp's keys of a unit
 constexpr int PITCH = D + 4;                              // of sums in shared memory: no two lanes of a store in one bank
 constexpr int ROWS = 32 / CHUNKS, PIECE = ENTRIES == 1 ? KEYS : ROWS < 8 ? 8 : ROWS;  // rows a copy of all lanes has; rows of one block
-static_assert(G <= 8 && (D == 64 || D == 128) && KEYS % (WHOLE ? 32 : 16) == 0 && BLOCK % 8 == 0 && (ENTRIES == 1 || BLOCK % PIECE == 0), "shapes this kernel is for");
+static_assert(G <= 8 && (D == 64 || D == 128) && KEYS % (WHOLE_CODES ? 32 : 16) == 0 && BLOCK % 8 == 0 && (ENTRIES == 1 || BLOCK % PIECE == 0), "shapes this kernel is for");
 
 template <bool> struct Element { typedef bf16 type; };
 template <> struct Element<true> { typedef unsigned char type; };
 typedef Element<KV != PLAIN>::type held;  // of the cache
-#define MINUS_INFINITY __int_as_float(0xff800000)
 #define NAN_ __int_as_float(0x7fc00000)
 
 // What a program is to do, as kernels/attention/triton_plan.py lays it out.
@@ -88,12 +81,8 @@ extern "C" __device__ const int shared_bytes = WARPS * RING + sizeof(Shared);
 
 // --- instructions
 
-__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-__device__ __forceinline__ u32 pack(float first, float second) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first)); return r; }
 __device__ __forceinline__ float exp2_(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 __device__ __forceinline__ float log2_(float v) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
-__device__ __forceinline__ u32 transposed(u32 v) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r; }
 __device__ __forceinline__ u32 factors(float first, float second) {  // as products want them
   u32 r;
   if (HALVES) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
@@ -231,8 +220,8 @@ template <int TEAM> __device__ __forceinline__ void copy_unit(const Copies& c, c
         copy_async(at, key + i * ROWS * LINE, bytes, c.policy);
         copy_async(at + SLICE, value + i * ROWS * LINE, bytes, c.policy);
       }
-      constexpr int COPIES = WHOLE ? PIECE * OWN / 16 : 1;
-      if (WHOLE && lane < 2 * COPIES) {  // keys' scales, then values'
+      constexpr int COPIES = WHOLE_CODES ? PIECE * OWN / 16 : 1;
+      if (WHOLE_CODES && lane < 2 * COPIES) {  // keys' scales, then values'
         const bool values = lane >= COPIES;
         const int begin = lane % COPIES * 16, bytes = min(max((left - piece * PIECE) * OWN - begin, 0), 16);
         const held* scales = (values ? p.values : p.keys) + part + BLOCK * LINE + place * OWN + begin;
@@ -329,7 +318,7 @@ template <int LANES> __device__ __forceinline__ float rstd_of(float sum, const P
 }
 
 struct Newest {
-  u32 query[STEPS][2];   // of head g, elements mine_of + apart(s, h) and the next; WHOLE: bytes, as whole_query has them
+  u32 query[STEPS][2];   // of head g, elements mine_of + apart(s, h) and the next; WHOLE_CODES: bytes, as whole_query has them
   float scale[2];        // of scores, of heads 2 t and 2 t + 1
   float total[2];        // UINT4: what a key of ones scores
   float shared[2];       // scales that all tokens share: of keys, and of values
@@ -438,52 +427,12 @@ __device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Wei
   }
   n.scale[0] = n.scale[1] = p.scale;
   if (HALVES) halve_query(n, p, lane);
-  if (WHOLE) whole_query(n, p, lane);
+  if (WHOLE_CODES) whole_query(n, p, lane);
 }
 
 __device__ __forceinline__ u32 word_in(u32 slice, int row, int word) { return slice + row * ROW + (((word / 4) ^ (row & 7)) << 4) + word % 4 * 4; }
 
 // --- codes of the newest key and value
-
-struct Scale { float by, least; u32 held; };  // of a head's codes: least is what code 0 means; as the cache holds both
-
-__device__ __forceinline__ float most_of(float v) {
-#pragma unroll
-  for (int lanes = 16; lanes; lanes /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, lanes));
-  return v;
-}
-
-// Of one head, as words of two elements; a head that holds no finite numbers alone has NaN.
-template <int WORDS> __device__ __forceinline__ Scale own_scale(const u32 (&x)[WORDS]) {
-  u32 most = 0;
-  float top = MINUS_INFINITY, bottom = MINUS_INFINITY;  // the least, negative
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) {
-    most = max(most, max(x[i] << 16 & 0x7fffffff, x[i] & 0x7fff0000));
-    top = fmaxf(top, fmaxf(low(x[i]), high(x[i])));
-    bottom = fmaxf(bottom, fmaxf(-low(x[i]), -high(x[i])));
-  }
-  most = __reduce_max_sync(~0u, most);
-  if (most >= 0x7f800000) return {0.0f, 0.0f, 0x7fc0};
-  float least = KV == UINT4 ? -most_of(bottom) : 0.0f, span = KV == UINT4 ? fmaxf(most_of(top) - least, 0.0f) : __uint_as_float(most);
-  u32 both = pack(__fdiv_rn(span, KV == UINT4 ? 15.0f : 127.0f), least);
-  return {low(both), high(both), both};
-}
-
-__device__ __forceinline__ u32 whole(float x, const Scale& s) {
-  int code = __float2int_rn(__fdiv_rn(x - s.least, s.by));
-  return KV == UINT4 ? min(max(code, 0), 15) : min(max(code, -127), 127) & 255;
-}
-
-// Two elements' codes; floats that are too large saturate.
-__device__ __forceinline__ u32 coded(u32 x, const Scale& s) {
-  if (WHOLE) return s.by > 0.0f ? whole(low(x), s) | whole(high(x), s) << (KV == UINT4 ? 4 : 8) : 0;
-  bf16 r;
-  float first = __fdiv_rn(low(x), s.by), second = __fdiv_rn(high(x), s.by);
-  if (KV == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
-  else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
-  return r;
-}
 
 // Elements ``element`` and the next, of ``row`` of a slice and of a token of the cache.
 __device__ __forceinline__ void place_codes(u32 codes, u32 slice, int row, held* token, int element, bool kept) {
@@ -513,7 +462,7 @@ __device__ __forceinline__ void place_coded(Newest& n, const Params& p, const Pl
   const int row = (at.context - 1) % KEYS, place = n.slot % BLOCK;
   const long long part = n.slot / BLOCK * p.block_stride + at.head * p.head_stride;
   Scale key = {n.shared[0]}, value = {n.shared[1]};
-  if (WHOLE) {
+  if (WHOLE_CODES) {
     key = own_scale(n.key);
     value = own_scale(n.value);
     held* token = (lane ? p.values : p.keys) + part + BLOCK * LINE + place * OWN;
@@ -788,7 +737,7 @@ __device__ __forceinline__ void attend_whole(Softmax& a, const Newest& n, u32 sl
 }
 
 __device__ __forceinline__ void attend(Softmax& a, const Newest& n, u32 slice, int first, int context, int lane) {
-  if (WHOLE) attend_whole(a, n, slice, first, context, lane);
+  if (WHOLE_CODES) attend_whole(a, n, slice, first, context, lane);
   else attend_floats(a, n, slice, first, context, lane);
 }
 

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from headrace.spec import Activation, DecoderSpec, NormKind
 
 _PARTS = ("types.cuh", "machine.cuh", "product.cuh", "attention.cuh", "ends.cuh")
-SOURCES = ("build/early.cuh", *(f"step/step_{part}" for part in _PARTS), "step/decode_step.cu")
+SOURCES = (
+    "build/early.cuh",
+    "attention/kv_codes.cuh",
+    *(f"step/step_{part}" for part in _PARTS),
+    "step/decode_step.cu",
+)
 WARPS = 8
 HEAD_DIMS = (64, 128)
 _ROWS = 8  # sequences of a step, at most

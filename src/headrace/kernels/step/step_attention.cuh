@@ -31,7 +31,6 @@ template <bool> struct Eight { typedef Vec type; };
 template <> struct Eight<true> { typedef Codes type; };
 typedef Eight<KV != PLAIN>::type Some;
 
-__device__ __forceinline__ u32 pack(float first, float second) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first)); return r; }
 __device__ __forceinline__ u32 from_halves(u32 v) {  // float16: each code that is a float is one, and a bfloat16, too
   float first, second;
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(first), "=f"(second) : "r"(v));
@@ -55,30 +54,6 @@ __device__ __forceinline__ void widened(u32& first, u32& second, u32 codes) {
 }
 __device__ __forceinline__ Vec wide(const Codes& c) { Vec v; widened(v.x, v.y, c.x); widened(v.z, v.w, c.y); return v; }
 __device__ __forceinline__ Vec wide(const Vec& v) { return v; }
-
-__device__ __forceinline__ u32 coded(u32 pair, float scale) {  // two; what is too large saturates
-  float first = __fdiv_rn(low(pair), scale), second = __fdiv_rn(high(pair), scale);
-  if (KV == INT8) {
-    if (scale == 0.0f) return 0;
-    return (min(max(__float2int_rn(first), -127), 127) & 255) | (min(max(__float2int_rn(second), -127), 127) & 255) << 8;
-  }
-  bf16 r;
-  if (KV == E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
-  else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
-  return r;
-}
-
-// INT8: the scale of a head that a warp has, and that as bfloat16; NaN of what holds no finite numbers alone.
-__device__ __forceinline__ float own_scale(u32& held, const u32 (&x)[D / 64]) {
-  u32 most = 0;
-#pragma unroll
-  for (int i = 0; i < D / 64; ++i) most = max(most, max(x[i] << 16 & 0x7fffffff, x[i] & 0x7fff0000));
-  most = __reduce_max_sync(~0u, most);
-  bool odd = most >= 0x7f800000;
-  u32 rounded = pack(0.0f, __fdiv_rn(__uint_as_float(most), 127.0f)) & 0xffff0000;
-  held = odd ? 0x7fc0 : rounded >> 16;
-  return odd ? 0.0f : __uint_as_float(rounded);
-}
 
 // --- keys and values
 
@@ -163,12 +138,11 @@ __device__ __forceinline__ void code_newest(const Params& p, Shared& s, int laye
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     unsigned char* to = slot >= 0 ? token_at(p, layer, slot / BLOCK, item.head, slot) + i * HK * PART : nullptr;
-    float scale = shared_scale(s, layer, i, item.head);
+    Scale scale = {shared_scale(s, layer, i, item.head)};
     if (KV == INT8) {
-      u32 half;
-      scale = own_scale(half, x[i]);
-      s.newest_scales[i] = half;
-      if (to && lane == 0) *(bf16*)scale_at(to, slot) = half;
+      scale = own_scale(x[i]);
+      s.newest_scales[i] = scale.held;
+      if (to && lane == 0) *(bf16*)scale_at(to, slot) = scale.held;
     }
 #pragma unroll
     for (int j = 0; j < D / 64; ++j) {
@@ -239,7 +213,6 @@ __device__ __forceinline__ void prefetch_keys(const Params& p, const Shared& s, 
 // peak and mass: of query g; mass is this lane's share. o[2 j + h]: elements 32 j + 8 (g / 2) + 4 h + g % 2 and 2 more, of queries 2 t, 2 t + 1.
 struct Softmax { float peak, mass; float o[D / 16][4]; };
 
-__device__ __forceinline__ u32 transposed(u32 v) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r; }
 
 __device__ __forceinline__ void attend_keys(Softmax& a, const Keys& keys, const u32 (&q)[D / 32][4], const Item& item, float scale, int round, int warp, int lane) {
   int key = item.begin + round * 16 * WARPS + warp * 16, t = lane % 4;

@@ -7,10 +7,6 @@
 // Weights are the 8 columns of mma.m16n8k16, the batch its 16 rows. Partial sums of warps meet in shared memory, always in one order.
 // Rows i and i + 4 of a tile are a pair: the two halves of a rotation, or gate and up of one inner value.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;
-
 #ifndef GRID
 #define GRID 132
 #endif
@@ -34,14 +30,9 @@ constexpr int ITEM = 1, PAD = 32;  // bytes of a weight, and behind rows that wo
 constexpr int ITEM = 2, PAD = 64;
 #endif
 constexpr int SLOT_BYTES = 8 * (CHUNK * ITEM + PAD);
-#ifndef KV
-#define KV 0
-#endif
-enum { PLAIN, INT8, E4M3, E5M2 };           // KV: what keys and values are held in, as KINDS of kernels/attention/triton_codes.py
 constexpr bool SHARED_SCALES = KV == E4M3 || KV == E5M2;
 constexpr int HELD = KV ? D : 2 * D, PART = BLOCK * (HELD + (KV == INT8 ? 2 : 0));  // bytes: of a key, and of a head in a block, scales last
 constexpr int UNITS = 6, KV_SCALES = ITEM == 1 ? 10 : 6, FIELDS = KV_SCALES + 2 * SHARED_SCALES;  // of a layer
-#define MINUS_INFINITY __int_as_float(0xff800000)
 constexpr u64 PATIENCE_NS = 2000000000ull;
 
 // qkv, output, up and down, bf16 or (FP8) e4m3; two norms, bf16; UNITS: FP8's scales of rows; KV_SCALES: keys' and values', [HK], float32.
