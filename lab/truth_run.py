@@ -101,7 +101,8 @@ async def _load(url: str, part: Part, path: Path) -> None:
     gc.collect()
     gc.freeze()  # a collection amid a load takes this client 80 ms
     outcome = await measure_load(client, generator, conversations)
-    _write(path, outcome.samples, outcome.seconds, outcome.step_figures)
+    busy = {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
+    _write(path, outcome.samples, outcome.seconds, outcome.step_figures | busy)
 
 
 def _write(path: Path, samples: Sequence[Sample], seconds: float, steps: Mapping[str, float]) -> None:
