@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ def test_a_card_that_was_never_measured_is_estimated() -> None:
         and found.identity == CARD
         and "doctor --profile" in decision.reason
     )
+
+
+def test_a_shared_card_is_taken_for_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(CARD, name="NVIDIA H200")
+    monkeypatch.setattr(profile, "card_identity", lambda: one)
+    monkeypatch.setattr(profile, "glance_at_card", lambda: pytest.fail("others compute there"))
+    found, decision = profile.resolve_profile("cuda", shared=True)
+    assert found is not None and found.identity == one and found.read_bandwidth > 4e12 and "its kind" in decision.reason
 
 
 def test_a_full_card_does_not_stop_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,9 @@ def _load(
         long_steps=not watched and takes_long_steps(device, source.config),
         least_tokens=(config.model.max_model_len or spec.max_positions) if spec.whole_prompts else 0,
     )
-    limits = cache(partial(resolve_profile, device))  # once, when they are first asked for
+    limits = cache(
+        partial(resolve_profile, device, shared=config.model.share_weights)
+    )  # once, when they are first asked for
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits, ranks=ranks)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)

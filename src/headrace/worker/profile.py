@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from headrace.config import Decision, DeviceConfig
 from headrace.cost.calibrated import SHIPPED, best_calibrated, find_calibrated, price_of
+from headrace.cost.cards import card_named
 from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.profile import (
     DeviceIdentity,
@@ -148,10 +150,10 @@ def estimate_profile(device: str = "cpu") -> DeviceProfile:
     return _profile("estimated", glance_at_card(), device, GLANCE_BYTES)
 
 
-def resolve_profile(device: str = "cpu") -> tuple[DeviceProfile | None, Decision]:
+def resolve_profile(device: str = "cpu", *, shared: bool = False) -> tuple[DeviceProfile | None, Decision]:
     """The stored profile of this device, or an estimate, or none; and which it is. Called with torch's threads already
     set, best while a start has to wait for something else: a glance at a card that was never measured borrows a GiB of
-    it, and gives it back."""
+    it, and gives it back. Of a card that is ``shared`` with other processes its kind's is taken, if that is known."""
     identity = identity_here(device)
     try:
         stored = find_profile(identity)
@@ -162,6 +164,9 @@ def resolve_profile(device: str = "cpu") -> tuple[DeviceProfile | None, Decision
     if stored is not None:
         threads = f" with {identity.threads} threads" if device == "cpu" else ""
         return stored, Decision("device profile", _said(stored), f"measured {stored.date}{threads}")
+    if shared and device != "cpu" and (card := card_named(identity.name)) is not None:
+        known = replace(card.profile, identity=identity)
+        return known, Decision("device profile", _said(known), "that of its kind: others compute on this card")
     try:
         profile = estimate_profile(device)
     except ConfigError as error:
