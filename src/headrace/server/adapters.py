@@ -27,7 +27,9 @@ class UnloadAdapterBody(Body, kw_only=True):
 
 
 async def names(service: Service) -> list[str]:
-    return await service.model.any_engine.adapters() if service.model.engine_config.adapters.enable_lora else []
+    engine = service.model.found
+    known = engine is not None and engine.alive and service.model.engine_config.adapters.enable_lora
+    return await engine.adapters() if engine is not None and known else []
 
 
 async def load(service: Service, exchange: Exchange) -> None:

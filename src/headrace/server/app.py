@@ -29,7 +29,7 @@ from headrace.server import answer_types as answers
 from headrace.server.dialects import completions, messages, pooling, responses, responses_body, tokens
 from headrace.server.dialects.chat import ChatBody, chat_completions
 from headrace.server.exchange import Exchange, fail_stream
-from headrace.server.exposition import CONTENT_TYPE, PROBES, Lines, add_process
+from headrace.server.exposition import CONTENT_TYPE, PROBES, Lines, add_process, model_label
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, MethodNotAllowed
 from headrace.server.limits import Guard
 from headrace.server.openapi import Handler, Route, document
@@ -53,41 +53,39 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    page, total, engine = Lines(), service.observed.total(), await service.observed.shared.engine_stats()
-    total.show(page, service.model.name, engine)
-    total.show_answers(page)
-    page.add_steps(engine.get("steps"))
+    page = Lines()
+    for each in service.services:
+        name, engine = each.model.name, await each.observed.shared.engine_stats()
+        each.observed.total().show(page, name, engine)
+        page.add_steps(engine.get("steps"), "" if each is service else model_label(name))
+    service.observed.total().show_answers(page)
+    service.show_budget(page)
     if len(service.limits.counters.pages) == 1:  # of several front ends each would tell another's story
         add_process(page)
     await exchange.reply(200, str(page).encode(), CONTENT_TYPE)
 
 
 async def models(service: Service, exchange: Exchange) -> None:
-    names = [*service.model.any_engine.info.served_names, *await adapters.names(service)]
-    await exchange.reply_json(answers.Models([model_card(service, name) for name in names]))
+    service.check_alive()
+    names = [(each, name) for each in service.services for name in (*each.model.names, *await adapters.names(each))]
+    await exchange.reply_json(answers.Models([_model_card(each, name) for each, name in names]))
 
 
 async def model(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
-    await service.model.learn(name)
-    if name not in service.model.any_engine.info.served_names and service.model.adapter_of(name) is None:
-        raise NotFound(
-            f"The model {name[:100]!r} is not served here; see /v1/models.", param="model", code="model_not_found"
-        )
-    await exchange.reply_json(model_card(service, name))
+    await exchange.reply_json(_model_card(await service.find(name), name))
 
 
-def model_card(service: Service, name: str, condition: str = "") -> answers.Model:
+def _model_card(service: Service, name: str) -> answers.Model:
     """Of one that has not loaded, little is known."""
-    engine = service.model.found
-    served = service.model.engine_config.model.served_model_name if engine is None else engine.info.served_names
+    engine, served = service.model.found, service.model.names
     return answers.Model(
         id=name,
         created=service.created,
         root=served[0],
         parent=None if name in served else served[0],
         max_model_len=None if engine is None else engine.info.max_sequence_tokens,
-        state=condition or ("asleep" if engine is not None and engine.asleep else "awake"),
+        state=service.condition(),
     )
 
 
@@ -105,7 +103,7 @@ async def ping(service: Service, exchange: Exchange) -> None:
 
 async def load(service: Service, exchange: Exchange) -> None:
     """Requests that wait or run, with all front ends; prompts of one request count one by one."""
-    await exchange.reply_json({"server_load": service.limits.counters.live})
+    await exchange.reply_json({"server_load": sum(each.limits.counters.live for each in service.services)})
 
 
 async def server_info(service: Service, exchange: Exchange) -> None:

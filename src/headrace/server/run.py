@@ -30,9 +30,7 @@ from headrace.server.frontends.parent import FrontEnds, supervise
 from headrace.server.lifecycle import CreateEngine, EngineLife, Signals, address_of, bind
 from headrace.server.limits import Guard, check_operators, check_weights
 from headrace.server.members.life import MembersConfig, MembersLife, StartEngine, create_members
-from headrace.server.members.manager import ModelManager
-from headrace.server.members.member import SharedService
-from headrace.server.members.routes import ModelRouter, routes_of
+from headrace.server.members.routes import SharedService, routes_of
 from headrace.server.moderation.watch import moderating
 from headrace.server.service import Service
 from headrace.server.tls import create_context
@@ -177,10 +175,8 @@ class _Startup:
         async with moderating(self.config, config.members[0].engine.model.model) as moderator:
             for each in members:
                 each.service.moderator = moderator
-            manager = ModelManager(members, config.budget)
-            routes = routes_of(ModelRouter(manager, shared))
-            life = MembersLife(shared, self.guard, self.sock, greeting.say, manager, start, ready, routes=routes)
-            return await life.run()
+            routes = routes_of(shared)
+            return await MembersLife(shared, self.guard, self.sock, greeting.say, start, ready, routes=routes).run()
 
 
 class _StartupLines:

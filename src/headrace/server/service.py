@@ -32,7 +32,7 @@ from headrace.server import inflight
 from headrace.server.dialects.body import Conversation, GeneratingBody, read_query
 from headrace.server.dialects.conversation import text_of
 from headrace.server.exchange import Exchange, StreamPings
-from headrace.server.exposition import CounterPage, Counters, ServerMetrics, most_places
+from headrace.server.exposition import CounterPage, Counters, Lines, ServerMetrics, most_places
 from headrace.server.forced import constrain
 from headrace.server.frontends.link import Peers
 from headrace.server.http_errors import Forbidden
@@ -241,9 +241,16 @@ class Model:
         return self.found
 
     @property
+    def names(self) -> Sequence[str]:
+        """The first is reported. Of one that has not loaded, those that it was given."""
+        return self.engine_config.model.served_model_name if self.found is None else self.found.info.served_names
+
+    @property
     def name(self) -> str:
-        """The name that is reported."""
-        return self.found.info.served_names[0] if self.found is not None else ""
+        return next(iter(self.names), "")
+
+    def condition(self) -> str:
+        return "asleep" if self.found is not None and self.found.asleep else "awake"
 
     @property
     def defaults(self) -> Given:
@@ -395,6 +402,7 @@ class Service:
         self.stored = StoredResponses()
         self.sleep: Callable[[int], Awaitable[None]]  # at a level, and the end of it; once there is an engine
         self.wake: Callable[[], Awaitable[None]]
+        self.condition: Callable[[], str] = self.model.condition
         self.wake_status: Callable[[], str] | None = None  # in words, where models take turns
 
     def attach(self, engine: AsyncLLM) -> None:
@@ -404,6 +412,20 @@ class Service:
         self.sleep, self.wake = partial(_sleep, engine), engine.wake_up
         self.limits.page.served = True
         freeze_start()
+
+    @property
+    def services(self) -> Sequence[Service]:
+        """One for each model."""
+        return (self,)
+
+    async def find(self, name: str) -> Service:
+        """Of the model that is called so, or has an adapter of that name. Raises NotFound."""
+        await self.model.learn(name)
+        self.model.check_model(name)
+        return self
+
+    def show_budget(self, page: Lines) -> None:
+        """Metrics of memory that models take turns with."""
 
     def check_alive(self) -> None:
         """Raises HeadraceError while it is not."""

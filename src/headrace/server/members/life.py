@@ -21,7 +21,8 @@ from headrace.server.frontends.parent import FAILED_STARTS
 from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, Lifecycle, end_dead, until
 from headrace.server.members.budget import size
 from headrace.server.members.manager import ModelManager
-from headrace.server.members.member import Member, MemberConfig, SharedService
+from headrace.server.members.member import Member, MemberConfig
+from headrace.server.members.routes import SharedService
 from headrace.server.service import Service
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def create_members(config: MembersConfig, shared: SharedService) -> list[Member]
         service.limits.threads, service.limits.bodies = shared.limits.threads, shared.limits.bodies
         service.stored = shared.stored
         members.append(Member(each, service, config.level))
-    shared.members = members
+    shared.manager = ModelManager(members, config.budget)
     return members
 
 
@@ -59,16 +60,16 @@ def create_members(config: MembersConfig, shared: SharedService) -> list[Member]
 class MembersLife(Lifecycle):
     """``ready`` is called once, when every model has loaded, or could not."""
 
-    manager: ModelManager
+    service: SharedService
     start: StartEngine
     ready: Callable[[], None]
 
     @property
     def services(self) -> Sequence[Service]:
-        return (self.service, *(each.service for each in self.manager.members))
+        return (self.service, *self.service.services)
 
     async def _live(self) -> int:
-        members = self.manager.members
+        members = self.service.members
         lives = [asyncio.create_task(self._keep(member)) for member in members]
         try:
             stop = asyncio.create_task(self.signals.came.wait())
@@ -99,7 +100,7 @@ class MembersLife(Lifecycle):
         failed, ever = 0, False
         while not self.signals.count:
             try:
-                engine = await self.manager.load(member, partial(self.start, member.config.engine))
+                engine = await self.service.manager.load(member, partial(self.start, member.config.engine))
             except HeadraceError as error:
                 failed += 1
                 hopeless = failed == FAILED_STARTS or (

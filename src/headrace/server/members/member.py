@@ -5,9 +5,8 @@ What lives here: one model's state. What may not: whose turn it is (manager.py),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import HeadraceError, Unavailable
@@ -33,25 +32,6 @@ class MemberConfig:
         return self.engine.model.served_model_name
 
 
-class SharedService(Service):
-    """Stands before several models: each speaks for itself."""
-
-    members: Sequence[Member] = ()
-
-    def check_alive(self) -> None:
-        """A model that died is started again, and says so by itself."""
-
-    def check_ready(self) -> None:
-        self.model.check_open()
-        if coming := [each.name for each in self.members if not each.settled]:
-            raise Unavailable(f"{', '.join(coming[:20])} still to load; wait for /ready.", retry_after=2)
-
-    async def others(self, what: str, *about: Any) -> list[Any]:
-        """What the models know."""
-        found = [await each.service.known(what, *about) for each in self.members]
-        return [each for each in found if each is not None]
-
-
 class Member:
     """``level``: at which it sleeps, and None picks it by device."""
 
@@ -66,6 +46,7 @@ class Member:
         self.failure: HeadraceError | None = None
         self._level = level
         self._going: Condition | None = None
+        service.condition = lambda: self.condition
 
     @property
     def name(self) -> str:
