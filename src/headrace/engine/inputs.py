@@ -31,6 +31,7 @@ from headrace.request import (
     has_surrogate,
     shown,
 )
+from headrace.spec import PoolingSpec
 
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer
@@ -309,6 +310,11 @@ class InputProcessor:
         """Raises InvalidRequest where the model is for something else."""
         if self.info.task not in tasks:
             raise InvalidRequest(_OTHERWISE[self.info.task], param="model", code="unsupported_task")
+
+    @property
+    def pooling(self) -> PoolingSpec:
+        assert self.info.pooling is not None, "the task was checked"
+        return self.info.pooling
 
     @property
     def _longest_prompt(self) -> int:

@@ -41,7 +41,6 @@ from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError,
 from headrace.observe.progress import Progress, ProgressLine
 from headrace.processes.garbage import collect_now_and_then, no_collections
 from headrace.request import Given, Json, LoRARequest, Request, RequestOutput, SamplingParams
-from headrace.spec import PoolingSpec
 
 Sink = Callable[[RequestDelta], None]
 Bar = bool | Callable[..., Progress]  # whether one is drawn, or what draws it
@@ -182,7 +181,7 @@ class LLM:
         """Embeddings of prompts, in the order asked. ``truncate_prompt_tokens`` keeps that many tokens at the beginning
         of each (-1: as many as fit). Raises InvalidRequest, also for a model that does not embed."""
         self._inputs.check_task("embed")
-        pooling, params = self._pooling, pooling_params or PoolingParams()
+        pooling, params = self._inputs.pooling, pooling_params or PoolingParams()
         params.check(pooling.width)
         found = self._pooled(_for_each(_as_list(prompts), parse_prompt), truncate_prompt_tokens, use_tqdm, lora_request)
         return [
@@ -224,15 +223,12 @@ class LLM:
         prompts = _for_each(pairs, lambda pair: self._inputs.pair(*pair, **options))
         return [
             ScoringRequestOutput(
-                each.request_id, ScoringOutput(score(each.pooled, self._pooling, activation)), each.prompt_token_ids
+                each.request_id,
+                ScoringOutput(score(each.pooled, self._inputs.pooling, activation)),
+                each.prompt_token_ids,
             )
             for each in self._pooled(prompts, **{**run, "truncate": None})
         ]
-
-    @property
-    def _pooling(self) -> PoolingSpec:
-        assert self.info.pooling is not None, "the task was checked"
-        return self.info.pooling
 
     def _pooled(
         self,

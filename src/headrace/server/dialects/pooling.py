@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from headrace.engine import pooled
-from headrace.engine.inputs import InputProcessor, ParsedPrompt
+from headrace.engine.inputs import ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.engine.pooled import PoolingParams, cosine, paired
 from headrace.errors import InvalidRequest
@@ -105,7 +105,7 @@ class Job:
     """What is asked of the engine: a prompt for each vector or score. ``places``: of each pair that is compared, its
     two prompts; empty: a prompt is a pair, or is asked for itself."""
 
-    prompts: Sequence[Callable[[InputProcessor], ParsedPrompt]]
+    prompts: Sequence[Callable[[], ParsedPrompt]]  # to be made beside the event loop
     sizes: Sequence[int]  # characters of each
     param: str
     truncate: int | None = None
@@ -140,7 +140,7 @@ def parse_score(raw: Given) -> tuple[ScoreBody, Pairs]:
 async def embeddings(service: Service, exchange: Exchange) -> None:
     body, given = await service.limits.bodies.read(exchange, parse_embedding)
     service.model.check_task("embed")
-    spec = _pooling(service)
+    spec = service.model.any_engine.inputs.pooling
     params = PoolingParams(dimensions=body.dimensions)
     params.check(spec.width)
     truncate = body.truncate_prompt_tokens
@@ -165,10 +165,10 @@ async def _score(
 ) -> None:
     """A reranker reads both texts of a pair at once; of a model that embeds, each text is embedded once."""
     service.model.check_task("embed", "score")
-    truncate = body.truncate_prompt_tokens
-    if service.model.any_engine.info.task == "score":
+    inputs, truncate = service.model.any_engine.inputs, body.truncate_prompt_tokens
+    if inputs.info.task == "score":
         options: Json = {"instruction": body.instruction, "truncate_prompt_tokens": truncate}
-        prompts = [partial(_pair, *pair, **options) for pair in pairs]
+        prompts = [partial(inputs.pair, *pair, **options) for pair in pairs]
         job = Job(prompts, [len(first) + len(second) for first, second in pairs], param)
     else:
         for name in ("instruction", "activation"):
@@ -178,22 +178,12 @@ async def _score(
         places = [(texts[first], texts[second]) for first, second in pairs]
         job = Job([partial(_plain, text) for text in texts], [len(text) for text in texts], param, truncate, places)
     size = _FLOAT_BYTES + max(len(document) for _, document in pairs) * 6
-    answer = partial(create, pooling=_pooling(service), activation=body.activation, places=job.places)
+    answer = partial(create, pooling=inputs.pooling, activation=body.activation, places=job.places)
     await _deliver(service, exchange, body, job, answer, size)
 
 
-def _plain(given: str | array[int], inputs: InputProcessor) -> ParsedPrompt:
+def _plain(given: str | array[int]) -> ParsedPrompt:
     return ParsedPrompt(given, None) if isinstance(given, str) else ParsedPrompt(None, given, given=given)
-
-
-def _pair(query: str, document: str, inputs: InputProcessor, **options: Any) -> ParsedPrompt:
-    return inputs.pair(query, document, **options)
-
-
-def _pooling(service: Service) -> PoolingSpec:
-    pooling = service.model.any_engine.info.pooling
-    assert pooling is not None, "the task was checked"
-    return pooling
 
 
 async def _deliver(
@@ -223,7 +213,7 @@ def _request(service: Service, exchange: Exchange, body: PoolingBody, job: Job, 
         service.model.any_engine.inputs,
         service.request_attributes(exchange, body, body.user[:MAX_USER]),
     )
-    return inputs.pooling_request(make(inputs), param=job.param, truncate_prompt_tokens=job.truncate, **attributes)
+    return inputs.pooling_request(make(), param=job.param, truncate_prompt_tokens=job.truncate, **attributes)
 
 
 # --- answers
