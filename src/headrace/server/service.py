@@ -455,6 +455,10 @@ class Service:
             case "delete_response", name, tenant:
                 return self.stored.delete(tenant, name) or None
 
+    async def first(self, what: str, *about: Any) -> Any:
+        """What is known of it here, or else elsewhere."""
+        return await self.known(what, *about) or next(iter(await self.others(what, *about)), None)
+
     def judged(self, stream: EngineStream, request: Request) -> DeltaStream:
         """The stream as moderation lets it through."""
 

@@ -103,10 +103,8 @@ def _conversation(stored: Stored) -> list[Any]:
 
 async def _find(service: Service, name: str, tenant: str) -> Stored | None:
     """This front end's or another's."""
-    if (found := service.stored.find(tenant, name)) is not None:
-        return found
-    told = next(iter(await service.others("find_response", name, tenant)), None)
-    return None if told is None else Stored(*told)
+    found = await service.first("find_response", name, tenant)
+    return None if found is None else Stored(*found)
 
 
 async def _require(service: Service, exchange: Exchange) -> Stored:
@@ -136,9 +134,7 @@ async def show(service: Service, exchange: Exchange) -> None:
 
 async def delete(service: Service, exchange: Exchange) -> None:
     name = _name(exchange)
-    if not (
-        service.stored.delete(exchange.tenant, name) or await service.others("delete_response", name, exchange.tenant)
-    ):
+    if not await service.first("delete_response", name, exchange.tenant):
         raise _unknown(name)
     await exchange.reply_json(Deleted(name))
 
