@@ -149,6 +149,7 @@ class Drafting:
                 gpu.prepare_kernels(place.device)
             techniques = in_use(setup.config.device) - {"batch_invariant", "programmatic_launch"}  # drafts may vary
             self._kernels = Kernels(place.device, techniques=techniques, disabled=disabled)
+        self.goes_on = setup.config.device.drafts_ahead  # while a target verifies
         self.model: Decoder | None = None
         self._head: DraftHead | None = None
         self._tap: Tap | None = None
@@ -277,7 +278,7 @@ class Drafting:
         if place is None:
             return model
         size = min(setup.block_sizes[group] for group in draft.groups)
-        side = DraftSide(model, own, size, ahead=ahead and setup.config.device.drafts_ahead)
+        side = DraftSide(model, own, size, ahead=ahead and self.goes_on)
         return ApartDrafts(rows, side, threads=place.threads, most_tokens=setup.tokens_a_step)
 
     def decisions(self, groups: Sequence[KVGroup]) -> Iterator[Decision]:

@@ -535,7 +535,7 @@ class Worker:
         """What the first stage guesses depends on what it has been told: its ranks must be told in step, which they are
         not where a thread of each computes while others collect."""
         in_step = not self._peers.groups or self._setup.worker_threads is None or self._cuda
-        return self._pipe is not None and self._config.device.drafts_ahead and in_step
+        return self._pipe is not None and self._drafting.goes_on and in_step
 
     def _movable(self) -> list[list[Tensor]]:
         """Of each KV group what lies under a block's number: also a draft's, but where it has blocks of its own."""
