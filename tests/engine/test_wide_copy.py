@@ -11,6 +11,7 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.flags import technique_values
+from headrace.kernels.linear.around import MOST_ROWS
 from headrace.layers.linear import Linear
 from headrace.layers.wide_copy import LEAST, TakingTurns, copy_bytes, has_copy
 from headrace.models.families import spec_from_config
@@ -28,7 +29,7 @@ SHAPES = Path("lab/shapes")
 def test_few_rows_are_multiplied_by_codes_and_many_by_the_copy(name: str, tmp_path: Path) -> None:
     decoder = load_decoder(quantised.write(name, tmp_path)[0])
     linears = [each for each in decoder.modules() if isinstance(each, Linear)]
-    few, many = (torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)) for rows in (LEAST - 1, LEAST))
+    few, many = (torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)) for rows in (MOST_ROWS, LEAST))
     inputs = [[x[:, : each.site.ins] for x in (few, many)] for each in linears]
     with torch.inference_mode():
         plain = [[each.forward(x) for x in own] for each, own in zip(linears, inputs, strict=True)]

@@ -219,6 +219,7 @@ def test_codes_keep_one_row_and_a_copy_begins_where_they_end() -> None:
     read = copies.measured
     assert read.row_of(list(read.values_of(129))) == 129 and least_rows(facts(coding, None), KernelContext()) == 1
     assert least_rows(facts(coding, coding), KernelContext()) == LEAST
+    assert least_rows(facts(coding, Coding(6, 8)), KernelContext()) == 65  # which Triton's kernel multiplies
 
 
 def facts(*codings: Coding | None) -> WeightFacts:

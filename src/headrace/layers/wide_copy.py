@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.kernels.candidate import KernelContext, WeightFacts
 from headrace.kernels.linear import coded_forms
+from headrace.kernels.linear.around import MOST_ROWS
 from headrace.kernels.linear.measured import Measured, whole_numbers
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import Coding
@@ -27,7 +28,7 @@ from headrace.spec import DecoderSpec
 
 SHARE = 0.25  # of what is left beside the weights, and goes to keys and values without a copy: it takes no more
 TOKENS = 1024  # of each sequence there may be, for which room is left
-LEAST = coded_forms.MOST_TILED + 1  # rows: with fewer, codes that are widened in registers are as quick
+LEAST = coded_forms.MOST_TILED + 1  # rows: with fewer, codes of the ring kernel are as quick
 _BLOCK = 2**24  # elements that are widened at once
 
 
@@ -60,13 +61,15 @@ def measured(coding: Coding) -> Measured[int]:
 
 
 def least_rows(facts: WeightFacts, context: KernelContext) -> int:
-    """From so many rows on; where no kernel multiplies by the codes, always."""
+    """From so many rows on; where no kernel multiplies by the codes, always. Beyond rows that are fused, Triton's kernel
+    loses to it by far (GGUF's types: three times a step of 128 rows of an 8B)."""
     codings = {each for each in facts.codings if each is not None}
     if None in facts.codings:
         return 1
+    least = LEAST if all(each.ring and each.sets == 1 for each in codings) else MOST_ROWS + 1
     if len(codings) > 1 or context.card is None:
-        return LEAST
-    (found,) = measured(codings.pop()).table(context.card.name).get(facts.laid, (LEAST,))
+        return least
+    (found,) = measured(codings.pop()).table(context.card.name).get(facts.laid, (least,))
     return found
 
 

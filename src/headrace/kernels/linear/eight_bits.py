@@ -69,7 +69,8 @@ class EightBitLinear:
 
     def vendors(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if self.weight.dtype is torch.int8:
-            y = (torch._int_mm(codes, self.weight.t()).float() * scale * self.scale).to(dtype)
+            y = self.empty((len(codes), len(self.weight)), dtype, codes.device)
+            torch.mul(torch._int_mm(codes, self.weight.t()) * scale, self.scale, out=y)  # two passes over it
             return y if self.bias is None else y.add_(self.bias)
         # float16 and a bias are no results of it with a scale a row
         y = torch._scaled_mm(
