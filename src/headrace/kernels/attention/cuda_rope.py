@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headrace.kernels.attention.kv_codes import KINDS
 from headrace.kernels.attention.paged import Tiles
 from headrace.kernels.attention.reference import HeadNorms
-from headrace.kernels.attention.triton_codes import KINDS, scales_of
+from headrace.kernels.attention.triton_codes import scales_of
 from headrace.kernels.attention.triton_plan import Plan, make_plan, may_share
 from headrace.kernels.attention.triton_prefill import LOG2_E
 from headrace.kernels.build import nvrtc
@@ -83,7 +84,7 @@ class _Parameters(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class Variant:
     """What the source is compiled for. ``keys``: of a unit, a warp's. ``fresh``: it turns q and k and writes the newest
-    keys, too. ``normed``: it norms heads before it turns them. ``kv``: the cache's codes, as triton_codes.KINDS has
+    keys, too. ``normed``: it norms heads before it turns them. ``kv``: the cache's codes, as kv_codes.KINDS has
     them; 0: bfloat16."""
 
     head_dim: int

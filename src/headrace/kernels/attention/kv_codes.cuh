@@ -8,7 +8,7 @@ typedef unsigned short bf16;
 #ifndef KV
 #define KV 0
 #endif
-enum { PLAIN, INT8, E4M3, E5M2, UINT4 };  // KV, as KINDS of kernels/attention/triton_codes.py
+enum { PLAIN, INT8, E4M3, E5M2, UINT4 };  // KV, as KINDS of kernels/attention/kv_codes.py
 constexpr bool WHOLE_CODES = KV == INT8 || KV == UINT4;  // codes are whole numbers, with scales of their own
 #define MINUS_INFINITY __int_as_float(0xff800000)
 

@@ -16,11 +16,14 @@ After KIVI (Liu et al. 2024) and KVQuant (Hooper et al. 2024), who measure what 
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
 from headrace.spec import KVFormat
 
+KINDS = MappingProxyType({"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3, "uint4": 4})  # of KVFormat.codes, in kernels
 _MOST = 127.0  # of int8
 _LEVELS = 15.0  # of int4, above the lowest
 

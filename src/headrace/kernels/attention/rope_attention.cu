@@ -17,7 +17,7 @@
 // S' = K Q' and O' += V' P': keys, or elements of a value, are the 16 rows of mma.m16n8k16, the heads of a group its 8 columns. So what
 // belongs to a head (its peak, its mass, its sums) is in the same lanes throughout: lane (g, t) has heads 2 t and 2 t + 1.
 //
-// KV: keys and values are codes of 8 or 4 bits (kernels/attention/kv_codes.py, KINDS of triton_codes.py), which the copies leave as they are.
+// KV: keys and values are codes of 8 or 4 bits (KINDS of kernels/attention/kv_codes.py), which the copies leave as they are.
 // A matrix load moves pairs of bytes where it moves elements of 16 bits; so of 16 elements (of 32, in 4 bits), lane t has 4 t to 4 t + 3 of
 // a query (8 t to 8 t + 7), and lane g 2 g and 2 g + 1 of a result (4 g to 4 g + 3).
 //

@@ -10,17 +10,16 @@ its score, a value's the weight it gets.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.attention.kv_codes import KINDS
 from headrace.kernels.inputs import Quantized
 
-PLAIN, INT8, E4M3, E5M2, UINT4 = (tl.constexpr(kind) for kind in range(5))
-KINDS = MappingProxyType({"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3, "uint4": 4})  # by KVFormat.codes
+PLAIN, INT8, E4M3, E5M2, UINT4 = (tl.constexpr(kind) for kind in range(5))  # as KINDS has them
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: added and taken away, it rounds to nearest even
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.attention.triton_codes import KINDS
+from headrace.kernels.attention.kv_codes import KINDS
 from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import Function
 from headrace.kernels.build.variants import Variants
