@@ -236,7 +236,7 @@ def _create_executor(
         return config, create_hash_executor(config, source), decisions, StepRecorder()
     mark = mark_of(config, source.config) if config.device.device != "cpu" else None
     ranks = _begin_ranks(config, source, mark, lost) if config.device.num_ranks > 1 else None
-    prepare_for_torch()
+    prepare_for_torch(little_scratch=config.model.share_weights)
     try:
         with (begin_head_start(mark) if mark is not None else None) or nullcontext() as head_start:
             return _load(config, source, watched, head_start, ranks)

@@ -22,7 +22,7 @@ from headrace.worker.driver import ask_driver
 from headrace.worker.head_start import HeadStart
 
 _SMALL = 2**20  # the allocator keeps tensors up to this size apart from larger ones
-_STACK = 256  # bytes of a thread
+_STACK = 64  # bytes of a thread
 
 
 def small_bytes(rows: int) -> int:
@@ -81,7 +81,7 @@ class DeviceMeter:
         self, device: torch.device, head_start: HeadStart | None = None, *, small_stacks: bool = False
     ) -> None:
         """``small_stacks``: memory that the context keeps for stacks, of all threads that may run at once and 1 KiB each
-        (264 MiB of an H200), is given back but for a quarter; kernels that need more take it when they are launched."""
+        (264 MiB of an H200), is given back but for a sixteenth; kernels that need more take it when they are launched."""
         self._device = device
         # what was measured or closed before may wait to be collected
         if torch.cuda.is_initialized() and torch.cuda.memory_reserved(device):

@@ -241,7 +241,8 @@ class Drafting:
             entry = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
         tables = draft_tables(rows, self._blocks)
         recorder = Recorder(self.beside[0], self._kernels, rows, caches, draft.groups, tables, entry, ahead)
-        return DecodeGraphs(recorder, **most | {"max_num_seqs": count, "built": False})
+        passes = setup.speculative.most + 1 if setup.speculative is not None else 1  # the first is written twice
+        return DecodeGraphs(recorder, **most | {"max_num_seqs": count, "built": False, "passes": passes})
 
     def create_speculator(
         self, rows: Rows, kv_caches: Sequence[Tensor], caches: Sequence[Tensor], graphs: DecodeGraphs | None

@@ -104,9 +104,11 @@ class DecodeGraphs:
         max_logits_rows: int,
         built: bool = True,
         stages: int = 1,
+        passes: int = 1,
     ) -> None:
         """``built``: so are the decoder's kernels for every bucket; else each is run once before it is captured.
-        ``stages``: of a pipeline, whose last one samples eagerly, for it sends what it samples."""
+        ``stages``: of a pipeline, whose last one samples eagerly, for it sends what it samples. ``passes``: that the
+        host writes in one step of the engine's."""
         self._recorder = recorder
         self._stages = stages
         self._built = built
@@ -122,7 +124,11 @@ class DecodeGraphs:
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
         self._fetch = recorder.kernels.choose(FETCH_STEP, Facts(torch.int32))
         self._mailbox = Mailbox(
-            (_LINES, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device), _SLOTS + stages - 1
+            (_LINES, width),
+            (width, 2),
+            rows.device,
+            torch.cuda.current_stream(rows.device),
+            _SLOTS * passes + stages - 1,
         )
         for slot in self._mailbox.slots:  # until a step writes there, rows of no sequence
             slot[_POSITION] = -1

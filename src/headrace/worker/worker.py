@@ -262,7 +262,8 @@ class Worker:
         if self._graphs.kinds and self._kernels.graphable:
             with self._memory.capturing(), waiting("Capturing graphs", "Captured graphs"):
                 for kind in self._graphs.kinds:
-                    kind.capture_all()
+                    if kind is not self._graphs.prompts or not self._shares_device:  # those come with their first steps
+                        kind.capture_all()
             self._stages.done("graphs")
         first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
         memory = self._memory.account(self._decoder, plan, self._rows, process=self._process, kernels=first_step)
