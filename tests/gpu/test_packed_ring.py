@@ -15,7 +15,7 @@ from headrace.kernels.candidate import Shape
 from headrace.kernels.linear import reference
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.packing import Coding
-from headrace.kernels.linear.ring_forms import RingForm
+from headrace.kernels.linear.ring_forms import MANY_ROWS, RingForm
 from headrace.spec import Activation
 from tests.support.card import check, require_card
 from tests.support.codings import CODINGS, random_packed
@@ -23,6 +23,7 @@ from tests.support.codings import CODINGS, random_packed
 require_card()
 
 from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of, machine_code  # noqa: E402  (needs Triton's cache, so a card's packages)
+from headrace.kernels.linear.rings import ManyRing  # noqa: E402
 
 CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(CUDA).multi_processor_count
@@ -31,17 +32,17 @@ EIGHTS = ("fp8", "int8", "blocks")
 
 
 def forms(coding: Coding | None, eight: str = "", *, gated: bool = False) -> list[RingForm]:
-    """256 columns leave no registers for 64 rows; products alone are of 128 rows, too."""
+    """256 columns leave no registers for 64 rows; products alone are of more rows, too."""
     sizes = [
         (rows, columns, ways) for rows in ROWS for columns in (64, 128, 256) for ways in ((1,) if gated else (1, 2, 4))
     ]
-    sizes += (
-        []
-        if gated or (coding is not None and coding.sets > 1)
-        else [(128, columns, ways) for columns in (64, 128) for ways in (1, 2)]
-        + ([] if coding is None else [(256, 128, 1), (256, 128, 2)])
-    )
-    return [RingForm(*size, late, coding, eight) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
+    few = [RingForm(*size, late, coding, eight) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
+    if gated or (coding is not None and coding.sets > 1):
+        return few
+    if coding is None:
+        return few + [RingForm(128, columns, ways, eight=eight) for columns in (64, 128) for ways in (1, 2)]
+    cut = ((128, 1, False), (128, 2, True), (128, 3, False), (256, 1, True), (64, 2, False), (64, 4, True))
+    return few + [RingForm(rows, *size, coding) for rows in MANY_ROWS for size in cut if rows == 128 or size[0] == 128]
 
 
 def layer(
@@ -78,7 +79,8 @@ def test_products_with_what_stands_around_them(coding: Coding, outs: int, ins: i
                     torch.rand(outs, device=CUDA),
                 )
                 squares = torch.rand(300, tokens, device=CUDA) * ins / 150
-                for around in (Around(), Around(squares, 1e-5), Around(residual=residual, scale=scale)):
+                fused = () if form.many else (Around(squares, 1e-5), Around(residual=residual, scale=scale))
+                for around in (Around(), *fused):
                     got, want = product.compute(x, around, form), twin(x, around)
                     check(got[0], want[0])
                     assert torch.equal(got[0], product.compute(x, around, form)[0]), f"{form}: other bits"
@@ -114,6 +116,10 @@ def test_a_gate_as_one_matrix(coding: Coding, outs: int, ins: int) -> None:
         for tokens in (form.rows - 3, form.rows):
             x = torch.randn(tokens, ins, device=CUDA).bfloat16()
             check(product.compute(x, Around(), form)[0], reference.fused_linear(weight, bias)(x, Around())[0])
+            if form.many and form.ways == 1:
+                ring = ManyRing(replace(product, forms=((form.rows, form),)), none)  # type: ignore[arg-type]
+                want = reference.gated_linear(weight, bias.float())(x.float(), Activation.SILU)
+                check(ring.gated(x, Activation.SILU), want.bfloat16())
 
 
 def codes(kind: str, *size: int) -> torch.Tensor:

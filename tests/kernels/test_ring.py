@@ -117,30 +117,30 @@ def test_quantised_weights_that_were_not_measured_have_a_form_for_any_few_rows(s
     for most, form in forms:
         assert (
             form is not None
-            and form.rows == min(most, 128)
+            and form.rows == most
             and form.fits(shape, 132)
             and (form.coding, form.eight) == (coding, eight)
         )
-        assert (
-            form.stages >= 3
-            and form.shared_bytes + 8 * form.columns + 4 * form.rows * (1 + form.columns // 16) + 512
-            <= ring_forms.SHARED_BYTES
-        )
+        beside = 256 if form.many else 8 * form.columns + 4 * form.rows * (1 + form.columns // 16) + 512
+        assert form.stages >= 3 and form.shared_bytes + beside <= ring_forms.SHARED_BYTES
 
 
-def test_256_rows_are_computed_at_once_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, whole, half = Shape(6144, 4096), RingForm(256, 128, 2), RingForm(128, 64)
-    tried = candidate_forms(shape, 256, 132, Coding(4))
-    assert {(form.columns, form.ways, form.stages) for form in tried} == {(128, 2, 2)}
-    assert {(form.ways, form.stages) for form in candidate_forms(Shape(28672, 4096), 256, 132, Coding(4))} == {(1, 2)}
-    for last, wanted in (((256, whole), (whole, whole)), ((256, half), (half, half)), ((128, half), (half, half))):
-        table = {shape: ((128, half), last)[-1 if last[0] == 128 else 0 :]}
+def test_many_rows_are_computed_as_measured_or_by_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, coding, measured = Shape(6144, 4096), Coding(4), RingForm(256, 128, 2)
+
+    def tried(outs: int, rows: int) -> set[tuple[int, int, int]]:
+        forms = candidate_forms(Shape(outs, 4096), rows, 132, coding)
+        return {(form.columns, form.ways, form.stages) for form in forms}
+
+    assert tried(6144, 256) == {(128, 2, 6)} and tried(28672, 128) == {(128, 1, 11), (256, 1, 8)}
+    assert tried(4096, 128) == {(64, 1, 12), (64, 2, 12), *((128, ways, 11) for ways in (2, 3, 4))}
+    rule = form_of(ring_forms.forms_at(shape, 132, "A card", coding), 128)
+    for found, wanted in ((RingForm(128, 128), RingForm(128, 128, coding=coding)), (RingForm(128, 256, 2), rule)):
+        table = {shape: ((128, found), (256, measured))}
         monkeypatch.setattr(Measured, "table", lambda self, name, table=table: table)
-        forms = ring_forms.forms_at(shape, 132, "A card", Coding(4))
-        assert (
-            tuple(form and replace(form, coding=None) for form in (form_of(forms, 129), form_of(forms, 256))) == wanted
-        )
-        assert form_of(forms, 257) is None and form_of(forms, 128) == replace(half, coding=Coding(4))
+        forms = ring_forms.forms_at(shape, 132, "A card", coding)
+        assert form_of(forms, 128) == wanted and form_of(forms, 129) == replace(measured, coding=coding)
+        assert form_of(forms, 257) is None
 
 
 def test_measured_forms_of_quantised_weights_go_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,28 +208,22 @@ class Ring:
     def __init__(self, weight: torch.Tensor, forms: Any) -> None:
         self.weight, self.forms, self.shape, self.given = weight, forms, Shape(*weight.shape), list[tuple[int, int]]()
 
-    def empty(self, size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.full(size, float("nan"), dtype=dtype, device=device)
-
-    def compute(self, x: torch.Tensor, around: Any, form: RingForm, y: torch.Tensor | None = None) -> Any:
+    def compute(self, x: torch.Tensor, around: Any, form: RingForm) -> Any:
         assert len(x) <= form.rows
         self.given.append((len(x), form.rows))
-        product = reference.fused_linear(self.weight, None)(x, around)
-        return product if y is None else (y.copy_(product[0]), None, None)
+        return reference.fused_linear(self.weight, None)(x, around)
 
 
-@pytest.mark.parametrize(
-    ("rows", "cut"), [(64, []), (65, [65]), (128, [128]), (129, [65, 64]), (256, [128, 128]), (257, [])]
-)
-def test_codes_serve_more_rows_in_parts(rows: int, cut: list[int]) -> None:
+@pytest.mark.parametrize(("rows", "form"), [(64, 0), (65, 128), (128, 128), (129, 256), (256, 256), (257, 0)])
+def test_codes_serve_more_rows_in_one_launch(rows: int, form: int) -> None:
     rings = pytest.importorskip("headrace.kernels.linear.rings", exc_type=ImportError)
     torch.manual_seed(rows)
     weight, x = torch.randn(48, 32).bfloat16(), torch.randn(rows, 32).bfloat16()
-    for last, parts in ((RingForm(128, 64), cut), (RingForm(256, 128), [sum(cut)] if cut else [])):
-        ring = Ring(weight, ((64, RingForm(64, 64)), (128, RingForm(128, 64)), (256, last)))
-        y = rings.CutRing(ring, lambda x: reference.linear(weight, None)(x))(x.view(1, rows, 32))
-        assert [size for size, _ in ring.given] == parts and y.shape == (1, rows, 48)
-        torch.testing.assert_close(y[0], reference.linear(weight, None)(x), rtol=2e-2, atol=2e-2)
+    ring = Ring(weight, tuple((most, RingForm(most, 128)) for most in (64, 128, 256)))
+    y = rings.ManyRing(ring, lambda x: reference.linear(weight, None)(x))(x.view(1, rows, 32))
+    assert ring.given == ([(rows, form)] if form else []) and y.shape == (1, rows, 48)
+    torch.testing.assert_close(y[0], reference.linear(weight, None)(x), rtol=2e-2, atol=2e-2)
+    assert rings.ManyRing(ring, ring).gated(x, Activation.SILU) is None, "rows do not take turns"
 
 
 @pytest.mark.parametrize(("rows", "served"), [(1, True), (64, True), (65, False), (128, False)])

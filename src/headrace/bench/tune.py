@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, cycle, groupby, islice, pairwise
+from itertools import cycle, groupby, islice, pairwise
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -227,10 +227,8 @@ class RingProducts(Kind):
         return ring_forms.ROWS
 
     def forms(self, shape: Shape, rows: int) -> tuple[ring_forms.RingForm, ...]:
-        sizes = (rows, ring_forms.MOST_ROWS) if rows == ring_forms.MOST_CUT else (rows,)  # in one launch, or in two
-        kind, count = "" if self.eight is None else self.eight.kind_of, processors()
-        tried = (ring_forms.candidate_forms(shape, size, count, self.coding, kind) for size in sizes)
-        return tuple(chain.from_iterable(tried))
+        kind = "" if self.eight is None else self.eight.kind_of
+        return ring_forms.candidate_forms(shape, rows, processors(), self.coding, kind)
 
     def build(self, shapes: Sequence[Shape]) -> None:
         from headrace.kernels.linear.cuda_ring import machine_code
@@ -493,15 +491,7 @@ def ring_calls(
     none: Any = None  # what no form serves is not asked for here
     kernels = kernels_of(torch.cuda.current_device())
     layers = [RingLinear(weight, None, shape, (), kernels, True, none, {}, units=units) for weight in weights]
-    return _over(layers, _ringed, x, around, form)
-
-
-def _ringed(layer: Any, x: Tensor, around: Around, form: Any) -> Tensor:
-    count = -(-len(x) // form.rows)
-    y = x.new_empty(len(x), layer.shape.outs)
-    for part, own in zip(x.chunk(count), y.chunk(count), strict=True):
-        layer.compute(part, around, form, own)
-    return y
+    return [partial(first, layer.compute, x, around, form) for layer in layers]
 
 
 def _vendor_forms(shape: Shape, x: Tensor, weights: Sequence[Tensor]) -> dict[Any, Callable[[], Calls]]:

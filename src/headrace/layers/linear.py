@@ -212,6 +212,7 @@ class Linear(nn.Module):
             self._activated = _made(kernels.offer(ACTIVATED_LINEAR, facts), pieces, bias)
         if beside is None:
             self._apply_weight = kernels.choose(PACKED_LINEAR, facts)(pieces, bias)
+            self._gated = getattr(self._apply_weight, "gated", None) if self.site.gated else None
             self._packed_facts, self._packed_bias = facts, bias
         self.weight_bytes = (0 if self._shared else sum(piece.num_bytes for piece in pieces)) + (
             0 if bias is None else bias.nbytes
@@ -240,7 +241,7 @@ class Linear(nn.Module):
         self._apply_weight = turns = TakingTurns(self._apply_weight, many, least_rows(packed, kernels.context))
         if self.site.gated and not self.site.bias:
             gated = _made(kernels.offer(GATED_LINEAR, facts), *operands)
-            self._gated = None if gated is None else turns.gated(gated)
+            self._gated = None if gated is None else turns.gated(gated, self._gated)
         if self._composed and self.site.split is Split.ROW and not self._context.sparse:
             self._added = _made(kernels.offer(ADDED_LINEAR, facts), *operands)
         if (held := getattr(many, "num_bytes", None)) is not None:  # a kernel's own form of it

@@ -29,6 +29,7 @@ from headrace.spec import DecoderSpec
 SHARE = 0.25  # of what is left beside the weights, and goes to keys and values without a copy: it takes no more
 TOKENS = 1024  # of each sequence there may be, for which room is left
 LEAST = coded_forms.MOST_TILED + 1  # rows: with fewer, codes of the ring kernel are as quick
+_Gated = Callable[[Tensor, Any], Tensor | None]
 _BLOCK = 2**24  # elements that are widened at once
 
 
@@ -95,6 +96,7 @@ class TakingTurns:
     def __call__(self, x: Tensor) -> Tensor:
         return (self.few if x.numel() < self.least * x.shape[-1] else self.many)(x)
 
-    def gated(self, product: Callable[[Tensor, Any], Tensor | None]) -> Callable[[Tensor, Any], Tensor | None]:
-        """A product over the copy that takes a gate in, or gives None: what few rows are given, too."""
-        return lambda x, kind: None if len(x) < self.least else product(x, kind)
+    def gated(self, many: _Gated, few: _Gated | None) -> _Gated:
+        """Of products that take a gate in, or give None: ``many`` over the copy."""
+        few = few or (lambda x, kind: None)
+        return lambda x, kind: (few if len(x) < self.least else many)(x, kind)

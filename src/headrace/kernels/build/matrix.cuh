@@ -3,6 +3,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 struct alignas(64) Map { u64 words[16]; };
+#define ONCE 0x12F0000000000000ull  // of what is read once: the second-level cache need not keep it
 
 __device__ __forceinline__ u32 shared(const void *at) { return (u32)__cvta_generic_to_shared(at); }
 __device__ __forceinline__ void make(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
@@ -30,6 +31,15 @@ __device__ __forceinline__ void arrive_at(u32 bar) { asm volatile("mbarrier.arri
 __device__ __forceinline__ void together() {  // all of a cluster
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+__device__ __forceinline__ void hand_over(u32 to, const float *v, u32 bar) {  // to another program of the cluster
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+    ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar) : "memory");
+}
+__device__ __forceinline__ float4 handed(u32 at) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+  return v;
+}
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void finished() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
@@ -41,9 +51,11 @@ template <int N> __device__ __forceinline__ void hold(int (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
+__device__ __forceinline__ void keep(u32 &x) { asm volatile("" : "+r"(x)); }  // in a register: it would be computed anew at each use
 __device__ __forceinline__ u64 described(u32 at) {  // rows of 128 bytes, swizzled; 8 rows are 1024 bytes
-  return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  return (u64)(at >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
+__device__ __forceinline__ float wide(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ void transpose(u32 (&p)[4], int t) {  // within four lanes: p[j] of lane t and p[t] of lane j change places
   bool one = t & 1, two = t & 2;

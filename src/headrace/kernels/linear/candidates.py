@@ -222,6 +222,9 @@ def _cut_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Call
     for form in dict.fromkeys(form for most, form in maker.forms if form is not None and most > MOST_ROWS):
         form, turned = replace(form, late=False), site.facts.gated and form.coding is not None
         yield f"{form}, {None}, {turned}", partial(maker.kernels.function, (form, None, turned))
+        if turned and form.ways == 1:
+            gate = sizes.spec.activation
+            yield f"{form}, {gate}, {False}", partial(maker.kernels.function, (form, gate, False))
     eight = site.facts.eights[0] is not None
     yield from _eight_calls(site, maker.maker.linear, sizes) if eight else coded_calls(site, maker.coded.linear, sizes)
 

@@ -33,10 +33,12 @@ def machine_code(form: RingForm, gate: Activation | None, turned: bool = False) 
     """Built, or kept from before. ``turned``: codes lie as a gate's do, whose columns are wanted side by side. Raises
     CompileError."""
     kind, coding = -1 if gate is None else KINDS[gate], form.coding
-    sizes = {"ROWS": form.rows, "GROUPS": form.columns // 64, "STAGES": form.stages, "WAYS": form.ways, "KIND": kind}
+    sizes = {"ROWS": form.rows, "STAGES": form.stages, "WAYS": form.ways, "KIND": kind}
+    sizes |= {"COLUMNS": form.columns} if form.many else {"GROUPS": form.columns // 64}
     if coding is not None:
         sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros), "FLOATS": int(coding.floats)}
-    sources = ("linear/ring.cu",) if coding is None else ("linear/packed.cuh", "linear/ring.cu")
+    kernel = "linear/packed_gemm.cu" if form.many else "linear/ring.cu"
+    sources = (kernel,) if coding is None else ("linear/packed.cuh", kernel)
     text = nvrtc.source("build/matrix.cuh", "build/early.cuh", "build/activation.cuh")
     if turned:
         sizes["TURNED"] = 1
@@ -94,10 +96,10 @@ class RingLinear:
         form = form_of(self.forms, x.shape[0])
         return self.others(x, around) if form is None else self.compute(x, around, form)
 
-    def compute(self, x: Tensor, around: Around, form: RingForm, y: Tensor | None = None) -> Fused:
+    def compute(self, x: Tensor, around: Around, form: RingForm) -> Fused:
         x, outs, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self.shape.outs, self.kernels
         tokens, ins = x.shape
-        y = self.empty((tokens, outs), x.dtype, x.device) if y is None else y
+        y = self.empty((tokens, outs), x.dtype, x.device)
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty((tokens, outs), x.dtype, x.device)
@@ -106,9 +108,21 @@ class RingLinear:
         pieces = 0 if around.squares is None else around.squares.shape[0]
         units = self.units if isinstance(self.weight, Tensor) else self.weight.factor
         turned = not isinstance(self.weight, Tensor) and self.weight.gated and around.gate is None
-        kernels.function((replace(form, late=False), around.gate, turned)).launch(
-            form.programs(self.shape, kernels.processors), form.threads, torch.cuda.current_stream(x.device).cuda_stream,
-            kernels.input_map(x, form.rows), self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
+        function = kernels.function((replace(form, late=False), around.gate, turned))
+        inputs = kernels.input_map(x, form.rows)
+        size = (
+            form.programs(self.shape, kernels.processors),
+            form.threads,
+            torch.cuda.current_stream(x.device).cuda_stream,
+        )
+        if form.many:
+            function.launch(
+                *size, inputs, self._weights(form.columns), _at(units), _at(self.bias), _at(y),
+                c_int(tokens), c_int(outs), c_int(ins), c_int(form.late), pdl=self.pdl, cluster=form.ways,
+            )  # fmt: skip
+            return y, None, None
+        function.launch(
+            *size, inputs, self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
             _at(around.scale), c_int(0 if around.scale is None else around.scale.element_size()), _at(y), _at(scaled), _at(sums),
             c_int(pieces), c_int(tokens), c_int(outs), c_int(ins), c_float(around.eps), c_int(form.late),
             *(() if units is None else (_at(units),)), pdl=self.pdl, cluster=form.ways,

@@ -1,4 +1,4 @@
-// Weights of 4 or 8 bits for ring.cu: how a program multiplies them. They leave memory as they are kept, and are widened to bfloat16 in the
+// Weights of 4 or 8 bits for ring.cu and packed_gemm.cu: how a program multiplies them. They leave memory as they are kept, and are widened to bfloat16 in the
 // registers that the matrix instruction reads (after MARLIN, Frantar et al. 2024).
 //
 // A block is 64 rows of W by DEPTH of K (packing.py lays them out): codes, then the scales (float16, in units of ``units``) of each of SETS
@@ -15,19 +15,17 @@
 #define CODE_BYTES (64 * DEPTH * BITS / 8)
 #define BLOCK_BYTES (CODE_BYTES + SETS * 128 * (1 + ZEROS))
 
+__device__ __forceinline__ void load_block(u32 to, const unsigned char *blocks, int tile, int step, int steps, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+    ::"r"(to), "l"(blocks + ((u64)tile * steps + step) * BLOCK_BYTES), "n"(BLOCK_BYTES), "r"(bar), "l"(ONCE) : "memory");
+}
 __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 rest) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(rest));
   return r;
 }
-__device__ __forceinline__ u32 add2(u32 a, u32 b) { u32 r; asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
 __device__ __forceinline__ u32 read_twice(u32 at) {  // a bfloat16, in both halves of a register
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
@@ -63,75 +61,29 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 *codes, const u32 (
       u32 size = (i % 2 ? code >> 4 : code << 4) & 0x07F007F0;
       a[i] = mul2(and_or(i % 2 ? code : code << 8, 0x80008000, size), 0x7B807B80);
     } else {
-      u32 low = codes[i / 2] >> 8 * (i % 2), high = low >> 4;
-      low = and_or(low, 0x000F000F, 0x43004300), high = and_or(high, 0x000F000F, 0x43004300);  // 128 + each
-      a[i] = sub2(add2(fma2(high, 0x41804180, 0xC508C508), low), zero[i % 2]);  // 16 (128 + high) - 2176 + 128 + low
+      u32 code = codes[i / 2] >> 8 * (i % 2), over;
+      asm("lop3.b32 %0, %1, %2, %3, 0xAE;" : "=r"(over) : "r"(code), "r"(0x00800080), "r"(0x43004300));  // 256 for a code below 128, else 128
+      a[i] = sub2(and_or(code, 0x007F007F, 0x43004300), over);  // the code's seven low bits and 128: exact, as code - 128
+      if (ZEROS) a[i] = sub2(a[i], sub2(zero[i % 2], 0x43004300));
     }
   }
 }
 
-#if SETS == 1 && ROWS > 128
-// Sums of a step would have no room beside all sums: codes are scaled before they are multiplied, and rounded to bfloat16 as a weight
-// that is widened first is. Otherwise as below.
-struct Packed {
-  u32 a[2][SIXTEENS][4], zero[2], scale[2];
-
-  __device__ __forceinline__ void prepare(u32 block, int half) {
-    u32 codes[WORDS];
-    int at = half * WORDS;
-    read_words(codes, block + at / 4 * 2048 + threadIdx.x % 128 * 16 + at % 4 * 4, 2048);
-    finished<1>();  // who reads these registers
-#pragma unroll
-    for (int j = 0; j < SIXTEENS; j++) {
-      widen(a[half][j], codes + j * BITS / 4, zero);
-#pragma unroll
-      for (int i = 0; i < 4; i++) a[half][j][i] = mul2(a[half][j][i], scale[i % 2]);
-    }
-  }
-  __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], u32 inputs, int half) {
-    begin();
-#pragma unroll
-    for (int j = 0; j < SIXTEENS; j++) {
-      int k = half * SIXTEENS + j;
-      mma(c, a[half][j], described(inputs + k / 4 * (ROWS * 128)) + k % 4 * 2, 1);
-    }
-    commit();
-  }
-  // Behind ``second`` the step before is over. ``inputs``: 64 of K of all rows, and again.
-  __device__ __forceinline__ void first(float (&c)[ROWS / 2], u32 block) {
-    u32 beside = block + CODE_BYTES + (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 2;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      zero[h] = ZEROS ? read_twice(beside + 128 + h * 16) : BITS == 4 ? 0x43084308u : 0x43004300u;
-      asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(scale[h]) : "f"(read_scale(beside + h * 16)));
-    }
-    prepare(block, 0);
-  }
-  __device__ __forceinline__ void second(float (&c)[ROWS / 2], u32 block, u32 inputs) {
-    multiply(c, inputs, 0);
-    prepare(block, 1);
-    multiply(c, inputs, 1);
-  }
-  __device__ __forceinline__ void take(float (&c)[ROWS / 2]) {
-    finished<0>();
-    hold(c);
-  }
-};
-#elif SETS == 1
+#if SETS == 1
 // Of a step all sums have one scale. A half's codes are widened while the half before is multiplied, of the step before, too.
 struct Packed {
   float part[ROWS / 2], scale[2];
-  u32 a[2][SIXTEENS][4], zero[2];
+  u32 a[2][SIXTEENS][4], zero[2], own = threadIdx.x % 128 * 16, beside = CODE_BYTES + (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 2;
 
   __device__ __forceinline__ Packed() {
+    keep(own), keep(beside);
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) part[i] = 0;
     scale[0] = scale[1] = 0;
   }
   __device__ __forceinline__ void prepare(u32 block, int half) {
     u32 codes[WORDS];
-    int at = half * WORDS;
-    read_words(codes, block + at / 4 * 2048 + threadIdx.x % 128 * 16 + at % 4 * 4, 2048);
+    read_words(codes, block + half * WORDS / 4 * 2048 + own, 2048);
     finished<1>();  // who reads these registers
 #pragma unroll
     for (int j = 0; j < SIXTEENS; j++) widen(a[half][j], codes + j * BITS / 4, zero);
@@ -152,15 +104,16 @@ struct Packed {
     for (int i = 0; i < ROWS / 2; i++) c[i] += scale[i / 2 % 2] * part[i];
   }
   // The step before is over behind ``first``: nobody reads its inputs any more. ``inputs``: 64 of K of all rows, and again.
-  __device__ __forceinline__ void first(float (&c)[ROWS / 2], u32 block) {
-    u32 beside = block + CODE_BYTES + (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 2;
+  // ``bar``, ``parity``: of what has arrived. Only what is above a second wait for it is done while something is still multiplied.
+  __device__ __forceinline__ void first(float (&c)[ROWS / 2], u32 block, u32 bar, u32 parity) {
     float now[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      zero[h] = ZEROS ? read_twice(beside + 128 + h * 16) : BITS == 4 ? 0x43084308u : 0x43004300u;
-      now[h] = read_scale(beside + h * 16);
+      zero[h] = ZEROS ? read_twice(block + beside + 128 + h * 16) : BITS == 4 ? 0x43084308u : 0x43004300u;
+      now[h] = read_scale(block + beside + h * 16);
     }
     prepare(block, 0);
+    wait(bar, parity);
     take(c);
     scale[0] = now[0], scale[1] = now[1];
   }

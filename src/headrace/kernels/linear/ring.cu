@@ -1,4 +1,4 @@
-// A product of 2 to 64 rows (of codes, alone: to 256) with what stands around it in a layer; its first weights are under way before the kernel before it has ended.
+// A product of 2 to 64 rows (of 8 bits, alone: to 128) with what stands around it in a layer; its first weights are under way before the kernel before it has ended.
 //
 //   y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual, scaled = y ⊙ g, squares: as kernels/linear/triton_flat.py has them
 //
@@ -34,15 +34,6 @@
 #define X_AT ((W_BYTES + 1023) / 1024 * 1024)
 #define STAGE_BYTES (X_AT + X_BYTES)
 #define THREADS (128 * GROUPS)  // that multiply; one more warp asks for copies
-#if defined(BITS) && ROWS > 64 && GROUPS > 1  // or four, whose registers go to those who multiply
-#define OTHERS 128
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 24;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 240;")
-#else
-#define OTHERS 32
-#define GIVE_REGISTERS()
-#define TAKE_REGISTERS()
-#endif
 #define SLICES (THREADS / ROWS)
 #define BLOCKS (ROWS / 8)  // of eight rows of x: a thread has four sums of each
 #define OWN ((BLOCKS + WAYS - 1) / WAYS)  // blocks of a tile that a program finishes, at most
@@ -51,7 +42,6 @@
 // Steps: how long before its last weights a late program lets the next launch in, and how many it asks for before it waits. More would
 // stand in the way of what the kernel before still writes: its end was heard of 2 µs later.
 #define LEAD 6
-#define ONCE 0x12F0000000000000ull  // the second-level cache need not keep it
 
 __device__ __forceinline__ void load_once(u32 to, const Map *map, int k, int row, u32 bar) {  // weights: nobody reads them again
   if (KIND < 0)
@@ -64,10 +54,7 @@ __device__ __forceinline__ void load_once(u32 to, const Map *map, int k, int row
 #ifdef BITS
 __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, int step, int row, int steps, u32 bar) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++)
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-      ::"r"(to + g * BLOCK_BYTES), "l"(blocks + ((u64)(row / 64 + g) * steps + step) * BLOCK_BYTES), "n"(BLOCK_BYTES), "r"(bar), "l"(ONCE)
-      : "memory");
+  for (int g = 0; g < GROUPS; g++) load_block(to + g * BLOCK_BYTES, blocks, row / 64 + g, step, steps, bar);
 }
 #define WEIGHTS const unsigned char *__restrict__ blocks
 #define UNIT , const float *units  // of each row of W as it lies: what it is multiplied by
@@ -95,7 +82,6 @@ __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, i
 #define FRESH 0
 #endif
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-__device__ __forceinline__ float wide(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ u16 narrow(float v) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
 __device__ __forceinline__ float seen(const float *p) {
   float v;
@@ -105,15 +91,6 @@ __device__ __forceinline__ float seen(const float *p) {
 __device__ __forceinline__ u16 seen(const u16 *p) {
   u16 v;
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void hand_over(u32 to, const float *v, u32 bar) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-    ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar) : "memory");
-}
-__device__ __forceinline__ float4 handed(u32 at) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
   return v;
 }
 
@@ -127,13 +104,15 @@ struct Deal {  // what a program has to do: whole tiles, every so-manieth, or a 
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16 *bias, const u16 *residual,
      const void *scale, int scale_bytes, u16 *y, u16 *scaled, float *sums, int pieces, int tokens, int outs, int ins, float eps, int late UNIT) {
   extern __shared__ unsigned char raw[];
   __shared__ float slices[THREADS], norm[ROWS], across[4 * GROUPS][ROWS];
   __shared__ u64 bars[2 * STAGES + 1];
-  u32 base = (shared(raw) + 1023) & ~1023u, full = shared(bars), empty = full + 8 * STAGES, gathered = empty + 8 * STAGES;
+  u32 base = (shared(raw) + 1023) & ~1023u, full = shared(bars);
+  keep(base), keep(full);
+  u32 empty = full + 8 * STAGES, gathered = empty + 8 * STAGES;
   Deal deal((outs + OUTS - 1) / OUTS, (ins + DEPTH - 1) / DEPTH);
   if (threadIdx.x == THREADS) {
 #ifndef BITS
@@ -147,7 +126,6 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
   }
   __syncthreads();
   if (WAYS > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");  // who wants to hand over parts waits for it
-  if (threadIdx.x >= THREADS) { GIVE_REGISTERS(); }
   if (threadIdx.x == THREADS) {
     int ahead = min(deal.total, STAGES), s = 0, phase = 0, step = deal.begin, row = deal.tile * TALL, gate = late ? deal.total - LEAD : 0;
     auto weights = [&](int s) {
@@ -188,7 +166,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     if (WAYS > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     return;
   }
-  TAKE_REGISTERS();
+  meet();  // the compiler knows then that warps are whole, and keeps what all of a warp share in registers of the warp
   wait_for_before();
   int thread = threadIdx.x, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32, pair = lane % 4 * 2;
   float early[EARLY_PIECES];
@@ -286,18 +264,18 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     meet();
   };
   int own = blockIdx.x % WAYS;
-#if ROWS <= 128  // of more, sums leave no registers for it
   u16 rest[OWN][4];
   if (WAYS > 1) {
 #pragma unroll
     for (int j = 0; j < OWN; j++) fetch(deal.tile, own + j * WAYS, rest[j]);
   }
-#endif
   float c[ROWS / 2];
   for (int i = 0, tile = deal.tile; i < deal.total; i += deal.count, tile += gridDim.x) {
     prepare(tile);
 #ifdef BITS
     Packed packed;
+    u32 own_block = group * BLOCK_BYTES;
+    keep(own_block);
 #pragma unroll
     for (int j = 0; j < ROWS / 2; j++) c[j] = 0;
 #endif
@@ -323,18 +301,13 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       for (int j = 0; j < ROWS / 4; j++) own[j] = own_scales[(u64)min(j / 2 * 8 + pair + j % 2, tokens - 1) * deal.steps + deal.begin + k];
 #endif
       wait(full + 8 * s, phase);
-#if defined(BITS) && SETS == 1 && ROWS > 128
-      packed.first(c, base + s * STAGE_BYTES + group * BLOCK_BYTES);
-      packed.second(c, base + s * STAGE_BYTES + group * BLOCK_BYTES, base + s * STAGE_BYTES + X_AT);
+#if defined(BITS) && SETS == 1
+      packed.first(c, base + s * STAGE_BYTES + own_block, full + 8 * s, phase);
       if (k && thread % 128 == 0) arrive(empty + 8 * before);
-      before = s;
-#elif defined(BITS) && SETS == 1
-      packed.first(c, base + s * STAGE_BYTES + group * BLOCK_BYTES);
-      if (k && thread % 128 == 0) arrive(empty + 8 * before);
-      packed.second(base + s * STAGE_BYTES + group * BLOCK_BYTES, base + s * STAGE_BYTES + X_AT);
+      packed.second(base + s * STAGE_BYTES + own_block, base + s * STAGE_BYTES + X_AT);
       before = s;
 #elif defined(BITS)
-      packed.step(c, base + s * STAGE_BYTES + group * BLOCK_BYTES, base + s * STAGE_BYTES + X_AT);
+      packed.step(c, base + s * STAGE_BYTES + own_block, base + s * STAGE_BYTES + X_AT);
       if (thread % 128 == 0) arrive(empty + 8 * s);
 #else
       begin();
@@ -423,13 +396,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
             v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
           }
         }
-#if ROWS <= 128
         finish(tile, b, v, rest[j]);
-#else
-        u16 rest[4];
-        fetch(tile, b, rest);
-        finish(tile, b, v, rest);
-#endif
       }
       add_squares(tile, own);
     }

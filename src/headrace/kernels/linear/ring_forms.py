@@ -1,12 +1,12 @@
-"""Which tile, and how K is shared out, for products of 2 to 64 rows by the ring kernel (ring.cu): by the weight and the
-number of rows.
+"""Which tile, and how K is shared out, for products of 2 to 64 rows by the ring kernel (ring.cu), and of 65 to 256 rows
+with weights in codes (packed_gemm.cu): by the weight and the number of rows.
 
-What lives here: forms, the tables of those that were measured. What may not: the kernel, measuring (bench/tune.py).
+What lives here: forms, the tables of those that were measured. What may not: kernels, measuring (bench/tune.py).
 
-A row of a table is [most rows, rows, columns, ways, late], ascending; 256 rows may be computed 128 at a time; with
-nothing behind the number of rows where the forms of kernels/linear/triton_flat.py are as quick, as they are for every
-weight in bfloat16 that is not there. For weights in codes, and of 8 bits as their inputs, there are tables by kind, and
-a rule for the weights that these do not have.
+A row of a table is [most rows, rows, columns, ways, late], ascending; with nothing behind the number of rows where the
+forms of kernels/linear/triton_flat.py are as quick, as they are for every weight in bfloat16 that is not there. For
+weights in codes, and of 8 bits as their inputs, there are tables by kind, and a rule for the weights that these do not
+have.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from headrace.kernels.linear.packing import Coding
 
 ROWS = (16, 32, 48, 64)  # of x, that forms are made for
 FEWER_ROWS = (8, 16, 32, 64)  # with weights of fewer bits
-MOST_ROWS = 128  # of one launch of these, without a gate
-MOST_CUT = 256  # of products of codes alone: in one launch where that was measured to be best, else half by half
+MOST_EIGHT = 128  # rows of 8 bits, without a gate
+MANY_ROWS = (128, 256)  # of GEMMs of codes alone
 DEPTH = 64  # of K at once
 SHARED_BYTES = 232448  # that a program may have: all of a processor's
 _LEAST_PROGRAMS = 60  # fewer do not keep the memory busy
@@ -47,6 +47,11 @@ class RingForm:
     coding: Coding | None = None
     eight: str = ""
 
+    @property
+    def many(self) -> bool:
+        """Whether packed_gemm.cu computes it."""
+        return self.coding is not None and self.rows > FEWER_ROWS[-1]
+
     def tiles(self, shape: Shape) -> int:
         return -(-shape.outs * (2 if shape.gated else 1) // self.columns)
 
@@ -60,9 +65,16 @@ class RingForm:
         together."""
         if shape.ins % (16 if self.eight else 8) or (shape.gated and (shape.outs % 8 or self.ways > 1)):
             return False
+        tiles = self.tiles(shape)
+        if self.many and (shape.outs % 8 or not (self.columns == 128 or self._fits_half(tiles <= processors))):
+            return False
         if self.stages < 2:
             return False
-        return self.ways == 1 or (self.tiles(shape) * self.ways <= processors and shape.ins >= self.depth * self.ways)
+        return self.ways == 1 or (tiles * self.ways <= processors and shape.ins >= self.depth * self.ways)
+
+    def _fits_half(self, once: bool) -> bool:
+        """Half as many columns are of one tile a CTA, of twice as many all of K is; for fewer rows than the most."""
+        return self.rows == MANY_ROWS[0] and (once if self.columns == 64 else self.ways == 1)
 
     @property
     def depth(self) -> int:
@@ -72,7 +84,7 @@ class RingForm:
     @property
     def threads(self) -> int:
         """Those that multiply, and a warp that asks for copies; or four, whose registers the others need."""
-        return 2 * self.columns + (128 if self.coding is not None and self.rows > 64 and self.columns > 64 else 32)
+        return 384 if self.many else 2 * self.columns + 32
 
     @property
     def stage_bytes(self) -> int:
@@ -89,11 +101,25 @@ class RingForm:
     @property
     def stages(self) -> int:
         """How deep the ring is: what fits, less 1 KiB for where it begins and what the kernel keeps beside it."""
+        if self.many:
+            step = 4 if self.columns == 64 else 1
+            return max(each for each in range(step, 16, step) if self._many_bytes(each) <= SHARED_BYTES - 256)
         beside = 8 * self.columns + 4 * self.rows * (1 + self.columns // 16) + 512
         return (SHARED_BYTES - 1024 - beside - self.mailbox_bytes) // self.stage_bytes
 
+    def _many_bytes(self, stages: int) -> int:
+        """``stages`` of 64 of K of x, and as many of a whole step of weights as reach further back."""
+        assert self.coding is not None
+        return (
+            1024
+            + stages * 128 * self.rows
+            + (stages + 2) // 2 * (self.columns // packing.ROWS) * self.coding.block_bytes
+        )
+
     @property
     def shared_bytes(self) -> int:
+        if self.many:
+            return self._many_bytes(self.stages)
         return 1024 + self.stages * self.stage_bytes + self.mailbox_bytes
 
 
@@ -104,13 +130,12 @@ def candidate_forms(
     shape: Shape, rows: int, processors: int, coding: Coding | None = None, eight: str = ""
 ) -> tuple[RingForm, ...]:
     """The forms worth trying for so many rows, one of ROWS."""
+    many = coding is not None and rows in MANY_ROWS
     # of 64 rows 256 columns leave no registers
-    most = 256 if (coding is not None or eight) and rows < 64 else 128
-    # of 256 rows narrower ones read x too often
-    sizes = [each for each in (64, 128, 256) if each <= most and (each == 128 or rows != MOST_CUT)]
+    most = 256 if many or ((coding is not None or eight) and rows < 64) else 128
     tried = (
         RingForm(rows, *size, late, coding, eight)
-        for size in product(sizes, range(1, _MOST_WAYS + 1))
+        for size in product([each for each in (64, 128, 256) if each <= most], range(1, _MOST_WAYS + 1))
         for late in (False, True)
     )
     return tuple(
@@ -124,37 +149,38 @@ def forms_at(shape: Shape, processors: int, device: str, coding: Coding | None, 
     coding = None if coding is None or eight else replace(coding, ordered=False)
     found = measured(coding, eight).table(device).get(shape, ())
     own = ((most, form and replace(form, coding=coding, eight=eight)) for most, form in found)
-    known = tuple((most, form if form is not None and form.fits(shape, processors) else None) for most, form in own)
     wanted = row_classes(shape, coding, eight) if coding or eight else ()
+
+    def rule(most: int) -> RingForm | None:
+        return _rule(shape, most, processors, coding, eight) if most in wanted else None
+
+    known = tuple((most, form if form is None or form.fits(shape, processors) else rule(most)) for most, form in own)
     last = known[-1][0] if known else 0
-    rest = ((most, _rule(shape, most, processors, coding, eight)) for most in wanted if last < most <= MOST_ROWS)
-    forms = (*known, *rest)
-    cut = MOST_CUT in wanted and last < MOST_CUT
-    return (*forms, (MOST_CUT, form_of(forms, MOST_ROWS))) if cut else forms
+    return (*known, *((most, rule(most)) for most in wanted if last < most))
 
 
 def row_classes(shape: Shape, coding: Coding | None, eight: str) -> tuple[int, ...]:
     """The most rows of each; sums of several scales a block leave no registers for 128."""
     if shape.gated or (coding is not None and coding.sets > 1):
         return FEWER_ROWS
-    return (*FEWER_ROWS, MOST_ROWS) if eight else (*FEWER_ROWS, MOST_ROWS, MOST_CUT)
+    return (*FEWER_ROWS, MOST_EIGHT) if eight else (*FEWER_ROWS, *MANY_ROWS)
 
 
 def _rule(shape: Shape, rows: int, processors: int, coding: Coding | None, eight: str) -> RingForm | None:
     """The least that one processor has to read; of equals the widest tile that is not shared by many. Measured with
-    weights of 16 to 59 million codes on an H100: four warps alone widen them more slowly than they come, with 128 rows
-    wider tiles spill, and clusters of four that fill the card are slow."""
-    narrow = 1.35 if coding is not None and rows <= 32 else 0.7 if coding is not None and rows > 64 else 1.0
+    weights of 16 to 59 million codes: four warps alone widen them more slowly than they come (H100), and of clusters of
+    three and four fewer than would fill the card are on it at once (39 and 30 on an H200)."""
+    narrow = 1.35 if coding is not None and rows <= 32 else 1.0
 
     def load(form: RingForm) -> tuple[float, bool, int]:
         share = form.columns * -(-form.tiles(shape) // processors) / form.ways
         return share * (narrow if form.columns == 64 else 1.0), form.ways > 2, -form.columns
 
-    small = RingForm(rows, 64, 1, True, coding, eight)
+    small = RingForm(rows, 128 if coding is not None and rows in MANY_ROWS else 64, 1, True, coding, eight)
     forms = candidate_forms(shape, rows, processors, coding, eight) or (
         (small,) if small.fits(shape, processors) else ()
     )
-    crowded = [form for form in forms if form.ways > 3 and form.programs(shape, processors) > 0.9 * processors]
+    crowded = [form for form in forms if form.ways > 2 and form.programs(shape, processors) > 0.89 * processors]
     return min((form for form in forms if form.late and form not in crowded), key=load, default=None)
 
 
@@ -186,10 +212,10 @@ def _form(row: list[Any]) -> tuple[int, RingForm | None]:
     most, rows, columns, ways = whole_numbers(numbers)
     if (
         type(late) is not bool
-        or rows not in (*FEWER_ROWS, *ROWS, MOST_ROWS, MOST_CUT)
+        or rows not in (*FEWER_ROWS, *ROWS, MOST_EIGHT, *MANY_ROWS)
         or columns not in (64, 128, 256)
         or not 1 <= ways <= 8
-        or (most > rows and (most, rows) != (MOST_CUT, MOST_ROWS))
+        or most > rows
     ):
         raise ValueError(f"{row} is no form")
     return most, RingForm(rows, columns, ways, late)

@@ -20,7 +20,9 @@ from headrace.kernels.linear.cuda_ring import Kernels, RingLinear, kernels_of
 from headrace.kernels.linear.eight_bits import Composed, Composing, EightBitLinear, Maker
 from headrace.kernels.linear.flat_linear import create_fused
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
+from headrace.kernels.linear.packing import Packed
 from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, forms_at
+from headrace.spec import Activation
 
 
 def _at(site: CallSite[WeightFacts], kind: str = "") -> tuple[RingForms, Kernels]:
@@ -78,7 +80,7 @@ class CodedRings:
             return others
         packed = others.products[0].packed
         ring = RingLinear(packed, bias, site.facts.laid, self.forms, self.kernels, site.pdl, none, {}, site.empty)
-        return CutRing(ring, others)
+        return ManyRing(ring, others)
 
 
 def _nobody(x: Tensor, around: Around) -> Fused:
@@ -86,9 +88,8 @@ def _nobody(x: Tensor, around: Around) -> Fused:
 
 
 @dataclass(frozen=True, slots=True)
-class CutRing:
-    """y = x · Wᵀ (+ bias): 65 to MOST_CUT rows, as many at a time as their form has; others as ``others``. ``x`` [...,
-    in]."""
+class ManyRing:
+    """y = x · Wᵀ (+ bias), ``x`` [..., in]: 65 to as many rows as a form has; others as ``others``."""
 
     ring: RingLinear
     others: CodedLinear
@@ -98,11 +99,15 @@ class CutRing:
         form = form_of(self.ring.forms, len(rows)) if len(rows) > MOST_ROWS else None
         if form is None:
             return self.others(x)
-        y = self.ring.empty((len(rows), self.ring.shape.outs), x.dtype, x.device)
-        count = -(-len(rows) // form.rows)
-        for part, own in zip(rows.chunk(count), y.chunk(count), strict=True):
-            self.ring.compute(part, ALONE, form, own)
-        return y.view(*x.shape[:-1], -1)
+        return self.ring.compute(rows, ALONE, form)[0].view(*x.shape[:-1], -1)
+
+    def gated(self, x: Tensor, kind: Activation) -> Tensor | None:  # [T, in] → [T, out / 2]
+        """The first half of y, through the activation, times the second; None: no form takes that in."""
+        ring, form = self.ring, form_of(self.ring.forms, len(x)) if len(x) > MOST_ROWS else None
+        if form is None or form.ways > 1 or not (isinstance(ring.weight, Packed) and ring.weight.gated):
+            return None
+        half = Shape(ring.shape.outs // 2, ring.shape.ins, True)
+        return replace(ring, shape=half).compute(x, Around(gate=kind), form)[0]
 
 
 @dataclass(frozen=True, slots=True)
