@@ -7,7 +7,7 @@
 //
 // Behind matrix.cuh. Given from outside: ROWS, BITS, SETS, ZEROS, FLOATS (codes are e2m1 or e4m3; else integers, whose zero is in the middle
 // unless ZEROS tell), and mma(), the instruction for ROWS that takes
-// its 64 rows from registers.
+// its 64 rows from registers; without ROWS, how codes are widened is all there is.
 #define DEPTH 128
 #define HALVES (SETS > 2 ? SETS : 2)  // parts of a step whose sums are kept apart
 #define SIXTEENS (DEPTH / 16 / HALVES)
@@ -69,6 +69,7 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 *codes, const u32 (
   }
 }
 
+#ifdef ROWS
 #if SETS == 1
 // Of a step all sums have one scale. A half's codes are widened while the half before is multiplied, of the step before, too.
 struct Packed {
@@ -166,4 +167,5 @@ struct Packed {
     for (int i = 0; i < ROWS / 2; i++) c[i] += scale[which][i / 2 % 2] * part[which][i];
   }
 };
+#endif
 #endif

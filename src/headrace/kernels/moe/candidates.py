@@ -156,11 +156,33 @@ def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes, *, fused:
         )
 
 
-def _few(site: CallSite[ExpertFacts], *, coded: bool) -> str | None:
-    """What is not served of few tokens with all that stands around their experts."""
+def _few(site: CallSite[ExpertFacts], *, coded: bool, alone: bool = False) -> str | None:
+    """What is not served of few tokens with all that stands around their experts; ``alone``: in one launch."""
     if coded != bool(site.facts.formats):
         return f"multiplies by experts {'in a format' if coded else 'as they are computed with'}"
-    return _uncoded(site) if coded else _refuses(site)
+    return (_uncoded(site) if coded else _refuses(site)) or (_not_few(site, coded=coded) if alone else None)
+
+
+def _not_few(site: CallSite[ExpertFacts], *, coded: bool) -> str | None:
+    """What one launch does not serve, whatever the shape."""
+    facts = site.facts
+    if facts.held is not None:
+        return "multiplies by all experts"
+    if coded and (facts.rounded[0] != facts.rounded[-1] or facts.eights[0] != facts.eights[-1]):
+        return "computes with codes of one kind, up and down"
+    if coded and (first := facts.rounded[0]) is not None and not first.ring:
+        return "widens codes of 4 and 8 bits with scales of groups of 32, 64 or multiples of 128 inputs"
+    return None
+
+
+def _builds_few(site: CallSite[ExpertFacts], made: Any, sizes: Sizes) -> Calls:
+    """Nothing runs: programs of two threads' launches would wait for each other."""
+    spec = sizes.spec
+    up, down = [each for each in matrices(spec) if each.moe is not None][:2]
+    assert up.moe is not None
+    shape = spec.hidden_size, down.ins, up.moe.renormalize, spec.activation
+    for tokens in (TOKENS, made.most):
+        yield f"{tokens} tokens", partial(made.function, tokens, *shape)
 
 
 MOE = (native(create_moe), gpu.triton("moe.triton_moe:create_moe", experts, _refuses))
@@ -175,13 +197,16 @@ PACKED_MOE = (
         name="codes", dtypes=(torch.bfloat16, torch.float16), techniques=frozenset({"quantized_gemm"}), varies=True, optional=True,
     ),
 )  # fmt: skip
+_ONE = "moe.cuda_experts:create_few"
 FUSED_MOE = tuple(
     gpu.triton(
-        path, partial(rehearse, fused=True), partial(_few, coded=coded), name=name, dtypes=(torch.bfloat16,),
+        path, rehearse, refuses, name=name, least=least, alone=least > gpu.LEAST, dtypes=(torch.bfloat16,),
         techniques=frozenset({"deep_fusion", *more}), varies=True, optional=True,
     )
-    for name, path, rehearse, coded, more in (
-        ("fused", "moe.triton_moe:Moe.fused", experts, False, ()),
-        ("codes", "moe.triton_coded:CodedMoe.fused", coded_experts, True, ("quantized_gemm",)),
+    for name, path, rehearse, refuses, least, more in (
+        ("experts", _ONE, _builds_few, partial(_few, coded=False, alone=True), (9, 0), ()),
+        ("coded_experts", _ONE, _builds_few, partial(_few, coded=True, alone=True), (9, 0), ("quantized_gemm",)),
+        ("fused", "moe.triton_moe:Moe.fused", partial(experts, fused=True), partial(_few, coded=False), gpu.LEAST, ()),
+        ("codes", "moe.triton_coded:CodedMoe.fused", partial(coded_experts, fused=True), partial(_few, coded=True), gpu.LEAST, ("quantized_gemm",)),
     )
 )  # fmt: skip

@@ -162,7 +162,7 @@ class CodedMoe:
         self, x: Tensor, router_logits: Tensor, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix], top_k: int, renormalize: bool,
         kind: Activation, places: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        laid = self._laid(gate_up, down)
+        laid = self.laid(gate_up, down)
         return self.computed(x, router_logits, *laid, top_k, renormalize, kind, places)
 
     def fused(
@@ -170,11 +170,9 @@ class CodedMoe:
         kind: Activation, around: Around,
     ) -> Fused:  # fmt: skip
         """As its twin; rows one behind the other."""
-        return self.computed_around(
-            x, router_logits, *self._laid(gate_up, down), top_k, renormalize, kind, None, around
-        )
+        return self.computed_around(x, router_logits, *self.laid(gate_up, down), top_k, renormalize, kind, None, around)
 
-    def _laid(self, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix]) -> tuple[Packed, Packed]:
+    def laid(self, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix]) -> tuple[Packed, Packed]:
         first, last = self.facts.rounded[0], self.facts.rounded[-1]
         assert first is not None and last is not None, "asked only where there are some"
         return lay(list(gate_up), first, gated=True), lay(list(down), last, gated=False)

@@ -1,0 +1,176 @@
+"""The sparse feed-forward of few tokens with what stands around it, in one launch (experts.cu): its callable, machine
+code and launches.
+
+What lives here: what the kernel is given, which calls it takes. What may not: more tokens, layers that have nothing
+around (triton_moe.py, triton_coded.py), laying experts out (triton_coded.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_void_p
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.build import nvrtc
+from headrace.kernels.build.driver import Function
+from headrace.kernels.build.variants import Variants
+from headrace.kernels.candidate import CallSite, EightBits, Empty, ExpertFacts, rows_of
+from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.packing import Coding, Packed
+from headrace.kernels.moe.reference import MOST, MOST_CODED
+from headrace.kernels.moe.triton_coded import CodedMoe
+from headrace.kernels.norm.triton_activation import KINDS
+from headrace.spec import Activation
+
+_CLASSES = (MOST_CODED, MOST)  # of tokens, that a variant has room for
+_THREADS, _STEP, _COLUMNS, _TOGETHER = 512, 128, 16, 8  # as the source has them
+_DEEPEST = 6144  # inputs, which a warp holds in registers
+_UNBUILT = "experts of few tokens in one launch cannot be built here; Triton's kernels serve them"
+_POINTERS = (
+    "x", "logits", "up", "down", "up_unit", "down_unit", "squares", "residual", "scale", "y", "scaled", "sums", "inner", "met",
+    "done",
+)  # fmt: skip
+_NUMBERS = ("tokens", "pieces", "logits_row", "up_tiles", "down_tiles", "scale_bytes")
+
+
+class _Parameters(ctypes.Structure):
+    """As ``Params`` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in _POINTERS),
+        *((name, c_int) for name in _NUMBERS),
+        ("eps", c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What the source is compiled for."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    renormalize: bool
+    kind: Activation
+    coding: Coding | None
+    eight: EightBits | None
+
+    def build(self, programs: int) -> bytes:
+        """Built, or kept from before. Raises CompileError."""
+        coding, eight = self.coding, self.eight
+        sizes = {
+            "PROGRAMS": programs, "TOKENS": self.tokens, "HIDDEN": self.hidden, "INNER": self.inner, "EXPERTS": self.experts, "TOP_K": self.top_k,
+            "RENORMALIZE": int(self.renormalize), "KIND": KINDS[self.kind], "EIGHT": 0 if eight is None else 1 if eight.kind == "fp8" else 2,
+            "EACH": 0 if eight is None else eight.group, "POWERS": int(eight is not None and eight.powers),
+        }  # fmt: skip
+        if coding is not None:
+            sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros)}
+            sizes["FLOATS"] = int(coding.floats)
+        names: tuple[str, ...] = ("build/matrix.cuh", "build/early.cuh", "build/activation.cuh")
+        names += () if coding is None else ("linear/packed.cuh",)
+        text = nvrtc.source(
+            *names, *(f"moe/experts{part}" for part in ("_shape.cuh", "_routing.cuh", "_weights.cuh", ".cu"))
+        )
+        return nvrtc.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in sizes.items())))
+
+
+@cache
+def _builds_of(device: torch.device) -> Variants[Variant]:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Variants(device, "experts", lambda variant: variant.build(processors))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FewExperts:
+    """As the twin of ``fused_moe``, in bfloat16, of up to ``most`` tokens; ``others`` serve the rest. The result is not
+    rounded between down and the sum. Calls of one object must follow each other on the device."""
+
+    facts: ExpertFacts
+    builds: Variants[Variant]
+    others: Any
+    empty: Empty
+    pdl: bool
+    coded: CodedMoe | None
+    met: Tensor = field(init=False)  # how many programs of all launches are through with gate and up
+    done: Tensor = field(init=False)  # [2, experts, and more of those with many tokens]: strips
+
+    def __post_init__(self) -> None:
+        device = torch.device("cuda", self.builds.device)
+        object.__setattr__(self, "met", torch.zeros(1, dtype=torch.int64, device=device))
+        entries = self.facts.num_experts + MOST // _TOGETHER * self.facts.top_k
+        object.__setattr__(self, "done", self.met.new_zeros(2, entries, dtype=torch.int32))
+
+    @classmethod
+    def at(cls, site: CallSite[ExpertFacts]) -> FewExperts:
+        coded = CodedMoe.at(site) if site.facts.formats else None
+        return cls(site.facts, _builds_of(site.device), site.behind(), site.empty, site.pdl, coded)
+
+    def __call__(
+        self, x: Tensor, router_logits: Tensor, gate_up: Any, down: Any, top_k: int, renormalize: bool, kind: Activation, around: Around,
+    ) -> Fused:  # fmt: skip
+        up, low = (gate_up, down) if self.coded is None else self.coded.laid(gate_up, down)
+        found = self.computed(x, router_logits, up, low, renormalize, kind, around)
+        return found or self.others(x, router_logits, gate_up, down, top_k, renormalize, kind, around)
+
+    @property
+    def most(self) -> int:
+        """Tokens."""
+        return MOST if self.coded is None else MOST_CODED
+
+    def function(self, tokens: int, hidden: int, inner: int, renormalize: bool, kind: Activation) -> Function | None:
+        """Built, or kept from before; None: not for shapes like these, or it cannot be built."""
+        if hidden % _STEP or inner % _STEP or hidden > _DEEPEST or tokens > self.most:
+            return None
+        facts = self.facts
+        coding, eight = (None, None) if self.coded is None else (facts.rounded[0], facts.eights[0])
+        room = next(each for each in _CLASSES if tokens <= each)
+        made = Variant(room, hidden, inner, facts.num_experts, facts.top_k, renormalize, kind, coding, eight)
+        return self.builds.find(made, _UNBUILT)
+
+    def computed(
+        self, x: Tensor, logits: Tensor, up: Tensor | Packed, down: Tensor | Packed, renormalize: bool, kind: Activation, around: Around,
+    ) -> Fused | None:  # fmt: skip
+        """``up``, ``down``: of all experts, or the first one's codes, behind which the others' lie. None: nothing was
+        done."""
+        assert around.squares is not None and around.residual is not None and around.scale is not None
+        (tokens, hidden), inner, device = x.shape, down.shape[2] if isinstance(down, Tensor) else down.ins, x.device
+        function = self.function(tokens, hidden, inner, renormalize, kind)
+        if function is None:
+            return None
+        x, logits, facts = x.contiguous(), rows_of(logits), self.facts
+        y, scaled = (self.empty((tokens, hidden), x.dtype, device) for _ in range(2))
+        sums = torch.empty((hidden // _COLUMNS, tokens), dtype=torch.float32, device=device)
+        expanded = self.empty((tokens, facts.top_k, inner), x.dtype, device)
+        weights, units, heights = zip(*(_laid(each) for each in (up, down)), strict=True)
+        pointers = (
+            x, logits, *weights, *units, around.squares, around.residual, around.scale, y, scaled, sums, expanded, self.met,
+            self.done,
+        )  # fmt: skip
+        numbers = tokens, len(around.squares), logits.stride(0), *heights, around.scale.element_size()
+        parameters = _Parameters(*(each.data_ptr() for each in pointers), *numbers, around.eps)
+        self._launch(function, torch.cuda.current_stream(device).cuda_stream, parameters)
+        return y, scaled, sums
+
+    def _launch(self, function: Function, stream: int, parameters: _Parameters) -> None:
+        """Programs wait for each other; kernels/step/persistent.py says why they may."""
+        if self.pdl:
+            function.launch(self.builds.processors, _THREADS, stream, parameters, pdl=True)
+        else:
+            function.launch_together(self.builds.processors, _THREADS, stream, parameters)
+
+
+def _laid(weight: Tensor | Packed) -> tuple[Tensor, Tensor, int]:
+    """The weights of all experts, their units, and how many rows (of codes: blocks) an expert has."""
+    if isinstance(weight, Tensor):
+        return weight, weight, weight.shape[1]
+    return weight.blocks, weight.factor, len(weight.blocks)
+
+
+create_few = FewExperts.at

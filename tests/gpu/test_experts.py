@@ -1,0 +1,121 @@
+"""Experts of few tokens with what stands around them on the card: in one launch (experts.cu), and in Triton's, against
+the twin; each launch begins while the one before still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.packed import packed_moe
+from headrace.kernels.moe import reference
+from headrace.quant import Format
+from headrace.quant.codes import Activations
+from headrace.quant.floats import MXFP4
+from headrace.quant.integers import AWQ, PackedIntegers
+from headrace.quant.scaled import WHOLE, ScaledWeight
+from headrace.spec import Activation
+from tests.support.card import check, require_card
+from tests.support.codings import random_piece
+from tests.support.kernel_cases import called, using
+
+require_card()
+
+from headrace.kernels import Kernels  # noqa: E402
+
+CUDA = torch.device("cuda")
+TOKENS = (1, 2, 5, 8, 9, 32, 33)
+SHAPES = ((1024, 384, 16, 4), (2048, 768, 128, 8), (4096, 256, 8, 2))  # hidden, inner, experts, chosen
+FORMATS: tuple[Format, ...] = (
+    PackedIntegers(4, 128, zero=False), AWQ(4, 32), PackedIntegers(4, 64), ScaledWeight("float8_e4m3fn", (WHOLE, WHOLE)),
+    *(ScaledWeight("float8_e4m3fn", (rows, columns), activations=Activations("fp8", group=group))
+      for rows, columns, group in ((1, WHOLE, 0), (128, 128, 128))),
+    ScaledWeight("int8", (1, WHOLE), activations=Activations("int8")), PackedIntegers(4, 128, activations=Activations("int8")), MXFP4(),
+)  # fmt: skip
+ONE = frozenset({"experts", "coded_experts"})
+pytestmark = pytest.mark.timeout(240)
+
+
+def given(tokens: int, hidden: int, experts: int, seed: int, crowded: bool) -> tuple[tuple[torch.Tensor, ...], Around]:
+    """``crowded``: all tokens take the first experts, two of which a router prefers equally."""
+    torch.manual_seed(seed)
+    x, logits = (torch.randn(tokens, each, device=CUDA).bfloat16() for each in (hidden, experts))
+    if crowded:
+        logits[:, 1:4], logits[:, 5] = 9.0, logits[:, 6]
+    squares = torch.rand(37, tokens, device=CUDA) * hidden / 20
+    residual, scale = torch.randn(tokens, hidden, device=CUDA).bfloat16(), torch.rand(hidden, device=CUDA)
+    return (x, logits), Around(squares, 1e-5, None, residual, scale if seed % 2 else scale.bfloat16())
+
+
+def offered(op: str, disabled: frozenset[str], **facts: Any) -> tuple[Callable[..., Any], str]:
+    kernels = Kernels(CUDA, techniques=using(programmatic_launch=True), disabled=disabled)
+    found = kernels.offer(*called(op, dtype=torch.bfloat16, **facts))
+    assert found is not None
+    return found, next(each.chosen for each in kernels.choices if each.behind is None)
+
+
+def agree(run: Callable[..., Any], twin: Callable[..., Any], hidden: int, experts: int, factor: float) -> None:
+    """Calls follow each other without waiting, twice: the same bits again."""
+    cases = [given(tokens, hidden, experts, tokens, crowded) for tokens in TOKENS for crowded in (False, True)]
+    found = [[run(*inputs, around) for inputs, around in cases] for _ in range(2)]
+    for (inputs, around), once, again in zip(cases, *found, strict=True):
+        y, scaled, _ = twin(*inputs, around)
+        peak = y.float().abs().max().clamp(min=1.0).bfloat16()
+        check(once[0] / peak, y / peak, factor=factor)
+        check(once[1] / peak, scaled / peak, factor=factor)
+        torch.testing.assert_close(once[2].sum(0), once[0].float().square().sum(1), rtol=1e-4, atol=1e-4)
+        if len(y) <= reference.MOST_CODED:
+            assert all(torch.equal(one, other) for one, other in zip(once[:2], again[:2], strict=True)), len(y)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("disabled", (frozenset(), ONE), ids=("one launch", "triton"))
+def test_experts(shape: tuple[int, int, int, int], disabled: frozenset[str]) -> None:
+    hidden, inner, experts, top_k = shape
+    torch.manual_seed(1)
+    gate_up = (torch.randn(experts, 2 * inner, hidden, device=CUDA) * hidden**-0.5).bfloat16()
+    down = (torch.randn(experts, hidden, inner, device=CUDA) * inner**-0.5).bfloat16()
+    run, name = offered("fused_moe", disabled, num_experts=experts, top_k=top_k)
+    assert name == ("fused" if disabled else "experts")
+    for renormalize, kind in ((True, Activation.SILU), (False, Activation.GELU_TANH)):
+
+        def both(call: Callable[..., Any], x: Any, router: Any, around: Around) -> Any:
+            return call(x, router, gate_up, down, top_k, renormalize, kind, around)  # noqa: B023
+
+        agree(partial(both, run), partial(both, reference.fused_moe), hidden, experts, 1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:1], ids=str)
+@pytest.mark.parametrize("disabled", (frozenset(), ONE), ids=("one launch", "triton"))
+@pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.label)
+def test_experts_in_codes(form: Format, disabled: frozenset[str], shape: tuple[int, int, int, int]) -> None:
+    hidden, inner, experts, top_k = shape
+    pieces = []
+    for seed, size in enumerate(((2 * inner, hidden), (hidden, inner))):
+        piece = random_piece(form, *size, seed=seed, copies=experts)
+        piece.tensors = tuple({name: each.cuda() for name, each in tensors.items()} for tensors in piece.tensors)
+        pieces.append(piece)
+    names = {"formats": "label", "codings": "coding", "eights": "eight", "rounded": "rounded_coding"}
+    facts = {name: tuple(getattr(each.form, own) for each in pieces) for name, own in names.items()}
+    run, name = offered("fused_moe", disabled, num_experts=experts, top_k=top_k, **facts)
+    served = pieces[0].form.rounded_coding is not None and pieces[0].form.rounded_coding.ring
+    assert name == ("coded_experts" if served and not disabled else "codes")
+    wanted: list[Any] = []
+
+    def twin(x: torch.Tensor, router: torch.Tensor, around: Around) -> Any:
+        given = x, router, pieces[:1], pieces[1:], top_k, True, Activation.SILU, around
+        return reference.fused_moe(*given, apply=packed_moe)
+
+    for tokens in TOKENS:  # before pieces are laid out for a kernel
+        for crowded in (False, True):
+            inputs, around = given(tokens, hidden, experts, tokens, crowded)
+            wanted.append(twin(*inputs, around))
+    answers = iter(wanted)
+    agree(
+        lambda x, router, around: run(x, router, pieces[:1], pieces[1:], top_k, True, Activation.SILU, around),
+        lambda *_: next(answers), hidden, experts, 4.0,  # a last bit of what is rounded moves codes
+    )  # fmt: skip
