@@ -55,7 +55,7 @@ def test_what_rounds_inputs_has_no_copy(name: str, tmp_path: Path) -> None:
 
 def test_an_engine_with_a_copy_says_the_same_and_counts_it(tmp_path: Path) -> None:
     folder = str(quantised.write("compressed-w4a16", tmp_path)[0])
-    prompts = [[1 + (7 * row + at) % 250 for at in range(LEAST + 9 * row)] for row in range(2)]
+    prompts = [[1 + (7 * row + at) % 250 for at in range(100 + 9 * row)] for row in range(2)]
     texts, held = [], []
     for on in (True, None):
         with LLM(

@@ -219,6 +219,8 @@ def _ring_or_others(
 
     known = ring_forms.forms_at(laid, processors(), torch.cuda.get_device_name(), coding) if coding.ring else ()
     form = ring_forms.form_of(known, len(x))
+    if form is not None and kind is not None and form.ways == 1:  # it takes the gate in
+        return ring_calls(Shape(laid.outs // 2, laid.ins, True), form, x, Around(gate=kind), packed)
     calls = ring_calls(laid, form, x, Around(), packed) if form else _triton_calls(coding, laid, x, Around(), packed)
     return calls if kind is None else [partial(lambda call: gated_activation(call(), kind), each) for each in calls]
 

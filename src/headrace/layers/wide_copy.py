@@ -28,7 +28,7 @@ from headrace.spec import DecoderSpec
 
 SHARE = 0.25  # of what is left beside the weights, and goes to keys and values without a copy: it takes no more
 TOKENS = 1024  # of each sequence there may be, for which room is left
-LEAST = coded_forms.MOST_TILED + 1  # rows: with fewer, codes of the ring kernel are as quick
+LEAST = 257  # rows: of fewer, codes that CUDA C++ multiplies are as quick
 _Gated = Callable[[Tensor, Any], Tensor | None]
 _BLOCK = 2**24  # elements that are widened at once
 
