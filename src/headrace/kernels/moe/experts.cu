@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_x(u32 *v, const Params &p, const Shared &s,
 #endif
   if (EIGHT) {  // of rows as a norm leaves them
 #pragma unroll
-    for (int i = 0; i < 16; i++) v[i] = both(low(v[i]) * s.rstd[token], high(v[i]) * s.rstd[token]);
+    for (int i = 0; i < 16; i++) v[i] = pack(low(v[i]) * s.rstd[token], high(v[i]) * s.rstd[token]);
     if (rounds) round_inputs(v, s.x_unit[token]);
   }
 }

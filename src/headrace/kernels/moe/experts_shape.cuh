@@ -48,11 +48,9 @@ static_assert(STAGES >= 2, "a ring");
 extern __shared__ __align__(128) unsigned char memory[];
 extern "C" __device__ const int shared_bytes = BESIDE + STAGES * WARPS * STAGE;
 
-__device__ __forceinline__ float wide(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ u16 narrow(float v) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
-__device__ __forceinline__ u32 both(float first, float second) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first)); return r; }
 __device__ __forceinline__ float seen(const float *p) { float v; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory"); return v; }
 __device__ __forceinline__ u16 seen(const u16 *p) { u16 v; asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory"); return v; }
 __device__ __forceinline__ u32 seen(const u32 *p) { u32 v; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
@@ -99,7 +97,7 @@ __device__ __forceinline__ u32 rounded(u32 v, float unit, float inverse) {
   } else {
     a = rintf(fminf(fmaxf(a, -128.0f), 127.0f)), b = rintf(fminf(fmaxf(b, -128.0f), 127.0f));
   }
-  return both(a * unit, b * unit);
+  return pack(a * unit, b * unit);
 }
 __device__ __forceinline__ float peak_of(const u32 *v) {  // of 32 values
   float peak = 0;
