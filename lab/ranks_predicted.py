@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import mean
 
 from headrace.config import EngineConfig
 from headrace.engine.resolve import resolve_config
@@ -19,6 +20,8 @@ from headrace.planner.simulator import Load, simulate
 from headrace.planner.workload.load import LoadRequest
 from headrace.spec import DecoderSpec
 from lab.table_rows import Row, requests_of, scaled, select_rows
+
+LUCKS = 16  # simulations of a row of few steps: one draw of how disturbed a step is would decide it
 
 
 def predicted(config: EngineConfig, rows: Sequence[str], scale: float, device: str) -> dict[str, float]:
@@ -51,7 +54,8 @@ def _figure(row: Row, spec: DecoderSpec, config: EngineConfig, device: Device) -
         pieces = (0,) if row.prefix else ()
         load = [LoadRequest(prompt, output, pieces=pieces, piece=row.prefix) for prompt, output in lengths]
         load = [replace(each, at=0.0) for each in load]
-        return float(simulate(spec, config, device, Load(load, front=False)).figures["duration"])
+        loads = [Load(load, front=False, luck=luck) for luck in range(LUCKS if row.group == "prefill" else 1)]
+        return mean(float(simulate(spec, config, device, each).figures["duration"]) for each in loads)
 
     if row.group == "decode":
         return 1e3 * (seconds() - seconds(one_token=True)) / (row.output[0] - 1)
