@@ -138,12 +138,21 @@ def test_techniques_that_candidates_name_exist_and_switch_them_off() -> None:
         for name in known
     }
     assert of["flat_gemm"] == {"flat", "fused", "ring"} and of["early_weights"] == {"ring", "codes_ring", "w8a8_ring"}
-    assert of["deep_fusion"] == {"fused", "ring", "codes", "w8a8", "codes_ring", "w8a8_ring"}
+    assert of["deep_fusion"] == {
+        "fused",
+        "ring",
+        "codes",
+        "experts",
+        "coded_experts",
+        "w8a8",
+        "codes_ring",
+        "w8a8_ring",
+    }
     assert of["fused_rope_attention"] == {"rope", "rope_cascade"} and of["cascade_attention"] == {
         "cascade",
         "rope_cascade",
     }
-    assert of["quantized_gemm"] == {"codes", "w8a8", "codes_ring", "w8a8_ring"}
+    assert of["quantized_gemm"] == {"codes", "coded_experts", "w8a8", "codes_ring", "w8a8_ring"}
     assert (of["tuned_products"], of["gated_products"], of["persistent_decode"]) == (
         {"tuned"},
         {"gated"},
