@@ -95,7 +95,7 @@ async def _load(url: str, part: Part, path: Path) -> None:
     """As ``headrace bench serve``, without its process: sixty of them would take longer to start than to measure."""
     client = HttpClient(url, timeout=ANSWERED)
     room = float(part.room) if part.room is not None else math.inf
-    generator = LoadGenerator(client, await first_model(client), "completions", room, as_ids=True)
+    generator = LoadGenerator(client, await first_model(client), "completions", room, as_ids=True, reads_late=True)
     conversations = part.conversations(0, part.vocabulary)
     await client.open(part.room or 0)
     gc.collect()

@@ -6,15 +6,15 @@ import asyncio
 import json
 from argparse import ArgumentParser
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
-from headrace.bench.load import BenchFailed, HttpClient, LoadGenerator, first_model
+from headrace.bench.load import Answer, BenchFailed, HttpClient, LoadGenerator, first_model
 from headrace.bench.serve import add_arguments, create_workload
 from headrace.errors import ConfigError
 from headrace.planner.workload.conversations import Conversation, Turn
-from headrace.planner.workload.statistics import failure_reasons
+from headrace.planner.workload.statistics import Sample, failure_reasons
 
 T = TypeVar("T")
 Handler = Callable[[str, dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
@@ -245,6 +245,30 @@ def test_connections_may_be_opened_before_a_burst() -> None:
         return generator
 
     assert [sample.error for sample in against(script(*GOOD), work).samples] == [None] * 4
+
+
+def test_answers_may_be_read_once_all_have_ended() -> None:
+    """Reading those that end first would be seen as late tokens of the others (a burst's last ones, by 80 ms)."""
+    happened = list[str]()
+
+    class Client:
+        async def post(self, path: str, body: dict[str, Any]) -> Answer:
+            await asyncio.sleep(0.001 * body["prompt"][0])
+            happened.append("ended")
+            events = [(1.0, token("a").strip()[6:]), (2.0, b"[DONE]")][: 1 if body["prompt"] == [3] else 2]
+            return Answer(200, "text/event-stream", events=events)
+
+    class Late(LoadGenerator):
+        def _read(self, sample: Sample, answer: Answer) -> str:
+            happened.append("read")
+            return super()._read(sample, answer)
+
+    for late, order in ((True, ["ended"] * 3 + ["read"] * 3), (False, ["ended", "read"] * 3)):
+        happened.clear()
+        generator = Late(cast(Any, Client()), "m", "completions", 3, as_ids=True, reads_late=late)
+        asyncio.run(generator.run([Conversation((Turn((number,), 5),)) for number in (1, 2, 3)]))
+        assert happened == order and [sample.arrivals for sample in generator.samples] == [[1.0], [1.0], []]
+        assert [bool(sample.error) for sample in generator.samples] == [False, False, True]
 
 
 def test_no_server_and_no_model_are_said_with_the_remedy() -> None:
