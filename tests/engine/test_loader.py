@@ -243,8 +243,8 @@ LAYOUTS = {
     "same bytes": ([(0, 4), (0, 4)], 4, "'t1' overlaps the tensor before it"),
     "hole": ([(0, 4), (6, 10)], 10, "'t1' follows 2 stray bytes"),
     "hole in front": ([(2, 6)], 6, "'t0' follows 2 stray bytes"),
-    "trailing": ([(0, 4)], 5000, "the end follows 4996 stray bytes"),
-    "only trailing": ([], 3, "the end follows 3 stray bytes"),
+    "trailing": ([(0, 4)], 5000, "4996 bytes follow the last tensor"),
+    "only trailing": ([], 3, "3 bytes follow"),
 }
 
 

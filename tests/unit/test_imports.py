@@ -141,7 +141,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cost": {"numpy"},
     "cost.popularity": {"msgspec"},
     "cost.stored": {"msgspec"},
-    "models.safetensors_file": {"msgspec"},
     "parallel.placement": {"msgspec"},
     "speculative": set(),
     "speculative.lookup": {"numpy"},

@@ -20,7 +20,6 @@ from headrace.models.checkpoint import MappedFiles
 from headrace.models.gguf_config import read_gguf_config
 from headrace.models.gguf_file import BF16, F16, F32, GGUFTensor, read_gguf
 from headrace.models.gguf_names import Change, Origin, origins
-from headrace.models.safetensors_file import check_gapless
 
 _PLAIN: Mapping[int, torch.dtype] = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: the library's temporaries are several times its result
@@ -101,10 +100,25 @@ class GGUFCheckpoint:
                     f"{tensor.file} is truncated: {sizes[tensor.file]} bytes, but tensor {name[:80]} ends at {end}. Download it again."
                 )
         for path, size in sizes.items():
-            mine = [
-                (each.start, _num_bytes(each), name[:80]) for name, each in self._tensors.items() if each.file == path
-            ]
-            check_gapless(path, mine, min(mine)[0], size, self._alignment - 1)
+            self._check_gapless(path, size)
+
+    def _check_gapless(self, path: Path, size: int) -> None:
+        """Tensors do not overlap, and there is nothing but padding between and after them."""
+        placed = sorted(
+            (tensor.start, tensor.start + _num_bytes(tensor), name)
+            for name, tensor in self._tensors.items()
+            if tensor.file == path
+        )
+        at = placed[0][0]
+        for start, end, name in [*placed, (size, size, "the end")]:
+            if not 0 <= start - at < self._alignment:
+                what = (
+                    f"overlaps the tensor before it by {at - start} bytes"
+                    if start < at
+                    else f"follows {start - at} stray bytes"
+                )
+                raise ModelError(f"{path} is damaged: {name[:80]} {what}. Download it again.")
+            at = end
 
 
 @cache

@@ -11,12 +11,10 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
+from typing import Any
 
 from headrace.errors import ModelError
 from headrace.models.source import MAX_INDEX_BYTES, read_json, reading, refuse_lfs_pointer
@@ -33,18 +31,6 @@ TYPES: Mapping[str, str] = {  # and torch's names
 DTYPE_BYTES: Mapping[str, int] = {name: int((re.findall(r"\d+", name) or [8])[0]) // 8 for name in TYPES}
 
 _AGAIN = "Download the file again."
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class _Stored(msgspec.Struct):
-    """A tensor, as a header tells of it."""
-
-    dtype: str
-    shape: Annotated[tuple[_Natural, ...], msgspec.Meta(max_length=16)]
-    data_offsets: tuple[_Natural, _Natural]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,58 +82,67 @@ def write_file(file: Path, tensors: Mapping[str, tuple[str, Sequence[int], memor
         os.fsync(stream.fileno())
 
 
-def _parse(file: Path, text: bytes) -> dict[str, msgspec.Raw]:
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
     if text.count(b"[") > 2 * MAX_TENSORS:  # a shape and a place each
         raise ModelError(f"{file} has more than {MAX_TENSORS} tensors, or an invalid header; split it into shards.")
     try:
-        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except _UNREADABLE as error:
-        raise ModelError(f"{file} has a damaged header ({error}). {_AGAIN}") from error
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} has a damaged header ({type(error).__name__}). {_AGAIN}") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{file} has a header that is not a JSON object. {_AGAIN}")
     header.pop("__metadata__", None)
     return header
 
 
-def _entries(file: Path, header: dict[str, msgspec.Raw], base: int, size: int) -> dict[str, TensorEntry]:
+def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> dict[str, TensorEntry]:
     entries = {name: _entry(file, name, value, base) for name, value in header.items()}
     end = max((entry.start + entry.num_bytes for entry in entries.values()), default=base)
     if end > size:
         raise ModelError(f"{file} is truncated: {size} bytes, but its tensors need {end}. {_AGAIN}")
-    check_gapless(
-        file, ((entry.start, entry.num_bytes, repr(name[:80])) for name, entry in entries.items()), base, size
-    )
+    _check_gapless(file, entries, base, size)
     return entries
 
 
-def check_gapless(file: Path, places: Iterable[tuple[int, int, str]], begin: int, end: int, padding: int = 0) -> None:
-    """As formats require: tensors (``places``: start, bytes, name) do not overlap, and between ``begin`` and ``end``
-    there is nothing else but so much ``padding`` before each."""
-    at = begin
-    for start, num_bytes, name in (*sorted(places), (end, 0, "the end")):
-        if not at <= start <= at + padding:
-            what = (
-                f"overlaps the tensor before it by {at - start} bytes"
-                if start < at
-                else f"follows {start - at} stray bytes"
-            )
-            raise ModelError(f"{file} is damaged: {name} {what}. {_AGAIN}")
-        at = start + num_bytes
+def _check_gapless(file: Path, entries: Mapping[str, TensorEntry], base: int, size: int) -> None:
+    """As the format requires: tensors are contiguous, do not overlap, and there is nothing else in the file."""
+    at = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if entry.start != at:
+            what = "overlaps the tensor before it" if entry.start < at else f"follows {entry.start - at} stray bytes"
+            raise ModelError(f"{file} is damaged: {name[:80]!r} {what} (byte {entry.start}, expected {at}). {_AGAIN}")
+        at += entry.num_bytes
+    if at != size:
+        raise ModelError(f"{file} is damaged: {size - at} bytes follow the last tensor. {_AGAIN}")
 
 
-def _entry(file: Path, name: str, value: msgspec.Raw, base: int) -> TensorEntry:
-    try:
-        stored = msgspec.json.decode(value, type=_Stored)
-    except _UNREADABLE as error:
-        raise ModelError(f"{file}: the header's entry for {name[:80]!r} is damaged ({error}). {_AGAIN}") from error
-    if stored.dtype not in DTYPE_BYTES:
+def _entry(file: Path, name: str, value: Any, base: int) -> TensorEntry:
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (fields.get(key, ()) for key in ("dtype", "shape", "data_offsets"))
+    if (
+        not isinstance(dtype, str)
+        or not _naturals(shape)
+        or not _naturals(offsets)
+        or len(offsets) != 2
+        or offsets[0] > offsets[1]
+    ):
+        raise ModelError(f"{file}: the header's entry for {name[:80]!r} is damaged. {_AGAIN}")
+    if dtype not in DTYPE_BYTES:
         raise ModelError(
-            f"{file}: tensor {name[:80]!r} has dtype {stored.dtype[:20]!r}, which is not known; known are {', '.join(DTYPE_BYTES)}."
+            f"{file}: tensor {name[:80]!r} has dtype {dtype[:20]!r}, which is not known; known are {', '.join(DTYPE_BYTES)}."
         )
-    (begin, end), wanted = stored.data_offsets, math.prod(stored.shape) * DTYPE_BYTES[stored.dtype]
-    if end - begin != wanted:
+    wanted = math.prod(shape) * DTYPE_BYTES[dtype]
+    if offsets[1] - offsets[0] != wanted:
         raise ModelError(
-            f"{file}: tensor {name[:80]!r} of shape {stored.shape[:8]} and {stored.dtype} needs {wanted} bytes but has {end - begin}. {_AGAIN}"
+            f"{file}: tensor {name[:80]!r} of shape {shape[:8]} and {dtype} needs {wanted} bytes but has {offsets[1] - offsets[0]}. {_AGAIN}"
         )
-    return TensorEntry(file, stored.dtype, stored.shape, base + begin, wanted)
+    return TensorEntry(file, dtype, tuple(shape), base + offsets[0], wanted)
+
+
+def _naturals(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) <= 16 and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    )
 
 
 def read_sharded(folder: Path) -> dict[str, TensorEntry]:
