@@ -399,6 +399,7 @@ class DeviceConfig:
     early_weights: bool = switch(True)
     persistent_decode: bool = switch(True)
     persistent_fp8: bool = switch(False)
+    one_launch_experts: bool = switch(False)
     fused_rope_attention: bool = switch(True)
     cascade_attention: bool = switch(True)
     one_shot_sums: bool = switch(True)

@@ -12,7 +12,6 @@ import torch
 from headrace.kernels.build import nvrtc
 from headrace.kernels.candidate import EightBits
 from headrace.kernels.linear.packing import Coding, Scales
-from headrace.kernels.moe import cuda_experts
 from tests.support.kernel_cases import AMPERE, BLACKWELL, H200, on_card, refusal
 
 FOUR: dict[str, Any] = {"formats": ("4 bits",) * 2, "eights": (None, None), "rounded": (Coding(4),) * 2}
@@ -40,6 +39,7 @@ def test_who_is_served(name: str, facts: dict[str, Any], words: str) -> None:
 
 
 def test_what_it_is_given_lies_as_the_source_reads_it() -> None:
+    cuda_experts = pytest.importorskip("headrace.kernels.moe.cuda_experts", exc_type=ImportError)
     text = nvrtc.source("moe/experts_shape.cuh")
     fields = re.findall(
         r"^  (?:const )?\w+(?: \w+)? ([^;{}]+);", text[text.index("struct Params") : text.index("struct Shared")], re.M

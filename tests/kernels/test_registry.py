@@ -158,7 +158,7 @@ def test_techniques_that_candidates_name_exist_and_switch_them_off() -> None:
         {"gated"},
         {"persistent", "persistent_fp8"},
     )
-    assert of["persistent_fp8"] == {"persistent_fp8"}
+    assert of["persistent_fp8"] == {"persistent_fp8"} and of["one_launch_experts"] == {"experts", "coded_experts"}
 
 
 def test_a_candidate_of_a_technique_that_is_off_gives_way_even_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,15 +197,15 @@ PACKED_MOE = (
         name="codes", dtypes=(torch.bfloat16, torch.float16), techniques=frozenset({"quantized_gemm"}), varies=True, optional=True,
     ),
 )  # fmt: skip
-_ONE = "moe.cuda_experts:create_few"
+_ONE, _IN_ONE = "moe.cuda_experts:create_few", "one_launch_experts"
 FUSED_MOE = tuple(
     gpu.triton(
         path, rehearse, refuses, name=name, least=least, alone=least > gpu.LEAST, dtypes=(torch.bfloat16,),
         techniques=frozenset({"deep_fusion", *more}), varies=True, optional=True,
     )
     for name, path, rehearse, refuses, least, more in (
-        ("experts", _ONE, _builds_few, partial(_few, coded=False, alone=True), (9, 0), ()),
-        ("coded_experts", _ONE, _builds_few, partial(_few, coded=True, alone=True), (9, 0), ("quantized_gemm",)),
+        ("experts", _ONE, _builds_few, partial(_few, coded=False, alone=True), (9, 0), (_IN_ONE,)),
+        ("coded_experts", _ONE, _builds_few, partial(_few, coded=True, alone=True), (9, 0), (_IN_ONE, "quantized_gemm")),
         ("fused", "moe.triton_moe:Moe.fused", partial(experts, fused=True), partial(_few, coded=False), gpu.LEAST, ()),
         ("codes", "moe.triton_coded:CodedMoe.fused", partial(coded_experts, fused=True), partial(_few, coded=True), gpu.LEAST, ("quantized_gemm",)),
     )
