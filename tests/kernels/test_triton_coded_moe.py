@@ -137,7 +137,9 @@ def test_many_tokens_of_few_experts_fill_several_tiles() -> None:
     assert_close(moe(x, router, up, down, 1, False, Activation.GELU), want, torch.bfloat16)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.label)
+@pytest.mark.parametrize(
+    "form", [*FEW[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in FORMATS)], ids=lambda each: each.label
+)
 def test_ranks_of_whole_experts_equal_the_twin(form: Format) -> None:
     torch.manual_seed(7)
     x, router = torch.randn(9, HIDDEN).bfloat16(), torch.randn(9, EXPERTS + 1).bfloat16()

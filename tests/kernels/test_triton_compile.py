@@ -26,13 +26,12 @@ ADAPTERS = (
     "lora, few",
     "lora, few of rank 256",
     "lora, many",
-    "lora, float32",
     "lora, joint",
 )
 PRODUCTS = ("_expand_kernel", "_contract_kernel")  # of experts
 # 128 rows by four warps: measured 3 % (a prompt of 8,192) to 18 % (of 2,048) faster than by eight, which spill nothing
 SPILLING = tuple(f"attention bfloat16 128 {kind}: _prefill_kernel" for kind in ("bulk", "cascade"))
-EXPERTS = ("moe, one", "moe, few", "moe, more", "moe, many")
+EXPERTS = ("moe, one", "moe, few", "moe, many")
 
 
 @cache
@@ -77,13 +76,14 @@ def test_experts_and_picks_are_compiled_for_the_model_and_never_for_a_batch() ->
 
 @pytest.mark.timeout(120)
 def test_nothing_spills() -> None:
-    assert len(kernels()) == 3 * 4 + 1 + 5 + 5 + 3 + 2 + (4 * 2 + 1) + (2 + 3 * 4)
+    assert len(kernels()) == 3 * 4 + 1 + 5 + 5 + 3 + 2 + (3 * 2 + 1) + (2 + 2 * 4)
     for name, figures in kernels().items():
         words = 100 if name in SPILLING else 4  # a word or two is no spilled tile
         assert figures["LDL"] + figures["STL"] <= words and figures["local"] == 0, name
         assert figures["shared"] <= 232448, name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_nothing_spills_of_experts_on_a_rank() -> None:
     (found,) = offline.found(("triton_offline", "moe, one, of a rank", "moe, few, of a rank"))
@@ -93,11 +93,12 @@ def test_nothing_spills_of_experts_on_a_rank() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_codes_of_keys_and_values_are_compiled_in_every_kernel() -> None:
+@pytest.mark.parametrize("kv", [pytest.param("fp8_e4m3", marks=pytest.mark.slow), "int4"])
+def test_codes_of_keys_and_values_are_compiled_in_every_kernel(kv: str) -> None:
     """With the cascade, and the write. The interpreter takes what the compiler refuses, so this is no formality."""
-    eight, four = offline.found(*(("triton_offline", f"attention bfloat16 128 {kv}") for kv in ("fp8_e4m3", "int4")))
-    assert len(eight) == len(four) == 4
-    for name, figures in (eight | four).items():
+    (found,) = offline.found(("triton_offline", f"attention bfloat16 128 {kv}"))
+    assert len(found) == 4
+    for name, figures in found.items():
         words = 32 if "int4: _decode" in name else 4
         assert figures["LDL"] + figures["STL"] <= words and figures["local"] == 0 and figures["shared"] <= 232448, name
 
