@@ -51,7 +51,7 @@ def given(tokens: int, hidden: int, experts: int, seed: int, crowded: bool) -> t
     return (x, logits), Around(squares, 1e-5, None, residual, scale if seed % 2 else scale.bfloat16())
 
 
-def offered(op: str, disabled: frozenset[str], **facts: Any) -> tuple[Callable[..., Any], str]:
+def offered(op: str, disabled: frozenset[str], **facts: Any) -> tuple[Any, str]:
     kernels = Kernels(CUDA, techniques=using(programmatic_launch=True), disabled=disabled)
     found = kernels.offer(*called(op, dtype=torch.bfloat16, **facts))
     assert found is not None
@@ -82,6 +82,7 @@ def test_experts(shape: tuple[int, int, int, int], disabled: frozenset[str]) -> 
     run, name = offered("fused_moe", disabled, num_experts=experts, top_k=top_k)
     assert name == ("fused" if disabled else "experts")
     for renormalize, kind in ((True, Activation.SILU), (False, Activation.GELU_TANH)):
+        assert disabled or run.function(run.most, hidden, inner, renormalize, kind) is not None, "others served"
 
         def both(call: Callable[..., Any], x: Any, router: Any, around: Around) -> Any:
             return call(x, router, gate_up, down, top_k, renormalize, kind, around)  # noqa: B023
@@ -104,6 +105,8 @@ def test_experts_in_codes(form: Format, disabled: frozenset[str], shape: tuple[i
     run, name = offered("fused_moe", disabled, num_experts=experts, top_k=top_k, **facts)
     served = pieces[0].form.rounded_coding is not None and pieces[0].form.rounded_coding.ring
     assert name == ("coded_experts" if served and not disabled else "codes")
+    if name == "coded_experts":
+        assert run.function(run.most, hidden, inner, True, Activation.SILU) is not None, "others served"
     wanted: list[Any] = []
 
     def twin(x: torch.Tensor, router: torch.Tensor, around: Around) -> Any:
