@@ -452,7 +452,8 @@ def _technique_value(of: Field[Any], kind: FieldType, text: str) -> Any:
         if kind.optional and word == "auto":
             return None
         if word not in WORDS:
-            raise ConfigError(f"--technique {technique_name(of)}={text}: give on or off.")
+            accepted = "on, off or auto" if kind.optional else "on or off"
+            raise ConfigError(f"--technique {technique_name(of)}={text}: give {accepted}.")
         return of.metadata.get("on" if WORDS[word] else "off", WORDS[word])
     try:
         return _reader(of, kind)(text)
